@@ -1,0 +1,44 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DEMO_MODEL := tests/data/configs/llama-3.3-70b.json
+
+.PHONY: help install demo test lint format bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(INSTALLED) ## make the virtual environment
+
+$(INSTALLED): pyproject.toml requirements/dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(INSTALLED) ## plan a real model's transfer and draw it
+	@mkdir -p build
+	$(BIN)/kvferry plan --model $(DEMO_MODEL) --prefill tp=4 --decode tp=2,dp=2,page=64 \
+	    --tokens 8192 --link nixl-gpu --svg build/plan.svg --html build/plan.html
+
+test: $(INSTALLED) lint ## lint, types, import rules, tests
+	$(BIN)/python -m pytest -n auto
+
+lint: $(INSTALLED) ## ruff, mypy --strict, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(INSTALLED) ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED) ## measure planning and binding
+	$(BIN)/python benchmarks/plan.py
+
+clean: ## remove everything that make made
+	rm -rf $(VENV) build

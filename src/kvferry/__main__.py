@@ -1,0 +1,5 @@
+"""``python -m kvferry``."""
+
+from kvferry.cli.main import entry
+
+entry()

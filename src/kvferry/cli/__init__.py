@@ -1,0 +1,1 @@
+"""The command line: argument parsing and printing, no decisions of its own."""

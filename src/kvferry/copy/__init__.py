@@ -1,0 +1,1 @@
+"""Copies: gather and scatter of bound pieces."""

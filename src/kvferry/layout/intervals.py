@@ -1,0 +1,96 @@
+"""Sets of coordinates: half-open spans, and token sets with a stride.
+
+Both are values: frozen, ordered, checked when made. Nothing here knows about
+ranks, layers or heads.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.errors import InputError
+
+
+class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """The integers ``first <= x < end``."""
+
+    first: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.end:
+            raise InputError(f"a span needs 0 <= first <= end, not [{self.first}, {self.end})")
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    def __contains__(self, value: int) -> bool:
+        return self.first <= value < self.end
+
+    def covers(self, other: Span) -> bool:
+        """Whether every integer of ``other`` is in this span."""
+        return self.first <= other.first and other.end <= self.end
+
+    def intersect(self, other: Span) -> Span:
+        """The common part; an empty span where there is none."""
+        first = max(self.first, other.first)
+        return Span(first, max(first, min(self.end, other.end)))
+
+    def __repr__(self) -> str:
+        return f"[{self.first}, {self.end})"
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True):
+    """The positions ``first, first + step, ...`` below ``end`` (``None``: no end).
+
+    Context parallelism by interleaving gives ``Tokens(cp_rank, None, cp)``; a
+    contiguous share gives a finite span with step 1.
+    """
+
+    first: int = 0
+    end: int | None = None
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.step < 1 or (self.end is not None and self.end < self.first):
+            raise InputError(
+                f"tokens need first >= 0, step >= 1 and end >= first, not {self._fields()}"
+            )
+
+    def __contains__(self, token: int) -> bool:
+        below_end = self.end is None or token < self.end
+        return token >= self.first and below_end and (token - self.first) % self.step == 0
+
+    def clip(self, span: Span) -> Tokens:
+        """The positions of this set inside ``span``, always finite, ``end`` tight.
+
+        ``end`` is one past the last position, so equal sets compare equal.
+        """
+        end = span.end if self.end is None else min(self.end, span.end)
+        behind = max(0, span.first - self.first)
+        first = self.first + -(-behind // self.step) * self.step
+        if first >= end:
+            return Tokens(first, first, self.step)
+        last = first + (end - 1 - first) // self.step * self.step
+        return Tokens(first, last + 1, self.step)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many positions a finite set has."""
+        if self.end is None:
+            raise InputError("an unbounded token set has no count; clip it to a request first")
+        return -(-(self.end - self.first) // self.step)
+
+    def local_index(self, token: int) -> int:
+        """The place of ``token`` in this set: where a rank that holds the set keeps it."""
+        return (token - self.first) // self.step
+
+    def _fields(self) -> tuple[int, int | None, int]:
+        return (self.first, self.end, self.step)
+
+    def __repr__(self) -> str:
+        end = "" if self.end is None else self.end
+        return f"{self.first}:{end}:{self.step}" if self.step > 1 else f"{self.first}:{end}"
+
+
+ALL_TOKENS = Tokens()

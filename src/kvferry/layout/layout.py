@@ -1,0 +1,275 @@
+"""How one side shards and pages its cache, and which rank owns what.
+
+Ownership is a product of intervals per (rank, group): layers from pipeline
+stages, units from tensor parallelism, tokens from context parallelism, inside
+one data-parallel replica. Sharding is either regular (``Parallel``) or stated
+rank by rank (``Stated``); both end as the same thing, holdings, and nothing
+downstream asks which it was.
+
+Rank order inside a replica: ``(pp_rank * cp + cp_rank) * tp + tp_rank``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from kvferry.errors import InputError, Reason, ReasonCode, Refused
+from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens
+from kvferry.layout.spec import CacheSpec, Group, Slot
+
+MAX_RANKS = 4096
+MAX_CP = 256
+MAX_PAGE_TOKENS = 1 << 20
+
+
+class Order(StrEnum):
+    """How a page is laid out: token rows of heads, or head rows of tokens."""
+
+    NHD = "nhd"
+    HND = "hnd"
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What one rank holds of one group: layers x units x tokens.
+
+    ``layers`` is a span of model layer numbers; the holding has those of the
+    group's layers that lie inside. A rank may have several holdings of one
+    group if they differ in nothing but disjoint layers.
+    """
+
+    group: str
+    layers: Span
+    units: Span
+    tokens: Tokens = ALL_TOKENS
+
+
+Holdings = tuple[tuple[Holding, ...], ...]
+
+
+class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
+    """Regular sharding. ``stages`` gives the layers of each pipeline stage."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    stages: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp)):
+            if value < 1:
+                raise InputError(f"{name} must be at least 1, not {value}")
+        if self.num_ranks > MAX_RANKS or self.cp > MAX_CP:
+            raise InputError(
+                f"tp x pp x cp is {self.num_ranks} and cp {self.cp}; "
+                f"at most {MAX_RANKS} ranks and cp {MAX_CP} are supported"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.tp * self.pp * self.cp
+
+    def refusals(self, spec: CacheSpec) -> list[Reason]:
+        """Why this sharding does not fit that model; empty where it does."""
+        reasons = [
+            Reason(
+                ReasonCode.TP_UNITS,
+                f"tp={self.tp} neither divides nor is divided by the {group.units} units (heads) "
+                f"of group {group.name!r}; use a tp that does, or state ownership rank by rank",
+            )
+            for group in spec.groups
+            if group.units % self.tp and self.tp % group.units
+        ]
+        if self.pp > spec.num_layers:
+            reasons.append(
+                Reason(
+                    ReasonCode.PP_LAYERS,
+                    f"pp={self.pp} is above the model's {spec.num_layers} layers; lower pp",
+                )
+            )
+        if self.stages and not self._stages_add_up(spec.num_layers):
+            reasons.append(
+                Reason(
+                    ReasonCode.STAGES,
+                    f"stages {'+'.join(map(str, self.stages))} must be pp={self.pp} positive "
+                    f"numbers that add up to the model's {spec.num_layers} layers",
+                )
+            )
+        return reasons
+
+    def _stages_add_up(self, num_layers: int) -> bool:
+        positive = all(count >= 1 for count in self.stages)
+        return len(self.stages) == self.pp and positive and sum(self.stages) == num_layers
+
+    def stage_spans(self, num_layers: int) -> tuple[Span, ...]:
+        """The layers of each pipeline stage; an uneven split favours the first stages."""
+        base, extra = divmod(num_layers, self.pp)
+        counts = self.stages or tuple(base + (stage < extra) for stage in range(self.pp))
+        ends = itertools.accumulate(counts)
+        return tuple(Span(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+    def unit_span(self, units: int, tp_rank: int) -> Span:
+        """The units of one tp rank; ``tp / units`` neighbours share one when tp is larger."""
+        if units % self.tp == 0:
+            share = units // self.tp
+            return Span(tp_rank * share, (tp_rank + 1) * share)
+        unit = tp_rank // (self.tp // units)
+        return Span(unit, unit + 1)
+
+    def holdings(self, spec: CacheSpec) -> Holdings:
+        """Each rank's holdings, in rank order."""
+        stages = self.stage_spans(spec.num_layers)
+        return tuple(
+            tuple(
+                Holding(
+                    group.name,
+                    stage,
+                    self.unit_span(group.units, tp_rank),
+                    self._tokens(group, cp_rank),
+                )
+                for group in spec.groups
+                if group.layers_in(stage)
+            )
+            for stage in stages
+            for cp_rank in range(self.cp)
+            for tp_rank in range(self.tp)
+        )
+
+    def _tokens(self, group: Group, cp_rank: int) -> Tokens:
+        # A state row belongs to the whole request: every cp rank has it.
+        if isinstance(group.kind, Slot):
+            return ALL_TOKENS
+        return Tokens(cp_rank, None, self.cp)
+
+    def __str__(self) -> str:
+        parts = [f"TP{self.tp}"]
+        if self.pp > 1:
+            parts.append(f"PP{self.pp}")
+        if self.cp > 1:
+            parts.append(f"CP{self.cp}")
+        return "·".join(parts)
+
+
+class Stated(msgspec.Struct, frozen=True, tag="stated"):
+    """Ownership stated rank by rank, for engines whose sharding no formula gives."""
+
+    ranks: Holdings
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.ranks) <= MAX_RANKS:
+            raise InputError(f"state the holdings of 1 to {MAX_RANKS} ranks, not {len(self.ranks)}")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one replica."""
+        return len(self.ranks)
+
+    def refusals(self, spec: CacheSpec) -> list[Reason]:
+        """Holdings outside the model, or two of one rank that conflict."""
+        reasons = []
+        for rank, holdings in enumerate(self.ranks):
+            for holding in holdings:
+                reasons += _outside(spec, rank, holding)
+            for one, two in itertools.combinations(holdings, 2):
+                reasons += _conflict(rank, one, two)
+        return reasons
+
+    def holdings(self, spec: CacheSpec) -> Holdings:
+        """The holdings as stated, without those that contain none of the group's layers."""
+        return tuple(
+            tuple(h for h in holdings if spec.group(h.group).layers_in(h.layers))
+            for holdings in self.ranks
+        )
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks} stated ranks"
+
+
+def _outside(spec: CacheSpec, rank: int, holding: Holding) -> list[Reason]:
+    """Why a stated holding names something the model does not have."""
+    known = {group.name: group for group in spec.groups}
+    if holding.group not in known:
+        wrong = f"group {holding.group!r}, but the cache has {', '.join(known)}"
+    elif holding.units.end > known[holding.group].units or not len(holding.units):
+        wrong = (
+            f"units {holding.units} of group {holding.group!r}, "
+            f"which has [0, {known[holding.group].units})"
+        )
+    elif holding.layers.end > spec.num_layers:
+        wrong = f"layers {holding.layers}, but the model has [0, {spec.num_layers})"
+    else:
+        return []
+    return [Reason(ReasonCode.OUTSIDE, f"rank {rank} states {wrong}; state only what exists")]
+
+
+def _conflict(rank: int, one: Holding, two: Holding) -> list[Reason]:
+    """Why two stated holdings of one rank cannot stand together."""
+    if one.group != two.group:
+        return []
+    both = one.layers.intersect(two.layers)
+    if len(both):
+        message = f"rank {rank} states group {one.group!r} twice for layers {both}; state it once"
+        return [Reason(ReasonCode.OVERLAP, message)]
+    if (one.units, one.tokens) != (two.units, two.tokens):
+        message = (
+            f"rank {rank} states other units or tokens of group {one.group!r} for layers "
+            f"{one.layers} than for {two.layers}; split the group by layers"
+        )
+        return [Reason(ReasonCode.NOT_PRODUCT, message)]
+    return []
+
+
+Sharding = Parallel | Stated
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """One side: a cache, how it is sharded, how it is paged, and how often it is replicated."""
+
+    spec: CacheSpec
+    sharding: Sharding = Parallel()
+    dp: int = 1
+    page_tokens: int = 16
+    order: Order = Order.NHD
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.dp <= MAX_RANKS:
+            raise InputError(f"dp must be between 1 and {MAX_RANKS}, not {self.dp}")
+        if not 1 <= self.page_tokens <= MAX_PAGE_TOKENS:
+            raise InputError(
+                f"a page holds between 1 and {MAX_PAGE_TOKENS} tokens, not {self.page_tokens}"
+            )
+        reasons = self.sharding.refusals(self.spec)
+        if reasons:
+            raise Refused(reasons)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one replica. A plan concerns one replica of each side."""
+        return self.sharding.num_ranks
+
+    def holdings(self) -> Holdings:
+        """Each rank's holdings, in rank order."""
+        return self.sharding.holdings(self.spec)
+
+    def holding(self, rank: int, group: str, layer: int) -> Holding:
+        """What ``rank`` holds of one layer of a group."""
+        return find_holding(self.holdings()[rank], group, layer)
+
+    def __str__(self) -> str:
+        replicas = f" × {self.dp} replicas" if self.dp > 1 else ""
+        return f"{self.sharding}{replicas}, page {self.page_tokens}, {self.order.upper()}"
+
+    def __repr__(self) -> str:
+        return f"<Layout {self}>"
+
+
+def find_holding(holdings: Sequence[Holding], group: str, layer: int) -> Holding:
+    """The holding of one rank that contains that layer of that group."""
+    for holding in holdings:
+        if holding.group == group and layer in holding.layers:
+            return holding
+    raise InputError(f"this rank holds nothing of group {group!r} in layer {layer}")

@@ -1,0 +1,93 @@
+"""Whether two sides describe the same cache, and if not, every reason why.
+
+What must match is what the bytes mean: groups, layers, units, tensors, widths.
+How a side shards, pages or orders them is free.
+"""
+
+from __future__ import annotations
+
+from kvferry.errors import Reason, ReasonCode
+from kvferry.layout.spec import CacheSpec, Group, Tensor, Window
+
+
+def mismatches(source: CacheSpec, target: CacheSpec) -> tuple[Reason, ...]:
+    """Every reason why ``target`` cannot take what ``source`` computes."""
+    theirs = {group.name: group for group in target.groups}
+    ours = {group.name: group for group in source.groups}
+    reasons: list[Reason] = []
+    if ours.keys() != theirs.keys():
+        message = (
+            f"prefill has the groups {', '.join(sorted(ours))} and decode "
+            f"{', '.join(sorted(theirs))}; serve the same model on both sides"
+        )
+        reasons.append(Reason(ReasonCode.GROUPS, message))
+    if source.num_layers != target.num_layers:
+        message = (
+            f"prefill's model has {source.num_layers} layers and decode's {target.num_layers}; "
+            f"serve the same model on both sides"
+        )
+        reasons.append(Reason(ReasonCode.LAYERS, message))
+    for name in (name for name in ours if name in theirs):
+        reasons += _group_mismatches(ours[name], theirs[name])
+    return tuple(reasons)
+
+
+def _group_mismatches(source: Group, target: Group) -> list[Reason]:
+    reasons: list[Reason] = []
+    name = source.name
+    if type(source.kind) is not type(target.kind):
+        text = f"is {_kind_name(source)} at prefill and {_kind_name(target)} at decode"
+        reasons.append(Reason(ReasonCode.KIND, f"group {name!r} {text}; describe it alike"))
+    elif source.kind != target.kind:
+        text = f"keeps {_window(source)} tokens at prefill and {_window(target)} at decode"
+        reasons.append(Reason(ReasonCode.WINDOW, f"group {name!r} {text}; use one window"))
+    if source.layers != target.layers:
+        text = "has other layers at prefill than at decode; layers pair by number"
+        reasons.append(Reason(ReasonCode.LAYERS, f"group {name!r} {text}"))
+    if source.units != target.units:
+        text = f"has {source.units} units (heads) at prefill and {target.units} at decode"
+        reasons.append(
+            Reason(ReasonCode.UNITS, f"group {name!r} {text}; count them over all ranks")
+        )
+    return reasons + _tensor_mismatches(source, target)
+
+
+def _tensor_mismatches(source: Group, target: Group) -> list[Reason]:
+    ours = {tensor.name: tensor for tensor in source.tensors}
+    theirs = {tensor.name: tensor for tensor in target.tensors}
+    if list(ours) != list(theirs):
+        text = f"has the tensors {', '.join(ours)} at prefill and {', '.join(theirs)} at decode"
+        message = f"group {source.name!r} {text}; describe it alike, in the same order"
+        return [Reason(ReasonCode.TENSORS, message)]
+    return [
+        reason
+        for name in ours
+        for reason in _one_tensor_mismatch(source.name, ours[name], theirs[name])
+    ]
+
+
+def _one_tensor_mismatch(group: str, source: Tensor, target: Tensor) -> list[Reason]:
+    where = f"{group}.{source.name}"
+    reasons = []
+    if source.dtype != target.dtype:
+        message = (
+            f"{where} is {source.dtype} at prefill and {target.dtype} at decode; "
+            f"give both sides one KV-cache dtype"
+        )
+        reasons.append(Reason(ReasonCode.DTYPE, message))
+    if source.elements != target.elements:
+        message = (
+            f"{where} has {source.elements} elements per head at prefill and {target.elements} "
+            f"at decode; serve the same model on both sides"
+        )
+        reasons.append(Reason(ReasonCode.HEAD_DIM, message))
+    return reasons
+
+
+def _kind_name(group: Group) -> str:
+    return type(group.kind).__name__.lower()
+
+
+def _window(group: Group) -> int:
+    assert isinstance(group.kind, Window)
+    return group.kind.num_tokens

@@ -1,0 +1,240 @@
+"""What a model's cache consists of, before anyone shards it.
+
+A ``CacheSpec`` is a list of groups. A group is a set of tensors that are
+sharded alike: the same layers, the same units (KV heads, state channels), the
+same relation to tokens. Coordinates are logical: (group, layer, token, unit).
+Layers are model-wide numbers, so the two sides pair tensors by identity and
+never by position in a list.
+
+Nothing here knows ranks, pages or addresses.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from kvferry.errors import InputError, ReasonCode, Refused
+from kvferry.layout.intervals import Span
+
+MAX_LAYERS = 4096
+MAX_UNITS = 65536
+MAX_GROUPS = 64
+
+
+class DType(StrEnum):
+    """Element types a cache can have. Only the width matters to a byte mover."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT8_E4M3 = "float8_e4m3fn"
+    FLOAT8_E5M2 = "float8_e5m2"
+    INT8 = "int8"
+    UINT8 = "uint8"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one element."""
+        return _WIDTHS[self]
+
+    @classmethod
+    def parse(cls, text: str) -> DType:
+        """Read a dtype as people and engines write it."""
+        name = _ALIASES.get(text.lower().removeprefix("torch."), text.lower())
+        try:
+            return cls(name.removeprefix("torch."))
+        except ValueError:
+            known = ", ".join(cls)
+            raise InputError(f"unknown dtype {text!r}; use one of {known}") from None
+
+
+_WIDTHS = {
+    DType.FLOAT64: 8,
+    DType.FLOAT32: 4,
+    DType.FLOAT16: 2,
+    DType.BFLOAT16: 2,
+    DType.FLOAT8_E4M3: 1,
+    DType.FLOAT8_E5M2: 1,
+    DType.INT8: 1,
+    DType.UINT8: 1,
+}
+_ALIASES = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+
+class Paged(msgspec.Struct, frozen=True, tag="paged"):
+    """Follows tokens: every position of the request has an entry."""
+
+
+class Window(msgspec.Struct, frozen=True, tag="window"):
+    """Follows tokens, but only the last ``num_tokens`` of them are kept."""
+
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            raise InputError(f"a window keeps at least 1 token, not {self.num_tokens}")
+
+
+class Slot(msgspec.Struct, frozen=True, tag="slot"):
+    """One row a request: the state after its last token."""
+
+
+Kind = Paged | Window | Slot
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """One tensor of a group: ``elements`` per unit, per token (or per row of a slot)."""
+
+    name: str
+    dtype: DType
+    elements: int
+
+    def __post_init__(self) -> None:
+        if self.elements < 1:
+            raise Refused.because(
+                ReasonCode.NO_UNITS,
+                f"tensor {self.name!r} has {self.elements} elements per unit; give it at least 1",
+            )
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit, at one token or in one row."""
+        return self.elements * self.dtype.num_bytes
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Tensors that are sharded alike. ``layers`` are model layer numbers, ascending."""
+
+    name: str
+    kind: Kind
+    layers: tuple[int, ...]
+    units: int
+    tensors: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.units <= MAX_UNITS:
+            raise Refused.because(
+                ReasonCode.NO_UNITS if self.units < 1 else ReasonCode.TOO_LARGE,
+                f"group {self.name!r} has {self.units} units (KV heads); "
+                f"give it between 1 and {MAX_UNITS}",
+            )
+        if not self.layers:
+            raise Refused.because(
+                ReasonCode.NO_LAYERS, f"group {self.name!r} has no layers; give it at least 1"
+            )
+        if any(a >= b for a, b in zip(self.layers, self.layers[1:], strict=False)):
+            raise InputError(f"group {self.name!r} must list its layers ascending, each once")
+        names = [tensor.name for tensor in self.tensors]
+        if not names or len(set(names)) != len(names):
+            raise InputError(f"group {self.name!r} needs at least one tensor, each name once")
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit over all tensors of one layer, at one token or in one row."""
+        return sum(tensor.unit_bytes for tensor in self.tensors)
+
+    def layers_in(self, span: Span) -> tuple[int, ...]:
+        """The group's layers whose numbers lie in ``span``."""
+        return tuple(layer for layer in self.layers if layer in span)
+
+    def owed(self, num_tokens: int, prefix: int = 0) -> Span:
+        """The positions that must travel when the target already has ``prefix`` tokens.
+
+        A slot row counts as the entry of the last token, so that a request
+        which is cached in full owes nothing in any group.
+        """
+        match self.kind:
+            case Paged():
+                first = 0
+            case Window(num_tokens=kept):
+                first = max(0, num_tokens - kept)
+            case Slot():
+                first = max(0, num_tokens - 1)
+        return Span(min(max(first, prefix), num_tokens), num_tokens)
+
+
+class CacheSpec(msgspec.Struct, frozen=True):
+    """A model's cache: its layers (numbered from 0) and its groups."""
+
+    num_layers: int
+    groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_layers <= MAX_LAYERS:
+            raise Refused.because(
+                ReasonCode.NO_LAYERS if self.num_layers < 1 else ReasonCode.TOO_LARGE,
+                f"the model has {self.num_layers} layers; give it between 1 and {MAX_LAYERS}",
+            )
+        names = [group.name for group in self.groups]
+        if not 1 <= len(names) <= MAX_GROUPS or len(set(names)) != len(names):
+            raise InputError(f"a cache has 1 to {MAX_GROUPS} groups, each name once, not {names}")
+        for group in self.groups:
+            if group.layers[0] < 0 or group.layers[-1] >= self.num_layers:
+                raise InputError(
+                    f"group {group.name!r} names layers {group.layers[0]}..{group.layers[-1]}, "
+                    f"but the model has layers 0..{self.num_layers - 1}"
+                )
+
+    def group(self, name: str) -> Group:
+        """The group of that name."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        known = ", ".join(group.name for group in self.groups)
+        raise InputError(f"no group {name!r} in this cache; it has {known}")
+
+    def payload_bytes(self, num_tokens: int) -> int:
+        """Bytes of one request's cache, each unit counted once."""
+        return sum(
+            len(group.owed(num_tokens)) * len(group.layers) * group.units * group.unit_bytes
+            for group in self.groups
+        )
+
+
+def attention(
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    dtype: DType = DType.BFLOAT16,
+) -> CacheSpec:
+    """The cache of a plain transformer: one paged group with K and V in every layer."""
+    group = attention_group("kv", Paged(), range(layers), kv_heads, head_dim, v_head_dim, dtype)
+    return CacheSpec(num_layers=layers, groups=(group,))
+
+
+def attention_group(
+    name: str,
+    kind: Kind,
+    layers: range | tuple[int, ...],
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None,
+    dtype: DType,
+) -> Group:
+    """A group with a K and a V tensor; ``v_head_dim`` defaults to ``head_dim``."""
+    return Group(
+        name=name,
+        kind=kind,
+        layers=tuple(layers),
+        units=kv_heads,
+        tensors=(
+            Tensor("k", dtype, head_dim),
+            Tensor("v", dtype, head_dim if v_head_dim is None else v_head_dim),
+        ),
+    )

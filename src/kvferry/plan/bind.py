@@ -1,0 +1,301 @@
+"""A plan applied to one request's pages: byte ranges, still without addresses.
+
+The cost of a binding is that of its pages. Segments are worked out once per
+token set and reused by every layer and tensor; nothing here enumerates tokens
+or pieces. All arithmetic is 64-bit.
+
+Staging needs no second mechanism: a slot is one more side (``Image``), dense,
+with a single page as long as the parcel. Binding a source to it is a gather,
+binding it to a target is a scatter, and both halves agree on the bytes between
+because both derive them from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.errors import InputError
+from kvferry.layout.intervals import Span, Tokens
+from kvferry.layout.layout import Holding, Layout, find_holding
+from kvferry.layout.spec import Group, Slot
+from kvferry.plan.coalesce import Pieces, Stride, pieces_of
+from kvferry.plan.places import Base, Int64s, PageTable, Placement, PoolMap
+from kvferry.plan.plan import Move, Plan, Request
+
+
+class Pair(NamedTuple):
+    """A source rank and a target rank."""
+
+    source: int
+    target: int
+
+
+class Side:
+    """One rank's half of a binding: its memory, and one request's pages in it."""
+
+    def __init__(self, pools: PoolMap, tables: dict[str, PageTable]) -> None:
+        self.pools = pools
+        self.tables = tables
+
+
+class Image:
+    """A staging slot as a side: region 0, dense, in the plan's own order."""
+
+
+class Part(NamedTuple):
+    """One tensor of one move: the same pieces in each of its layers."""
+
+    group: str
+    tensor: str
+    source_bases: tuple[Base, ...]
+    target_bases: tuple[Base, ...]
+    pieces: Pieces
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that share these pieces."""
+        return len(self.source_bases)
+
+
+class Descriptors(NamedTuple):
+    """Every piece named: parallel arrays, ready for a transport to add addresses."""
+
+    source_region: Int64s
+    source_offset: Int64s
+    target_region: Int64s
+    target_offset: Int64s
+    length: Int64s
+
+
+class Binding(NamedTuple):
+    """What one source owes one target for one stretch of one request."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The payload."""
+        return sum(part.num_layers * part.pieces.num_bytes for part in self.parts)
+
+    @property
+    def num_pieces(self) -> int:
+        """How many contiguous pieces there are."""
+        return sum(part.num_layers * part.pieces.num_pieces for part in self.parts)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the runs path is open: one piece per page on both sides."""
+        return all(part.pieces.contiguous for part in self.parts)
+
+    def merged(self) -> Binding:
+        """The same bytes with neighbouring pages merged."""
+        return Binding(tuple(part._replace(pieces=part.pieces.merged()) for part in self.parts))
+
+    def descriptors(self) -> Descriptors:
+        """Name every piece of every layer. The only step whose cost is that of its pieces."""
+        rows = [_describe(part) for part in self.parts] or [_NOTHING]
+        return Descriptors(*(np.concatenate(column) for column in zip(*rows, strict=True)))
+
+
+_NOTHING = Descriptors(*(np.zeros(0, dtype=np.int64) for _ in Descriptors._fields))
+
+
+def bind(
+    plan: Plan,
+    pair: Pair,
+    request: Request,
+    source: Side | Image,
+    target: Side | Image,
+    span: Span | None = None,
+) -> Binding:
+    """Bind what ``pair.source`` owes ``pair.target``; ``span`` limits it to one chunk."""
+    parts: list[Part] = []
+    offset = 0
+    for move in plan.between(*pair):
+        tokens = plan.tokens_of(move, request)
+        if span is not None:
+            tokens = tokens.clip(span)
+        if not tokens.num_tokens:
+            continue
+        group = plan.spec.group(move.group)
+        from_ = _Rank(plan.source, plan.held[move.source], move.source_unit)
+        into = _Rank(plan.target, plan.wanted[move.target], move.target_unit)
+        parts += _bind_move(
+            group,
+            move,
+            tokens.num_tokens,
+            _end(group, move, tokens, from_, source, offset),
+            _end(group, move, tokens, into, target, offset),
+        )
+        offset += _move_bytes(group, move, tokens)
+    return Binding(tuple(parts))
+
+
+def _move_bytes(group: Group, move: Move, tokens: Tokens) -> int:
+    cells = len(group.layers_in(move.layers)) * len(move.units)
+    return tokens.num_tokens * cells * group.unit_bytes
+
+
+def _describe(part: Part) -> Descriptors:
+    source, target, lengths = part.pieces.expand()
+    source_region, source_base = _columns(part.source_bases)
+    target_region, target_base = _columns(part.target_bases)
+    return Descriptors(
+        np.repeat(source_region, len(lengths)),
+        (source_base[:, None] + source).ravel(),
+        np.repeat(target_region, len(lengths)),
+        (target_base[:, None] + target).ravel(),
+        np.tile(lengths, part.num_layers),
+    )
+
+
+def _columns(bases: Sequence[Base]) -> tuple[Int64s, Int64s]:
+    table = np.array([(base.region, base.offset) for base in bases], dtype=np.int64)
+    return table[:, 0], table[:, 1]
+
+
+# ---------------------------------------------------------------- one end of a move
+
+
+class _Rank(NamedTuple):
+    """What the plan says about one end: its layout, its holdings, its first unit."""
+
+    layout: Layout
+    holdings: tuple[Holding, ...]
+    unit: int
+
+
+class _End(NamedTuple):
+    """How one end keeps the tokens of one move, and where each tensor is.
+
+    The move's tokens lie at the local indices ``first, first + advance, ...``.
+    """
+
+    page_tokens: int
+    first: int
+    advance: int
+    table: PageTable
+    placements: tuple[Placement, ...]
+    unit: int
+
+    def page_starts(self, num_tokens: int) -> Int64s:
+        """Which of the move's tokens, by index, are the first in a new page."""
+        last = self.first + (num_tokens - 1) * self.advance
+        pages = np.arange(self.first // self.page_tokens + 1, last // self.page_tokens + 1)
+        return -((self.first - pages * self.page_tokens) // self.advance)
+
+    def locate(self, starts: Int64s, group: str) -> tuple[Int64s, Int64s]:
+        """Page numbers of the tokens at ``starts``, and their positions inside."""
+        index, within = np.divmod(self.first + starts * self.advance, self.page_tokens)
+        if index[0] < self.table.first_page or index[-1] >= self.table.end_page:
+            raise InputError(
+                f"group {group!r} needs pages {index[0]}..{index[-1]} of the request, "
+                f"but {self.table!r} was given; pass every page that the tokens touch"
+            )
+        return self.table.pages[index - self.table.first_page], within
+
+
+def _end(
+    group: Group, move: Move, tokens: Tokens, rank: _Rank, side: Side | Image, offset: int
+) -> _End:
+    count = tokens.num_tokens
+    if isinstance(side, Image):
+        placements = _image_placements(group, move, count, offset)
+        return _End(count, 0, 1, PageTable([0]), placements, unit=0)
+    if group.name not in side.tables:
+        raise InputError(f"the request has no page table for group {group.name!r}; pass one")
+    table = side.tables[group.name]
+    placements = tuple(side.pools.of(group.name, tensor.name) for tensor in group.tensors)
+    if isinstance(group.kind, Slot):
+        return _End(1, 0, 1, table, placements, rank.unit)
+    held = find_holding(rank.holdings, group.name, group.layers_in(move.layers)[0]).tokens
+    first, advance = held.local_index(tokens.first), tokens.step // held.step
+    return _End(rank.layout.page_tokens, first, advance, table, placements, rank.unit)
+
+
+def _image_placements(
+    group: Group, move: Move, num_tokens: int, offset: int
+) -> tuple[Placement, ...]:
+    """Dense and in order: layer, tensor, token, unit."""
+    layers = group.layers_in(move.layers)
+    cells = num_tokens * len(move.units)
+    placements = []
+    for tensor in group.tensors:
+        row = len(move.units) * tensor.unit_bytes
+        bases = tuple(
+            Base(layer, 0, offset + i * cells * group.unit_bytes) for i, layer in enumerate(layers)
+        )
+        placements.append(Placement(group.name, tensor.name, 0, row, tensor.unit_bytes, 1, bases))
+        offset += cells * tensor.unit_bytes
+    return tuple(placements)
+
+
+# ---------------------------------------------------------------- one move
+
+
+class _Segments(NamedTuple):
+    """Stretches of tokens that lie in one page on each side."""
+
+    source_page: Int64s
+    source_token: Int64s
+    target_page: Int64s
+    target_token: Int64s
+    num_tokens: Int64s
+
+
+def _bind_move(group: Group, move: Move, num_tokens: int, source: _End, target: _End) -> list[Part]:
+    segments = _segments(group.name, num_tokens, source, target)
+    _demand_distinct(group.name, segments)
+    return [
+        _part(group, index, move, segments, source, target) for index in range(len(group.tensors))
+    ]
+
+
+def _segments(group: str, num_tokens: int, source: _End, target: _End) -> _Segments:
+    zero = np.zeros(1, dtype=np.int64)
+    edges = (zero, source.page_starts(num_tokens), target.page_starts(num_tokens))
+    starts = np.unique(np.concatenate(edges))
+    lengths = np.diff(starts, append=num_tokens)
+    return _Segments(*source.locate(starts, group), *target.locate(starts, group), lengths)
+
+
+def _demand_distinct(group: str, segments: _Segments) -> None:
+    """Two stretches of a request in one place would overwrite each other."""
+    pages, tokens = segments.target_page, segments.target_token
+    new_page = np.flatnonzero(np.diff(pages, prepend=-1) | (tokens == 0))
+    visited = pages[new_page]
+    if len(np.unique(visited)) != len(visited):
+        raise InputError(f"a target page appears twice in the table of group {group!r}")
+
+
+def _part(
+    group: Group, index: int, move: Move, segments: _Segments, source: _End, target: _End
+) -> Part:
+    tensor, layers = group.tensors[index], group.layers_in(move.layers)
+    ours, theirs = source.placements[index], target.placements[index]
+    pieces = pieces_of(
+        _offsets(ours, source.unit, segments.source_page, segments.source_token),
+        _offsets(theirs, target.unit, segments.target_page, segments.target_token),
+        segments.num_tokens,
+        Stride(ours.token_stride * source.advance, theirs.token_stride * target.advance),
+        Stride(ours.unit_stride, theirs.unit_stride),
+        len(move.units),
+        tensor.unit_bytes,
+    )
+    return Part(group.name, tensor.name, ours.bases_of(layers), theirs.bases_of(layers), pieces)
+
+
+def _offsets(placement: Placement, unit: int, pages: Int64s, tokens: Int64s) -> Int64s:
+    if pages.min() < 0 or pages.max() >= placement.num_pages:
+        raise InputError(
+            f"group {placement.group!r} names page {pages.min()} or {pages.max()}, "
+            f"but its pool has pages 0..{placement.num_pages - 1}"
+        )
+    return (
+        pages * placement.page_stride
+        + tokens * placement.token_stride
+        + unit * placement.unit_stride
+    )

@@ -1,0 +1,112 @@
+"""Contiguous pieces: how a strided block falls apart, and what can be merged.
+
+A block is described by segments. Each segment is a grid of equal pieces, so
+the description costs one row per page and not one per piece; ``expand`` is the
+only function that enumerates pieces, for transports that need every one named.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.plan.places import Int64s
+
+
+class Stride(NamedTuple):
+    """The distance between neighbours, in bytes, on either side."""
+
+    source: int
+    target: int
+
+
+class Pieces(NamedTuple):
+    """Per segment, ``rows × cols`` pieces of ``lengths`` bytes, relative to a layer's base."""
+
+    source: Int64s
+    target: Int64s
+    lengths: Int64s
+    rows: Int64s
+    cols: Int64s
+    row_stride: Stride
+    col_stride: Stride
+
+    @property
+    def num_pieces(self) -> int:
+        """How many contiguous pieces there are."""
+        return int(self.rows @ self.cols)
+
+    @property
+    def num_bytes(self) -> int:
+        """The payload."""
+        return int((self.rows * self.cols) @ self.lengths)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether every segment is one piece on both sides: the condition for runs."""
+        return bool((self.rows == 1).all() and (self.cols == 1).all())
+
+    def merged(self) -> Pieces:
+        """Join neighbouring segments that touch on both sides."""
+        if len(self.lengths) < 2:
+            return self
+        single = (self.rows == 1) & (self.cols == 1)
+        touching = (
+            single[:-1]
+            & single[1:]
+            & (self.source[:-1] + self.lengths[:-1] == self.source[1:])
+            & (self.target[:-1] + self.lengths[:-1] == self.target[1:])
+        )
+        starts = np.concatenate(([0], np.flatnonzero(~touching) + 1))
+        return self._replace(
+            source=self.source[starts],
+            target=self.target[starts],
+            lengths=np.add.reduceat(self.lengths, starts),
+            rows=self.rows[starts],
+            cols=self.cols[starts],
+        )
+
+    def expand(self) -> tuple[Int64s, Int64s, Int64s]:
+        """Name every piece: source offsets, target offsets, lengths."""
+        counts = self.rows * self.cols
+        segment = np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
+        row, col = np.divmod(within, self.cols[segment])
+        return (
+            self.source[segment] + row * self.row_stride.source + col * self.col_stride.source,
+            self.target[segment] + row * self.row_stride.target + col * self.col_stride.target,
+            self.lengths[segment],
+        )
+
+
+def pieces_of(
+    source: Int64s,
+    target: Int64s,
+    num_tokens: Int64s,
+    token_stride: Stride,
+    unit_stride: Stride,
+    num_units: int,
+    unit_bytes: int,
+) -> Pieces:
+    """Fuse as far as both sides allow: units into rows, tokens into columns, both, or neither.
+
+    ``source`` and ``target`` are the offsets of each segment's first unit.
+    """
+    one = np.ones_like(num_tokens)
+    row_bytes = num_units * unit_bytes
+    if num_units == 1 or unit_stride == (unit_bytes, unit_bytes):
+        # A token's units lie together. Whole segments are one piece where rows follow
+        # each other without a gap, or where there is only one row.
+        dense = (token_stride == (row_bytes, row_bytes)) | (num_tokens == 1)
+        lengths, rows, cols = np.where(dense, num_tokens, 1) * row_bytes, num_tokens, one
+        rows = np.where(dense, 1, rows)
+    elif token_stride == (unit_bytes, unit_bytes):
+        # A unit's tokens lie together; units follow without a gap only in a full page.
+        column = num_tokens * unit_bytes
+        dense = (column == unit_stride.source) & (column == unit_stride.target)
+        lengths = np.where(dense, num_units, 1) * column
+        rows, cols = one, np.where(dense, 1, num_units)
+    else:
+        lengths, rows, cols = one * unit_bytes, num_tokens, one * num_units
+    return Pieces(source, target, lengths, rows, cols, token_stride, unit_stride)

@@ -1,0 +1,144 @@
+"""Where a rank keeps its bytes: strides and bases, without pointers.
+
+A placement says, for one tensor of one group, how far apart pages, tokens and
+units are and where each layer begins inside a registered region. That is enough
+for NHD and HND, for one tensor per layer or one for all, for K and V apart or
+packed. The map can be sent to a peer; addresses enter only at the transport.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvferry.errors import InputError
+from kvferry.layout.layout import Layout, Order
+from kvferry.layout.spec import Group, Slot, Tensor
+
+Int64s = NDArray[np.int64]
+
+
+class Base(msgspec.Struct, frozen=True, array_like=True):
+    """Where one layer of a tensor begins."""
+
+    layer: int
+    region: int
+    offset: int
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Strides in bytes of one tensor, alike in every layer, and each layer's base.
+
+    For a slot group a "page" is a state row and ``token_stride`` is unused.
+    """
+
+    group: str
+    tensor: str
+    page_stride: int
+    token_stride: int
+    unit_stride: int
+    num_pages: int
+    bases: tuple[Base, ...]
+
+    def bases_of(self, layers: tuple[int, ...]) -> tuple[Base, ...]:
+        """The bases of those layers, in that order."""
+        known = {base.layer: base for base in self.bases}
+        missing = [layer for layer in layers if layer not in known]
+        if missing:
+            raise InputError(
+                f"{self.group}.{self.tensor} has no memory for layers {missing}; "
+                f"register every layer that this rank holds"
+            )
+        return tuple(known[layer] for layer in layers)
+
+
+class PoolMap(msgspec.Struct, frozen=True):
+    """Every placement of one rank."""
+
+    placements: tuple[Placement, ...]
+
+    def of(self, group: str, tensor: str) -> Placement:
+        """The placement of one tensor."""
+        for placement in self.placements:
+            if placement.group == group and placement.tensor == tensor:
+                return placement
+        raise InputError(f"{group}.{tensor} has no memory on this rank; register its pools")
+
+
+class PageTable:
+    """The pages of one request in one group, in token order.
+
+    ``pages[i]`` holds the rank's local tokens from ``(first_page + i) *
+    page_tokens`` on. A window group may leave out the pages it has dropped.
+    For a slot group the only entry is the request's state row.
+    """
+
+    __slots__ = ("first_page", "pages")
+
+    def __init__(self, pages: ArrayLike, first_page: int = 0) -> None:
+        self.pages: Int64s = np.asarray(pages, dtype=np.int64)
+        self.first_page = first_page
+        if self.pages.ndim != 1 or first_page < 0:
+            raise InputError("a page table is a flat list of page numbers from page 0 or later on")
+
+    @property
+    def end_page(self) -> int:
+        """One past the last page that the table has."""
+        return self.first_page + len(self.pages)
+
+    def __repr__(self) -> str:
+        return f"<PageTable {len(self.pages)} pages from page {self.first_page}>"
+
+
+class Pools(NamedTuple):
+    """A pool map together with the size of every region that it names."""
+
+    map: PoolMap
+    region_bytes: tuple[int, ...]
+
+
+def contiguous_pools(layout: Layout, rank: int, num_pages: int, num_rows: int = 1) -> Pools:
+    """The plainest placement: a dense region for every layer of every tensor.
+
+    ``num_rows`` is the number of state rows in slot groups.
+    """
+    placements: list[Placement] = []
+    sizes: list[int] = []
+    held = layout.holdings()[rank]
+    for group in (
+        group for group in layout.spec.groups if any(h.group == group.name for h in held)
+    ):
+        mine = [holding for holding in held if holding.group == group.name]
+        layers = sorted(layer for holding in mine for layer in group.layers_in(holding.layers))
+        num = num_rows if isinstance(group.kind, Slot) else num_pages
+        for tensor in group.tensors:
+            bases = tuple(Base(layer, len(sizes) + i, 0) for i, layer in enumerate(layers))
+            placement = _dense(layout, group, tensor, len(mine[0].units), num, bases)
+            placements.append(placement)
+            sizes += [num * placement.page_stride] * len(layers)
+    return Pools(PoolMap(tuple(placements)), tuple(sizes))
+
+
+def _dense(
+    layout: Layout,
+    group: Group,
+    tensor: Tensor,
+    num_units: int,
+    num_pages: int,
+    bases: tuple[Base, ...],
+) -> Placement:
+    unit = tensor.unit_bytes
+    page_tokens = 1 if isinstance(group.kind, Slot) else layout.page_tokens
+    by_head = layout.order is Order.HND
+    return Placement(
+        group=group.name,
+        tensor=tensor.name,
+        page_stride=page_tokens * num_units * unit,
+        token_stride=unit if by_head else num_units * unit,
+        unit_stride=page_tokens * unit if by_head else unit,
+        num_pages=num_pages,
+        bases=bases,
+    )

@@ -1,0 +1,137 @@
+"""The plan: who sends what to whom, for a pair of layouts.
+
+A plan knows no addresses, pages or requests. It is a value: comparable,
+printable, with a digest that both sides compare at the handshake. Sender and
+receiver both read their duties from it, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+
+import msgspec
+
+from kvferry.layout.intervals import Span, Tokens
+from kvferry.layout.layout import Holdings, Layout
+from kvferry.layout.spec import CacheSpec
+
+# Part of every digest: bump it when the meaning of a move changes.
+PLAN_FORMAT = "kvferry-plan-1"
+
+
+class Move(msgspec.Struct, frozen=True):
+    """One block that one source owes one target.
+
+    ``units`` count over the whole model; ``source_unit`` and ``target_unit``
+    are where the block begins among the units each rank holds. ``layers`` is a
+    span of model layer numbers: the move has the group's layers inside it.
+    """
+
+    group: str
+    source: int
+    target: int
+    layers: Span
+    units: Span
+    source_unit: int
+    target_unit: int
+    tokens: Tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"<Move {self.group} {self.source}→{self.target} "
+            f"layers {self.layers} units {self.units} tokens {self.tokens}>"
+        )
+
+
+class Request(msgspec.Struct, frozen=True):
+    """The two numbers of a request that geometry needs: its length, and what is cached."""
+
+    num_tokens: int
+    prefix: int = 0
+
+
+class Plan:
+    """Every move between one source replica and one target replica, in a canonical order."""
+
+    def __init__(self, source: Layout, target: Layout, moves: tuple[Move, ...]) -> None:
+        self.source = source
+        self.target = target
+        self.moves = moves
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The cache that travels. Both sides describe the same one."""
+        return self.source.spec
+
+    @cached_property
+    def digest(self) -> str:
+        """A fingerprint of what travels and who carries it; paging is not part of it."""
+        shape = (self.source.num_ranks, self.target.num_ranks)
+        content = msgspec.json.encode((PLAN_FORMAT, self.spec, shape, self.moves))
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+    @cached_property
+    def held(self) -> Holdings:
+        """What each source rank holds."""
+        return self.source.holdings()
+
+    @cached_property
+    def wanted(self) -> Holdings:
+        """What each target rank holds, and so wants."""
+        return self.target.holdings()
+
+    @cached_property
+    def _by_pair(self) -> dict[tuple[int, int], tuple[Move, ...]]:
+        pairs: dict[tuple[int, int], list[Move]] = {}
+        for move in self.moves:
+            pairs.setdefault((move.source, move.target), []).append(move)
+        return {pair: tuple(moves) for pair, moves in pairs.items()}
+
+    def between(self, source: int, target: int) -> tuple[Move, ...]:
+        """What ``source`` owes ``target``; empty where it owes nothing."""
+        return self._by_pair.get((source, target), ())
+
+    def targets_of(self, source: int) -> tuple[int, ...]:
+        """The targets that ``source`` sends to, ascending."""
+        return tuple(sorted(target for one, target in self._by_pair if one == source))
+
+    def sources_of(self, target: int) -> tuple[int, ...]:
+        """The sources that ``target`` receives from, ascending."""
+        return tuple(sorted(source for source, one in self._by_pair if one == target))
+
+    def tokens_of(self, move: Move, request: Request) -> Tokens:
+        """The positions of one request that ``move`` carries, finite and maybe none."""
+        group = self.spec.group(move.group)
+        return move.tokens.clip(group.owed(request.num_tokens, request.prefix))
+
+    def bytes_of(self, move: Move, request: Request) -> int:
+        """The payload of one move for one request."""
+        group = self.spec.group(move.group)
+        cells = len(group.layers_in(move.layers)) * len(move.units)
+        return self.tokens_of(move, request).num_tokens * cells * group.unit_bytes
+
+    def payload_bytes(self, request: Request) -> int:
+        """The payload of one request, over all targets of one replica."""
+        return sum(self.bytes_of(move, request) for move in self.moves)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        mine = (self.source, self.target, self.moves)
+        return mine == (other.source, other.target, other.moves)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {self.source.sharding} → {self.target.sharding}, "
+            f"{len(self.moves)} moves, {self.digest[:12]}>"
+        )
+
+    def __str__(self) -> str:
+        # Imported here because describing a plan needs the plan.
+        from kvferry.plan.describe import as_text  # noqa: PLC0415
+
+        return as_text(self)

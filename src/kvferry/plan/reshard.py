@@ -1,0 +1,285 @@
+"""From two layouts to a plan, by interval intersection.
+
+For each group, all boundaries of all holdings cut the coordinates into cells:
+a layer interval, a unit interval, a token class. Inside a cell nothing
+changes, so every holder holds all of it and every taker needs all of it. No
+step asks which side has more ranks, or whether anything is replicated.
+
+**Sharing.** With k holders and n takers of a cell of L layers, the takers'
+demands are laid end to end on a line of n·L layers and the line is cut into k
+equal parts, one for each holder. That gives one holder to one taker where
+k = n, an even split of the layers where n = 1, and in every case the fewest
+moves an even split can have. A cell with fewer layers than holders leaves some
+of them idle; the ones that work rotate from cell to cell.
+
+Tokens are never enumerated: a token class is a residue modulo the least common
+multiple of the strides in use, between the few positions where a stated span
+begins or ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from kvferry.errors import ReasonCode, Refused
+from kvferry.layout.intervals import Span, Tokens
+from kvferry.layout.layout import Holding, Layout
+from kvferry.layout.match import mismatches
+from kvferry.layout.spec import Group
+from kvferry.plan.plan import Move, Plan
+
+# A bound on the token classes of one group. Interleavings that are coprime and
+# large multiply; nobody runs one, and a hostile layout must not cost minutes.
+MAX_TOKEN_CLASSES = 8192
+
+
+class _Held(NamedTuple):
+    rank: int
+    holding: Holding
+
+
+class _Cell(NamedTuple):
+    layers: tuple[int, ...]
+    units: Span
+    tokens: Tokens
+    sources: list[_Held]
+    targets: list[_Held]
+
+
+def reshard(source: Layout, target: Layout) -> Plan:
+    """The plan that takes every unit from ``source`` to where ``target`` wants it.
+
+    Raises ``Refused`` with every reason if the two sides do not fit.
+    """
+    reasons = mismatches(source.spec, target.spec)
+    if reasons:
+        raise Refused(reasons)
+    held, wanted = source.holdings(), target.holdings()
+    moves: list[Move] = []
+    for group in source.spec.groups:
+        sources, targets = _of_group(held, group.name), _of_group(wanted, group.name)
+        _demand_complete(group, targets)
+        raw = (
+            move
+            for ordinal, cell in enumerate(_cells(group, sources, targets))
+            for move in _share(group.name, ordinal, cell)
+        )
+        moves += sorted(_merge(group, raw), key=_canonical)
+    return Plan(source, target, tuple(moves))
+
+
+def _canonical(move: Move) -> tuple[int, int, int, int, int]:
+    return (move.source, move.target, move.layers.first, move.units.first, move.tokens.first)
+
+
+def _of_group(ranks: Sequence[Sequence[Holding]], group: str) -> list[_Held]:
+    return [
+        _Held(rank, holding)
+        for rank, holdings in enumerate(ranks)
+        for holding in holdings
+        if holding.group == group
+    ]
+
+
+# ---------------------------------------------------------------- cells
+
+
+def _cells(
+    group: Group, sources: list[_Held], targets: list[_Held], holders: str = "prefill"
+) -> Iterator[_Cell]:
+    """Cells that some target wants, with everyone who holds or wants them.
+
+    Who holds an interval of one axis is a bit mask over holdings; who holds a
+    cell is the conjunction of its three masks.
+    """
+    holdings = [held.holding for held in (*sources, *targets)]
+    layer_cuts = _cuts(holding.layers for holding in holdings)
+    unit_cuts = _cuts(holding.units for holding in holdings)
+    classes = token_classes([holding.tokens for holding in holdings], group.name)
+    axes = [
+        (
+            _interval_masks(side, layer_cuts, lambda h: h.layers),
+            _interval_masks(side, unit_cuts, lambda h: h.units),
+            [_class_mask(side, tokens) for tokens in classes],
+        )
+        for side in (sources, targets)
+    ]
+    (s_layers, s_units, s_tokens), (t_layers, t_units, t_tokens) = axes
+    for i, layer_span in enumerate(_intervals(layer_cuts)):
+        layers = group.layers_in(layer_span)
+        if not layers:
+            continue
+        for j, units in enumerate(_intervals(unit_cuts)):
+            for k, tokens in enumerate(classes):
+                wanted = t_layers[i] & t_units[j] & t_tokens[k]
+                if not wanted:
+                    continue
+                held = s_layers[i] & s_units[j] & s_tokens[k]
+                if not held:
+                    raise _incomplete(group, layers, units, tokens, holders)
+                yield _Cell(layers, units, tokens, _pick(sources, held), _pick(targets, wanted))
+
+
+def _cuts(spans: Iterable[Span]) -> list[int]:
+    return sorted({edge for span in spans for edge in (span.first, span.end)})
+
+
+def _intervals(cuts: list[int]) -> Iterator[Span]:
+    return (Span(first, end) for first, end in itertools.pairwise(cuts))
+
+
+def _interval_masks(
+    side: list[_Held], cuts: list[int], axis: Callable[[Holding], Span]
+) -> list[int]:
+    """For each interval between cuts, the bits of the holdings that contain it."""
+    masks = [0] * max(0, len(cuts) - 1)
+    for bit, held in enumerate(side):
+        span = axis(held.holding)
+        for index in range(bisect_left(cuts, span.first), bisect_left(cuts, span.end)):
+            masks[index] |= 1 << bit
+    return masks
+
+
+def _class_mask(side: list[_Held], tokens: Tokens) -> int:
+    # A class never straddles a holding's edge, so its first token speaks for all.
+    return sum(1 << bit for bit, held in enumerate(side) if tokens.first in held.holding.tokens)
+
+
+def _pick(side: list[_Held], mask: int) -> list[_Held]:
+    picked = []
+    while mask:
+        low = mask & -mask
+        picked.append(side[low.bit_length() - 1])
+        mask ^= low
+    return picked
+
+
+def token_classes(sets: Sequence[Tokens], group: str) -> list[Tokens]:
+    """Disjoint token sets such that each of ``sets`` is a union of some of them."""
+    distinct = set(sets)
+    period = math.lcm(*(tokens.step for tokens in distinct))
+    edges = {0}
+    for tokens in distinct:
+        # A first position below the step is just a residue, not an edge.
+        edges |= {tokens.first} if tokens.first >= tokens.step else set()
+        edges |= {tokens.end} if tokens.end is not None else set()
+    if period * len(edges) > MAX_TOKEN_CLASSES:
+        raise Refused.because(
+            ReasonCode.TOO_LARGE,
+            f"group {group!r} would have {period * len(edges)} token classes "
+            f"(limit {MAX_TOKEN_CLASSES}); use context-parallel sizes with a common divisor",
+        )
+    ordered = sorted(edges)
+    classes = []
+    for start, end in zip(ordered, [*ordered[1:], None], strict=True):
+        stop = start + period if end is None else min(end, start + period)
+        classes += [Tokens(first, end, period) for first in range(start, stop)]
+    return classes
+
+
+# ---------------------------------------------------------------- sharing
+
+
+def _share(group: str, ordinal: int, cell: _Cell) -> Iterator[Move]:
+    """Cut the takers' demands, laid end to end, into equal parts for the holders."""
+    num_sources, num_layers = len(cell.sources), len(cell.layers)
+    line = len(cell.targets) * num_layers
+    turn = ordinal if line < num_sources else 0
+    for index in range(num_sources):
+        begin, end = index * line // num_sources, (index + 1) * line // num_sources
+        held = cell.sources[(index + turn) % num_sources]
+        while begin < end:
+            which, offset = divmod(begin, num_layers)
+            stop = min(end, (which + 1) * num_layers)
+            layers = cell.layers[offset : offset + stop - begin]
+            yield _move(group, cell, held, cell.targets[which], layers)
+            begin = stop
+
+
+def _move(group: str, cell: _Cell, source: _Held, target: _Held, layers: tuple[int, ...]) -> Move:
+    return Move(
+        group=group,
+        source=source.rank,
+        target=target.rank,
+        layers=Span(layers[0], layers[-1] + 1),
+        units=cell.units,
+        source_unit=cell.units.first - source.holding.units.first,
+        target_unit=cell.units.first - target.holding.units.first,
+        tokens=cell.tokens,
+    )
+
+
+# ---------------------------------------------------------------- merging
+
+
+def _merge(group: Group, moves: Iterable[Move]) -> list[Move]:
+    """Join blocks of one pair that other ranks' boundaries had cut apart."""
+    by_units = _join(
+        moves,
+        same=lambda m: (m.source, m.target, m.layers, m.tokens, m.target_unit - m.units.first),
+        along=lambda m: m.units,
+        joined=lambda a, b: replace(a, units=Span(a.units.first, b.units.end)),
+        touching=lambda a, b: a.units.end == b.units.first,
+    )
+    return _join(
+        by_units,
+        same=lambda m: (m.source, m.target, m.units, m.tokens, m.source_unit, m.target_unit),
+        along=lambda m: m.layers,
+        joined=lambda a, b: replace(a, layers=Span(a.layers.first, b.layers.end)),
+        touching=lambda a, b: not group.layers_in(Span(a.layers.end, b.layers.first)),
+    )
+
+
+def _join(
+    moves: Iterable[Move],
+    *,
+    same: Callable[[Move], object],
+    along: Callable[[Move], Span],
+    joined: Callable[[Move, Move], Move],
+    touching: Callable[[Move, Move], bool],
+) -> list[Move]:
+    """Join neighbours along one axis that agree in everything else."""
+    runs: dict[object, list[Move]] = {}
+    for move in moves:
+        runs.setdefault(same(move), []).append(move)
+    result = []
+    for run in runs.values():
+        run.sort(key=along)
+        current = run[0]
+        for move in run[1:]:
+            if touching(current, move):
+                current = joined(current, move)
+            else:
+                result.append(current)
+                current = move
+        result.append(current)
+    return result
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def _demand_complete(group: Group, targets: list[_Held]) -> None:
+    """Refuse a target side that would decode without part of the cache.
+
+    This is the cell machinery again, with the model itself as the only taker.
+    """
+    model = Holding(group.name, Span(0, group.layers[-1] + 1), Span(0, group.units))
+    for _ in _cells(group, targets, [_Held(0, model)], holders="decode"):
+        pass
+
+
+def _incomplete(
+    group: Group, layers: tuple[int, ...], units: Span, tokens: Tokens, holders: str
+) -> Refused:
+    return Refused.because(
+        ReasonCode.INCOMPLETE,
+        f"no {holders} rank holds group {group.name!r} layers {layers[0]}..{layers[-1]} "
+        f"units {units} tokens {tokens}; state an owner for it",
+    )

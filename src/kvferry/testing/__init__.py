@@ -1,0 +1,1 @@
+"""Public test support: Hypothesis strategies for caches and layouts."""

@@ -1,0 +1,131 @@
+"""Hypothesis strategies for caches and layouts, small enough to check by brute force.
+
+For authors of engines and transports: any pair drawn by ``pairs`` must plan,
+pass ``check`` and move every byte.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import strategies as st
+
+from kvferry.layout import (
+    ALL_TOKENS,
+    CacheSpec,
+    DType,
+    Group,
+    Holding,
+    Layout,
+    Order,
+    Paged,
+    Parallel,
+    Slot,
+    Span,
+    Stated,
+    Tensor,
+    Tokens,
+    Window,
+)
+from kvferry.layout.spec import Kind
+
+MAX_TOKENS = 40
+
+
+@st.composite
+def groups(draw: st.DrawFn, name: str, num_layers: int) -> Group:
+    """A group of any kind in some of the model's layers."""
+    kinds: list[Kind] = [Paged(), Window(7), Window(100), Slot()]
+    kind = draw(st.sampled_from(kinds))
+    layers = draw(st.sets(st.integers(0, num_layers - 1), min_size=1))
+    num_tensors = draw(st.integers(1, 2))
+    tensors = tuple(
+        Tensor(f"t{i}", draw(st.sampled_from([DType.UINT8, DType.BFLOAT16])), elements)
+        for i, elements in enumerate(
+            draw(st.lists(st.integers(1, 3), min_size=num_tensors, max_size=num_tensors))
+        )
+    )
+    units = draw(st.sampled_from([1, 2, 3, 4, 6, 12]))
+    return Group(name, kind, tuple(sorted(layers)), units, tensors)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> CacheSpec:
+    """A model of a few layers with one to three groups."""
+    num_layers = draw(st.integers(1, 6))
+    names = draw(st.sampled_from([("a",), ("a", "b"), ("a", "b", "c")]))
+    return CacheSpec(num_layers, tuple(draw(groups(name, num_layers)) for name in names))
+
+
+@st.composite
+def parallel(draw: st.DrawFn, spec: CacheSpec) -> Parallel:
+    """A regular sharding that fits the model."""
+    fits = [
+        tp
+        for tp in range(1, 13)
+        if all(g.units % tp == 0 or tp % g.units == 0 for g in spec.groups)
+    ]
+    pp = draw(st.integers(1, min(3, spec.num_layers)))
+    cuts = draw(st.permutations(range(1, spec.num_layers)))
+    edges = [0, *sorted(cuts[: pp - 1]), spec.num_layers]
+    stages = tuple(b - a for a, b in itertools.pairwise(edges))
+    tp, cp = draw(st.sampled_from(fits)), draw(st.integers(1, 3))
+    return Parallel(tp=tp, pp=pp, cp=cp, stages=draw(st.sampled_from([(), stages])))
+
+
+@st.composite
+def blocks(draw: st.DrawFn, group: Group, num_layers: int) -> list[list[Holding]]:
+    """Product blocks that hold a group completely; one list of holdings for each."""
+    part_of = draw(st.lists(st.integers(0, 1), min_size=num_layers, max_size=num_layers))
+    parts = [[n for n in range(num_layers) if part_of[n] == part] for part in (0, 1)]
+    edges = [0, *sorted(draw(st.sets(st.integers(1, group.units), max_size=2))), group.units]
+    spans = [Span(a, b) for a, b in itertools.pairwise(edges) if b > a]
+    return [
+        [Holding(group.name, Span(n, n + 1), units, tokens) for n in layers]
+        for layers in parts
+        if layers
+        for units in spans
+        for tokens in draw(token_shares(group))
+    ]
+
+
+def token_shares(group: Group) -> st.SearchStrategy[list[Tokens]]:
+    """Token sets that partition all positions."""
+    if isinstance(group.kind, Slot):
+        return st.just([ALL_TOKENS])
+    return st.one_of(
+        st.just([ALL_TOKENS]),
+        st.integers(2, 3).map(lambda step: [Tokens(i, None, step) for i in range(step)]),
+        st.integers(1, MAX_TOKENS).map(lambda cut: [Tokens(0, cut), Tokens(cut, None)]),
+    )
+
+
+@st.composite
+def stated(draw: st.DrawFn, spec: CacheSpec) -> Stated:
+    """Ownership stated rank by rank: complete, uneven, with some ranks holding copies."""
+    held = {group.name: draw(blocks(group, spec.num_layers)) for group in spec.groups}
+    num_ranks = max(map(len, held.values())) + draw(st.integers(0, 2))
+    ranks: list[list[Holding]] = [[] for _ in range(num_ranks)]
+    for choices in held.values():
+        spare = num_ranks - len(choices)
+        extra = draw(st.lists(st.sampled_from([*choices, []]), min_size=spare, max_size=spare))
+        for rank, holdings in zip(
+            draw(st.permutations(range(num_ranks))), [*choices, *extra], strict=True
+        ):
+            ranks[rank] += holdings
+    return Stated(tuple(map(tuple, ranks)))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, spec: CacheSpec) -> Layout:
+    """Any layout of that model."""
+    sharding = draw(st.one_of(parallel(spec), stated(spec)))
+    page_tokens = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+    return Layout(spec, sharding, page_tokens=page_tokens, order=draw(st.sampled_from(Order)))
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
+    """Two layouts of one model: a source's and a target's."""
+    spec = draw(specs())
+    return draw(layouts(spec)), draw(layouts(spec))

@@ -1,0 +1,235 @@
+"""Layouts as values: who owns what, what is refused, and how it travels."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvferry.errors import InputError, Reason, ReasonCode, Refused
+from kvferry.layout import (
+    CacheSpec,
+    DType,
+    Group,
+    Holding,
+    Layout,
+    Order,
+    Paged,
+    Parallel,
+    Slot,
+    Span,
+    Stated,
+    Tensor,
+    Tokens,
+    Window,
+    attention,
+    mismatches,
+)
+from kvferry.layout.layout import MAX_RANKS
+
+SPEC = attention(layers=10, kv_heads=4, head_dim=8)
+
+
+def codes(reasons: tuple[Reason, ...]) -> list[ReasonCode]:
+    assert all(reason.message for reason in reasons)
+    return [reason.code for reason in reasons]
+
+
+def refused(spec: CacheSpec, sharding: Parallel | Stated) -> list[ReasonCode]:
+    with pytest.raises(Refused) as caught:
+        Layout(spec, sharding)
+    return codes(caught.value.reasons)
+
+
+# ---------------------------------------------------------------- ownership
+
+
+def test_rank_order_is_pipeline_then_context_then_tensor() -> None:
+    layout = Layout(SPEC, Parallel(tp=2, pp=2, cp=3))
+    held = layout.holdings()
+    assert layout.num_ranks == 12
+    assert held[(1 * 3 + 2) * 2 + 1] == (
+        Holding("kv", Span(5, 10), Span(2, 4), Tokens(2, None, 3)),
+    )
+
+
+def test_more_ranks_than_heads_means_neighbours_share_one() -> None:
+    units = [held[0].units for held in Layout(SPEC, Parallel(tp=8)).holdings()]
+    assert units == [Span(i // 2, i // 2 + 1) for i in range(8)]
+
+
+def test_an_uneven_split_favours_the_first_stages() -> None:
+    assert Parallel(pp=3).stage_spans(10) == (Span(0, 4), Span(4, 7), Span(7, 10))
+    assert Parallel(pp=2, stages=(1, 9)).stage_spans(10) == (Span(0, 1), Span(1, 10))
+
+
+def test_a_stage_without_layers_of_a_group_holds_nothing_of_it() -> None:
+    group = Group("kv", Paged(), (0, 1), 2, (Tensor("k", DType.INT8, 1),))
+    held = Layout(CacheSpec(4, (group,)), Parallel(pp=2)).holdings()
+    assert [len(holdings) for holdings in held] == [1, 0]
+
+
+def test_a_rank_finds_its_holding() -> None:
+    layout = Layout(SPEC, Parallel(tp=2, pp=2))
+    assert layout.holding(3, "kv", 7).units == Span(2, 4)
+    with pytest.raises(InputError, match="holds nothing"):
+        layout.holding(3, "kv", 2)
+
+
+# ---------------------------------------------------------------- what travels
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "prefix", "owed"),
+    [
+        (Paged(), 10, 0, Span(0, 10)),
+        (Paged(), 10, 3, Span(3, 10)),
+        (Paged(), 10, 10, Span(10, 10)),
+        (Paged(), 0, 0, Span(0, 0)),
+        (Window(4), 10, 0, Span(6, 10)),
+        (Window(4), 10, 8, Span(8, 10)),
+        (Window(40), 10, 0, Span(0, 10)),
+        (Slot(), 10, 0, Span(9, 10)),
+        (Slot(), 10, 9, Span(9, 10)),
+        (Slot(), 10, 10, Span(10, 10)),
+        (Slot(), 0, 0, Span(0, 0)),
+    ],
+)
+def test_what_a_group_owes(
+    kind: Paged | Window | Slot, tokens: int, prefix: int, owed: Span
+) -> None:
+    group = Group("g", kind, (0,), 1, (Tensor("t", DType.INT8, 1),))
+    assert group.owed(tokens, prefix) == owed
+
+
+def test_bytes_count_k_and_v_apart() -> None:
+    spec = attention(layers=2, kv_heads=4, head_dim=192, v_head_dim=128)
+    assert [t.unit_bytes for t in spec.groups[0].tensors] == [384, 256]
+    assert spec.payload_bytes(10) == 10 * 2 * 4 * (384 + 256)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_no_heads_no_layers_no_dims() -> None:
+    for (layers, kv_heads, head_dim), code in (
+        ((2, 0, 8), ReasonCode.NO_UNITS),
+        ((0, 2, 8), ReasonCode.NO_LAYERS),
+        ((2, 2, 0), ReasonCode.NO_UNITS),
+        ((1 << 20, 2, 8), ReasonCode.TOO_LARGE),
+        ((2, 1 << 20, 8), ReasonCode.TOO_LARGE),
+    ):
+        with pytest.raises(Refused) as caught:
+            attention(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+        assert codes(caught.value.reasons) == [code]
+
+
+def test_sharding_that_does_not_fit_the_model() -> None:
+    assert refused(SPEC, Parallel(tp=3)) == [ReasonCode.TP_UNITS]
+    assert refused(SPEC, Parallel(tp=6)) == [ReasonCode.TP_UNITS]
+    assert refused(SPEC, Parallel(pp=11)) == [ReasonCode.PP_LAYERS]
+    assert refused(SPEC, Parallel(tp=3, pp=11)) == [ReasonCode.TP_UNITS, ReasonCode.PP_LAYERS]
+    assert refused(SPEC, Parallel(pp=2, stages=(5, 6))) == [ReasonCode.STAGES]
+    assert refused(SPEC, Parallel(pp=2, stages=(10, 0))) == [ReasonCode.STAGES]
+    assert refused(SPEC, Parallel(stages=(5, 5))) == [ReasonCode.STAGES]
+
+
+def stated(*holdings: Holding) -> Stated:
+    return Stated((holdings,))
+
+
+def test_stated_ownership_outside_the_model_or_in_conflict() -> None:
+    everything = Holding("kv", Span(0, 10), Span(0, 4))
+    assert Layout(SPEC, stated(everything)).num_ranks == 1
+    assert refused(SPEC, stated(Holding("x", Span(0, 1), Span(0, 1)))) == [ReasonCode.OUTSIDE]
+    assert refused(SPEC, stated(Holding("kv", Span(0, 11), Span(0, 4)))) == [ReasonCode.OUTSIDE]
+    assert refused(SPEC, stated(Holding("kv", Span(0, 1), Span(0, 5)))) == [ReasonCode.OUTSIDE]
+    assert refused(SPEC, stated(everything, Holding("kv", Span(9, 10), Span(0, 4)))) == [
+        ReasonCode.OVERLAP
+    ]
+    uneven = (Holding("kv", Span(0, 5), Span(0, 4)), Holding("kv", Span(5, 10), Span(0, 2)))
+    assert refused(SPEC, stated(*uneven)) == [ReasonCode.NOT_PRODUCT]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Parallel(tp=0),
+        lambda: Parallel(tp=MAX_RANKS, pp=2),
+        lambda: Parallel(cp=1000),
+        lambda: Layout(SPEC, page_tokens=0),
+        lambda: Layout(SPEC, dp=0),
+        lambda: Stated(()),
+        lambda: Window(0),
+        lambda: Span(3, 2),
+        lambda: Tokens(0, None, 0),
+        lambda: Group("g", Paged(), (1, 1), 1, (Tensor("t", DType.INT8, 1),)),
+        lambda: Group("g", Paged(), (0,), 1, ()),
+        lambda: CacheSpec(1, ()),
+        lambda: CacheSpec(1, SPEC.groups),
+        lambda: SPEC.group("nope"),
+        lambda: DType.parse("float3"),
+        lambda: Tokens().num_tokens,
+    ],
+)
+def test_values_that_cannot_be(make: object) -> None:
+    assert callable(make)
+    with pytest.raises(InputError) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_dtypes_are_read_as_people_write_them() -> None:
+    for text in ("bf16", "bfloat16", "torch.bfloat16", "BFLOAT16"):
+        assert DType.parse(text) is DType.BFLOAT16
+    assert DType.parse("fp8") is DType.FLOAT8_E4M3
+
+
+# ---------------------------------------------------------------- two sides
+
+
+def test_every_mismatch_is_named() -> None:
+    def one(**changes: object) -> CacheSpec:
+        group = msgspec.structs.replace(SPEC.groups[0], **changes)
+        return CacheSpec(10, (group,))
+
+    tensors = SPEC.groups[0].tensors
+    wide = (tensors[0], msgspec.structs.replace(tensors[1], elements=4))
+    assert codes(mismatches(SPEC, SPEC)) == []
+    assert codes(mismatches(SPEC, one(units=8))) == [ReasonCode.UNITS]
+    assert codes(mismatches(SPEC, one(layers=(1, 2)))) == [ReasonCode.LAYERS]
+    assert codes(mismatches(SPEC, one(kind=Window(4)))) == [ReasonCode.KIND]
+    assert codes(mismatches(one(kind=Window(5)), one(kind=Window(4)))) == [ReasonCode.WINDOW]
+    assert codes(mismatches(SPEC, one(tensors=tensors[:1]))) == [ReasonCode.TENSORS]
+    assert codes(mismatches(SPEC, one(tensors=tensors[::-1]))) == [ReasonCode.TENSORS]
+    assert codes(mismatches(SPEC, one(tensors=wide))) == [ReasonCode.HEAD_DIM]
+    assert codes(mismatches(SPEC, one(name="other"))) == [ReasonCode.GROUPS]
+    assert codes(mismatches(SPEC, attention(layers=9, kv_heads=4, head_dim=8))) == [
+        ReasonCode.LAYERS,
+        ReasonCode.LAYERS,
+    ]
+
+
+# ---------------------------------------------------------------- as a message
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [Parallel(tp=2, pp=2, stages=(4, 6)), stated(Holding("kv", Span(0, 10), Span(0, 4)))],
+)
+def test_a_layout_survives_the_wire(sharding: Parallel | Stated) -> None:
+    layout = Layout(SPEC, sharding, dp=3, page_tokens=64, order=Order.HND)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
+
+
+def test_a_bad_layout_from_the_wire_is_refused_by_the_decoder() -> None:
+    good = msgspec.json.encode(Layout(SPEC, Parallel(tp=2)))
+    bad = good.replace(b'"tp":2', b'"tp":3')
+    assert bad != good
+    with pytest.raises(msgspec.ValidationError, match="neither divides"):
+        msgspec.json.decode(bad, type=Layout)
+
+
+def test_layouts_print_well() -> None:
+    layout = Layout(SPEC, Parallel(tp=2, pp=2, cp=2), dp=4, page_tokens=64, order=Order.HND)
+    assert repr(layout) == "<Layout TP2·PP2·CP2 × 4 replicas, page 64, HND>"
+    assert repr(Tokens(1, 9, 2)) == "1:9:2"

@@ -1,0 +1,180 @@
+"""Real bytes: pools filled from a logical cache, moved by bindings, read back.
+
+The logical cache is an array per (group, tensor) of [layer, token, unit, byte].
+How a rank keeps its share of it is written down here from the definition, in
+plain loops over tokens, so that bindings are compared with something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from oracle import owed_tokens, owned
+
+from kvferry.copy.reference import copy_pieces
+from kvferry.layout import Layout, Order
+from kvferry.layout.spec import CacheSpec, Group, Slot, Window
+from kvferry.plan import (
+    Binding,
+    Image,
+    PageTable,
+    Pair,
+    Plan,
+    Request,
+    Side,
+    bind,
+    contiguous_pools,
+)
+
+Bytes = NDArray[np.uint8]
+Cache = dict[tuple[str, str], Bytes]
+UNTOUCHED = 0xEE
+
+
+def random_cache(spec: CacheSpec, num_tokens: int, rng: np.random.Generator) -> Cache:
+    return {
+        (group.name, tensor.name): rng.integers(
+            0,
+            256,
+            (spec.num_layers, num_tokens, group.units, tensor.unit_bytes),
+            dtype=np.uint8,
+        )
+        for group in spec.groups
+        for tensor in group.tensors
+    }
+
+
+class Rank(NamedTuple):
+    """One rank's memory and one request's pages in it."""
+
+    layout: Layout
+    rank: int
+    side: Side
+    regions: list[Bytes]
+
+    def local_tokens(self, group: Group, num_tokens: int) -> list[int]:
+        """The request's positions that this rank keeps, in its own order."""
+        if isinstance(group.kind, Slot):
+            return [num_tokens - 1] if num_tokens else []
+        mine = owned(self.layout, self.rank, group, num_tokens).tokens
+        return [int(t) for t in np.flatnonzero(mine)]
+
+    def view(self, group: Group, tensor: str, layer: int) -> Bytes:
+        """One layer of a tensor as [page, token, unit, byte], whatever its order in memory."""
+        placement = self.side.pools.of(group.name, tensor)
+        (base,) = [b for b in placement.bases if b.layer == layer]
+        unit_bytes = next(t.unit_bytes for t in group.tensors if t.name == tensor)
+        units = int(owned(self.layout, self.rank, group, 1).units.sum())
+        page = 1 if isinstance(group.kind, Slot) else self.layout.page_tokens
+        region = self.regions[base.region]
+        if self.layout.order is Order.NHD:
+            return region.reshape(-1, page, units, unit_bytes)
+        return region.reshape(-1, units, page, unit_bytes).swapaxes(1, 2)
+
+    def write(
+        self, cache: Cache, num_tokens: int, keep: Callable[[Group], NDArray[np.bool_]]
+    ) -> None:
+        """Put this rank's share of the cache into its pages, only tokens that ``keep`` says."""
+        for group in self.layout.spec.groups:
+            mine = owned(self.layout, self.rank, group, num_tokens)
+            if group.name not in self.side.tables:
+                continue
+            table = self.side.tables[group.name]
+            page = 1 if isinstance(group.kind, Slot) else self.layout.page_tokens
+            for local, token in enumerate(self.local_tokens(group, num_tokens)):
+                index = local // page - table.first_page
+                if not keep(group)[token] or index < 0:
+                    continue
+                for tensor in group.tensors:
+                    for layer in np.flatnonzero(mine.layers):
+                        view = self.view(group, tensor.name, int(layer))
+                        row = cache[group.name, tensor.name][layer, token, mine.units]
+                        view[table.pages[index], local % page] = row
+
+
+def make_ranks(
+    layout: Layout, num_tokens: int, rng: np.random.Generator, *, drop_pages: bool = False
+) -> list[Rank]:
+    """Every rank with fragmented pages in random order, its memory filled with a mark."""
+    ranks = []
+    for rank in range(layout.num_ranks):
+        most = -(-num_tokens // layout.page_tokens)
+        pools = contiguous_pools(layout, rank, num_pages=2 * most + 3, num_rows=4)
+        tables = {}
+        for group in layout.spec.groups:
+            if isinstance(group.kind, Slot):
+                tables[group.name] = PageTable(rng.permutation(4)[:1])
+                continue
+            first = 0
+            if drop_pages and isinstance(group.kind, Window):
+                kept = max(0, num_tokens - group.kind.num_tokens)
+                held = owned(layout, rank, group, num_tokens).tokens
+                first = int(held[:kept].sum()) // layout.page_tokens
+            pages = rng.permutation(2 * most + 3)[: max(0, most - first)]
+            tables[group.name] = PageTable(pages, first)
+        regions = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in pools.region_bytes]
+        ranks.append(Rank(layout, rank, Side(pools.map, tables), regions))
+    return ranks
+
+
+def filled(layout: Layout, cache: Cache, request: Request, rng: np.random.Generator) -> list[Rank]:
+    """A source side that has computed the whole request."""
+    ranks = make_ranks(layout, request.num_tokens, rng)
+    for rank in ranks:
+        rank.write(cache, request.num_tokens, lambda _: np.ones(request.num_tokens, dtype=bool))
+    return ranks
+
+
+def expected(targets: list[Rank], cache: Cache, request: Request) -> list[list[Bytes]]:
+    """What the targets' memory must be afterwards: owed bytes in place, nothing else touched."""
+    result = []
+    for rank in targets:
+        copy = rank._replace(regions=[region.copy() for region in rank.regions])
+        copy.write(cache, request.num_tokens, lambda group: owed_tokens(group, request))
+        result.append(copy.regions)
+    return result
+
+
+Mover = Callable[[Plan, Pair, Request, Rank, Rank], None]
+
+
+def by_slices(plan: Plan, pair: Pair, request: Request, source: Rank, target: Rank) -> None:
+    _copy(bind(plan, pair, request, source.side, target.side), source.regions, target.regions)
+
+
+def by_runs(plan: Plan, pair: Pair, request: Request, source: Rank, target: Rank) -> None:
+    whole = bind(plan, pair, request, source.side, target.side)
+    merged = whole.merged()
+    assert merged.num_bytes == whole.num_bytes
+    assert merged.num_pieces <= whole.num_pieces
+    _copy(merged, source.regions, target.regions)
+
+
+def by_staging(plan: Plan, pair: Pair, request: Request, source: Rank, target: Rank) -> None:
+    gather = bind(plan, pair, request, source.side, Image())
+    scatter = bind(plan, pair, request, Image(), target.side)
+    assert gather.num_bytes == scatter.num_bytes
+    slot = np.full(gather.num_bytes, UNTOUCHED, dtype=np.uint8)
+    _copy(gather, source.regions, [slot])
+    _copy(scatter, [slot], target.regions)
+
+
+def _copy(binding: Binding, sources: list[Bytes], targets: list[Bytes]) -> None:
+    pieces = binding.descriptors()
+    assert len(pieces.length) == binding.num_pieces
+    assert int(pieces.length.sum()) == binding.num_bytes
+    copy_pieces(pieces, sources, targets)
+
+
+MOVERS: dict[str, Mover] = {"slices": by_slices, "runs": by_runs, "staged": by_staging}
+
+
+def move_all(
+    plan: Plan, request: Request, sources: list[Rank], targets: list[Rank], mover: Mover
+) -> None:
+    for source in sources:
+        for target in targets:
+            mover(plan, Pair(source.rank, target.rank), request, source, target)

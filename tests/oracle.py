@@ -1,0 +1,109 @@
+"""An independent oracle: it knows who owns what, and nothing of how plans are made.
+
+Ownership is written down here a second time on purpose, from the definition and
+not from the code under test.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.layout import Layout, Stated
+from kvferry.layout.spec import Group, Slot, Window
+from kvferry.plan import Move, Plan, Request
+
+Bools = NDArray[np.bool_]
+
+
+class Owned(NamedTuple):
+    """A product of three masks: layers of the model, units, tokens of the request."""
+
+    layers: Bools
+    units: Bools
+    tokens: Bools
+
+    def all(self) -> Bools:
+        """Every coordinate in it: [layer, unit, token]."""
+        return self.layers[:, None, None] & self.units[:, None] & self.tokens
+
+
+def owned(layout: Layout, rank: int, group: Group, num_tokens: int) -> Owned:
+    if isinstance(layout.sharding, Stated):
+        return _owned_stated(layout.sharding, layout, rank, group, num_tokens)
+    p = layout.sharding
+    tp_rank, cp_rank = rank % p.tp, rank // p.tp % p.cp
+    pp_rank = rank // p.tp // p.cp
+    num_layers = layout.spec.num_layers
+    layers = [n in group.layers and _stage(p.stages, p.pp, num_layers, n) == pp_rank
+              for n in range(num_layers)]  # fmt: skip
+    units = [_on_tp_rank(u, group.units, p.tp, tp_rank) for u in range(group.units)]
+    slot = isinstance(group.kind, Slot)
+    tokens = [slot or t % p.cp == cp_rank for t in range(num_tokens)]
+    return Owned(np.array(layers), np.array(units), np.array(tokens, dtype=bool))
+
+
+def _stage(stages: tuple[int, ...], pp: int, num_layers: int, layer: int) -> int:
+    sizes = list(stages) or [num_layers // pp + (i < num_layers % pp) for i in range(pp)]
+    return [i for i, size in enumerate(sizes) for _ in range(size)][layer]
+
+
+def _on_tp_rank(unit: int, units: int, tp: int, tp_rank: int) -> bool:
+    # Whichever there are more of, ranks or units, is dealt out evenly and in order.
+    if units >= tp:
+        return unit // (units // tp) == tp_rank
+    return tp_rank // (tp // units) == unit
+
+
+def _owned_stated(
+    sharding: Stated, layout: Layout, rank: int, group: Group, num_tokens: int
+) -> Owned:
+    mine = [h for h in sharding.ranks[rank] if h.group == group.name]
+    layers = [n in group.layers and any(n in h.layers for h in mine)
+              for n in range(layout.spec.num_layers)]  # fmt: skip
+    units = [any(u in h.units for h in mine) for u in range(group.units)]
+    slot = isinstance(group.kind, Slot)
+    tokens = [slot or any(t in h.tokens for h in mine) for t in range(num_tokens)]
+    return Owned(np.array(layers), np.array(units), np.array(tokens, dtype=bool))
+
+
+def owed_tokens(group: Group, request: Request) -> Bools:
+    """Which positions the target lacks and keeps."""
+    n = request.num_tokens
+    position = np.arange(n)
+    needed = position >= request.prefix
+    if isinstance(group.kind, Window):
+        needed &= position >= n - group.kind.num_tokens
+    if isinstance(group.kind, Slot):
+        needed &= position == n - 1
+    return np.asarray(needed)
+
+
+def assert_exactly_once(plan: Plan, request: Request) -> None:
+    """Every coordinate a target lacks arrives once, from a rank that has it, and no other."""
+    for group in plan.spec.groups:
+        have, want = (
+            [owned(layout, rank, group, request.num_tokens) for rank in range(layout.num_ranks)]
+            for layout in (plan.source, plan.target)
+        )
+        held = [mine.all() for mine in have]
+        arrived = [np.zeros(mine.all().shape, dtype=np.int64) for mine in want]
+        for move in (move for move in plan.moves if move.group == group.name):
+            block = _block(plan, group, move, request)
+            assert held[move.source][block].all(), f"{move} sends what its source does not have"
+            assert move.source_unit == have[move.source].units[: move.units.first].sum()
+            assert move.target_unit == want[move.target].units[: move.units.first].sum()
+            arrived[move.target][block] += 1
+        for target, mine in enumerate(want):
+            lacks = mine.all() & owed_tokens(group, request)
+            assert (arrived[target] == lacks).all(), f"target {target} of {plan!r}"
+
+
+def _block(plan: Plan, group: Group, move: Move, request: Request) -> tuple[Any, ...]:
+    tokens = plan.tokens_of(move, request)
+    assert tokens.end is not None
+    layers = [n for n in group.layers if move.layers.first <= n < move.layers.end]
+    units = range(move.units.first, move.units.end)
+    return np.ix_(layers, units, range(tokens.first, tokens.end, tokens.step))

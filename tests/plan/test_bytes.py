@@ -1,0 +1,209 @@
+"""Bindings on real arrays: every owed byte in place, and not one byte elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moving import (
+    MOVERS,
+    by_runs,
+    by_slices,
+    expected,
+    filled,
+    make_ranks,
+    move_all,
+    random_cache,
+)
+
+from kvferry.errors import InputError
+from kvferry.layout import CacheSpec, Layout, Order, Parallel, Span, Tokens, attention
+from kvferry.plan import Image, PageTable, Pair, Plan, Request, Side, bind, reshard
+from kvferry.testing.strategies import MAX_TOKENS, pairs
+
+
+def assert_moves(plan: Plan, request: Request, path: str, seed: int, drop: bool = False) -> None:
+    rng = np.random.default_rng(seed)
+    cache = random_cache(plan.spec, request.num_tokens, rng)
+    sources = filled(plan.source, cache, request, rng)
+    targets = make_ranks(plan.target, request.num_tokens, rng, drop_pages=drop)
+    wanted = expected(targets, cache, request)
+    move_all(plan, request, sources, targets, MOVERS[path])
+    for target, regions in zip(targets, wanted, strict=True):
+        for got, want in zip(target.regions, regions, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("path", MOVERS)
+@settings(max_examples=80, deadline=None)
+@given(
+    pairs(),
+    st.integers(0, MAX_TOKENS),
+    st.integers(0, MAX_TOKENS),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_any_layout_to_any_layout(
+    path: str, pair: tuple[Layout, Layout], tokens: int, prefix: int, seed: int, drop: bool
+) -> None:
+    assert_moves(reshard(*pair), Request(tokens, min(tokens, prefix)), path, seed, drop)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs(), st.integers(1, MAX_TOKENS), st.integers(0, 9))
+def test_there_and_back_restores_every_byte(
+    pair: tuple[Layout, Layout], tokens: int, seed: int
+) -> None:
+    there, back = reshard(*pair), reshard(pair[1], pair[0])
+    rng = np.random.default_rng(seed)
+    request = Request(tokens)
+    cache = random_cache(there.spec, tokens, rng)
+    first = filled(pair[0], cache, request, rng)
+    middle = make_ranks(pair[1], tokens, rng)
+    last = make_ranks(pair[0], tokens, rng)
+    wanted = expected(last, cache, request)
+    move_all(there, request, first, middle, by_runs)
+    move_all(back, request, middle, last, by_slices)
+    for rank, regions in zip(last, wanted, strict=True):
+        for got, want in zip(rank.regions, regions, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pairs(), st.integers(1, MAX_TOKENS), st.sets(st.integers(1, MAX_TOKENS), max_size=3))
+def test_chunks_add_up_to_the_request(
+    pair: tuple[Layout, Layout], tokens: int, cuts: set[int]
+) -> None:
+    plan, request = reshard(*pair), Request(tokens)
+    rng = np.random.default_rng(0)
+    sources = make_ranks(pair[0], tokens, rng)
+    targets = make_ranks(pair[1], tokens, rng)
+    edges = [0, *sorted(cut for cut in cuts if cut < tokens), tokens]
+    for source in sources:
+        for target in targets:
+            ends = (Pair(source.rank, target.rank), request, source.side, target.side)
+            chunks = [bind(plan, *ends, Span(a, b)) for a, b in itertools.pairwise(edges)]
+            assert sum(c.num_bytes for c in chunks) == bind(plan, *ends).num_bytes
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def two_sides(
+    source: Layout, target: Layout, tokens: int, neighbours: bool = False
+) -> tuple[Plan, Side, Side]:
+    plan = reshard(source, target)
+    rng = np.random.default_rng(0)
+    sides = []
+    for layout in (source, target):
+        (first, *_) = make_ranks(layout, tokens, rng)
+        if neighbours:
+            count = -(-tokens // layout.page_tokens)
+            first.side.tables["kv"] = PageTable(np.arange(count))
+        sides.append(first.side)
+    return plan, sides[0], sides[1]
+
+
+def spec8() -> CacheSpec:
+    return attention(layers=2, kv_heads=8, head_dim=4)
+
+
+def count(plan: Plan, source: Side, target: Side, tokens: int) -> tuple[int, int, bool]:
+    binding = bind(plan, Pair(0, 0), Request(tokens), source, target)
+    return binding.num_pieces, binding.merged().num_pieces, binding.contiguous
+
+
+def hnd(sharding: Parallel | None = None, page_tokens: int = 16) -> Layout:
+    return Layout(spec8(), sharding or Parallel(), page_tokens=page_tokens, order=Order.HND)
+
+
+TENSORS = 2 * 2  # layers times K and V
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "pieces", "contiguous"),
+    [
+        # Equal shards: a piece per page. Different page sizes: per smaller page.
+        (Layout(spec8()), Layout(spec8()), 4, True),
+        (Layout(spec8()), Layout(spec8(), page_tokens=64), 4, True),
+        (hnd(), hnd(), 4, True),
+        # Different shards: a piece per token in NHD, per page in HND.
+        (Layout(spec8(), Parallel(tp=2)), Layout(spec8()), 64, False),
+        (hnd(Parallel(tp=2)), hnd(), 4, True),
+        # Different page sizes in HND: a piece per page and head. Different orders: per unit.
+        (hnd(), hnd(page_tokens=64), 32, False),
+        (Layout(spec8()), hnd(), 512, False),
+    ],
+)
+def test_pieces_per_tensor(source: Layout, target: Layout, pieces: int, contiguous: bool) -> None:
+    plan, ours, theirs = two_sides(source, target, tokens=64)
+    assert count(plan, ours, theirs, 64)[::2] == (pieces * TENSORS, contiguous)
+
+
+def test_neighbouring_pages_merge_into_one_run() -> None:
+    plan, ours, theirs = two_sides(Layout(spec8()), Layout(spec8()), 64, neighbours=True)
+    assert count(plan, ours, theirs, 64) == (4 * TENSORS, TENSORS, True)
+
+
+def test_a_partial_last_page_stays_partial() -> None:
+    plan, ours, theirs = two_sides(Layout(spec8()), Layout(spec8()), 50)
+    lengths = bind(plan, Pair(0, 0), Request(50), ours, theirs).descriptors().length
+    assert sorted(set(lengths.tolist())) == [2 * 8 * 4 * 2, 16 * 8 * 4 * 2]
+
+
+def test_nothing_is_bound_between_strangers_or_for_a_cached_request() -> None:
+    plan, ours, theirs = two_sides(Layout(spec8(), Parallel(tp=2)), Layout(spec8()), 64)
+    for pair, request in ((Pair(7, 7), Request(64)), (Pair(0, 0), Request(64, 64))):
+        binding = bind(plan, pair, request, ours, theirs)
+        assert (binding.num_bytes, len(binding.descriptors().length)) == (0, 0)
+
+
+# ---------------------------------------------------------------- bad pages
+
+
+def bad(table: PageTable | None, where: str) -> str:
+    plan, ours, theirs = two_sides(Layout(spec8()), Layout(spec8()), 64)
+    side = theirs if where == "target" else ours
+    if table is None:
+        del side.tables["kv"]
+    else:
+        side.tables["kv"] = table
+    with pytest.raises(InputError) as caught:
+        bind(plan, Pair(0, 0), Request(64), ours, theirs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["source", "target"])
+def test_pages_that_cannot_be_are_refused(where: str) -> None:
+    assert "page -8" in bad(PageTable([-8, 1, 2, 3]), where)
+    assert "page 0 or 99" in bad(PageTable([0, 1, 2, 99]), where)
+    assert "pass every page" in bad(PageTable([0, 1, 2]), where)
+    assert "pass every page" in bad(PageTable([0, 1, 2, 3], first_page=1), where)
+    assert "no page table" in bad(None, where)
+
+
+def test_a_target_page_named_twice_is_refused() -> None:
+    assert "twice" in bad(PageTable([0, 1, 0, 3]), "target")
+    assert "twice" in bad(PageTable([0, 1, 1, 3]), "target")
+
+
+def test_a_page_table_is_flat() -> None:
+    with pytest.raises(InputError, match="flat"):
+        PageTable([[1, 2]])
+
+
+def test_the_image_is_dense_and_ordered() -> None:
+    plan, ours, _ = two_sides(Layout(spec8()), Layout(spec8()), 64)
+    pieces = bind(plan, Pair(0, 0), Request(64), ours, Image()).descriptors()
+    ends = np.sort(pieces.target_offset) + pieces.length[np.argsort(pieces.target_offset)]
+    np.testing.assert_array_equal(np.sort(pieces.target_offset)[1:], ends[:-1])
+    assert ends[-1] == plan.payload_bytes(Request(64))
+
+
+def test_tokens_clip_tightly() -> None:
+    assert Tokens(1, None, 3).clip(Span(2, 12)) == Tokens(4, 11, 3)
+    assert Tokens(1, None, 3).clip(Span(2, 4)).num_tokens == 0
+    assert Tokens(0, 5).clip(Span(3, 99)) == Tokens(3, 5)
