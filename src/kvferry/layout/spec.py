@@ -11,6 +11,7 @@ Nothing here knows ranks, pages or addresses.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from enum import StrEnum
 
 import msgspec
@@ -149,7 +150,9 @@ class Group(msgspec.Struct, frozen=True):
 
     def layers_in(self, span: Span) -> tuple[int, ...]:
         """The group's layers whose numbers lie in ``span``."""
-        return tuple(layer for layer in self.layers if layer in span)
+        return self.layers[
+            bisect_left(self.layers, span.first) : bisect_left(self.layers, span.end)
+        ]
 
     def owed(self, num_tokens: int, prefix: int = 0) -> Span:
         """The positions that must travel when the target already has ``prefix`` tokens.

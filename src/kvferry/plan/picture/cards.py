@@ -205,7 +205,9 @@ def _lanes(moves: Sequence[Move]) -> tuple[Tokens, ...]:
 
 def _volume(group: Group, blocks: Sequence[Holding | Move]) -> int:
     """Layers times units, over all blocks."""
-    return sum(len(group.layers_in(block.layers)) * len(block.units) for block in blocks)
+    edges = (ordinals(group, block.layers) for block in blocks)
+    spans = zip(edges, blocks, strict=True)
+    return sum((end - first) * len(block.units) for (first, end), block in spans)
 
 
 def _held(map_box: Box, rail: Box, group: Group, holding: Holding) -> Held:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens
 from kvferry.layout.layout import Holding, Layout, Parallel
 from kvferry.layout.spec import Group, Paged, Slot, Window
-from kvferry.plan.picture.parts import Side
+from kvferry.plan.picture.parts import Side, ordinals
 from kvferry.plan.plan import Move, Plan, Request
 from kvferry.plan.units import human_bytes
 
@@ -74,9 +74,15 @@ def units_text(group: Group, units: Span) -> str:
 
 def layers_text(group: Group, span: Span) -> str:
     """The group's layers in ``span``; how many, where the group skips some."""
-    layers = group.layers_in(span)
+    layers = _layers_in(group, span)
     text = numbers(layers[0], layers[-1])
     return text if len(layers) == layers[-1] - layers[0] + 1 else f"{text} ({len(layers)} layers)"
+
+
+def _layers_in(group: Group, span: Span) -> tuple[int, ...]:
+    # A search, not a scan: a long table of a deep model asks for this often.
+    first, end = ordinals(group, span)
+    return group.layers[first:end]
 
 
 def pattern_text(tokens: Tokens) -> str:
@@ -129,7 +135,7 @@ def holding_lines(group: Group, holdings: list[Holding]) -> tuple[str, ...]:
 
 
 def _held_layers(group: Group, span: Span) -> str:
-    layers = group.layers_in(span)
+    layers = _layers_in(group, span)
     if len(layers) == 1:
         return f"layer {layers[0]}"
     skips = len(layers) < layers[-1] - layers[0] + 1
