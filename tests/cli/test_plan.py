@@ -162,7 +162,7 @@ def test_an_unknown_architecture_is_refused(
         (f"--prefill order=xyz --decode tp=1 {SHAPE}", "nhd or hnd"),
         (f"--prefill tp=1 --decode tp=1 {SHAPE} --dtype float3", "unknown dtype"),
         (f"--prefill tp=1 --decode tp=1 {SHAPE} --tokens -1", "at least 0"),
-        (f"--prefill tp=1 --decode prefix=9 {SHAPE} --tokens 8", "lower it"),
+        (f"--prefill tp=1 --decode prefix=9 {SHAPE} --tokens 8", "lower the prefix"),
         (f"--prefill tp=1 --decode tp=1 {SHAPE} --link wire", "nixl-host"),
         (f"--prefill tp=1 --decode tp=1 {SHAPE} --link shm,gb_per_s=0", "above 0"),
         (f"--prefill tp=1 --decode tp=1 {SHAPE} --path runes", "invalid choice"),

@@ -18,6 +18,7 @@ from moving import (
     move_all,
     random_cache,
 )
+from msgspec.structs import replace
 
 from kvferry.errors import InputError
 from kvferry.layout import CacheSpec, Layout, Order, Parallel, Span, Tokens, attention
@@ -85,8 +86,25 @@ def test_chunks_add_up_to_the_request(
     for source in sources:
         for target in targets:
             ends = (Pair(source.rank, target.rank), request, source.side, target.side)
-            chunks = [bind(plan, *ends, Span(a, b)) for a, b in itertools.pairwise(edges)]
-            assert sum(c.num_bytes for c in chunks) == bind(plan, *ends).num_bytes
+            blocks = plan.blocks(source.rank, target.rank, request)
+            chunks = [
+                bind(
+                    plan,
+                    *ends,
+                    [replace(b, tokens=b.tokens.intersect(Span(*edge))) for b in blocks],
+                )
+                for edge in itertools.pairwise(edges)
+            ]
+            layers = [
+                bind(
+                    plan,
+                    *ends,
+                    [replace(b, layers=Span(n, n + 1)) for b in blocks if n in b.layers],
+                )
+                for n in range(plan.spec.num_layers)
+            ]
+            whole = bind(plan, *ends).num_bytes
+            assert sum(c.num_bytes for c in chunks) == sum(c.num_bytes for c in layers) == whole
 
 
 # ---------------------------------------------------------------- pieces

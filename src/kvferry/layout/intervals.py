@@ -6,6 +6,9 @@ ranks, layers or heads.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
+
 import msgspec
 
 from kvferry.errors import InputError
@@ -38,6 +41,13 @@ class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     def __repr__(self) -> str:
         return f"[{self.first}, {self.end})"
+
+
+def cut(spans: Collection[Span]) -> list[Span]:
+    """The same integers in disjoint spans, cut wherever one of ``spans`` begins or ends."""
+    edges = sorted({edge for span in spans for edge in (span.first, span.end)})
+    pieces = itertools.starmap(Span, itertools.pairwise(edges))
+    return [piece for piece in pieces if any(span.covers(piece) for span in spans)]
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):

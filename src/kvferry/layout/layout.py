@@ -73,6 +73,11 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
         """Ranks of one replica."""
         return self.tp * self.pp * self.cp
 
+    @property
+    def lead(self) -> int:
+        """The rank that knows the first token: last pipeline stage, tp 0."""
+        return (self.pp - 1) * self.cp * self.tp
+
     def refusals(self, spec: CacheSpec) -> list[Reason]:
         """Why this sharding does not fit that model; empty where it does."""
         reasons = [
@@ -155,11 +160,17 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
 
 
 class Stated(msgspec.Struct, frozen=True, tag="stated"):
-    """Ownership stated rank by rank, for engines whose sharding no formula gives."""
+    """Ownership stated rank by rank, for engines whose sharding no formula gives.
+
+    ``lead`` is the rank that knows the first token.
+    """
 
     ranks: Holdings
+    lead: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.lead < max(1, len(self.ranks)):
+            raise InputError(f"lead {self.lead} is not among the {len(self.ranks)} stated ranks")
         if not 1 <= len(self.ranks) <= MAX_RANKS:
             raise InputError(f"state the holdings of 1 to {MAX_RANKS} ranks, not {len(self.ranks)}")
 
@@ -250,6 +261,11 @@ class Layout(msgspec.Struct, frozen=True):
     def num_ranks(self) -> int:
         """Ranks of one replica. A plan concerns one replica of each side."""
         return self.sharding.num_ranks
+
+    @property
+    def lead(self) -> int:
+        """The rank whose closing message carries the metadata."""
+        return self.sharding.lead
 
     def holdings(self) -> Holdings:
         """Each rank's holdings, in rank order."""

@@ -11,7 +11,7 @@ from kvferry.plan.places import (
     Pools,
     contiguous_pools,
 )
-from kvferry.plan.plan import Move, Plan, Request
+from kvferry.plan.plan import Block, Move, Plan, Request
 from kvferry.plan.prove import check
 from kvferry.plan.reshard import reshard
 
@@ -19,6 +19,7 @@ __all__ = [
     "PRESETS",
     "Base",
     "Binding",
+    "Block",
     "Choice",
     "Constants",
     "Descriptors",

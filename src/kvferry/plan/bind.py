@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvferry.errors import InputError
-from kvferry.layout.intervals import Span, Tokens
+from kvferry.layout.intervals import Tokens
 from kvferry.layout.layout import Holding, Layout, find_holding
 from kvferry.layout.spec import Group, Slot
 from kvferry.plan.coalesce import Pieces, Stride, pieces_of
 from kvferry.plan.places import Base, Int64s, PageTable, Placement, PoolMap
-from kvferry.plan.plan import Move, Plan, Request
+from kvferry.plan.plan import Block, Move, Plan, Request
 
 
 class Pair(NamedTuple):
@@ -109,29 +110,41 @@ def bind(
     request: Request,
     source: Side | Image,
     target: Side | Image,
-    span: Span | None = None,
+    blocks: Sequence[Block] | None = None,
 ) -> Binding:
-    """Bind what ``pair.source`` owes ``pair.target``; ``span`` limits it to one chunk."""
+    """Bind what ``pair.source`` owes ``pair.target``: all of it, or those blocks of it.
+
+    In an image the parts follow each other in the order of the blocks.
+    """
+    if blocks is None:
+        blocks = plan.blocks(*pair, request)
     parts: list[Part] = []
     offset = 0
-    for move in plan.between(*pair):
-        tokens = plan.tokens_of(move, request)
-        if span is not None:
-            tokens = tokens.clip(span)
-        if not tokens.num_tokens:
-            continue
-        group = plan.spec.group(move.group)
-        from_ = _Rank(plan.source, plan.held[move.source], move.source_unit)
-        into = _Rank(plan.target, plan.wanted[move.target], move.target_unit)
-        parts += _bind_move(
-            group,
-            move,
-            tokens.num_tokens,
-            _end(group, move, tokens, from_, source, offset),
-            _end(group, move, tokens, into, target, offset),
-        )
-        offset += _move_bytes(group, move, tokens)
+    for block in blocks:
+        for whole in plan.between(*pair):
+            move, tokens = _clipped(plan, whole, request, block)
+            if not tokens.num_tokens:
+                continue
+            group = plan.spec.group(move.group)
+            from_ = _Rank(plan.source, plan.held[move.source], move.source_unit)
+            into = _Rank(plan.target, plan.wanted[move.target], move.target_unit)
+            parts += _bind_move(
+                group,
+                move,
+                tokens.num_tokens,
+                _end(group, move, tokens, from_, source, offset),
+                _end(group, move, tokens, into, target, offset),
+            )
+            offset += _move_bytes(group, move, tokens)
     return Binding(tuple(parts))
+
+
+def _clipped(plan: Plan, move: Move, request: Request, block: Block) -> tuple[Move, Tokens]:
+    """The part of a move that lies in the block, and its tokens, which may be none."""
+    layers = move.layers.intersect(block.layers)
+    if move.group != block.group or not plan.spec.group(move.group).layers_in(layers):
+        return move, Tokens(0, 0)
+    return replace(move, layers=layers), plan.tokens_of(move, request).clip(block.tokens)
 
 
 def _move_bytes(group: Group, move: Move, tokens: Tokens) -> int:

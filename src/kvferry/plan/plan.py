@@ -12,7 +12,8 @@ from functools import cached_property
 
 import msgspec
 
-from kvferry.layout.intervals import Span, Tokens
+from kvferry.errors import InputError
+from kvferry.layout.intervals import Span, Tokens, cut
 from kvferry.layout.layout import Holdings, Layout
 from kvferry.layout.spec import CacheSpec
 
@@ -49,6 +50,24 @@ class Request(msgspec.Struct, frozen=True):
 
     num_tokens: int
     prefix: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prefix <= self.num_tokens:
+            raise InputError(
+                f"a request of {self.num_tokens} tokens cannot have a prefix of {self.prefix}; "
+                f"lower the prefix"
+            )
+
+
+class Block(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A part of what a pair owes: some layers of a group for a stretch of tokens."""
+
+    group: str
+    layers: Span
+    tokens: Span
+
+    def __repr__(self) -> str:
+        return f"<{self.group} layers {self.layers} tokens {self.tokens}>"
 
 
 class Plan:
@@ -99,6 +118,41 @@ class Plan:
     def sources_of(self, target: int) -> tuple[int, ...]:
         """The sources that ``target`` receives from, ascending."""
         return tuple(sorted(source for source, one in self._by_pair if one == target))
+
+    @cached_property
+    def _idle(self) -> tuple[int, ...]:
+        working = {source for source, _ in self._by_pair} | {self.source.lead}
+        return tuple(rank for rank in range(self.source.num_ranks) if rank not in working)
+
+    def contacts(self, target: int) -> tuple[int, ...]:
+        """The sources that ``target`` tells of each room, and hears a Close from.
+
+        Those that owe it something, the lead, which has the metadata, and its
+        share of the sources that owe nothing to anyone: they hold pages too,
+        and must learn when to let go of them.
+        """
+        idle = self._idle[target :: self.target.num_ranks]
+        return tuple(sorted({*self.sources_of(target), self.source.lead, *idle}))
+
+    def audience(self, source: int) -> tuple[int, ...]:
+        """The targets that tell ``source`` of each room: ``contacts`` seen from its side."""
+        if source == self.source.lead:
+            return tuple(range(self.target.num_ranks))
+        if source in self._idle:
+            return (self._idle.index(source) % self.target.num_ranks,)
+        return self.targets_of(source)
+
+    def blocks(self, source: int, target: int, request: Request) -> tuple[Block, ...]:
+        """Everything that ``source`` owes ``target`` for one request, in disjoint blocks."""
+        spans: dict[str, list[Span]] = {}
+        for move in self.between(source, target):
+            if self.tokens_of(move, request).num_tokens:
+                spans.setdefault(move.group, []).append(move.layers)
+        return tuple(
+            Block(name, layers, self.spec.group(name).owed(request.num_tokens, request.prefix))
+            for name, mine in spans.items()
+            for layers in cut(mine)
+        )
 
     def tokens_of(self, move: Move, request: Request) -> Tokens:
         """The positions of one request that ``move`` carries, finite and maybe none."""
