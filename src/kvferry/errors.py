@@ -3,6 +3,7 @@
     KvferryError
     ├── InputError      a value that no layout or request can have; fix the call
     ├── Refused         a combination that can't work; carries typed reasons
+    ├── Misuse          a call that does not fit the room's state; nothing was changed
     └── BrokenPlan      a plan failed its own proof; a bug of ours
 
 A ``Reason`` is data: a code for routers and tests, a sentence for people that
@@ -71,6 +72,10 @@ class Refused(KvferryError, ValueError):
     def because(cls, code: ReasonCode, message: str) -> Refused:
         """Refuse for a single reason."""
         return cls([Reason(code, message)])
+
+
+class Misuse(KvferryError):
+    """The caller asked for a step that this room's state does not allow."""
 
 
 class BrokenPlan(KvferryError):

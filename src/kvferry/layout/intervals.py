@@ -50,6 +50,33 @@ def cut(spans: Collection[Span]) -> list[Span]:
     return [piece for piece in pieces if any(span.covers(piece) for span in spans)]
 
 
+class SpanSet:
+    """A growing set of integers, kept as disjoint spans in order."""
+
+    __slots__ = ("spans",)
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def add(self, span: Span) -> None:
+        """Take in a span; overlaps and repetitions change nothing."""
+        if not len(span):
+            return
+        before = [other for other in self.spans if other.end < span.first]
+        after = [other for other in self.spans if other.first > span.end]
+        touching = self.spans[len(before) : len(self.spans) - len(after)]
+        first = min([span.first, *(other.first for other in touching)])
+        end = max([span.end, *(other.end for other in touching)])
+        self.spans = [*before, Span(first, end), *after]
+
+    def covers(self, span: Span) -> bool:
+        """Whether every integer of ``span`` is in the set."""
+        return not len(span) or any(mine.covers(span) for mine in self.spans)
+
+    def __repr__(self) -> str:
+        return " ".join(map(repr, self.spans)) or "nothing"
+
+
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
     """The positions ``first, first + step, ...`` below ``end`` (``None``: no end).
 

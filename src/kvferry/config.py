@@ -1,0 +1,40 @@
+"""Times and limits: frozen, keyword-only, checked when made. A limit on everything."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.errors import InputError
+
+
+class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a machine waits, and how much it keeps.
+
+    Both sides may have different values; only ``heartbeat_s`` must stay well
+    below the other side's ``silence_s``.
+    """
+
+    heartbeat_s: float = 1.0
+    silence_s: float = 8.0
+    handshake_s: float = 15.0
+    resend_s: float = 0.5
+    nudge_s: float = 2.0
+    early_s: float = 120.0
+    credit_patience_s: float = 1.0
+    max_peers: int = 4096
+    max_rooms: int = 65536
+    max_early_rooms: int = 4096
+    max_quarantined_rooms: int = 256
+    max_inflight: int = 16
+    credits_per_source: int = 4
+    local_slots: int = 4
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.silence_s < 2 * self.heartbeat_s:
+            raise InputError(
+                f"silence_s={self.silence_s} must be at least twice heartbeat_s="
+                f"{self.heartbeat_s}, or one lost heartbeat is taken for a death"
+            )

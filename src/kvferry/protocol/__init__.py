@@ -1,0 +1,1 @@
+"""The protocol between sources and targets. Sans-IO: events in, actions out."""

@@ -1,0 +1,95 @@
+"""Messages to bytes and back. Arbitrary bytes give a message or a typed refusal.
+
+A frame is a msgpack array: magic, version, sender, incarnation, session, seq,
+body. The fields before the body are the same in every version.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import KvferryError
+from kvferry.ids import MAX_ID, Peer, Session
+from kvferry.protocol.messages import VERSION, Body, Envelope
+
+MAX_FRAME_BYTES = 8 << 20
+MAGIC = "kvf"
+
+
+class FrameFault(StrEnum):
+    """Why a frame was not taken."""
+
+    OVERSIZED = "oversized"
+    FOREIGN = "foreign"
+    VERSION = "version"
+    MALFORMED = "malformed"
+
+
+class BadFrame(NamedTuple):
+    """A frame that is no message. ``header`` is there when at least the sender is known."""
+
+    fault: FrameFault
+    text: str
+    header: Header | None = None
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a frame that never changes."""
+
+    magic: Annotated[str, Meta(max_length=8)]
+    version: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    sender: Peer
+    incarnation: Annotated[int, Meta(ge=0, le=MAX_ID)]
+    session: Session
+    seq: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    body: msgspec.Raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+_header_decoder = msgspec.msgpack.Decoder(Header)
+_body_decoder = msgspec.msgpack.Decoder(Body)
+
+
+def encode(envelope: Envelope) -> bytes:
+    """One frame."""
+    frame = _encoder.encode(
+        (
+            MAGIC,
+            VERSION,
+            envelope.sender,
+            envelope.incarnation,
+            envelope.session,
+            envelope.seq,
+            envelope.body,
+        )
+    )
+    if len(frame) > MAX_FRAME_BYTES:
+        raise KvferryError(
+            f"a {type(envelope.body).__name__} of {len(frame)} bytes is above the limit of "
+            f"{MAX_FRAME_BYTES}; use larger pages or shorter requests"
+        )
+    return frame
+
+
+def decode(frame: bytes) -> Envelope | BadFrame:
+    """A message, or why these bytes are none. Never raises."""
+    if len(frame) > MAX_FRAME_BYTES:
+        return BadFrame(FrameFault.OVERSIZED, f"{len(frame)} bytes")
+    try:
+        header = _header_decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        return BadFrame(FrameFault.FOREIGN, str(error))
+    if header.magic != MAGIC:
+        return BadFrame(FrameFault.FOREIGN, "not a kvferry frame")
+    if header.version != VERSION:
+        text = f"version {header.version}, here {VERSION}"
+        return BadFrame(FrameFault.VERSION, text, header)
+    try:
+        body = _body_decoder.decode(header.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        return BadFrame(FrameFault.MALFORMED, str(error), header)
+    return Envelope(header.sender, header.incarnation, header.session, header.seq, body)

@@ -1,0 +1,277 @@
+"""What a source and a target have in common: links, order, heartbeats, silence.
+
+Frames of one link are numbered. A frame that comes after a later one is
+dropped, so reordering becomes loss, and loss is repaired by repeating what
+still matters. That is why an Offer that was overtaken by its own Abort can do
+no harm. Arrival notes travel with the data and are not numbered; they may come
+in any order and any number of times.
+
+Sans-IO: no clock, no randomness, no thread. One owner calls ``handle``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvferry.config import ProtocolConfig
+from kvferry.ids import Peer, Session
+from kvferry.layout.layout import Layout
+from kvferry.plan.plan import Plan
+from kvferry.protocol.events import (
+    Action,
+    Disconnect,
+    Disconnected,
+    Event,
+    Received,
+    Send,
+    Tick,
+    WrongVersion,
+)
+from kvferry.protocol.messages import (
+    VERSION,
+    Body,
+    Envelope,
+    Heartbeat,
+    Hello,
+    NoSession,
+    RefusalCode,
+    Refuse,
+)
+from kvferry.protocol.outcome import Failure, FailureCode
+from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """What is known of one peer in one session. ``incarnation`` is None until it speaks."""
+
+    peer: Peer
+    session: Session
+    state: LinkState
+    plan: Plan
+    incarnation: int | None
+    heard_at: float
+    said_at: float
+    begun_at: float
+    hello: Hello | None = None
+    seq_out: int = 0
+    seq_in: int = 0
+
+    def __repr__(self) -> str:
+        return f"<Link {self.peer} {self.session} {self.state}>"
+
+
+class Endpoint(ABC):
+    """Links to peers, and the frame around every step of a machine."""
+
+    # Which method takes which event or message; subclasses add theirs.
+    EVENTS: ClassVar[dict[type[Event], str]] = {
+        Tick: "_on_tick",
+        Received: "_on_received",
+        Disconnected: "_on_disconnected",
+        WrongVersion: "_on_wrong_version",
+    }
+    MESSAGES: ClassVar[dict[type, str]] = {Heartbeat: "_on_heartbeat"}
+
+    def __init__(
+        self,
+        me: Peer,
+        incarnation: int,
+        layout: Layout,
+        fingerprint: str,
+        config: ProtocolConfig,
+    ) -> None:
+        self.me = me
+        self.incarnation = incarnation
+        self.layout = layout
+        self.fingerprint = fingerprint
+        self.config = config
+        self.links: dict[Session, Link] = {}
+        self.current: dict[Peer, Link] = {}
+        self.counts: Counter[str] = Counter()
+        self._plans: dict[Layout, Plan] = {}
+        self._now = 0.0
+        self._out: list[Action] = []
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one step. A step that raises ``Misuse`` has changed nothing."""
+        self._now = max(self._now, now)
+        self._out = []
+        getattr(self, self.EVENTS[type(event)])(event)
+        self._settle()
+        actions, self._out = self._out, []
+        return actions
+
+    def wakeup(self) -> float | None:
+        """When the next ``Tick`` has something to do; None if there is nothing to wait for."""
+        return min(self._timers(), default=None)
+
+    # ------------------------------------------------------------ for the machines
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Draw the consequences of a step: start writes, grant credits, end rooms."""
+
+    @abstractmethod
+    def _link_lost(self, link: Link, failure: Failure) -> None:
+        """A link was lost: fail what depends on it."""
+
+    @abstractmethod
+    def _link_gone(self, link: Link) -> None:
+        """Proof came that a lost link's peer writes and reads nothing any more."""
+
+    @abstractmethod
+    def _link_needed(self, link: Link) -> bool:
+        """Whether something still waits for news on a lost link."""
+
+    @abstractmethod
+    def _room_timers(self) -> Iterable[float]:
+        """When rooms want to be woken."""
+
+    @abstractmethod
+    def _tick_rooms(self) -> None:
+        """Deadlines and repetitions of rooms."""
+
+    def _plan_with(self, other: Layout) -> Plan:
+        """The plan with that peer's layout. Raises ``Refused``."""
+        if other not in self._plans:
+            self._plans[other] = self._make_plan(other)
+        return self._plans[other]
+
+    @abstractmethod
+    def _make_plan(self, other: Layout) -> Plan:
+        """The plan between our layout and the other side's, whichever way round."""
+
+    # ------------------------------------------------------------ sending
+
+    def _do(self, action: Action) -> None:
+        self._out.append(action)
+
+    def _say(self, link: Link, body: Body) -> None:
+        """Send a numbered frame."""
+        link.seq_out += 1
+        link.said_at = self._now
+        self._do(Send(link.peer, self._envelope(link.session, link.seq_out, body)))
+
+    def _note(self, link: Link, body: Body) -> None:
+        """Send a frame that may come in any order."""
+        self._do(Send(link.peer, self._envelope(link.session, 0, body)))
+
+    def _envelope(self, session: Session, seq: int, body: Body) -> Envelope:
+        return Envelope(self.me, self.incarnation, session, seq, body)
+
+    # ------------------------------------------------------------ receiving
+
+    def _on_received(self, event: Received) -> None:
+        envelope = event.envelope
+        link = self._link_of(envelope)
+        if link is None or not self._in_order(link, envelope):
+            return
+        link.heard_at = self._now
+        handler = self.MESSAGES.get(type(envelope.body))
+        if handler is None:
+            self.counts["misdirected"] += 1
+            return
+        getattr(self, handler)(link, envelope.body)
+
+    def _link_of(self, envelope: Envelope) -> Link | None:
+        """The link that a frame belongs to, if it belongs to one."""
+        link = self.links.get(envelope.session)
+        if link is None or link.peer != envelope.sender:
+            self._unknown_session(envelope)
+            return None
+        if link.incarnation is None:
+            link.incarnation = envelope.incarnation
+        if link.incarnation != envelope.incarnation:
+            self.counts["other-incarnation"] += 1
+            self._lose(link, FailureCode.PEER_RESTARTED)
+            return None
+        if isinstance(envelope.body, NoSession):
+            self._lose(link, FailureCode.SESSION_REPLACED)
+            return None
+        return link
+
+    def _unknown_session(self, envelope: Envelope) -> None:
+        """Tell a living peer that its session is over; nobody else gets an answer."""
+        self.counts["stale"] += 1
+        if envelope.seq and not isinstance(envelope.body, NoSession | Hello):
+            frame = self._envelope(envelope.session, 0, NoSession())
+            self._do(Send(envelope.sender, frame))
+
+    def _on_wrong_version(self, event: WrongVersion) -> None:
+        """Give the link up, or let a stranger see our version so that it can."""
+        text = f"{event.sender} speaks version {event.version}, this is version {VERSION}"
+        link = self.links.get(event.session)
+        if link is not None and link.peer == event.sender:
+            self._lose(link, FailureCode.REFUSED, f"{text}; run one version on both sides")
+        elif not event.answered:
+            refusal = Refuse(RefusalCode.VERSION, text)
+            self._do(Send(event.sender, self._envelope(event.session, 0, refusal)))
+
+    def _in_order(self, link: Link, envelope: Envelope) -> bool:
+        if envelope.seq == 0:
+            return True
+        if envelope.seq <= link.seq_in:
+            self.counts["overtaken"] += 1
+            return False
+        link.seq_in = envelope.seq
+        return True
+
+    def _on_heartbeat(self, link: Link, body: Heartbeat) -> None:
+        self.counts["heartbeats"] += 1
+
+    # ------------------------------------------------------------ losing a peer
+
+    def _lose(self, link: Link, code: FailureCode, message: str = "") -> None:
+        """Give a link up. What it may still write waits for proof."""
+        if link.state in (LinkState.LOST, LinkState.GONE):
+            return
+        link.state = advance(LINK, link.state, LinkStep.LOSE)
+        if self.current.get(link.peer) is link:
+            del self.current[link.peer]
+        if link.incarnation is not None:
+            self._do(Disconnect(link.peer, link.incarnation))
+        text = message or f"lost {link.peer}"
+        self._link_lost(link, Failure(code, text))
+        self._drop_if_unneeded(link)
+
+    def _drop_if_unneeded(self, link: Link) -> None:
+        if link.state is LinkState.LOST and not self._link_needed(link):
+            self.links.pop(link.session, None)
+
+    def _on_disconnected(self, event: Disconnected) -> None:
+        for link in list(self.links.values()):
+            if (link.peer, link.incarnation) == (event.peer, event.incarnation):
+                self._lose(link, FailureCode.PEER_GONE)
+                link.state = advance(LINK, link.state, LinkStep.GONE)
+                self.links.pop(link.session, None)
+                self._link_gone(link)
+
+    # ------------------------------------------------------------ time
+
+    def _on_tick(self, event: Tick) -> None:
+        for link in list(self.links.values()):
+            self._tick_link(link)
+        self._tick_rooms()
+
+    def _tick_link(self, link: Link) -> None:
+        if link.state is not LinkState.UP:
+            return
+        if self._now >= link.heard_at + self.config.silence_s:
+            self._lose(link, FailureCode.PEER_SILENT, f"nothing heard from {link.peer}")
+        elif self._now >= link.said_at + self.config.heartbeat_s:
+            self._say(link, Heartbeat())
+
+    def _timers(self) -> Iterable[float]:
+        for link in self.links.values():
+            yield from self._link_timers(link)
+        yield from self._room_timers()
+
+    def _link_timers(self, link: Link) -> Iterable[float]:
+        if link.state is LinkState.UP:
+            yield link.heard_at + self.config.silence_s
+            yield link.said_at + self.config.heartbeat_s

@@ -1,0 +1,202 @@
+"""What a machine is told and what it answers: events in, actions out.
+
+Events come from the engine (open, push, receive, ...), from the transport (a
+write or scatter ended, a connection is torn down) and from the clock. Actions
+are for the runtime to carry out; a machine never waits for one.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from kvferry.ids import Generation, Op, Peer, Room, Serial, Session, SlotIndex
+from kvferry.layout.intervals import Span
+from kvferry.layout.layout import Layout
+from kvferry.plan.plan import Block, Request
+from kvferry.protocol.messages import Envelope, Table
+from kvferry.protocol.outcome import Outcome
+
+
+class Event(msgspec.Struct, frozen=True):
+    """The root of all events."""
+
+
+# ---------------------------------------------------------------- for both machines
+
+
+class Tick(Event, frozen=True):
+    """Time has passed."""
+
+
+class Received(Event, frozen=True):
+    """A frame came and was decoded."""
+
+    envelope: Envelope
+
+
+class Disconnected(Event, frozen=True):
+    """Proof: nothing of that incarnation is in flight to us, nor of ours to it, or ever will be."""
+
+    peer: Peer
+    incarnation: int
+
+
+class WrongVersion(Event, frozen=True):
+    """A frame came in a version that we do not speak. ``answered``: it had no number."""
+
+    sender: Peer
+    session: Session
+    version: int
+    answered: bool
+
+
+class Cancel(Event, frozen=True):
+    """The engine gives the room up."""
+
+    room: Room
+
+
+# ---------------------------------------------------------------- for a target
+
+
+class Instance(msgspec.Struct, frozen=True):
+    """A prefill instance as the rendezvous describes it."""
+
+    name: str
+    fingerprint: str
+    layout: Layout
+
+
+class Receive(Event, frozen=True):
+    """The engine holds these pages for the room and wants them filled."""
+
+    room: Room
+    prefill: Instance
+    request: Request
+    tables: tuple[Table, ...]
+    deadline: float
+
+
+class Scattered(Event, frozen=True):
+    """A scatter's bytes are usable."""
+
+    op: Op
+
+
+# ---------------------------------------------------------------- for a source
+
+
+class Open(Event, frozen=True):
+    """The engine will prefill this room."""
+
+    room: Room
+    deadline: float
+
+
+class Prepare(Event, frozen=True):
+    """The engine starts to compute these tokens; their pages are held."""
+
+    room: Room
+    tokens: Span
+
+
+class Push(Event, frozen=True):
+    """These tokens are in the engine's pages and may be read."""
+
+    room: Room
+    tokens: Span
+
+
+class Finish(Event, frozen=True):
+    """Everything was pushed, state rows too. ``metadata`` travels if this is the lead."""
+
+    room: Room
+    num_tokens: int
+    metadata: bytes = b""
+
+
+class Sent(Event, frozen=True):
+    """A write is in the target's memory and no longer reads ours."""
+
+    op: Op
+
+
+class Fate(StrEnum):
+    """What is known of a write that did not succeed."""
+
+    BUSY = "busy"  # never submitted: the transport is full, try again
+    FAILED = "failed"  # ended: it reads and writes nothing any more
+    UNKNOWN = "unknown"  # may still read our memory and write theirs
+
+
+class SendFailed(Event, frozen=True):
+    """A write did not succeed."""
+
+    op: Op
+    fate: Fate
+
+
+# ---------------------------------------------------------------- actions
+
+
+class Action(msgspec.Struct, frozen=True):
+    """The root of all actions."""
+
+
+class Send(Action, frozen=True):
+    """Send a frame. It may be lost."""
+
+    peer: Peer
+    envelope: Envelope
+
+
+class Disconnect(Action, frozen=True):
+    """Tear the connection down, and say ``Disconnected`` once nothing can land any more."""
+
+    peer: Peer
+    incarnation: int
+
+
+class Write(Action, frozen=True):
+    """Write blocks of a room into the target's pages, or through ``local_slot`` into ``slot``.
+
+    ``note`` must reach the target after the data. ``tables`` are the target's.
+    """
+
+    op: Op
+    peer: Peer
+    room: Room
+    generation: Generation
+    request: Request
+    blocks: tuple[Block, ...]
+    tables: tuple[Table, ...]
+    note: Envelope
+    slot: SlotIndex | None = None
+    local_slot: SlotIndex | None = None
+
+
+class Scatter(Action, frozen=True):
+    """Copy a slot's dense image into the room's pages."""
+
+    op: Op
+    room: Room
+    source: Peer
+    request: Request
+    blocks: tuple[Block, ...]
+    slot: SlotIndex
+    serial: Serial
+
+
+class Report(Action, frozen=True):
+    """The room has ended for its caller. Said once."""
+
+    room: Room
+    outcome: Outcome
+
+
+class Release(Action, frozen=True):
+    """The room's pages are the engine's again: nothing reads or writes them. Said once."""
+
+    room: Room

@@ -1,0 +1,221 @@
+"""What travels between a target and a source: one frozen struct per meaning.
+
+Every field is bounded. Nothing here acts; ``codec`` turns messages into bytes
+and ``source`` and ``target`` decide what they mean.
+
+The envelope's fields never change between versions, so that an endpoint can
+always tell who sent a frame and refuse a version that it does not speak.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import InputError
+from kvferry.ids import Generation, Peer, Room, Serial, Session, SlotIndex
+from kvferry.layout.layout import Layout
+from kvferry.plan.places import PageTable, PoolMap
+from kvferry.plan.plan import Block, Request
+from kvferry.protocol.outcome import MAX_TEXT, Failure
+
+VERSION = 1
+
+MAX_PAGES = 1 << 20
+MAX_TOKENS = 1 << 30
+MAX_BLOCKS = 4096
+MAX_CREDITS = 1024
+MAX_METADATA = 1 << 20
+MAX_COUNT = 1 << 40
+
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Blob = Annotated[bytes, Meta(max_length=MAX_METADATA)]
+Blocks = Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)]
+GenerationField = Annotated[Generation, Meta(ge=0, le=MAX_COUNT)]
+SerialField = Annotated[Serial, Meta(ge=0, le=MAX_COUNT)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """The root of all messages."""
+
+
+# ---------------------------------------------------------------- handshake
+
+
+class Staging(msgspec.Struct, frozen=True, array_like=True):
+    """A target's staging pool: ``num_slots`` of ``slot_bytes``; none where it has no pool."""
+
+    slot_bytes: Count = 0
+    num_slots: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+
+
+class Hello(Message, frozen=True, array_like=True, tag="hello"):
+    """Target to source: who I am, what I hold, where it may be written."""
+
+    fingerprint: Text
+    layout: Layout
+    pools: PoolMap
+    staging: Staging = Staging()
+    metadata: Blob = b""
+
+
+class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
+    """Source to target: we fit, and this is the plan that I derived."""
+
+    fingerprint: Text
+    layout: Layout
+    digest: Text
+    metadata: Blob = b""
+
+
+class RefusalCode(StrEnum):
+    """Why a handshake was refused."""
+
+    VERSION = "version"
+    FINGERPRINT = "fingerprint"
+    LAYOUT = "layout"
+    POOLS = "pools"
+    DIGEST = "digest"
+    TOO_MANY_PEERS = "too-many-peers"
+
+
+class Refuse(Message, frozen=True, array_like=True, tag="refuse"):
+    """Either way: this pair can't work, and why."""
+
+    code: RefusalCode
+    message: Text
+
+
+class NoSession(Message, frozen=True, array_like=True, tag="no-session"):
+    """Either way: I know nothing of the session that your frame named."""
+
+
+class Heartbeat(Message, frozen=True, array_like=True, tag="heartbeat"):
+    """Either way: I am here."""
+
+
+# ---------------------------------------------------------------- rooms
+
+
+class RoomMessage(Message, frozen=True, array_like=True):
+    """What every message about a room names."""
+
+    room: Room
+    generation: GenerationField
+
+
+class Table(msgspec.Struct, frozen=True, array_like=True):
+    """The target's pages of one group."""
+
+    group: Text
+    pages: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], ...], Meta(max_length=MAX_PAGES)]
+    first_page: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+
+    def as_page_table(self) -> PageTable:
+        """As a binding takes it."""
+        return PageTable(self.pages, self.first_page)
+
+
+class Offer(RoomMessage, frozen=True, array_like=True, tag="offer"):
+    """Target to source: these pages are yours to write for this room."""
+
+    request: Request
+    tables: Annotated[tuple[Table, ...], Meta(max_length=64)]
+    remaining_s: Annotated[float, Meta(gt=0, le=1e7)]
+
+    def __post_init__(self) -> None:
+        if self.request.num_tokens > MAX_TOKENS:
+            raise InputError(f"an offer is for at most {MAX_TOKENS} tokens")
+
+
+class Accept(RoomMessage, frozen=True, array_like=True, tag="accept"):
+    """Source to target: I have your offer."""
+
+
+class Want(RoomMessage, frozen=True, array_like=True, tag="want"):
+    """Source to target: this room needs so many credits in all. Idempotent."""
+
+    total: Count
+
+
+class Credit(msgspec.Struct, frozen=True, array_like=True):
+    """The right to write once into one staging slot."""
+
+    serial: SerialField
+    slot: Annotated[SlotIndex, Meta(ge=0, le=1 << 20)]
+
+
+class Grant(RoomMessage, frozen=True, array_like=True, tag="grant"):
+    """Target to source: every credit of yours that I have not seen used. Idempotent."""
+
+    credits: Annotated[tuple[Credit, ...], Meta(max_length=MAX_CREDITS)]
+
+
+class Arrived(RoomMessage, frozen=True, array_like=True, tag="arrived"):
+    """Source to target, behind the data: these blocks are in your pages, or in that slot."""
+
+    blocks: Blocks
+    serial: SerialField | None = None
+
+
+class Nudge(RoomMessage, frozen=True, array_like=True, tag="nudge"):
+    """Target to source: say again how this room stands, and what became of these credits."""
+
+    serials: Annotated[tuple[SerialField, ...], Meta(max_length=MAX_CREDITS)] = ()
+
+
+class Close(RoomMessage, frozen=True, array_like=True, tag="close"):
+    """Source to target: all that I owe is written; without credits, these blocks."""
+
+    num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+    written: Blocks
+    metadata: Blob | None = None
+
+
+class Complete(RoomMessage, frozen=True, array_like=True, tag="complete"):
+    """Target to source: this room is done, forget it."""
+
+
+class Abort(RoomMessage, frozen=True, array_like=True, tag="abort"):
+    """Either way: this room has failed. A source stops writing and answers Drained."""
+
+    failure: Failure
+
+
+class Drained(RoomMessage, frozen=True, array_like=True, tag="drained"):
+    """Source to target: nothing of mine is in flight for this room, and nothing will be."""
+
+    failure: Failure
+
+
+Body = (
+    Hello
+    | Welcome
+    | Refuse
+    | NoSession
+    | Heartbeat
+    | Offer
+    | Accept
+    | Want
+    | Grant
+    | Arrived
+    | Nudge
+    | Close
+    | Complete
+    | Abort
+    | Drained
+)
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """A message with its sender. ``seq`` is 0 for what may come in any order."""
+
+    sender: Peer
+    incarnation: int
+    session: Session
+    seq: int
+    body: Body

@@ -1,0 +1,66 @@
+"""How a room ends, and why.
+
+``Status`` is ordered so that the ranks of one instance can agree on a room by
+taking the minimum: one failure fails it, and all must be done for it to be done.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from typing import Annotated
+
+import msgspec
+
+MAX_TEXT = 1024
+
+
+class Status(IntEnum):
+    """Where a room stands."""
+
+    FAILED = 0
+    CONNECTING = 1
+    WAITING = 2
+    MOVING = 3
+    DONE = 4
+
+
+class FailureCode(StrEnum):
+    """Why a room failed."""
+
+    ABORTED = "aborted"
+    DEADLINE = "deadline"
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    PEER_SILENT = "peer-silent"
+    PEER_RESTARTED = "peer-restarted"
+    PEER_GONE = "peer-gone"
+    PEER_FAILED = "peer-failed"
+    SESSION_REPLACED = "session-replaced"
+    UNKNOWN_ROOM = "unknown-room"
+    ROOM_TAKEN = "room-taken"
+    TOO_MANY_ROOMS = "too-many-rooms"
+    QUARANTINE_FULL = "quarantine-full"
+    BAD_OFFER = "bad-offer"
+    BAD_NOTE = "bad-note"
+    TOKENS_DIFFER = "tokens-differ"
+    NOT_ALL_PUSHED = "not-all-pushed"
+    TRANSPORT = "transport"
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """One typed reason, for a router, with a sentence for a person."""
+
+    code: FailureCode
+    message: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] = ""
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}" if self.message else str(self.code)
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Everything arrived. ``metadata`` is what the lead source said at the close."""
+
+    metadata: bytes = b""
+
+
+Outcome = Done | Failure

@@ -1,0 +1,439 @@
+"""The source machine: writes what it owes, and lets go of pages when that is proven.
+
+A push becomes blocks for every target that has made an offer. Blocks that are
+to be staged wait for a credit; if none comes in time they are written
+directly, because staging is only ever an optimisation. Close is sent when the
+engine has finished and every write has ended. A room that fails stops at once;
+its pages are released when the last write that reads them has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from kvferry.config import ProtocolConfig
+from kvferry.errors import Misuse
+from kvferry.ids import Peer, Room
+from kvferry.layout.layout import Layout
+from kvferry.protocol.checks import offer_problem
+from kvferry.protocol.endpoint import Link
+from kvferry.protocol.events import (
+    Cancel,
+    Event,
+    Finish,
+    Open,
+    Prepare,
+    Push,
+    Release,
+    Report,
+)
+from kvferry.protocol.lanes import (
+    Lane,
+    SourceRoom,
+    StagePolicy,
+    chunk,
+    cut,
+    never_stage,
+    new_lane,
+    states,
+)
+from kvferry.protocol.messages import (
+    MAX_BLOCKS,
+    Abort,
+    Accept,
+    Close,
+    Complete,
+    Drained,
+    Grant,
+    Nudge,
+    Offer,
+    RoomMessage,
+)
+from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
+from kvferry.protocol.parcels import merge
+from kvferry.protocol.states import (
+    LANE,
+    SOURCE_ROOM,
+    LaneState,
+    LaneStep,
+    LinkState,
+    RoomState,
+    RoomStep,
+    advance,
+)
+from kvferry.protocol.writes import Writer
+
+
+class SourceMachine(Writer):
+    """Every room of one source rank."""
+
+    EVENTS: ClassVar[dict[type[Event], str]] = Writer.EVENTS | {
+        Open: "_on_open",
+        Prepare: "_on_prepare",
+        Push: "_on_push",
+        Finish: "_on_finish",
+        Cancel: "_on_cancel",
+    }
+    MESSAGES: ClassVar[dict[type, str]] = Writer.MESSAGES | {
+        Offer: "_on_offer",
+        Grant: "_on_grant",
+        Nudge: "_on_nudge",
+        Complete: "_on_complete",
+        Abort: "_on_abort",
+    }
+
+    def __init__(
+        self,
+        me: Peer,
+        incarnation: int,
+        layout: Layout,
+        fingerprint: str,
+        config: ProtocolConfig,
+        stages: StagePolicy = never_stage,
+    ) -> None:
+        super().__init__(me, incarnation, layout, fingerprint, config, stages)
+        self.rooms: dict[Room, SourceRoom] = {}
+
+    # ------------------------------------------------------------ what a caller sees
+
+    def status(self, name: Room) -> Status | None:
+        """Where a room stands; None if it has ended or the engine never opened it."""
+        room = self.rooms.get(name)
+        if room is None or not room.known_to_engine:
+            return None
+        if room.failure:
+            return Status.FAILED
+        if not room.lanes and not room.served:
+            return Status.CONNECTING
+        return Status.MOVING if room.pushes else Status.WAITING
+
+    @property
+    def num_quarantined(self) -> int:
+        """Failed rooms whose pages wait for a write to a lost peer to end."""
+        return sum(
+            any(lane.link.state is LinkState.LOST for lane in room.lanes.values())
+            for room in self.rooms.values()
+            if room.state is RoomState.FAILING
+        )
+
+    # ------------------------------------------------------------ from the engine
+
+    def _on_open(self, event: Open) -> None:
+        room = self.rooms.get(event.room)
+        if room and room.known_to_engine:
+            raise Misuse(f"room {event.room!r} is open already; use another id")
+        failure = self._no_room_for(event)
+        if room is None:
+            room = SourceRoom(event.room, RoomState.OPEN, event.deadline)
+            self.rooms[event.room] = room
+        else:
+            room.state = advance(SOURCE_ROOM, room.state, RoomStep.OPEN)
+            room.deadline = event.deadline
+        if room.state is RoomState.FAILING:
+            assert room.failure is not None
+            self._do(Report(room.name, room.failure))
+            self._drain(room)
+        elif failure:
+            self._fail(room, failure)
+
+    def _no_room_for(self, event: Open) -> Failure | None:
+        if event.deadline <= self._now:
+            return Failure(FailureCode.DEADLINE, "the deadline had passed at the start")
+        if len(self.rooms) >= self.config.max_rooms:
+            return Failure(FailureCode.TOO_MANY_ROOMS, f"{len(self.rooms)} rooms are open here")
+        if self.num_quarantined >= self.config.max_quarantined_rooms:
+            text = f"{self.num_quarantined} failed rooms wait for proof from lost peers"
+            return Failure(FailureCode.QUARANTINE_FULL, text)
+        return None
+
+    def _running(self, name: Room, what: str) -> SourceRoom | None:
+        """The room that the engine is still pushing to; None if it has failed meanwhile."""
+        room = self.rooms.get(name)
+        if room is None or room.failure:
+            return None
+        if room.state is not RoomState.OPEN:
+            raise Misuse(f"room {name!r} is {room.state}; it can't {what}")
+        return room
+
+    def _on_prepare(self, event: Prepare) -> None:
+        room = self._running(event.room, "prepare")
+        for lane in room.lanes.values() if room else ():
+            _, staged = cut(lane, self.me.rank, chunk(lane, event.tokens), self.stages)
+            self._ask(lane, event.tokens, len(staged))
+
+    def _on_push(self, event: Push) -> None:
+        room = self._running(event.room, "push")
+        if room is None:
+            return
+        room.pushes.append(event.tokens)
+        room.pushed.add(event.tokens)
+        for lane in room.lanes.values():
+            self._enqueue(lane, chunk(lane, event.tokens), key=event.tokens)
+
+    def _on_finish(self, event: Finish) -> None:
+        room = self._running(event.room, "finish")
+        if room is None:
+            return
+        room.state = advance(SOURCE_ROOM, room.state, RoomStep.FINISH)
+        room.finish = event
+        for lane in list(room.lanes.values()):
+            self._enqueue(lane, states(lane), key="state")
+        self._demand_all_pushed(room)
+
+    def _on_cancel(self, event: Cancel) -> None:
+        room = self.rooms.get(event.room)
+        if room and room.known_to_engine:
+            self._fail(room, Failure(FailureCode.ABORTED, "given up at prefill"))
+
+    def _demand_all_pushed(self, room: SourceRoom) -> None:
+        """A lane that could never close must fail now and not at its deadline."""
+        for lane in room.lanes.values() if room.finish else ():
+            block = room.lacks(lane)
+            if block is not None:
+                text = f"{block!r} was never pushed; pushed were {room.pushed!r}"
+                self._fail(room, Failure(FailureCode.NOT_ALL_PUSHED, text))
+                return
+
+    # ------------------------------------------------------------ offers
+
+    def _on_offer(self, link: Link, offer: Offer) -> None:
+        room = self.rooms.get(offer.room)
+        lane = room.lanes.get(link.peer.rank) if room else None
+        if lane and lane.link is link and lane.generation == offer.generation:
+            self._say(link, Accept(offer.room, offer.generation))
+            return
+        failure = self._why_not(link, room, offer)
+        if failure:
+            self._say(link, Drained(offer.room, offer.generation, failure))
+            return
+        room = self._room_for(offer, room)
+        self._add_lane(room, link, offer)
+
+    def _why_not(self, link: Link, room: SourceRoom | None, offer: Offer) -> Failure | None:
+        """Why an offer can't be taken."""
+        owed = link.plan.blocks(self.me.rank, link.peer.rank, offer.request)
+        assert link.hello is not None
+        problem = offer_problem(link.plan, link.hello, link.peer.rank, offer, owed)
+        if problem:
+            return Failure(FailureCode.BAD_OFFER, problem[:1000])
+        if room is None or room.state is RoomState.WARNED:
+            return self._too_many_early(room)
+        if room.state is RoomState.FAILING:
+            return room.failure
+        if not self._awaits(room, link.peer):
+            return Failure(FailureCode.ROOM_TAKEN, f"the room is being sent to {room.instance}")
+        return None
+
+    def _too_many_early(self, room: SourceRoom | None) -> Failure | None:
+        early = sum(not room.known_to_engine for room in self.rooms.values())
+        if room is None and early >= self.config.max_early_rooms:
+            text = f"{early} offers wait for rooms that were not opened yet"
+            return Failure(FailureCode.TOO_MANY_ROOMS, text)
+        return None
+
+    def _room_for(self, offer: Offer, room: SourceRoom | None) -> SourceRoom:
+        if room is None:
+            deadline = self._now + min(offer.remaining_s, self.config.early_s)
+            room = SourceRoom(offer.room, RoomState.EARLY, deadline)
+            self.rooms[offer.room] = room
+        else:
+            room.state = advance(SOURCE_ROOM, room.state, RoomStep.OFFER)
+        if room.state is RoomState.EARLY:
+            room.failure = None
+        return room
+
+    def _add_lane(self, room: SourceRoom, link: Link, offer: Offer) -> None:
+        lane = new_lane(room, link, self.me.rank, offer, self._now)
+        room.lanes[link.peer.rank] = lane
+        room.plan, room.instance = link.plan, link.peer.instance
+        self._say(link, Accept(offer.room, offer.generation))
+        for tokens in room.pushes:
+            self._enqueue(lane, chunk(lane, tokens), key=tokens)
+        if room.finish:
+            self._enqueue(lane, states(lane), key="state")
+            self._demand_all_pushed(room)
+
+    # ------------------------------------------------------------ closing
+
+    def _close_if_sent(self, lane: Lane) -> None:
+        room = lane.room
+        if room.finish and lane.idle and lane.state is LaneState.SENDING and not room.failure:
+            lane.state = advance(LANE, lane.state, LaneStep.CLOSE)
+            self._say_close(lane)
+
+    def _say_close(self, lane: Lane) -> None:
+        finish = lane.room.finish
+        assert finish is not None
+        written = merge(lane.written)
+        assert len(written) <= MAX_BLOCKS
+        metadata = finish.metadata if self.me.rank == self.layout.lead else None
+        lane.said_at = self._now
+        body = Close(lane.room.name, lane.generation, finish.num_tokens, written, metadata)
+        self._say(lane.link, body)
+
+    def _lane(self, link: Link, body: RoomMessage) -> Lane | None:
+        room = self.rooms.get(body.room)
+        lane = room.lanes.get(link.peer.rank) if room else None
+        if lane is None or lane.link is not link or lane.generation != body.generation:
+            return None
+        return lane
+
+    def _on_grant(self, link: Link, body: Grant) -> None:
+        lane = self._lane(link, body)
+        if lane is None:
+            return
+        for credit in body.credits:
+            if credit.serial not in lane.used:
+                lane.credit[credit.serial] = credit.slot
+        self._ready[lane] = None
+
+    def _on_nudge(self, link: Link, body: Nudge) -> None:
+        lane = self._lane(link, body)
+        if lane is None:
+            text = f"room {body.room!r} is not known here"
+            failure = Failure(FailureCode.UNKNOWN_ROOM, text[:1000])
+            self._say(link, Drained(body.room, body.generation, failure))
+            return
+        for serial in body.serials:
+            if serial in lane.notes:
+                self._note(link, lane.notes[serial])
+        if lane.state is LaneState.CLOSED:
+            self._say_close(lane)
+
+    def _on_complete(self, link: Link, body: Complete) -> None:
+        lane = self._lane(link, body)
+        if lane is None or lane.state is not LaneState.CLOSED:
+            return
+        room = lane.room
+        del room.lanes[link.peer.rank]
+        room.served.add(link.peer.rank)
+        assert room.plan is not None
+        if room.served.issuperset(room.plan.audience(self.me.rank)):
+            del self.rooms[room.name]
+            self._do(Report(room.name, Done()))
+            self._do(Release(room.name))
+
+    # ------------------------------------------------------------ failing
+
+    def _on_abort(self, link: Link, body: Abort) -> None:
+        lane = self._lane(link, body)
+        room = self.rooms.get(body.room)
+        if lane is not None:
+            self._fail(lane.room, body.failure)
+            return
+        if room is None:
+            self._warn(body)
+        elif self._awaits(room, link.peer):
+            # Its offer was lost, so the room can never be served.
+            self._fail(room, body.failure)
+        self._say(link, Drained(body.room, body.generation, body.failure))
+
+    def _awaits(self, room: SourceRoom, peer: Peer) -> bool:
+        heard = peer.rank in room.lanes or peer.rank in room.served
+        return not heard and room.instance in (None, peer.instance)
+
+    def _warn(self, body: Abort) -> None:
+        """Remember for a while that the room was given up before it was opened here."""
+        if self._too_many_early(None) is None:
+            deadline = self._now + self.config.early_s
+            room = SourceRoom(body.room, RoomState.WARNED, deadline, failure=body.failure)
+            self.rooms[body.room] = room
+
+    def _fail(self, room: SourceRoom, failure: Failure) -> None:
+        """Report, tell every target, and stop; writes in flight end on their own."""
+        if room.failure is not None:
+            return
+        room.failure = failure
+        if room.known_to_engine:
+            self._do(Report(room.name, failure))
+        room.state = advance(SOURCE_ROOM, room.state, RoomStep.FAIL)
+        for lane in room.lanes.values():
+            lane.state = advance(LANE, lane.state, LaneStep.FAIL)
+            lane.drop_pending()
+            if lane.inflight and lane.link.state is LinkState.UP:
+                self._say(lane.link, Abort(room.name, lane.generation, failure))
+        self._drain(room)
+
+    def _drain(self, room: SourceRoom) -> None:
+        """Let go of lanes whose writes have ended, and of the room after its last lane."""
+        if room.failure is None:
+            return
+        for rank, lane in list(room.lanes.items()):
+            if not lane.inflight:
+                del room.lanes[rank]
+                self._say(lane.link, Drained(room.name, lane.generation, room.failure))
+                self._drop_if_unneeded(lane.link)
+        ended = room.state is RoomState.FAILING and not room.lanes
+        if ended and self.rooms.get(room.name) is room:
+            del self.rooms[room.name]
+            self._do(Release(room.name))
+
+    def _lanes_of(self, link: Link) -> Iterator[Lane]:
+        for room in list(self.rooms.values()):
+            for lane in list(room.lanes.values()):
+                if lane.link is link:
+                    yield lane
+
+    def _link_lost(self, link: Link, failure: Failure) -> None:
+        for lane in self._lanes_of(link):
+            self._fail(lane.room, failure)
+
+    def _link_gone(self, link: Link) -> None:
+        for op, write in list(self.writing.items()):
+            if write.lane.link is link:
+                self._end_write(op)
+                self._drain(write.lane.room)
+
+    def _link_needed(self, link: Link) -> bool:
+        return any(True for _ in self._lanes_of(link))
+
+    # ------------------------------------------------------------ time
+
+    def _tick_rooms(self) -> None:
+        for room in list(self.rooms.values()):
+            if self._now >= room.deadline and room.state is not RoomState.FAILING:
+                self._expire(room)
+            for lane in room.lanes.values():
+                if self._now >= self._repeat_at(lane):
+                    self._repeat(lane)
+
+    def _expire(self, room: SourceRoom) -> None:
+        text = "no offer came" if not room.lanes and not room.served else "not everything was sent"
+        early = not room.known_to_engine
+        self._fail(room, Failure(FailureCode.DEADLINE, text))
+        if early:
+            self.rooms.pop(room.name, None)
+
+    def _repeat_at(self, lane: Lane) -> float:
+        if lane.state is LaneState.CLOSED:
+            return lane.said_at + self.config.resend_s
+        if lane.state is LaneState.SENDING and lane.busy_until > 0:
+            return lane.busy_until
+        if lane.state is LaneState.SENDING and lane.staged:
+            patience = lane.waiting_since + self.config.credit_patience_s
+            return min(patience, lane.said_at + self.config.resend_s)
+        return float("inf")
+
+    def _repeat(self, lane: Lane) -> None:
+        """Say again what may have been lost, or stop waiting for credits."""
+        if lane.state is LaneState.CLOSED:
+            self._say_close(lane)
+            return
+        if lane.busy_until and self._now >= lane.busy_until:
+            lane.busy_until = 0.0
+            self._ready[lane] = None
+        if lane.staged and self._now >= lane.waiting_since + self.config.credit_patience_s:
+            self.counts["impatient"] += len(lane.staged)
+            lane.direct.extend(lane.staged)
+            lane.staged.clear()
+            self._ready[lane] = None
+        elif lane.staged and self._now >= lane.said_at + self.config.resend_s:
+            self._want(lane)
+
+    def _room_timers(self) -> Iterable[float]:
+        for room in self.rooms.values():
+            if room.state is not RoomState.FAILING:
+                yield room.deadline
+            for lane in room.lanes.values():
+                yield self._repeat_at(lane)

@@ -1,0 +1,169 @@
+"""Every state and every legal step, as literal tables.
+
+**A link** is what one endpoint knows of one peer in one session. A target
+starts it with Hello and it is *up* once Welcome has come and fits; a source's
+link is up from the Hello on. A link is *lost* when the peer is silent, has
+restarted or refuses. Lost is not proof of anything: memory that the peer may
+still write waits until it is *gone*, which the transport says once the
+connection is torn down and nothing can land any more.
+
+**A leg** is what a target expects from one source in one room. It is
+*connecting* until the link is up, *offered* once the Offer is out, *accepted*
+when the source has answered, *closed* when it has said that all is written.
+Whatever fails the room makes each leg *draining*: the source was told to stop
+and its answer is awaited. *Quiet* means proof: this source writes nothing more
+for this room. A leg that was never offered is quiet at once.
+
+**A source's room** is *early* while only offers for it have come, and *warned*
+if they were taken back before the engine opened it; both expire. It is *open*
+once the engine has opened it, *finished* when the engine has pushed everything,
+and *failing* from the moment anything goes wrong until its last write has ended.
+
+**A lane** is what a source owes one target in one room. It is *sending* until
+everything is written, *closed* while the target's Complete is awaited, and
+*draining* while writes of a failed room are still in flight.
+
+An end state is not in the tables: what has ended is deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeVar
+
+S = TypeVar("S", bound=StrEnum)
+T = TypeVar("T", bound=StrEnum)
+
+
+class LinkState(StrEnum):
+    """What is known of a peer."""
+
+    GREETING = "greeting"
+    UP = "up"
+    LOST = "lost"
+    GONE = "gone"
+
+
+class LinkStep(StrEnum):
+    """What changes a link."""
+
+    FITS = "welcome fits"
+    LOSE = "silent, restarted, refused"
+    GONE = "connection torn down"
+
+
+LINK: dict[tuple[LinkState, LinkStep], LinkState] = {
+    (LinkState.GREETING, LinkStep.FITS): LinkState.UP,
+    (LinkState.GREETING, LinkStep.LOSE): LinkState.LOST,
+    (LinkState.UP, LinkStep.LOSE): LinkState.LOST,
+    (LinkState.LOST, LinkStep.GONE): LinkState.GONE,
+}
+
+
+class LegState(StrEnum):
+    """Where a target's expectation of one source stands."""
+
+    CONNECTING = "connecting"
+    OFFERED = "offered"
+    ACCEPTED = "accepted"
+    CLOSED = "closed"
+    DRAINING = "draining"
+    QUIET = "quiet"
+
+
+class LegStep(StrEnum):
+    """What changes a leg."""
+
+    LINKED = "link is up, Offer sent"
+    ACCEPTED = "Accept or any note came"
+    CLOSED = "Close came"
+    FAIL = "room fails, Abort sent"
+    QUIET = "Drained came, or peer gone"
+
+
+LEG: dict[tuple[LegState, LegStep], LegState] = {
+    (LegState.CONNECTING, LegStep.LINKED): LegState.OFFERED,
+    (LegState.CONNECTING, LegStep.FAIL): LegState.QUIET,
+    (LegState.CONNECTING, LegStep.QUIET): LegState.QUIET,
+    (LegState.OFFERED, LegStep.ACCEPTED): LegState.ACCEPTED,
+    (LegState.OFFERED, LegStep.CLOSED): LegState.CLOSED,
+    (LegState.OFFERED, LegStep.FAIL): LegState.DRAINING,
+    (LegState.OFFERED, LegStep.QUIET): LegState.QUIET,
+    (LegState.ACCEPTED, LegStep.ACCEPTED): LegState.ACCEPTED,
+    (LegState.ACCEPTED, LegStep.CLOSED): LegState.CLOSED,
+    (LegState.ACCEPTED, LegStep.FAIL): LegState.DRAINING,
+    (LegState.ACCEPTED, LegStep.QUIET): LegState.QUIET,
+    (LegState.CLOSED, LegStep.ACCEPTED): LegState.CLOSED,
+    (LegState.CLOSED, LegStep.CLOSED): LegState.CLOSED,
+    (LegState.CLOSED, LegStep.FAIL): LegState.DRAINING,
+    (LegState.CLOSED, LegStep.QUIET): LegState.QUIET,
+    (LegState.DRAINING, LegStep.ACCEPTED): LegState.DRAINING,
+    (LegState.DRAINING, LegStep.CLOSED): LegState.DRAINING,
+    (LegState.DRAINING, LegStep.QUIET): LegState.QUIET,
+    (LegState.QUIET, LegStep.FAIL): LegState.QUIET,
+    (LegState.QUIET, LegStep.QUIET): LegState.QUIET,
+}
+
+
+class RoomState(StrEnum):
+    """Where a source's room stands."""
+
+    EARLY = "early"
+    WARNED = "warned"
+    OPEN = "open"
+    FINISHED = "finished"
+    FAILING = "failing"
+
+
+class RoomStep(StrEnum):
+    """What changes a source's room."""
+
+    OFFER = "Offer came"
+    OPEN = "engine opens it"
+    FINISH = "engine has pushed everything"
+    FAIL = "abort, deadline, peer lost, write failed"
+
+
+SOURCE_ROOM: dict[tuple[RoomState, RoomStep], RoomState] = {
+    (RoomState.EARLY, RoomStep.OFFER): RoomState.EARLY,
+    (RoomState.EARLY, RoomStep.OPEN): RoomState.OPEN,
+    (RoomState.EARLY, RoomStep.FAIL): RoomState.WARNED,
+    (RoomState.WARNED, RoomStep.OFFER): RoomState.EARLY,
+    (RoomState.WARNED, RoomStep.OPEN): RoomState.FAILING,
+    (RoomState.OPEN, RoomStep.OFFER): RoomState.OPEN,
+    (RoomState.OPEN, RoomStep.FINISH): RoomState.FINISHED,
+    (RoomState.OPEN, RoomStep.FAIL): RoomState.FAILING,
+    (RoomState.FINISHED, RoomStep.OFFER): RoomState.FINISHED,
+    (RoomState.FINISHED, RoomStep.FAIL): RoomState.FAILING,
+}
+
+
+class LaneState(StrEnum):
+    """Where a source's duty to one target stands."""
+
+    SENDING = "sending"
+    CLOSED = "closed"
+    DRAINING = "draining"
+
+
+class LaneStep(StrEnum):
+    """What changes a lane."""
+
+    CLOSE = "all is written, Close sent"
+    FAIL = "room fails"
+
+
+LANE: dict[tuple[LaneState, LaneStep], LaneState] = {
+    (LaneState.SENDING, LaneStep.CLOSE): LaneState.CLOSED,
+    (LaneState.SENDING, LaneStep.FAIL): LaneState.DRAINING,
+    (LaneState.CLOSED, LaneStep.FAIL): LaneState.DRAINING,
+}
+
+
+def advance(table: Mapping[tuple[S, T], S], state: S, step: T) -> S:
+    """The next state. A step that the table does not have is a bug of ours."""
+    try:
+        return table[state, step]
+    except KeyError:
+        raise AssertionError(f"no step {step!r} from state {state!r}") from None
