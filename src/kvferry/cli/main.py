@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 import kvferry
-from kvferry.cli import plan
+from kvferry.cli import plan, sim
 from kvferry.cli.parsing import Parser
 from kvferry.errors import InputError
 
@@ -30,6 +30,7 @@ def build_parser() -> Parser:
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
     plan.add(commands)
+    sim.add(commands)
     return parser
 
 

@@ -234,7 +234,7 @@ class Endpoint(ABC):
         if self.current.get(link.peer) is link:
             del self.current[link.peer]
         if link.incarnation is not None:
-            self._do(Disconnect(link.peer, link.incarnation))
+            self._do(Disconnect(link.peer, link.incarnation, link.session))
         text = message or f"lost {link.peer}"
         self._link_lost(link, Failure(code, text))
         self._drop_if_unneeded(link)
@@ -245,7 +245,8 @@ class Endpoint(ABC):
 
     def _on_disconnected(self, event: Disconnected) -> None:
         for link in list(self.links.values()):
-            if (link.peer, link.incarnation) == (event.peer, event.incarnation):
+            same_peer = (link.peer, link.incarnation) == (event.peer, event.incarnation)
+            if same_peer and event.session in (None, link.session):
                 self._lose(link, FailureCode.PEER_GONE)
                 link.state = advance(LINK, link.state, LinkStep.GONE)
                 self.links.pop(link.session, None)

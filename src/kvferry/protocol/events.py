@@ -37,10 +37,15 @@ class Received(Event, frozen=True):
 
 
 class Disconnected(Event, frozen=True):
-    """Proof: nothing of that incarnation is in flight to us, nor of ours to it, or ever will be."""
+    """Proof: nothing is in flight between that incarnation and us, or ever will be.
+
+    Whoever says this refuses writes that the machine asked for before it heard it.
+    With a ``session`` the proof is for that session alone, and the peer may live.
+    """
 
     peer: Peer
     incarnation: int
+    session: Session | None = None
 
 
 class WrongVersion(Event, frozen=True):
@@ -157,6 +162,7 @@ class Disconnect(Action, frozen=True):
 
     peer: Peer
     incarnation: int
+    session: Session
 
 
 class Write(Action, frozen=True):

@@ -362,7 +362,6 @@ class TargetMachine(Greeter):
         """Proof: this source writes nothing more for this room."""
         self._step(leg, LegStep.QUIET)
         self.credits.settle((room.name, leg.source))
-        self._drop_if_unneeded(leg.link)
 
     def _end_if_possible(self, room: TargetRoom) -> None:
         if room.scatters or self.rooms.get(room.name) is not room:
@@ -387,6 +386,8 @@ class TargetMachine(Greeter):
         for leg in room.legs.values():
             self.credits.settle((room.name, leg.source))
         del self.rooms[room.name]
+        for leg in room.legs.values():
+            self._drop_if_unneeded(leg.link)
         self._do(Release(room.name))
 
     def _link_lost(self, link: Link, failure: Failure) -> None:
@@ -402,7 +403,7 @@ class TargetMachine(Greeter):
                 self._end_if_possible(room)
 
     def _link_needed(self, link: Link) -> bool:
-        return any(leg.state is LegState.DRAINING for _, leg in self._legs_of(link))
+        return any(leg.state is not LegState.QUIET for _, leg in self._legs_of(link))
 
     def _settle(self) -> None:
         for name, source in self.credits.grant():

@@ -1,0 +1,94 @@
+"""State diagrams for the documentation, drawn from the tables themselves.
+
+Pure: it returns text. ``python -m kvferry.protocol.diagram`` prints the section
+that ``docs/protocol.md`` has between its markers. Where a life begins and what
+deletes it is not in the tables, and is written down here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple, TypeVar
+
+from kvferry.protocol.states import (
+    LANE,
+    LEG,
+    LINK,
+    SOURCE_ROOM,
+    LaneState,
+    LegState,
+    LinkState,
+    RoomState,
+)
+
+BEGIN = "<!-- generated: states -->"
+END = "<!-- end -->"
+
+S = TypeVar("S", bound=StrEnum)
+T = TypeVar("T", bound=StrEnum)
+
+
+class Edge(NamedTuple):
+    """One arrow."""
+
+    origin: str
+    into: str
+    text: str
+
+
+def diagrams() -> str:
+    """The whole section: one diagram for each table.
+
+    Steps that change nothing (a state to itself) are left out of the drawings.
+    """
+    link = _begins(LinkState.GREETING, "target says Hello")
+    link += _begins(LinkState.UP, "source takes a Hello")
+    link += _inside(LINK)
+    link += _ends(LinkState.LOST, "nothing waits for proof") + _ends(LinkState.GONE, "forgotten")
+    leg = _begins(LegState.CONNECTING, "engine wants the room")
+    leg += _inside(LEG)
+    leg += _ends(LegState.CLOSED, "room is complete") + _ends(LegState.QUIET, "every leg is quiet")
+    room = _begins(RoomState.EARLY, "Offer came") + _begins(RoomState.WARNED, "Abort came")
+    room += _begins(RoomState.OPEN, "engine opens it")
+    room += _inside(SOURCE_ROOM)
+    room += _ends(RoomState.EARLY, "expired") + _ends(RoomState.WARNED, "expired")
+    room += _ends(RoomState.FINISHED, "Complete from every target")
+    room += _ends(RoomState.FAILING, "last write has ended")
+    lane = _begins(LaneState.SENDING, "Offer taken")
+    lane += _inside(LANE)
+    lane += _ends(LaneState.CLOSED, "Complete came")
+    lane += _ends(LaneState.DRAINING, "last write has ended, Drained sent")
+    parts = [
+        "Steps that change nothing are left out.",
+        _draw("A link, at either side", link),
+        _draw("A leg: what a target expects from one source in one room", leg),
+        _draw("A room at a source", room),
+        _draw("A lane: what a source owes one target in one room", lane),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _inside(table: Mapping[tuple[S, T], S]) -> list[Edge]:
+    return [
+        Edge(str(state), str(after), str(step))
+        for (state, step), after in table.items()
+        if state is not after
+    ]
+
+
+def _begins(state: StrEnum, text: str) -> list[Edge]:
+    return [Edge("[*]", str(state), text)]
+
+
+def _ends(state: StrEnum, text: str) -> list[Edge]:
+    return [Edge(str(state), "[*]", text)]
+
+
+def _draw(title: str, edges: list[Edge]) -> str:
+    rows = [f"    {edge.origin} --> {edge.into}: {edge.text}" for edge in edges]
+    return "\n".join([f"### {title}", "", "```mermaid", "stateDiagram-v2", *rows, "```"])
+
+
+if __name__ == "__main__":
+    print(diagrams(), end="")

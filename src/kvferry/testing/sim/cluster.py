@@ -1,0 +1,282 @@
+"""A small cluster: one prefill instance, one or two decode instances, and their jobs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.config import ProtocolConfig
+from kvferry.ids import Peer
+from kvferry.layout import (
+    CacheSpec,
+    DType,
+    Group,
+    Layout,
+    Order,
+    Paged,
+    Parallel,
+    Slot,
+    Span,
+    Tensor,
+    Window,
+)
+from kvferry.plan.plan import Block, Plan, Request
+from kvferry.protocol.events import Cancel, Instance
+from kvferry.protocol.messages import Staging
+from kvferry.protocol.outcome import Done, Failure
+from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.target import TargetMachine
+from kvferry.testing.sim.faults import Faults
+from kvferry.testing.sim.memory import Memory
+from kvferry.testing.sim.nodes import Job, Node, SourceNode, TargetNode
+from kvferry.testing.sim.wire import Wire
+from kvferry.testing.sim.world import World
+
+MODEL = "model-1"
+PREFILL = "prefill"
+STRANGER = "stranger"
+OTHER_MODEL = "model-2"
+CONFIG = ProtocolConfig(
+    heartbeat_s=0.5,
+    silence_s=1.6,
+    handshake_s=1.5,
+    resend_s=0.15,
+    nudge_s=0.4,
+    early_s=2.5,
+    credit_patience_s=0.3,
+    max_quarantined_rooms=16,
+    max_inflight=6,
+    credits_per_source=2,
+    local_slots=2,
+)
+
+DENSE = CacheSpec(
+    2,
+    (Group("kv", Paged(), (0, 1), 4, (Tensor("k", DType.UINT8, 2), Tensor("v", DType.UINT8, 1))),),
+)
+HYBRID = CacheSpec(
+    3,
+    (
+        Group("kv", Paged(), (1,), 2, (Tensor("k", DType.UINT8, 1),)),
+        Group("swa", Window(4), (0,), 2, (Tensor("k", DType.UINT8, 1),)),
+        Group("state", Slot(), (2,), 4, (Tensor("s", DType.UINT8, 3),)),
+    ),
+)
+LATENT = CacheSpec(3, (Group("latent", Paged(), (0, 1, 2), 1, (Tensor("c", DType.UINT8, 2),)),))
+
+
+TP1, TP2 = Parallel(), Parallel(tp=2)
+SMALL = Staging(slot_bytes=16, num_slots=2)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Which machines to run: the real ones, or deliberately broken ones."""
+
+    source: type[SourceMachine] = SourceMachine
+    target: type[TargetMachine] = TargetMachine
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which blocks are staged: all, none, or those that begin at an odd token."""
+
+    mode: str = "mixed"
+
+    def __call__(  # noqa: D102
+        self, plan: Plan, source: int, target: int, request: Request, block: Block
+    ) -> bool:
+        return self.mode == "all" or (self.mode == "mixed" and block.tokens.first % 2 == 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The geometry of a cluster."""
+
+    spec: CacheSpec = DENSE
+    prefill: Parallel = TP2
+    decodes: tuple[Parallel, ...] = (TP1,)
+    pages: tuple[int, int] = (4, 2)
+    orders: tuple[Order, Order] = (Order.NHD, Order.NHD)
+    staging: Staging = SMALL
+    policy: Policy = field(default_factory=Policy)
+    num_pages: int = 24
+    num_rows: int = 6
+
+    @staticmethod
+    def draw(rng: random.Random, faults: Faults) -> Shape:
+        """Any small geometry; tight pools where the faults ask for it."""
+        spec = rng.choice([DENSE, DENSE, HYBRID, LATENT])
+        tps = [1, 2, 4]
+        sides = [Parallel(tp=tp) for tp in tps] + [Parallel(cp=2), Parallel(tp=2, pp=2)]
+        prefill = rng.choice(sides)
+        decodes = tuple(rng.choice(sides[:4]) for _ in range(rng.choice([1, 1, 2])))
+        tight = bool(faults.tight_pools)
+        return Shape(
+            spec=spec,
+            prefill=prefill,
+            decodes=decodes,
+            pages=(rng.choice([2, 4]), rng.choice([1, 2, 4])),
+            orders=(rng.choice(list(Order)), rng.choice(list(Order))),
+            staging=Staging(rng.choice([8, 16, 64]), 1 if tight else rng.choice([0, 2, 4])),
+            policy=Policy(rng.choice(["all", "none", "mixed"])),
+            num_pages=14 if tight else 40,
+            num_rows=2 if tight else 8,
+        )
+
+
+class Cluster:
+    """Every node of a world, with ways to start jobs and to hurt nodes."""
+
+    def __init__(
+        self, seed: int, faults: Faults, shape: Shape, machines: Machines, calm_at: float
+    ) -> None:
+        self.world = World(seed, faults, calm_at=calm_at)
+        self.wire = Wire(self.world)
+        self.shape = shape
+        self.machines = machines
+        self.jobs: list[Job] = []
+        self._lives = 0
+        self.prefill = Layout(
+            shape.spec, shape.prefill, page_tokens=shape.pages[0], order=shape.orders[0]
+        )
+        self.decodes = {
+            f"decode{i}": Layout(
+                shape.spec, sharding, page_tokens=shape.pages[1], order=shape.orders[1]
+            )
+            for i, sharding in enumerate(shape.decodes)
+        }
+        for name, layout in {PREFILL: self.prefill, **self.decodes}.items():
+            for rank in range(layout.num_ranks):
+                self.boot(Peer(name, rank))
+        if faults.strangers:
+            self.boot(Peer(STRANGER, 0))
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Everyone who is there now."""
+        return list(self.world.nodes.values())
+
+    # ------------------------------------------------------------ processes
+
+    def boot(self, peer: Peer) -> Node:
+        """Start a process, in a new incarnation."""
+        self._lives += 1
+        node = self._source(peer) if peer.instance == PREFILL else self._target(peer)
+        self.world.nodes[peer] = node
+        return node
+
+    def _memory(self, layout: Layout, rank: int, num_slots: int) -> Memory:
+        slot_bytes = self.shape.staging.slot_bytes
+        return Memory(
+            layout, rank, self.shape.num_pages, self.shape.num_rows, num_slots, slot_bytes
+        )
+
+    def _source(self, peer: Peer) -> SourceNode:
+        memory = self._memory(self.prefill, peer.rank, CONFIG.local_slots)
+        node = SourceNode(self.world, self.wire, peer, memory)
+        node.machine = self.machines.source(
+            peer, 1000 + self._lives, self.prefill, MODEL, CONFIG, self.shape.policy
+        )
+        return node
+
+    def _target(self, peer: Peer) -> TargetNode:
+        stranger = peer.instance == STRANGER
+        layout = self.decodes["decode0" if stranger else peer.instance]
+        staging, model = self.shape.staging, OTHER_MODEL if stranger else MODEL
+        memory = self._memory(layout, peer.rank, staging.num_slots)
+        # A stranger believes that it fits. The handshake must tell it otherwise.
+        prefill = Instance(PREFILL, model, self.prefill)
+        node = TargetNode(self.world, self.wire, peer, memory, prefill)
+        node.machine = self.machines.target(
+            peer, 1000 + self._lives, layout, model, CONFIG, memory.pools, staging
+        )
+        node.stranger = stranger
+        node.on_failure = lambda room: self.give_up(peer.instance, room)
+        return node
+
+    def kill(self, node: Node, revive_after: float | None) -> None:
+        """Kill a process; others hear of it after a while, or find out by themselves."""
+        world = self.world
+        world.happened["kill"] += 1
+        world.remember(node.peer, "!", "killed")
+        node.kill()
+        for other in self.nodes:
+            if other is not node and world.rng.random() < 0.5:
+                delay = 0.01 + world.rng.random() * 0.2
+                world.at(delay, self._prove(other, node))
+        if revive_after is not None:
+            world.at(revive_after, lambda: self._revive(node))
+
+    def _prove(self, other: Node, dead: Node) -> Callable[[], None]:
+        return lambda: self.wire.prove_gone(other, dead.peer, dead.incarnation)
+
+    def _revive(self, node: Node) -> None:
+        if self.world.nodes[node.peer] is node:
+            self.boot(node.peer)
+
+    # ------------------------------------------------------------ jobs
+
+    def draw_job(
+        self,
+        *,
+        decode: str | None = None,
+        cached: bool = True,
+        deadline_s: float | None = None,
+    ) -> Job:
+        """A request of a few tokens, cut into chunks; some of it may be cached at decode."""
+        world, rng = self.world, self.world.rng
+        number = len(self.jobs)
+        tokens = rng.randint(1, 12)
+        prefix = rng.choice([0, 0, rng.randint(0, tokens), tokens]) if cached else 0
+        cuts = sorted(rng.sample(range(1, tokens), min(tokens - 1, rng.randint(0, 2))))
+        edges = [0, *cuts, tokens]
+        chunks = tuple(Span(a, b) for a, b in itertools.pairwise(edges))
+        short = world.strikes("short_deadline")
+        job = Job(
+            room=number if number % 2 else f"room-{number}",
+            number=number,
+            request=Request(tokens, prefix),
+            chunks=chunks,
+            decode=decode or rng.choice(list(self.decodes)),
+            deadline_s=0.15 if short else deadline_s or 1.5 + rng.random() * 2,
+            metadata=f"token {number}".encode(),
+        )
+        self.jobs.append(job)
+        return job
+
+    def start(self, job: Job) -> None:
+        """Both engines take the job on, in any order, every rank for itself."""
+        rng = self.world.rng
+        late = rng.random() * 1.0 if self.world.strikes("late_decode") else 0.0
+        alone = self.world.strikes("one_sided")
+        side = rng.choice([PREFILL, job.decode])
+        for node in self.nodes:
+            if node.peer.instance not in (PREFILL, job.decode):
+                continue
+            if alone and node.peer.instance == side:
+                continue
+            delay = rng.random() * 0.02 + (0.0 if node.peer.instance == PREFILL else late)
+            self.world.at(delay, lambda node=node: node.start(job))  # type: ignore[misc]
+
+    def give_up(self, instance: str, room: object) -> None:
+        """An engine whose one rank failed gives the room up on its other ranks."""
+        for node in self.nodes:
+            if node.peer.instance == instance and node.peer in self.world.nodes:
+                self.world.at(0.01, lambda node=node: node.deliver(Cancel(room)))  # type: ignore[misc,arg-type]
+
+    def outcome_is_done(self, job: Job) -> bool:
+        """Whether every rank that took part says that a job is done."""
+        nodes = [n for n in self.nodes if n.peer.instance in (PREFILL, job.decode)]
+        return all(isinstance(node.outcomes.get(job.room), Done) for node in nodes)
+
+    def failures(self, job: Job) -> list[str]:
+        """What each rank says of a job that is not done."""
+        return [
+            f"{node.peer}: {node.outcomes.get(job.room)}"
+            for node in self.nodes
+            if isinstance(node.outcomes.get(job.room), Failure | None)
+            and node.peer.instance in (PREFILL, job.decode)
+        ]

@@ -1,0 +1,180 @@
+"""Playing worlds: one seed, many seeds, one scenario, or a hunt for a broken rule."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from kvferry.testing.sim.breaks import BREAKS
+from kvferry.testing.sim.cluster import STRANGER, Cluster, Machines, Shape
+from kvferry.testing.sim.faults import Faults
+from kvferry.testing.sim.nodes import Job
+from kvferry.testing.sim.scenarios import SCENARIOS
+from kvferry.testing.sim.world import Violation
+
+REAL = Machines()
+
+CALM_AT = 2.5
+PROBES_AT = CALM_AT + 2.5
+END_AT = PROBES_AT + 5.5
+
+
+@dataclass
+class Result:
+    """What was played, and what was found."""
+
+    seeds: int = 0
+    rooms: int = 0
+    done: int = 0
+    steps: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    violations: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, other: Result) -> None:
+        """Take in another result."""
+        self.seeds += other.seeds
+        self.rooms += other.rooms
+        self.done += other.done
+        self.steps += other.steps
+        self.faults += other.faults
+        self.violations += other.violations
+
+
+def run_seed(
+    seed: int, machines: Machines = REAL, emphasis: dict[str, float] | None = None
+) -> Result:
+    """Play one seed: a time of faults, then calm, then rooms that must succeed."""
+    rng = random.Random(seed ^ 0x5EED)
+    faults = replace(Faults.draw(rng), **(emphasis or {}))  # type: ignore[arg-type]
+    cluster = Cluster(seed, faults, Shape.draw(rng, faults), machines, CALM_AT)
+    return play(cluster, lambda: _disturb(cluster))
+
+
+def play(
+    cluster: Cluster, disturb: Callable[[], None], demand: Callable[[Cluster], None] | None = None
+) -> Result:
+    """Play a cluster to its end and judge it."""
+    result = Result(seeds=1)
+    try:
+        disturb()
+        cluster.world.run(CALM_AT)
+        _calm_down(cluster)
+        cluster.world.run(PROBES_AT)
+        if demand:
+            demand(cluster)
+        probes = [cluster.draw_job(deadline_s=5.0) for _ in range(2)]
+        for probe in probes:
+            cluster.start(probe)
+        cluster.world.run(END_AT)
+        _judge(cluster, probes)
+    except Violation as violation:
+        result.violations.append((cluster.world.seed, str(violation)))
+    except AssertionError as error:
+        text = f"seed {cluster.world.seed}, t={cluster.world.now:.3f}: {error!r}"
+        result.violations.append((cluster.world.seed, text))
+    result.rooms = len(cluster.jobs)
+    result.done = sum(map(cluster.outcome_is_done, cluster.jobs))
+    result.steps = cluster.world.steps
+    result.faults = cluster.world.happened
+    return result
+
+
+def _disturb(cluster: Cluster) -> None:
+    """Start a few jobs, and hurt somebody now and then."""
+    world, rng = cluster.world, cluster.world.rng
+    for _ in range(rng.randint(2, 5)):
+        job = cluster.draw_job()
+        world.at(rng.random() * 1.5, lambda job=job: cluster.start(job))  # type: ignore[misc]
+    if world.faults.strangers:
+        world.happened["strangers"] += 1
+        cluster.start(cluster.draw_job(decode=STRANGER))
+    for kind in ("stalls", "kills", "cuts", "foreign", "replays"):
+        for _ in range(getattr(world.faults, kind)):
+            world.at(rng.random() * CALM_AT * 0.9, lambda kind=kind: _strike(cluster, kind))  # type: ignore[misc]
+
+
+def _strike(cluster: Cluster, kind: str) -> None:
+    world, rng = cluster.world, cluster.world.rng
+    node = rng.choice([node for node in cluster.nodes if node.alive] or cluster.nodes)
+    world.happened[kind] += 1
+    if kind == "stalls":
+        world.remember(node.peer, "!", "stopped")
+        node.stall(rng.choice([0.2, 1.0, 3.0]))
+    elif kind == "kills":
+        cluster.kill(node, rng.choice([None, 0.05, 0.5]))
+    elif kind == "foreign":
+        noise = bytes(rng.randrange(256) for _ in range(rng.randint(0, 40)))
+        world.arrive(node.peer, noise)
+    elif kind == "replays" and world.past_frames:
+        world.arrive(*rng.choice(world.past_frames))
+    elif kind == "cuts":
+        _cut(cluster)
+
+
+def _cut(cluster: Cluster) -> None:
+    """Two peers stop hearing each other for a while."""
+    world, rng = cluster.world, cluster.world.rng
+    one, two = rng.sample(cluster.nodes, 2) if len(cluster.nodes) > 1 else (None, None)
+    if one is None or two is None:
+        return
+    until = world.now + rng.choice([0.3, 2.5])
+    before = world.intercept
+    pair = {one.peer, two.peer}
+    world.intercept = lambda sender, to, envelope: (
+        []
+        if {sender, to} == pair and world.now < until and not world.calm
+        else before(sender, to, envelope)
+        if before
+        else None
+    )
+
+
+def _calm_down(cluster: Cluster) -> None:
+    """Everyone who was stopped goes on, and everyone who died is there again."""
+    cluster.world.intercept = None
+    for node in cluster.nodes:
+        node.stalled_until = min(node.stalled_until, cluster.world.now + 0.01)
+        if not node.alive:
+            for other in cluster.nodes:
+                if other.alive:
+                    cluster.wire.prove_gone(other, node.peer, node.incarnation)
+            cluster.boot(node.peer)
+
+
+def _judge(cluster: Cluster, probes: list[Job]) -> None:
+    """What must hold when everything is over."""
+    world = cluster.world
+    for job in probes:
+        if not cluster.outcome_is_done(job):
+            text = f"no progress after the faults stopped: {cluster.failures(job)}"
+            world.violate("never hangs", text, job.room)
+    for node in cluster.nodes:
+        for job in cluster.jobs:
+            if job.room in node.due:
+                world.violate("never hangs", f"{node.peer} never heard the end", job.room)
+        if node.leftovers():
+            world.violate("never leaks", f"{node.peer} still has {node.leftovers()}")
+
+
+def run_seeds(seeds: range, machines: Machines = REAL) -> Iterator[Result]:
+    """Play many seeds, one result at a time."""
+    return (run_seed(seed, machines) for seed in seeds)
+
+
+def run_scenario(name: str, seed: int = 0, machines: Machines = REAL) -> Result:
+    """Play one named situation."""
+    scenario = SCENARIOS[name]
+    cluster = Cluster(seed, scenario.faults, scenario.shape, machines, CALM_AT)
+    return play(cluster, lambda: scenario.script(cluster), scenario.demand)
+
+
+def hunt(name: str, seeds: range) -> tuple[int, str] | None:
+    """Play seeds and scenarios with a broken rule until it is noticed: after how many?"""
+    broken = BREAKS[name]
+    for count, seed in enumerate(seeds, start=1):
+        result = run_seed(seed, broken.machines, broken.faults)
+        if result.violations:
+            return count, result.violations[0][1]
+    return None

@@ -1,0 +1,455 @@
+"""Named situations that other systems have failed in.
+
+The letters are those of our list of known failures: C for completion, S for
+staging, L for lifetime, P for peers. Each scenario says what is done to the
+cluster and what must come of it, beyond the promises, which always hold.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvferry.ids import Peer, Session
+from kvferry.layout import Parallel
+from kvferry.protocol.codec import MAGIC, encode
+from kvferry.protocol.events import Cancel
+from kvferry.protocol.messages import (
+    VERSION,
+    Accept,
+    Arrived,
+    Close,
+    Complete,
+    Envelope,
+    Grant,
+    Hello,
+    Offer,
+    Staging,
+    Table,
+    Want,
+    Welcome,
+)
+from kvferry.protocol.outcome import Failure, FailureCode
+from kvferry.testing.sim.cluster import (
+    HYBRID,
+    PREFILL,
+    STRANGER,
+    Cluster,
+    Policy,
+    Shape,
+)
+from kvferry.testing.sim.faults import Faults
+from kvferry.testing.sim.nodes import Job, SourceNode
+
+Script = Callable[[Cluster], None]
+Demand = Callable[[Cluster], None]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A situation, what happens in it, and what must come of it."""
+
+    title: str
+    script: Script
+    demand: Demand
+    shape: Shape = field(default_factory=Shape)
+    faults: Faults = field(default_factory=Faults)
+
+
+# ---------------------------------------------------------------- scripts
+
+
+def jobs(count: int, every_s: float = 0.05, *, cached: bool = True) -> Script:
+    """Start so many jobs, one after the other; ``cached``: decode may have a part already."""
+
+    def script(cluster: Cluster) -> None:
+        for index in range(count):
+            job = cluster.draw_job(cached=cached, deadline_s=4.0)
+            cluster.world.at(index * every_s, lambda job=job: cluster.start(job))  # type: ignore[misc]
+
+    return script
+
+
+def both(*scripts: Script) -> Script:
+    """Several scripts at once."""
+
+    def script(cluster: Cluster) -> None:
+        for one in scripts:
+            one(cluster)
+
+    return script
+
+
+def at(seconds: float, act: Script) -> Script:
+    """Do something to the cluster at that time."""
+    return lambda cluster: cluster.world.at(seconds, lambda: act(cluster))
+
+
+def kill(instance: str, rank: int, revive_after: float | None) -> Script:
+    """Kill one process."""
+    return lambda c: c.kill(c.world.nodes[Peer(instance, rank)], revive_after)
+
+
+def stall(instance: str, rank: int, seconds: float) -> Script:
+    """Stop one process for a while."""
+    return lambda c: c.world.nodes[Peer(instance, rank)].stall(seconds)
+
+
+def cancel(index: int, *instances: str) -> Script:
+    """Engines give a job up, on every rank."""
+
+    def script(cluster: Cluster) -> None:
+        for node in cluster.nodes:
+            if node.peer.instance in instances:
+                node.deliver(Cancel(cluster.jobs[index].room))
+
+    return script
+
+
+def lose_first(*kinds: type) -> Script:
+    """Lose the first frame of each kind on each pair."""
+
+    def script(cluster: Cluster) -> None:
+        seen: set[tuple[Peer, Peer, type]] = set()
+
+        def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
+            key = (sender, to, type(envelope.body))
+            if key[2] in kinds and key not in seen:
+                seen.add(key)
+                cluster.world.happened["lost-" + key[2].__name__] += 1
+                return []
+            return None
+
+        cluster.world.intercept = intercept
+
+    return script
+
+
+def slow_writes(seconds: float) -> Script:
+    """Every write takes so much longer."""
+
+    def script(cluster: Cluster) -> None:
+        cluster.wire.extra_s = seconds
+
+    return script
+
+
+def shuffle_notes(cluster: Cluster) -> None:
+    """Notes take anything from no time to half a second."""
+    rng = cluster.world.rng
+    cluster.world.intercept = lambda sender, to, envelope: (
+        [rng.random() * 0.5] if isinstance(envelope.body, Arrived) else None
+    )
+
+
+def other_version(instance: str) -> Script:
+    """Everything that an instance says is in a later version of the protocol."""
+
+    def script(cluster: Cluster) -> None:
+        world = cluster.world
+
+        def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
+            if sender.instance != instance:
+                return None
+            fields = msgspec.msgpack.decode(encode(envelope))
+            fields[1] = VERSION + 1
+            frame = msgspec.msgpack.encode(fields)
+            world.at(0.002, lambda: world.arrive(to, frame))
+            return []
+
+        world.intercept = intercept
+
+    return script
+
+
+def hostile_frames(cluster: Cluster) -> None:
+    """Everyone gets bytes that nobody should act on."""
+    session, sender = Session(1, 1), Peer("decode0", 0)
+    head = [MAGIC, VERSION, ["decode0", 0], 1001, [1001, 1], 5]
+    table = ["kv", [-8], 0]
+    frames = [
+        b"",
+        b"\xff" * 64,
+        b"GET / HTTP/1.1\r\n\r\n",
+        pickle.dumps({"room": 1}),
+        msgspec.msgpack.encode([*head, ["offer", 1, 1, {"num_tokens": 4}, [table], 1.0]]),
+        msgspec.msgpack.encode([*head, ["grant", 1, 1, [[-8, 0]]]]),
+        b"\xdd\xff\xff\xff\xff",
+        encode(Envelope(sender, 7, session, 3, Accept(1, 1))),  # type: ignore[arg-type]
+    ]
+    for node in cluster.nodes:
+        for index, frame in enumerate(frames):
+            cluster.world.at(0.01 * index, lambda n=node, f=frame: cluster.world.arrive(n.peer, f))  # type: ignore[misc]
+
+
+def huge_page(cluster: Cluster) -> None:
+    """A target offers a page that its pool does not have."""
+
+    def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
+        body = envelope.body
+        if not isinstance(body, Offer) or any(1 << 61 in t.pages for t in body.tables):
+            return None
+        tables = tuple(Table(t.group, (1 << 61, *t.pages[1:])) for t in body.tables)
+        bad = msgspec.structs.replace(envelope, body=msgspec.structs.replace(body, tables=tables))
+        cluster.world.send(sender, to, bad)
+        return []
+
+    cluster.world.intercept = intercept
+
+
+# ---------------------------------------------------------------- demands
+
+
+def all_done(cluster: Cluster) -> None:
+    """Every job is done, on every rank."""
+    for job in cluster.jobs:
+        if not cluster.outcome_is_done(job):
+            cluster.world.violate("never hangs", f"{cluster.failures(job)}", job.room)
+
+
+def done(index: int) -> Demand:
+    """That job is done."""
+
+    def demand(cluster: Cluster) -> None:
+        job = cluster.jobs[index]
+        if not cluster.outcome_is_done(job):
+            cluster.world.violate("never hangs", f"{cluster.failures(job)}", job.room)
+
+    return demand
+
+
+def promises_only(cluster: Cluster) -> None:
+    """Nothing beyond the promises."""
+
+
+def staged_something(cluster: Cluster) -> None:
+    """Every job is done, and slots were used for it."""
+    all_done(cluster)
+    writes = [
+        x for _, _, _, x in cluster.world.history if getattr(x, "local_slot", None) is not None
+    ]
+    if not writes:
+        cluster.world.violate("never hangs", "nothing was staged")
+
+
+def failed_with(instance: str, index: int, *codes: FailureCode) -> Demand:
+    """That job failed at every rank of the instance, for one of those reasons, in good time."""
+
+    def demand(cluster: Cluster) -> None:
+        job = cluster.jobs[index]
+        for node in cluster.nodes:
+            outcome = node.outcomes.get(job.room)
+            if node.peer.instance != instance:
+                continue
+            if not isinstance(outcome, Failure) or outcome.code not in codes:
+                cluster.world.violate("says no early", f"{node.peer}: {outcome}", job.room)
+
+    return demand
+
+
+def malformed_were_refused(cluster: Cluster) -> None:
+    """The malformed frames were seen as such, and counted."""
+    if not cluster.world.happened["refused-malformed"]:
+        cluster.world.violate("lets nobody in", "a negative index was not refused")
+
+
+def nobody_was_lost(cluster: Cluster) -> None:
+    """Every job is done and no peer was taken for dead."""
+    all_done(cluster)
+    if any("Disconnect" in type(x).__name__ for _, _, _, x in cluster.world.history):
+        cluster.world.violate("never hangs", "back-pressure was taken for death")
+
+
+def tables_do_not_grow(cluster: Cluster) -> None:
+    """After many rooms, what a machine keeps is what it kept after one."""
+    all_done(cluster)
+    for node in cluster.nodes:
+        links = len(node.machine.links)
+        if links > len(cluster.nodes):
+            cluster.world.violate("never leaks", f"{node.peer} has {links} links")
+
+
+def quarantine_was_used(cluster: Cluster) -> None:
+    """Pages waited for a stopped writer instead of being reused."""
+    waited = [
+        release - report
+        for job in cluster.jobs[:1]
+        for report, release in _report_and_release(cluster, job)
+    ]
+    if not waited or max(waited) < 0.5:
+        cluster.world.violate("never reuses", f"pages were released after {waited}")
+
+
+def _report_and_release(cluster: Cluster, job: Job) -> list[tuple[float, float]]:
+    times: dict[Peer, list[float]] = {}
+    for t, who, _, thing in cluster.world.history:
+        if type(thing).__name__ in ("Report", "Release") and thing.room == job.room:  # type: ignore[attr-defined]
+            times.setdefault(who, []).append(t)
+    return [
+        (pair[0], pair[1])
+        for who, pair in times.items()
+        if len(pair) == 2 and not isinstance(cluster.world.nodes[who], SourceNode)
+    ]
+
+
+# ---------------------------------------------------------------- the list
+
+STAGED = Shape(policy=Policy("all"))
+ONE_SLOT = Shape(
+    policy=Policy("all"), staging=msgspec.structs.replace(Shape().staging, num_slots=1)
+)
+WIDE = Shape(prefill=Parallel(tp=2, pp=2), decodes=(Parallel(tp=2),))
+TWO_DECODES = Shape(prefill=Parallel(tp=1), decodes=(Parallel(tp=2), Parallel(tp=4)))
+TIGHT = Shape(
+    policy=Policy("all"),
+    staging=Staging(slot_bytes=16, num_slots=1),
+    num_pages=14,
+    num_rows=2,
+)
+EVERYONE = ("decode0", PREFILL)
+ALL_KINDS = (Hello, Welcome, Offer, Accept, Want, Grant, Arrived, Close, Complete)
+
+SCENARIOS: dict[str, Scenario] = {
+    "C1": Scenario("many sources, each with its own key", jobs(4), all_done, WIDE),
+    "C2": Scenario("a dense model's metadata arrives without state", jobs(4), all_done),
+    "C3": Scenario(
+        "state where there is state, none where there is none",
+        jobs(4),
+        all_done,
+        Shape(spec=HYBRID, prefill=Parallel(tp=2), decodes=(Parallel(tp=4),)),
+    ),
+    "C4": Scenario(
+        "staging requests are all taken", jobs(4, cached=False), staged_something, STAGED
+    ),
+    "C5": Scenario("chunks arrive out of order", both(shuffle_notes, jobs(4)), all_done, STAGED),
+    "C6": Scenario(
+        "one writer heard twice is still one writer",
+        jobs(4),
+        all_done,
+        WIDE,
+        Faults(duplicate=0.5, duplicate_note=0.9),
+    ),
+    "C7": Scenario(
+        "the first frame of every kind is lost",
+        both(lose_first(*ALL_KINDS), jobs(3)),
+        all_done,
+        STAGED,
+    ),
+    "C8": Scenario(
+        "a write fails to post, and decode hears of it",
+        jobs(1, cached=False),
+        failed_with("decode0", 0, FailureCode.TRANSPORT),
+        Shape(prefill=Parallel(tp=1), policy=Policy("none")),
+        Faults(write_failed=1.0),
+    ),
+    "C9": Scenario("a prefix hit changes the number of chunks", jobs(8), all_done, TWO_DECODES),
+    "S1": Scenario(
+        "an abort returns its slots",
+        both(jobs(2, 0.3), at(0.04, cancel(0, "decode0"))),
+        done(1),
+        ONE_SLOT,
+        Faults(slow_write=0.2),
+    ),
+    "S2": Scenario("an empty pool fills again", jobs(5, 0.01), all_done, ONE_SLOT),
+    "S3": Scenario(
+        "a send buffer waits for its write", jobs(5, 0.01), all_done, STAGED, Faults(torn_write=0.5)
+    ),
+    "S4": Scenario(
+        "a deferred write is tried again, once", jobs(4), all_done, STAGED, Faults(busy=0.4)
+    ),
+    "S5": Scenario(
+        "a dead holder of credits blocks nobody",
+        both(jobs(3, 0.4), at(0.03, kill(PREFILL, 1, 0.05))),
+        done(2),
+        ONE_SLOT,
+    ),
+    "S6": Scenario("credits and pages make no cycle", jobs(6, 0.01), all_done, TIGHT),
+    "L1": Scenario(
+        "decode gives up while prefill writes",
+        both(jobs(3, 0.1), at(0.05, cancel(0, "decode0"))),
+        promises_only,
+        Shape(num_pages=14),
+        Faults(slow_write=0.6, torn_write=0.5),
+    ),
+    "L2": Scenario(
+        "prefill never answers an abort",
+        both(
+            jobs(1),
+            at(0.03, stall(PREFILL, 0, 1.0)),
+            at(0.05, cancel(0, "decode0")),
+            at(0.5, kill(PREFILL, 0, None)),
+        ),
+        promises_only,
+    ),
+    "L3": Scenario(
+        "prefill's deadline comes first",
+        both(jobs(3), at(0.02, stall("decode0", 0, 1.0))),
+        promises_only,
+        faults=Faults(short_deadline=0.5, slow_write=0.5),
+    ),
+    "L4": Scenario(
+        "the client cancels before or during the transfer",
+        both(jobs(4, 0.05), at(0.01, cancel(0, *EVERYONE)), at(0.16, cancel(2, *EVERYONE))),
+        done(3),
+    ),
+    "L5": Scenario(
+        "cleanup needs no new work",
+        both(jobs(2), at(0.03, cancel(0, PREFILL)), at(0.08, cancel(1, "decode0"))),
+        promises_only,
+        faults=Faults(slow_write=0.5),
+    ),
+    "L6": Scenario(
+        "a stopped writer's pages wait for it",
+        both(
+            slow_writes(1.0),
+            jobs(1, cached=False),
+            at(0.12, stall(PREFILL, 0, 2.2)),
+            at(0.2, cancel(0, "decode0")),
+        ),
+        quarantine_was_used,
+        Shape(prefill=Parallel(tp=1), policy=Policy("none")),
+        Faults(no_cut=1),
+    ),
+    "L7": Scenario(
+        "offers for rooms that never open expire",
+        jobs(5),
+        promises_only,
+        faults=Faults(one_sided=1.0),
+    ),
+    "L8": Scenario("many rooms leave nothing behind", jobs(40, 0.04), tables_do_not_grow),
+    "P1": Scenario(
+        "a peer restarts under its name",
+        both(jobs(3, 0.6), at(0.3, kill(PREFILL, 0, 0.05)), at(0.9, kill("decode0", 0, 0.05))),
+        done(2),
+    ),
+    "P2": Scenario(
+        "a peer speaks another version",
+        both(other_version("decode0"), jobs(1)),
+        failed_with("decode0", 0, FailureCode.REFUSED),
+    ),
+    "P3": Scenario(
+        "a pair that can't work is refused at the handshake",
+        lambda c: c.start(c.draw_job(decode=STRANGER)),
+        failed_with(STRANGER, 0, FailureCode.REFUSED),
+        faults=Faults(strangers=1),
+    ),
+    "P4": Scenario("foreign frames stop nothing", both(jobs(3), hostile_frames), all_done, WIDE),
+    "P5": Scenario(
+        "an index below zero is refused",
+        both(jobs(2), hostile_frames),
+        both(all_done, malformed_were_refused),
+    ),
+    "P6": Scenario(
+        "an index beyond the pool is refused",
+        both(huge_page, jobs(1, cached=False)),
+        failed_with("decode0", 0, FailureCode.BAD_OFFER, FailureCode.ABORTED),
+        Shape(decodes=(Parallel(tp=2),)),
+    ),
+    "P7": Scenario("a pickle is just foreign bytes", both(jobs(3), hostile_frames), all_done),
+    "P8": Scenario(
+        "back-pressure is not death", jobs(4), nobody_was_lost, STAGED, Faults(busy=0.6)
+    ),
+}

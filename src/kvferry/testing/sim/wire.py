@@ -1,0 +1,243 @@
+"""The simulated transport: writes that take time, tear, fail, and land late.
+
+A write reads its source when it lands, not when it is asked for, so memory that
+was given up too early shows. A torn-down session lets nothing land any more;
+only then is ``Disconnected`` said. A stopped process cannot always be cut off,
+just as in life.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvferry.ids import Peer, Session
+from kvferry.plan.bind import Descriptors, Image, Pair, Side, bind
+from kvferry.plan.plan import Plan
+from kvferry.protocol.events import Disconnect, Disconnected, Fate, SendFailed, Sent, Write
+from kvferry.testing.sim.memory import fetch
+
+if TYPE_CHECKING:
+    from kvferry.testing.sim.nodes import Node, SourceNode, TargetNode
+    from kvferry.testing.sim.world import World
+
+RETRY_S = 0.1
+
+
+@dataclass(eq=False)
+class Flight:
+    """One write under way. What it reads and writes was settled when it was submitted."""
+
+    source: SourceNode
+    action: Write
+    plan: Plan
+    ours: Side
+    theirs: Side
+    fate: Fate | None = None
+    over: bool = False
+
+    @property
+    def session(self) -> Session:
+        """The session that carries it."""
+        return self.action.note.session
+
+    @property
+    def pair(self) -> Pair:
+        """The two ranks."""
+        return Pair(self.source.peer.rank, self.action.peer.rank)
+
+    def touches(self, peer: Peer, incarnation: int) -> bool:
+        """Whether that life of that peer is at one end."""
+        ends = (
+            (self.source.peer, self.source.incarnation),
+            (self.action.peer, self.session.target),
+        )
+        return (peer, incarnation) in ends
+
+    def bind(self, target: Side | Image) -> Descriptors:
+        """Every piece, from the source's pages into the target's or into an image."""
+        action = self.action
+        binding = bind(self.plan, self.pair, action.request, self.ours, target, action.blocks)
+        return binding.descriptors()
+
+
+class Wire:
+    """Every write in flight, and every session that was torn down."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.flights: list[Flight] = []
+        self.torn: set[Session] = set()
+        self.gone: set[tuple[Peer, int]] = set()
+        self.extra_s = 0.0  # every write takes so much longer
+
+    # ------------------------------------------------------------ writing
+
+    def write(self, source: SourceNode, action: Write) -> None:
+        """Start a write and decide how it will go."""
+        world = self.world
+        if self._is_cut(action):
+            self._answer(source, SendFailed(action.op, Fate.FAILED))
+            return
+        if world.strikes("busy"):
+            self._answer(source, SendFailed(action.op, Fate.BUSY))
+            return
+        flight = source.submit(action)
+        for kind, fate in (("write_failed", Fate.FAILED), ("write_unknown", Fate.UNKNOWN)):
+            if flight.fate is None and world.strikes(kind):
+                flight.fate = fate
+        self.flights.append(flight)
+        self._gather(flight)
+        self._schedule(flight)
+
+    def _is_cut(self, action: Write) -> bool:
+        """Whoever has proof that nothing is in flight must also let nothing start."""
+        session = action.note.session
+        return session in self.torn or (action.peer, session.target) in self.gone
+
+    def _gather(self, flight: Flight) -> None:
+        """Fill the local slot of a staged write."""
+        slot, memory = flight.action.local_slot, flight.source.memory
+        if slot is None:
+            return
+        pieces = flight.bind(Image())
+        if pieces.length.sum() > memory.slot_bytes:
+            text = "a parcel is larger than a slot"
+            self.world.violate("never corrupts", text, flight.action.room)
+        data = fetch(memory.regions, pieces)
+        for at, piece in zip(pieces.target_offset, data, strict=True):
+            memory.slots[slot][at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+
+    def _schedule(self, flight: Flight) -> None:
+        rng = self.world.rng
+        delay = 0.002 + rng.random() * 0.01 + (0.0 if self.world.calm else self.extra_s)
+        if self.world.strikes("slow_write"):
+            delay += rng.random() * 1.5
+        if flight.fate is Fate.UNKNOWN:
+            self.world.at(delay, lambda: self._doubt(flight))
+            delay += rng.random() * 2.0
+        self.world.at(delay, lambda: self._land(flight))
+
+    def _doubt(self, flight: Flight) -> None:
+        self._answer(flight.source, SendFailed(flight.action.op, Fate.UNKNOWN))
+
+    def _answer(self, source: SourceNode, event: Sent | SendFailed) -> None:
+        self.world.at(self.world.rng.random() * 0.004, lambda: source.deliver(event))
+
+    def _land(self, flight: Flight, part: int = 0) -> None:
+        """The data arrives, maybe in two parts, then the note and the answer."""
+        if flight.over:
+            return
+        wait = flight.source.stalled_for if flight.source.alive else 0.0
+        if wait:
+            self.world.at(wait + 0.001, lambda: self._land(flight, part))
+            return
+        pieces, data = self._pieces(flight)
+        half = len(data) // 2
+        torn = part == 0 and half > 0 and self.world.strikes("torn_write")
+        chosen = slice(0, half) if torn else slice(half if part else 0, None)
+        if flight.fate is Fate.FAILED and self.world.rng.random() < 0.5:
+            chosen = slice(0, half)
+            torn = False
+        self._store(flight, pieces, data, chosen)
+        if torn:
+            self.world.at(self.world.rng.random() * 0.3, lambda: self._land(flight, part=1))
+            return
+        self._finish(flight)
+
+    def _finish(self, flight: Flight) -> None:
+        self._end(flight)
+        if flight.fate is Fate.FAILED:
+            self._answer(flight.source, SendFailed(flight.action.op, Fate.FAILED))
+        elif flight.fate is None:
+            self.world.send(flight.source.peer, flight.action.peer, flight.action.note)
+            self._answer(flight.source, Sent(flight.action.op))
+
+    def _end(self, flight: Flight) -> None:
+        flight.over = True
+        if flight in self.flights:
+            self.flights.remove(flight)
+
+    def _target(self, flight: Flight) -> TargetNode | None:
+        """The receiver, if the incarnation that made the offer still lives."""
+        node = self.world.nodes.get(flight.action.peer)
+        alive = node is not None and node.alive and node.incarnation == flight.session.target
+        return node if alive else None  # type: ignore[return-value]
+
+    def _pieces(self, flight: Flight) -> tuple[Descriptors | None, list[bytes]]:
+        """Where the bytes go, and the bytes as they are at this moment."""
+        slot, memory = flight.action.local_slot, flight.source.memory
+        if slot is not None:
+            data = memory.slots[slot].tobytes()
+            return None, [data[: len(data) // 2], data[len(data) // 2 :]]
+        pieces = flight.bind(flight.theirs)
+        return pieces, fetch(memory.regions, pieces)
+
+    def _store(
+        self, flight: Flight, pieces: Descriptors | None, data: list[bytes], chosen: slice
+    ) -> None:
+        target, action = self._target(flight), flight.action
+        if target is None:
+            return
+        target.check_landing(flight.source.peer, action)
+        if pieces is None:
+            assert action.slot is not None
+            slot, offset = target.memory.slots[action.slot], len(data[0]) if chosen.start else 0
+            piece = np.frombuffer(b"".join(data[chosen]), np.uint8)
+            slot[offset : offset + len(piece)] = piece
+        else:
+            part = Descriptors(*(column[chosen] for column in pieces))
+            target.memory.store(part, data[chosen])
+
+    # ------------------------------------------------------------ tearing down
+
+    def disconnect(self, node: Node, action: Disconnect) -> None:
+        """Tear a session down, and say so when nothing can land any more."""
+        self.world.at(0.002 + self.world.rng.random() * 0.02, lambda: self._tear(node, action))
+
+    def _tear(self, node: Node, action: Disconnect) -> None:
+        if not node.alive:
+            return
+        other = self.world.nodes.get(action.peer)
+        if other is None or not other.alive or other.incarnation != action.incarnation:
+            self.prove_gone(node, action.peer, action.incarnation)
+            return
+        if self._uncuttable(node, other, action.session):
+            self.world.at(RETRY_S, lambda: self._tear(node, action))
+            return
+        self.torn.add(action.session)
+        for flight in [f for f in self.flights if f.session == action.session]:
+            self._end(flight)
+            if flight.source is not node and flight.fate is not Fate.UNKNOWN:
+                self._answer(flight.source, SendFailed(flight.action.op, Fate.FAILED))
+        node.deliver(Disconnected(action.peer, action.incarnation, action.session))
+
+    def _uncuttable(self, node: Node, other: Node, session: Session) -> bool:
+        """A stopped process whose writes go through its own hands can't be cut off."""
+        busy = any(f.session == session for f in self.flights)
+        return bool(self.world.faults.no_cut and busy and (other.stalled_for or node.stalled_for))
+
+    def prove_gone(self, node: Node, peer: Peer, incarnation: int) -> None:
+        """Say that an incarnation is gone, once its last write has landed or vanished."""
+        mine = (f for f in self.flights if f.touches(node.peer, node.incarnation))
+        if any(f.touches(peer, incarnation) for f in mine):
+            self.world.at(RETRY_S, lambda: self.prove_gone(node, peer, incarnation))
+        else:
+            self.gone.add((peer, incarnation))
+            node.deliver(Disconnected(peer, incarnation))
+
+    def bury(self, node: Node) -> None:
+        """A process was killed: its writes land late or never; writes to it fail."""
+        for flight in list(self.flights):
+            if flight.source is node:
+                if self.world.rng.random() < 0.5:
+                    self._end(flight)
+                else:
+                    flight.fate = Fate.UNKNOWN
+            elif flight.action.peer == node.peer:
+                self._end(flight)
+                if flight.fate is not Fate.UNKNOWN:
+                    fate = Fate.FAILED if self.world.rng.random() < 0.7 else Fate.UNKNOWN
+                    self._answer(flight.source, SendFailed(flight.action.op, fate))
