@@ -16,6 +16,7 @@ from oracle import owed_tokens, owned
 
 from kvferry.copy.reference import copy_pieces
 from kvferry.layout import Layout, Order
+from kvferry.layout.layout import Sharding
 from kvferry.layout.spec import CacheSpec, Group, Slot, Window
 from kvferry.plan import (
     Binding,
@@ -26,7 +27,9 @@ from kvferry.plan import (
     Request,
     Side,
     bind,
+    check,
     contiguous_pools,
+    reshard,
 )
 
 Bytes = NDArray[np.uint8]
@@ -45,6 +48,13 @@ def random_cache(spec: CacheSpec, num_tokens: int, rng: np.random.Generator) -> 
         for group in spec.groups
         for tensor in group.tensors
     }
+
+
+def plan_of(spec: CacheSpec, source: Sharding, target: Sharding) -> Plan:
+    """The proven plan between two shardings of one cache."""
+    plan = reshard(Layout(spec, source), Layout(spec, target))
+    check(plan)
+    return plan
 
 
 class Rank(NamedTuple):

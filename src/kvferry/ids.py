@@ -41,11 +41,26 @@ class Peer(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"{self.instance}/{self.rank}"
 
 
-class Session(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """One handshake between a target and a source; the target counts them."""
+Id = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
 
-    target: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
-    number: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+
+class Session(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One handshake: both incarnations, and a count by each side.
+
+    The source's half is 0 in a Hello, because only its answer can name it. A
+    frame of an earlier session therefore never passes for one of this session,
+    whatever was delayed, and whoever has restarted since.
+    """
+
+    target: Id
+    number: Id
+    source: Id = 0
+    answer: Id = 0
+
+    @property
+    def greeting(self) -> Session:
+        """The session as the Hello named it."""
+        return Session(self.target, self.number)
 
     def __repr__(self) -> str:
-        return f"{self.target:x}.{self.number}"
+        return f"{self.target:x}.{self.number}-{self.source:x}.{self.answer}"

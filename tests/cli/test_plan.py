@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from running import SHAPE, document, plan
 
 from kvferry.cli.main import main
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
-SHAPE = "--layers 64 --kv-heads 8 --head-dim 128"
-
-
-def plan(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str, str]:
-    status = main(["plan", *words.split()])
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def document(capsys: pytest.CaptureFixture[str], words: str, status: int = 0) -> dict[str, Any]:
-    got, out, _ = plan(capsys, words + " --json")
-    assert got == status
-    result = json.loads(out.splitlines()[-1])
-    assert isinstance(result, dict)
-    return result
 
 
 # ---------------------------------------------------------------- the document
@@ -103,6 +87,49 @@ def test_a_folder_with_a_config_is_a_model(
     assert document(capsys, f"--model {tmp_path} --prefill tp=2 --decode tp=1")["compatible"]
 
 
+def test_a_partial_page_leaves_the_runs_path_open(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--prefill tp=2,order=hnd --decode tp=2,order=hnd {SHAPE}"
+    for tokens, pieces in ((4096, 256), (4100, 256 + 4), (3, 4)):
+        got = document(capsys, f"{words} --tokens {tokens}")["paths"]["runs"]
+        assert got["open"] is True
+        assert got["pieces"] == 2 * 64 * 2 * pieces
+
+
+def test_a_path_that_is_not_open_still_counts_its_pieces(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    got = document(capsys, f"--prefill tp=2 --decode tp=1 {SHAPE} --tokens 64")["paths"]
+    assert got["runs"]["open"] is False
+    assert got["runs"]["pieces"] == got["slices"]["pieces"] == 2 * 64 * 2 * 64
+
+
+def test_bytes_are_exact_beyond_64_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--prefill pp=4096 --decode pp=4096,page=1024 --layers 4096 --kv-heads 65536"
+    got = document(capsys, f"{words} --head-dim 16777216 --tokens 100000")
+    assert got["bytes"] == 4096 * 65536 * (1 << 24) * 2 * 2 * 100_000 > 1 << 64
+    assert sum(move["bytes"] for move in got["moves"]) == got["bytes"]
+    assert {path["bytes"] for path in got["paths"].values()} == {got["bytes"]}
+
+
+def test_stages_say_how_many_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    got = document(capsys, f"--prefill stages=1+63 --decode tp=1 {SHAPE}")
+    assert [move["layers"] for move in got["moves"]] == [[0, 1], [1, 64]]
+    assert got["prefill"].startswith("TP1·PP2")
+
+
+def test_the_state_dtype_can_be_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--prefill tp=2 --decode tp=1 --tokens 1 --model {CONFIGS / 'bamba-9b.json'}"
+    wide, narrow = (document(capsys, words + more) for more in ("", " --state-dtype bf16"))
+    assert wide["bytes"] - narrow["bytes"] == 29 * 128 * (64 * 128) * 2
+
+
+def test_large_plans_are_quick_enough_to_test(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--prefill tp=64,pp=8 --decode tp=32,pp=4 --layers 128 --kv-heads 64 --head-dim 128"
+    assert len(document(capsys, words)["moves"]) == 512
+    words = "--prefill tp=4096 --decode tp=2048 --layers 64 --kv-heads 4096 --head-dim 128"
+    assert len(document(capsys, words)["moves"]) == 4096
+
+
 def test_link_constants_change_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--prefill tp=2 --decode tp=1 {SHAPE} --tokens 64"
     free = document(capsys, f"{words} --link nixl-host,descriptor_us=0.0001")
@@ -110,93 +137,6 @@ def test_link_constants_change_the_choice(capsys: pytest.CaptureFixture[str]) ->
     assert free["chosen"] == "slices"
     assert document(capsys, f"{words} --link shm")["paths"]["staged"]["open"] is False
     assert document(capsys, f"{words} --path slices")["chosen"] == "slices"
-
-
-# ---------------------------------------------------------------- refusals: status 3
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (f"--prefill tp=3 --decode tp=1 {SHAPE}", "tp-does-not-fit-units"),
-        (f"--prefill tp=1 --decode tp=12 {SHAPE}", "tp-does-not-fit-units"),
-        (f"--prefill pp=65 --decode tp=1 {SHAPE}", "pp-above-layers"),
-        (f"--prefill pp=2,stages=1+2 --decode tp=1 {SHAPE}", "stages-do-not-add-up"),
-        ("--prefill tp=1 --decode tp=1 --layers 2 --kv-heads 0 --head-dim 8", "no-units"),
-        ("--prefill tp=1 --decode tp=1 --layers 0 --kv-heads 2 --head-dim 8", "no-layers"),
-        (f"--prefill tp=1 --decode tp=1,dtype=fp8 {SHAPE}", "dtype-differs"),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_a_reason(
-    capsys: pytest.CaptureFixture[str], words: str, code: str
-) -> None:
-    got = document(capsys, words, status=3)
-    assert got["compatible"] is False
-    assert code in [reason["code"] for reason in got["reasons"]]
-    assert all(len(reason["message"]) > 20 for reason in got["reasons"])
-    status, out, _ = plan(capsys, words)
-    assert status == 3
-    assert code in out
-
-
-def test_an_unknown_architecture_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "perceiver"}')
-    got = document(capsys, f"--model {tmp_path} --prefill tp=1 --decode tp=1", status=3)
-    assert [reason["code"] for reason in got["reasons"]] == ["unknown-architecture"]
-
-
-# ---------------------------------------------------------------- mistakes: status 2
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (f"--prefill tp=x --decode tp=1 {SHAPE}", "whole number"),
-        (f"--prefill tp=0 --decode tp=1 {SHAPE}", "at least 1"),
-        (f"--prefill tq=2 --decode tp=1 {SHAPE}", "did you mean 'tp'"),
-        (f"--prefill tp --decode tp=1 {SHAPE}", "needs a value"),
-        (f"--prefill tp=1,tp=2 --decode tp=1 {SHAPE}", "twice"),
-        (f"--prefill prefix=3 --decode tp=1 {SHAPE}", "no key 'prefix'"),
-        (f"--prefill order=xyz --decode tp=1 {SHAPE}", "nhd or hnd"),
-        (f"--prefill tp=1 --decode tp=1 {SHAPE} --dtype float3", "unknown dtype"),
-        (f"--prefill tp=1 --decode tp=1 {SHAPE} --tokens -1", "at least 0"),
-        (f"--prefill tp=1 --decode prefix=9 {SHAPE} --tokens 8", "lower the prefix"),
-        (f"--prefill tp=1 --decode tp=1 {SHAPE} --link wire", "nixl-host"),
-        (f"--prefill tp=1 --decode tp=1 {SHAPE} --link shm,gb_per_s=0", "above 0"),
-        (f"--prefill tp=1 --decode tp=1 {SHAPE} --path runes", "invalid choice"),
-        (f"--prefill tp=2 --decode tp=1 {SHAPE} --path runs", "not open"),
-        (f"--prefill tp=1 --decode tp=1 {SHAPE} --tokns 3", "did you mean --tokens"),
-        (f"--prefil tp=1 --decode tp=1 {SHAPE}", "did you mean --prefill"),
-        (f"--prefill tp=1 {SHAPE}", "--decode"),
-        (f"--prefill tp=1 --decode tp=1 {SHAPE} extra", "extra"),
-        ("--prefill tp=1 --decode tp=1 --layers 2", "--kv-heads, --head-dim missing"),
-        ("--prefill tp=1 --decode tp=1 --model /no/such/file", "cannot read"),
-        (f"--prefill tp=1 --decode tp=1 {SHAPE} --model x", "drop one"),
-        (f"--prefill tp=1 --decode tp=1 {SHAPE} --svg /no/such/folder/x.svg", "cannot write"),
-        (f"--prefill tp=9999 --decode tp=1 {SHAPE}", "at most"),
-    ],
-)
-def test_bad_input_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], words: str, says: str
-) -> None:
-    status, out, err = plan(capsys, words + " --json")
-    assert status == 2
-    assert says in err
-    assert err.count("\n") == 1
-    assert json.loads(out)["error"] in err
-
-
-@pytest.mark.parametrize("text", ["", "[1]", "{", "\xff\xfe", "nan", "[" * 100000])
-def test_a_file_that_is_no_config_is_bad_input(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
-) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(text, encoding="latin-1")
-    status, _, err = plan(capsys, f"--prefill tp=1 --decode tp=1 --model {file}")
-    assert status == 2
-    assert "config.json" in err
 
 
 # ---------------------------------------------------------------- for people

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.errors import InputError, Reason, ReasonCode, Refused
 from kvferry.layout import (
@@ -24,7 +26,8 @@ from kvferry.layout import (
     attention,
     mismatches,
 )
-from kvferry.layout.layout import MAX_RANKS
+from kvferry.layout.layout import MAX_RANKS, find_holding
+from kvferry.testing.strategies import layouts, specs
 
 SPEC = attention(layers=10, kv_heads=4, head_dim=8)
 
@@ -69,10 +72,22 @@ def test_a_stage_without_layers_of_a_group_holds_nothing_of_it() -> None:
 
 
 def test_a_rank_finds_its_holding() -> None:
-    layout = Layout(SPEC, Parallel(tp=2, pp=2))
-    assert layout.holding(3, "kv", 7).units == Span(2, 4)
+    held = Layout(SPEC, Parallel(tp=2, pp=2)).rank_holdings(3)
+    assert find_holding(held, "kv", 7).units == Span(2, 4)
     with pytest.raises(InputError, match="holds nothing"):
-        layout.holding(3, "kv", 2)
+        find_holding(held, "kv", 2)
+
+
+@given(st.data())
+def test_one_ranks_holdings_are_those_among_all(data: st.DataObject) -> None:
+    layout = data.draw(specs().flatmap(layouts))
+    assert layout.holdings() == tuple(map(layout.rank_holdings, range(layout.num_ranks)))
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_that_does_not_exist_holds_nothing(rank: int) -> None:
+    with pytest.raises(InputError, match=r"has 0\.\.3"):
+        Layout(SPEC, Parallel(tp=4)).rank_holdings(rank)
 
 
 # ---------------------------------------------------------------- what travels
@@ -117,6 +132,7 @@ def test_no_heads_no_layers_no_dims() -> None:
         ((2, 2, 0), ReasonCode.NO_UNITS),
         ((1 << 20, 2, 8), ReasonCode.TOO_LARGE),
         ((2, 1 << 20, 8), ReasonCode.TOO_LARGE),
+        ((2, 2, (1 << 24) + 1), ReasonCode.TOO_LARGE),
     ):
         with pytest.raises(Refused) as caught:
             attention(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
@@ -143,6 +159,7 @@ def test_stated_ownership_outside_the_model_or_in_conflict() -> None:
     assert refused(SPEC, stated(Holding("x", Span(0, 1), Span(0, 1)))) == [ReasonCode.OUTSIDE]
     assert refused(SPEC, stated(Holding("kv", Span(0, 11), Span(0, 4)))) == [ReasonCode.OUTSIDE]
     assert refused(SPEC, stated(Holding("kv", Span(0, 1), Span(0, 5)))) == [ReasonCode.OUTSIDE]
+    assert refused(SPEC, stated(Holding("kv", Span(0, 1), Span(2, 2)))) == [ReasonCode.OUTSIDE]
     assert refused(SPEC, stated(everything, Holding("kv", Span(9, 10), Span(0, 4)))) == [
         ReasonCode.OVERLAP
     ]
@@ -162,10 +179,14 @@ def test_stated_ownership_outside_the_model_or_in_conflict() -> None:
         lambda: Window(0),
         lambda: Span(3, 2),
         lambda: Tokens(0, None, 0),
+        lambda: Tokens(1 << 63),
+        lambda: Tokens(0, 1 << 63),
+        lambda: Tokens(0, None, 1 << 63),
         lambda: Group("g", Paged(), (1, 1), 1, (Tensor("t", DType.INT8, 1),)),
         lambda: Group("g", Paged(), (0,), 1, ()),
         lambda: CacheSpec(1, ()),
         lambda: CacheSpec(1, SPEC.groups),
+        lambda: CacheSpec(10, SPEC.groups * 2),
         lambda: SPEC.group("nope"),
         lambda: DType.parse("float3"),
         lambda: Tokens().num_tokens,
@@ -176,12 +197,24 @@ def test_values_that_cannot_be(make: object) -> None:
     with pytest.raises(InputError) as caught:
         make()
     assert "\n" not in str(caught.value)
+    assert "['" not in str(caught.value)
 
 
 def test_dtypes_are_read_as_people_write_them() -> None:
     for text in ("bf16", "bfloat16", "torch.bfloat16", "BFLOAT16"):
         assert DType.parse(text) is DType.BFLOAT16
     assert DType.parse("fp8") is DType.FLOAT8_E4M3
+    assert DType.parse("fp8_e5m2") is DType.FLOAT8_E5M2
+    assert DType.parse("torch.float8_e5m2") is DType.FLOAT8_E5M2
+
+
+def test_long_words_are_not_echoed_in_full() -> None:
+    with pytest.raises(InputError) as caught:
+        DType.parse("x" * 10_000)
+    assert len(str(caught.value)) < 300
+    with pytest.raises(Refused) as refused:
+        Layout(SPEC, Parallel(pp=2, stages=(1,) * 10_000))
+    assert len(str(refused.value)) < 300
 
 
 # ---------------------------------------------------------------- two sides

@@ -21,8 +21,28 @@ from moving import (
 from msgspec.structs import replace
 
 from kvferry.errors import InputError
-from kvferry.layout import CacheSpec, Layout, Order, Parallel, Span, Tokens, attention
-from kvferry.plan import Image, PageTable, Pair, Plan, Request, Side, bind, reshard
+from kvferry.layout import (
+    CacheSpec,
+    Holding,
+    Layout,
+    Order,
+    Parallel,
+    Span,
+    Stated,
+    Tokens,
+    attention,
+)
+from kvferry.plan import (
+    Image,
+    PageTable,
+    Pair,
+    Plan,
+    Request,
+    Side,
+    bind,
+    contiguous_pools,
+    reshard,
+)
 from kvferry.testing.strategies import MAX_TOKENS, pairs
 
 
@@ -154,11 +174,59 @@ TENSORS = 2 * 2  # layers times K and V
         # Different page sizes in HND: a piece per page and head. Different orders: per unit.
         (hnd(), hnd(page_tokens=64), 32, False),
         (Layout(spec8()), hnd(), 512, False),
+        # Pages of one token: a piece each, whatever the shards and the order.
+        (Layout(spec8(), Parallel(tp=2), page_tokens=1), Layout(spec8()), 64, True),
+        (Layout(spec8(), Parallel(tp=2)), hnd(page_tokens=1), 64, True),
     ],
 )
 def test_pieces_per_tensor(source: Layout, target: Layout, pieces: int, contiguous: bool) -> None:
     plan, ours, theirs = two_sides(source, target, tokens=64)
     assert count(plan, ours, theirs, 64)[::2] == (pieces * TENSORS, contiguous)
+
+
+@pytest.mark.parametrize("tokens", [5, 50, 64])
+def test_a_partial_page_does_not_close_the_runs_path(tokens: int) -> None:
+    """Its heads lie apart in HND; the full pages before it are one piece each."""
+    partial, full = tokens % 16 and 1, tokens // 16
+    for source, target, apart in ((hnd(), hnd(), 8), (Layout(spec8()), Layout(spec8()), 1)):
+        plan, ours, theirs = two_sides(source, target, tokens)
+        pieces = (full + partial * apart) * TENSORS
+        assert count(plan, ours, theirs, tokens)[::2] == (pieces, True)
+
+
+def test_the_runs_path_is_closed_where_no_full_page_is_one_piece() -> None:
+    for source, target in ((hnd(), hnd(page_tokens=64)), (Layout(spec8()), hnd())):
+        plan, ours, theirs = two_sides(source, target, 50)
+        assert not count(plan, ours, theirs, 50)[2]
+
+
+@pytest.mark.parametrize(("first", "contiguous"), [(32, True), (5, False)])
+def test_equal_pages_that_begin_at_different_tokens_never_fill(
+    first: int, contiguous: bool
+) -> None:
+    """A target that holds the tokens from 5 on has page boundaries at 5, 21, ..."""
+    kv, rest = Holding("kv", Span(0, 2), Span(0, 8)), Tokens(first, None)
+    late = Stated(((replace(kv, tokens=rest),), (replace(kv, tokens=Tokens(0, first)),)))
+    source, target = hnd(), Layout(spec8(), late, order=Order.HND)
+    plan, ours, theirs = two_sides(source, target, 64)
+    binding = bind(plan, Pair(0, 0), Request(64), ours, theirs)
+    assert binding.contiguous is contiguous
+    assert (binding.num_pieces == 2 * TENSORS) is contiguous
+
+
+def test_only_some_moves_of_a_pair_can_be_bound() -> None:
+    """Two replicas take turns where others cut the layers, so the pair has two moves."""
+    spec, request, pair = attention(layers=4, kv_heads=2, head_dim=4), Request(64), Pair(0, 0)
+    whole = Holding("kv", Span(0, 4), Span(0, 2))
+    mine = replace(whole, units=Span(0, 1))
+    others = (Holding("kv", layers, Span(1, 2)) for layers in (Span(0, 2), Span(2, 4)))
+    target = Layout(spec, Stated(((mine,), *((other,) for other in others))))
+    plan, ours, theirs = two_sides(Layout(spec, Stated(((whole,), (whole,)))), target, 64)
+    one, two = plan.between(*pair)
+    for moves in ((), (one,), (two,), (one, two)):
+        binding = bind(plan, pair, request, ours, theirs, moves=moves)
+        assert binding.num_bytes == sum(plan.bytes_of(move, request) for move in moves)
+    assert str(binding) == str(bind(plan, pair, request, ours, theirs))
 
 
 def test_neighbouring_pages_merge_into_one_run() -> None:
@@ -206,6 +274,29 @@ def test_pages_that_cannot_be_are_refused(where: str) -> None:
 def test_a_target_page_named_twice_is_refused() -> None:
     assert "twice" in bad(PageTable([0, 1, 0, 3]), "target")
     assert "twice" in bad(PageTable([0, 1, 1, 3]), "target")
+
+
+@pytest.mark.parametrize(
+    ("table", "whole"), [([5, 5, 6, 7], True), ([5, 6, 6, 7], True), ([5, 6, 7, 8], False)]
+)
+@pytest.mark.parametrize("source", [0, 1])
+def test_a_target_page_named_twice_is_refused_also_with_strided_tokens(
+    source: int, table: list[int], whole: bool
+) -> None:
+    """Source 1 begins inside each page, and must see that two of them are one."""
+    spec = attention(layers=1, kv_heads=1, head_dim=1)
+    ours = Layout(spec, Parallel(cp=2), page_tokens=4)
+    theirs = Layout(spec, page_tokens=4)
+    plan = reshard(ours, theirs)
+    sides = (
+        Side(contiguous_pools(ours, source, 8).map, {"kv": PageTable([0, 1])}),
+        Side(contiguous_pools(theirs, 0, 9).map, {"kv": PageTable(table)}),
+    )
+    if not whole:
+        assert bind(plan, Pair(source, 0), Request(16), *sides).num_bytes == 8 * 4
+        return
+    with pytest.raises(InputError, match="twice"):
+        bind(plan, Pair(source, 0), Request(16), *sides)
 
 
 def test_a_page_table_is_flat() -> None:

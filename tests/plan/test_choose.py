@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError
-from kvferry.layout import Layout, Parallel, attention
-from kvferry.plan import PRESETS, Constants, Path, Request, Shape, choose, estimate, reshard
+from kvferry.layout import Holding, Layout, Parallel, Span, Stated, Tokens, attention
+from kvferry.plan import (
+    PRESETS,
+    Constants,
+    PageTable,
+    Pair,
+    Path,
+    Plan,
+    Request,
+    Shape,
+    Side,
+    bind,
+    choose,
+    contiguous_pools,
+    estimate,
+    reshard,
+    shape_of,
+)
+from kvferry.testing.strategies import MAX_TOKENS, pairs
 
 HOST = PRESETS["nixl-host"]
 SPEC = attention(layers=4, kv_heads=8, head_dim=128)
@@ -48,7 +68,16 @@ def test_the_choice_is_never_worse_than_another_open_path(
 
 @pytest.mark.parametrize(
     "change",
-    [{"bytes_per_s": 0}, {"copy_bytes_per_s": -1}, {"descriptor_s": -1}, {"slot_bytes": 0}],
+    [
+        {"bytes_per_s": 0},
+        {"bytes_per_s": math.nan},
+        {"bytes_per_s": math.inf},
+        {"copy_bytes_per_s": -1},
+        {"descriptor_s": -1},
+        {"descriptor_s": math.nan},
+        {"slot_s": math.inf},
+        {"slot_bytes": 0},
+    ],
 )
 def test_constants_that_cannot_be(change: dict[str, float]) -> None:
     values = {"descriptor_s": 1.0, "bytes_per_s": 1.0, "copy_bytes_per_s": 1.0} | change
@@ -63,6 +92,50 @@ def test_an_estimate_counts_what_the_binding_would() -> None:
     assert costs.pieces(Path.SLICES) == 2 * 4 * 2 * 100
     assert costs.pieces(Path.STAGED) == 2
     assert sum(costs.carried(path) for path in Path) == costs.num_bytes
+
+
+def test_a_move_that_fills_several_slots_counts_each() -> None:
+    plan = reshard(Layout(SPEC, Parallel(tp=2)), Layout(SPEC))
+    tokens = 3 * HOST.slot_bytes // (4 * 4 * 512) + 1
+    assert estimate(plan, Request(tokens), HOST).pieces(Path.STAGED) == 2 * 4
+    assert estimate(plan, Request(tokens - 1), HOST).pieces(Path.STAGED) == 2 * 3
+
+
+def made_up(layout: Layout, rank: int, tokens: int, gap: int) -> Side:
+    num_pages = -(-tokens // layout.page_tokens)
+    tables = {group.name: PageTable(np.arange(num_pages) * gap) for group in layout.spec.groups}
+    return Side(contiguous_pools(layout, rank, gap * num_pages).map, tables)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs(), st.integers(0, MAX_TOKENS), st.integers(0, MAX_TOKENS), st.booleans())
+def test_moves_that_are_alike_are_counted_as_if_each_were_bound(
+    pair: tuple[Layout, Layout], tokens: int, prefix: int, scattered: bool
+) -> None:
+    plan, request = reshard(*pair), Request(tokens, min(tokens, prefix))
+    costs = estimate(plan, request, HOST, scattered=scattered)
+    assert [one.move for one in costs.moves] == [m for m in plan.moves if plan.bytes_of(m, request)]
+    for one in costs.moves:
+        ranks = Pair(one.move.source, one.move.target)
+        source, target = (
+            made_up(layout, rank, tokens, 1 + scattered)
+            for layout, rank in zip(pair, ranks, strict=True)
+        )
+        only = Plan(*pair, (one.move,))
+        assert one.shape == shape_of(bind(only, ranks, request, source, target))
+
+
+def test_moves_that_differ_in_where_they_begin_are_not_taken_for_alike() -> None:
+    """Two moves of 15 tokens touch the same pages; in only one do source and target pages meet."""
+    spec = attention(layers=1, kv_heads=2, head_dim=1)
+    shares = [
+        Holding("kv", Span(0, 1), Span(unit, unit + 1), tokens)
+        for unit, cut in ((0, 4), (1, 5))
+        for tokens in (Tokens(0, cut), Tokens(cut, cut + 16), Tokens(cut + 16, None))
+    ]
+    target = Layout(spec, Stated(tuple((share,) for share in shares)), page_tokens=4)
+    costs = estimate(reshard(Layout(spec, Parallel(tp=2)), target), Request(40), HOST)
+    assert [one.shape.slices for one in costs.moves if one.move.target in (1, 4)] == [2, 8, 10, 2]
 
 
 def test_more_sources_are_predicted_faster_until_the_targets_link_is_full() -> None:

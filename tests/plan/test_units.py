@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvferry.plan.units import human_bytes, human_seconds
@@ -21,6 +23,8 @@ from kvferry.plan.units import human_bytes, human_seconds
         (3 * 1024**6, "3.00 EiB"),
         (5000 * 1024**6, "5000 EiB"),
         (-2048, "-2.00 KiB"),
+        (10**400, "over a million EiB"),
+        (-(10**400), "-over a million EiB"),
     ],
 )
 def test_bytes(num_bytes: int, text: str) -> None:
@@ -40,6 +44,11 @@ def test_bytes(num_bytes: int, text: str) -> None:
         (59.96, "1 min 0 s"),
         (200.0, "3 min 20 s"),
         (-0.25, "-250 ms"),
+        (5e-324, "<1 ns"),
+        (1e308, "over 30 years"),
+        (math.inf, "over 30 years"),
+        (-math.inf, "-over 30 years"),
+        (math.nan, "unknown"),
     ],
 )
 def test_seconds(seconds: float, text: str) -> None:

@@ -1,12 +1,14 @@
 """``kvferry``: the entry point, and what every command shares.
 
-Exit status: 0 done, 2 bad input (one sentence on standard error), 3 refused,
-130 interrupted. With ``--json`` the last line on standard output is one JSON
-document, also when the input was bad.
+Exit status: 0 done, 1 the output could not be written, 2 bad input (one
+sentence on standard error), 3 refused, 130 interrupted. With ``--json`` the last
+line on standard output is one JSON document, also when the input was bad.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -14,11 +16,11 @@ import msgspec
 
 import kvferry
 from kvferry.cli import plan, sim
-from kvferry.cli.parsing import Parser
+from kvferry.cli.parsing import Parser, one_line
 from kvferry.errors import InputError
 
+EXIT_NO_OUTPUT = 1
 EXIT_BAD_INPUT = 2
-EXIT_CLOSED_PIPE = 1
 EXIT_INTERRUPTED = 130
 
 
@@ -41,9 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(words)
         status: int = args.run(args)
     except InputError as error:
-        print(f"kvferry: {error}", file=sys.stderr)
+        sentence = one_line(str(error))
+        _complain(sentence)
         if "--json" in words:
-            print(msgspec.json.encode({"error": str(error)}).decode())
+            print(msgspec.json.encode({"error": sentence}).decode())
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -53,11 +56,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry() -> None:
     """The console script."""
     try:
-        status = main()
-        sys.stdout.flush()
+        status = _main_and_flush()
     except BrokenPipeError:
-        # The reader has seen enough (``| head``). Nobody is left to tell; keep Python's
-        # own flush at exit from complaining.
+        # The reader has seen enough (``| head``). Nobody is left to tell.
+        status = EXIT_NO_OUTPUT
+    except OSError as error:
+        _complain(f"cannot write to standard output: {error.strerror}; send it elsewhere")
+        status = EXIT_NO_OUTPUT
+    if status == EXIT_NO_OUTPUT:
+        # Keep Python's own flush at exit from failing a second time.
         sys.stdout = None
-        status = EXIT_CLOSED_PIPE
     sys.exit(status)
+
+
+def _main_and_flush() -> int:
+    if sys.stdout is None:
+        _complain("standard output is closed; send it somewhere, such as to a file")
+        return EXIT_NO_OUTPUT
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Where the terminal lacks a character, show a question mark and not a traceback.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        status = main()
+    except SystemExit as left:
+        # argparse leaves this way after --help and --version.
+        status = left.code if isinstance(left.code, int) else 0
+    sys.stdout.flush()
+    return status
+
+
+def _complain(sentence: str) -> None:
+    """One line on standard error, if there is one."""
+    with contextlib.suppress(OSError):
+        if sys.stderr is not None:
+            print(f"kvferry: {sentence}", file=sys.stderr)

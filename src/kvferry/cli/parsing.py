@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from kvferry.errors import InputError
 
 T = TypeVar("T")
+
+# Eighteen digits fit into 64 bits. Python's int() would also take other scripts' digits,
+# underscores and spaces, none of which anybody means.
+WHOLE = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
+NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,3})?", re.ASCII)
+SHOWN = 40
+LONGEST_SENTENCE = 400
+
+
+def show(text: str, most: int = SHOWN) -> str:
+    """What the user typed, quoted, and cut where it is long."""
+    return repr(text if len(text) <= most else f"{text[:most]}…")
+
+
+def show_path(path: object) -> str:
+    """A path, of which one needs to see more than of other words."""
+    return show(str(path), LONGEST_SENTENCE)
+
+
+def one_line(text: str) -> str:
+    """A sentence that any terminal and any JSON reader can take."""
+    printable = text.encode("utf-8", "replace").decode("utf-8")
+    return " ".join(printable.split())
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,6 +47,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where to look."""
+        if len(message) > LONGEST_SENTENCE:
+            message = f"{message[:LONGEST_SENTENCE]}…"
         raise InputError(f"{message}; see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -31,7 +58,7 @@ class Parser(argparse.ArgumentParser):
                 self._demand_known(word)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unknown argument {unknown[0]!r}")
+            self.error(f"unknown argument {show(unknown[0])}")
         return parsed, unknown
 
     def _demand_known(self, word: str) -> None:
@@ -41,7 +68,7 @@ class Parser(argparse.ArgumentParser):
             return
         close = difflib.get_close_matches(flag, flags, n=1)
         hint = f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
-        raise InputError(f"unknown argument {flag!r}; {hint}")
+        raise InputError(f"unknown argument {show(flag)}; {hint}")
 
 
 def fields(text: str, readers: Mapping[str, Callable[[str], T]], what: str) -> dict[str, T]:
@@ -52,7 +79,7 @@ def fields(text: str, readers: Mapping[str, Callable[[str], T]], what: str) -> d
         if key not in readers:
             close = difflib.get_close_matches(key, readers, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"use {', '.join(readers)}"
-            raise InputError(f"{what} has no key {key!r}; {hint}")
+            raise InputError(f"{what} has no key {show(key)}; {hint}")
         if not equals or not value:
             raise InputError(f"{what}: {key!r} needs a value, as in {key}=4")
         if key in values:
@@ -65,10 +92,11 @@ def whole(name: str, least: int = 1) -> Callable[[str], int]:
     """A reader of whole numbers from ``least`` on."""
 
     def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise InputError(f"{name} must be a whole number, not {text!r}") from None
+        if not WHOLE.fullmatch(text):
+            raise InputError(
+                f"{name} must be a whole number of at most 18 digits, not {show(text)}"
+            )
+        value = int(text)
         if value < least:
             raise InputError(f"{name} must be at least {least}, not {value}")
         return value
@@ -76,16 +104,22 @@ def whole(name: str, least: int = 1) -> Callable[[str], int]:
     return read
 
 
-def positive(name: str) -> Callable[[str], float]:
-    """A reader of finite numbers above 0."""
+def number(name: str, least: float, most: float) -> Callable[[str], float]:
+    """A reader of numbers above 0, within a range that makes sense for them."""
 
     def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise InputError(f"{name} must be a number, not {text!r}") from None
-        if not 0 < value < float("inf"):
-            raise InputError(f"{name} must be above 0 and finite, not {text}")
+        value = float(text) if NUMBER.fullmatch(text) else math.nan
+        if not least <= value <= most:
+            raise InputError(
+                f"{name} must be a number above 0, from {least:g} to {most:g}, not {show(text)}"
+            )
         return value
 
     return read
+
+
+def given(flag: str, text: str | None) -> str | None:
+    """The value of an optional flag; an empty one is a mistake and not an absence."""
+    if text is not None and not text.strip():
+        raise InputError(f"{flag} is empty; give it a value or leave it out")
+    return text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.errors import Refused
+from kvferry.errors import Reason
 from kvferry.plan import Estimate, Path, Plan, Request
 from kvferry.plan.describe import MOVE_COLUMNS, move_cells, spec_lines, tokens_text
 from kvferry.plan.units import human_bytes, human_seconds
@@ -29,9 +31,9 @@ def as_document(plan: Plan, request: Request, costs: Estimate) -> dict[str, Any]
         "decode": str(plan.target),
         "tokens": request.num_tokens,
         "prefix": request.prefix,
-        "bytes": costs.num_bytes,
+        "bytes": plan.payload_bytes(request),
         "moves": _moves(plan, request, costs),
-        "paths": {path: _path(costs, path) for path in Path},
+        "paths": {path: _path(plan, request, costs, path) for path in Path},
         "chosen": costs.chosen,
         "predicted_s": costs.predicted_s(),
     }
@@ -43,16 +45,17 @@ def _moves(plan: Plan, request: Request, costs: Estimate) -> list[dict[str, Any]
         move, tokens = one.move, plan.tokens_of(one.move, request)
         row: dict[str, Any] = msgspec.to_builtins(move)
         row["tokens"] = [tokens.first, tokens.end, tokens.step]
-        row |= {"bytes": one.shape.num_bytes, "pieces": one.shape.slices, "path": one.choice.path}
+        num_bytes = plan.bytes_of(move, request)
+        row |= {"bytes": num_bytes, "pieces": one.shape.slices, "path": one.choice.path}
         rows.append(row)
     return rows
 
 
-def _path(costs: Estimate, path: Path) -> dict[str, Any]:
+def _path(plan: Plan, request: Request, costs: Estimate, path: Path) -> dict[str, Any]:
     is_open = costs.is_open(path)
     return {
         "pieces": costs.pieces(path),
-        "bytes": costs.num_bytes,
+        "bytes": plan.payload_bytes(request),
         "chosen_bytes": costs.carried(path),
         "open": is_open,
         "predicted_s": costs.predicted_s(path) if is_open else None,
@@ -61,18 +64,18 @@ def _path(costs: Estimate, path: Path) -> dict[str, Any]:
 
 def print_document(document: dict[str, Any]) -> None:
     """One JSON document on one line."""
-    print(msgspec.json.encode(document).decode())
+    # The standard library's encoder, because it writes whole numbers of any size.
+    print(json.dumps(document, separators=(",", ":")))
 
 
-def print_refusal(refused: Refused, *, as_json: bool) -> None:
-    """Every reason why the two sides do not fit."""
+def print_refusal(reasons: Sequence[Reason], *, heading: str, as_json: bool) -> None:
+    """Every reason why it can't work."""
     if as_json:
-        reasons = [{"code": r.code, "message": r.message} for r in refused.reasons]
         empty = {path: {"pieces": 0, "bytes": 0, "open": False} for path in Path}
         print_document(
             {
                 "compatible": False,
-                "reasons": reasons,
+                "reasons": [{"code": r.code, "message": r.message} for r in reasons],
                 "digest": None,
                 "bytes": 0,
                 "moves": [],
@@ -82,8 +85,8 @@ def print_refusal(refused: Refused, *, as_json: bool) -> None:
         )
         return
     console = _console()
-    console.print("[bold red]These two do not fit:[/]")
-    for reason in refused.reasons:
+    console.print(f"[bold red]{escape(heading)}[/]")
+    for reason in reasons:
         console.print(f"  {escape(reason.message)} [dim]({reason.code})[/]", soft_wrap=True)
 
 

@@ -7,6 +7,14 @@ another. A default stands in only where every engine reads the same one.
 
 Nothing here reads files or knows ranks, pages and engines. Layers that only
 serve speculation (multi-token prediction) are no part of the cache.
+
+Two things a config does not say, so the caller must where it matters. The type
+of recurrent state differs between engines: where the config names none,
+float32 is taken here, while vLLM's "auto" takes the model's own type (say so
+with ``state_dtype``). And an MLA cache in FP8 with block scales inside each
+entry, as DeepSeek V3.2 is served (quantised latent, scales, rotary part left
+in bfloat16), is another entry and not the same one with a narrower ``dtype``;
+describe it by hand as three tensors of the group.
 """
 
 from __future__ import annotations
@@ -61,16 +69,20 @@ _LAYER_NAMES = {
 }
 
 
-def spec_from_config(config: Mapping[str, object], dtype: DType | None = None) -> CacheSpec:
+def spec_from_config(
+    config: Mapping[str, object], dtype: DType | None = None, state_dtype: DType | None = None
+) -> CacheSpec:
     """The cache of the model that a parsed ``config.json`` describes.
 
     ``dtype`` is the element type of attention tensors where the cache is
-    quantised; recurrent state and index keys keep the type they have anyway.
+    quantised; index keys keep the type they have anyway. ``state_dtype`` is
+    that of recurrent state (not of the convolution's inputs) where it is other
+    than the config or the default of float32 says.
     """
     text = _text_config(config)
     family = _family(text, config)
     model_dtype = _model_dtype(text, config)
-    fields = Fields(family, text, dtype or model_dtype, model_dtype)
+    fields = Fields(family, text, dtype or model_dtype, model_dtype, state_dtype)
     return CacheSpec(fields.num_layers(), FAMILIES[family](fields))
 
 

@@ -104,13 +104,15 @@ class Fields(msgspec.Struct, frozen=True):
 
     ``DEFAULTS`` stand in for what the family's published configs leave out.
     ``cache_dtype`` is that of attention tensors, which may be quantised;
-    ``model_dtype`` is what everything else has.
+    ``model_dtype`` is what everything else has, but for recurrent state, for
+    which the caller may know the type (``state_dtype``).
     """
 
     family: str
     values: Mapping[str, object]
     cache_dtype: DType
     model_dtype: DType
+    state_dtype: DType | None = None
 
     def find(self, *names: str) -> tuple[str, object] | None:
         """The first of these fields that has a value, else the family's default."""

@@ -6,8 +6,10 @@ gives the groups that it adds on the layers that have it.
 
 A causal convolution over ``kernel`` inputs needs the ``kernel - 1`` inputs
 before the next token, so that is the width of every convolution state. Its
-elements have the model's type; what is summed up over tokens has a wider one.
-Quantising the attention cache changes neither.
+elements have the model's type. What is summed up over tokens has the type that
+the caller or the config names, else float32. Engines differ here (vLLM's
+"auto" takes the model's type), so a caller who knows should say. Quantising the
+attention cache changes neither.
 """
 
 from __future__ import annotations
@@ -113,4 +115,6 @@ def _conv_width(fields: Fields, *names: str) -> int:
 
 
 def _state_dtype(fields: Fields) -> DType:
+    if fields.state_dtype is not None:
+        return fields.state_dtype
     return fields.dtype("mamba_ssm_dtype", "mamba_ssm_cache_dtype", default=DType.FLOAT32)

@@ -13,6 +13,9 @@ import msgspec
 
 from kvferry.errors import InputError
 
+# Positions are numbered in 64-bit integers, with room for a period of any stride above them.
+MAX_POSITION = 1 << 62
+
 
 class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
     """The integers ``first <= x < end``."""
@@ -58,9 +61,18 @@ class SpanSet:
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
+    def copy(self) -> SpanSet:
+        """Another set with the same integers."""
+        other = SpanSet()
+        other.spans = list(self.spans)
+        return other
+
     def add(self, span: Span) -> None:
         """Take in a span; overlaps and repetitions change nothing."""
         if not len(span):
+            return
+        if not self.spans or self.spans[-1].end < span.first:
+            self.spans.append(span)
             return
         before = [other for other in self.spans if other.end < span.first]
         after = [other for other in self.spans if other.first > span.end]
@@ -68,6 +80,10 @@ class SpanSet:
         first = min([span.first, *(other.first for other in touching)])
         end = max([span.end, *(other.end for other in touching)])
         self.spans = [*before, Span(first, end), *after]
+
+    def overlaps(self, span: Span) -> bool:
+        """Whether some integer of ``span`` is in the set."""
+        return any(len(mine.intersect(span)) for mine in self.spans)
 
     def covers(self, span: Span) -> bool:
         """Whether every integer of ``span`` is in the set."""
@@ -89,9 +105,11 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
     step: int = 1
 
     def __post_init__(self) -> None:
-        if self.first < 0 or self.step < 1 or (self.end is not None and self.end < self.first):
+        end = self.first if self.end is None else self.end
+        if not (0 <= self.first <= end <= MAX_POSITION and 1 <= self.step <= MAX_POSITION):
             raise InputError(
-                f"tokens need first >= 0, step >= 1 and end >= first, not {self._fields()}"
+                f"tokens need 0 <= first <= end <= 2**62 and step >= 1, "
+                f"not first {self.first}, end {self.end}, step {self.step}"
             )
 
     def __contains__(self, token: int) -> bool:
@@ -118,12 +136,14 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
             raise InputError("an unbounded token set has no count; clip it to a request first")
         return -(-(self.end - self.first) // self.step)
 
+    @property
+    def last(self) -> int:
+        """The last position of a finite set that is not empty."""
+        return self.first + (self.num_tokens - 1) * self.step
+
     def local_index(self, token: int) -> int:
         """The place of ``token`` in this set: where a rank that holds the set keeps it."""
         return (token - self.first) // self.step
-
-    def _fields(self) -> tuple[int, int | None, int]:
-        return (self.first, self.end, self.step)
 
     def __repr__(self) -> str:
         end = "" if self.end is None else self.end

@@ -12,7 +12,7 @@ Rank order inside a replica: ``(pp_rank * cp + cp_rank) * tp + tp_rank``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -24,6 +24,9 @@ from kvferry.layout.spec import CacheSpec, Group, Slot
 MAX_RANKS = 4096
 MAX_CP = 256
 MAX_PAGE_TOKENS = 1 << 20
+MAX_HOLDINGS = 1 << 16
+MAX_REASONS = 16
+SHOWN_STAGES = 16
 
 
 class Order(StrEnum):
@@ -97,10 +100,12 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
                 )
             )
         if self.stages and not self._stages_add_up(spec.num_layers):
+            shown = "+".join(map(str, self.stages[:SHOWN_STAGES]))
+            more = "+…" if len(self.stages) > SHOWN_STAGES else ""
             reasons.append(
                 Reason(
                     ReasonCode.STAGES,
-                    f"stages {'+'.join(map(str, self.stages))} must be pp={self.pp} positive "
+                    f"stages {shown}{more} must be pp={self.pp} positive "
                     f"numbers that add up to the model's {spec.num_layers} layers",
                 )
             )
@@ -110,12 +115,18 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
         positive = all(count >= 1 for count in self.stages)
         return len(self.stages) == self.pp and positive and sum(self.stages) == num_layers
 
-    def stage_spans(self, num_layers: int) -> tuple[Span, ...]:
-        """The layers of each pipeline stage; an uneven split favours the first stages."""
+    def stage_span(self, num_layers: int, stage: int) -> Span:
+        """The layers of one pipeline stage; an uneven split favours the first stages."""
+        if self.stages:
+            first = sum(self.stages[:stage])
+            return Span(first, first + self.stages[stage])
         base, extra = divmod(num_layers, self.pp)
-        counts = self.stages or tuple(base + (stage < extra) for stage in range(self.pp))
-        ends = itertools.accumulate(counts)
-        return tuple(Span(end - count, end) for end, count in zip(ends, counts, strict=True))
+        first = stage * base + min(stage, extra)
+        return Span(first, first + base + (stage < extra))
+
+    def stage_spans(self, num_layers: int) -> tuple[Span, ...]:
+        """The layers of each pipeline stage."""
+        return tuple(self.stage_span(num_layers, stage) for stage in range(self.pp))
 
     def unit_span(self, units: int, tp_rank: int) -> Span:
         """The units of one tp rank; ``tp / units`` neighbours share one when tp is larger."""
@@ -127,21 +138,22 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
 
     def holdings(self, spec: CacheSpec) -> Holdings:
         """Each rank's holdings, in rank order."""
-        stages = self.stage_spans(spec.num_layers)
+        return tuple(self.rank_holdings(spec, rank) for rank in range(self.num_ranks))
+
+    def rank_holdings(self, spec: CacheSpec, rank: int) -> tuple[Holding, ...]:
+        """One rank's holdings, without working out those of the others."""
+        rest, tp_rank = divmod(rank, self.tp)
+        pp_rank, cp_rank = divmod(rest, self.cp)
+        stage = self.stage_span(spec.num_layers, pp_rank)
         return tuple(
-            tuple(
-                Holding(
-                    group.name,
-                    stage,
-                    self.unit_span(group.units, tp_rank),
-                    self._tokens(group, cp_rank),
-                )
-                for group in spec.groups
-                if group.layers_in(stage)
+            Holding(
+                group.name,
+                stage,
+                self.unit_span(group.units, tp_rank),
+                self._tokens(group, cp_rank),
             )
-            for stage in stages
-            for cp_rank in range(self.cp)
-            for tp_rank in range(self.tp)
+            for group in spec.groups
+            if group.layers_in(stage)
         )
 
     def _tokens(self, group: Group, cp_rank: int) -> Tokens:
@@ -173,6 +185,8 @@ class Stated(msgspec.Struct, frozen=True, tag="stated"):
             raise InputError(f"lead {self.lead} is not among the {len(self.ranks)} stated ranks")
         if not 1 <= len(self.ranks) <= MAX_RANKS:
             raise InputError(f"state the holdings of 1 to {MAX_RANKS} ranks, not {len(self.ranks)}")
+        if sum(map(len, self.ranks)) > MAX_HOLDINGS:
+            raise InputError(f"state at most {MAX_HOLDINGS} holdings; join neighbouring layers")
 
     @property
     def num_ranks(self) -> int:
@@ -181,28 +195,33 @@ class Stated(msgspec.Struct, frozen=True, tag="stated"):
 
     def refusals(self, spec: CacheSpec) -> list[Reason]:
         """Holdings outside the model, or two of one rank that conflict."""
-        reasons = []
+        groups = {group.name: group for group in spec.groups}
+        reasons: list[Reason] = []
         for rank, holdings in enumerate(self.ranks):
             for holding in holdings:
-                reasons += _outside(spec, rank, holding)
-            for one, two in itertools.combinations(holdings, 2):
+                reasons += _outside(spec, groups, rank, holding)
+            # In layer order only neighbours can overlap, and one comparison each will do.
+            ordered = sorted(holdings, key=lambda held: (held.group, held.layers))
+            for one, two in itertools.pairwise(ordered):
                 reasons += _conflict(rank, one, two)
-        return reasons
+        return reasons[:MAX_REASONS]
 
     def holdings(self, spec: CacheSpec) -> Holdings:
-        """The holdings as stated, without those that contain none of the group's layers."""
-        return tuple(
-            tuple(h for h in holdings if spec.group(h.group).layers_in(h.layers))
-            for holdings in self.ranks
-        )
+        """Each rank's holdings, in rank order."""
+        return tuple(self.rank_holdings(spec, rank) for rank in range(self.num_ranks))
+
+    def rank_holdings(self, spec: CacheSpec, rank: int) -> tuple[Holding, ...]:
+        """One rank's holdings as stated, without those that have none of the group's layers."""
+        return tuple(h for h in self.ranks[rank] if spec.group(h.group).layers_in(h.layers))
 
     def __str__(self) -> str:
         return f"{self.num_ranks} stated ranks"
 
 
-def _outside(spec: CacheSpec, rank: int, holding: Holding) -> list[Reason]:
+def _outside(
+    spec: CacheSpec, known: Mapping[str, Group], rank: int, holding: Holding
+) -> list[Reason]:
     """Why a stated holding names something the model does not have."""
-    known = {group.name: group for group in spec.groups}
     if holding.group not in known:
         wrong = f"group {holding.group!r}, but the cache has {', '.join(known)}"
     elif holding.units.end > known[holding.group].units or not len(holding.units):
@@ -271,9 +290,11 @@ class Layout(msgspec.Struct, frozen=True):
         """Each rank's holdings, in rank order."""
         return self.sharding.holdings(self.spec)
 
-    def holding(self, rank: int, group: str, layer: int) -> Holding:
-        """What ``rank`` holds of one layer of a group."""
-        return find_holding(self.holdings()[rank], group, layer)
+    def rank_holdings(self, rank: int) -> tuple[Holding, ...]:
+        """One rank's holdings, without working out those of the others."""
+        if not 0 <= rank < self.num_ranks:
+            raise InputError(f"there is no rank {rank}; the layout has 0..{self.num_ranks - 1}")
+        return self.sharding.rank_holdings(self.spec, rank)
 
     def __str__(self) -> str:
         replicas = f" × {self.dp} replicas" if self.dp > 1 else ""

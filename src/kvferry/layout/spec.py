@@ -22,6 +22,8 @@ from kvferry.layout.intervals import Span
 MAX_LAYERS = 4096
 MAX_UNITS = 65536
 MAX_GROUPS = 64
+# With 8 bytes an element and MAX_UNITS units, one token's row stays far below 2**62 bytes.
+MAX_ELEMENTS = 1 << 24
 
 
 class DType(StrEnum):
@@ -49,7 +51,7 @@ class DType(StrEnum):
             return cls(name.removeprefix("torch."))
         except ValueError:
             known = ", ".join(cls)
-            raise InputError(f"unknown dtype {text!r}; use one of {known}") from None
+            raise InputError(f"unknown dtype {text!r:.40}; use one of {known}") from None
 
 
 _WIDTHS = {
@@ -105,10 +107,11 @@ class Tensor(msgspec.Struct, frozen=True):
     elements: int
 
     def __post_init__(self) -> None:
-        if self.elements < 1:
+        if not 1 <= self.elements <= MAX_ELEMENTS:
             raise Refused.because(
-                ReasonCode.NO_UNITS,
-                f"tensor {self.name!r} has {self.elements} elements per unit; give it at least 1",
+                ReasonCode.NO_UNITS if self.elements < 1 else ReasonCode.TOO_LARGE,
+                f"tensor {self.name!r} has {self.elements} elements per unit; "
+                f"give it between 1 and {MAX_ELEMENTS}",
             )
 
     @property
@@ -184,7 +187,10 @@ class CacheSpec(msgspec.Struct, frozen=True):
             )
         names = [group.name for group in self.groups]
         if not 1 <= len(names) <= MAX_GROUPS or len(set(names)) != len(names):
-            raise InputError(f"a cache has 1 to {MAX_GROUPS} groups, each name once, not {names}")
+            raise InputError(
+                f"a cache has 1 to {MAX_GROUPS} groups, each name once, "
+                f"not {', '.join(names[:MAX_GROUPS]) or 'none'}"
+            )
         for group in self.groups:
             if group.layers[0] < 0 or group.layers[-1] >= self.num_layers:
                 raise InputError(

@@ -2,7 +2,7 @@
 
 The cost of a binding is that of its pages. Segments are worked out once per
 token set and reused by every layer and tensor; nothing here enumerates tokens
-or pieces. All arithmetic is 64-bit.
+or pieces. All arithmetic is 64-bit, and what would not fit is refused.
 
 Staging needs no second mechanism: a slot is one more side (``Image``), dense,
 with a single page as long as the parcel. Binding a source to it is a gather,
@@ -22,8 +22,8 @@ from kvferry.errors import InputError
 from kvferry.layout.intervals import Tokens
 from kvferry.layout.layout import Holding, Layout, find_holding
 from kvferry.layout.spec import Group, Slot
-from kvferry.plan.coalesce import Pieces, Stride, pieces_of
-from kvferry.plan.places import Base, Int64s, PageTable, Placement, PoolMap
+from kvferry.plan.coalesce import Grain, Pieces, Stride, pieces_of
+from kvferry.plan.places import MAX_OFFSET, Base, Int64s, PageTable, Placement, PoolMap
 from kvferry.plan.plan import Block, Move, Plan, Request
 
 
@@ -88,7 +88,7 @@ class Binding(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the runs path is open: one piece per page on both sides."""
+        """Whether the runs path is open: a full page is one piece on both sides."""
         return all(part.pieces.contiguous for part in self.parts)
 
     def merged(self) -> Binding:
@@ -111,17 +111,22 @@ def bind(
     source: Side | Image,
     target: Side | Image,
     blocks: Sequence[Block] | None = None,
+    *,
+    moves: Sequence[Move] | None = None,
 ) -> Binding:
     """Bind what ``pair.source`` owes ``pair.target``: all of it, or those blocks of it.
 
-    In an image the parts follow each other in the order of the blocks.
+    ``moves`` binds only those of the pair's moves. In an image the parts follow
+    each other in the order of the blocks.
     """
+    if moves is None:
+        moves = plan.between(*pair)
     if blocks is None:
-        blocks = plan.blocks(*pair, request)
+        blocks = plan.blocks_of(moves, request)
     parts: list[Part] = []
     offset = 0
     for block in blocks:
-        for whole in plan.between(*pair):
+        for whole in moves:
             move, tokens = _clipped(plan, whole, request, block)
             if not tokens.num_tokens:
                 continue
@@ -135,7 +140,7 @@ def bind(
                 _end(group, move, tokens, from_, source, offset),
                 _end(group, move, tokens, into, target, offset),
             )
-            offset += _move_bytes(group, move, tokens)
+            offset += _demand_fits(_move_bytes(group, move, tokens))
     return Binding(tuple(parts))
 
 
@@ -150,6 +155,12 @@ def _clipped(plan: Plan, move: Move, request: Request, block: Block) -> tuple[Mo
 def _move_bytes(group: Group, move: Move, tokens: Tokens) -> int:
     cells = len(group.layers_in(move.layers)) * len(move.units)
     return tokens.num_tokens * cells * group.unit_bytes
+
+
+def _demand_fits(num_bytes: int) -> int:
+    if num_bytes >= MAX_OFFSET:
+        raise InputError("a move carries 2**62 bytes or more; bind fewer tokens or layers at once")
+    return num_bytes
 
 
 def _describe(part: Part) -> Descriptors:
@@ -181,6 +192,14 @@ class _Rank(NamedTuple):
     unit: int
 
 
+class _Located(NamedTuple):
+    """Stretches of tokens at one end: the page's place in the table, its number, where inside."""
+
+    place: Int64s
+    page: Int64s
+    within: Int64s
+
+
 class _End(NamedTuple):
     """How one end keeps the tokens of one move, and where each tensor is.
 
@@ -200,15 +219,25 @@ class _End(NamedTuple):
         pages = np.arange(self.first // self.page_tokens + 1, last // self.page_tokens + 1)
         return -((self.first - pages * self.page_tokens) // self.advance)
 
-    def locate(self, starts: Int64s, group: str) -> tuple[Int64s, Int64s]:
-        """Page numbers of the tokens at ``starts``, and their positions inside."""
+    def locate(self, starts: Int64s, group: str) -> _Located:
+        """Where the tokens at ``starts`` are."""
         index, within = np.divmod(self.first + starts * self.advance, self.page_tokens)
         if index[0] < self.table.first_page or index[-1] >= self.table.end_page:
             raise InputError(
                 f"group {group!r} needs pages {index[0]}..{index[-1]} of the request, "
                 f"but {self.table!r} was given; pass every page that the tokens touch"
             )
-        return self.table.pages[index - self.table.first_page], within
+        return _Located(index, self.table.pages[index - self.table.first_page], within)
+
+
+def _full_segment(source: _End, target: _End) -> int:
+    """The tokens of a stretch that is as long as the two sides' pages let it be."""
+    ours, theirs = (-(-end.page_tokens // end.advance) for end in (source, target))
+    behind = (source.first - target.first) % ours
+    if ours == theirs and source.advance == target.advance == 1 and behind:
+        # Equal pages that begin at different tokens cut each other in two, always alike.
+        return max(behind, ours - behind)
+    return min(ours, theirs)
 
 
 def _end(
@@ -237,11 +266,13 @@ def _image_placements(
     cells = num_tokens * len(move.units)
     placements = []
     for tensor in group.tensors:
-        row = len(move.units) * tensor.unit_bytes
+        row, page = len(move.units) * tensor.unit_bytes, cells * tensor.unit_bytes
         bases = tuple(
             Base(layer, 0, offset + i * cells * group.unit_bytes) for i, layer in enumerate(layers)
         )
-        placements.append(Placement(group.name, tensor.name, 0, row, tensor.unit_bytes, 1, bases))
+        placements.append(
+            Placement(group.name, tensor.name, page, row, tensor.unit_bytes, 1, bases)
+        )
         offset += cells * tensor.unit_bytes
     return tuple(placements)
 
@@ -252,16 +283,14 @@ def _image_placements(
 class _Segments(NamedTuple):
     """Stretches of tokens that lie in one page on each side."""
 
-    source_page: Int64s
-    source_token: Int64s
-    target_page: Int64s
-    target_token: Int64s
+    source: _Located
+    target: _Located
     num_tokens: Int64s
 
 
 def _bind_move(group: Group, move: Move, num_tokens: int, source: _End, target: _End) -> list[Part]:
     segments = _segments(group.name, num_tokens, source, target)
-    _demand_distinct(group.name, segments)
+    _demand_distinct(group.name, segments.target)
     return [
         _part(group, index, move, segments, source, target) for index in range(len(group.tensors))
     ]
@@ -270,17 +299,17 @@ def _bind_move(group: Group, move: Move, num_tokens: int, source: _End, target: 
 def _segments(group: str, num_tokens: int, source: _End, target: _End) -> _Segments:
     zero = np.zeros(1, dtype=np.int64)
     edges = (zero, source.page_starts(num_tokens), target.page_starts(num_tokens))
-    starts = np.unique(np.concatenate(edges))
+    # Sorted by hand: numpy's own unique hashes, which takes far longer on page starts.
+    starts = np.sort(np.concatenate(edges))
+    starts = starts[np.diff(starts, prepend=-1) > 0]
     lengths = np.diff(starts, append=num_tokens)
-    return _Segments(*source.locate(starts, group), *target.locate(starts, group), lengths)
+    return _Segments(source.locate(starts, group), target.locate(starts, group), lengths)
 
 
-def _demand_distinct(group: str, segments: _Segments) -> None:
-    """Two stretches of a request in one place would overwrite each other."""
-    pages, tokens = segments.target_page, segments.target_token
-    new_page = np.flatnonzero(np.diff(pages, prepend=-1) | (tokens == 0))
-    visited = pages[new_page]
-    if len(np.unique(visited)) != len(visited):
+def _demand_distinct(group: str, target: _Located) -> None:
+    """Two pages of a request in one place would overwrite each other."""
+    visited = target.page[np.flatnonzero(np.diff(target.place, prepend=-1))]
+    if not np.diff(np.sort(visited)).all():
         raise InputError(f"a target page appears twice in the table of group {group!r}")
 
 
@@ -289,19 +318,24 @@ def _part(
 ) -> Part:
     tensor, layers = group.tensors[index], group.layers_in(move.layers)
     ours, theirs = source.placements[index], target.placements[index]
-    pieces = pieces_of(
-        _offsets(ours, source.unit, segments.source_page, segments.source_token),
-        _offsets(theirs, target.unit, segments.target_page, segments.target_token),
-        segments.num_tokens,
+    grain = Grain(
         Stride(ours.token_stride * source.advance, theirs.token_stride * target.advance),
         Stride(ours.unit_stride, theirs.unit_stride),
         len(move.units),
         tensor.unit_bytes,
+        _full_segment(source, target),
+    )
+    pieces = pieces_of(
+        _offsets(ours, source.unit, segments.source),
+        _offsets(theirs, target.unit, segments.target),
+        segments.num_tokens,
+        grain,
     )
     return Part(group.name, tensor.name, ours.bases_of(layers), theirs.bases_of(layers), pieces)
 
 
-def _offsets(placement: Placement, unit: int, pages: Int64s, tokens: Int64s) -> Int64s:
+def _offsets(placement: Placement, unit: int, at: _Located) -> Int64s:
+    pages = at.page
     if pages.min() < 0 or pages.max() >= placement.num_pages:
         raise InputError(
             f"group {placement.group!r} names page {pages.min()} or {pages.max()}, "
@@ -309,6 +343,6 @@ def _offsets(placement: Placement, unit: int, pages: Int64s, tokens: Int64s) -> 
         )
     return (
         pages * placement.page_stride
-        + tokens * placement.token_stride
+        + at.within * placement.token_stride
         + unit * placement.unit_stride
     )

@@ -6,6 +6,7 @@ Callers may override it; it never guesses what it was not given.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -38,17 +39,18 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
     maps_peer: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.bytes_per_s, self.copy_bytes_per_s, self.slot_bytes) <= 0:
-            raise InputError("bandwidth, copy speed and slot size must be above 0")
-        if min(self.descriptor_s, self.slot_s) < 0:
-            raise InputError("the cost of a descriptor and of a slot cannot be negative")
+        speeds = (self.bytes_per_s, self.copy_bytes_per_s, self.slot_bytes)
+        if not all(0 < speed < math.inf for speed in speeds):
+            raise InputError("bandwidth, copy speed and slot size must be above 0 and finite")
+        if not all(0 <= cost < math.inf for cost in (self.descriptor_s, self.slot_s)):
+            raise InputError("the cost of a descriptor and of a slot is 0 or more, and finite")
 
 
 class Shape(NamedTuple):
     """What the chooser needs to know of a parcel.
 
-    ``runs`` counts the pieces after merging; that path is open where every page
-    is one piece on both sides.
+    ``runs`` counts the pieces after merging; that path is open where a full page
+    is one piece on both sides (``contiguous``).
     """
 
     num_bytes: int

@@ -22,7 +22,11 @@ class Stride(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Per segment, ``rows × cols`` pieces of ``lengths`` bytes, relative to a layer's base."""
+    """Per segment, ``rows × cols`` pieces of ``lengths`` bytes, relative to a layer's base.
+
+    ``whole_pages``: a full page is one piece on both sides. A request's first
+    and last page need not be full, and may fall apart where the others do not.
+    """
 
     source: Int64s
     target: Int64s
@@ -31,6 +35,7 @@ class Pieces(NamedTuple):
     cols: Int64s
     row_stride: Stride
     col_stride: Stride
+    whole_pages: bool
 
     @property
     def num_pieces(self) -> int:
@@ -44,8 +49,11 @@ class Pieces(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether every segment is one piece on both sides: the condition for runs."""
-        return bool((self.rows == 1).all() and (self.cols == 1).all())
+        """Whether every page is one piece on both sides, or would be if it were full.
+
+        This is the condition for runs.
+        """
+        return self.whole_pages or self.num_pieces == len(self.lengths)
 
     def merged(self) -> Pieces:
         """Join neighbouring segments that touch on both sides."""
@@ -80,33 +88,52 @@ class Pieces(NamedTuple):
         )
 
 
-def pieces_of(
-    source: Int64s,
-    target: Int64s,
-    num_tokens: Int64s,
-    token_stride: Stride,
-    unit_stride: Stride,
-    num_units: int,
-    unit_bytes: int,
-) -> Pieces:
-    """Fuse as far as both sides allow: units into rows, tokens into columns, both, or neither.
+class Grain(NamedTuple):
+    """What a segment is made of: tokens of ``num_units`` units of ``unit_bytes``.
+
+    ``full_tokens`` is the length of a segment that fills a page.
+    """
+
+    token_stride: Stride
+    unit_stride: Stride
+    num_units: int
+    unit_bytes: int
+    full_tokens: int
+
+
+def pieces_of(source: Int64s, target: Int64s, num_tokens: Int64s, grain: Grain) -> Pieces:
+    """The pieces of segments of ``num_tokens`` tokens, each fused as far as both sides allow.
 
     ``source`` and ``target`` are the offsets of each segment's first unit.
     """
+    lengths, rows, cols = _fuse(num_tokens, grain)
+    _, full_rows, full_cols = _fuse(np.array([grain.full_tokens], dtype=np.int64), grain)
+    return Pieces(
+        source,
+        target,
+        lengths,
+        rows,
+        cols,
+        grain.token_stride,
+        grain.unit_stride,
+        whole_pages=bool(full_rows[0] == full_cols[0] == 1),
+    )
+
+
+def _fuse(num_tokens: Int64s, grain: Grain) -> tuple[Int64s, Int64s, Int64s]:
+    """Units into rows, tokens into columns, both, or neither: lengths, rows and columns."""
+    token_stride, unit_stride, num_units, unit_bytes, _ = grain
     one = np.ones_like(num_tokens)
     row_bytes = num_units * unit_bytes
     if num_units == 1 or unit_stride == (unit_bytes, unit_bytes):
         # A token's units lie together. Whole segments are one piece where rows follow
-        # each other without a gap, or where there is only one row.
-        dense = (token_stride == (row_bytes, row_bytes)) | (num_tokens == 1)
-        lengths, rows, cols = np.where(dense, num_tokens, 1) * row_bytes, num_tokens, one
-        rows = np.where(dense, 1, rows)
-    elif token_stride == (unit_bytes, unit_bytes):
+        # each other without a gap.
+        if token_stride == (row_bytes, row_bytes):
+            return num_tokens * row_bytes, one, one
+        return one * row_bytes, num_tokens, one
+    if token_stride == (unit_bytes, unit_bytes):
         # A unit's tokens lie together; units follow without a gap only in a full page.
         column = num_tokens * unit_bytes
         dense = (column == unit_stride.source) & (column == unit_stride.target)
-        lengths = np.where(dense, num_units, 1) * column
-        rows, cols = one, np.where(dense, 1, num_units)
-    else:
-        lengths, rows, cols = one * unit_bytes, num_tokens, one * num_units
-    return Pieces(source, target, lengths, rows, cols, token_stride, unit_stride)
+        return np.where(dense, num_units, 1) * column, one, np.where(dense, 1, num_units)
+    return one * unit_bytes, num_tokens, one * num_units

@@ -2,22 +2,28 @@
 
 Page tables are made up: either no two pages of the request are neighbours,
 which is what a busy server has, or all of them are. The pieces are then counted
-by the same binding that moves real bytes.
+by the same binding that moves real bytes. All ranks get the same made-up pages,
+so moves that are alike in size and position fall apart alike and are bound once.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.layout.layout import Layout
+from kvferry.errors import InputError
+from kvferry.layout.intervals import Span, Tokens
+from kvferry.layout.layout import Holding, Layout, find_holding
 from kvferry.layout.spec import Slot
 from kvferry.plan.bind import Pair, Side, bind
 from kvferry.plan.choose import Choice, Constants, Path, Shape, choose, num_slots, shape_of
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Move, Plan, Request
+
+# Pages that an estimate looks at, over all moves that differ: two seconds at most.
+MAX_PAGE_VISITS = 1 << 23
 
 
 class MoveEstimate(NamedTuple):
@@ -87,31 +93,77 @@ def estimate(
     override: Path | None = None,
 ) -> Estimate:
     """Bind every move to made-up pages, choose its path and predict its time."""
-
-    @cache
-    def side(role: str, rank: int) -> Side:
-        layout = plan.source if role == "source" else plan.target
-        return _made_up_side(layout, rank, request.num_tokens, scattered)
-
-    rows = []
-    for move in plan.moves:
-        if not plan.tokens_of(move, request).num_tokens:
-            continue
-        ends = side("source", move.source), side("target", move.target)
-        only = Plan(plan.source, plan.target, (move,))
-        shape = shape_of(bind(only, Pair(move.source, move.target), request, *ends))
-        rows.append(MoveEstimate(move, shape, choose(shape, constants, override)))
+    moves = [
+        (move, _likeness(plan, move, tokens))
+        for move in plan.moves
+        if (tokens := plan.tokens_of(move, request)).num_tokens
+    ]
+    examples = {likeness: move for move, likeness in moves}
+    _demand_few_pages(examples)
+    shapes = {one: _shape(plan, move, request, one, scattered) for one, move in examples.items()}
+    choices = {one: choose(shape, constants, override) for one, shape in shapes.items()}
+    rows = [MoveEstimate(move, shapes[one], choices[one]) for move, one in moves]
     return Estimate(tuple(rows), constants)
 
 
-def _made_up_side(layout: Layout, rank: int, num_tokens: int, scattered: bool) -> Side:
-    gap = 2 if scattered else 1
-    num_pages = -(-num_tokens // layout.page_tokens)
-    pools = contiguous_pools(layout, rank, num_pages * gap)
-    tables = {
-        group.name: PageTable(
-            [0] if isinstance(group.kind, Slot) else np.arange(num_pages, dtype=np.int64) * gap
+class _End(NamedTuple):
+    """What decides how a move falls apart at one end: strides, page boundaries, pages."""
+
+    num_units: int
+    first: int
+    advance: int
+    pages: Span
+
+
+class _Likeness(NamedTuple):
+    """Moves that agree in this fall into the same number of pieces."""
+
+    group: str
+    num_layers: int
+    num_units: int
+    num_tokens: int
+    source: _End
+    target: _End
+
+
+def _likeness(plan: Plan, move: Move, tokens: Tokens) -> _Likeness:
+    group = plan.spec.group(move.group)
+    layers = group.layers_in(move.layers)
+
+    def end(layout: Layout, holdings: tuple[Holding, ...]) -> _End:
+        held = find_holding(holdings, move.group, layers[0])
+        if isinstance(group.kind, Slot):
+            return _End(len(held.units), 0, 1, Span(0, 1))
+        first, last = (held.tokens.local_index(at) for at in (tokens.first, tokens.last))
+        pages = Span(first // layout.page_tokens, last // layout.page_tokens + 1)
+        return _End(len(held.units), first, tokens.step // held.tokens.step, pages)
+
+    source = end(plan.source, plan.held[move.source])
+    target = end(plan.target, plan.wanted[move.target])
+    num_tokens = tokens.num_tokens
+    return _Likeness(move.group, len(layers), len(move.units), num_tokens, source, target)
+
+
+def _demand_few_pages(examples: Iterable[_Likeness]) -> None:
+    """Refuse what would take minutes and gigabytes to count."""
+    visits = sum(len(end.pages) for one in examples for end in (one.source, one.target))
+    if visits > MAX_PAGE_VISITS:
+        raise InputError(
+            f"the estimate would look at {visits} pages of the request "
+            f"(limit {MAX_PAGE_VISITS}); use a larger page or fewer tokens"
         )
-        for group in layout.spec.groups
-    }
-    return Side(pools.map, tables)
+
+
+def _shape(plan: Plan, move: Move, request: Request, likeness: _Likeness, scattered: bool) -> Shape:
+    gap = 2 if scattered else 1
+    pair = Pair(move.source, move.target)
+    source = _made_up_side(plan.source, move.source, move.group, likeness.source.pages, gap)
+    target = _made_up_side(plan.target, move.target, move.group, likeness.target.pages, gap)
+    return shape_of(bind(plan, pair, request, source, target, moves=(move,)))
+
+
+def _made_up_side(layout: Layout, rank: int, group: str, pages: Span, gap: int) -> Side:
+    """Pages that lie ``gap`` apart, for one group and no more of the request than it needs."""
+    pools = contiguous_pools(layout, rank, pages.end * gap)
+    table = np.arange(pages.first, pages.end, dtype=np.int64) * gap
+    return Side(pools.map, {group: PageTable(table, pages.first)})

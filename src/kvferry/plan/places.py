@@ -4,6 +4,9 @@ A placement says, for one tensor of one group, how far apart pages, tokens and
 units are and where each layer begins inside a registered region. That is enough
 for NHD and HND, for one tensor per layer or one for all, for K and V apart or
 packed. The map can be sent to a peer; addresses enter only at the transport.
+
+Offsets are 64-bit. A placement that could produce one of ``MAX_OFFSET`` or more
+is refused when it is made, so the arithmetic on it never wraps.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvferry.errors import InputError
-from kvferry.layout.layout import Layout, Order
-from kvferry.layout.spec import Group, Slot, Tensor
+from kvferry.layout.layout import MAX_PAGE_TOKENS, Layout, Order
+from kvferry.layout.spec import MAX_UNITS, Group, Slot, Tensor
 
 Int64s = NDArray[np.int64]
+MAX_OFFSET = 1 << 62
 
 
 class Base(msgspec.Struct, frozen=True, array_like=True):
@@ -43,14 +47,37 @@ class Placement(msgspec.Struct, frozen=True):
     num_pages: int
     bases: tuple[Base, ...]
 
+    def __post_init__(self) -> None:
+        numbers = [self.page_stride, self.token_stride, self.unit_stride, self.num_pages]
+        numbers += [number for base in self.bases for number in (base.region, base.offset)]
+        if min(numbers) < 0:
+            raise InputError(
+                f"{self.group}.{self.tensor} has a negative stride, offset, region or number "
+                f"of pages; give none below 0"
+            )
+        if max(*numbers, self._reach()) >= MAX_OFFSET:
+            raise InputError(
+                f"{self.group}.{self.tensor} could lie 2**62 bytes or more into its region; "
+                f"use fewer or smaller pages"
+            )
+
+    def _reach(self) -> int:
+        """A bound on every offset, whatever page, token and unit are asked for."""
+        return (
+            max((base.offset for base in self.bases), default=0)
+            + self.num_pages * self.page_stride
+            + MAX_PAGE_TOKENS * self.token_stride
+            + MAX_UNITS * self.unit_stride
+        )
+
     def bases_of(self, layers: tuple[int, ...]) -> tuple[Base, ...]:
         """The bases of those layers, in that order."""
         known = {base.layer: base for base in self.bases}
         missing = [layer for layer in layers if layer not in known]
         if missing:
             raise InputError(
-                f"{self.group}.{self.tensor} has no memory for layers {missing}; "
-                f"register every layer that this rank holds"
+                f"{self.group}.{self.tensor} has no memory for layer {missing[0]} and "
+                f"{len(missing) - 1} more; register every layer that this rank holds"
             )
         return tuple(known[layer] for layer in layers)
 
@@ -79,9 +106,12 @@ class PageTable:
     __slots__ = ("first_page", "pages")
 
     def __init__(self, pages: ArrayLike, first_page: int = 0) -> None:
-        self.pages: Int64s = np.asarray(pages, dtype=np.int64)
+        try:
+            self.pages: Int64s = np.asarray(pages, dtype=np.int64)
+        except (OverflowError, TypeError, ValueError):
+            raise InputError("a page table is a flat list of 64-bit page numbers") from None
         self.first_page = first_page
-        if self.pages.ndim != 1 or first_page < 0:
+        if self.pages.ndim != 1 or not 0 <= first_page < MAX_OFFSET:
             raise InputError("a page table is a flat list of page numbers from page 0 or later on")
 
     @property
@@ -107,7 +137,7 @@ def contiguous_pools(layout: Layout, rank: int, num_pages: int, num_rows: int = 
     """
     placements: list[Placement] = []
     sizes: list[int] = []
-    held = layout.holdings()[rank]
+    held = layout.rank_holdings(rank)
     for group in (
         group for group in layout.spec.groups if any(h.group == group.name for h in held)
     ):

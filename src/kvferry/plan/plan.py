@@ -8,6 +8,7 @@ receiver both read their duties from it, so they cannot disagree.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import msgspec
@@ -19,6 +20,9 @@ from kvferry.layout.spec import CacheSpec
 
 # Part of every digest: bump it when the meaning of a move changes.
 PLAN_FORMAT = "kvferry-plan-1"
+
+# A bound on a request, so that positions times strides stay within 64 bits.
+MAX_TOKENS = 1 << 30
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -52,6 +56,10 @@ class Request(msgspec.Struct, frozen=True):
     prefix: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.num_tokens <= MAX_TOKENS:
+            raise InputError(
+                f"a request has between 0 and {MAX_TOKENS} tokens, not {self.num_tokens}"
+            )
         if not 0 <= self.prefix <= self.num_tokens:
             raise InputError(
                 f"a request of {self.num_tokens} tokens cannot have a prefix of {self.prefix}; "
@@ -107,21 +115,31 @@ class Plan:
             pairs.setdefault((move.source, move.target), []).append(move)
         return {pair: tuple(moves) for pair, moves in pairs.items()}
 
+    @cached_property
+    def _targets(self) -> dict[int, tuple[int, ...]]:
+        """For each source that works, its targets, ascending."""
+        return _grouped((source, target) for source, target in self._by_pair)
+
+    @cached_property
+    def _sources(self) -> dict[int, tuple[int, ...]]:
+        """For each target that gets something, its sources, ascending."""
+        return _grouped((target, source) for source, target in self._by_pair)
+
     def between(self, source: int, target: int) -> tuple[Move, ...]:
         """What ``source`` owes ``target``; empty where it owes nothing."""
         return self._by_pair.get((source, target), ())
 
     def targets_of(self, source: int) -> tuple[int, ...]:
         """The targets that ``source`` sends to, ascending."""
-        return tuple(sorted(target for one, target in self._by_pair if one == source))
+        return self._targets.get(source, ())
 
     def sources_of(self, target: int) -> tuple[int, ...]:
         """The sources that ``target`` receives from, ascending."""
-        return tuple(sorted(source for source, one in self._by_pair if one == target))
+        return self._sources.get(target, ())
 
     @cached_property
     def _idle(self) -> tuple[int, ...]:
-        working = {source for source, _ in self._by_pair} | {self.source.lead}
+        working = {*self._targets, self.source.lead}
         return tuple(rank for rank in range(self.source.num_ranks) if rank not in working)
 
     def contacts(self, target: int) -> tuple[int, ...]:
@@ -144,8 +162,12 @@ class Plan:
 
     def blocks(self, source: int, target: int, request: Request) -> tuple[Block, ...]:
         """Everything that ``source`` owes ``target`` for one request, in disjoint blocks."""
+        return self.blocks_of(self.between(source, target), request)
+
+    def blocks_of(self, moves: Sequence[Move], request: Request) -> tuple[Block, ...]:
+        """Everything that these moves of one pair carry for one request, in disjoint blocks."""
         spans: dict[str, list[Span]] = {}
-        for move in self.between(source, target):
+        for move in moves:
             if self.tokens_of(move, request).num_tokens:
                 spans.setdefault(move.group, []).append(move.layers)
         return tuple(
@@ -189,3 +211,11 @@ class Plan:
         from kvferry.plan.describe import as_text  # noqa: PLC0415
 
         return as_text(self)
+
+
+def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    """What each first number is paired with, ascending."""
+    groups: dict[int, list[int]] = {}
+    for key, value in sorted(pairs):
+        groups.setdefault(key, []).append(value)
+    return {key: tuple(values) for key, values in groups.items()}

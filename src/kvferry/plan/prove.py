@@ -1,23 +1,27 @@
 """The proof that a plan is right: ``check`` paints what each target would receive.
 
-It shares no step with the planner. For every target it paints each move onto a
-dense grid of (token, layer, unit) and demands that each cell of what the target
-holds was painted exactly once, by a source that holds it, at the right local
-index. Tokens are painted by representatives: between two edges the pattern
-repeats with the common period, so one period speaks for all of them.
+It shares no step with the planner. Every move must lie within what its source
+and its target hold, at the right local index. Then, for every target, each move
+is painted onto a dense grid of (token, layer, unit) that is as large as what
+the target holds, and each cell must have been painted exactly once. Tokens are
+painted by representatives: between two edges the pattern repeats with the
+common period, so one period speaks for all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.errors import BrokenPlan
-from kvferry.layout.intervals import Tokens
+from kvferry.layout.intervals import Span, Tokens
 from kvferry.layout.layout import Holding
 from kvferry.plan.plan import Move, Plan
+
+Counts = NDArray[np.int32]
 
 
 def check(plan: Plan) -> None:
@@ -45,10 +49,17 @@ def _check_ends(plan: Plan, move: Move) -> None:
         if not 0 <= rank < len(ranks):
             raise BrokenPlan(f"{move!r} names {role} {rank}, which does not exist")
         fitting = [holding for holding in ranks[rank] if _fits(move, holding)]
-        if not all(any(layer in holding.layers for holding in fitting) for layer in layers):
+        if not _all_in(layers, fitting):
             raise BrokenPlan(f"{move!r} goes beyond what its {role} holds")
         if local_unit != move.units.first - fitting[0].units.first:
             raise BrokenPlan(f"{move!r} begins at the wrong unit of its {role}")
+
+
+def _all_in(layers: tuple[int, ...], holdings: Sequence[Holding]) -> bool:
+    span = Span(layers[0], layers[-1] + 1)
+    if any(holding.layers.covers(span) for holding in holdings):
+        return True
+    return all(any(layer in holding.layers for holding in holdings) for layer in layers)
 
 
 def _fits(move: Move, holding: Holding) -> bool:
@@ -66,22 +77,14 @@ def _within(inner: Tokens, outer: Tokens) -> bool:
 def _check_target(
     plan: Plan, target: int, name: str, holdings: list[Holding], moves: list[Move]
 ) -> None:
-    group = plan.spec.group(name)
-    patterns = [move.tokens for move in moves] + [holding.tokens for holding in holdings]
-    tokens = np.array(_representatives(patterns), dtype=np.int64)
-    layers = np.array(group.layers, dtype=np.int64)
-    expected = np.zeros((len(tokens), len(layers), group.units), dtype=np.int32)
-    painted = np.zeros_like(expected)
-    for holding in holdings:
-        _paint(expected, tokens, layers, holding)
-    for move in moves:
-        _paint(painted, tokens, layers, move)
+    grid = _Grid(plan, name, holdings, moves)
+    expected, painted = grid.paint(holdings), grid.paint(moves)
     if not np.array_equal(expected, painted):
         token, layer, unit = (int(i[0]) for i in np.nonzero(expected != painted))
         raise BrokenPlan(
-            f"target {target} would get group {name!r} layer {layers[layer]} unit {unit} "
-            f"token {tokens[token]} {painted[token, layer, unit]} times, "
-            f"not {expected[token, layer, unit]}"
+            f"target {target} would get group {name!r} layer {grid.layers[layer]} "
+            f"unit {grid.units.first + unit} token {grid.tokens[token]} "
+            f"{painted[token, layer, unit]} times, not {expected[token, layer, unit]}"
         )
 
 
@@ -93,16 +96,35 @@ def _representatives(patterns: Iterable[Tokens]) -> list[int]:
     return sorted({token for edge in edges for token in range(edge, edge + period)})
 
 
-def _paint(
-    grid: np.ndarray[tuple[int, int, int], np.dtype[np.int32]],
-    tokens: np.ndarray[tuple[int], np.dtype[np.int64]],
-    layers: np.ndarray[tuple[int], np.dtype[np.int64]],
-    block: Holding | Move,
-) -> None:
-    pattern = block.tokens
-    inside = (tokens >= pattern.first) & ((tokens - pattern.first) % pattern.step == 0)
-    if pattern.end is not None:
-        inside &= tokens < pattern.end
-    in_layers = (layers >= block.layers.first) & (layers < block.layers.end)
-    rows = np.ix_(inside, in_layers, np.arange(block.units.first, block.units.end))
-    grid[rows] += 1
+class _Grid:
+    """What one target holds of one group, with representatives for its tokens."""
+
+    def __init__(
+        self, plan: Plan, name: str, holdings: Sequence[Holding], moves: Sequence[Move]
+    ) -> None:
+        group = plan.spec.group(name)
+        held = {layer for holding in holdings for layer in group.layers_in(holding.layers)}
+        patterns = [holding.tokens for holding in holdings] + [move.tokens for move in moves]
+        self.tokens = np.array(_representatives(patterns), dtype=np.int64)
+        self.layers = np.array(sorted(held), dtype=np.int64)
+        self.units = Span(
+            min(holding.units.first for holding in holdings),
+            max(holding.units.end for holding in holdings),
+        )
+
+    def paint(self, blocks: Sequence[Holding] | Sequence[Move]) -> Counts:
+        """How many of the blocks contain each cell."""
+        shape = (len(self.tokens), len(self.layers), len(self.units))
+        counts = np.zeros(shape, dtype=np.int32)
+        for block in blocks:
+            first, end = np.searchsorted(self.layers, (block.layers.first, block.layers.end))
+            units = slice(block.units.first - self.units.first, block.units.end - self.units.first)
+            counts[self._inside(block.tokens), first:end, units] += 1
+        return counts
+
+    def _inside(self, pattern: Tokens) -> NDArray[np.bool_]:
+        tokens = self.tokens
+        inside = (tokens >= pattern.first) & ((tokens - pattern.first) % pattern.step == 0)
+        if pattern.end is not None:
+            inside &= tokens < pattern.end
+        return np.asarray(inside)

@@ -7,10 +7,13 @@ step asks which side has more ranks, or whether anything is replicated.
 
 **Sharing.** With k holders and n takers of a cell of L layers, the takers'
 demands are laid end to end on a line of n·L layers and the line is cut into k
-equal parts, one for each holder. That gives one holder to one taker where
-k = n, an even split of the layers where n = 1, and in every case the fewest
-moves an even split can have. A cell with fewer layers than holders leaves some
-of them idle; the ones that work rotate from cell to cell.
+parts, one for each holder in rank order. That gives one holder to one taker
+where k = n, an even split of the layers where n = 1, and in every case the
+fewest moves an even split can have. Where the line does not divide by k, the
+layers left over go to the holders that have the least to carry so far, one
+each. So ranks that hold the same things differ by no more than one layer of one
+cell in the end, over however many cells. A cell with fewer layers than holders
+leaves some of them idle, and the next cell is theirs.
 
 Tokens are never enumerated: a token class is a residue modulo the least common
 multiple of the strides in use, between the few positions where a stated span
@@ -19,10 +22,13 @@ begins or ends.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import or_
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -36,7 +42,10 @@ from kvferry.plan.plan import Move, Plan
 
 # A bound on the token classes of one group. Interleavings that are coprime and
 # large multiply; nobody runs one, and a hostile layout must not cost minutes.
-MAX_TOKEN_CLASSES = 8192
+MAX_TOKEN_CLASSES = 1024
+
+# A bound on all cells of one group, for the same reason.
+MAX_CELLS = 1 << 17
 
 
 class _Held(NamedTuple):
@@ -65,10 +74,11 @@ def reshard(source: Layout, target: Layout) -> Plan:
     for group in source.spec.groups:
         sources, targets = _of_group(held, group.name), _of_group(wanted, group.name)
         _demand_complete(group, targets)
+        loads: Counter[int] = Counter()
         raw = (
             move
-            for ordinal, cell in enumerate(_cells(group, sources, targets))
-            for move in _share(group.name, ordinal, cell)
+            for cell in _cells(group, sources, targets)
+            for move in _share(group.name, cell, loads)
         )
         moves += sorted(_merge(group, raw), key=_canonical)
     return Plan(source, target, tuple(moves))
@@ -102,11 +112,12 @@ def _cells(
     layer_cuts = _cuts(holding.layers for holding in holdings)
     unit_cuts = _cuts(holding.units for holding in holdings)
     classes = token_classes([holding.tokens for holding in holdings], group.name)
+    _demand_few(group, len(layer_cuts) * len(unit_cuts) * len(classes))
     axes = [
         (
             _interval_masks(side, layer_cuts, lambda h: h.layers),
             _interval_masks(side, unit_cuts, lambda h: h.units),
-            [_class_mask(side, tokens) for tokens in classes],
+            _class_masks(side, classes),
         )
         for side in (sources, targets)
     ]
@@ -146,9 +157,17 @@ def _interval_masks(
     return masks
 
 
-def _class_mask(side: list[_Held], tokens: Tokens) -> int:
+def _class_masks(side: list[_Held], classes: list[Tokens]) -> list[int]:
+    """For each token class, the bits of the holdings that contain it."""
+    # Many ranks hold the same token set; few sets are asked about each class.
+    holders: dict[Tokens, int] = {}
+    for bit, held in enumerate(side):
+        holders[held.holding.tokens] = holders.get(held.holding.tokens, 0) | 1 << bit
     # A class never straddles a holding's edge, so its first token speaks for all.
-    return sum(1 << bit for bit, held in enumerate(side) if tokens.first in held.holding.tokens)
+    return [
+        functools.reduce(or_, (mask for held, mask in holders.items() if tokens.first in held), 0)
+        for tokens in classes
+    ]
 
 
 def _pick(side: list[_Held], mask: int) -> list[_Held]:
@@ -186,20 +205,35 @@ def token_classes(sets: Sequence[Tokens], group: str) -> list[Tokens]:
 # ---------------------------------------------------------------- sharing
 
 
-def _share(group: str, ordinal: int, cell: _Cell) -> Iterator[Move]:
-    """Cut the takers' demands, laid end to end, into equal parts for the holders."""
-    num_sources, num_layers = len(cell.sources), len(cell.layers)
-    line = len(cell.targets) * num_layers
-    turn = ordinal if line < num_sources else 0
-    for index in range(num_sources):
-        begin, end = index * line // num_sources, (index + 1) * line // num_sources
-        held = cell.sources[(index + turn) % num_sources]
+def _share(group: str, cell: _Cell, loads: Counter[int]) -> Iterator[Move]:
+    """Cut the takers' demands, laid end to end, into even parts for the holders.
+
+    ``loads`` is what each source has to carry of the group so far.
+    """
+    num_layers = len(cell.layers)
+    begin = 0
+    for held, share in zip(cell.sources, _shares(cell, loads), strict=True):
+        end = begin + share
+        # Every token class of a group has the same step, so classes weigh the same.
+        loads[held.rank] += share * len(cell.units)
         while begin < end:
             which, offset = divmod(begin, num_layers)
             stop = min(end, (which + 1) * num_layers)
             layers = cell.layers[offset : offset + stop - begin]
             yield _move(group, cell, held, cell.targets[which], layers)
             begin = stop
+
+
+def _shares(cell: _Cell, loads: Counter[int]) -> list[int]:
+    """How many layers of the line each holder gets, in the order of the holders."""
+    holders = range(len(cell.sources))
+    base, extra = divmod(len(cell.targets) * len(cell.layers), len(holders))
+    ranks = [held.rank for held in cell.sources]
+    lightest = sorted(holders, key=lambda i: (loads[ranks[i]], ranks[i]))[:extra] if extra else []
+    shares = [base] * len(holders)
+    for index in lightest:
+        shares[index] += 1
+    return shares
 
 
 def _move(group: str, cell: _Cell, source: _Held, target: _Held, layers: tuple[int, ...]) -> Move:
@@ -273,6 +307,16 @@ def _demand_complete(group: Group, targets: list[_Held]) -> None:
     model = Holding(group.name, Span(0, group.layers[-1] + 1), Span(0, group.units))
     for _ in _cells(group, targets, [_Held(0, model)], holders="decode"):
         pass
+
+
+def _demand_few(group: Group, num_cells: int) -> None:
+    """Refuse what would take minutes to plan, before it does."""
+    if num_cells > MAX_CELLS:
+        raise Refused.because(
+            ReasonCode.TOO_LARGE,
+            f"group {group.name!r} would be planned in {num_cells} cells (limit {MAX_CELLS}); "
+            f"use sizes that divide each other, or fewer ranks",
+        )
 
 
 def _incomplete(

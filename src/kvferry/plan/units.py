@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 _BYTE_STEPS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_MOST_BYTES = 10**6 << 60
+_MOST_SECONDS = 1e9
 _SECOND_STEPS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
@@ -10,6 +14,8 @@ def human_bytes(n: int) -> str:
     """``n`` bytes with a binary unit and three significant digits: ``1.50 GiB``."""
     if abs(n) < 1024:
         return f"{n} B"
+    if abs(n) > _MOST_BYTES:
+        return f"{'-' if n < 0 else ''}over a million EiB"
     value = float(n)
     unit = "B"
     for step in _BYTE_STEPS:
@@ -22,8 +28,12 @@ def human_bytes(n: int) -> str:
 
 def human_seconds(s: float) -> str:
     """``s`` seconds with the unit that suits: ``1.50 ms``, ``12.0 µs``, ``3 min 20 s``."""
+    if math.isnan(s):
+        return "unknown"
     if s == 0:
         return "0 s"
+    if abs(s) > _MOST_SECONDS:
+        return f"{'-' if s < 0 else ''}over 30 years"
     if abs(s) >= 59.95:
         minutes, seconds = divmod(round(abs(s)), 60)
         return f"{'-' if s < 0 else ''}{minutes} min {seconds} s"

@@ -17,7 +17,7 @@ def pools_problem(layout: Layout, rank: int, pools: PoolMap) -> str | None:
     """Whether the pools have memory for everything that the layout says the rank holds."""
     if rank >= layout.num_ranks:
         return f"rank {rank} is not among the layout's {layout.num_ranks}"
-    for holding in layout.holdings()[rank]:
+    for holding in layout.rank_holdings(rank):
         group = layout.spec.group(holding.group)
         for tensor in group.tensors:
             try:

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from kvferry.errors import KvferryError
 from kvferry.ids import MAX_ID, Peer, Session
-from kvferry.protocol.messages import VERSION, Body, Envelope
+from kvferry.protocol.messages import MAX_COUNT, VERSION, Body, Envelope
 
 MAX_FRAME_BYTES = 8 << 20
 MAGIC = "kvf"
@@ -45,7 +45,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     sender: Peer
     incarnation: Annotated[int, Meta(ge=0, le=MAX_ID)]
     session: Session
-    seq: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    seq: Annotated[int, Meta(ge=0, le=MAX_COUNT)]
     body: msgspec.Raw
 
 

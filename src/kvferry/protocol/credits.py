@@ -74,6 +74,13 @@ class CreditBook:
         del self.scattering[slot]
         self.free.append(slot)
 
+    def stop(self, key: AccountKey) -> None:
+        """Grant the account nothing more: its room has failed."""
+        account = self.accounts.get(key)
+        if account:
+            account.wanted = account.granted
+        self._queue.pop(key, None)
+
     def settle(self, key: AccountKey) -> None:
         """Close an account whose source provably writes no more; its slots become free."""
         account = self.accounts.pop(key, None)

@@ -43,7 +43,7 @@ def diagrams() -> str:
     Steps that change nothing (a state to itself) are left out of the drawings.
     """
     link = _begins(LinkState.GREETING, "target says Hello")
-    link += _begins(LinkState.UP, "source takes a Hello")
+    link += _begins(LinkState.GREETING, "source says Welcome")
     link += _inside(LINK)
     link += _ends(LinkState.LOST, "nothing waits for proof") + _ends(LinkState.GONE, "forgotten")
     leg = _begins(LegState.CONNECTING, "engine wants the room")
@@ -52,9 +52,10 @@ def diagrams() -> str:
     room = _begins(RoomState.EARLY, "Offer came") + _begins(RoomState.WARNED, "Abort came")
     room += _begins(RoomState.OPEN, "engine opens it")
     room += _inside(SOURCE_ROOM)
-    room += _ends(RoomState.EARLY, "expired") + _ends(RoomState.WARNED, "expired")
+    for brief in (RoomState.EARLY, RoomState.WARNED, RoomState.OVER):
+        room += _ends(brief, "expired")
     room += _ends(RoomState.FINISHED, "Complete from every target")
-    room += _ends(RoomState.FAILING, "last write has ended")
+    room += _ends(RoomState.FAILING, "last write ended, every target heard")
     lane = _begins(LaneState.SENDING, "Offer taken")
     lane += _inside(LANE)
     lane += _ends(LaneState.CLOSED, "Complete came")

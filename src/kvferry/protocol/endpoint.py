@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
@@ -43,6 +44,9 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
+
+# Plans are kept for the layouts last seen; an instance has one, and there are few.
+MAX_PLANS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +112,12 @@ class Endpoint(ABC):
 
     def wakeup(self) -> float | None:
         """When the next ``Tick`` has something to do; None if there is nothing to wait for."""
-        return min(self._timers(), default=None)
+        soonest = min(self._timers(), default=inf)
+        return None if soonest == inf else soonest
+
+    @property
+    def _any_lost(self) -> bool:
+        return any(link.state is LinkState.LOST for link in self.links.values())
 
     # ------------------------------------------------------------ for the machines
 
@@ -139,7 +148,10 @@ class Endpoint(ABC):
     def _plan_with(self, other: Layout) -> Plan:
         """The plan with that peer's layout. Raises ``Refused``."""
         if other not in self._plans:
-            self._plans[other] = self._make_plan(other)
+            plan = self._make_plan(other)
+            if len(self._plans) >= MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[other] = plan
         return self._plans[other]
 
     @abstractmethod
@@ -171,16 +183,25 @@ class Endpoint(ABC):
         link = self._link_of(envelope)
         if link is None or not self._in_order(link, envelope):
             return
-        link.heard_at = self._now
+        self._heard_from(link)
+        if link.session not in self.links:
+            return
         handler = self.MESSAGES.get(type(envelope.body))
         if handler is None:
             self.counts["misdirected"] += 1
             return
         getattr(self, handler)(link, envelope.body)
 
+    def _heard_from(self, link: Link) -> None:
+        link.heard_at = self._now
+
+    def _find(self, envelope: Envelope) -> Link | None:
+        """The link of the session that a frame names."""
+        return self.links.get(envelope.session)
+
     def _link_of(self, envelope: Envelope) -> Link | None:
         """The link that a frame belongs to, if it belongs to one."""
-        link = self.links.get(envelope.session)
+        link = self._find(envelope)
         if link is None or link.peer != envelope.sender:
             self._unknown_session(envelope)
             return None
@@ -236,7 +257,7 @@ class Endpoint(ABC):
         if link.incarnation is not None:
             self._do(Disconnect(link.peer, link.incarnation, link.session))
         text = message or f"lost {link.peer}"
-        self._link_lost(link, Failure(code, text))
+        self._link_lost(link, Failure.of(code, text))
         self._drop_if_unneeded(link)
 
     def _drop_if_unneeded(self, link: Link) -> None:

@@ -2,7 +2,9 @@
 
 A target greets a source with what it holds and where it may be written. The
 source derives the plan and answers with its digest; the target has derived the
-same plan from what it knew of the source, and the two must agree.
+same plan from what it knew of the source, and the two must agree. The answer
+completes the session's name, so nothing that was said in an earlier session can
+pass for this one, and a Hello that was delayed for ages leads nowhere.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from kvferry.protocol.endpoint import Endpoint, Link
 from kvferry.protocol.events import Received, Send
 from kvferry.protocol.messages import (
     Envelope,
+    Heartbeat,
     Hello,
     RefusalCode,
     Refuse,
     Staging,
     Welcome,
 )
-from kvferry.protocol.outcome import FailureCode
+from kvferry.protocol.outcome import MAX_TEXT, FailureCode
 from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
 
 
@@ -78,20 +81,51 @@ class Greeter(Endpoint):
     def _greet(self, link: Link) -> None:
         self._say(link, Hello(self.fingerprint, self.layout, self.pools, self.staging))
 
+    def _find(self, envelope: Envelope) -> Link | None:
+        link = self.links.get(envelope.session)
+        if link is None and isinstance(envelope.body, Welcome):
+            link = self._name(envelope)
+        return link
+
+    def _name(self, envelope: Envelope) -> Link | None:
+        """The greeting that a Welcome answers; from now on its session has both halves."""
+        link = self.links.get(envelope.session.greeting)
+        if link is None or link.peer != envelope.sender:
+            return None
+        del self.links[link.session]
+        link.session = envelope.session
+        self.links[link.session] = link
+        return link
+
     def _on_welcome(self, link: Link, body: Welcome) -> None:
         if link.state is not LinkState.GREETING:
             return
+        problem = self._misfit(link, body)
+        if problem:
+            self._note(link, problem)
+            self._lose(link, FailureCode.REFUSED, f"{problem.code}: {problem.message}")
+            return
+        link.state = advance(LINK, link.state, LinkStep.FITS)
+        before = link.seq_out
+        self._link_up(link)
+        if link.seq_out == before:
+            # The source waits for a first frame with the whole session's name.
+            self._say(link, Heartbeat())
+
+    def _misfit(self, link: Link, body: Welcome) -> Refuse | None:
         if body.fingerprint != self.fingerprint:
-            self._lose(link, FailureCode.REFUSED, f"{link.peer} serves another model")
-        elif body.layout != link.plan.source or body.digest != link.plan.digest:
-            text = f"{link.peer} derived another plan; give both sides one version"
-            self._lose(link, FailureCode.REFUSED, text)
-        else:
-            link.state = advance(LINK, link.state, LinkStep.FITS)
-            self._link_up(link)
+            text = f"{link.peer} serves {body.fingerprint}, not {self.fingerprint}"
+            return Refuse(RefusalCode.FINGERPRINT, text[:MAX_TEXT])
+        if body.layout != link.plan.source:
+            text = f"{link.peer} has another layout than the one it registered"
+            return Refuse(RefusalCode.LAYOUT, text)
+        if body.digest != link.plan.digest:
+            text = f"{link.peer} derived another plan; run one version on both sides"
+            return Refuse(RefusalCode.DIGEST, text)
+        return None
 
     def _on_refuse(self, link: Link, body: Refuse) -> None:
-        self._lose(link, FailureCode.REFUSED, f"{body.code}: {body.message}"[:1000])
+        self._lose(link, FailureCode.REFUSED, f"{body.code}: {body.message}")
 
     def _tick_link(self, link: Link) -> None:
         if link.state is not LinkState.GREETING:
@@ -112,6 +146,19 @@ class Greeter(Endpoint):
 class Welcomer(Endpoint):
     """The source's half."""
 
+    MESSAGES: ClassVar[dict[type, str]] = Endpoint.MESSAGES | {Refuse: "_on_refuse"}
+
+    def __init__(
+        self,
+        me: Peer,
+        incarnation: int,
+        layout: Layout,
+        fingerprint: str,
+        config: ProtocolConfig,
+    ) -> None:
+        super().__init__(me, incarnation, layout, fingerprint, config)
+        self._answers = 0
+
     def _make_plan(self, other: Layout) -> Plan:
         return reshard(self.layout, other)
 
@@ -122,49 +169,85 @@ class Welcomer(Endpoint):
             super()._on_received(event)
 
     def _on_hello(self, envelope: Envelope, hello: Hello) -> None:
-        link = self.links.get(envelope.session)
+        session = envelope.session
+        if session != session.greeting or session.target != envelope.incarnation:
+            self.counts["stale"] += 1
+            return
+        known = (link for link in self.links.values() if link.session.greeting == session)
+        link = next(known, None)
         if link is None:
             link = self._new_link(envelope, hello)
         elif link.peer != envelope.sender or not self._in_order(link, envelope):
             return
-        if link is not None and link.state is LinkState.UP:
-            link.heard_at = self._now
+        if link is not None and link.state is not LinkState.LOST:
             self._say(link, Welcome(self.fingerprint, self.layout, link.plan.digest))
 
     def _new_link(self, envelope: Envelope, hello: Hello) -> Link | None:
-        peer, session = envelope.sender, envelope.session
-        old = self.current.get(peer)
-        if old and self._is_older(session.target, session.number, old):
-            self.counts["stale"] += 1
-            return None
+        """A link that counts once the target has answered; a late Hello never does."""
+        peer, asked = envelope.sender, envelope.session
         refusal = self._refusal(peer, hello)
         if refusal:
             self.counts["refused"] += 1
-            self._do(Send(peer, self._envelope(session, 0, refusal)))
+            self._do(Send(peer, self._envelope(asked, 0, refusal)))
             return None
-        if old:
-            restarted = old.incarnation != envelope.incarnation
-            code = FailureCode.PEER_RESTARTED if restarted else FailureCode.SESSION_REPLACED
-            self._lose(old, code)
+        for link in [link for link in self.links.values() if link.peer == peer]:
+            if link.state is LinkState.GREETING:
+                self._lose(link, FailureCode.SESSION_REPLACED)
+        self._answers += 1
+        session = Session(asked.target, asked.number, self.incarnation, self._answers)
         plan, now = self._plan_with(hello.layout), self._now
-        link = Link(peer, session, LinkState.UP, plan, envelope.incarnation, now, now, now, hello)
+        link = Link(
+            peer, session, LinkState.GREETING, plan, envelope.incarnation, now, now, now, hello
+        )
         link.seq_in = envelope.seq
-        self.links[session] = self.current[peer] = link
+        self.links[session] = link
         return link
 
-    def _is_older(self, incarnation: int, number: int, old: Link) -> bool:
-        return incarnation == old.session.target and number < old.session.number
+    def _heard_from(self, link: Link) -> None:
+        super()._heard_from(link)
+        if link.state is LinkState.GREETING:
+            self._confirm(link)
+
+    def _confirm(self, link: Link) -> None:
+        """The target lives and has our answer: this session replaces any other with it."""
+        old = self.current.get(link.peer)
+        if old is not None and old.session.answer > link.session.answer:
+            # A delayed frame of a session that the target has replaced since.
+            self._lose(link, FailureCode.SESSION_REPLACED)
+            return
+        link.state = advance(LINK, link.state, LinkStep.FITS)
+        self.current[link.peer] = link
+        if old is not None:
+            restarted = old.incarnation != link.incarnation
+            code = FailureCode.PEER_RESTARTED if restarted else FailureCode.SESSION_REPLACED
+            self._lose(old, code)
+
+    def _on_refuse(self, link: Link, body: Refuse) -> None:
+        self._lose(link, FailureCode.REFUSED, f"{body.code}: {body.message}")
+
+    def _tick_link(self, link: Link) -> None:
+        if link.state is not LinkState.GREETING:
+            super()._tick_link(link)
+        elif self._now >= link.begun_at + self.config.handshake_s:
+            self._lose(link, FailureCode.UNREACHABLE, f"{link.peer} does not answer")
+
+    def _link_timers(self, link: Link) -> Iterable[float]:
+        if link.state is LinkState.GREETING:
+            yield link.begun_at + self.config.handshake_s
+        else:
+            yield from super()._link_timers(link)
 
     def _refusal(self, peer: Peer, hello: Hello) -> Refuse | None:
         """Why this pair can't work. Everything that can be known is known here."""
-        if len(self.links) >= self.config.max_peers:
-            return Refuse(RefusalCode.TOO_MANY_PEERS, f"{len(self.links)} peers are connected")
+        others = sum(link.peer != peer for link in self.links.values())
+        if others >= self.config.max_peers:
+            return Refuse(RefusalCode.TOO_MANY_PEERS, f"{others} peers are connected")
         if hello.fingerprint != self.fingerprint:
             text = f"this prefill serves {self.fingerprint}, not {hello.fingerprint}"
-            return Refuse(RefusalCode.FINGERPRINT, text[:1000])
+            return Refuse(RefusalCode.FINGERPRINT, text[:MAX_TEXT])
         try:
             self._plan_with(hello.layout)
         except Refused as refused:
-            return Refuse(RefusalCode.LAYOUT, str(refused)[:1000])
+            return Refuse(RefusalCode.LAYOUT, str(refused)[:MAX_TEXT])
         problem = pools_problem(hello.layout, peer.rank, hello.pools)
-        return Refuse(RefusalCode.POOLS, problem[:1000]) if problem else None
+        return Refuse(RefusalCode.POOLS, problem[:MAX_TEXT]) if problem else None

@@ -86,13 +86,18 @@ class SourceRoom:
     pushed: SpanSet = field(default_factory=SpanSet)
     finish: Finish | None = None
     lanes: dict[int, Lane] = field(default_factory=dict)
+    heard: set[int] = field(default_factory=set)
     served: set[int] = field(default_factory=set)
     failure: Failure | None = None
 
     @property
     def known_to_engine(self) -> bool:
-        """Whether the engine has opened it, and so waits for its end."""
-        return self.state not in (RoomState.EARLY, RoomState.WARNED)
+        """Whether the engine has opened it and waits for its end."""
+        return self.state not in (RoomState.EARLY, RoomState.WARNED, RoomState.OVER)
+
+    def awaits_offers(self, source: int) -> bool:
+        """Whether some target that should tell this source of the room has not done so."""
+        return self.plan is None or not self.heard.issuperset(self.plan.audience(source))
 
     def lacks(self, lane: Lane) -> Block | None:
         """Something owed on the lane that was never pushed."""

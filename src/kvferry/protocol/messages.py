@@ -24,12 +24,14 @@ from kvferry.protocol.outcome import MAX_TEXT, Failure
 
 VERSION = 1
 
-MAX_PAGES = 1 << 20
+MAX_PAGES = 1 << 19
 MAX_TOKENS = 1 << 30
 MAX_BLOCKS = 4096
 MAX_CREDITS = 1024
 MAX_METADATA = 1 << 20
 MAX_COUNT = 1 << 40
+MAX_TABLES = 64
+MIN_REMAINING_S, MAX_REMAINING_S = 1e-3, 1e7
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -124,8 +126,8 @@ class Offer(RoomMessage, frozen=True, array_like=True, tag="offer"):
     """Target to source: these pages are yours to write for this room."""
 
     request: Request
-    tables: Annotated[tuple[Table, ...], Meta(max_length=64)]
-    remaining_s: Annotated[float, Meta(gt=0, le=1e7)]
+    tables: Annotated[tuple[Table, ...], Meta(max_length=MAX_TABLES)]
+    remaining_s: Annotated[float, Meta(gt=0, le=MAX_REMAINING_S)]
 
     def __post_init__(self) -> None:
         if self.request.num_tokens > MAX_TOKENS:
@@ -181,15 +183,24 @@ class Complete(RoomMessage, frozen=True, array_like=True, tag="complete"):
 
 
 class Abort(RoomMessage, frozen=True, array_like=True, tag="abort"):
-    """Either way: this room has failed. A source stops writing and answers Drained."""
+    """Either way: this room has failed. A source stops writing and answers Drained.
+
+    ``accepted`` says that the source has been heard about this attempt.
+    """
 
     failure: Failure
+    accepted: bool = False
 
 
 class Drained(RoomMessage, frozen=True, array_like=True, tag="drained"):
-    """Source to target: nothing of mine is in flight for this room, and nothing will be."""
+    """Source to target: nothing of mine is in flight for this room, and nothing will be.
+
+    ``heard`` is the last number heard from the target. An Offer with a later
+    one may still be under way, and then this proves nothing.
+    """
 
     failure: Failure
+    heard: Count
 
 
 Body = (

@@ -34,7 +34,6 @@ class FailureCode(StrEnum):
     PEER_SILENT = "peer-silent"
     PEER_RESTARTED = "peer-restarted"
     PEER_GONE = "peer-gone"
-    PEER_FAILED = "peer-failed"
     SESSION_REPLACED = "session-replaced"
     UNKNOWN_ROOM = "unknown-room"
     ROOM_TAKEN = "room-taken"
@@ -52,6 +51,11 @@ class Failure(msgspec.Struct, frozen=True):
 
     code: FailureCode
     message: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] = ""
+
+    @staticmethod
+    def of(code: FailureCode, message: str) -> Failure:
+        """A failure whose text is cut to what a frame may hold."""
+        return Failure(code, message[:MAX_TEXT])
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}" if self.message else str(self.code)

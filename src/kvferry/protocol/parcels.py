@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from kvferry.layout.intervals import Span, SpanSet
-from kvferry.plan.plan import Block, Plan
+from kvferry.plan.plan import Block, Plan, Request
 
 
 def within(blocks: Iterable[Block], span: Span) -> list[Block]:
@@ -25,11 +26,12 @@ def cut_to_slots(
     of them is too large, as a state row often is.
     """
     layers = plan.spec.group(block.group).layers_in(block.layers)
-    layer_bytes = _token_bytes(plan, source, target, block)
-    num_layers = min(len(layers), slot_bytes // layer_bytes)
+    rates = _rates(plan, source, target, block)
+    one_token = sum(rate.token_bytes for rate in rates)
+    num_layers = min(len(layers), slot_bytes // one_token)
     if not num_layers:
         return None
-    num_tokens = max(1, slot_bytes // (num_layers * layer_bytes))
+    num_tokens = _most_tokens(slot_bytes // num_layers, rates)
     return [
         Block(block.group, Span(some[0], some[-1] + 1), Span(first, end))
         for some in (layers[i : i + num_layers] for i in range(0, len(layers), num_layers))
@@ -37,16 +39,44 @@ def cut_to_slots(
     ]
 
 
-def _token_bytes(plan: Plan, source: int, target: int, block: Block) -> int:
-    """At most so many bytes for one token of one layer."""
+class _Rate(NamedTuple):
+    """One move's bytes for each token that it carries of one layer: every ``step``-th."""
+
+    token_bytes: int
+    step: int
+
+
+def _rates(plan: Plan, source: int, target: int, block: Block) -> list[_Rate]:
     unit_bytes = plan.spec.group(block.group).unit_bytes
-    moves = plan.between(source, target)
-    units = sum(
-        len(move.units)
-        for move in moves
+    return [
+        _Rate(len(move.units) * unit_bytes, move.tokens.step)
+        for move in plan.between(source, target)
         if move.group == block.group and len(move.layers.intersect(block.layers))
-    )
-    return units * unit_bytes
+    ]
+
+
+def _most_tokens(room_bytes: int, rates: list[_Rate]) -> int:
+    """The longest stretch of tokens whose bytes of one layer always fit."""
+    count = int(room_bytes / sum(rate.token_bytes / rate.step for rate in rates))
+    while count > 1 and sum(-(-count // r.step) * r.token_bytes for r in rates) > room_bytes:
+        count -= 1
+    return max(1, count)
+
+
+def image_bytes(
+    plan: Plan, source: int, target: int, request: Request, blocks: Iterable[Block]
+) -> int:
+    """The size of the dense image of those blocks."""
+    total = 0
+    for block in blocks:
+        group = plan.spec.group(block.group)
+        for move in plan.between(source, target):
+            if move.group == block.group:
+                layers = group.layers_in(move.layers.intersect(block.layers))
+                tokens = plan.tokens_of(move, request).clip(block.tokens)
+                cells = len(layers) * len(move.units) * tokens.num_tokens
+                total += cells * group.unit_bytes
+    return total
 
 
 def _steps(span: Span, step: int) -> Iterable[tuple[int, int]]:

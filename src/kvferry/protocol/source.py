@@ -40,6 +40,7 @@ from kvferry.protocol.lanes import (
 )
 from kvferry.protocol.messages import (
     MAX_BLOCKS,
+    MAX_METADATA,
     Abort,
     Accept,
     Close,
@@ -111,6 +112,8 @@ class SourceMachine(Writer):
     @property
     def num_quarantined(self) -> int:
         """Failed rooms whose pages wait for a write to a lost peer to end."""
+        if not self._any_lost:
+            return 0
         return sum(
             any(lane.link.state is LinkState.LOST for lane in room.lanes.values())
             for room in self.rooms.values()
@@ -124,7 +127,7 @@ class SourceMachine(Writer):
         if room and room.known_to_engine:
             raise Misuse(f"room {event.room!r} is open already; use another id")
         failure = self._no_room_for(event)
-        if room is None:
+        if room is None or room.state is RoomState.OVER:
             room = SourceRoom(event.room, RoomState.OPEN, event.deadline)
             self.rooms[event.room] = room
         else:
@@ -139,18 +142,20 @@ class SourceMachine(Writer):
 
     def _no_room_for(self, event: Open) -> Failure | None:
         if event.deadline <= self._now:
-            return Failure(FailureCode.DEADLINE, "the deadline had passed at the start")
-        if len(self.rooms) >= self.config.max_rooms:
-            return Failure(FailureCode.TOO_MANY_ROOMS, f"{len(self.rooms)} rooms are open here")
+            return Failure.of(FailureCode.DEADLINE, "the deadline had passed at the start")
+        if len(self.rooms) - (event.room in self.rooms) >= self.config.max_rooms:
+            return Failure.of(FailureCode.TOO_MANY_ROOMS, f"{len(self.rooms)} rooms are open here")
         if self.num_quarantined >= self.config.max_quarantined_rooms:
             text = f"{self.num_quarantined} failed rooms wait for proof from lost peers"
-            return Failure(FailureCode.QUARANTINE_FULL, text)
+            return Failure.of(FailureCode.QUARANTINE_FULL, text)
         return None
 
     def _running(self, name: Room, what: str) -> SourceRoom | None:
         """The room that the engine is still pushing to; None if it has failed meanwhile."""
         room = self.rooms.get(name)
-        if room is None or room.failure:
+        if room is None or room.failure or not room.known_to_engine:
+            # The engine will hear of it; its call has crossed our report.
+            self.counts["late"] += 1
             return None
         if room.state is not RoomState.OPEN:
             raise Misuse(f"room {name!r} is {room.state}; it can't {what}")
@@ -166,12 +171,16 @@ class SourceMachine(Writer):
         room = self._running(event.room, "push")
         if room is None:
             return
+        if room.pushed.overlaps(event.tokens):
+            raise Misuse(f"room {event.room!r} has had some of the tokens {event.tokens} pushed")
         room.pushes.append(event.tokens)
         room.pushed.add(event.tokens)
         for lane in room.lanes.values():
             self._enqueue(lane, chunk(lane, event.tokens), key=event.tokens)
 
     def _on_finish(self, event: Finish) -> None:
+        if len(event.metadata) > MAX_METADATA:
+            raise Misuse(f"metadata has at most {MAX_METADATA} bytes, not {len(event.metadata)}")
         room = self._running(event.room, "finish")
         if room is None:
             return
@@ -184,7 +193,7 @@ class SourceMachine(Writer):
     def _on_cancel(self, event: Cancel) -> None:
         room = self.rooms.get(event.room)
         if room and room.known_to_engine:
-            self._fail(room, Failure(FailureCode.ABORTED, "given up at prefill"))
+            self._fail(room, Failure.of(FailureCode.ABORTED, "given up at prefill"))
 
     def _demand_all_pushed(self, room: SourceRoom) -> None:
         """A lane that could never close must fail now and not at its deadline."""
@@ -192,7 +201,7 @@ class SourceMachine(Writer):
             block = room.lacks(lane)
             if block is not None:
                 text = f"{block!r} was never pushed; pushed were {room.pushed!r}"
-                self._fail(room, Failure(FailureCode.NOT_ALL_PUSHED, text))
+                self._fail(room, Failure.of(FailureCode.NOT_ALL_PUSHED, text))
                 return
 
     # ------------------------------------------------------------ offers
@@ -205,7 +214,7 @@ class SourceMachine(Writer):
             return
         failure = self._why_not(link, room, offer)
         if failure:
-            self._say(link, Drained(offer.room, offer.generation, failure))
+            self._say_drained(link, offer, failure)
             return
         room = self._room_for(offer, room)
         self._add_lane(room, link, offer)
@@ -216,21 +225,29 @@ class SourceMachine(Writer):
         assert link.hello is not None
         problem = offer_problem(link.plan, link.hello, link.peer.rank, offer, owed)
         if problem:
-            return Failure(FailureCode.BAD_OFFER, problem[:1000])
+            return Failure.of(FailureCode.BAD_OFFER, problem)
         if room is None or room.state is RoomState.WARNED:
             return self._too_many_early(room)
-        if room.state is RoomState.FAILING:
+        if room.state in (RoomState.FAILING, RoomState.OVER):
             return room.failure
         if not self._awaits(room, link.peer):
-            return Failure(FailureCode.ROOM_TAKEN, f"the room is being sent to {room.instance}")
+            return Failure.of(FailureCode.ROOM_TAKEN, f"the room is being sent to {room.instance}")
         return None
 
     def _too_many_early(self, room: SourceRoom | None) -> Failure | None:
-        early = sum(not room.known_to_engine for room in self.rooms.values())
-        if room is None and early >= self.config.max_early_rooms:
+        if room is not None:
+            return None
+        early = self._count(RoomState.EARLY, RoomState.WARNED)
+        if early >= self.config.max_early_rooms:
             text = f"{early} offers wait for rooms that were not opened yet"
-            return Failure(FailureCode.TOO_MANY_ROOMS, text)
+            return Failure.of(FailureCode.TOO_MANY_ROOMS, text)
         return None
+
+    def _count(self, *states: RoomState) -> int:
+        """Rooms in those states, as far as it matters for a limit on them."""
+        if len(self.rooms) < self.config.max_early_rooms:
+            return 0
+        return sum(room.state in states for room in self.rooms.values())
 
     def _room_for(self, offer: Offer, room: SourceRoom | None) -> SourceRoom:
         if room is None:
@@ -239,13 +256,16 @@ class SourceMachine(Writer):
             self.rooms[offer.room] = room
         else:
             room.state = advance(SOURCE_ROOM, room.state, RoomStep.OFFER)
-        if room.state is RoomState.EARLY:
-            room.failure = None
+        if room.state is RoomState.EARLY and room.failure:
+            # Taken back before, and offered again: another attempt, from the start.
+            room.failure, room.plan, room.instance = None, None, None
+            room.heard.clear()
         return room
 
     def _add_lane(self, room: SourceRoom, link: Link, offer: Offer) -> None:
         lane = new_lane(room, link, self.me.rank, offer, self._now)
         room.lanes[link.peer.rank] = lane
+        room.heard.add(link.peer.rank)
         room.plan, room.instance = link.plan, link.peer.instance
         self._say(link, Accept(offer.room, offer.generation))
         for tokens in room.pushes:
@@ -286,14 +306,14 @@ class SourceMachine(Writer):
         for credit in body.credits:
             if credit.serial not in lane.used:
                 lane.credit[credit.serial] = credit.slot
-        self._ready[lane] = None
+        self._wake(lane)
 
     def _on_nudge(self, link: Link, body: Nudge) -> None:
         lane = self._lane(link, body)
         if lane is None:
             text = f"room {body.room!r} is not known here"
-            failure = Failure(FailureCode.UNKNOWN_ROOM, text[:1000])
-            self._say(link, Drained(body.room, body.generation, failure))
+            failure = Failure.of(FailureCode.UNKNOWN_ROOM, text)
+            self._say_drained(link, body, failure)
             return
         for serial in body.serials:
             if serial in lane.notes:
@@ -322,16 +342,18 @@ class SourceMachine(Writer):
         if lane is not None:
             self._fail(lane.room, body.failure)
             return
-        if room is None:
-            self._warn(body)
-        elif self._awaits(room, link.peer):
+        if room is not None and self._awaits(room, link.peer):
             # Its offer was lost, so the room can never be served.
             self._fail(room, body.failure)
-        self._say(link, Drained(body.room, body.generation, body.failure))
+        elif room is None and not body.accepted:
+            self._warn(body)
+        self._say_drained(link, body, body.failure)
+
+    def _say_drained(self, link: Link, body: RoomMessage, failure: Failure) -> None:
+        self._say(link, Drained(body.room, body.generation, failure, link.seq_in))
 
     def _awaits(self, room: SourceRoom, peer: Peer) -> bool:
-        heard = peer.rank in room.lanes or peer.rank in room.served
-        return not heard and room.instance in (None, peer.instance)
+        return peer.rank not in room.heard and room.instance in (None, peer.instance)
 
     def _warn(self, body: Abort) -> None:
         """Remember for a while that the room was given up before it was opened here."""
@@ -362,12 +384,22 @@ class SourceMachine(Writer):
         for rank, lane in list(room.lanes.items()):
             if not lane.inflight:
                 del room.lanes[rank]
-                self._say(lane.link, Drained(room.name, lane.generation, room.failure))
+                gone = RoomMessage(room.name, lane.generation)
+                self._say_drained(lane.link, gone, room.failure)
                 self._drop_if_unneeded(lane.link)
         ended = room.state is RoomState.FAILING and not room.lanes
         if ended and self.rooms.get(room.name) is room:
-            del self.rooms[room.name]
             self._do(Release(room.name))
+            self._bury(room)
+
+    def _bury(self, room: SourceRoom) -> None:
+        """Forget a failed room, but not before late offers for it can be refused."""
+        few = self._count(RoomState.OVER) < self.config.max_early_rooms
+        if few and room.awaits_offers(self.me.rank):
+            room.state = advance(SOURCE_ROOM, room.state, RoomStep.DRAIN)
+            room.deadline = self._now + self.config.early_s
+        else:
+            del self.rooms[room.name]
 
     def _lanes_of(self, link: Link) -> Iterator[Lane]:
         for room in list(self.rooms.values()):
@@ -401,7 +433,7 @@ class SourceMachine(Writer):
     def _expire(self, room: SourceRoom) -> None:
         text = "no offer came" if not room.lanes and not room.served else "not everything was sent"
         early = not room.known_to_engine
-        self._fail(room, Failure(FailureCode.DEADLINE, text))
+        self._fail(room, Failure.of(FailureCode.DEADLINE, text))
         if early:
             self.rooms.pop(room.name, None)
 
@@ -422,12 +454,12 @@ class SourceMachine(Writer):
             return
         if lane.busy_until and self._now >= lane.busy_until:
             lane.busy_until = 0.0
-            self._ready[lane] = None
+            self._wake(lane)
         if lane.staged and self._now >= lane.waiting_since + self.config.credit_patience_s:
             self.counts["impatient"] += len(lane.staged)
             lane.direct.extend(lane.staged)
             lane.staged.clear()
-            self._ready[lane] = None
+            self._wake(lane)
         elif lane.staged and self._now >= lane.said_at + self.config.resend_s:
             self._want(lane)
 

@@ -2,7 +2,7 @@
 
 **A link** is what one endpoint knows of one peer in one session. A target
 starts it with Hello and it is *up* once Welcome has come and fits; a source's
-link is up from the Hello on. A link is *lost* when the peer is silent, has
+link is up once the target has answered the Welcome. A link is *lost* when the peer is silent, has
 restarted or refuses. Lost is not proof of anything: memory that the peer may
 still write waits until it is *gone*, which the transport says once the
 connection is torn down and nothing can land any more.
@@ -18,6 +18,8 @@ for this room. A leg that was never offered is quiet at once.
 if they were taken back before the engine opened it; both expire. It is *open*
 once the engine has opened it, *finished* when the engine has pushed everything,
 and *failing* from the moment anything goes wrong until its last write has ended.
+If some target has not been heard of by then, the room is kept as *over* for a
+while, so that a late offer is refused at once; that expires too.
 
 **A lane** is what a source owes one target in one room. It is *sending* until
 everything is written, *closed* while the target's Complete is awaited, and
@@ -48,7 +50,7 @@ class LinkState(StrEnum):
 class LinkStep(StrEnum):
     """What changes a link."""
 
-    FITS = "welcome fits"
+    FITS = "Welcome fits, or was answered"
     LOSE = "silent, restarted, refused"
     GONE = "connection torn down"
 
@@ -114,6 +116,7 @@ class RoomState(StrEnum):
     OPEN = "open"
     FINISHED = "finished"
     FAILING = "failing"
+    OVER = "over"
 
 
 class RoomStep(StrEnum):
@@ -123,6 +126,7 @@ class RoomStep(StrEnum):
     OPEN = "engine opens it"
     FINISH = "engine has pushed everything"
     FAIL = "abort, deadline, peer lost, write failed"
+    DRAIN = "last write ended, some target unheard"
 
 
 SOURCE_ROOM: dict[tuple[RoomState, RoomStep], RoomState] = {
@@ -136,6 +140,8 @@ SOURCE_ROOM: dict[tuple[RoomState, RoomStep], RoomState] = {
     (RoomState.OPEN, RoomStep.FAIL): RoomState.FAILING,
     (RoomState.FINISHED, RoomStep.OFFER): RoomState.FINISHED,
     (RoomState.FINISHED, RoomStep.FAIL): RoomState.FAILING,
+    (RoomState.FAILING, RoomStep.DRAIN): RoomState.OVER,
+    (RoomState.OVER, RoomStep.OPEN): RoomState.OPEN,
 }
 
 

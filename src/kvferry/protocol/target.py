@@ -33,6 +33,10 @@ from kvferry.protocol.handshake import Greeter
 from kvferry.protocol.ledger import Ledger
 from kvferry.protocol.messages import (
     MAX_CREDITS,
+    MAX_PAGES,
+    MAX_REMAINING_S,
+    MAX_TABLES,
+    MIN_REMAINING_S,
     Abort,
     Accept,
     Arrived,
@@ -49,6 +53,7 @@ from kvferry.protocol.messages import (
     Want,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
+from kvferry.protocol.parcels import image_bytes
 from kvferry.protocol.states import LEG, LegState, LegStep, LinkState, advance
 
 
@@ -60,6 +65,8 @@ class Leg:
     link: Link
     said_at: float
     state: LegState = LegState.CONNECTING
+    offer_seq: int = 0
+    accepted: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -140,6 +147,8 @@ class TargetMachine(Greeter):
     @property
     def num_quarantined(self) -> int:
         """Failed rooms whose pages wait for proof from a peer that is lost."""
+        if not self._any_lost:
+            return 0
         return sum(room.failure is not None and self._waits(room) for room in self.rooms.values())
 
     def _waits(self, room: TargetRoom) -> bool:
@@ -153,6 +162,10 @@ class TargetMachine(Greeter):
     def _on_receive(self, event: Receive) -> None:
         if event.room in self.rooms:
             raise Misuse(f"room {event.room!r} is already being received; use another id")
+        if len(event.tables) > MAX_TABLES or any(len(t.pages) > MAX_PAGES for t in event.tables):
+            raise Misuse(
+                f"a room has at most {MAX_TABLES} tables of {MAX_PAGES} pages; use larger ones"
+            )
         failure = self._no_room_for(event)
         if failure:
             self._do(Report(event.room, failure))
@@ -180,28 +193,31 @@ class TargetMachine(Greeter):
     def _no_room_for(self, event: Receive) -> Failure | None:
         """Why this room can't even begin."""
         if event.deadline <= self._now:
-            return Failure(FailureCode.DEADLINE, "the deadline had passed at the start")
+            return Failure.of(FailureCode.DEADLINE, "the deadline had passed at the start")
         if len(self.rooms) >= self.config.max_rooms:
-            return Failure(FailureCode.TOO_MANY_ROOMS, f"{len(self.rooms)} rooms are open here")
+            return Failure.of(FailureCode.TOO_MANY_ROOMS, f"{len(self.rooms)} rooms are open here")
         if self.num_quarantined >= self.config.max_quarantined_rooms:
             text = f"{self.num_quarantined} failed rooms wait for proof from lost peers"
-            return Failure(FailureCode.QUARANTINE_FULL, text)
+            return Failure.of(FailureCode.QUARANTINE_FULL, text)
         if event.prefill.fingerprint != self.fingerprint:
             text = f"{event.prefill.name} serves {event.prefill.fingerprint}, not our model"
-            return Failure(FailureCode.REFUSED, text)
+            return Failure.of(FailureCode.REFUSED, text)
         try:
             self._plan_with(event.prefill.layout)
         except Refused as refused:
-            return Failure(FailureCode.REFUSED, str(refused)[:1000])
+            return Failure.of(FailureCode.REFUSED, str(refused))
         return None
 
     def _on_cancel(self, event: Cancel) -> None:
         room = self.rooms.get(event.room)
         if room:
-            self._fail(room, Failure(FailureCode.ABORTED, "given up at decode"))
+            self._fail(room, Failure.of(FailureCode.ABORTED, "given up at decode"))
 
     def _on_scattered(self, event: Scattered) -> None:
-        done = self.scattering.pop(event.op)
+        done = self.scattering.pop(event.op, None)
+        if done is None:
+            self.counts["late"] += 1
+            return
         self.credits.scattered(done.slot)
         done.room.scatters.discard(event.op)
         for block in done.blocks:
@@ -234,9 +250,15 @@ class TargetMachine(Greeter):
                 room.generation,
                 room.request,
                 room.tables,
-                max(1e-3, room.deadline - self._now),
+                min(max(MIN_REMAINING_S, room.deadline - self._now), MAX_REMAINING_S),
             ),
         )
+        leg.offer_seq = leg.link.seq_out
+
+    def _give_up(self, room: TargetRoom, leg: Leg) -> None:
+        assert room.failure is not None
+        accepted = leg.accepted
+        self._tell(leg, Abort(room.name, room.generation, room.failure, accepted))
 
     def _tell(self, leg: Leg, body: Offer | Nudge | Complete | Abort) -> None:
         leg.said_at = self._now
@@ -249,7 +271,10 @@ class TargetMachine(Greeter):
             self.counts["late"] += 1
             return None
         leg = room.legs.get(link.peer.rank)
-        return (room, leg) if leg is not None and leg.link is link else None
+        if leg is None or leg.link is not link:
+            return None
+        leg.accepted = True
+        return room, leg
 
     def _on_accept(self, link: Link, body: Accept) -> None:
         found = self._leg(link, body)
@@ -280,10 +305,9 @@ class TargetMachine(Greeter):
         if not found or found[0].failure:
             return
         room, leg = found
-        if not all(room.ledger.owes(leg.source, block) for block in body.blocks):
-            self._fail(
-                room, Failure(FailureCode.BAD_NOTE, f"{link.peer} sent what it does not owe")
-            )
+        if not self._credible(room, leg, body):
+            text = f"{link.peer} sent what it does not owe, or more than a slot holds"
+            self._fail(room, Failure.of(FailureCode.BAD_NOTE, text))
             return
         self._heard(leg)
         if body.serial is None:
@@ -292,6 +316,14 @@ class TargetMachine(Greeter):
         slot = self.credits.take((room.name, leg.source), body.serial)
         if slot is not None:
             self._scatter(room, leg, body, slot)
+
+    def _credible(self, room: TargetRoom, leg: Leg, body: Arrived) -> bool:
+        if not all(room.ledger.owes(leg.source, block) for block in body.blocks):
+            return False
+        if body.serial is None:
+            return True
+        size = image_bytes(room.plan, leg.source, self.me.rank, room.request, body.blocks)
+        return size <= self.staging.slot_bytes
 
     def _record(self, room: TargetRoom, leg: Leg, blocks: Iterable[Block]) -> None:
         for block in blocks:
@@ -319,10 +351,10 @@ class TargetMachine(Greeter):
             return
         if body.num_tokens != room.request.num_tokens:
             text = f"prefill has {body.num_tokens} tokens, decode {room.request.num_tokens}"
-            self._fail(room, Failure(FailureCode.TOKENS_DIFFER, text))
+            self._fail(room, Failure.of(FailureCode.TOKENS_DIFFER, text))
         elif not all(room.ledger.owes(leg.source, block) for block in body.written):
             self._fail(
-                room, Failure(FailureCode.BAD_NOTE, f"{link.peer} wrote what it did not owe")
+                room, Failure.of(FailureCode.BAD_NOTE, f"{link.peer} wrote what it did not owe")
             )
         else:
             self._step(leg, LegStep.CLOSED)
@@ -340,8 +372,13 @@ class TargetMachine(Greeter):
         if not found:
             return
         room, leg = found
-        self._quiet(room, leg)
+        if self._proves(leg, body):
+            self._quiet(room, leg)
         self._fail(room, body.failure)
+
+    def _proves(self, leg: Leg, body: Drained) -> bool:
+        """Whether no Offer of ours can reach the source after it said this."""
+        return body.heard >= leg.offer_seq
 
     # ------------------------------------------------------------ ends
 
@@ -355,7 +392,8 @@ class TargetMachine(Greeter):
                 if leg.link.state is LinkState.GONE:
                     self._quiet(room, leg)
                 elif leg.state is LegState.DRAINING:
-                    self._tell(leg, Abort(room.name, room.generation, failure))
+                    self._give_up(room, leg)
+                self.credits.stop((room.name, leg.source))
         self._end_if_possible(room)
 
     def _quiet(self, room: TargetRoom, leg: Leg) -> None:
@@ -415,7 +453,7 @@ class TargetMachine(Greeter):
     def _tick_rooms(self) -> None:
         for room in list(self.rooms.values()):
             if room.failure is None and self._now >= room.deadline:
-                self._fail(room, Failure(FailureCode.DEADLINE, self._still_missing(room)))
+                self._fail(room, Failure.of(FailureCode.DEADLINE, self._still_missing(room)))
             for leg in room.legs.values():
                 if self._now >= self._repeat_at(leg):
                     self._repeat(room, leg)
@@ -426,7 +464,7 @@ class TargetMachine(Greeter):
             for leg in room.legs.values()
             if leg.state is not LegState.CLOSED or room.ledger.missing(leg.source)
         ]
-        return f"still waiting for {', '.join(late)}"[:1000]
+        return f"still waiting for {', '.join(late)}"
 
     def _repeat_at(self, leg: Leg) -> float:
         match leg.state:
@@ -442,8 +480,7 @@ class TargetMachine(Greeter):
         if leg.state is LegState.OFFERED:
             self._offer(room, leg)
         elif leg.state is LegState.DRAINING:
-            assert room.failure is not None
-            self._tell(leg, Abort(room.name, room.generation, room.failure))
+            self._give_up(room, leg)
         else:
             serials = tuple(self.credits.outstanding((room.name, leg.source)))[:MAX_CREDITS]
             self._tell(leg, Nudge(room.name, room.generation, serials))

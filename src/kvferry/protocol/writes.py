@@ -48,7 +48,11 @@ class Writer(Welcomer):
         self.stages = stages
         self.writing: dict[Op, Writing] = {}
         self.local_slots: deque[SlotIndex] = deque(map(SlotIndex, range(config.local_slots)))
+        # Ordered sets: lanes that may have something to write, those that wait for a
+        # local slot, and those that this step has changed.
         self._ready: dict[Lane, None] = {}
+        self._starved: dict[Lane, None] = {}
+        self._touched: dict[Lane, None] = {}
         self._ops = 0
 
     @abstractmethod
@@ -70,7 +74,7 @@ class Writer(Welcomer):
             lane.waiting_since = self._now
         lane.staged.extend(staged)
         self._ask(lane, key, len(staged))
-        self._ready[lane] = None
+        self._wake(lane)
 
     def _ask(self, lane: Lane, key: Hashable, num_credits: int) -> None:
         """Ask for credits, once for each part of the request."""
@@ -84,24 +88,27 @@ class Writer(Welcomer):
 
     def _settle(self) -> None:
         """Start what can be started, lanes in turn, then close what has been sent."""
-        waiting, self._ready = self._ready, {}
-        touched = list(waiting)
-        queue = deque(touched)
-        while queue:
-            lane = queue.popleft()
-            if self._start(lane):
-                queue.append(lane)
+        while self._ready and len(self.writing) < self.config.max_inflight:
+            lane = next(iter(self._ready))
+            del self._ready[lane]
+            if not self._may_write(lane):
+                continue
+            if not lane.direct and not self.local_slots:
+                self._starved[lane] = None
+                continue
+            self._start(lane)
+            self._ready[lane] = None
+        touched, self._touched = self._touched, {}
         for lane in touched:
             self._close_if_sent(lane)
 
-    def _start(self, lane: Lane) -> bool:
-        """Start one write of the lane, if it may."""
-        if not self._may_write(lane):
-            return False
-        if len(self.writing) >= self.config.max_inflight or not (lane.direct or self.local_slots):
-            # Somebody's end will make room; the lane keeps its place until then.
-            self._ready[lane] = None
-            return False
+    def _wake(self, lane: Lane) -> None:
+        """Something changed for the lane: look at it when the step is over."""
+        self._ready[lane] = None
+        self._touched[lane] = None
+
+    def _start(self, lane: Lane) -> None:
+        """Start one write of the lane."""
         if lane.direct:
             count = min(len(lane.direct), MAX_BLOCKS_PER_WRITE)
             self._write(lane, tuple(lane.direct.popleft() for _ in range(count)))
@@ -111,7 +118,6 @@ class Writer(Welcomer):
             lane.waiting_since = self._now
             credit = Credit(serial, lane.credit.pop(serial))
             self._write(lane, (lane.staged.popleft(),), credit, self.local_slots.popleft())
-        return True
 
     def _may_write(self, lane: Lane) -> bool:
         running = lane.room.state in (RoomState.OPEN, RoomState.FINISHED)
@@ -166,7 +172,9 @@ class Writer(Welcomer):
         write.lane.inflight.discard(op)
         if write.local_slot is not None:
             self.local_slots.append(write.local_slot)
-        self._ready[write.lane] = None
+            self._ready |= self._starved
+            self._starved.clear()
+        self._wake(write.lane)
         return write
 
     def _on_send_failed(self, event: SendFailed) -> None:
@@ -180,7 +188,7 @@ class Writer(Welcomer):
             self._retry(write)
         else:
             text = f"a write to {write.lane.peer} failed"
-            self._fail(write.lane.room, Failure(FailureCode.TRANSPORT, text))
+            self._fail(write.lane.room, Failure.of(FailureCode.TRANSPORT, text))
         self._drain(write.lane.room)
 
     def _doubt(self, op: Op) -> None:
@@ -188,7 +196,7 @@ class Writer(Welcomer):
         write = self.writing.get(op)
         if write:
             text = f"the fate of a write to {write.lane.peer} is unknown"
-            self._fail(write.lane.room, Failure(FailureCode.TRANSPORT, text))
+            self._fail(write.lane.room, Failure.of(FailureCode.TRANSPORT, text))
             self._lose(write.lane.link, FailureCode.TRANSPORT, text)
 
     def _retry(self, write: Writing) -> None:

@@ -144,7 +144,7 @@ class DrainsAtOnce(SourceMachine):
         lanes = list(room.lanes.values())
         super()._fail(room, failure)
         for lane in lanes:
-            self._say(lane.link, Drained(room.name, lane.generation, failure))
+            self._say(lane.link, Drained(room.name, lane.generation, failure, lane.link.seq_in))
 
 
 class ReleasesWhileWriting(SourceMachine):

@@ -59,7 +59,7 @@ class Memory:
         self.regions = [np.full(size, POISON, np.uint8) for size in pools.region_bytes]
         self.hits = [np.zeros(size, np.uint8) for size in pools.region_bytes]
         self.slots = [np.full(self.slot_bytes, POISON, np.uint8) for _ in range(self.num_slots)]
-        self.held: dict[str, Holding] = {h.group: h for h in self.layout.holdings()[self.rank]}
+        self.held: dict[str, Holding] = {h.group: h for h in self.layout.rank_holdings(self.rank)}
         self.groups = {group.name: group for group in self.layout.spec.groups}
         self.free = {
             name: list(range(self.num_rows if self._is_slot(name) else self.num_pages))

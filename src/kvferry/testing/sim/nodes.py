@@ -37,7 +37,7 @@ from kvferry.protocol.events import (
     Write,
     WrongVersion,
 )
-from kvferry.protocol.messages import Envelope, Table
+from kvferry.protocol.messages import Envelope, Offer, Table
 from kvferry.protocol.outcome import Done, Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LinkState
@@ -129,7 +129,11 @@ class Node(ABC):
 
     def _tick(self) -> None:
         self._tick_at = None
-        self.deliver(Tick())
+        wakeup = self.machine.wakeup()
+        if wakeup is not None and wakeup > self.world.now:
+            self._schedule_tick()  # what it was for has been done or put off meanwhile
+        else:
+            self.deliver(Tick())
 
     def perform(self, action: Action) -> None:
         """Carry out one action."""
@@ -202,6 +206,10 @@ class Node(ABC):
 
     def _start_when_pages_are_free(self, job: Job, until: float) -> None:
         if not self.alive or self.world.now > until:
+            return
+        if self.stalled_for:
+            delay = self.stalled_for + 1e-3
+            self.world.at(delay, lambda: self._start_when_pages_are_free(job, until))
             return
         allocation = self.memory.allocate(job.number, job.request)
         if allocation is None:
@@ -314,10 +322,15 @@ class TargetNode(Node):
         tables = tuple(Table(name, tuple(pages)) for name, pages in allocation.pages.items())
         due = self.due.get(job.room, self.world.now)
         self.deliver(Receive(job.room, self.prefill, job.request, tables, due))
-        if job.room in self.machine.rooms:
-            allocation.generation = self.machine.rooms[job.room].generation
         if self.world.strikes("cancel_target"):
             self.world.at(self.world.rng.random() * 0.2, lambda: self.deliver(Cancel(job.room)))
+
+    def perform(self, action: Action) -> None:
+        """Remember which attempt the pages were offered to."""
+        if isinstance(action, Send) and isinstance(action.envelope.body, Offer):
+            offer = action.envelope.body
+            self.allocations[offer.room].generation = offer.generation
+        super().perform(action)
 
     def move(self, action: Action) -> None:
         """Copy a slot into pages, after a while."""

@@ -1,0 +1,119 @@
+"""What the protocol's bookkeeping costs, without any transport: microseconds per room.
+
+    .venv/bin/python benchmarks/protocol.py
+
+One source and one target machine, joined by the real codec, carry many small
+rooms at once. Every room must end Done on both sides, and every table must be
+empty afterwards. Ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from typing import Any
+
+from kvferry.config import ProtocolConfig
+from kvferry.ids import Peer
+from kvferry.layout import Layout, Span, attention
+from kvferry.plan import Request, contiguous_pools
+from kvferry.protocol.codec import decode, encode
+from kvferry.protocol.endpoint import Endpoint
+from kvferry.protocol.events import (
+    Event,
+    Finish,
+    Instance,
+    Open,
+    Push,
+    Receive,
+    Received,
+    Report,
+    Send,
+    Sent,
+    Write,
+)
+from kvferry.protocol.messages import Envelope, Staging, Table
+from kvferry.protocol.outcome import Done
+from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.target import TargetMachine
+
+SOURCE, TARGET = Peer("prefill", 0), Peer("decode", 0)
+
+
+class Pair:
+    """Two machines and the frames between them, in order."""
+
+    def __init__(self) -> None:
+        layout = Layout(attention(layers=16, kv_heads=8, head_dim=128))
+        config = ProtocolConfig()
+        pools = contiguous_pools(layout, 0, num_pages=1 << 16).map
+        self.prefill = Instance(SOURCE.instance, "model", layout)
+        self.source = SourceMachine(SOURCE, 1, layout, "model", config)
+        self.target = TargetMachine(TARGET, 2, layout, "model", config, pools, Staging())
+        self.machines: dict[Peer, Endpoint] = {SOURCE: self.source, TARGET: self.target}
+        self.pending: deque[tuple[Peer, Event]] = deque()
+        self.steps = 0
+        self.done = 0
+
+    def tell(self, peer: Peer, event: Event) -> None:
+        """Let a machine take a step and queue what follows."""
+        self.steps += 1
+        for action in self.machines[peer].handle(event, 1.0):
+            match action:
+                case Send(peer=to, envelope=envelope):
+                    self.pending.append((to, Received(_through_the_codec(envelope))))
+                case Write(op=op, peer=to, note=note):
+                    self.pending.append((to, Received(_through_the_codec(note))))
+                    self.pending.append((peer, Sent(op)))
+                case Report(outcome=Done()):
+                    self.done += 1
+                case _:
+                    pass
+
+    def settle(self) -> None:
+        """Deliver everything that is under way."""
+        while self.pending:
+            self.tell(*self.pending.popleft())
+
+
+def _through_the_codec(envelope: Envelope) -> Envelope:
+    message = decode(encode(envelope))
+    assert isinstance(message, Envelope)
+    return message
+
+
+def case(concurrency: int, rooms: int) -> dict[str, Any]:
+    """Carry so many rooms, so many at a time."""
+    pair = Pair()
+    begin = time.perf_counter()
+    for first in range(0, rooms, concurrency):
+        batch = range(first, first + concurrency)
+        for room in batch:
+            pair.tell(SOURCE, Open(room, 60.0))
+            tables = (Table("kv", (room % (1 << 16),)),)
+            pair.tell(TARGET, Receive(room, pair.prefill, Request(16), tables, 60.0))
+        pair.settle()
+        for room in batch:
+            pair.tell(SOURCE, Push(room, Span(0, 16)))
+            pair.tell(SOURCE, Finish(room, 16, b"token"))
+        pair.settle()
+    seconds = time.perf_counter() - begin
+    if pair.done != 2 * rooms or pair.source.rooms or pair.target.rooms or pair.source.writing:
+        raise SystemExit("not every room was done")
+    row = {
+        "concurrency": concurrency,
+        "rooms": rooms,
+        "us_per_room": round(seconds / rooms * 1e6, 1),
+        "us_per_step": round(seconds / pair.steps * 1e6, 2),
+    }
+    print(f"{concurrency:6} rooms at once: {row['us_per_room']:7} µs a room, both sides and codec")
+    return row
+
+
+def main() -> None:
+    print(json.dumps({"rooms": [case(c, n) for c, n in ((1, 2000), (64, 6400), (1024, 8192))]}))
+
+
+if __name__ == "__main__":
+    main()

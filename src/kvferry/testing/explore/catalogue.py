@@ -1,0 +1,284 @@
+"""Everything that paths have in common, each thing once and under a number.
+
+A machine is deterministic and sans-IO, so what it answers depends on its state,
+the event and its clock alone. The catalogue asks the real machine once for each
+such triple and remembers the answer; a world then is a handful of numbers, and
+millions of steps through the same machine states cost one ``handle`` each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+from kvferry.ids import Op
+from kvferry.plan.plan import Block, Plan
+from kvferry.plan.reshard import reshard
+from kvferry.protocol.endpoint import Endpoint
+from kvferry.protocol.events import (
+    Action,
+    Disconnect,
+    Event,
+    Received,
+    Release,
+    Report,
+    Scatter,
+    Send,
+    Write,
+)
+from kvferry.protocol.messages import Arrived, Envelope
+from kvferry.protocol.outcome import Done
+from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.states import LinkState
+from kvferry.protocol.target import TargetMachine
+from kvferry.testing.explore.model import METADATA, PEERS, SOURCE, Model
+from kvferry.testing.explore.snapshot import copy_of, key_of
+
+T = TypeVar("T", bound=Hashable)
+
+# One layer of one group at one token: the smallest thing that lands.
+Atom = tuple[str, int, int]
+
+
+class Broken(Exception):
+    """A promise was broken; the message says which."""
+
+
+class Frame(NamedTuple):
+    """A frame for the endpoint ``to``. ``seq`` is 0 for what has no order."""
+
+    to: int
+    envelope: Envelope
+
+    @property
+    def stream(self) -> tuple[int, Hashable]:
+        """What numbered frames have an order within."""
+        return (self.to, self.envelope.session)
+
+    def __str__(self) -> str:
+        number = f" #{self.envelope.seq}" if self.envelope.seq else ""
+        body = self.envelope.body
+        serial = f" serial {body.serial}" if isinstance(body, Arrived) else ""
+        return f"{type(body).__name__}{number}{serial} {self.envelope.sender}→{PEERS[self.to]}"
+
+
+class Writing(NamedTuple):
+    """A write as the transport sees it."""
+
+    op: Op
+    to: int
+    atoms: tuple[Atom, ...]
+    slot: int | None
+    serial: int | None
+    local_slot: int | None
+    note: int
+
+    def shares_a_slot_with(self, other: Writing) -> bool:
+        """Whether both use one slot, at the target or here."""
+        there = self.slot is not None and (self.to, self.slot) == (other.to, other.slot)
+        return there or (self.local_slot is not None and self.local_slot == other.local_slot)
+
+    def __str__(self) -> str:
+        where = "pages" if self.slot is None else f"slot {self.slot} serial {self.serial}"
+        return f"write {self.op} to {PEERS[self.to]} {where}"
+
+
+class Scattering(NamedTuple):
+    """A scatter as the copy engine sees it."""
+
+    op: Op
+    at: int
+    atoms: tuple[Atom, ...]
+    slot: int
+    serial: int
+
+
+class Kind(Enum):
+    """What an action means for the world."""
+
+    FRAME = "frame"
+    WRITE = "write"
+    SCATTER = "scatter"
+    DISCONNECT = "disconnect"
+    DONE = "done"
+    FAILED = "failed"
+    RELEASE = "release"
+
+
+Effect = tuple[Kind, int]
+Answer = tuple[int, tuple[Effect, ...]]
+
+
+@dataclass(slots=True)
+class Numbers(Generic[T]):
+    """Gives equal things one number."""
+
+    things: list[T]
+    known: dict[T, int]
+
+    def of(self, thing: T) -> int:
+        """The thing's number."""
+        number = self.known.setdefault(thing, len(self.things))
+        if number == len(self.things):
+            self.things.append(thing)
+        return number
+
+
+class Catalogue:
+    """Machine states, events, frames, writes and scatters of one exploration."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.plan: Plan = reshard(*model.layouts())
+        self.frames: Numbers[Frame] = Numbers([], {})
+        self.writes: Numbers[Writing] = Numbers([], {})
+        self.scatters: Numbers[Scattering] = Numbers([], {})
+        self.events: Numbers[Event] = Numbers([], {})
+        self.scripts = tuple(tuple(map(self.events.of, script)) for script in model.scripts())
+        self.machines: list[Endpoint] = []
+        self._keys: dict[Hashable, int] = {}
+        self._answers: dict[tuple[int, int, float], Answer] = {}
+        self._arrivals: dict[int, int] = {}
+        self._wakeups: dict[int, float | None] = {}
+        self._owed = {
+            rank: frozenset(self.atoms(self.plan.blocks(0, rank, model.request))) for rank in (0, 1)
+        }
+
+    @property
+    def num_answers(self) -> int:
+        """How often a real machine was asked."""
+        return len(self._answers)
+
+    def add(self, machine: Endpoint) -> int:
+        """The number of a machine's state. The machine is kept and must not be stepped again."""
+        number = self._keys.setdefault(key_of(machine), len(self.machines))
+        if number == len(self.machines):
+            if isinstance(machine, TargetMachine):
+                machine.credits.check()
+            self.machines.append(machine)
+        return number
+
+    def step(self, state: int, event: int, now: float) -> Answer:
+        """What a machine in that state answers. Whatever it raises breaks a promise."""
+        question = (state, event, now)
+        answer = self._answers.get(question)
+        if answer is None:
+            answer = self._answers[question] = self._ask(state, self.events.things[event], now)
+        return answer
+
+    def _ask(self, state: int, event: Event, now: float) -> Answer:
+        machine = copy_of(self.machines[state])
+        try:
+            actions = machine.handle(event, now)
+            number = self.add(machine)
+        except Exception as error:
+            raise Broken(f"{machine.me} raised {type(error).__name__}: {error}") from error
+        return number, tuple(self._effect(machine, action) for action in actions)
+
+    def _effect(self, machine: Endpoint, action: Action) -> Effect:
+        match action:
+            case Send(peer, envelope):
+                return Kind.FRAME, self.frames.of(Frame(PEERS.index(peer), envelope))
+            case Write():
+                return Kind.WRITE, self.writes.of(self._writing(action))
+            case Scatter():
+                return Kind.SCATTER, self.scatters.of(self._scattering(machine, action))
+            case Disconnect(peer, _):
+                return Kind.DISCONNECT, PEERS.index(peer)
+            case Report(_, outcome):
+                return self._report(machine, outcome), 0
+            case Release():
+                return Kind.RELEASE, 0
+            case _:
+                raise Broken(f"{machine.me} asked for {action!r}, which nobody knows")
+
+    def _report(self, machine: Endpoint, outcome: object) -> Kind:
+        if not isinstance(outcome, Done):
+            return Kind.FAILED
+        if machine.me != PEERS[SOURCE] and outcome.metadata != METADATA:
+            raise Broken(f"{machine.me} is Done without the metadata")
+        return Kind.DONE
+
+    def _writing(self, write: Write) -> Writing:
+        note, to = write.note, PEERS.index(write.peer)
+        assert isinstance(note.body, Arrived)
+        return Writing(
+            write.op,
+            to,
+            self.atoms(write.blocks),
+            write.slot,
+            note.body.serial,
+            write.local_slot,
+            self.frames.of(Frame(to, note)),
+        )
+
+    def _scattering(self, machine: Endpoint, scatter: Scatter) -> Scattering:
+        at = PEERS.index(machine.me)
+        atoms = self.atoms(scatter.blocks)
+        return Scattering(scatter.op, at, atoms, scatter.slot, scatter.serial)
+
+    # ------------------------------------------------------------ what worlds ask about
+
+    def arrival(self, frame: int) -> int:
+        """The event of that frame's arrival."""
+        if frame not in self._arrivals:
+            self._arrivals[frame] = self.events.of(Received(self.frames.things[frame].envelope))
+        return self._arrivals[frame]
+
+    def is_moot(self, machines: Sequence[int], number: int) -> bool:
+        """Whether a frame in flight can never change anything, so that it need not be kept.
+
+        That is so for an unnumbered frame to a target that has dropped the
+        frame's session: a target never takes a session up again, and answers
+        such a frame with nothing.
+        """
+        frame = self.frames.things[number]
+        if frame.envelope.seq or frame.to == SOURCE:
+            return False
+        return frame.envelope.session not in self.machines[machines[frame.to]].links
+
+    def wakeup(self, state: int) -> float | None:
+        """When a machine in that state wants to be woken."""
+        if state not in self._wakeups:
+            self._wakeups[state] = self.machines[state].wakeup()
+        return self._wakeups[state]
+
+    def owed(self, index: int) -> frozenset[Atom]:
+        """What must land at a target."""
+        return self._owed[PEERS[index].rank]
+
+    def atoms(self, blocks: Iterable[Block]) -> tuple[Atom, ...]:
+        """What blocks consist of."""
+        return tuple(
+            sorted(
+                (block.group, layer, token)
+                for block in blocks
+                for layer in self.plan.spec.group(block.group).layers_in(block.layers)
+                for token in range(block.tokens.first, block.tokens.end)
+            )
+        )
+
+    def promised(self, state: int, slot: int, serial: int | None) -> bool:
+        """Whether a target in that state has promised the slot to the source under that serial."""
+        machine = self.machines[state]
+        assert isinstance(machine, TargetMachine)
+        accounts = machine.credits.accounts.values()
+        return any((serial, slot) in account.outstanding.items() for account in accounts)
+
+    def leftovers(self, state: int) -> list[str]:
+        """Tables that should be empty and are not."""
+        machine = self.machines[state]
+        tables: dict[str, object] = {
+            "rooms": getattr(machine, "rooms", None),
+            "lost links": [x for x in machine.links.values() if x.state is LinkState.LOST],
+        }
+        if isinstance(machine, SourceMachine):
+            tables["writing"] = machine.writing
+            tables["local slots"] = machine.config.local_slots - len(machine.local_slots)
+        if isinstance(machine, TargetMachine):
+            tables["scattering"] = machine.scattering
+            tables["accounts"] = machine.credits.accounts
+            tables["slots"] = machine.staging.num_slots - len(machine.credits.free)
+        return [f"{name} {table!r}" for name, table in tables.items() if table]

@@ -1,0 +1,196 @@
+"""What is explored: one room from one source rank to two target ranks, and which faults.
+
+The times are chosen so that a path is short and every timer still matters: a
+loss is repaired well before the deadline, and the deadline comes before silence
+does, so that each of them is seen to end a room on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from kvferry.config import ProtocolConfig
+from kvferry.ids import Peer
+from kvferry.layout.intervals import Span
+from kvferry.layout.layout import Layout, Parallel
+from kvferry.layout.spec import CacheSpec, DType, Group, Paged, Slot, Tensor, attention
+from kvferry.plan.places import contiguous_pools
+from kvferry.plan.plan import Block, Plan, Request
+from kvferry.protocol.endpoint import Endpoint
+from kvferry.protocol.events import Event, Finish, Instance, Open, Prepare, Push, Receive
+from kvferry.protocol.lanes import StagePolicy, never_stage
+from kvferry.protocol.messages import Staging, Table
+from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.target import TargetMachine
+
+ROOM = "room"
+METADATA = b"first token"
+FINGERPRINT = "model"
+SOURCE = 0
+TARGETS = (1, 2)
+PEERS = (Peer("prefill", 0), Peer("decode", 0), Peer("decode", 1))
+INCARNATIONS = (100, 101, 102)
+
+NO_STAGING = Staging()
+TIMES = ProtocolConfig(
+    resend_s=2.0,
+    nudge_s=3.0,
+    credit_patience_s=3.0,
+    heartbeat_s=5.0,
+    silence_s=10.0,
+    handshake_s=8.0,
+    early_s=12.0,
+    local_slots=1,
+)
+
+
+class Fault(StrEnum):
+    """What may go wrong. A path has at most ``Model.max_faults`` of them."""
+
+    DROP = "a frame is lost"
+    DROP_NOTE = "an arrival note is lost"
+    DUPLICATE = "a frame or note comes twice"
+    DELAY = "a frame or note comes at any later time, or never"
+    BUSY = "the transport is full: a write was never submitted"
+    FAILED = "a write ends without success"
+    UNKNOWN = "the fate of a write is unknown; it may land until the connection is cut"
+    STALL = "a write takes long; time goes on meanwhile"
+    CUT = "the connection between the source and a target is cut, and both are told"
+    CANCEL_SOURCE = "the source's engine gives the room up"
+    CANCEL_TARGET = "a target's engine gives the room up"
+    KILL_SOURCE = "the source dies; what it had submitted may still land"
+    KILL_TARGET = "a target dies"
+    ABSENT = "an engine does nothing more for the room"
+    TICK = "one endpoint's clock runs ahead to its next timer"
+    DEADLINE = "one endpoint's clock runs ahead to the room's deadline"
+    SILENCE = "one endpoint's clock runs ahead by silence_s"
+
+
+# After one of these everybody must still be Done: they are what repetition is for.
+REPAIRED = frozenset(
+    {Fault.DROP, Fault.DROP_NOTE, Fault.DUPLICATE, Fault.DELAY, Fault.BUSY, Fault.TICK}
+)
+
+
+def always_stage(plan: Plan, source: int, target: int, request: Request, block: Block) -> bool:
+    """Send everything through staging."""
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One configuration. ``in_order`` gives each direction of a link FIFO delivery.
+
+    A ``heedless`` source engine goes on pushing after it was told of the end, as
+    one does whose call crosses the report. With ``prepares`` it asks for credits
+    before it pushes.
+    ``faults_at`` says which endpoints faults may touch. The two targets differ in
+    nothing but their names, which no machine compares, so faults at the source
+    and at one target are all faults up to swapping the targets.
+    ``source`` and ``target`` are the machines' classes, so that a test can put
+    a broken one in. ``horizon_s`` is when a path that has not ended is a hang.
+    """
+
+    name: str
+    spec: CacheSpec
+    num_tokens: int = 1
+    prefix: int = 0
+    prepares: bool = False
+    heedless: bool = False
+    pushes: tuple[tuple[int, int], ...] = ((0, 1),)
+    staging: Staging = NO_STAGING
+    stages: StagePolicy = never_stage
+    times: ProtocolConfig = TIMES
+    deadline_s: float = 7.0
+    horizon_s: float = 60.0
+    in_order: bool = False
+    max_faults: int = 1
+    faults_at: frozenset[int] = frozenset({SOURCE, *TARGETS})
+    source: type[SourceMachine] = field(default=SourceMachine)
+    target: type[TargetMachine] = field(default=TargetMachine)
+
+    @property
+    def request(self) -> Request:
+        """The request that travels."""
+        return Request(self.num_tokens, self.prefix)
+
+    def layouts(self) -> tuple[Layout, Layout]:
+        """The two sides: TP1 and TP2."""
+        return (
+            Layout(self.spec, Parallel(tp=1), page_tokens=1),
+            Layout(self.spec, Parallel(tp=2), page_tokens=1),
+        )
+
+    def machines(self) -> tuple[Endpoint, ...]:
+        """The source and its two targets, before anything has happened."""
+        prefill, decode = self.layouts()
+        source = self.source(
+            PEERS[SOURCE], INCARNATIONS[SOURCE], prefill, FINGERPRINT, self.times, self.stages
+        )
+        targets = (
+            self.target(
+                PEERS[i],
+                INCARNATIONS[i],
+                decode,
+                FINGERPRINT,
+                self.times,
+                contiguous_pools(decode, PEERS[i].rank, self.num_tokens).map,
+                self.staging,
+            )
+            for i in TARGETS
+        )
+        return (source, *targets)
+
+    def scripts(self) -> tuple[tuple[Event, ...], ...]:
+        """What each engine does, in its own order; engines interleave freely."""
+        source = (
+            Open(ROOM, self.deadline_s),
+            *(Prepare(ROOM, Span(first, end)) for first, end in self.pushes if self.prepares),
+            *(Push(ROOM, Span(first, end)) for first, end in self.pushes),
+            Finish(ROOM, self.num_tokens, METADATA),
+        )
+        prefill, _ = self.layouts()
+        instance = Instance(PEERS[SOURCE].instance, FINGERPRINT, prefill)
+        receive = Receive(ROOM, instance, self.request, self._tables(), self.deadline_s)
+        return (source, *((receive,) for _ in TARGETS))
+
+    def _tables(self) -> tuple[Table, ...]:
+        return tuple(
+            Table(group.name, tuple(range(1 if isinstance(group.kind, Slot) else self.num_tokens)))
+            for group in self.spec.groups
+        )
+
+
+def _with_state() -> CacheSpec:
+    """A paged group and a slot group, one layer each."""
+    paged = attention(layers=2, kv_heads=2, head_dim=1).groups[0]
+    kv = Group(paged.name, Paged(), (0,), paged.units, paged.tensors)
+    state = Group("state", Slot(), (1,), 2, (Tensor("ssm", DType.FLOAT32, 1),))
+    return CacheSpec(num_layers=2, groups=(kv, state))
+
+
+_KV = attention(layers=1, kv_heads=2, head_dim=1)
+_TOKEN_BYTES = _KV.groups[0].unit_bytes
+
+# One write to each target, straight into its pages.
+DIRECT = Model(name="direct", spec=_KV)
+# Two pushes, so that writes of one lane overlap and overtake.
+CHUNKED = Model(name="chunked", spec=_KV, num_tokens=2, pushes=((0, 1), (1, 2)))
+# Two parcels for each target through its single slot, and one local slot for both.
+STAGED = Model(
+    name="staged",
+    spec=_KV,
+    num_tokens=2,
+    pushes=((0, 2),),
+    staging=Staging(_TOKEN_BYTES, 1),
+    stages=always_stage,
+)
+# Pages as they are pushed, a state row at the end.
+STATE = Model(name="state", spec=_with_state())
+# The same, with credits asked for before the push.
+PREPARED = replace(STAGED, name="prepared", prepares=True)
+# The target has everything already: Close alone.
+CACHED = replace(DIRECT, name="cached", prefix=1)
+
+MODELS = {model.name: model for model in (DIRECT, CHUNKED, STAGED, STATE, PREPARED, CACHED)}

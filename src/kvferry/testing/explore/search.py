@@ -1,0 +1,116 @@
+"""Breadth first through every world that can be reached, each once.
+
+Worlds are compared in full, never by a hash alone, so merging loses nothing.
+Breadth first, a broken promise is found on a shortest path to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvferry.testing.explore.catalogue import Broken, Catalogue
+from kvferry.testing.explore.model import Fault, Model
+from kvferry.testing.explore.steps import (
+    Step,
+    demand_done,
+    describe,
+    due,
+    faults,
+    first_world,
+    leftovers,
+    possible,
+    take,
+)
+from kvferry.testing.explore.world import World
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A broken promise and a shortest way to it."""
+
+    message: str
+    trace: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = (f"{number:3}. {line}" for number, line in enumerate(self.trace, 1))
+        return "\n".join((self.message, *lines))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an exploration saw. ``complete``: every reachable world was, and none was bad."""
+
+    states: int
+    steps: int
+    terminals: int
+    machine_states: int
+    complete: bool
+    violation: Violation | None = None
+
+
+class Search:
+    """One exploration. ``parents`` remembers how each world was first reached."""
+
+    def __init__(self, model: Model, kinds: Iterable[Fault]) -> None:
+        self.catalogue = Catalogue(model)
+        self.kinds = frozenset(kinds)
+        self.first = first_world(self.catalogue)
+        self.parents: dict[World, tuple[World, Step] | None] = {self.first: None}
+        self.num_steps = 0
+        self.num_terminals = 0
+
+    def run(self, max_states: int) -> Result:
+        """Explore until all is seen, a promise is broken, or there are too many worlds."""
+        queue = deque([self.first])
+        while queue:
+            if len(self.parents) > max_states:
+                return self._result(complete=False)
+            world = queue.popleft()
+            step: Step | None = None
+            try:
+                for step in self._steps(world):
+                    after = take(self.catalogue, world, step)
+                    self.num_steps += 1
+                    if after not in self.parents:
+                        self.parents[after] = (world, step)
+                        queue.append(after)
+                step = None
+            except Broken as broken:
+                return self._result(complete=False, violation=self._violation(world, step, broken))
+        return self._result(complete=True)
+
+    def _steps(self, world: World) -> list[Step]:
+        steps = list(due(self.catalogue, world))
+        if not steps and leftovers(self.catalogue, world):
+            steps.append(("time", 0, None))
+        elif not steps:
+            self.num_terminals += 1
+            demand_done(world)
+        steps += possible(self.catalogue, world)
+        steps += faults(self.catalogue, world, self.kinds)
+        return steps
+
+    def _violation(self, world: World, step: Step | None, broken: Broken) -> Violation:
+        path = [step] if step else []
+        while (parent := self.parents[world]) is not None:
+            world, before = parent
+            path.append(before)
+        trace = tuple(describe(self.catalogue, one) for one in reversed(path))
+        return Violation(str(broken), trace)
+
+    def _result(self, complete: bool, violation: Violation | None = None) -> Result:
+        return Result(
+            states=len(self.parents),
+            steps=self.num_steps,
+            terminals=self.num_terminals,
+            machine_states=len(self.catalogue.machines),
+            complete=complete,
+            violation=violation,
+        )
+
+
+def explore(model: Model, faults: Iterable[Fault] = (), max_states: int = 300_000) -> Result:
+    """Every interleaving of the model with at most ``model.max_faults`` of those faults."""
+    return Search(model, faults).run(max_states)

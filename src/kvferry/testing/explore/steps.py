@@ -1,0 +1,345 @@
+"""Which steps a world allows, and what each of them does.
+
+Steps are of three kinds. *Due* steps happen before time passes: a frame is
+delivered, an engine acts, a write lands. *Possible* steps may happen at any
+time or never: a delayed frame, a write whose fate is unknown. *Faults* are
+spent. When nothing is due and the room has not ended everywhere, time runs to
+the earliest timer and every machine is ticked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from kvferry.protocol.events import Cancel, Fate
+from kvferry.testing.explore.catalogue import Broken, Catalogue
+from kvferry.testing.explore.model import PEERS, REPAIRED, ROOM, SOURCE, TARGETS, Fault
+from kvferry.testing.explore.world import DEAD, EMPTY, TICK, Draft, Phase, Stage, World
+
+# What happens, to which thing (a number of the catalogue, an endpoint), as which fault.
+Step = tuple[str, int, Fault | None]
+
+_MAY_LAND = (Phase.DOUBTED, Phase.ORPHAN)
+_WRITE_STEPS = {Phase.SUBMITTED: "land", Phase.LANDED: "sent", Phase.CUT: "fail"}
+_FATES = {Fault.BUSY: Fate.BUSY, Fault.FAILED: Fate.FAILED, Fault.UNKNOWN: Fate.UNKNOWN}
+
+
+def first_world(catalogue: Catalogue) -> World:
+    """Before anything has happened."""
+    machines = catalogue.model.machines()
+    num_slots = catalogue.model.staging.num_slots
+    return World(
+        machines=tuple(map(catalogue.add, machines)),
+        clocks=(0.0,) * len(PEERS),
+        scripts=(0,) * len(PEERS),
+        stages=(Stage.UNBEGUN,) * len(PEERS),
+        released=(False,) * len(PEERS),
+        frames=(),
+        late=(),
+        writes=(),
+        scatters=(),
+        told=(),
+        cut=(),
+        pages=((),) * len(TARGETS),
+        slots=((EMPTY,) * num_slots,) * len(TARGETS),
+        excused=False,
+        num_faults=0,
+    )
+
+
+def due(catalogue: Catalogue, world: World) -> Iterator[Step]:
+    """What happens before time passes."""
+    for index, position in enumerate(world.scripts):
+        if position < len(catalogue.scripts[index]):
+            yield "engine", index, None
+    for number in dict.fromkeys(world.frames):
+        if not (catalogue.model.in_order and _overtakes(catalogue, world, number)):
+            yield "deliver", number, None
+    for number, phase in world.writes:
+        verb = _WRITE_STEPS.get(phase)
+        if verb or (phase is Phase.STALLED and _overdue(catalogue, world)):
+            yield verb or "land", number, None
+    for number in world.scatters:
+        yield "scatter", number, None
+    for target in TARGETS:
+        if world.is_asked(target) and target not in world.cut:
+            yield "cut", target, None
+    for index, peer in world.told:
+        if (peer if index == SOURCE else index) in world.cut:
+            yield "disconnected", index * len(PEERS) + peer, None
+
+
+def possible(catalogue: Catalogue, world: World) -> Iterator[Step]:
+    """What may happen at any time or never."""
+    for number in dict.fromkeys(world.late):
+        yield "deliver late", number, None
+    for number, phase in world.writes:
+        if phase in _MAY_LAND or (phase is Phase.STALLED and not _overdue(catalogue, world)):
+            yield "land", number, None
+        elif phase is Phase.DOOMED:
+            yield "fail", number, None
+            yield "doubt", number, None
+    for target in TARGETS:
+        both = world.alive(SOURCE) and world.alive(target)
+        if not both and target not in world.cut and not world.is_asked(target):
+            yield "notice", target, None
+
+
+def _overdue(catalogue: Catalogue, world: World) -> bool:
+    """Whether even what takes long has to end, so that the room can."""
+    return max(world.clocks) > 2 * catalogue.model.deadline_s
+
+
+def _overtakes(catalogue: Catalogue, world: World, number: int) -> bool:
+    frame = catalogue.frames.things[number]
+    if not frame.envelope.seq:
+        return False
+    others = map(catalogue.frames.things.__getitem__, world.frames)
+    return any(
+        0 < other.envelope.seq < frame.envelope.seq and other.stream == frame.stream
+        for other in others
+    )
+
+
+def faults(catalogue: Catalogue, world: World, kinds: frozenset[Fault]) -> Iterator[Step]:
+    """What may go wrong now."""
+    if not kinds or world.num_faults >= catalogue.model.max_faults:
+        return
+    at = catalogue.model.faults_at
+    for number in dict.fromkeys(world.frames):
+        frame = catalogue.frames.things[number]
+        if {frame.to, PEERS.index(frame.envelope.sender)} <= at:
+            loss = Fault.DROP if frame.envelope.seq else Fault.DROP_NOTE
+            yield from _those((loss, Fault.DUPLICATE, Fault.DELAY), kinds, number)
+    for number, phase in world.writes:
+        if catalogue.writes.things[number].to in at:
+            yield from _those(_write_faults(phase), kinds, number)
+    for index in at:
+        if world.alive(index):
+            yield from _those(_endpoint_faults(catalogue, world, index), kinds, index)
+    for target in at.intersection(TARGETS):
+        if target not in world.cut and _is_linked(world, target):
+            yield from _those((Fault.CUT,), kinds, target)
+
+
+def _those(found: Iterable[Fault], kinds: frozenset[Fault], number: int) -> Iterator[Step]:
+    return (("fault", number, fault) for fault in found if fault in kinds)
+
+
+def _is_linked(world: World, target: int) -> bool:
+    begun = world.stages[target] is not Stage.UNBEGUN
+    return begun and world.alive(SOURCE) and world.alive(target)
+
+
+def _write_faults(phase: Phase) -> tuple[Fault, ...]:
+    if phase is Phase.SUBMITTED:
+        return (Fault.BUSY, Fault.FAILED, Fault.UNKNOWN, Fault.STALL)
+    return (Fault.FAILED, Fault.UNKNOWN) if phase is Phase.LANDED else ()
+
+
+def _endpoint_faults(catalogue: Catalogue, world: World, index: int) -> Iterator[Fault]:
+    source, stage = index == SOURCE, world.stages[index]
+    yield Fault.KILL_SOURCE if source else Fault.KILL_TARGET
+    if world.scripts[index] < len(catalogue.scripts[index]):
+        yield Fault.ABSENT
+    if stage is Stage.BEGUN:
+        yield Fault.CANCEL_SOURCE if source else Fault.CANCEL_TARGET
+        yield Fault.DEADLINE
+    if catalogue.wakeup(world.machines[index]) is not None:
+        yield Fault.TICK
+        yield Fault.SILENCE
+
+
+# ------------------------------------------------------------ taking a step
+
+
+def take(catalogue: Catalogue, world: World, step: Step) -> World:
+    """The world after a step. Raises ``Broken``."""
+    verb, number, fault = step
+    draft = Draft(catalogue, world)
+    if fault is not None:
+        draft.num_faults += 1
+        draft.excused |= fault not in REPAIRED
+        _FAULTS[fault](draft, number, fault)
+    else:
+        if verb == "deliver" and not world.excused and max(world.clocks) > 0:
+            # Overtaking is loss. Once is repaired; again and again, for ever, is not.
+            draft.excused = _overtakes(catalogue, world, number)
+        _VERBS[verb](draft, number)
+    return draft.world()
+
+
+def _deliver(draft: Draft, number: int) -> None:
+    draft.frames.remove(number)
+    draft.tell(draft.catalogue.frames.things[number].to, draft.catalogue.arrival(number))
+
+
+def _deliver_late(draft: Draft, number: int) -> None:
+    draft.late.remove(number)
+    draft.tell(draft.catalogue.frames.things[number].to, draft.catalogue.arrival(number))
+
+
+def _engine(draft: Draft, index: int) -> None:
+    event = draft.catalogue.scripts[index][draft.scripts[index]]
+    draft.scripts[index] += 1
+    if draft.stages[index] is Stage.UNBEGUN:
+        draft.stages[index] = Stage.BEGUN
+    draft.tell(index, event)
+
+
+def _land(draft: Draft, number: int) -> None:
+    phase = draft.writes[number]
+    if phase is Phase.ORPHAN:
+        del draft.writes[number]
+    else:
+        doubted = phase is Phase.DOUBTED
+        draft.writes[number] = Phase.DOUBTED_LANDED if doubted else Phase.LANDED
+    draft.land(number)
+
+
+def _notice(draft: Draft, target: int) -> None:
+    """The transport sees by itself that one end is dead."""
+    draft.sever(target)
+    if draft.machines[SOURCE] != DEAD:
+        draft.told.add((SOURCE, target))
+    if draft.machines[target] != DEAD:
+        draft.told.add((target, SOURCE))
+
+
+def _time(draft: Draft, _: int) -> None:
+    living = [index for index, state in enumerate(draft.machines) if state != DEAD]
+    waits = [
+        wakeup - draft.clocks[index]
+        for index in living
+        if (wakeup := draft.catalogue.wakeup(draft.machines[index])) is not None
+    ]
+    if not waits or max(draft.clocks) > draft.catalogue.model.horizon_s:
+        raise Broken(f"a room never ends: {leftovers(draft.catalogue, draft.world())}")
+    if min(waits) < 0:
+        raise Broken("a timer lies in the past after its Tick")
+    for index in living:
+        draft.clocks[index] += min(waits)
+    for index in living:
+        draft.tell(index, draft.catalogue.events.of(TICK))
+        overdue = draft.clocks[index] >= draft.catalogue.model.deadline_s
+        if overdue and draft.stages[index] is Stage.BEGUN:
+            raise Broken(f"{PEERS[index]} has reported nothing by its deadline")
+
+
+_VERBS: dict[str, Callable[[Draft, int], None]] = {
+    "deliver": _deliver,
+    "deliver late": _deliver_late,
+    "engine": _engine,
+    "land": _land,
+    "sent": Draft.sent,
+    "fail": lambda draft, number: draft.send_failed(number, Fate.FAILED),
+    "doubt": lambda draft, number: draft.send_failed(number, Fate.UNKNOWN),
+    "scatter": Draft.end_scatter,
+    "cut": Draft.sever,
+    "disconnected": lambda draft, pair: draft.disconnected(*divmod(pair, len(PEERS))),
+    "notice": _notice,
+    "time": _time,
+}
+
+
+def _drop(draft: Draft, number: int, fault: Fault) -> None:
+    draft.frames.remove(number)
+    if fault is Fault.DELAY:
+        draft.late.append(number)
+
+
+def _cancel(draft: Draft, index: int, fault: Fault) -> None:
+    draft.tell(index, draft.catalogue.events.of(Cancel(ROOM)))
+
+
+def _absent(draft: Draft, index: int, fault: Fault) -> None:
+    draft.scripts[index] = len(draft.catalogue.scripts[index])
+
+
+def _run_ahead(draft: Draft, index: int, fault: Fault) -> None:
+    model = draft.catalogue.model
+    if fault is Fault.DEADLINE:
+        draft.jump(index, model.deadline_s)
+    elif fault is Fault.SILENCE:
+        draft.jump(index, draft.clocks[index] + model.times.silence_s)
+    else:
+        draft.jump(index, draft.catalogue.wakeup(draft.machines[index]) or 0.0)
+        draft.excused |= draft.clocks[index] >= model.deadline_s
+
+
+_FAULTS: dict[Fault, Callable[[Draft, int, Fault], None]] = {
+    Fault.DROP: _drop,
+    Fault.DROP_NOTE: _drop,
+    Fault.DELAY: _drop,
+    Fault.DUPLICATE: lambda draft, number, fault: draft.frames.append(number),
+    Fault.STALL: lambda draft, number, fault: draft.writes.update({number: Phase.STALLED}),
+    Fault.CUT: lambda draft, target, fault: _notice(draft, target),
+    Fault.CANCEL_SOURCE: _cancel,
+    Fault.CANCEL_TARGET: _cancel,
+    Fault.KILL_SOURCE: lambda draft, index, fault: draft.kill(index),
+    Fault.KILL_TARGET: lambda draft, index, fault: draft.kill(index),
+    Fault.ABSENT: _absent,
+    Fault.TICK: _run_ahead,
+    Fault.DEADLINE: _run_ahead,
+    Fault.SILENCE: _run_ahead,
+    **dict.fromkeys(_FATES, lambda draft, number, fault: draft.send_failed(number, _FATES[fault])),
+}
+
+
+# ------------------------------------------------------------ ends
+
+
+def leftovers(catalogue: Catalogue, world: World) -> str:
+    """What keeps a world from having ended: rooms of living endpoints and full tables."""
+    found = [
+        f"{PEERS[index]}: {what}"
+        for index, state in enumerate(world.machines)
+        if state != DEAD
+        for what in (*_unended(world, index), *catalogue.leftovers(state))
+    ]
+    return "; ".join(found)
+
+
+def _unended(world: World, index: int) -> list[str]:
+    stage = world.stages[index]
+    if stage is Stage.UNBEGUN or (stage > Stage.BEGUN and world.released[index]):
+        return []
+    return [f"the room is {stage.name}, its pages are held"]
+
+
+def demand_done(world: World) -> None:
+    """Where nothing happened that excuses it, everybody must be Done at the end."""
+    if not world.excused and any(stage is not Stage.DONE for stage in world.stages):
+        stages = ", ".join(f"{PEERS[i]} {stage.name}" for i, stage in enumerate(world.stages))
+        raise Broken(f"not everybody is Done at the end: {stages}")
+
+
+def describe(catalogue: Catalogue, step: Step) -> str:
+    """A step in words."""
+    verb, number, fault = step
+    if fault is not None:
+        return f"FAULT {fault.name} ({fault.value}): {_thing(catalogue, fault, number)}"
+    match verb:
+        case "deliver" | "deliver late":
+            thing = str(catalogue.frames.things[number])
+        case "land" | "sent" | "fail" | "doubt":
+            return f"{catalogue.writes.things[number]}: {verb}"
+        case "scatter":
+            scatter = catalogue.scatters.things[number]
+            thing = f"{scatter.op} of slot {scatter.slot} ends at {PEERS[scatter.at]}"
+        case "disconnected":
+            index, peer = divmod(number, len(PEERS))
+            thing = f"{PEERS[peer]}, {PEERS[index]} is told"
+        case "time":
+            thing = "passes to the earliest timer"
+        case _:
+            thing = str(PEERS[number])
+    return f"{verb} {thing}"
+
+
+def _thing(catalogue: Catalogue, fault: Fault, number: int) -> str:
+    if fault in (Fault.DROP, Fault.DROP_NOTE, Fault.DUPLICATE, Fault.DELAY):
+        return str(catalogue.frames.things[number])
+    if fault in _FATES or fault is Fault.STALL:
+        return str(catalogue.writes.things[number])
+    return str(PEERS[number])

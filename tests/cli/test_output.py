@@ -1,0 +1,53 @@
+"""Standard output that is full, closed or narrow: one sentence at most, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from running import SHAPE
+
+PLAN = f"plan --prefill tp=2,pp=2 --decode tp=1 {SHAPE}"
+WRONG = f"plan --prefill tp=x --decode tp=1 {SHAPE}"
+
+
+def shell(words: str, redirect: str, **environment: str) -> tuple[int, bytes, bytes]:
+    command = f"{sys.executable} -m kvferry {words} {redirect}"
+    done = subprocess.run(
+        command, shell=True, capture_output=True, check=False, env=os.environ | environment
+    )
+    assert b"Traceback" not in done.stderr
+    assert b"Exception ignored" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [PLAN, f"{PLAN} --json"])
+def test_a_full_disk_is_one_sentence(words: str, unbuffered: str) -> None:
+    status, _, err = shell(words, ">/dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert status == 1
+    assert err.startswith(b"kvferry: cannot write to standard output: No space left on device")
+    assert err.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("words", [PLAN, f"{PLAN} --json", WRONG, "--help"])
+def test_closed_standard_output_is_one_sentence(words: str) -> None:
+    status, _, err = shell(words, ">&-")
+    assert status == 1
+    assert err == b"kvferry: standard output is closed; send it somewhere, such as to a file\n"
+
+
+@pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full"])
+def test_the_status_tells_where_standard_error_cannot(redirect: str) -> None:
+    status, out, _ = shell(f"{WRONG} --json", redirect)
+    assert status == 2
+    assert out.startswith(b'{"error":"--prefill tp must be')
+
+
+@pytest.mark.parametrize("words", [PLAN, "plan --help"])
+def test_a_terminal_without_the_characters_gets_question_marks(words: str) -> None:
+    status, out, err = shell(words, "", PYTHONIOENCODING="ascii")
+    assert (status, err) == (0, b"")
+    assert (b"TP2?PP2" in out) == (words == PLAN)

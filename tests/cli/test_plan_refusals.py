@@ -1,0 +1,214 @@
+"""What ``kvferry plan`` says to mistakes, and to what cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from running import SHAPE, document, plan
+
+# ---------------------------------------------------------------- refusals: status 3
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (f"--prefill tp=3 --decode tp=1 {SHAPE}", "tp-does-not-fit-units"),
+        (f"--prefill tp=1 --decode tp=12 {SHAPE}", "tp-does-not-fit-units"),
+        (f"--prefill pp=65 --decode tp=1 {SHAPE}", "pp-above-layers"),
+        (f"--prefill pp=2,stages=1+2 --decode tp=1 {SHAPE}", "stages-do-not-add-up"),
+        ("--prefill tp=1 --decode tp=1 --layers 2 --kv-heads 0 --head-dim 8", "no-units"),
+        ("--prefill tp=1 --decode tp=1 --layers 0 --kv-heads 2 --head-dim 8", "no-layers"),
+        (f"--prefill tp=1 --decode tp=1,dtype=fp8 {SHAPE}", "dtype-differs"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_reason(
+    capsys: pytest.CaptureFixture[str], words: str, code: str
+) -> None:
+    got = document(capsys, words, status=3)
+    assert got["compatible"] is False
+    assert code in [reason["code"] for reason in got["reasons"]]
+    assert all(len(reason["message"]) > 20 for reason in got["reasons"])
+    status, out, _ = plan(capsys, words)
+    assert status == 3
+    assert code in out
+
+
+def reasons(capsys: pytest.CaptureFixture[str], words: str) -> list[tuple[str, str]]:
+    """Of each reason its code, and whom it concerns."""
+    got = document(capsys, words, status=3)["reasons"]
+    assert all("prefill: " not in r["message"][1:] for r in got)
+    sides = ("prefill: ", "decode: ")
+    return [
+        (r["code"], next((side for side in sides if r["message"].startswith(side)), ""))
+        for r in got
+    ]
+
+
+def test_the_reasons_of_both_sides_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    tp, pp = "tp-does-not-fit-units", "pp-above-layers"
+    assert reasons(capsys, f"--prefill tp=3,pp=65 --decode tp=12 {SHAPE}") == [
+        (tp, "prefill: "),
+        (pp, "prefill: "),
+        (tp, "decode: "),
+    ]
+    assert reasons(capsys, f"--prefill tp=2 --decode pp=65 {SHAPE}") == [(pp, "decode: ")]
+    # What both sides suffer from is told once, and concerns no side.
+    assert reasons(capsys, f"--prefill tp=3 --decode tp=3,pp=65 {SHAPE}") == [
+        (tp, ""),
+        (pp, "decode: "),
+    ]
+    shape = "--layers 2 --kv-heads 0 --head-dim 8"
+    assert reasons(capsys, f"--prefill tp=3 --decode tp=2 {shape}") == [("no-units", "")]
+
+
+def test_a_side_that_cannot_be_does_not_hide_that_the_two_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert reasons(capsys, f"--prefill tp=3 --decode dtype=fp8 {SHAPE}") == [
+        ("tp-does-not-fit-units", "prefill: "),
+        ("dtype-differs", ""),
+        ("dtype-differs", ""),
+    ]
+
+
+def test_the_heading_says_whether_it_is_the_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    _, one, _ = plan(capsys, f"--prefill tp=3 --decode tp=1 {SHAPE}")
+    _, both, _ = plan(capsys, f"--prefill tp=1 --decode dtype=fp8 {SHAPE}")
+    assert one.startswith("This can't work:\n  prefill: tp=3")
+    assert both.startswith("These two do not fit:\n  kv.k is bfloat16 at prefill")
+
+
+def test_an_unknown_architecture_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "perceiver"}')
+    got = document(capsys, f"--model {tmp_path} --prefill tp=1 --decode tp=1", status=3)
+    assert [reason["code"] for reason in got["reasons"]] == ["unknown-architecture"]
+
+
+# ---------------------------------------------------------------- mistakes: status 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (f"--prefill tp=x --decode tp=1 {SHAPE}", "whole number"),
+        (f"--prefill tp=0 --decode tp=1 {SHAPE}", "at least 1"),
+        (f"--prefill tq=2 --decode tp=1 {SHAPE}", "did you mean 'tp'"),
+        (f"--prefill tp --decode tp=1 {SHAPE}", "needs a value"),
+        (f"--prefill tp=1,tp=2 --decode tp=1 {SHAPE}", "twice"),
+        (f"--prefill prefix=3 --decode tp=1 {SHAPE}", "no key 'prefix'"),
+        (f"--prefill order=xyz --decode tp=1 {SHAPE}", "nhd or hnd"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --dtype float3", "unknown dtype"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --tokens -1", "at least 0"),
+        (f"--prefill tp=1 --decode prefix=9 {SHAPE} --tokens 8", "lower the prefix"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --link wire", "nixl-host"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --link shm,gb_per_s=0", "above 0"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --path runes", "invalid choice"),
+        (f"--prefill tp=2 --decode tp=1 {SHAPE} --path runs", "not open"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --tokns 3", "did you mean --tokens"),
+        (f"--prefil tp=1 --decode tp=1 {SHAPE}", "did you mean --prefill"),
+        (f"--prefill tp=1 {SHAPE}", "--decode"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} extra", "extra"),
+        ("--prefill tp=1 --decode tp=1 --layers 2", "--kv-heads, --head-dim missing"),
+        ("--prefill tp=1 --decode tp=1 --model /no/such/file", "cannot read"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --model x", "drop one"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --svg /no/such/folder/x.svg", "cannot write"),
+        (f"--prefill tp=9999 --decode tp=1 {SHAPE}", "at most"),
+        (f"--prefill tp=1_0 --decode tp=1 {SHAPE}", "whole number"),
+        (f"--prefill tp=١ --decode tp=1 {SHAPE}", "whole number"),
+        (f"--prefill tp=1234567890123456789 --decode tp=1 {SHAPE}", "at most 18 digits"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --tokens 1073741825", "1073741824 tokens"),
+        (f"--prefill tp=1 --decode page=1 {SHAPE} --tokens 1000000000", "fewer tokens"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --link shm,gb_per_s=1e-320", "from 1e-06"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --link shm,gb_per_s=1e999", "to 1e+06"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --link shm,gb_per_s=nan", "must be a number"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --link shm,descriptor_us=1e9", "to 1e+06"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --path foo", "'runs', 'slices', 'staged'"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --model x", "--layers, --kv-heads, --head-dim"),
+        (f"--prefill tp=1 --decode tp=1 {SHAPE} --state-dtype bf16", "--state-dtype is for"),
+        ("--prefill tp=1 --decode tp=1 --model /dev/zero", "not a file"),
+        ("--prefill tp=1 --decode tp=1 --model /dev/null", "not a file"),
+        (f"--prefill , --decode tp=1 {SHAPE}", "--prefill is empty"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: str, says: str
+) -> None:
+    status, out, err = plan(capsys, words + " --json")
+    assert status == 2
+    assert says in err
+    assert err.count("\n") == 1
+    assert "[" not in err
+    assert json.loads(out)["error"] in err
+
+
+@pytest.mark.parametrize("flag", ["--prefill", "--decode", "--svg", "--html", "--model", "--dtype"])
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_word_is_a_mistake(
+    capsys: pytest.CaptureFixture[str], flag: str, empty: str
+) -> None:
+    words = ["--prefill", "tp=1", "--decode", "tp=1", *SHAPE.split(), flag, empty]
+    status, _, err = plan(capsys, words)
+    assert status == 2
+    assert f"{flag} is empty" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--prefill", "tp=" + "9" * 5000],
+        ["--prefill", "x" * 5000],
+        ["--prefill", "dtype=" + "x" * 5000],
+        ["--prefill", "order=" + "x" * 5000],
+        ["--prefill", "tp=1", "--link", "x" * 5000],
+        ["--prefill", "tp=1", "--link", "shm,gb_per_s=" + "1" * 5000],
+        ["--prefill", "tp=1", "--path", "x" * 5000],
+        ["--prefill", "tp=1", "--" + "x" * 5000],
+        ["--prefill", "tp=1", "x" * 5000],
+        ["--prefill", "tp=1", "--model", "x" * 5000],
+        ["--prefill", "tp=1", "--svg", "x" * 5000],
+    ],
+)
+def test_long_words_are_not_echoed_in_full(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    shape = [] if "--model" in words else SHAPE.split()
+    status, _, err = plan(capsys, [*words, "--decode", "tp=1", *shape])
+    assert status == 2
+    assert len(err) < 700
+
+
+def test_words_that_are_no_text_are_told_as_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--prefill", "tp=1", "--decode", "tp=1", "--model", "/\udcff\nx", "--json"]
+    status, out, err = plan(capsys, words)
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "cannot read" in json.loads(out)["error"]
+
+
+def test_a_pipe_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    status, _, err = plan(capsys, f"--prefill tp=1 --decode tp=1 --model {tmp_path / 'pipe'}")
+    assert (status, "not a file" in err) == (2, True)
+
+
+def test_a_large_file_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    status, _, err = plan(capsys, f"--prefill tp=1 --decode tp=1 --model {tmp_path}")
+    assert (status, "too large" in err) == (2, True)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "\xff\xfe", "nan", "[" * 100000])
+def test_a_file_that_is_no_config_is_bad_input(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text, encoding="latin-1")
+    status, _, err = plan(capsys, f"--prefill tp=1 --decode tp=1 --model {file}")
+    assert status == 2
+    assert "config.json" in err

@@ -1,0 +1,30 @@
+"""Configs of published models, and ways to change them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+CONFIGS: dict[str, Json] = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
+}
+
+
+def config(name: str, **changes: object) -> Json:
+    """A config of the collection with some fields changed, in the text model where it has one."""
+    made = copy.deepcopy(CONFIGS[name])
+    made.get("text_config", made).update(changes)
+    return made
+
+
+def without(name: str, *fields: str) -> Json:
+    made = config(name)
+    text = made.get("text_config", made)
+    for field in fields:
+        del text[field]
+    return made

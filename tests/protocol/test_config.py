@@ -1,0 +1,30 @@
+"""The configuration: frozen, named, checked when made."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from kvferry.config import ProtocolConfig
+from kvferry.errors import InputError
+
+
+@pytest.mark.parametrize("name", ProtocolConfig.__struct_fields__)
+@pytest.mark.parametrize("value", [0, -1])
+def test_every_value_must_be_above_zero(name: str, value: int) -> None:
+    with pytest.raises(InputError, match=name):
+        replace(ProtocolConfig(), **{name: value})
+
+
+def test_one_lost_heartbeat_is_not_a_death() -> None:
+    assert ProtocolConfig(heartbeat_s=1.0, silence_s=2.0).silence_s == 2.0
+    with pytest.raises(InputError, match="heartbeat"):
+        ProtocolConfig(heartbeat_s=1.0, silence_s=1.9)
+
+
+def test_it_is_frozen_and_keyword_only() -> None:
+    config = ProtocolConfig()
+    with pytest.raises(AttributeError):
+        config.heartbeat_s = 2.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        ProtocolConfig(1.0)  # type: ignore[call-arg]

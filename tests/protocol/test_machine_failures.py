@@ -1,0 +1,415 @@
+"""Machines joined by a fake wire: rooms that fail, and what is left behind, which is nothing."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from wire import MODEL, ROOM, World, let_go, moving
+from wire import small_world as world
+
+from kvferry.errors import Misuse
+from kvferry.ids import Peer
+from kvferry.layout import Span
+from kvferry.plan import Request
+from kvferry.protocol.endpoint import Endpoint
+from kvferry.protocol.events import (
+    Cancel,
+    Disconnected,
+    Event,
+    Fate,
+    Finish,
+    Instance,
+    Open,
+    Prepare,
+    Push,
+    Receive,
+)
+from kvferry.protocol.messages import (
+    Complete,
+    Hello,
+    Table,
+)
+from kvferry.protocol.outcome import Failure, FailureCode
+
+S0, S1 = Peer("prefill", 0), Peer("prefill", 1)
+T0, T1 = Peer("decode0", 0), Peer("decode0", 1)
+
+
+STAGED = pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+
+
+def stop_closed(w: World) -> None:
+    """The second source has written everything; its Complete is lost, if it comes to that."""
+    w.drops = lambda _, envelope: isinstance(envelope.body, Complete)
+    w.open(ROOM)
+    w.receive(ROOM, Request(16))
+    w.run()
+    w.tell(S1, Push(ROOM, Span(0, 16)))
+    w.tell(S1, Finish(ROOM, 16))
+    w.run()
+    w.drops = lambda _, __: False
+
+
+# ---------------------------------------------------------------- deadlines and expiry
+
+
+def test_an_offer_without_a_room_expires() -> None:
+    w = world(early_s=20.0)
+    w.receive(ROOM, Request(8), deadline=60)
+    w.run()
+    assert w.source().rooms
+    w.wait(19)
+    assert w.source().rooms
+    w.wait(2)
+    assert not w.source().rooms
+    assert w.outcomes(ROOM) == {"deadline"}
+    w.finish()
+
+
+def test_too_many_early_offers_are_refused_and_the_others_live() -> None:
+    w = world(max_early_rooms=2)
+    for room in ("a", "b", "c"):
+        w.receive(room, Request(8))
+        w.run()
+    assert w.outcomes("c") == {"too-many-rooms"}
+    for room in ("a", "b"):
+        w.open(room)
+        w.prefill_all(room, 8)
+        assert w.outcomes(room) == {"done"}
+    w.finish()
+
+
+def test_a_room_that_only_prefill_hears_of_ends_at_its_deadline() -> None:
+    w = world()
+    w.open(ROOM, deadline=30)
+    w.prefill_all(ROOM, 8)
+    w.wait(29)
+    assert not w.reports
+    w.wait(2)
+    assert w.outcomes(ROOM) == {"deadline"}
+    let_go(w)
+    w.finish()
+
+
+def test_a_room_that_is_never_pushed_ends_at_both_deadlines() -> None:
+    w = world(2, 2)
+    w.open(ROOM, deadline=30)
+    w.receive(ROOM, Request(8), deadline=20)
+    w.wait(21)
+    assert {w.reports[peer, ROOM][0].code for peer in w.targets} == {"deadline"}  # type: ignore[union-attr]
+    let_go(w)
+    assert w.outcomes(ROOM) == {"deadline"}
+    w.finish()
+
+
+def test_a_deadline_that_has_passed_begins_nothing() -> None:
+    w = world()
+    w.open(ROOM, deadline=0)
+    w.receive(ROOM, Request(8), deadline=0)
+    assert w.outcomes(ROOM) == {"deadline"}
+    assert not w.frames
+    let_go(w)
+    w.finish()
+
+
+def test_limits_on_rooms() -> None:
+    w = world(max_rooms=1)
+    w.open("a")
+    w.receive("a", Request(8))
+    w.run()
+    w.open("b")
+    w.receive("b", Request(8))
+    w.run()
+    assert w.outcomes("b") == {"too-many-rooms"}
+    w.prefill_all("a", 8)
+    assert w.outcomes("a") == {"done"}
+    let_go(w)
+    w.finish()
+
+
+# ---------------------------------------------------------------- peers
+
+
+def test_a_source_that_dies_is_noticed_and_its_pages_wait_for_proof() -> None:
+    w = world(2, 1)
+    w.hold.teardowns = True
+    moving(w)
+    del w.sources[S0]
+    w.wait(w.config.silence_s + 1)
+    assert w.reports[T0, ROOM] == [Failure(FailureCode.PEER_SILENT, f"nothing heard from {S0}")]
+    assert w.reports[S1, ROOM][0].code is FailureCode.PEER_SILENT  # type: ignore[union-attr]
+    w.writes = [held for held in w.writes if held[0] != S0]
+    while w.writes:
+        w.end_write(w.writes.pop())
+    w.wait(50)
+    assert w.releases == {(S1, ROOM): 1}
+    assert w.target().num_quarantined == 1
+    let_go(w)
+    assert w.target().num_quarantined == 0
+    w.finish()
+
+
+def test_a_target_that_dies_is_noticed_and_the_source_keeps_its_pages_until_proof() -> None:
+    w = world(1, 2)
+    w.hold.teardowns = True
+    moving(w)
+    del w.targets[T1]
+    w.wait(w.config.silence_s + 1)
+    assert w.reports[S0, ROOM][0].code is FailureCode.PEER_SILENT  # type: ignore[union-attr]
+    assert w.reports[T0, ROOM][0].code is FailureCode.PEER_SILENT  # type: ignore[union-attr]
+    for held in [held for held in w.writes if held[1].peer == T0]:
+        w.writes.remove(held)
+        w.end_write(held)
+    w.run()
+    assert w.releases == {(T0, ROOM): 1}
+    assert w.source().num_quarantined == 1
+    w.writes.clear()
+    let_go(w)
+    assert w.releases == {(T0, ROOM): 1, (S0, ROOM): 1}
+    w.finish()
+
+
+def test_a_restarted_source_is_told_apart() -> None:
+    w = world()
+    w.open("a")
+    w.receive("a", Request(8))
+    w.run()
+    w.start_source(0, incarnation=77)
+    w.wait(1.5)
+    assert w.reports[T0, "a"][0].code is FailureCode.PEER_RESTARTED  # type: ignore[union-attr]
+    w.open("b")
+    w.receive("b", Request(8))
+    w.run()
+    w.prefill_all("b", 8)
+    assert w.outcomes("b") == {"done"}
+    w.finish()
+
+
+def test_a_restarted_target_is_told_apart() -> None:
+    w = world()
+    w.open("a")
+    w.receive("a", Request(8))
+    w.run()
+    w.start_target(0, 0, incarnation=77)
+    w.open("b")
+    w.receive("b", Request(8))
+    w.run()
+    assert w.reports[S0, "a"][0].code is FailureCode.PEER_RESTARTED  # type: ignore[union-attr]
+    w.prefill_all("b", 8)
+    assert w.outcomes("b") == {"done"}
+    w.finish()
+
+
+def test_a_stopped_target_that_goes_on_finds_its_session_gone_and_makes_a_new_one() -> None:
+    w = world()
+    w.open("a")
+    w.receive("a", Request(8))
+    w.run()
+    stopped = w.targets.pop(T0)
+    w.wait(w.config.silence_s + 1)
+    assert w.reports[S0, "a"][0].code is FailureCode.PEER_SILENT  # type: ignore[union-attr]
+    w.targets[T0] = stopped
+    w.wait(2)
+    assert isinstance(w.reports[T0, "a"][0], Failure)
+    w.open("b")
+    w.receive("b", Request(8))
+    w.run()
+    w.prefill_all("b", 8)
+    assert w.outcomes("b") == {"done"}
+    w.finish()
+
+
+def test_a_closed_and_complete_source_may_go() -> None:
+    w = world(2, 1)
+    stop_closed(w)
+    del w.sources[S1]
+    w.wait(w.config.silence_s + 1)
+    assert not w.reports
+    w.tell(S0, Push(ROOM, Span(0, 16)))
+    w.tell(S0, Finish(ROOM, 16))
+    w.run()
+    assert (T0, ROOM) in w.reports
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+def test_a_source_that_never_answers_is_unreachable() -> None:
+    w = world()
+    w.sources.clear()
+    w.receive(ROOM, Request(8))
+    w.wait(w.config.handshake_s - 1)
+    assert not w.reports
+    assert len(w.where(Hello)) > 10
+    w.wait(2)
+    assert w.outcomes(ROOM) == {"unreachable"}
+    w.finish()
+
+
+# ---------------------------------------------------------------- writes that fail
+
+
+@STAGED
+def test_busy_is_not_death(staged: bool) -> None:
+    w = world(staged=staged)
+    moving(w)
+    for _ in range(5):
+        held, w.writes = w.writes, []
+        for one in held:
+            w.fail_write(one, Fate.BUSY)
+        w.run()
+        assert not w.writes, "it waits before it tries again"
+        w.wait(w.config.resend_s / 4 + 0.01)
+        assert w.writes
+    assert not w.reports
+    w.hold.writes = False
+    while w.writes:
+        w.end_write(w.writes.pop())
+    w.prefill_all(ROOM, 16, first=8)
+    w.wait(3)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+@STAGED
+def test_a_write_that_failed_fails_the_room_and_nothing_else(staged: bool) -> None:
+    w = world(staged=staged)
+    moving(w)
+    held, w.writes = w.writes, []
+    for one in held:
+        w.fail_write(one, Fate.FAILED)
+    w.run()
+    let_go(w)
+    assert w.outcomes(ROOM) == {"transport"}
+    assert not w.sent(Hello)[1:], "the link stays"
+    w.open("b")
+    w.receive("b", Request(8))
+    w.run()
+    w.prefill_all("b", 8)
+    w.wait(3)
+    assert w.outcomes("b") == {"done"}
+    w.finish()
+
+
+@STAGED
+def test_an_unknown_fate_quarantines_until_the_connection_is_torn_down(staged: bool) -> None:
+    w = world(staged=staged, max_quarantined_rooms=1)
+    w.hold.teardowns = True
+    moving(w)
+    held, w.writes = w.writes, []
+    for one in held:
+        w.fail_write(one, Fate.UNKNOWN)
+    w.wait(30)
+    assert w.reports[S0, ROOM][0].code is FailureCode.TRANSPORT  # type: ignore[union-attr]
+    assert not w.releases
+    assert w.source().num_quarantined == 1
+    assert len(w.source().writing) == len(held)
+    w.open("b")
+    assert w.outcomes("b") == {"quarantine-full"}
+    assert w.teardowns
+    let_go(w)
+    assert w.releases == {(S0, ROOM): 1, (T0, ROOM): 1, (S0, "b"): 1}
+    w.finish()
+
+
+# ---------------------------------------------------------------- what engines get wrong
+
+
+def test_token_counts_that_differ() -> None:
+    w = world()
+    w.open(ROOM)
+    w.receive(ROOM, Request(8))
+    w.run()
+    w.prefill_all(ROOM, 12)
+    let_go(w)
+    assert w.outcomes(ROOM) == {"tokens-differ"}
+    w.finish()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["offered before", "offered after"])
+def test_not_everything_pushed_is_known_at_the_finish(late: bool) -> None:
+    w = world()
+    w.open(ROOM)
+    if not late:
+        w.receive(ROOM, Request(16))
+        w.run()
+    w.each_source(Push(ROOM, Span(0, 8)))
+    w.each_source(Finish(ROOM, 16))
+    w.run()
+    if late:
+        w.receive(ROOM, Request(16))
+        w.run()
+    let_go(w)
+    assert w.outcomes(ROOM) == {"not-all-pushed"}
+    w.finish()
+
+
+@pytest.mark.parametrize(
+    ("peer", "event"),
+    [
+        (S0, Open(ROOM, 200.0)),
+        (S0, Push("finished", Span(0, 8))),
+        (S0, Prepare("finished", Span(0, 8))),
+        (S0, Finish("finished", 8)),
+        (T0, None),
+    ],
+    ids=["open twice", "push", "prepare", "finish twice", "receive twice"],
+)
+def test_misuse_raises_and_changes_nothing(peer: Peer, event: Event | None) -> None:
+    w = world(1, 2)
+    moving(w)
+    w.each_source(Open("finished", w.now + 60))
+    w.each_source(Finish("finished", 0))
+    machine: Endpoint = w.sources.get(peer) or w.targets[peer]
+    if event is None:
+        event = w.receive_event(peer, ROOM, Request(16), w.now + 60)
+    before = pickle.dumps(machine)
+    assert pickle.dumps(machine) == before, "the comparison itself is stable"
+    with pytest.raises(Misuse):
+        machine.handle(event, w.now)
+    assert pickle.dumps(machine) == before
+    w.each_source(Cancel("finished"))
+    w.each_source(Cancel(ROOM))
+    let_go(w)
+    w.finish()
+
+
+def test_steps_for_a_room_that_has_failed_meanwhile_are_ignored() -> None:
+    w = world()
+    w.open(ROOM)
+    w.receive(ROOM, Request(16))
+    w.run()
+    w.tell(T0, Cancel(ROOM))
+    w.run()
+    frames = len(w.frames)
+    for event in (Prepare(ROOM, Span(0, 8)), Push(ROOM, Span(0, 8)), Finish(ROOM, 8), Cancel(ROOM)):
+        w.tell(S0, event)
+    assert len(w.frames) == frames
+    let_go(w)
+    w.finish()
+
+
+def test_pages_outside_the_pool_are_refused_by_the_source() -> None:
+    w = world()
+    w.open(ROOM)
+    tables = (Table("kv", (0, 64)),)
+    prefill = Instance("prefill", MODEL, w.prefill)
+    w.tell(T0, Receive(ROOM, prefill, Request(8), tables, w.now + 60))
+    w.run()
+    assert w.reports[T0, ROOM][0].code is FailureCode.BAD_OFFER  # type: ignore[union-attr]
+    assert not w.writes
+    w.each_source(Cancel(ROOM))
+    let_go(w)
+    w.finish()
+
+
+def test_disconnected_without_warning_ends_what_depends_on_it() -> None:
+    w = world()
+    w.open(ROOM)
+    w.receive(ROOM, Request(8))
+    w.run()
+    w.tell(T0, Disconnected(S0, w.source().incarnation))
+    w.tell(S0, Disconnected(T0, w.target().incarnation))
+    w.run()
+    assert w.outcomes(ROOM) == {"peer-gone"}
+    w.finish()

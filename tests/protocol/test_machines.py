@@ -1,0 +1,435 @@
+"""Machines joined by a fake wire: rooms that end well, in every order and shape."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from wire import World, always_stage
+
+from kvferry.config import ProtocolConfig
+from kvferry.ids import Peer
+from kvferry.layout import CacheSpec, DType, Layout, Paged, Parallel, Slot, Span, attention
+from kvferry.layout.spec import Group, Tensor, Window
+from kvferry.plan import Request
+from kvferry.protocol.events import Finish, Prepare, Push, Received, Sent, Tick
+from kvferry.protocol.lanes import StagePolicy, never_stage
+from kvferry.protocol.messages import (
+    Accept,
+    Arrived,
+    Close,
+    Complete,
+    Grant,
+    Nudge,
+    Offer,
+    Staging,
+    Want,
+)
+from kvferry.protocol.outcome import Done, Status
+
+DENSE = attention(layers=2, kv_heads=4, head_dim=2)
+HYBRID = CacheSpec(
+    4,
+    (
+        Group("full", Paged(), (0, 2), 4, (Tensor("k", DType.UINT8, 2),)),
+        Group("near", Window(7), (1,), 2, (Tensor("k", DType.UINT8, 2),)),
+        Group("state", Slot(), (1, 3), 4, (Tensor("s", DType.UINT8, 5),)),
+    ),
+)
+ROOM = "room-1"
+
+
+def layout(spec: CacheSpec, tp: int = 1, pp: int = 1, page: int = 4) -> Layout:
+    return Layout(spec, Parallel(tp=tp, pp=pp), page_tokens=page)
+
+
+def world(
+    source: Layout, *targets: Layout, staged: bool = False, config: ProtocolConfig | None = None
+) -> World:
+    stages: StagePolicy = always_stage if staged else never_stage
+    staging = Staging(slot_bytes=64, num_slots=3) if staged else Staging()
+    return World(source, targets, config or ProtocolConfig(), staging, stages)
+
+
+STAGED = pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+PAIRS = pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (layout(DENSE), layout(DENSE)),
+        (layout(DENSE, tp=2), layout(DENSE, tp=2, page=8)),
+        (layout(DENSE, tp=2), layout(DENSE, tp=4)),
+        (layout(DENSE, tp=4, page=8), layout(DENSE, tp=1)),
+        (layout(DENSE, tp=2, pp=2), layout(DENSE, tp=2)),
+        (layout(HYBRID, tp=2), layout(HYBRID, tp=1, pp=2)),
+        (layout(HYBRID, pp=2), layout(HYBRID, tp=2)),
+    ],
+    ids=str,
+)
+
+
+@STAGED
+@PAIRS
+@pytest.mark.parametrize("order", ["prefill first", "decode first", "offer in the middle", "last"])
+@pytest.mark.parametrize("prefix", [0, 5])
+def test_a_room_is_done(
+    source: Layout, target: Layout, staged: bool, order: str, prefix: int
+) -> None:
+    w = world(source, target, staged=staged)
+    request = Request(24, prefix)
+    if order == "decode first":
+        w.receive(ROOM, request)
+        w.run()
+        w.open(ROOM)
+    else:
+        w.open(ROOM)
+    if order == "prefill first":
+        w.receive(ROOM, request)
+        w.run()
+    if order == "offer in the middle":
+        w.each_source(Push(ROOM, Span(0, 16)))
+        w.receive(ROOM, request)
+        w.prefill_all(ROOM, 24, first=16)
+    else:
+        w.prefill_all(ROOM, 24)
+    if order == "last":
+        assert w.source().status(ROOM) is Status.CONNECTING
+        w.receive(ROOM, request)
+    w.wait(4)
+    assert w.outcomes(ROOM) == {"done"}
+    assert w.metadata(ROOM) == {b"meta"}
+    if staged:
+        assert any(isinstance(arrived, Arrived) and arrived.serial is not None
+                   for arrived in w.where(Arrived))  # fmt: skip
+    w.finish()
+
+
+@pytest.mark.parametrize("spec", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_a_fully_cached_prompt_sends_close_alone(spec: CacheSpec) -> None:
+    w = world(layout(spec, tp=2), layout(spec))
+    w.open(ROOM)
+    w.receive(ROOM, Request(24, 24))
+    w.run()
+    w.each_source(Finish(ROOM, 24, b"first token"))
+    w.run()
+    assert w.outcomes(ROOM) == {"done"}
+    assert w.metadata(ROOM) == {b"first token"}
+    assert not w.where(Arrived)
+    assert not any(w.landed.values())
+    w.finish()
+
+
+@STAGED
+def test_only_the_lead_sends_metadata_and_every_target_has_it(staged: bool) -> None:
+    w = world(layout(DENSE, tp=2, pp=2), layout(DENSE, tp=4), staged=staged)
+    w.open(ROOM)
+    w.receive(ROOM, Request(8))
+    w.run()
+    for peer in w.sources:
+        w.tell(peer, Push(ROOM, Span(0, 8)))
+        w.tell(peer, Finish(ROOM, 8, f"from {peer.rank}".encode()))
+    w.wait(4)
+    lead = w.prefill.lead
+    assert lead == 2
+    with_metadata = {
+        e.sender.rank
+        for e in w.sent(Close)
+        if isinstance(e.body, Close) and e.body.metadata is not None
+    }
+    assert with_metadata == {lead}
+    done = [w.reports[peer, ROOM] for peer in w.targets]
+    assert done == [[Done(b"from 2")]] * 4
+    w.finish()
+
+
+def test_idle_sources_are_told_and_let_go() -> None:
+    spec = attention(layers=1, kv_heads=1, head_dim=2)
+    w = world(layout(spec, tp=4), layout(spec, tp=2))
+    plan = w.plan()
+    idle = [rank for rank in range(4) if not plan.targets_of(rank)]
+    assert idle, "this pair leaves some sources without work"
+    w.open(ROOM)
+    w.receive(ROOM, Request(8))
+    w.run()
+    w.prefill_all(ROOM, 8)
+    assert w.outcomes(ROOM) == {"done"}
+    assert all(w.releases[Peer("prefill", rank), ROOM] == 1 for rank in range(4))
+    for rank in idle:
+        told = {to.rank for to, e in w.frames if e.sender == Peer("prefill", rank)}
+        assert told == set(plan.audience(rank))
+    w.finish()
+
+
+@STAGED
+def test_one_source_serves_tp2_and_tp4_at_the_same_time(staged: bool) -> None:
+    w = world(layout(DENSE, tp=2), layout(DENSE, tp=2), layout(DENSE, tp=4), staged=staged)
+    for index, room in enumerate(["a", "b"]):
+        w.open(room)
+        w.receive(room, Request(24), decode_index=index)
+    w.run()
+    for at in range(0, 24, 8):
+        for room in ("a", "b"):
+            w.each_source(Push(room, Span(at, at + 8)))
+    for room in ("a", "b"):
+        w.each_source(Finish(room, 24, room.encode()))
+    w.wait(4)
+    assert w.outcomes("a") == w.outcomes("b") == {"done"}
+    assert (w.metadata("a"), w.metadata("b")) == ({b"a"}, {b"b"})
+    w.finish()
+
+
+def test_the_same_room_is_not_sent_to_two_instances() -> None:
+    w = world(layout(DENSE), layout(DENSE), layout(DENSE))
+    w.open(ROOM)
+    w.receive(ROOM, Request(8), decode_index=0)
+    w.run()
+    w.receive(ROOM, Request(8), decode_index=1)
+    w.run()
+    w.prefill_all(ROOM, 8)
+    assert w.reports[Peer("decode0", 0), ROOM] == [Done(b"meta")]
+    (refused,) = w.reports[Peer("decode1", 0), ROOM]
+    assert str(refused).startswith("room-taken")
+    w.finish()
+
+
+def test_many_rooms_share_three_slots() -> None:
+    w = world(layout(DENSE, tp=2), layout(DENSE), staged=True)
+    rooms = [f"room-{i}" for i in range(6)]
+    for room in rooms:
+        w.open(room)
+        w.receive(room, Request(16))
+    w.run()
+    for room in rooms:
+        w.each_source(Push(room, Span(0, 16)))
+        w.each_source(Finish(room, 16, room.encode()))
+    w.wait(10)
+    for room in rooms:
+        assert w.outcomes(room) == {"done"}
+        assert w.metadata(room) == {room.encode()}
+    w.finish()
+
+
+# ---------------------------------------------------------------- credits
+
+
+def test_prepare_asks_for_credits_before_the_push() -> None:
+    w = world(layout(DENSE), layout(DENSE), staged=True)
+    w.open(ROOM)
+    w.receive(ROOM, Request(4))
+    w.run()
+    w.each_source(Prepare(ROOM, Span(0, 4)))
+    w.run()
+    (want,) = w.where(Want)
+    assert isinstance(want, Want)
+    assert w.where(Grant)
+    assert not w.where(Arrived)
+    w.each_source(Push(ROOM, Span(0, 4)))
+    w.run()
+    assert [body for body in w.where(Want) if body != want] == [], "asked once for one part"
+    w.each_source(Finish(ROOM, 4))
+    w.wait(4)
+    assert want.total == len({b.serial for b in w.where(Arrived) if isinstance(b, Arrived)})
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+def test_without_credits_a_lane_loses_patience_and_writes_directly() -> None:
+    w = world(layout(DENSE), layout(DENSE), staged=True)
+    w.drops = lambda _, envelope: isinstance(envelope.body, Grant)
+    w.open(ROOM)
+    w.receive(ROOM, Request(16))
+    w.run()
+    w.prefill_all(ROOM, 16)
+    assert not w.landed
+    w.wait(w.config.credit_patience_s / 2 + 0.1)
+    assert not w.landed
+    assert len(w.where(Want)) > 1, "a lost Want or Grant is repaired by asking again"
+    w.wait(w.config.credit_patience_s)
+    assert w.outcomes(ROOM) == {"done"}
+    assert w.source().counts["impatient"] > 0
+    assert {b.serial for b in w.where(Arrived) if isinstance(b, Arrived)} == {None}
+    w.finish()
+
+
+def test_a_slot_is_granted_again_only_after_its_scatter() -> None:
+    config = ProtocolConfig(credit_patience_s=50.0)
+    w = world(layout(DENSE), layout(DENSE), staged=True, config=config)
+    w.hold.scatters = True
+    w.open(ROOM)
+    w.receive(ROOM, Request(16))
+    w.run()
+    w.prefill_all(ROOM, 16)
+    w.wait(5)
+    assert len(w.scatters) == 3, "three slots, three parcels under way"
+    assert {scatter.slot for _, scatter in w.scatters} == {0, 1, 2}
+    assert w.target().status(ROOM) is Status.WAITING
+    while w.scatters:
+        w.end_scatter(w.scatters.pop())
+        w.run()
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_no_more_writes_in_flight_than_allowed(staged: bool) -> None:
+    config = ProtocolConfig(max_inflight=2, local_slots=1, credit_patience_s=50.0)
+    w = world(layout(DENSE), layout(DENSE, tp=4), staged=staged, config=config)
+    w.hold.writes = True
+    w.open(ROOM)
+    w.receive(ROOM, Request(16))
+    w.run()
+    w.each_source(Push(ROOM, Span(0, 16)))
+    w.each_source(Finish(ROOM, 16))
+    w.run()
+    peers: set[Peer] = set()
+    while w.writes:
+        assert len(w.writes) <= (1 if staged else 2)
+        peers.update(write.peer for _, write in w.writes[:1])
+        w.end_write(w.writes.pop(0))
+        w.run()
+    assert len(peers) == 4
+    w.wait(1)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+# ---------------------------------------------------------------- loss and repetition
+
+
+LOSABLE = [Offer, Accept, Want, Grant, Close, Complete]
+
+
+@STAGED
+@pytest.mark.parametrize("kind", LOSABLE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("how_often", [1, 3])
+def test_a_lost_frame_costs_time_and_nothing_else(
+    kind: type[Offer], how_often: int, staged: bool
+) -> None:
+    w = world(layout(DENSE, tp=2), layout(DENSE), staged=staged)
+    lost = itertools.count()
+    w.drops = lambda _, envelope: isinstance(envelope.body, kind) and next(lost) < how_often
+    w.open(ROOM)
+    w.receive(ROOM, Request(16))
+    w.wait(2)
+    w.prefill_all(ROOM, 16)
+    w.wait(10)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+@STAGED
+def test_lost_notes_are_asked_for(staged: bool) -> None:
+    w = world(layout(DENSE, tp=2), layout(DENSE), staged=staged)
+    w.hold.notes = True
+    w.open(ROOM)
+    w.receive(ROOM, Request(8))
+    w.run()
+    w.prefill_all(ROOM, 8)
+    w.hold.notes = False
+    w.wait(4 * w.config.nudge_s)
+    assert w.outcomes(ROOM) == {"done"}
+    assert bool(w.where(Nudge)) is staged, "without credits, Close itself says what was written"
+    w.finish()
+
+
+@STAGED
+def test_every_frame_twice_and_old_ones_again(staged: bool) -> None:
+    w = world(layout(DENSE, tp=2), layout(DENSE, tp=2), staged=staged)
+    w.open(ROOM)
+    w.receive(ROOM, Request(16))
+    seen = 0
+
+    def again() -> None:
+        nonlocal seen
+        new, seen = w.frames[seen:], len(w.frames)
+        w.pending.extend((to, Received(envelope)) for to, envelope in new)
+        w.run()
+
+    w.run()
+    again()
+    for at in range(0, 16, 4):
+        w.each_source(Push(ROOM, Span(at, at + 4)))
+        w.run()
+        again()
+    w.each_source(Finish(ROOM, 16, b"meta"))
+    w.run()
+    again()
+    everything = list(w.frames)
+    w.wait(4)
+    assert w.outcomes(ROOM) == {"done"}
+    w.pending.extend((to, Received(envelope)) for to, envelope in reversed(everything))
+    w.wait(4)
+    w.finish()
+
+
+def test_an_overtaken_frame_is_dropped() -> None:
+    w = world(layout(DENSE), layout(DENSE))
+    w.drops = lambda _, envelope: isinstance(envelope.body, Offer)
+    w.receive(ROOM, Request(8))
+    w.wait(w.config.resend_s + 0.1)
+    first, second = w.sent(Offer)[:2]
+    w.drops = lambda _, __: False
+    source = w.source()
+    w.tell(source.me, Received(second))
+    before = len(w.where(Accept))
+    w.tell(source.me, Received(first))
+    assert source.counts["overtaken"] == 1
+    assert len(w.where(Accept)) == before
+    w.open(ROOM)
+    w.prefill_all(ROOM, 8)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+def test_the_end_of_a_write_counts_once() -> None:
+    w = world(layout(DENSE), layout(DENSE))
+    w.hold.writes = True
+    w.open(ROOM)
+    w.receive(ROOM, Request(8))
+    w.run()
+    w.each_source(Push(ROOM, Span(0, 8)))
+    (held,) = w.writes
+    w.end_write(w.writes.pop())
+    w.run()
+    w.tell(held[0], Sent(held[1].op))
+    assert w.source().counts["late"] == 1
+    w.each_source(Finish(ROOM, 8))
+    w.run()
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+def test_status_can_be_reduced_by_min() -> None:
+    w = world(layout(DENSE), layout(DENSE, tp=2))
+    assert w.target().status(ROOM) is None
+    w.open(ROOM)
+    assert w.source().status(ROOM) is Status.CONNECTING
+    w.receive(ROOM, Request(8))
+    assert w.target().status(ROOM) is Status.CONNECTING
+    w.run()
+    assert w.source().status(ROOM) is Status.WAITING
+    assert w.target().status(ROOM) is Status.WAITING
+    w.each_source(Push(ROOM, Span(0, 4)))
+    w.run()
+    assert w.source().status(ROOM) is Status.MOVING
+    assert min(w.target(rank).status(ROOM) or Status.DONE for rank in (0, 1)) is Status.MOVING
+    w.prefill_all(ROOM, 8, first=4)
+    assert w.source().status(ROOM) is None
+    w.finish()
+
+
+def test_nobody_wants_to_be_woken_before_there_is_something_to_do() -> None:
+    w = world(layout(DENSE), layout(DENSE))
+    assert w.source().wakeup() is None
+    assert w.target().wakeup() is None
+    w.receive(ROOM, Request(8))
+    w.run()
+    due = w.target().wakeup()
+    assert due is not None
+    quiet = len(w.frames)
+    w.now = due - 0.01
+    for peer in (*w.sources, *w.targets):
+        w.tell(peer, Tick())
+    assert len(w.frames) == quiet
+    w.open(ROOM)
+    w.prefill_all(ROOM, 8)
+    w.finish()

@@ -1,0 +1,122 @@
+"""Cutting to slots: the same cells, each image small enough; and merging them again."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moving import make_ranks
+
+from kvferry.layout import DType, Layout, Paged, Parallel, Slot, Span, attention
+from kvferry.layout.spec import CacheSpec, Group, Tensor
+from kvferry.plan import Block, Image, Pair, Plan, Request, bind, reshard
+from kvferry.protocol.parcels import cut_to_slots, image_bytes, merge, within
+from kvferry.testing.strategies import MAX_TOKENS, pairs
+
+Cells = Counter[tuple[str, int, int]]
+
+
+def cells(plan: Plan, blocks: list[Block] | tuple[Block, ...]) -> Cells:
+    return Counter(
+        (block.group, layer, token)
+        for block in blocks
+        for layer in plan.spec.group(block.group).layers_in(block.layers)
+        for token in range(block.tokens.first, block.tokens.end)
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(pairs(), st.integers(1, MAX_TOKENS), st.integers(0, MAX_TOKENS), st.integers(1, 400))
+def test_fragments_cover_exactly_and_fit(
+    pair: tuple[Layout, Layout], tokens: int, prefix: int, slot_bytes: int
+) -> None:
+    plan, request = reshard(*pair), Request(tokens, min(prefix, tokens))
+    sources = make_ranks(plan.source, tokens, np.random.default_rng(0))
+    for source, target in itertools.product(
+        range(plan.source.num_ranks), range(plan.target.num_ranks)
+    ):
+        for block in plan.blocks(source, target, request):
+            fragments = cut_to_slots(plan, source, target, block, slot_bytes)
+            if fragments is None:
+                assert slot_bytes < one_token(plan, source, target, block)
+                continue
+            assert cells(plan, fragments) == cells(plan, (block,))
+            for fragment in fragments:
+                side = sources[source].side
+                image = bind(plan, Pair(source, target), request, side, Image(), [fragment])
+                assert image.num_bytes <= slot_bytes
+                size = image_bytes(plan, source, target, request, [fragment])
+                assert size == image.num_bytes
+
+
+def one_token(plan: Plan, source: int, target: int, block: Block) -> int:
+    """The most that one token of one layer can take: every unit that the pair moves."""
+    unit_bytes = plan.spec.group(block.group).unit_bytes
+    moves = plan.between(source, target)
+    return sum(len(m.units) for m in moves if m.group == block.group) * unit_bytes
+
+
+def test_whole_tokens_before_layers() -> None:
+    spec = attention(layers=3, kv_heads=1, head_dim=1, dtype=DType.UINT8)
+    plan = reshard(Layout(spec), Layout(spec))
+    block = Block("kv", Span(0, 3), Span(0, 4))
+    assert cut_to_slots(plan, 0, 0, block, 12) == [
+        Block("kv", Span(0, 3), Span(0, 2)),
+        Block("kv", Span(0, 3), Span(2, 4)),
+    ]
+    assert cut_to_slots(plan, 0, 0, block, 24) == [block]
+
+
+def test_a_slot_is_filled_with_every_other_token() -> None:
+    spec = attention(layers=1, kv_heads=1, head_dim=1, dtype=DType.UINT8)
+    plan = reshard(Layout(spec, Parallel(cp=2)), Layout(spec))
+    request = Request(16)
+    (block,) = plan.blocks(0, 0, request)
+    assert image_bytes(plan, 0, 0, request, [block]) == 16, "half of the tokens, K and V"
+    fragments = cut_to_slots(plan, 0, 0, block, 8)
+    assert fragments is not None
+    sizes = [image_bytes(plan, 0, 0, request, [fragment]) for fragment in fragments]
+    assert sizes == [8, 8]
+
+
+def test_a_state_row_larger_than_a_slot_is_cut_by_layers() -> None:
+    state = Group("state", Slot(), (0, 2, 3), 1, (Tensor("s", DType.UINT8, 10),))
+    other = Group("kv", Paged(), (1,), 1, (Tensor("k", DType.UINT8, 1),))
+    spec = CacheSpec(4, (state, other))
+    plan = reshard(Layout(spec), Layout(spec, Parallel()))
+    (block,) = [b for b in plan.blocks(0, 0, Request(5)) if b.group == "state"]
+    assert cut_to_slots(plan, 0, 0, block, 25) == [
+        Block("state", Span(0, 3), Span(4, 5)),
+        Block("state", Span(3, 4), Span(4, 5)),
+    ]
+    assert cut_to_slots(plan, 0, 0, block, 9) is None
+
+
+spans = st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda p: Span(p[0], sum(p)))
+blocks = st.lists(
+    st.builds(Block, st.sampled_from("ab"), st.sampled_from([Span(0, 1), Span(0, 2)]), spans),
+    max_size=8,
+)
+
+
+def points(some: list[Block] | tuple[Block, ...]) -> set[tuple[str, Span, int]]:
+    return {(b.group, b.layers, t) for b in some for t in range(b.tokens.first, b.tokens.end)}
+
+
+@given(blocks)
+def test_merge_keeps_coverage_in_the_fewest_blocks(some: list[Block]) -> None:
+    merged = merge(some)
+    assert points(merged) == points(some)
+    for one, two in itertools.combinations(merged, 2):
+        if (one.group, one.layers) == (two.group, two.layers):
+            assert one.tokens.end < two.tokens.first or two.tokens.end < one.tokens.first
+
+
+@given(blocks, spans)
+def test_within_is_an_intersection(some: list[Block], span: Span) -> None:
+    clipped = within(some, span)
+    assert points(clipped) == {point for point in points(some) if point[2] in span}
+    assert all(len(block.tokens) for block in clipped)

@@ -1,0 +1,401 @@
+"""Each test is a fault that the machines once had, in the shortest story that shows it."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+
+import pytest
+from wire import DENSE, MODEL, ROOM, World, always_stage, dense, let_go, moving
+from wire import small_world as world
+
+from kvferry.errors import Misuse
+from kvferry.ids import Op, Peer, Serial
+from kvferry.layout import Layout, Span
+from kvferry.plan import Block, Request
+from kvferry.protocol.events import (
+    Cancel,
+    Disconnected,
+    Event,
+    Fate,
+    Finish,
+    Instance,
+    Push,
+    Receive,
+    Received,
+    Scattered,
+    SendFailed,
+    Sent,
+)
+from kvferry.protocol.messages import (
+    MAX_METADATA,
+    MAX_PAGES,
+    MAX_REMAINING_S,
+    MAX_TABLES,
+    Abort,
+    Accept,
+    Arrived,
+    Drained,
+    Envelope,
+    Offer,
+    Staging,
+    Table,
+)
+from kvferry.protocol.outcome import MAX_TEXT, Failure, FailureCode
+from kvferry.protocol.states import RoomState
+
+S0, S1 = Peer("prefill", 0), Peer("prefill", 1)
+T0, T1 = Peer("decode0", 0), Peer("decode0", 1)
+
+
+def started(w: World, tokens: int = 8) -> World:
+    """The room is open at prefill and offered by decode."""
+    w.open(ROOM)
+    w.receive(ROOM, Request(tokens))
+    w.run()
+    return w
+
+
+def code(w: World, peer: Peer, room: str = ROOM) -> FailureCode:
+    (said,) = w.reports[peer, room]
+    assert isinstance(said, Failure)
+    return said.code
+
+
+def deliver_only(w: World, kind: type[Event]) -> None:
+    """Everything of that kind comes before whatever else is under way."""
+    chosen = [one for one in w.pending if isinstance(one[1], kind)]
+    assert chosen
+    w.pending = deque(one for one in w.pending if not isinstance(one[1], kind))
+    for one in chosen:
+        w.tell(*one)
+
+
+# ---------------------------------------------------------------- proof
+
+
+def offered_twice(w: World) -> Envelope:
+    """The source has taken the first Offer and given the room up; the second is under way."""
+    w.open(ROOM)
+    w.drops = lambda _, envelope: isinstance(envelope.body, Offer)
+    w.receive(ROOM, Request(8))
+    w.wait(w.config.resend_s + 0.1)
+    w.drops = lambda _, envelope: False
+    first, second = w.sent(Offer)
+    w.tell(S0, Received(first))
+    w.tell(S0, Cancel(ROOM))
+    return second
+
+
+def test_drained_proves_nothing_while_an_offer_is_under_way() -> None:
+    w = world()
+    offered_twice(w)
+    (drained,) = w.where(Drained)
+    w.drops = lambda _, envelope: isinstance(envelope.body, Abort)
+    w.run()
+    assert isinstance(drained, Drained)
+    assert drained.heard < w.sent(Offer)[1].seq
+    assert code(w, T0) is FailureCode.ABORTED, "known at once"
+    assert not w.releases[T0, ROOM], "but the pages may still be written"
+    assert w.where(Abort, S0), "so it asks again"
+    w.drops = lambda _, __: False
+    w.wait(w.config.resend_s + 0.1)
+    assert w.releases[T0, ROOM] == 1
+    let_go(w)
+    w.finish()
+
+
+def test_an_offer_that_was_said_again_is_not_taken_after_drained() -> None:
+    w = world()
+    second = offered_twice(w)
+    w.tell(S0, Received(second))
+    w.run()
+    assert w.releases[T0, ROOM] == 1
+    w.hold.writes = True
+    w.open(ROOM)
+    w.each_source(Push(ROOM, Span(0, 8)))
+    w.run()
+    assert not w.writes, "the target's pages are somebody else's now"
+    w.each_source(Cancel(ROOM))
+    let_go(w)
+    w.finish(attempts=2)
+
+
+def test_a_closed_source_that_is_gone_delays_no_release() -> None:
+    w = world(2, 1)
+    started(w)
+    w.tell(S0, Push(ROOM, Span(0, 8)))
+    w.tell(S0, Finish(ROOM, 8))
+    w.run()
+    w.hold.teardowns = True
+    incarnation = w.sources.pop(S0).incarnation
+    w.wait(w.config.silence_s + 1)
+    assert not w.reports, "nothing is missing from it"
+    w.teardowns.clear()
+    w.tell(T0, Disconnected(S0, incarnation))
+    w.tell(T0, Cancel(ROOM))
+    w.run()
+    assert w.releases[T0, ROOM] == 1
+    let_go(w)
+    w.finish()
+
+
+def test_a_closed_source_that_is_lost_is_waited_for_when_the_room_fails() -> None:
+    w = world(2, 1)
+    started(w)
+    w.tell(S0, Push(ROOM, Span(0, 8)))
+    w.tell(S0, Finish(ROOM, 8))
+    w.run()
+    w.hold.teardowns = True
+    del w.sources[S0]
+    w.wait(w.config.silence_s + 1)
+    w.tell(T0, Cancel(ROOM))
+    w.wait(20)
+    assert not w.releases[T0, ROOM], "lost is not proof"
+    let_go(w)
+    assert w.releases[T0, ROOM] == 1
+    w.finish()
+
+
+# ---------------------------------------------------------------- rooms that have failed
+
+
+def test_an_abort_that_crosses_drained_does_not_haunt_the_next_attempt() -> None:
+    w = world()
+    moving(w)
+    w.tell(S0, Cancel(ROOM))
+    while w.writes:
+        w.end_write(w.writes.pop())
+    deliver_only(w, Sent)
+    w.run()
+    aborts = [body for body in w.where(Abort, S0) if isinstance(body, Abort)]
+    assert [body.accepted for body in aborts] == [True]
+    assert not w.source().rooms, "not even a warning"
+    w.hold.writes = False
+    started(w)
+    w.prefill_all(ROOM, 8)
+    assert [len(said) for said in w.reports.values()] == [2, 2]
+    assert not any(isinstance(said[-1], Failure) for said in w.reports.values())
+    w.finish(attempts=2)
+
+
+def test_an_abort_before_the_offer_was_heard_is_remembered() -> None:
+    w = world()
+    w.drops = lambda _, envelope: isinstance(envelope.body, Offer)
+    w.receive(ROOM, Request(8))
+    w.run()
+    w.tell(T0, Cancel(ROOM))
+    w.run()
+    assert w.source().rooms[ROOM].state is RoomState.WARNED
+    w.open(ROOM)
+    assert code(w, S0) is FailureCode.ABORTED
+    let_go(w)
+    w.finish()
+
+
+def failed_with_one_target_unheard() -> World:
+    """Both targets want the room; only the first one's offer has come when it fails."""
+    w = world(1, 2)
+    w.open(ROOM)
+    w.receive(ROOM, Request(8), only=0)
+    w.run()
+    w.tell(T0, Cancel(ROOM))
+    w.run()
+    assert code(w, S0) is FailureCode.ABORTED
+    assert w.source().rooms[ROOM].state is RoomState.OVER
+    assert w.source().status(ROOM) is None
+    return w
+
+
+def test_a_late_offer_for_a_failed_room_is_refused_at_once() -> None:
+    w = failed_with_one_target_unheard()
+    w.receive(ROOM, Request(8), only=1)
+    w.run()
+    assert code(w, T1) is FailureCode.ABORTED, "the reason that the others have"
+    assert w.releases[T1, ROOM] == 1
+    assert not w.where(Accept, T1)
+    w.wait(w.config.early_s + 1)
+    assert not w.source().rooms, "remembered for a while only"
+    w.finish()
+
+
+def test_pushes_that_cross_the_report_are_ignored() -> None:
+    w = failed_with_one_target_unheard()
+    w.receive(ROOM, Request(8), only=1)
+    w.run()
+    frames = len(w.frames)
+    for event in (Push(ROOM, Span(0, 8)), Finish(ROOM, 8), Cancel(ROOM)):
+        w.tell(S0, event)
+    assert len(w.frames) == frames
+    let_go(w)
+    w.finish()
+
+
+def test_a_room_that_is_over_can_be_opened_again() -> None:
+    w = failed_with_one_target_unheard()
+    started(w)
+    w.prefill_all(ROOM, 8)
+    assert [len(w.reports[peer, ROOM]) for peer in (S0, T0, T1)] == [2, 2, 1]
+    assert not any(isinstance(said[-1], Failure) for said in w.reports.values())
+    w.finish(attempts=2)
+
+
+# ---------------------------------------------------------------- slots
+
+
+def test_a_failed_room_gets_no_more_credits() -> None:
+    w = World(dense(2), (dense(),), staging=Staging(64, 4), stages=always_stage)
+    w.hold.writes = w.hold.scatters = True
+    for room, source in (("served", S1), ("failed", S0)):
+        w.open(room)
+        w.receive(room, Request(32))
+        w.run()
+        w.tell(source, Push(room, Span(0, 32)))
+        w.run()
+    book = w.target().credits
+    assert not book.free
+    assert book.accounts["failed", 0].wanted, "it waits in the queue"
+    del w.sources[S0]
+    w.tell(T0, Cancel("failed"))
+    while w.writes:
+        w.end_write(w.writes.pop())
+    w.run()
+    while w.scatters:
+        w.end_scatter(w.scatters.pop())
+    w.run()
+    assert book.accounts["served", 1].granted > 4
+    assert not book.outstanding(("failed", 0))
+    w.each_source(Cancel("served"))
+    w.each_source(Cancel("failed"))
+    let_go(w)
+    w.finish()
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 8])
+def test_a_note_may_not_name_more_than_its_slot_holds(tokens: int) -> None:
+    w = world(staged=True)
+    w.hold.scatters = True
+    moving(w, 16)
+    (link,) = w.source().links.values()
+    blocks = tuple(Block("kv", Span(0, 2), Span(at, at + 1)) for at in range(tokens))
+    note = Arrived(ROOM, w.target().rooms[ROOM].generation, blocks, Serial(0))
+    w.tell(T0, Received(Envelope(S0, w.source().incarnation, link.session, 0, note)))
+    assert not w.scatters, "it would read behind the slot"
+    assert code(w, T0) is FailureCode.BAD_NOTE
+    let_go(w)
+    w.finish()
+
+
+# ---------------------------------------------------------------- what a frame can hold
+
+
+def test_a_far_deadline_fits_into_an_offer() -> None:
+    w = world()
+    w.open(ROOM)
+    w.receive(ROOM, Request(8), deadline=1e9)
+    w.run()
+    (offer,) = w.where(Offer)
+    assert isinstance(offer, Offer)
+    assert offer.remaining_s == MAX_REMAINING_S
+    w.prefill_all(ROOM, 8)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+def test_a_long_reason_is_cut() -> None:
+    large_pages = Layout(DENSE, page_tokens=16)
+    w = started(World(large_pages, (large_pages,)), tokens=900)
+    for first in range(0, 900, 4):
+        w.each_source(Push(ROOM, Span(first, first + 2)))
+        w.run()
+    w.each_source(Finish(ROOM, 900))
+    w.run()
+    (failure,) = w.reports[T0, ROOM]
+    assert isinstance(failure, Failure)
+    assert failure.code is FailureCode.NOT_ALL_PUSHED
+    assert len(failure.message) == MAX_TEXT
+    let_go(w)
+    w.finish()
+
+
+def test_reasons_are_cut_to_the_limit_of_a_frame() -> None:
+    assert len(Failure.of(FailureCode.TRANSPORT, "é" * 5000).message) == MAX_TEXT
+    assert Failure.of(FailureCode.TRANSPORT, "short").message == "short"
+
+
+PAGES = tuple(range(MAX_PAGES + 1))
+MISUSES: dict[str, tuple[Peer, Event]] = {
+    "metadata too long": (S0, Finish(ROOM, 16, bytes(MAX_METADATA + 1))),
+    "pushed twice": (S0, Push(ROOM, Span(0, 8))),
+    "pushed in part": (S0, Push(ROOM, Span(7, 9))),
+    "too many tables": (
+        T0,
+        Receive(
+            "new",
+            Instance("prefill", MODEL, dense()),
+            Request(8),
+            tuple(Table(f"g{i}", ()) for i in range(MAX_TABLES + 1)),
+            200.0,
+        ),
+    ),
+    "too many pages": (
+        T0,
+        Receive(
+            "new", Instance("prefill", MODEL, dense()), Request(8), (Table("kv", PAGES),), 200.0
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_what_an_engine_must_not_ask_for_raises_and_changes_nothing(name: str) -> None:
+    w = world()
+    moving(w, 16)
+    peer, event = MISUSES[name]
+    machine = w.source() if peer == S0 else w.target()
+    before = pickle.dumps(machine)
+    with pytest.raises(Misuse):
+        machine.handle(event, w.now)
+    assert pickle.dumps(machine) == before
+    w.hold.writes = False
+    while w.writes:
+        w.end_write(w.writes.pop())
+    w.prefill_all(ROOM, 16, first=8, metadata=bytes(MAX_METADATA))
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+# ---------------------------------------------------------------- what a runtime gets wrong
+
+
+def test_a_machine_with_nothing_to_wait_for_says_so() -> None:
+    w = world()
+    w.hold.teardowns = True
+    moving(w)
+    ((_, write),) = w.writes
+    w.writes.clear()
+    w.tell(S0, SendFailed(write.op, Fate.UNKNOWN))
+    assert w.source().rooms, "it waits for proof, and no clock brings that"
+    assert w.source().wakeup() is None
+    let_go(w)
+    w.finish()
+
+
+@pytest.mark.parametrize(
+    ("peer", "event"),
+    [
+        (T0, Scattered(Op(7))),
+        (S0, Sent(Op(7))),
+        (S0, SendFailed(Op(7), Fate.FAILED)),
+        (S0, SendFailed(Op(7), Fate.BUSY)),
+    ],
+    ids=["scattered", "sent", "failed", "busy"],
+)
+def test_the_end_of_something_unknown_is_counted(peer: Peer, event: Event) -> None:
+    w = started(world())
+    w.tell(peer, event)
+    machine = w.source() if peer == S0 else w.target()
+    assert machine.counts["late"] == 1
+    w.prefill_all(ROOM, 8)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()

@@ -1,0 +1,139 @@
+"""The simulator on the real machines, and on machines that break a rule."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvferry.cli.main import main
+from kvferry.testing.sim import BREAKS, SCENARIOS, hunt, run_scenario, run_seed
+
+# Enough to matter in `make test`; `kvferry sim --seeds 20000` is the longer run.
+NUM_SEEDS, CHUNK = 400, 25
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
+def test_every_promise_holds(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        result = run_seed(seed)
+        assert not result.violations, result.violations[0][1]
+        assert result.done >= 2, "the rooms after the faults must be done"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(name: str) -> None:
+    for seed in range(4):
+        result = run_scenario(name, seed)
+        assert not result.violations, result.violations[0][1]
+
+
+def test_every_row_of_the_known_failures_is_a_scenario() -> None:
+    rows = [f"{kind}{n}" for kind, last in zip("CSLP", (9, 6, 8, 8), strict=True)
+            for n in range(1, last + 1)]  # fmt: skip
+    assert list(SCENARIOS) == rows
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_rule_is_noticed(name: str) -> None:
+    caught = hunt(name, range(300))
+    assert caught is not None
+    assert "seed" in caught[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    [
+        ("shared-key", "C1"),
+        ("metadata-with-state", "C2"),
+        ("state-expected", "C2"),
+        ("done-before-scatter", "C4"),
+        ("count-messages", "C6"),
+        ("duplicate-arrival", "C6"),
+        ("leak-credits", "S1"),
+        ("overcommit", "S2"),
+        ("refill-slot", "S3"),
+        ("drained-at-once", "L1"),
+        ("release-at-abort", "L1"),
+        ("release-while-writing", "L5"),
+        ("silence-is-proof", "L6"),
+        ("keep-early-offers", "L7"),
+        ("stale-incarnation", "P1"),
+        ("let-anyone-in", "P3"),
+    ],
+)
+def test_the_scenario_that_names_a_mistake_notices_it(name: str, scenario: str) -> None:
+    results = (run_scenario(scenario, seed, BREAKS[name].machines) for seed in range(20))
+    assert any(result.violations for result in results)
+
+
+def test_the_same_seed_plays_the_same_world() -> None:
+    one, two = run_seed(88), run_seed(88)
+    assert (one.steps, one.done, one.faults) == (two.steps, two.done, two.faults)
+    broken = BREAKS["close-early"]
+    texts = [run_seed(0, broken.machines, broken.faults).violations[0][1] for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("seed 0, t=")
+    assert "decode0/" in texts[0]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def sim(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str]:
+    status = main(["sim", *words.split()])
+    return status, capsys.readouterr().out
+
+
+def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = sim(capsys, "--seeds 3 --first-seed 7 --json")
+    got = json.loads(out)
+    assert status == 0
+    assert (got["seeds"], got["violations"]) == (3, [])
+    assert got["rooms"] > 0
+    assert got["steps"] > 0
+    assert isinstance(got["faults"], dict)
+    assert got["scenarios"] == dict.fromkeys(SCENARIOS, "pass")
+
+
+def test_one_scenario(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = sim(capsys, "--scenario C7 --seeds 2 --json")
+    got = json.loads(out)
+    assert (status, got["seeds"], got["scenarios"]) == (0, 2, {"C7": "pass"})
+
+
+def test_a_broken_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = sim(capsys, "--break close-early --json")
+    got = json.loads(out)
+    assert (status, got["caught"], got["after_seeds"]) == (0, True, 1)
+    assert got["violations"][0]["seed"] == 0
+    status, out = sim(capsys, "--break silence-is-proof --seeds 1 --first-seed 0 --json")
+    assert (status, json.loads(out)["caught"]) == (1, False)
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    got = json.loads(sim(capsys, "--list --json")[1])
+    assert list(got["scenarios"]) == list(SCENARIOS)
+    assert list(got["breaks"]) == list(BREAKS)
+    assert "release-at-abort" in sim(capsys, "--list")[1]
+
+
+def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = sim(capsys, "--seeds 2")
+    assert status == 0
+    assert "every promise held" in out
+    assert "caught after" in sim(capsys, "--break shared-key")[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--seeds x",
+        "--seeds 0",
+        "--scenario Z9",
+        "--break nothing",
+        "--scenario C1 --break overcommit",
+    ],
+)
+def test_bad_input(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    assert sim(capsys, words)[0] == 2
