@@ -37,8 +37,9 @@ format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## measure planning and binding
+bench: $(INSTALLED) ## measure planning, binding and the protocol
 	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python benchmarks/protocol.py
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build

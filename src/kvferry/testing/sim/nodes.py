@@ -125,9 +125,11 @@ class Node(ABC):
             return
         self._tick_at = wakeup
         # Never at once: a machine that asks for the past must not stop the clock.
-        self.world.at(max(1e-3, wakeup - self.world.now), self._tick)
+        self.world.at(max(1e-3, wakeup - self.world.now), lambda: self._tick(wakeup))
 
-    def _tick(self) -> None:
+    def _tick(self, planned: float) -> None:
+        if planned != self._tick_at:
+            return  # an earlier one was planned meanwhile
         self._tick_at = None
         wakeup = self.machine.wakeup()
         if wakeup is not None and wakeup > self.world.now:

@@ -67,7 +67,7 @@ def play(
         probes = [cluster.draw_job(deadline_s=5.0) for _ in range(2)]
         for probe in probes:
             cluster.start(probe)
-        cluster.world.run(END_AT)
+        _run_to_the_end(cluster, probes)
         _judge(cluster, probes)
     except Violation as violation:
         result.violations.append((cluster.world.seed, str(violation)))
@@ -141,6 +141,15 @@ def _calm_down(cluster: Cluster) -> None:
                 if other.alive:
                     cluster.wire.prove_gone(other, node.peer, node.incarnation)
             cluster.boot(node.peer)
+
+
+def _run_to_the_end(cluster: Cluster, probes: list[Job]) -> None:
+    """Play on until nothing is left to happen but heartbeats."""
+    while cluster.world.now < END_AT:
+        cluster.world.run(cluster.world.now + 0.5)
+        done = all(map(cluster.outcome_is_done, probes))
+        if done and not any(node.leftovers() for node in cluster.nodes):
+            return
 
 
 def _judge(cluster: Cluster, probes: list[Job]) -> None:

@@ -422,7 +422,12 @@ SCENARIOS: dict[str, Scenario] = {
     "L8": Scenario("many rooms leave nothing behind", jobs(40, 0.04), tables_do_not_grow),
     "P1": Scenario(
         "a peer restarts under its name",
-        both(jobs(3, 0.6), at(0.3, kill("decode0", 0, 0.05)), at(0.9, kill(PREFILL, 0, 0.05))),
+        both(
+            jobs(2, 0.6),
+            at(0.3, kill("decode0", 0, 0.05)),
+            at(0.9, kill(PREFILL, 0, 0.05)),
+            at(1.9, jobs(1)),
+        ),
         done(2),
     ),
     "P2": Scenario(
