@@ -19,7 +19,7 @@ from kvferry.ids import Peer
 from kvferry.layout import Layout, Span, attention
 from kvferry.plan import Request, contiguous_pools
 from kvferry.protocol.codec import decode, encode
-from kvferry.protocol.endpoint import Endpoint
+from kvferry.protocol.endpoint import Endpoint, Identity
 from kvferry.protocol.events import (
     Event,
     Finish,
@@ -49,8 +49,8 @@ class Pair:
         config = ProtocolConfig()
         pools = contiguous_pools(layout, 0, num_pages=1 << 16).map
         self.prefill = Instance(SOURCE.instance, "model", layout)
-        self.source = SourceMachine(SOURCE, 1, layout, "model", config)
-        self.target = TargetMachine(TARGET, 2, layout, "model", config, pools, Staging())
+        self.source = SourceMachine(Identity(SOURCE, 1, layout, "model"), config)
+        self.target = TargetMachine(Identity(TARGET, 2, layout, "model"), config, pools, Staging())
         self.machines: dict[Peer, Endpoint] = {SOURCE: self.source, TARGET: self.target}
         self.pending: deque[tuple[Peer, Event]] = deque()
         self.steps = 0

@@ -17,6 +17,7 @@ from kvferry.layout import Layout, Parallel, Span, attention
 from kvferry.layout.spec import Slot
 from kvferry.plan import Block, Plan, Request, contiguous_pools, reshard
 from kvferry.protocol.codec import decode, encode
+from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import (
     Action,
     Disconnect,
@@ -120,15 +121,14 @@ class World:
     def start_source(self, rank: int, incarnation: int) -> None:
         me = Peer("prefill", rank)
         self.sources[me] = SourceMachine(
-            me, incarnation, self.prefill, MODEL, self.config, self.stages
+            Identity(me, incarnation, self.prefill, MODEL), self.config, self.stages
         )
 
     def start_target(self, rank: int, decode_index: int, incarnation: int) -> None:
         me, layout = Peer(f"decode{decode_index}", rank), self.decodes[decode_index]
         pools = contiguous_pools(layout, rank, NUM_PAGES, num_rows=8).map
-        self.targets[me] = TargetMachine(
-            me, incarnation, layout, self.fingerprint, self.config, pools, self.staging
-        )
+        identity = Identity(me, incarnation, layout, self.fingerprint)
+        self.targets[me] = TargetMachine(identity, self.config, pools, self.staging)
 
     def source(self, rank: int = 0) -> SourceMachine:
         return self.sources[Peer("prefill", rank)]

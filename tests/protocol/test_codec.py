@@ -127,7 +127,7 @@ def test_every_message_survives_the_journey(kind: type, data: st.DataObject) -> 
 # ---------------------------------------------------------------- hostile bytes
 
 
-def must_be_taken_or_refused(frame: bytes) -> None:
+def assert_taken_or_refused(frame: bytes) -> None:
     result = decode(frame)
     assert isinstance(result, Envelope | BadFrame)
     if isinstance(result, Envelope):
@@ -137,7 +137,7 @@ def must_be_taken_or_refused(frame: bytes) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes(frame: bytes) -> None:
-    must_be_taken_or_refused(frame)
+    assert_taken_or_refused(frame)
 
 
 @settings(max_examples=300, deadline=None)
@@ -146,7 +146,7 @@ def test_a_valid_frame_with_a_few_bytes_changed(envelope: Envelope, data: st.Dat
     frame = bytearray(encode(envelope))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    must_be_taken_or_refused(bytes(frame))
+    assert_taken_or_refused(bytes(frame))
 
 
 @settings(max_examples=100, deadline=None)
@@ -174,7 +174,7 @@ TAGS = [msgspec.inspect.type_info(kind).tag for kind in BODIES]  # type: ignore[
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(TAGS), st.lists(json_like, max_size=7))
 def test_a_right_tag_with_anything_behind_it(tag: str, fields: list[Any]) -> None:
-    must_be_taken_or_refused(raw([tag, *fields]))
+    assert_taken_or_refused(raw([tag, *fields]))
 
 
 @pytest.mark.parametrize("byte", [b"\x91", b"\x81\xa1a", b"\xdc\x00\x01", b"\xc4"])

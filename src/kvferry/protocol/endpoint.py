@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
+import msgspec
+
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer, Session
 from kvferry.layout.layout import Layout
@@ -47,6 +49,15 @@ from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
 
 # Plans are kept for the layouts last seen; an instance has one, and there are few.
 MAX_PLANS = 64
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Who an endpoint is: which rank, which life of it, what it holds of which model."""
+
+    peer: Peer
+    incarnation: int
+    layout: Layout
+    fingerprint: str
 
 
 @dataclass(slots=True, eq=False)
@@ -81,18 +92,11 @@ class Endpoint(ABC):
     }
     MESSAGES: ClassVar[dict[type, str]] = {Heartbeat: "_on_heartbeat"}
 
-    def __init__(
-        self,
-        me: Peer,
-        incarnation: int,
-        layout: Layout,
-        fingerprint: str,
-        config: ProtocolConfig,
-    ) -> None:
-        self.me = me
-        self.incarnation = incarnation
-        self.layout = layout
-        self.fingerprint = fingerprint
+    def __init__(self, identity: Identity, config: ProtocolConfig) -> None:
+        self.me = identity.peer
+        self.incarnation = identity.incarnation
+        self.layout = identity.layout
+        self.fingerprint = identity.fingerprint
         self.config = config
         self.links: dict[Session, Link] = {}
         self.current: dict[Peer, Link] = {}

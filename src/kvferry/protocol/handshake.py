@@ -21,7 +21,7 @@ from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Plan
 from kvferry.plan.reshard import reshard
 from kvferry.protocol.checks import pools_problem
-from kvferry.protocol.endpoint import Endpoint, Link
+from kvferry.protocol.endpoint import Endpoint, Identity, Link
 from kvferry.protocol.events import Received, Send
 from kvferry.protocol.messages import (
     Envelope,
@@ -45,16 +45,9 @@ class Greeter(Endpoint):
     }
 
     def __init__(
-        self,
-        me: Peer,
-        incarnation: int,
-        layout: Layout,
-        fingerprint: str,
-        config: ProtocolConfig,
-        pools: PoolMap,
-        staging: Staging,
+        self, identity: Identity, config: ProtocolConfig, pools: PoolMap, staging: Staging
     ) -> None:
-        super().__init__(me, incarnation, layout, fingerprint, config)
+        super().__init__(identity, config)
         self.pools = pools
         self.staging = staging
         self._sessions = 0
@@ -148,15 +141,8 @@ class Welcomer(Endpoint):
 
     MESSAGES: ClassVar[dict[type, str]] = Endpoint.MESSAGES | {Refuse: "_on_refuse"}
 
-    def __init__(
-        self,
-        me: Peer,
-        incarnation: int,
-        layout: Layout,
-        fingerprint: str,
-        config: ProtocolConfig,
-    ) -> None:
-        super().__init__(me, incarnation, layout, fingerprint, config)
+    def __init__(self, identity: Identity, config: ProtocolConfig) -> None:
+        super().__init__(identity, config)
         self._answers = 0
 
     def _make_plan(self, other: Layout) -> Plan:

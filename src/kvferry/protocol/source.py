@@ -15,9 +15,8 @@ from typing import ClassVar
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Misuse
 from kvferry.ids import Peer, Room
-from kvferry.layout.layout import Layout
 from kvferry.protocol.checks import offer_problem
-from kvferry.protocol.endpoint import Link
+from kvferry.protocol.endpoint import Identity, Link
 from kvferry.protocol.events import (
     Cancel,
     Event,
@@ -86,14 +85,11 @@ class SourceMachine(Writer):
 
     def __init__(
         self,
-        me: Peer,
-        incarnation: int,
-        layout: Layout,
-        fingerprint: str,
+        identity: Identity,
         config: ProtocolConfig,
         stages: StagePolicy = never_stage,
     ) -> None:
-        super().__init__(me, incarnation, layout, fingerprint, config, stages)
+        super().__init__(identity, config, stages)
         self.rooms: dict[Room, SourceRoom] = {}
 
     # ------------------------------------------------------------ what a caller sees

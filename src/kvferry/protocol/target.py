@@ -14,11 +14,10 @@ from typing import ClassVar
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Misuse, Refused
 from kvferry.ids import Generation, Op, Peer, Room, SlotIndex
-from kvferry.layout.layout import Layout
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.credits import CreditBook
-from kvferry.protocol.endpoint import Link
+from kvferry.protocol.endpoint import Identity, Link
 from kvferry.protocol.events import (
     Cancel,
     Event,
@@ -115,16 +114,9 @@ class TargetMachine(Greeter):
     }
 
     def __init__(
-        self,
-        me: Peer,
-        incarnation: int,
-        layout: Layout,
-        fingerprint: str,
-        config: ProtocolConfig,
-        pools: PoolMap,
-        staging: Staging,
+        self, identity: Identity, config: ProtocolConfig, pools: PoolMap, staging: Staging
     ) -> None:
-        super().__init__(me, incarnation, layout, fingerprint, config, pools, staging)
+        super().__init__(identity, config, pools, staging)
         self.rooms: dict[Room, TargetRoom] = {}
         self.scattering: dict[Op, Scattering] = {}
         self.credits = CreditBook(staging.num_slots, config.credits_per_source)

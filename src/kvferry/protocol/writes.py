@@ -13,9 +13,9 @@ from collections.abc import Hashable, Iterable
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
-from kvferry.ids import Op, Peer, SlotIndex
-from kvferry.layout.layout import Layout
+from kvferry.ids import Op, SlotIndex
 from kvferry.plan.plan import Block
+from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import Event, Fate, SendFailed, Sent, Write
 from kvferry.protocol.handshake import Welcomer
 from kvferry.protocol.lanes import Lane, SourceRoom, StagePolicy, Writing, cut
@@ -35,16 +35,8 @@ class Writer(Welcomer):
         SendFailed: "_on_send_failed",
     }
 
-    def __init__(
-        self,
-        me: Peer,
-        incarnation: int,
-        layout: Layout,
-        fingerprint: str,
-        config: ProtocolConfig,
-        stages: StagePolicy,
-    ) -> None:
-        super().__init__(me, incarnation, layout, fingerprint, config)
+    def __init__(self, identity: Identity, config: ProtocolConfig, stages: StagePolicy) -> None:
+        super().__init__(identity, config)
         self.stages = stages
         self.writing: dict[Op, Writing] = {}
         self.local_slots: deque[SlotIndex] = deque(map(SlotIndex, range(config.local_slots)))

@@ -17,7 +17,7 @@ from kvferry.layout.layout import Layout, Parallel
 from kvferry.layout.spec import CacheSpec, DType, Group, Paged, Slot, Tensor, attention
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Block, Plan, Request
-from kvferry.protocol.endpoint import Endpoint
+from kvferry.protocol.endpoint import Endpoint, Identity
 from kvferry.protocol.events import Event, Finish, Instance, Open, Prepare, Push, Receive
 from kvferry.protocol.lanes import StagePolicy, never_stage
 from kvferry.protocol.messages import Staging, Table
@@ -125,15 +125,11 @@ class Model:
     def machines(self) -> tuple[Endpoint, ...]:
         """The source and its two targets, before anything has happened."""
         prefill, decode = self.layouts()
-        source = self.source(
-            PEERS[SOURCE], INCARNATIONS[SOURCE], prefill, FINGERPRINT, self.times, self.stages
-        )
+        me = Identity(PEERS[SOURCE], INCARNATIONS[SOURCE], prefill, FINGERPRINT)
+        source = self.source(me, self.times, self.stages)
         targets = (
             self.target(
-                PEERS[i],
-                INCARNATIONS[i],
-                decode,
-                FINGERPRINT,
+                Identity(PEERS[i], INCARNATIONS[i], decode, FINGERPRINT),
                 self.times,
                 contiguous_pools(decode, PEERS[i].rank, self.num_tokens).map,
                 self.staging,

@@ -23,6 +23,7 @@ from kvferry.layout import (
     Window,
 )
 from kvferry.plan.plan import Block, Plan, Request
+from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import Cancel, Instance
 from kvferry.protocol.messages import Staging
 from kvferry.protocol.outcome import Done, Failure
@@ -178,7 +179,7 @@ class Cluster:
         memory = self._memory(self.prefill, peer.rank, CONFIG.local_slots)
         node = SourceNode(self.world, self.wire, peer, memory)
         node.machine = self.machines.source(
-            peer, 1000 + self._lives, self.prefill, MODEL, CONFIG, self.shape.policy
+            Identity(peer, 1000 + self._lives, self.prefill, MODEL), CONFIG, self.shape.policy
         )
         return node
 
@@ -191,7 +192,7 @@ class Cluster:
         prefill = Instance(PREFILL, model, self.prefill)
         node = TargetNode(self.world, self.wire, peer, memory, prefill)
         node.machine = self.machines.target(
-            peer, 1000 + self._lives, layout, model, CONFIG, memory.pools, staging
+            Identity(peer, 1000 + self._lives, layout, model), CONFIG, memory.pools, staging
         )
         node.stranger = stranger
         node.on_failure = lambda room: self.give_up(peer.instance, room)

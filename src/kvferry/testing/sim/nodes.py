@@ -76,6 +76,7 @@ class Node(ABC):
         self.allocations: dict[Room, Allocation] = {}
         self.due: dict[Room, float] = {}
         self._tick_at: float | None = None
+        self._backlog: list[Event] = []
 
     @property
     def incarnation(self) -> int:
@@ -106,7 +107,7 @@ class Node(ABC):
         if not self.alive:
             return
         if self.stalled_for:
-            self.world.at(self.stalled_for + 1e-6, lambda: self.deliver(event))
+            self._backlog.append(event)
             return
         self.world.steps += 1
         if not isinstance(event, Tick):
@@ -190,6 +191,16 @@ class Node(ABC):
     def stall(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT later."""
         self.stalled_until = max(self.stalled_until, self.world.now + seconds)
+        self.world.at(seconds, self.resume)
+
+    def resume(self) -> None:
+        """Go on, with everything that came meanwhile, in its order."""
+        if self.stalled_for > 1e-9:
+            return
+        self.stalled_until = 0.0
+        backlog, self._backlog = self._backlog, []
+        for event in backlog:
+            self.deliver(event)
 
     def kill(self) -> None:
         """SIGKILL."""

@@ -135,7 +135,8 @@ def _calm_down(cluster: Cluster) -> None:
     """Everyone who was stopped goes on, and everyone who died is there again."""
     cluster.world.intercept = None
     for node in cluster.nodes:
-        node.stalled_until = min(node.stalled_until, cluster.world.now + 0.01)
+        node.stalled_until = 0.0
+        node.resume()
         if not node.alive:
             for other in cluster.nodes:
                 if other.alive:
