@@ -226,6 +226,7 @@ class Cluster:
         decode: str | None = None,
         cached: bool = True,
         deadline_s: float | None = None,
+        probe: bool = False,
     ) -> Job:
         """A request of a few tokens, cut into chunks; some of it may be cached at decode."""
         world, rng = self.world, self.world.rng
@@ -244,6 +245,7 @@ class Cluster:
             decode=decode or rng.choice(list(self.decodes)),
             deadline_s=0.15 if short else deadline_s or 1.5 + rng.random() * 2,
             metadata=f"token {number}".encode(),
+            probe=probe,
         )
         self.jobs.append(job)
         return job

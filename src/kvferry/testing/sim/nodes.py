@@ -58,6 +58,7 @@ class Job:
     decode: str
     deadline_s: float
     metadata: bytes
+    probe: bool = False
 
 
 class Node(ABC):
@@ -217,8 +218,12 @@ class Node(ABC):
         lost = [link for link in self.machine.links.values() if link.state is LinkState.LOST]
         return {"lost links": len(lost)}
 
+    def _too_late(self, job: Job) -> bool:
+        """Whoever still waits for pages when the faults stop gives up: probes come next."""
+        return self.world.calm and not job.probe
+
     def _start_when_pages_are_free(self, job: Job, until: float) -> None:
-        if not self.alive or self.world.now > until:
+        if not self.alive or self.world.now > until or self._too_late(job):
             return
         if self.stalled_for:
             delay = self.stalled_for + 1e-3

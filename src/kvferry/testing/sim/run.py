@@ -64,7 +64,7 @@ def play(
         cluster.world.run(PROBES_AT)
         if demand:
             demand(cluster)
-        probes = [cluster.draw_job(deadline_s=5.0) for _ in range(2)]
+        probes = [cluster.draw_job(deadline_s=5.0, probe=True) for _ in range(2)]
         for probe in probes:
             cluster.start(probe)
         _run_to_the_end(cluster, probes)
