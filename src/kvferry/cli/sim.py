@@ -111,8 +111,8 @@ def _hunt(name: str, seeds: range, *, as_json: bool) -> int:
     if as_json:
         document = _document(total) | {"scenarios": {}}
         _print_json(document | {"break": name, "caught": caught, "after_seeds": caught_after})
-    elif caught:
-        print(f"{name} ({BREAKS[name].title}): caught after {caught_after} seeds")
+    elif caught_after is not None:
+        print(f"{name} ({BREAKS[name].title}): caught after {_plural(caught_after, 'seed')}")
         print(_headline(total.violations[0][1]))
     else:
         print(f"{name} ({BREAKS[name].title}): NOT caught in {len(seeds)} seeds")
@@ -151,18 +151,23 @@ def _print_json(document: dict[str, Any]) -> None:
 def _print_result(total: Result, scenarios: dict[str, str]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     failed = [name for name, verdict in scenarios.items() if verdict == "fail"]
-    console.print(
-        f"{len(scenarios)} scenarios, {total.seeds} seeds, {total.rooms} rooms "
-        f"({total.done} done, the others failed with a reason), {total.steps} steps"
-    )
-    faults = ", ".join(f"{name} {count}" for name, count in Counter(total.faults).most_common())
-    console.print(f"faults: {faults}", style="dim")
+    counts = ((len(scenarios), "scenario"), (total.seeds, "seed"), (total.rooms, "room"))
+    played = ", ".join(_plural(count, what) for count, what in counts)
+    ended = f"{total.done} done, {total.rooms - total.done} failed with a reason"
+    console.print(f"{played} ({ended}), {_plural(total.steps, 'step')}")
+    if total.faults:
+        faults = (f"{name} {count}" for name, count in Counter(total.faults).most_common())
+        console.print(f"faults: {', '.join(faults)}", style="dim")
     if not total.violations:
         console.print("[bold green]every promise held[/]")
         return
     console.print(f"[bold red]{len(total.violations)} violations[/] {' '.join(failed)}")
     for _, text in total.violations[:3]:
         console.print(escape(text))
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _headline(text: str) -> str:
