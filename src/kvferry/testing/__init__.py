@@ -1,1 +1,6 @@
-"""Public test support: Hypothesis strategies for caches and layouts."""
+"""Public test support for authors of engines, transports and other implementations.
+
+``strategies`` draws caches and layouts for Hypothesis, ``sim`` plays the real
+machines through faults in simulated time and memory, and ``explore`` walks
+every interleaving of one small room.
+"""
