@@ -293,11 +293,12 @@ class Endpoint(ABC):
             self._say(link, Heartbeat())
 
     def _timers(self) -> Iterable[float]:
-        for link in self.links.values():
-            yield from self._link_timers(link)
+        yield from map(self._link_timer, self.links.values())
         yield from self._room_timers()
 
-    def _link_timers(self, link: Link) -> Iterable[float]:
-        if link.state is LinkState.UP:
-            yield link.heard_at + self.config.silence_s
-            yield link.said_at + self.config.heartbeat_s
+    def _link_timer(self, link: Link) -> float:
+        """When a link wants to be woken."""
+        if link.state is not LinkState.UP:
+            return inf
+        silent_at = link.heard_at + self.config.silence_s
+        return min(silent_at, link.said_at + self.config.heartbeat_s)

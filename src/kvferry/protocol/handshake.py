@@ -10,7 +10,6 @@ pass for this one, and a Hello that was delayed for ages leads nowhere.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
@@ -128,12 +127,11 @@ class Greeter(Endpoint):
         elif self._now >= link.said_at + self.config.resend_s:
             self._greet(link)
 
-    def _link_timers(self, link: Link) -> Iterable[float]:
-        if link.state is LinkState.GREETING:
-            yield link.begun_at + self.config.handshake_s
-            yield link.said_at + self.config.resend_s
-        else:
-            yield from super()._link_timers(link)
+    def _link_timer(self, link: Link) -> float:
+        if link.state is not LinkState.GREETING:
+            return super()._link_timer(link)
+        give_up_at = link.begun_at + self.config.handshake_s
+        return min(give_up_at, link.said_at + self.config.resend_s)
 
 
 class Welcomer(Endpoint):
@@ -217,11 +215,10 @@ class Welcomer(Endpoint):
         elif self._now >= link.begun_at + self.config.handshake_s:
             self._lose(link, FailureCode.UNREACHABLE, f"{link.peer} does not answer")
 
-    def _link_timers(self, link: Link) -> Iterable[float]:
-        if link.state is LinkState.GREETING:
-            yield link.begun_at + self.config.handshake_s
-        else:
-            yield from super()._link_timers(link)
+    def _link_timer(self, link: Link) -> float:
+        if link.state is not LinkState.GREETING:
+            return super()._link_timer(link)
+        return link.begun_at + self.config.handshake_s
 
     def _refusal(self, peer: Peer, hello: Hello) -> Refuse | None:
         """Why this pair can't work. Everything that can be known is known here."""
