@@ -77,7 +77,7 @@ class Node(ABC):
         self.allocations: dict[Room, Allocation] = {}
         self.due: dict[Room, float] = {}
         self._tick_at: float | None = None
-        self._backlog: list[Event] = []
+        self._backlog: list[Callable[[], None]] = []
 
     @property
     def incarnation(self) -> int:
@@ -107,8 +107,7 @@ class Node(ABC):
         """Let the machine take a step, and carry out what it says."""
         if not self.alive:
             return
-        if self.stalled_for:
-            self._backlog.append(event)
+        if self.put_off(lambda: self.deliver(event)):
             return
         self.world.steps += 1
         if not isinstance(event, Tick):
@@ -200,8 +199,14 @@ class Node(ABC):
             return
         self.stalled_until = 0.0
         backlog, self._backlog = self._backlog, []
-        for event in backlog:
-            self.deliver(event)
+        for then in backlog:
+            then()
+
+    def put_off(self, then: Callable[[], None]) -> bool:
+        """Whether the process is stopped; if so, it does that when it goes on, in order."""
+        if self.stalled_for:
+            self._backlog.append(then)
+        return self.stalled_for > 0
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -225,9 +230,7 @@ class Node(ABC):
     def _start_when_pages_are_free(self, job: Job, until: float) -> None:
         if not self.alive or self.world.now > until or self._too_late(job):
             return
-        if self.stalled_for:
-            delay = self.stalled_for + 1e-3
-            self.world.at(delay, lambda: self._start_when_pages_are_free(job, until))
+        if self.put_off(lambda: self._start_when_pages_are_free(job, until)):
             return
         allocation = self.memory.allocate(job.number, job.request)
         if allocation is None:
@@ -277,16 +280,14 @@ class SourceNode(Node):
 
     def _push(self, job: Job, allocation: Allocation, span: Span) -> None:
         if self._working(job):
-            if self.stalled_for:
-                self.world.at(self.stalled_for, lambda: self._push(job, allocation, span))
+            if self.put_off(lambda: self._push(job, allocation, span)):
                 return
             self.memory.compute(allocation, span, states=False)
             self.deliver(Push(job.room, span))
 
     def _finish(self, job: Job, allocation: Allocation) -> None:
         if self._working(job):
-            if self.stalled_for:
-                self.world.at(self.stalled_for + 1e-3, lambda: self._finish(job, allocation))
+            if self.put_off(lambda: self._finish(job, allocation)):
                 return
             self.memory.compute(allocation, Span(0, job.request.num_tokens), states=True)
             self.deliver(Finish(job.room, job.request.num_tokens, job.metadata))
@@ -359,8 +360,7 @@ class TargetNode(Node):
     def _scatter(self, action: Scatter) -> None:
         if not self.alive:
             return
-        if self.stalled_for:
-            self.world.at(self.stalled_for + 1e-6, lambda: self._scatter(action))
+        if self.put_off(lambda: self._scatter(action)):
             return
         allocation = self.allocations.get(action.room)
         if allocation is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -71,8 +72,9 @@ def play(
         _judge(cluster, probes)
     except Violation as violation:
         result.violations.append((cluster.world.seed, str(violation)))
-    except AssertionError as error:
-        text = f"seed {cluster.world.seed}, t={cluster.world.now:.3f}: {error!r}"
+    except Exception as error:  # whatever a machine raises is a finding, with its seed
+        where = traceback.format_tb(error.__traceback__)[-1].strip()
+        text = f"seed {cluster.world.seed}, t={cluster.world.now:.3f}: {error!r}\n{where}"
         result.violations.append((cluster.world.seed, text))
     result.rooms = len(cluster.jobs)
     result.done = sum(map(cluster.outcome_is_done, cluster.jobs))
