@@ -22,7 +22,7 @@ T = TypeVar("T")
 EXIT_VIOLATION = 1
 
 # Each scenario is played with so many seeds where not told otherwise.
-SCENARIO_SEEDS = 5
+SCENARIO_SEEDS = 2
 
 EXAMPLE = """example:
   kvferry sim --seeds 2000               every scenario, and 2000 random worlds

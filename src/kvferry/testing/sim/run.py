@@ -18,7 +18,7 @@ from kvferry.testing.sim.world import Violation
 REAL = Machines()
 
 CALM_AT = 2.5
-PROBES_AT = CALM_AT + 2.5
+PROBES_AT = CALM_AT + 2.1
 END_AT = PROBES_AT + 5.5
 
 
@@ -86,7 +86,7 @@ def play(
 def _disturb(cluster: Cluster) -> None:
     """Start a few jobs, and hurt somebody now and then."""
     world, rng = cluster.world, cluster.world.rng
-    for _ in range(rng.randint(2, 5)):
+    for _ in range(rng.randint(2, 4)):
         job = cluster.draw_job()
         world.at(rng.random() * 1.5, lambda job=job: cluster.start(job))  # type: ignore[misc]
     if world.faults.strangers:
@@ -149,7 +149,7 @@ def _calm_down(cluster: Cluster) -> None:
 def _run_to_the_end(cluster: Cluster, probes: list[Job]) -> None:
     """Play on until nothing is left to happen but heartbeats."""
     while cluster.world.now < END_AT:
-        cluster.world.run(cluster.world.now + 0.5)
+        cluster.world.run(cluster.world.now + 0.25)
         done = all(map(cluster.outcome_is_done, probes))
         if done and not any(node.leftovers() for node in cluster.nodes):
             return
