@@ -51,3 +51,20 @@ def test_a_terminal_without_the_characters_gets_question_marks(words: str) -> No
     status, out, err = shell(words, "", PYTHONIOENCODING="ascii")
     assert (status, err) == (0, b"")
     assert (b"TP2?PP2" in out) == (words == PLAN)
+
+
+def test_an_interrupt_is_one_line_also_while_the_commands_are_imported() -> None:
+    code = (
+        "import sys\n"
+        "from kvferry.__main__ import entry\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'kvferry.cli.main':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "entry()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (130, "kvferry: interrupted\n")

@@ -1,6 +1,7 @@
 """``kvferry``: the entry point, and what every command shares.
 
-Exit status: 0 done, 1 the output could not be written, 2 bad input (one
+Exit status: 0 done, 1 a broken promise was found or the output could not be
+written, 2 bad input (one
 sentence on standard error), 3 refused, 130 interrupted. With ``--json`` the last
 line on standard output is one JSON document, also when the input was bad.
 """
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(msgspec.json.encode({"error": sentence}).decode())
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
+        _complain("interrupted")
         return EXIT_INTERRUPTED
     return status
 

@@ -146,11 +146,6 @@ class Catalogue:
             rank: frozenset(self.atoms(self.plan.blocks(0, rank, model.request))) for rank in (0, 1)
         }
 
-    @property
-    def num_answers(self) -> int:
-        """How often a real machine was asked."""
-        return len(self._answers)
-
     def add(self, machine: Endpoint) -> int:
         """The number of a machine's state. The machine is kept and must not be stepped again."""
         number = self._keys.setdefault(key_of(machine), len(self.machines))
