@@ -4,6 +4,7 @@
     ├── InputError      a value that no layout or request can have; fix the call
     ├── Refused         a combination that can't work; carries typed reasons
     ├── Misuse          a call that does not fit the room's state; nothing was changed
+    ├── TransportError  a transport can't be had, or can't use what it was given
     └── BrokenPlan      a plan failed its own proof; a bug of ours
 
 A ``Reason`` is data: a code for routers and tests, a sentence for people that
@@ -76,6 +77,10 @@ class Refused(KvferryError, ValueError):
 
 class Misuse(KvferryError):
     """The caller asked for a step that this room's state does not allow."""
+
+
+class TransportError(KvferryError):
+    """A transport is missing, or can't do what was asked; the message says the remedy."""
 
 
 class BrokenPlan(KvferryError):

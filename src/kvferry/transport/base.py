@@ -1,0 +1,140 @@
+"""What a transport is: one endpoint's means of writing into its peers' memory.
+
+A transport belongs to one thread (the endpoint's mover), which calls everything
+here but ``missing``. It knows regions and bytes, never rooms, credits or plans.
+Foreign exceptions end here: set-up errors leave as ``TransportError``, and what
+becomes of a write is told by ``poll``, once per write, as an ``Ended``.
+
+The promise behind ``Ended``, on which every release of memory rests:
+
+- ``fate`` None: the bytes are in the target's memory and ours is no longer read.
+- BUSY: never submitted; nothing was written and nothing will be.
+- FAILED: over. Some bytes may have been written; none will be, and ours is no
+  longer read.
+- UNKNOWN: it may still read our memory and write theirs. This is not said again;
+  only the end of the peer's process settles it.
+
+A write that can still go on is not ended, however long it takes. ``write`` may
+take as long as its bytes need, but never waits for a peer that is stopped.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.ids import Op
+from kvferry.plan.bind import Binding
+from kvferry.protocol.events import Fate
+from kvferry.regions import Region
+
+# Copies a binding's bytes: (binding, addresses of source regions, of target regions).
+Copy = Callable[[Binding, Sequence[int], Sequence[int]], None]
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What every transport is made from.
+
+    ``agent`` is unique to one life of one endpoint. ``host`` is the address that
+    peers reach this machine by. ``options`` are the transport's own.
+    """
+
+    agent: str
+    copy: Copy
+    host: str = "127.0.0.1"
+    options: Mapping[str, str] = {}
+
+
+class Remote:
+    """A connected peer's memory. What is inside is the transport's own affair."""
+
+
+class Ended(NamedTuple):
+    """A write has ended, or nobody can say whether it has."""
+
+    op: Op
+    fate: Fate | None
+    detail: str = ""
+
+
+class News(NamedTuple):
+    """What has happened since the last ``poll``."""
+
+    ended: list[Ended]
+    notes: list[bytes]
+
+
+class Transport(ABC):
+    """Registered memory, connected peers, and writes under way."""
+
+    name: ClassVar[str]
+    # The source copies straight into the target's mapped memory: nothing to stage.
+    maps_peer: ClassVar[bool] = False
+    # ``note`` travels with the data and comes out of the target's ``poll``.
+    # Without it, the endpoint sends the note itself once the write has ended.
+    carries_notes: ClassVar[bool] = False
+    # ``poll`` makes things happen, so it must be called while anything is expected.
+    # Without it, ``on_news`` is called when there is something to poll for.
+    needs_polling: ClassVar[bool] = False
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.regions: tuple[Region, ...] = ()
+        # May be called from any thread.
+        self.on_news: Callable[[], None] = lambda: None
+
+    @classmethod
+    @abstractmethod
+    def missing(cls) -> str | None:
+        """What to install before this can be used, in one sentence; None if it is ready."""
+
+    @property
+    def realm(self) -> str:
+        """Peers whose realms differ can never reach each other. Part of the fingerprint."""
+        return self.name
+
+    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Host memory, zeroed and page-aligned, that peers can be let write into."""
+        page = 4096
+        raw = np.zeros(num_bytes + page, dtype=np.uint8)
+        skip = -raw.ctypes.data % page
+        return raw[skip : skip + num_bytes]
+
+    @abstractmethod
+    def register(self, regions: Sequence[Region], *, writable: bool) -> None:
+        """Take this endpoint's memory, once; peers may write it if ``writable``.
+
+        Raises ``TransportError`` where the memory can't be used, with the remedy.
+        """
+
+    @abstractmethod
+    def metadata(self) -> bytes:
+        """What a peer needs in order to write here."""
+
+    @abstractmethod
+    def connect(self, metadata: bytes) -> Remote:
+        """Reach a peer's memory. Raises ``TransportError``, also for garbage."""
+
+    @abstractmethod
+    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes) -> None:
+        """Start a write from our regions into the peer's. ``poll`` tells how it ended.
+
+        A piece outside a region of either side is FAILED before anything is written.
+        """
+
+    @abstractmethod
+    def poll(self) -> News:
+        """What has ended and which notes have come since the last call. Never waits."""
+
+    @abstractmethod
+    def disconnect(self, remote: Remote) -> None:
+        """Forget a peer. Its writes have ended, or are of unknown fate."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back, also with work in flight. Idempotent."""
