@@ -11,15 +11,15 @@ class Device(NamedTuple):
     """Where memory is: the host, or one GPU."""
 
     kind: str = "cpu"
-    index: int = 0
+    number: int = 0
 
     @staticmethod
     def parse(text: str) -> Device:
         """``cpu``, ``cuda`` or ``cuda:3``."""
-        kind, _, index = text.partition(":")
-        if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        kind, _, number = text.partition(":")
+        if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
             raise InputError(f"a device is cpu, cuda or cuda:N, not {text!r}")
-        return Device(kind, int(index or 0))
+        return Device(kind, int(number or 0))
 
     @property
     def is_host(self) -> bool:
@@ -27,7 +27,7 @@ class Device(NamedTuple):
         return self.kind == "cpu"
 
     def __str__(self) -> str:
-        return self.kind if self.is_host else f"{self.kind}:{self.index}"
+        return self.kind if self.is_host else f"{self.kind}:{self.number}"
 
 
 HOST = Device()
