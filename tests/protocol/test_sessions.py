@@ -256,3 +256,18 @@ def test_a_session_is_replaced_when_the_next_is_answered_and_not_before(incarnat
     assert w.outcomes("b") == {"done"}
     w.wait(w.config.early_s + 1)
     w.finish()
+
+
+def test_a_source_that_has_forgotten_the_session_writes_nothing_for_it() -> None:
+    """The transport never says that the connection is torn down, and need not."""
+    w = world()
+    w.hold.teardowns = True
+    w.open(ROOM)
+    w.receive(ROOM, Request(8))
+    w.run()
+    stop_target_until_lost(w)
+    w.tell(T0, Tick())
+    assert w.target().rooms and not w.releases[T0, ROOM]
+    w.run()
+    assert w.releases[T0, ROOM] == 1
+    assert not w.target().rooms and not w.target().links

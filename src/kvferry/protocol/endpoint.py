@@ -52,17 +52,24 @@ MAX_PLANS = 64
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who an endpoint is: which rank, which life of it, what it holds of which model."""
+    """Who an endpoint is: which rank, which life of it, what it holds of which model.
+
+    ``metadata`` is what its transport wants every peer to know.
+    """
 
     peer: Peer
     incarnation: int
     layout: Layout
     fingerprint: str
+    metadata: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """What is known of one peer in one session. ``incarnation`` is None until it speaks."""
+    """What is known of one peer in one session.
+
+    ``incarnation`` is None until it speaks; ``metadata`` is its transport's.
+    """
 
     peer: Peer
     session: Session
@@ -73,6 +80,7 @@ class Link:
     said_at: float
     begun_at: float
     hello: Hello | None = None
+    metadata: bytes = b""
     seq_out: int = 0
     seq_in: int = 0
 
@@ -97,6 +105,7 @@ class Endpoint(ABC):
         self.incarnation = identity.incarnation
         self.layout = identity.layout
         self.fingerprint = identity.fingerprint
+        self.metadata = identity.metadata
         self.config = config
         self.links: dict[Session, Link] = {}
         self.current: dict[Peer, Link] = {}
@@ -216,9 +225,13 @@ class Endpoint(ABC):
             self._lose(link, FailureCode.PEER_RESTARTED)
             return None
         if isinstance(envelope.body, NoSession):
-            self._lose(link, FailureCode.SESSION_REPLACED)
+            self._session_unknown(link)
             return None
         return link
+
+    def _session_unknown(self, link: Link) -> None:
+        """The peer lives, and knows nothing of this session any more."""
+        self._lose(link, FailureCode.SESSION_REPLACED)
 
     def _unknown_session(self, envelope: Envelope) -> None:
         """Tell a living peer that its session is over; nobody else gets an answer."""
@@ -273,9 +286,13 @@ class Endpoint(ABC):
             same_peer = (link.peer, link.incarnation) == (event.peer, event.incarnation)
             if same_peer and event.session in (None, link.session):
                 self._lose(link, FailureCode.PEER_GONE)
-                link.state = advance(LINK, link.state, LinkStep.GONE)
-                self.links.pop(link.session, None)
-                self._link_gone(link)
+                self._gone(link)
+
+    def _gone(self, link: Link) -> None:
+        """Proof came that nothing of a lost link's session is in flight."""
+        link.state = advance(LINK, link.state, LinkStep.GONE)
+        self.links.pop(link.session, None)
+        self._link_gone(link)
 
     # ------------------------------------------------------------ time
 

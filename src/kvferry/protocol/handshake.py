@@ -71,7 +71,14 @@ class Greeter(Endpoint):
         return link
 
     def _greet(self, link: Link) -> None:
-        self._say(link, Hello(self.fingerprint, self.layout, self.pools, self.staging))
+        hello = Hello(self.fingerprint, self.layout, self.pools, self.staging, self.metadata)
+        self._say(link, hello)
+
+    def _session_unknown(self, link: Link) -> None:
+        """Proof: a source forgets a session only when none of its writes is in flight."""
+        super()._session_unknown(link)
+        if link.state is LinkState.LOST:
+            self._gone(link)
 
     def _find(self, envelope: Envelope) -> Link | None:
         link = self.links.get(envelope.session)
@@ -97,6 +104,7 @@ class Greeter(Endpoint):
             self._note(link, problem)
             self._lose(link, FailureCode.REFUSED, f"{problem.code}: {problem.message}")
             return
+        link.metadata = body.metadata
         link.state = advance(LINK, link.state, LinkStep.FITS)
         before = link.seq_out
         self._link_up(link)
@@ -164,7 +172,8 @@ class Welcomer(Endpoint):
         elif link.peer != envelope.sender or not self._in_order(link, envelope):
             return
         if link is not None and link.state is not LinkState.LOST:
-            self._say(link, Welcome(self.fingerprint, self.layout, link.plan.digest))
+            digest = link.plan.digest
+            self._say(link, Welcome(self.fingerprint, self.layout, digest, self.metadata))
 
     def _new_link(self, envelope: Envelope, hello: Hello) -> Link | None:
         """A link that counts once the target has answered; a late Hello never does."""
@@ -183,7 +192,7 @@ class Welcomer(Endpoint):
         link = Link(
             peer, session, LinkState.GREETING, plan, envelope.incarnation, now, now, now, hello
         )
-        link.seq_in = envelope.seq
+        link.metadata, link.seq_in = hello.metadata, envelope.seq
         self.links[session] = link
         return link
 
