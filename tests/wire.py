@@ -40,7 +40,7 @@ from kvferry.protocol.events import (
     Tick,
     Write,
 )
-from kvferry.protocol.lanes import StagePolicy, never_stage
+from kvferry.protocol.lanes import Lane, StagePolicy, never_stage
 from kvferry.protocol.messages import Body, Envelope, Staging, Table
 from kvferry.protocol.outcome import Done, Failure, Outcome
 from kvferry.protocol.source import SourceMachine
@@ -58,7 +58,7 @@ ROOM = "room-1"
 Cell = tuple[int, str, int, int]
 
 
-def always_stage(plan: Plan, source: int, target: int, request: Request, block: Block) -> bool:
+def always_stage(lane: Lane, block: Block) -> bool:
     return True
 
 

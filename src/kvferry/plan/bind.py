@@ -22,7 +22,7 @@ from kvferry.errors import InputError
 from kvferry.layout.intervals import Tokens
 from kvferry.layout.layout import Holding, Layout, find_holding
 from kvferry.layout.spec import Group, Slot
-from kvferry.plan.coalesce import Grain, Pieces, Stride, pieces_of
+from kvferry.plan.coalesce import Grain, Pieces, Stride, one_piece, pieces_of
 from kvferry.plan.places import MAX_OFFSET, Base, Int64s, PageTable, Placement, PoolMap
 from kvferry.plan.plan import Block, Move, Plan, Request
 
@@ -90,6 +90,11 @@ class Binding(NamedTuple):
     def contiguous(self) -> bool:
         """Whether the runs path is open: a full page is one piece on both sides."""
         return all(part.pieces.contiguous for part in self.parts)
+
+    @staticmethod
+    def bulk(source: Base, target: Base, num_bytes: int) -> Binding:
+        """One piece, as a staged write is."""
+        return Binding((Part("", "", (source,), (target,), one_piece(num_bytes)),))
 
     def merged(self) -> Binding:
         """The same bytes with neighbouring pages merged."""

@@ -88,6 +88,13 @@ class Pieces(NamedTuple):
         )
 
 
+def one_piece(num_bytes: int) -> Pieces:
+    """A single piece at offset 0."""
+    one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    flat = Stride(num_bytes, num_bytes)
+    return Pieces(zero, zero, one * num_bytes, one, one, flat, flat, whole_pages=True)
+
+
 class Grain(NamedTuple):
     """What a segment is made of: tokens of ``num_units`` units of ``unit_bytes``.
 

@@ -20,14 +20,6 @@ from kvferry.protocol.outcome import Failure
 from kvferry.protocol.parcels import cut_to_slots, within
 from kvferry.protocol.states import LaneState, RoomState
 
-# Decides whether a block goes through staging: (plan, source, target, request, block).
-StagePolicy = Callable[[Plan, int, int, Request, Block], bool]
-
-
-def never_stage(plan: Plan, source: int, target: int, request: Request, block: Block) -> bool:
-    """Write everything straight into the target's pages."""
-    return False
-
 
 @dataclass(slots=True, eq=False)
 class Lane:
@@ -114,6 +106,15 @@ class Writing:
     local_slot: SlotIndex | None
 
 
+# Decides whether a block of a lane goes through staging.
+StagePolicy = Callable[[Lane, Block], bool]
+
+
+def never_stage(lane: Lane, block: Block) -> bool:
+    """Write everything straight into the target's pages."""
+    return False
+
+
 def new_lane(room: SourceRoom, link: Link, source: int, offer: Offer, now: float) -> Lane:
     """The lane that an offer asks for."""
     owed = link.plan.blocks(source, link.peer.rank, offer.request)
@@ -133,17 +134,18 @@ def states(lane: Lane) -> list[Block]:
 
 
 def cut(
-    lane: Lane, source: int, blocks: Iterable[Block], stages: StagePolicy
+    lane: Lane, source: int, blocks: Iterable[Block], stages: StagePolicy, local_bytes: int
 ) -> tuple[list[Block], list[Block]]:
-    """Blocks to write directly, and fragments that each fill at most one slot."""
+    """Blocks to write directly, and fragments that each fit a slot of either side."""
     assert lane.link.hello is not None
     staging, plan, target = lane.link.hello.staging, lane.link.plan, lane.peer.rank
+    slot_bytes = min(staging.slot_bytes, local_bytes)
     direct: list[Block] = []
     staged: list[Block] = []
     for block in blocks:
         fragments = None
-        if staging.num_slots and stages(plan, source, target, lane.request, block):
-            fragments = cut_to_slots(plan, source, target, block, staging.slot_bytes)
+        if staging.num_slots and stages(lane, block):
+            fragments = cut_to_slots(plan, source, target, block, slot_bytes)
         if fragments is None:
             direct.append(block)
         else:

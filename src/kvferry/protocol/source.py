@@ -32,7 +32,6 @@ from kvferry.protocol.lanes import (
     SourceRoom,
     StagePolicy,
     chunk,
-    cut,
     never_stage,
     new_lane,
     states,
@@ -160,7 +159,7 @@ class SourceMachine(Writer):
     def _on_prepare(self, event: Prepare) -> None:
         room = self._running(event.room, "prepare")
         for lane in room.lanes.values() if room else ():
-            _, staged = cut(lane, self.me.rank, chunk(lane, event.tokens), self.stages)
+            _, staged = self._cut(lane, chunk(lane, event.tokens))
             self._ask(lane, event.tokens, len(staged))
 
     def _on_push(self, event: Push) -> None:

@@ -60,13 +60,16 @@ class Writer(Welcomer):
         """Send Close if everything is written."""
 
     def _enqueue(self, lane: Lane, blocks: Iterable[Block], key: Hashable) -> None:
-        direct, staged = cut(lane, self.me.rank, blocks, self.stages)
+        direct, staged = self._cut(lane, blocks)
         lane.direct.extend(direct)
         if staged and not lane.staged:
             lane.waiting_since = self._now
         lane.staged.extend(staged)
         self._ask(lane, key, len(staged))
         self._wake(lane)
+
+    def _cut(self, lane: Lane, blocks: Iterable[Block]) -> tuple[list[Block], list[Block]]:
+        return cut(lane, self.me.rank, blocks, self.stages, self.config.local_slot_bytes)
 
     def _ask(self, lane: Lane, key: Hashable, num_credits: int) -> None:
         """Ask for credits, once for each part of the request."""

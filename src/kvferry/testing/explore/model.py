@@ -16,10 +16,10 @@ from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout, Parallel
 from kvferry.layout.spec import CacheSpec, DType, Group, Paged, Slot, Tensor, attention
 from kvferry.plan.places import contiguous_pools
-from kvferry.plan.plan import Block, Plan, Request
+from kvferry.plan.plan import Block, Request
 from kvferry.protocol.endpoint import Endpoint, Identity
 from kvferry.protocol.events import Event, Finish, Instance, Open, Prepare, Push, Receive
-from kvferry.protocol.lanes import StagePolicy, never_stage
+from kvferry.protocol.lanes import Lane, StagePolicy, never_stage
 from kvferry.protocol.messages import Staging, Table
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
@@ -73,7 +73,7 @@ REPAIRED = frozenset(
 )
 
 
-def always_stage(plan: Plan, source: int, target: int, request: Request, block: Block) -> bool:
+def always_stage(lane: Lane, block: Block) -> bool:
     """Send everything through staging."""
     return True
 

@@ -22,9 +22,10 @@ from kvferry.layout import (
     Tensor,
     Window,
 )
-from kvferry.plan.plan import Block, Plan, Request
+from kvferry.plan.plan import Block, Request
 from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import Cancel, Instance
+from kvferry.protocol.lanes import Lane
 from kvferry.protocol.messages import Staging
 from kvferry.protocol.outcome import Done, Failure
 from kvferry.protocol.source import SourceMachine
@@ -86,9 +87,7 @@ class Policy:
 
     mode: str = "mixed"
 
-    def __call__(  # noqa: D102
-        self, plan: Plan, source: int, target: int, request: Request, block: Block
-    ) -> bool:
+    def __call__(self, lane: Lane, block: Block) -> bool:  # noqa: D102
         return self.mode == "all" or (self.mode == "mixed" and block.tokens.first % 2 == 1)
 
 

@@ -1,0 +1,1 @@
+"""Endpoints: protocol machines joined to transports, copies and sockets."""
