@@ -6,16 +6,17 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_MODEL := tests/data/configs/llama-3.3-70b.json
 
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo test lint format bench soak clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(INSTALLED) ## make the virtual environment
 
-$(INSTALLED): pyproject.toml requirements/dev.txt
+$(INSTALLED): pyproject.toml requirements/dev.txt requirements/no-deps.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/no-deps.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -25,7 +26,8 @@ demo: $(INSTALLED) ## plan a real model's transfer and draw it
 	    --tokens 8192 --link nixl-gpu --svg build/plan.svg --html build/plan.html
 
 test: $(INSTALLED) lint ## lint, types, import rules, tests
-	$(BIN)/python -m pytest -n auto
+	@scripts/install-libibverbs
+	$(BIN)/python -m pytest -n auto -m "not gpu"
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from kvferry.ids import Generation, Peer, Session
 from kvferry.layout import Layout, Parallel, Span, attention
 from kvferry.plan import Block, PoolMap, Request
 from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
-from kvferry.protocol.events import Cancel, Instance, Receive, Received, WrongVersion
+from kvferry.protocol.events import Barred, Cancel, Instance, Receive, Received, WrongVersion
 from kvferry.protocol.messages import (
     Accept,
     Arrived,
@@ -234,3 +234,15 @@ def test_what_is_not_owed_fails_the_room() -> None:
     w.each_source(Cancel(ROOM))
     w.wait(2 * w.config.early_s + 1)
     w.finish()
+
+
+def test_a_shut_door_fails_the_rooms_that_wait_for_it_at_once() -> None:
+    w = world()
+    w.drops = lambda to, _: to == S0
+    w.receive(ROOM, Request(8))
+    w.run()
+    w.tell(T0, Barred(S0, "another key"))
+    outcome = w.reports[T0, ROOM]
+    assert outcome == [Failure(FailureCode.REFUSED, "another key")]
+    assert w.releases[T0, ROOM] == 1
+    w.tell(T0, Barred(S0, "again"))

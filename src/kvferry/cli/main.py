@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 import kvferry
-from kvferry.cli import plan, sim
+from kvferry.cli import bench, doctor, key, plan, serve, sim
 from kvferry.cli.parsing import Parser, one_line
 from kvferry.errors import InputError
 
@@ -33,6 +33,10 @@ def build_parser() -> Parser:
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
     plan.add(commands)
+    bench.add(commands)
+    doctor.add(commands)
+    key.add(commands)
+    serve.add(commands)
     sim.add(commands)
     return parser
 

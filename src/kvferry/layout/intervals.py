@@ -81,6 +81,15 @@ class SpanSet:
         end = max([span.end, *(other.end for other in touching)])
         self.spans = [*before, Span(first, end), *after]
 
+    def gaps(self, span: Span) -> list[Span]:
+        """The parts of ``span`` that are not in the set, in order."""
+        edges = [span.first]
+        for mine in (mine.intersect(span) for mine in self.spans):
+            edges += [mine.first, mine.end] if len(mine) else []
+        edges.append(span.end)
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [Span(first, end) for first, end in pairs if first < end]
+
     def overlaps(self, span: Span) -> bool:
         """Whether some integer of ``span`` is in the set."""
         return any(len(mine.intersect(span)) for mine in self.spans)

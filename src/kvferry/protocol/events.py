@@ -84,6 +84,13 @@ class Receive(Event, frozen=True):
     deadline: float
 
 
+class Barred(Event, frozen=True):
+    """A source's door stays shut: it knows another key, or we have the wrong address."""
+
+    peer: Peer
+    message: str
+
+
 class Scattered(Event, frozen=True):
     """A scatter's bytes are usable."""
 

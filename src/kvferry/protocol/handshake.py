@@ -21,7 +21,7 @@ from kvferry.plan.plan import Plan
 from kvferry.plan.reshard import reshard
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.endpoint import Endpoint, Identity, Link
-from kvferry.protocol.events import Received, Send
+from kvferry.protocol.events import Barred, Event, Received, Send
 from kvferry.protocol.messages import (
     Envelope,
     Heartbeat,
@@ -38,6 +38,7 @@ from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
 class Greeter(Endpoint):
     """The target's half."""
 
+    EVENTS: ClassVar[dict[type[Event], str]] = Endpoint.EVENTS | {Barred: "_on_barred"}
     MESSAGES: ClassVar[dict[type, str]] = Endpoint.MESSAGES | {
         Welcome: "_on_welcome",
         Refuse: "_on_refuse",
@@ -126,6 +127,11 @@ class Greeter(Endpoint):
 
     def _on_refuse(self, link: Link, body: Refuse) -> None:
         self._lose(link, FailureCode.REFUSED, f"{body.code}: {body.message}")
+
+    def _on_barred(self, event: Barred) -> None:
+        link = self.current.get(event.peer)
+        if link is not None and link.state is LinkState.GREETING:
+            self._lose(link, FailureCode.REFUSED, event.message)
 
     def _tick_link(self, link: Link) -> None:
         if link.state is not LinkState.GREETING:

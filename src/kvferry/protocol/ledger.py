@@ -81,6 +81,15 @@ class Ledger:
             if not plot.complete
         )
 
+    def lacking(self) -> list[Block]:
+        """What has not arrived, from whichever source."""
+        return [
+            Block(group, plot.layers, gap)
+            for source, group in sorted(self._open)
+            for plot in self._plots[source, group]
+            for gap in plot.arrived.gaps(plot.owed)
+        ]
+
     def _touched(self, source: int, block: Block) -> list[Plot]:
         """The plots that have one of the block's layers."""
         group = self._groups.get(block.group)

@@ -1,0 +1,171 @@
+"""What a write costs over each transport: slots, bulk, and many small pieces.
+
+Two processes. The target polls every ``PACE_S``, as an endpoint might, and answers a
+note with the time at which it was polled; every byte is compared at the end. The last
+line of the output is one JSON document.
+
+    .venv/bin/python benchmarks/transport_posts.py [transport ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.ids import Op
+from kvferry.plan.bind import Binding, Part
+from kvferry.plan.coalesce import Pieces, Stride
+from kvferry.plan.places import Base
+from kvferry.regions import Region
+from kvferry.testing.transports import Piece, binding_of, copy_by_memmove
+from kvferry.transport.base import Remote, Setup, Transport
+from kvferry.transport.registry import available, transport_class
+
+Bytes = NDArray[np.uint8]
+KIB, MIB = 1 << 10, 1 << 20
+POOL_BYTES = 256 * MIB
+PACE_S = 50e-6
+
+
+def pages(count: int, num_bytes: int) -> Binding:
+    """Pages in any order on both sides."""
+    rng, one = np.random.default_rng(2), np.ones(count, dtype=np.int64)
+    source, target = (rng.permutation(count) * num_bytes for _ in range(2))
+    pieces = Pieces(source, target, one * num_bytes, one, one, Stride(0, 0), Stride(0, 0), True)
+    return Binding((Part("raw", "pages", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
+
+
+CASES = {
+    "slot 1 MiB": (binding_of([Piece(0, 0, MIB)]), 100),
+    "slot 2 MiB": (binding_of([Piece(0, 0, 2 * MIB)]), 100),
+    "slot 4 MiB": (binding_of([Piece(0, 0, 4 * MIB)]), 100),
+    "bulk 64 MiB": (binding_of([Piece(0, 0, 64 * MIB)]), 7),
+    "bulk 256 MiB": (binding_of([Piece(0, 0, 256 * MIB)]), 5),
+    "8192 pages of 32 KiB": (pages(8192, 32 * KIB), 5),
+    "16384 pieces of 1 KiB": (pages(16384, KIB), 5),
+    "16384 pieces of 512 B": (pages(16384, 512), 5),
+}
+
+
+class Times(NamedTuple):
+    """Seconds from the start of a write: until it returned, had ended, was known to the peer."""
+
+    returned: float
+    ended: float
+    noted: float
+
+
+def target(connection: Connection, name: str) -> None:
+    """Take what is written, and answer notes."""
+    transport = transport_class(name)(Setup(agent=f"target-{os.getpid()}", copy=copy_by_memmove))
+    memory = transport.allocate(POOL_BYTES)
+    transport.register([Region(memory.ctypes.data, memory.nbytes)], writable=True)
+    connection.send(transport.metadata())
+    while True:
+        for _ in transport.poll().notes:
+            connection.send(time.perf_counter())
+        if connection.poll(PACE_S):
+            if connection.recv() == "end":
+                break
+            connection.send(memory.tobytes())
+    transport.close()
+
+
+class Bench:
+    """The source's side."""
+
+    def __init__(self, transport: Transport, connection: Connection) -> None:
+        self.transport = transport
+        self.connection = connection
+        self.memory = np.random.default_rng(1).integers(0, 256, POOL_BYTES, dtype=np.uint8)
+        self.op = 0
+
+    def write(self, remote: Remote, binding: Binding) -> Times:
+        self.op += 1
+        start = time.perf_counter()
+        self.transport.write(remote, Op(self.op), binding, b"note")
+        returned = time.perf_counter()
+        ended = self._ended()
+        noted = ended
+        if self.transport.carries_notes:
+            while not self.connection.poll():
+                self.transport.poll()
+            noted = self.connection.recv()
+        return Times(returned - start, ended - start, noted - start)
+
+    def _ended(self) -> float:
+        while True:
+            for ended in self.transport.poll().ended:
+                assert ended.fate is None, ended
+                return time.perf_counter()
+            time.sleep(0)
+
+
+def copied(binding: Binding, source: Bytes, into: Bytes) -> None:
+    named = binding.descriptors()
+    for at, to, length in zip(named.source_offset, named.target_offset, named.length, strict=True):
+        into[to : to + length] = source[at : at + length]
+
+
+def memcpy_s(memory: Bytes, num_bytes: int) -> float:
+    into = np.zeros(num_bytes, dtype=np.uint8)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        into[:] = memory[:num_bytes]
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(name: str) -> dict[str, dict[str, float]]:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, name), daemon=True)
+    process.start()
+    transport = transport_class(name)(Setup(agent=f"source-{os.getpid()}", copy=copy_by_memmove))
+    bench = Bench(transport, ours)
+    transport.register([Region(bench.memory.ctypes.data, POOL_BYTES)], writable=False)
+    remote = transport.connect(ours.recv())
+    expected = np.zeros(POOL_BYTES, dtype=np.uint8)
+    results = {}
+    first = bench.write(remote, binding_of([Piece(0, 0, KIB)]))
+    results["first write"] = {"ended_us": first.ended * 1e6, "noted_us": first.noted * 1e6}
+    for case, (binding, repeat) in CASES.items():
+        times = [bench.write(remote, binding) for _ in range(repeat)]
+        returned, ended, noted = (statistics.median(column) for column in zip(*times, strict=True))
+        copied(binding, bench.memory, expected)
+        results[case] = {
+            "returned_us": returned * 1e6,
+            "ended_us": ended * 1e6,
+            "noted_us": noted * 1e6,
+            "best_ended_us": min(one.ended for one in times) * 1e6,
+            "best_noted_us": min(one.noted for one in times) * 1e6,
+            "gb_per_s": binding.num_bytes / ended / 1e9,
+            "piece_us": ended / binding.num_pieces * 1e6,
+            "memcpy_us": memcpy_s(bench.memory, binding.num_bytes) * 1e6,
+        }
+        print(name, case, {key: round(value, 1) for key, value in results[case].items()})
+    ours.send("read")
+    assert ours.recv() == expected.tobytes(), "what arrived is not what was sent"
+    ours.send("end")
+    transport.close()
+    process.join(10)
+    return results
+
+
+def main() -> None:
+    names = sys.argv[1:] or [name for name, problem in available().items() if problem is None]
+    print(json.dumps({name: measure(name) for name in names}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""``kvferry bench control``: rooms of one page, so that only messages and threads count."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.cli.parsing import show, whole
+from kvferry.cli.plan_output import print_document
+from kvferry.errors import InputError
+from kvferry.layout import Layout, Parallel, attention
+from kvferry.plan import Request
+from kvferry.testing.fleet import Fleet, Side
+
+PAGE_TOKENS = 16
+MAX_CONCURRENCY = 1024
+
+
+class Level(msgspec.Struct):
+    """What was measured at one concurrency."""
+
+    concurrency: int
+    rooms: int
+    rooms_per_s: float
+    p50_ms: float
+    p99_ms: float
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, measure, print."""
+    levels = [whole("--concurrency")(text) for text in args.concurrency.split(",")]
+    if max(levels) > MAX_CONCURRENCY:
+        raise InputError(
+            f"--concurrency goes up to {MAX_CONCURRENCY}, not {show(args.concurrency)}"
+        )
+    measured = measure(levels, whole("--rooms")(args.rooms), args.transport, tell=not args.json)
+    if args.json:
+        document = {"transport": args.transport, "levels": msgspec.to_builtins(measured)}
+        print_document(document)
+    else:
+        _print(measured)
+    return 0
+
+
+def measure(levels: list[int], num_rooms: int, transport: str, *, tell: bool) -> list[Level]:
+    """One source process and one target process, at one concurrency after the other."""
+    spec = attention(layers=2, kv_heads=2, head_dim=64)
+    layout = Layout(spec, Parallel(), page_tokens=PAGE_TOKENS)
+    sides = [Side(name, layout, 2 * max(levels) + 2) for name in ("prefill", "decode")]
+    status = Console(stderr=True, quiet=not tell)
+    with status.status("starting two processes"), Fleet(*sides, transport=transport) as fleet:
+        fleet.carry("first", Request(PAGE_TOKENS), seed=0)
+        return [_level(fleet, level, max(num_rooms, 2 * level)) for level in levels]
+
+
+def _level(fleet: Fleet, concurrency: int, num_rooms: int) -> Level:
+    """Both sides play their part by themselves; the target times each room."""
+    source, target = fleet.sources[0], fleet.targets["decode"][0]
+    source.begin("serve_rooms", concurrency, num_rooms, concurrency)
+    target.begin("ask_rooms", fleet.prefill.name, concurrency, num_rooms, concurrency)
+    seconds, total_s = target.answer(300.0)
+    source.answer(300.0)
+    ordered = sorted(1e3 * s for s in seconds)
+    return Level(
+        concurrency,
+        num_rooms,
+        num_rooms / total_s,
+        statistics.median(ordered),
+        ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))],
+    )
+
+
+def _print(levels: list[Level]) -> None:
+    table = Table(box=None)
+    for name in ("at once", "rooms", "rooms/s", "p50 ms", "p99 ms"):
+        table.add_column(name, justify="right")
+    for level in levels:
+        table.add_row(
+            str(level.concurrency),
+            str(level.rooms),
+            f"{level.rooms_per_s:.0f}",
+            f"{level.p50_ms:.2f}",
+            f"{level.p99_ms:.2f}",
+        )
+    Console().print(table)

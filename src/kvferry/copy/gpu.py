@@ -1,0 +1,171 @@
+"""Gather, scatter and direct copies in one GPU's memory: the shell around one Triton kernel.
+
+A call makes a table in pinned memory and queues its upload and one launch over all layers,
+tensors and jobs (more where parts need different tiles, or where the first job is large) on
+a stream of its own. It never waits for the GPU. Whoever calls keeps the memory behind the
+addresses alive until the event says that the copy is done. One thread owns a copier.
+
+Importing this module needs torch, triton (3.3 or later) and a CUDA driver; nothing else in
+``copy`` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from kvferry.copy.gpu_tables import (
+    HEADER,
+    TILES,
+    AddressBook,
+    Job,
+    Launch,
+    Table,
+    Tile,
+    batches,
+    table_of,
+)
+from kvferry.errors import InputError, TransportError
+from kvferry.plan.places import Int64s
+from kvferry.regions import Device
+
+try:
+    import torch
+
+    from kvferry.copy.gpu_kernels import copy_tiles
+
+    _upload = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
+except (ImportError, OSError) as error:
+    raise InputError(
+        f"copies on a GPU need torch, triton and a CUDA driver ({error}); install what is missing"
+    ) from error
+
+_upload.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+__all__ = ["GpuCopier", "Job"]
+
+# Uploads hold so many numbers, or by this factor more, so that few sizes serve every table.
+SMALLEST_UPLOAD, UPLOAD_GROWTH = 4096, 4
+NUMBER_BYTES = 8
+
+
+class GpuCopier:
+    """Copies bound pieces from addresses to addresses on one GPU."""
+
+    def __init__(self, device: Device) -> None:
+        if device.kind != "cuda" or not torch.cuda.is_available():
+            raise InputError(f"the GPU copier needs a CUDA device that torch can see, not {device}")
+        self._device = torch.device(device.kind, device.number)
+        self._stream = torch.cuda.Stream(self._device)
+        self._book = AddressBook()
+        self._kernels: dict[Tile, _Kernel] = {}
+        # By size, the least recently used first; and those of the size that is being filled.
+        self._uploads: defaultdict[int, deque[_Upload]] = defaultdict(deque)
+        self._next: deque[_Upload] = deque()
+        # Nobody else may get the pinned memory while the GPU still reads a table from it.
+        weakref.finalize(self, self._stream.synchronize)
+
+    def warm_up(self) -> None:
+        """Compile and load every kernel, so that no request waits for it."""
+        tiles = [tile for choices in TILES.values() for tile in choices]
+        # A part for each, of one tile in none of its layers: every kernel runs and does nothing.
+        launches = tuple(Launch(tile, i * HEADER, 1, 1, 1) for i, tile in enumerate(tiles))
+        with torch.cuda.device(self._device):
+            table = Table(launches, self._room(len(tiles) * HEADER)[: len(tiles) * HEADER])
+            table.numbers[:] = 0
+            table.numbers[::HEADER] = 1
+            self._queue(table).synchronize()
+
+    def copy(self, jobs: Sequence[Job], after: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        """Queue the jobs as one copy that starts after ``after``; the event tells its end.
+
+        No job may write what another of them reads or writes.
+        """
+        if torch.cuda.current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                return self.copy(jobs, after)
+        try:
+            if after is not None:
+                self._stream.wait_event(after)
+            for batch in batches(jobs):
+                done = self._queue(table_of(batch, self._book, self._room))
+        except RuntimeError as error:
+            raise TransportError(f"the GPU took no copy ({error}); restart this process") from error
+        return done
+
+    def _room(self, size: int) -> Int64s:
+        """Pinned memory for the next table: the oldest that nothing reads any more, or new."""
+        capacity = SMALLEST_UPLOAD
+        while capacity < size:
+            capacity *= UPLOAD_GROWTH
+        uploads = self._uploads[capacity]
+        if not uploads or not uploads[0].free:
+            uploads.appendleft(_Upload(capacity, self._stream))
+        self._next = uploads
+        return uploads[0].array
+
+    def _queue(self, table: Table) -> torch.cuda.Event:
+        upload, stream = self._next[0], self._stream.cuda_stream
+        upload.send(len(table.numbers), stream)
+        for launch in table.launches:
+            kernel = self._kernels.get(launch.tile) or self._compile(launch.tile)
+            kernel.start(launch, upload.address, stream)
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        upload.last_use = done
+        self._next.rotate(-1)
+        return done
+
+    def _compile(self, tile: Tile) -> _Kernel:
+        kernel = self._kernels[tile] = _Kernel(tile)
+        return kernel
+
+
+class _Kernel:
+    """The kernel for one tile, compiled and loaded for the current device."""
+
+    def __init__(self, tile: Tile) -> None:
+        *self._constants, num_warps, _ = tile
+        pointer, number = torch.int64, 1
+        compiled = copy_tiles.warmup(
+            pointer, pointer, number, number, *self._constants, grid=(1,), num_warps=num_warps
+        )
+        self._run = compiled.run
+        # The function, how it is launched, and no hooks of profilers: ``compiled[grid](...)``
+        # would look all of it up again each time.
+        self._how = (compiled.function, compiled.packed_metadata, None, None, None)
+
+    def start(self, launch: Launch, table: int, stream: int) -> None:
+        """Queue a launch that works through the table at that address."""
+        _, first, num_parts, num_programs, depth = launch
+        headers = table + first * NUMBER_BYTES
+        arguments = (headers, table, num_parts, depth, *self._constants)
+        self._run(num_programs, 1, 1, stream, *self._how, *arguments)
+
+
+class _Upload:
+    """Pinned memory for a table, and the device memory that it is sent to."""
+
+    def __init__(self, capacity: int, stream: torch.cuda.Stream) -> None:
+        pinned = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
+        self.array: Int64s = pinned.numpy()
+        # Allocated for that stream, so that it is not given to another while a launch reads it.
+        with torch.cuda.stream(stream):
+            self._table = torch.empty(capacity, dtype=torch.int64, device=stream.device)
+        self._from, self.address = pinned.data_ptr(), self._table.data_ptr()
+        self.last_use: torch.cuda.Event | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether the launch that read it is over."""
+        return self.last_use is None or self.last_use.query()
+
+    def send(self, size: int, stream: int) -> None:
+        """Queue the upload of so many numbers."""
+        # torch would have to change its current stream and change it back, which takes longer
+        # than everything else in a call.
+        status = _upload(self.address, self._from, size * NUMBER_BYTES, stream)
+        if status:
+            raise RuntimeError(f"CUDA driver error {status} at an upload")

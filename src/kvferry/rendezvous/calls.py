@@ -1,0 +1,177 @@
+"""Single requests to a rendezvous: signed, bounded in time, errors as ``RendezvousError``.
+
+Belongs to the event loop of the client. Foreign exceptions end here.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from kvferry.errors import InputError, KvferryError
+from kvferry.rendezvous.records import (
+    ErrorDocument,
+    Fault,
+    InstanceView,
+    RankRecord,
+    Registration,
+    RendezvousError,
+    Renewal,
+)
+from kvferry.rendezvous.signing import sign
+from kvferry.runtime.keys import ClusterKey
+
+CALL_S = 5.0
+# An instance of thousands of ranks takes a few megabytes.
+MAX_ANSWER_BYTES = 64 << 20
+
+
+class Backoff:
+    """How long to wait after each error in a row: longer each time, and never alike."""
+
+    FIRST_S, MOST_S = 0.1, 5.0
+
+    def __init__(self) -> None:
+        self._errors = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the last call of ``next_s`` was the first since it went well."""
+        return self._errors == 1
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether it went wrong since it last went well."""
+        return self._errors > 0
+
+    def next_s(self) -> float:
+        """After one more error."""
+        longest = min(self.MOST_S, self.FIRST_S * (1 << min(self._errors, 16)))
+        self._errors += 1
+        return longest * random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        """It went well."""
+        self._errors = 0
+
+
+class Calls:
+    """The requests that a client makes."""
+
+    def __init__(self, url: str, key: ClusterKey | None) -> None:
+        self._base = _checked(url)
+        self._signing_key = key.http if key is not None else None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def register(self, record: RankRecord, lease_s: float) -> None:
+        """Say that a rank is there."""
+        body = msgspec.json.encode(Registration(record, lease_s))
+        await self._call("PUT", _rank_path(record), body)
+
+    async def renew(self, record: RankRecord, lease_s: float) -> None:
+        """Say that it is still there."""
+        body = msgspec.json.encode(Renewal(record.incarnation, lease_s))
+        await self._call("PUT", f"{_rank_path(record)}/lease", body)
+
+    async def leave(self, record: RankRecord) -> None:
+        """Say that it goes."""
+        await self._call("DELETE", f"{_rank_path(record)}?incarnation={record.incarnation}")
+
+    async def instance(self, name: str, version: str, wait_s: float) -> InstanceView | None:
+        """Another version of an instance, or None if there was none in the time to wait.
+
+        That an instance has ended, or never was, is a ``RendezvousError``.
+        """
+        query = f"?wait_s={wait_s:g}&version={quote(version, safe='')}"
+        path = f"/v1/instances/{quote(name, safe='')}{query}"
+        answer = await self._call("GET", path, timeout_s=wait_s + CALL_S)
+        return None if answer is None else _decoded(answer)
+
+    async def _call(
+        self, method: str, path: str, body: bytes = b"", timeout_s: float = CALL_S
+    ) -> bytes | None:
+        """The body of a good answer; None if nothing is new."""
+        if self._session is None:
+            # Each instance that is followed holds a connection, so they are not limited here.
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        headers = {"Content-Type": "application/json"} if body else {}
+        if self._signing_key is not None:
+            headers["Authorization"] = sign(self._signing_key, method, path, body, time.time())
+        try:
+            async with self._session.request(
+                method,
+                URL(self._base + path, encoded=True),
+                data=body or None,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+                allow_redirects=False,
+            ) as response:
+                answer = await _read(response)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            why = str(error) or type(error).__name__
+            raise RendezvousError(
+                Fault.UNREACHABLE, f"cannot reach the rendezvous {self._base}: {why}"
+            ) from None
+        if response.status == 304:
+            return None
+        if response.status >= 300:
+            raise _refusal(response.status, answer)
+        return answer
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    parts: list[bytes] = []
+    num_bytes = 0
+    async for part in response.content.iter_chunked(1 << 16):
+        num_bytes += len(part)
+        if num_bytes > MAX_ANSWER_BYTES:
+            raise ValueError("the answer is too large")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _refusal(status: int, answer: bytes) -> RendezvousError:
+    try:
+        error = msgspec.json.decode(answer, type=ErrorDocument).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return RendezvousError(
+            Fault.UNREACHABLE, f"no rendezvous answers there (status {status}); check the address"
+        )
+    return RendezvousError(error.code, error.message)
+
+
+def _decoded(answer: bytes) -> InstanceView:
+    try:
+        return msgspec.json.decode(answer, type=InstanceView)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KvferryError) as error:
+        raise RendezvousError(
+            Fault.MALFORMED, f"the rendezvous's answer can't be used: {error}"
+        ) from None
+
+
+def _rank_path(record: RankRecord) -> str:
+    return f"/v1/instances/{quote(record.instance, safe='')}/ranks/{record.rank}"
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        plain = parts.scheme == "http" and parts.hostname and parts.port
+    except ValueError:
+        plain = None
+    if not plain or parts.path.strip("/") or parts.query or parts.fragment or "@" in url:
+        raise InputError(
+            f"{url!r:.200} is no rendezvous address; give one such as http://10.0.0.1:7077"
+        )
+    return url.rstrip("/")

@@ -1,0 +1,295 @@
+"""A party's way to the rendezvous: keeps ranks registered and follows instances.
+
+Everything happens in one daemon thread with an event loop, which owns all state;
+public methods hand it work and may be called from any thread. Callbacks are
+called in that thread and must be short.
+
+It survives the service: while that is away, what was known stays known; a service
+that comes back knowing nobody is told again at the next renewal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from kvferry.errors import Misuse
+from kvferry.rendezvous.calls import Backoff, Calls
+from kvferry.rendezvous.records import Fault, InstanceView, RankRecord, RendezvousError
+from kvferry.runtime.keys import ClusterKey
+
+log = logging.getLogger("kvferry.rendezvous")
+
+Callback = Callable[[InstanceView | None], None]
+
+LEASE_S = 10.0
+# Often enough that a service which has restarted is complete again before it is settled.
+MOST_RENEWAL_S = 5.0
+# How long one request waits for news. Short, so that the reason for their absence is fresh.
+WAIT_S = 5.0
+LEAVE_S = 2.0
+JOIN_S = 10.0
+# These are answers of a service that will not change its mind by being asked again.
+FINAL = (Fault.MALFORMED, Fault.OVERSIZED, Fault.UNSIGNED, Fault.REPLACED, Fault.NOT_FOUND)
+
+
+@dataclass(eq=False, slots=True)
+class _Registration:
+    record: RankRecord
+    lease_s: float
+    first: Future[None] = field(default_factory=Future)
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Watch:
+    name: str
+    callbacks: list[Callback] = field(default_factory=list)
+    view: InstanceView | None = None
+    version: str = ""
+    problem: str = "the rendezvous has not answered yet"
+    task: asyncio.Task[None] | None = None
+
+
+class RendezvousClient:
+    """Registers ranks and follows instances at one rendezvous, until ``close``."""
+
+    def __init__(self, url: str, key: ClusterKey | None = None) -> None:
+        self.url = url
+        self._calls = Calls(url, key)
+        self._registrations: list[_Registration] = []
+        self._watches: dict[str, _Watch] = {}
+        self._closed = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._run, name="kvferry-rendezvous-client", daemon=True
+        )
+        self._thread.start()
+
+    # ------------------------------------------------------------ for any thread
+
+    def register(self, record: RankRecord, lease_s: float = LEASE_S) -> Future[None]:
+        """Keep a rank registered until ``close``.
+
+        The future is done when the service has taken it for the first time, and
+        fails with ``RendezvousError`` when the service has refused it for good.
+        """
+        registration = _Registration(record, lease_s)
+        self._do(self._begin_registration, registration)
+        return registration.first
+
+    def watch(self, name: str, callback: Callback) -> None:
+        """Call with each new view of an instance, and with None when it has ended.
+
+        The first call comes when the instance is complete, at once if that is known.
+        """
+        self._do(self._begin_watch, name, callback)
+
+    def unwatch(self, name: str, callback: Callback) -> None:
+        """Call no more. A call that is under way goes on."""
+        self._do(self._end_watch, name, callback)
+
+    def resolve(self, name: str, timeout_s: float) -> InstanceView:
+        """Wait until an instance is complete. Not for callbacks, which must not wait."""
+        if threading.current_thread() is self._thread:
+            raise Misuse("resolve waits and can't be called from a callback; use watch")
+        found: Future[InstanceView] = Future()
+
+        def take(view: InstanceView | None) -> None:
+            if view is not None and not found.done():
+                found.set_result(view)
+
+        self.watch(name, take)
+        try:
+            return found.result(timeout_s)
+        except TimeoutError:
+            problem = self._problem(name)
+            raise RendezvousError(
+                Fault.INCOMPLETE,
+                f"instance {name!r:.100} was not complete within {timeout_s:g} s: {problem}",
+            ) from None
+        finally:
+            with contextlib.suppress(Misuse):
+                self.unwatch(name, take)
+
+    def close(self) -> None:
+        """Say farewell for every rank, in bounded time, and end the thread. Idempotent."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_S)
+
+    def __enter__(self) -> RendezvousClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _problem(self, name: str) -> str:
+        """Why there is no such instance, as far as is known. Only reads, so any thread may."""
+        watch = self._watches.get(name)
+        return watch.problem if watch is not None else "the client was closed"
+
+    def _do(self, step: Callable[..., None], *args: Any) -> None:
+        closed = Misuse("the rendezvous client is closed; make a new one")
+        if self._closed.is_set():
+            raise closed
+        try:
+            self._loop.call_soon_threadsafe(step, *args)
+        except RuntimeError:
+            # Another thread has closed it since.
+            raise closed from None
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._finish())
+        finally:
+            self._loop.close()
+
+    async def _finish(self) -> None:
+        tasks = [registration.task for registration in self._registrations]
+        tasks += [watch.task for watch in self._watches.values()]
+        running = [task for task in tasks if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        farewells = (self._leave(registration.record) for registration in self._registrations)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*farewells), LEAVE_S)
+        for registration in self._registrations:
+            if not registration.first.done():
+                error = RendezvousError(Fault.STOPPING, "the client was closed; make a new one")
+                registration.first.set_exception(error)
+        await self._calls.close()
+
+    async def _leave(self, record: RankRecord) -> None:
+        try:
+            await self._calls.leave(record)
+        except RendezvousError as error:
+            # Its lease will end by itself.
+            log.info("no-farewell peer=%s fault=%s", record.peer, error.fault)
+
+    # ------------------------------------------------------------ registrations
+
+    def _begin_registration(self, registration: _Registration) -> None:
+        self._registrations.append(registration)
+        registration.task = self._loop.create_task(self._keep(registration))
+
+    async def _keep(self, registration: _Registration) -> None:
+        """Register, renew, and register again when the service has forgotten us."""
+        backoff, registered = Backoff(), False
+        pause_s = min(registration.lease_s / 3, MOST_RENEWAL_S)
+        while True:
+            try:
+                await self._say(registration, registered)
+            except RendezvousError as error:
+                if registered and error.fault is Fault.NO_LEASE:
+                    registered = False
+                    continue
+                # A place that was taken is asked for again until whoever took it has left.
+                delay_s = backoff.next_s()
+                self._complain(registration, error, first=backoff.is_first)
+                await asyncio.sleep(delay_s)
+                continue
+            if not registered or backoff.has_errors:
+                log.info("registered peer=%s url=%s", registration.record.peer, self.url)
+            registered = True
+            backoff.reset()
+            await asyncio.sleep(pause_s)
+
+    async def _say(self, registration: _Registration, registered: bool) -> None:
+        if registered:
+            await self._calls.renew(registration.record, registration.lease_s)
+            return
+        await self._calls.register(registration.record, registration.lease_s)
+        if not registration.first.done():
+            registration.first.set_result(None)
+
+    def _complain(self, registration: _Registration, error: RendezvousError, first: bool) -> None:
+        level = logging.WARNING if first else logging.DEBUG
+        log.log(
+            level,
+            "not-registered peer=%s fault=%s message=%r",
+            registration.record.peer,
+            error.fault,
+            str(error),
+        )
+        if error.fault in FINAL and not registration.first.done():
+            registration.first.set_exception(error)
+
+    # ------------------------------------------------------------ watches
+
+    def _begin_watch(self, name: str, callback: Callback) -> None:
+        watch = self._watches.get(name)
+        if watch is None:
+            watch = self._watches[name] = _Watch(name)
+            watch.task = self._loop.create_task(self._follow(watch))
+        watch.callbacks.append(callback)
+        if watch.view is not None:
+            _call(callback, watch)
+
+    def _end_watch(self, name: str, callback: Callback) -> None:
+        watch = self._watches.get(name)
+        if watch is None or callback not in watch.callbacks:
+            return
+        watch.callbacks.remove(callback)
+        if not watch.callbacks:
+            del self._watches[name]
+            if watch.task is not None:
+                watch.task.cancel()
+
+    async def _follow(self, watch: _Watch) -> None:
+        # The first answer comes at once, so that there is a reason to show.
+        backoff, wait_s = Backoff(), 0.0
+        while True:
+            try:
+                view = await self._calls.instance(watch.name, watch.version, wait_s)
+            except RendezvousError as error:
+                watch.problem = str(error)
+                if error.fault is Fault.INCOMPLETE:
+                    self._tell(watch, None)
+                    backoff.reset()
+                    wait_s = WAIT_S
+                delay_s = backoff.next_s()
+                if backoff.is_first and error.fault is not Fault.INCOMPLETE:
+                    log.warning("no-news instance=%s fault=%s", watch.name, error.fault)
+                await asyncio.sleep(delay_s)
+                continue
+            backoff.reset()
+            wait_s = WAIT_S
+            if view is not None:
+                self._tell(watch, view)
+
+    def _tell(self, watch: _Watch, view: InstanceView | None) -> None:
+        """Take a view, and pass it on if anything but its version is new."""
+        before = watch.view
+        watch.view, watch.version = view, view.version if view is not None else ""
+        if view is before or (view is not None and view.same_as(before)):
+            return
+        log.info("instance name=%s complete=%s", watch.name, view is not None)
+        for callback in list(watch.callbacks):
+            _call(callback, watch)
+
+
+def _call(callback: Callback, watch: _Watch) -> None:
+    try:
+        callback(watch.view)
+    except Exception:
+        log.exception("callback-failed instance=%s", watch.name)

@@ -1,0 +1,43 @@
+"""What an endpoint tells every peer about itself beside the protocol: its card."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvferry.errors import TransportError
+from kvferry.runtime.lifeline import Address
+
+_Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True):
+    """How to reach an endpoint's memory, and how to find out that it is gone.
+
+    ``staging_region`` is the number of the region with its slots, and
+    ``scratch_offset`` where in it anybody may write at any time, to measure.
+    """
+
+    transport: Annotated[str, msgspec.Meta(max_length=64)]
+    payload: bytes
+    lifeline: tuple[Annotated[str, msgspec.Meta(max_length=64)], _Port]
+    staging_region: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] | None = None
+    scratch_offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
+
+    def encode(self) -> bytes:
+        """For the handshake."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> Card:
+        """Raises ``TransportError`` for what is no card."""
+        try:
+            return msgspec.msgpack.decode(data, type=Card)
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            raise TransportError(f"a peer's card can't be read: {error}") from None
+
+    @property
+    def address(self) -> Address:
+        """Of its lifeline."""
+        return self.lifeline

@@ -1,0 +1,42 @@
+"""What an endpoint may be told: frozen, keyword-only, checked when made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvferry.config import ProtocolConfig
+from kvferry.errors import InputError
+from kvferry.plan.choose import Constants, Path
+from kvferry.staging.pool import DEFAULT_BUDGET_BYTES, DEFAULT_SLOT_BYTES
+
+
+class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an endpoint listens, how much it stages, and which path it takes.
+
+    ``staging_bytes`` is all that an endpoint takes beside the pools; 0 is none.
+    ``path`` overrides the chooser and ``constants`` what it would measure.
+    ``options`` are the transport's own.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    staging_bytes: int = DEFAULT_BUDGET_BYTES
+    slot_bytes: int = DEFAULT_SLOT_BYTES
+    path: Path | None = None
+    constants: Constants | None = None
+    deadline_s: float = 30.0
+    lease_s: float = 10.0
+    tick_s: float = 0.02
+    protocol: ProtocolConfig = ProtocolConfig()
+    options: Mapping[str, str] = {}
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise InputError(f"a port is a number from 0 to 65535, not {self.port}")
+        if self.staging_bytes < 0 or self.slot_bytes <= 0:
+            raise InputError("staging_bytes is 0 or more, and slot_bytes above 0")
+        for name in ("deadline_s", "lease_s", "tick_s"):
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name} must be above 0, not {getattr(self, name)}")

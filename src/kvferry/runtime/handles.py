@@ -1,0 +1,82 @@
+"""Handles: what an engine keeps of a room. Written by the owner, read by anyone.
+
+Reading ``status`` costs an attribute, so a scheduler may look at thousands in
+each of its turns. Callbacks run on the owner's thread and must not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any
+
+from kvferry.ids import Room
+from kvferry.protocol.outcome import Done, Failure, Outcome, Status
+
+log = logging.getLogger("kvferry.runtime")
+
+
+class Handle:
+    """One room of one rank: where it stands, how it ended, whether its memory is free."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self.status = Status.CONNECTING
+        self._outcome: Future[Outcome] = Future()
+        self._released: Future[None] = Future()
+
+    # ------------------------------------------------------------ for the engine
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Done or the failure; None while the room goes on."""
+        return self._outcome.result() if self._outcome.done() else None
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the room failed; None if it did not."""
+        outcome = self.outcome
+        return outcome if isinstance(outcome, Failure) else None
+
+    @property
+    def released(self) -> bool:
+        """Whether the room's pages are the engine's again."""
+        return self._released.done()
+
+    def wait(self, timeout_s: float | None = None) -> Outcome:
+        """Wait for the end. Raises ``TimeoutError``; the room's own deadline is no error."""
+        return self._outcome.result(timeout_s)
+
+    def wait_released(self, timeout_s: float | None = None) -> None:
+        """Wait until the pages may be reused. Raises ``TimeoutError``."""
+        self._released.result(timeout_s)
+
+    def on_end(self, callback: Callable[[Outcome], None]) -> None:
+        """Call this with the outcome, at once if the room has ended."""
+        self._outcome.add_done_callback(lambda future: callback(future.result()))
+
+    def on_release(self, callback: Callable[[], None]) -> None:
+        """Call this when the pages may be reused, at once if they may."""
+        self._released.add_done_callback(lambda _: callback())
+
+    def __await__(self) -> Generator[Any, None, Outcome]:
+        """The outcome. A task that is cancelled while it waits leaves the room as it is."""
+        return asyncio.shield(asyncio.wrap_future(self._outcome)).__await__()
+
+    # ------------------------------------------------------------ for the owner
+
+    def end(self, outcome: Outcome) -> None:
+        """The room has ended."""
+        if not self._outcome.done():
+            self.status = Status.DONE if isinstance(outcome, Done) else Status.FAILED
+            self._outcome.set_result(outcome)
+
+    def release(self) -> None:
+        """The room's memory is free."""
+        if not self._released.done():
+            self._released.set_result(None)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.room!r} {self.status.name.lower()}>"

@@ -1,0 +1,79 @@
+"""A room at its target, as the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvferry.ids import Room
+from kvferry.layout.layout import Holding, Layout, find_holding
+from kvferry.layout.spec import Slot
+from kvferry.plan.bind import Side
+from kvferry.plan.plan import Block, Request
+from kvferry.protocol.messages import Table
+from kvferry.protocol.outcome import Done
+from kvferry.rendezvous.records import InstanceView
+from kvferry.runtime.handles import Handle
+
+
+class Asked(NamedTuple):
+    """What the engine asked for."""
+
+    prefill: str | InstanceView
+    request: Request
+    tables: tuple[Table, ...]
+    deadline: float
+
+
+class Incoming(Handle):
+    """One room. ``bad_pages`` says what must not be used after a failure."""
+
+    def __init__(
+        self, room: Room, asked: Asked, side: Side, abort: Callable[[Incoming], None]
+    ) -> None:
+        super().__init__(room)
+        self._abort = abort
+        self.asked = asked
+        self.side = side
+        self.bad_pages: dict[str, list[int]] = {}
+
+    @property
+    def metadata(self) -> bytes:
+        """What the lead source said at the close; empty before the end."""
+        outcome = self.outcome
+        return outcome.metadata if isinstance(outcome, Done) else b""
+
+    def abort(self) -> None:
+        """Give the room up. Its pages stay held until ``released``."""
+        self._abort(self)
+
+
+def bad_pages(
+    layout: Layout, rank: int, tables: tuple[Table, ...], missing: list[Block]
+) -> dict[str, list[int]]:
+    """Per group, the pages that lack something, in the order of their tokens."""
+    holdings = layout.rank_holdings(rank)
+    by_group = {table.group: table for table in tables}
+    places: dict[str, set[int]] = {}
+    for block in missing:
+        first = by_group[block.group].first_page
+        lacking = _pages_of(layout, holdings, block)
+        places.setdefault(block.group, set()).update(page - first for page in lacking)
+    return {
+        group: [by_group[group].pages[place] for place in sorted(bad)]
+        for group, bad in places.items()
+        if bad
+    }
+
+
+def _pages_of(layout: Layout, holdings: tuple[Holding, ...], block: Block) -> range:
+    """Which pages of the request a block lies in."""
+    group = layout.spec.group(block.group)
+    if isinstance(group.kind, Slot):
+        return range(1)
+    held = find_holding(holdings, block.group, group.layers_in(block.layers)[0]).tokens
+    mine = held.clip(block.tokens)
+    if not mine.num_tokens:
+        return range(0)
+    first, last = held.local_index(mine.first), held.local_index(mine.last)
+    return range(first // layout.page_tokens, last // layout.page_tokens + 1)

@@ -1,0 +1,134 @@
+"""Numbers for Prometheus: one set of metrics per registry, one series per endpoint."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter as Tally
+from dataclasses import dataclass, field
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+
+from kvferry.plan.choose import Path
+from kvferry.protocol.outcome import Failure, Outcome
+from kvferry.runtime.mover import Ending
+
+LABELS = ("endpoint", "transport")
+
+
+class _Metrics:
+    """The metrics of one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvferry_{name}", text, (*LABELS, *labels), registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"kvferry_{name}", text, (*LABELS, *labels), registry=registry)
+
+        self.rooms = counter(
+            "rooms", "Rooms that ended, by outcome and reason", "outcome", "reason"
+        )
+        self.writes = counter("writes", "Writes that ended well, by path", "path")
+        self.bytes = counter("bytes", "Bytes written to peers, by path", "path")
+        self.pieces = counter("pieces", "Contiguous pieces written, by path", "path")
+        self.seconds = counter("write_seconds", "Seconds that writes took, by path", "path")
+        self.failed = counter("writes_failed", "Writes that did not end well, by fate", "fate")
+        self.refusals = counter("refusals", "What was refused: frames, peers, connections", "what")
+        self.credit_waits = counter("credit_waits", "Parcels written directly for want of a credit")
+        self.open_rooms = gauge("open_rooms", "Rooms whose memory is held")
+        self.quarantined = gauge("quarantined_rooms", "Failed rooms that wait for proof")
+        self.staging_used = gauge("staging_used_bytes", "Staging memory in use")
+        self.staging_total = gauge("staging_bytes", "Staging memory there is")
+        self.heartbeat_age = gauge("heartbeat_age_seconds", "Since the quietest peer was heard")
+
+
+_made: weakref.WeakKeyDictionary[CollectorRegistry, _Metrics] = weakref.WeakKeyDictionary()
+
+
+def _metrics_of(registry: CollectorRegistry) -> _Metrics:
+    """Registering a metric twice is an error, so they are made once."""
+    if registry not in _made:
+        _made[registry] = _Metrics(registry)
+    return _made[registry]
+
+
+@dataclass
+class PathStats:
+    """What one path has carried."""
+
+    writes: int = 0
+    num_bytes: int = 0
+    pieces: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Stats:
+    """One endpoint's own counts, for whoever holds it."""
+
+    paths: dict[Path, PathStats] = field(default_factory=lambda: {p: PathStats() for p in Path})
+    rooms: Tally[str] = field(default_factory=Tally)
+    refusals: Tally[str] = field(default_factory=Tally)
+
+
+class Meter:
+    """One endpoint's series. Belongs to the owner's thread."""
+
+    def __init__(
+        self, endpoint: str, transport: str, registry: CollectorRegistry | None = None
+    ) -> None:
+        self._metrics = _metrics_of(REGISTRY if registry is None else registry)
+        self._labels = (endpoint, transport)
+        self._seen: Tally[str] = Tally()
+        self.stats = Stats()
+
+    def ended(self, outcome: Outcome) -> None:
+        """A room has ended."""
+        failed = isinstance(outcome, Failure)
+        reason = str(outcome.code) if isinstance(outcome, Failure) else ""
+        self.stats.rooms[reason or "done"] += 1
+        word = "failed" if failed else "done"
+        self._metrics.rooms.labels(*self._labels, word, reason).inc()
+
+    def wrote(self, ending: Ending) -> None:
+        """A write has ended."""
+        metrics, labels = self._metrics, self._labels
+        if ending.fate is not None:
+            metrics.failed.labels(*labels, ending.fate).inc()
+            return
+        path, stats = ending.path, self.stats.paths[ending.path]
+        stats.writes += 1
+        stats.num_bytes += ending.num_bytes
+        stats.pieces += ending.num_pieces
+        stats.seconds += ending.seconds
+        metrics.writes.labels(*labels, path).inc()
+        metrics.bytes.labels(*labels, path).inc(ending.num_bytes)
+        metrics.pieces.labels(*labels, path).inc(ending.num_pieces)
+        metrics.seconds.labels(*labels, path).inc(ending.seconds)
+
+    def refused(self, what: str, times: int = 1) -> None:
+        """Something was not taken."""
+        self.stats.refusals[what] += times
+        self._metrics.refusals.labels(*self._labels, what).inc(times)
+
+    def total(self, what: str, count: int) -> None:
+        """A count that somebody else keeps: add what is new of it."""
+        new = count - self._seen[what]
+        if new <= 0:
+            return
+        self._seen[what] = count
+        if what == "impatient":
+            self._metrics.credit_waits.labels(*self._labels).inc(new)
+        else:
+            self.refused(what, new)
+
+    def now(self, *, open_rooms: int, quarantined: int, age_s: float) -> None:
+        """How things stand."""
+        self._metrics.open_rooms.labels(*self._labels).set(open_rooms)
+        self._metrics.quarantined.labels(*self._labels).set(quarantined)
+        self._metrics.heartbeat_age.labels(*self._labels).set(age_s)
+
+    def staging(self, used_bytes: int, total_bytes: int) -> None:
+        """How much of the staging memory is in use."""
+        self._metrics.staging_used.labels(*self._labels).set(used_bytes)
+        self._metrics.staging_total.labels(*self._labels).set(total_bytes)

@@ -1,0 +1,1 @@
+"""Models: their configuration, one rank's share of them, and the arithmetic."""

@@ -1,0 +1,185 @@
+"""The ranks of one instance as processes, driven by the first of them.
+
+Rank 0 lives in the driver's own process; the others are children that are told
+their plans through a pipe and answer through it. Their tensors travel by
+``comm.py``. A rank that dies, fails or does not answer in time ends the instance:
+the next call raises ``RankLost``, and whoever runs the instance starts it anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from kvferry.errors import InputError, KvferryError
+from kvferry.serve.steps import StepPlan, StepResult
+from kvferry.serve.worker import RankSetup, RankWorker
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+STOP = b""
+
+
+class RankLost(KvferryError):
+    """A rank of this instance is gone or does not answer; start the instance again."""
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    """A rank could not go on. ``is_input`` where it never began and the user can put it right."""
+
+    message: str
+    is_input: bool
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """A rank is ready, or has run a step."""
+
+    result: StepResult = StepResult()
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_PLANS = msgspec.msgpack.Decoder(StepPlan)
+_ANSWERS: msgspec.msgpack.Decoder[Answer | Failure] = msgspec.msgpack.Decoder(Answer | Failure)
+
+
+class _Child(NamedTuple):
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+
+
+class Ranks:
+    """All ranks of an instance; ``run`` gives each the same plan."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        self._timeout_s = setup.timeout_s
+        self._children: list[_Child] = []
+        self._closed = False
+        num_ranks = setup.layout.num_ranks
+        # Where the ranks meet; only this user can reach it.
+        self._folder = TemporaryDirectory(prefix="kvferry-ranks-")
+        meeting = Path(self._folder.name) / "meeting"
+        try:
+            self._children = [_start(setup, rank, meeting) for rank in range(1, num_ranks)]
+            self.worker = self._own(setup, meeting)
+        except BaseException:
+            self._end_children(grace_s=0)
+            raise
+        try:
+            for child in self._children:
+                self._answer(child, time.monotonic() + self._timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _own(self, setup: RankSetup, meeting: Path) -> RankWorker:
+        try:
+            return RankWorker(setup, 0, meeting)
+        except RuntimeError as error:
+            # Meeting the others failed; one of them can usually say why.
+            self._explain(error)
+
+    def run(self, plan: StepPlan) -> list[StepResult]:
+        """Every rank's answer to one plan, in rank order."""
+        data = _ENCODER.encode(plan)
+        try:
+            for child in self._children:
+                child.pipe.send_bytes(data)
+            own = self.worker.execute(plan)
+        except (OSError, RuntimeError) as error:
+            if not self._children:
+                raise
+            self._explain(error)
+        # Ranks compute side by side, so the others are about done now.
+        deadline = time.monotonic() + self._timeout_s
+        return [own, *(self._answer(child, deadline) for child in self._children)]
+
+    def _answer(self, child: _Child, deadline: float) -> StepResult:
+        try:
+            if not child.pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise RankLost(f"rank {child.rank} has not answered for {self._timeout_s:g} s")
+            answer = _ANSWERS.decode(child.pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise RankLost(f"the process of rank {child.rank} has ended") from None
+        if isinstance(answer, Answer):
+            return answer.result
+        if answer.is_input:
+            raise InputError(answer.message)
+        raise RankLost(f"rank {child.rank} failed: {answer.message}")
+
+    def _explain(self, error: Exception) -> NoReturn:
+        """Say which rank is behind an error of our own, where one admits to it."""
+        for child in self._children:
+            self._answer_if_failed(child)
+        raise RankLost(f"the ranks lost each other ({error}); start the instance again") from error
+
+    def _answer_if_failed(self, child: _Child) -> None:
+        if child.pipe.poll(0.2):
+            self._answer(child, time.monotonic())
+
+    def close(self) -> None:
+        """End every rank. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for child in self._children:
+            try:
+                child.pipe.send_bytes(STOP)
+            except OSError:
+                log.info("rank_ended_before rank=%d", child.rank)
+        self.worker.close()
+        self._end_children(grace_s=CLOSE_S)
+
+    def _end_children(self, grace_s: float) -> None:
+        deadline = time.monotonic() + grace_s
+        for child in self._children:
+            child.process.join(max(0.0, deadline - time.monotonic()))
+            if child.process.is_alive():
+                child.process.kill()
+                child.process.join()
+            child.pipe.close()
+        self._children = []
+        self._folder.cleanup()
+
+
+def _start(setup: RankSetup, rank: int, meeting: Path) -> _Child:
+    # One server imports torch once and forks every rank from there, before any thread or GPU
+    # is in use: nine ranks start as quickly as two.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=rank_main, args=(theirs, setup, rank, meeting), name=f"rank-{rank}", daemon=True
+    )
+    process.start()
+    theirs.close()
+    return _Child(rank, process, ours)
+
+
+def rank_main(pipe: Connection, setup: RankSetup, rank: int, meeting: Path) -> None:
+    """The life of a rank's process. It ends when the driver says so or is gone."""
+    # Ctrl-C is for the driver, which then ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker = None
+    try:
+        worker = RankWorker(setup, rank, meeting)
+        pipe.send_bytes(_ENCODER.encode(Answer()))
+        while data := pipe.recv_bytes():
+            pipe.send_bytes(_ENCODER.encode(Answer(worker.execute(_PLANS.decode(data)))))
+        worker.close()
+    except (EOFError, BrokenPipeError):
+        log.info("driver_gone rank=%d", rank)
+    except Exception as error:
+        log.exception("rank_failed rank=%d", rank)
+        is_input = worker is None and isinstance(error, InputError)
+        pipe.send_bytes(_ENCODER.encode(Failure(str(error), is_input)))

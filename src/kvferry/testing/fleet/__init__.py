@@ -1,0 +1,13 @@
+"""A fleet of real processes, one per rank, with bytes that can be checked.
+
+For tests of kvferry and of whatever is built on it, and for measuring. A
+``Fleet`` starts prefill and decode ranks with real endpoints over a real
+transport; rooms are filled with a pattern that says where every byte belongs,
+and the targets compare every byte of their pools, also those that must not change.
+"""
+
+from kvferry.testing.fleet.fleet import Fleet, Side
+from kvferry.testing.fleet.process import RankError, RankProcess
+from kvferry.testing.fleet.worker import RankSpec
+
+__all__ = ["Fleet", "RankError", "RankProcess", "RankSpec", "Side"]

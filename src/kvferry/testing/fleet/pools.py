@@ -1,0 +1,165 @@
+"""One rank's pools in a test: filled with a room's pattern, and compared with it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from kvferry.layout.layout import Holding, Layout
+from kvferry.layout.spec import Group, Slot, Tensor
+from kvferry.plan.places import Placement
+from kvferry.plan.plan import Request
+from kvferry.runtime.memory import Memory
+from kvferry.testing.fleet.pattern import Bytes, pattern
+
+BACKGROUND = 0xA5
+
+
+class _Layer(NamedTuple):
+    """One layer of one tensor that this rank holds."""
+
+    group: Group
+    tensor: Tensor
+    holding: Holding
+    layer: int
+    view: Bytes  # [pages, tokens, units, bytes]; one token for state rows
+
+    def describe(self, wrong: NDArray[np.int64]) -> str:
+        at = tuple(int(i) for i in wrong[0])
+        name = f"{self.group.name}.{self.tensor.name} layer {self.layer}"
+        return f"{name}: {len(wrong)} wrong bytes, the first at {at}"
+
+
+class RoomPages(NamedTuple):
+    """Where a room is kept: pages of groups that follow tokens, and its state row."""
+
+    pages: tuple[int, ...]
+    row: int
+
+
+class Content(NamedTuple):
+    """A room that has arrived: what was computed, where it is, and how much of it came."""
+
+    seed: int
+    where: RoomPages
+    request: Request
+
+
+class TestPools:
+    """A rank's memory as ``[pages, tokens, units, bytes]``, whatever its strides."""
+
+    __test__ = False
+
+    def __init__(self, layout: Layout, rank: int, memory: Memory, arrays: list[Bytes]) -> None:
+        self.layout = layout
+        self._memory = memory
+        self._arrays = arrays
+        self._layers = list(self._views(layout.rank_holdings(rank)))
+
+    def _views(self, holdings: tuple[Holding, ...]) -> Iterator[_Layer]:
+        for holding in holdings:
+            group = self.layout.spec.group(holding.group)
+            for tensor in group.tensors:
+                placement = self._memory.map.of(group.name, tensor.name)
+                for layer in group.layers_in(holding.layers):
+                    view = self._view(placement, group, tensor, holding, layer)
+                    yield _Layer(group, tensor, holding, layer, view)
+
+    def _view(
+        self, placement: Placement, group: Group, tensor: Tensor, holding: Holding, layer: int
+    ) -> Bytes:
+        (base,) = placement.bases_of((layer,))
+        tokens = 1 if isinstance(group.kind, Slot) else self.layout.page_tokens
+        strides = (placement.page_stride, placement.token_stride, placement.unit_stride, 1)
+        shape = (placement.num_pages, tokens, len(holding.units), tensor.unit_bytes)
+        return as_strided(self._arrays[base.region][base.offset :], shape, strides)
+
+    def clear(self) -> None:
+        """Make everything background."""
+        for array in self._arrays:
+            array[:] = BACKGROUND
+
+    def fill(self, seed: int, where: RoomPages, tokens: range, *, states: bool) -> None:
+        """Compute tokens of a room, and its state row."""
+        for layer in self._layers:
+            if isinstance(layer.group.kind, Slot):
+                if states:
+                    layer.view[where.row, 0] = self._state(seed, layer)[0]
+                continue
+            mine = self._mine(layer, tokens)
+            if len(mine):
+                page, within = self._at(layer, mine, where)
+                layer.view[page, within] = self._tokens(seed, layer, mine)
+
+    def problem(self, rooms: Iterable[Content]) -> str | None:
+        """What is wrong if these rooms should be here, and nothing else."""
+        wanted = list(rooms)
+        for layer in self._layers:
+            expected = np.full(layer.view.shape, BACKGROUND, dtype=np.uint8)
+            for room in wanted:
+                page, within = self._owed(layer, room)
+                expected[page, within] = self._bytes(layer, room)
+            wrong = np.argwhere(layer.view != expected)
+            if len(wrong):
+                return layer.describe(wrong)
+        return None
+
+    def room_problem(self, room: Content) -> str | None:
+        """What is wrong with a room, whatever is in other pages."""
+        for layer in self._layers:
+            page, within = self._owed(layer, room)
+            wrong = np.argwhere(layer.view[page, within] != self._bytes(layer, room))
+            if len(wrong):
+                return layer.describe(wrong)
+        return None
+
+    def checksum(self, where: RoomPages) -> int:
+        """Of everything in a room's pages and its row."""
+        total = 0
+        for layer in self._layers:
+            places = [where.row] if isinstance(layer.group.kind, Slot) else list(where.pages)
+            total = zlib.crc32(layer.view[places].tobytes(), total)
+        return total
+
+    def _owed(self, layer: _Layer, room: Content) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where in a layer the room's bytes must have arrived."""
+        owed = self._owed_tokens(layer, room)
+        if isinstance(layer.group.kind, Slot):
+            return np.full(len(owed), room.where.row), np.zeros(len(owed), dtype=np.int64)
+        return self._at(layer, owed, room.where)
+
+    def _owed_tokens(self, layer: _Layer, room: Content) -> NDArray[np.int64]:
+        owed = layer.group.owed(room.request.num_tokens, room.request.prefix)
+        return self._mine(layer, range(owed.first, owed.end))
+
+    def _bytes(self, layer: _Layer, room: Content) -> Bytes:
+        owed = self._owed_tokens(layer, room)
+        if isinstance(layer.group.kind, Slot):
+            return self._state(room.seed, layer)[: len(owed)]
+        return self._tokens(room.seed, layer, owed)
+
+    def _mine(self, layer: _Layer, tokens: range) -> NDArray[np.int64]:
+        held = layer.holding.tokens
+        positions = np.arange(tokens.start, tokens.stop, dtype=np.int64)
+        mine: NDArray[np.int64] = positions[(positions - held.first) % held.step == 0]
+        return mine
+
+    def _at(
+        self, layer: _Layer, tokens: NDArray[np.int64], where: RoomPages
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        local = (tokens - layer.holding.tokens.first) // layer.holding.tokens.step
+        place, within = np.divmod(local, self.layout.page_tokens)
+        return np.asarray(where.pages, dtype=np.int64)[place], within
+
+    def _tokens(self, seed: int, layer: _Layer, tokens: NDArray[np.int64]) -> Bytes:
+        units = range(layer.holding.units.first, layer.holding.units.end)
+        name = f"{layer.group.name}.{layer.tensor.name}"
+        return pattern(seed, name, layer.layer, tokens, units, layer.tensor.unit_bytes)
+
+    def _state(self, seed: int, layer: _Layer) -> Bytes:
+        return self._tokens(seed, layer, np.zeros(1, dtype=np.int64))

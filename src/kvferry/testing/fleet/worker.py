@@ -1,0 +1,376 @@
+"""One rank in a process of its own, told what to do over a pipe.
+
+Each message is a method's name and its arguments; each answer is its value or its
+error. The pipe's other end is the fleet's, and when it closes the process ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvferry.ids import Room
+from kvferry.layout.layout import Layout
+from kvferry.plan.plan import Request
+from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.states import LegState
+from kvferry.regions import Device
+from kvferry.runtime.config import EndpointConfig
+from kvferry.runtime.ground import make_transport
+from kvferry.runtime.incoming import Incoming
+from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.memory import Memory
+from kvferry.runtime.outgoing import Outgoing
+from kvferry.runtime.source import SourceEndpoint
+from kvferry.runtime.target import TargetEndpoint
+from kvferry.testing.fleet.mirror import Mirror, allocate_on
+from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
+from kvferry.transport.base import Transport
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a rank is started with."""
+
+    role: str
+    name: str
+    rank: int
+    layout: Layout
+    transport: str
+    rendezvous: str
+    num_pages: int
+    num_rows: int = 16
+    model: str = "test-model"
+    device: str = "cpu"
+    key_file: str | None = None
+    config: EndpointConfig = EndpointConfig()
+
+
+class RankWorker:
+    """An endpoint, its pools, and the rooms that it was told of."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec = spec
+        transport = make_transport(spec.transport, spec.config.host, spec.config.options)
+        memory, self._mirror = self._allocate(transport)
+        self.pools = TestPools(spec.layout, spec.rank, memory, self._mirror.arrays)
+        self.clear()
+        kind = SourceEndpoint if spec.role == "source" else TargetEndpoint
+        self.endpoint: Any = kind(
+            spec.layout,
+            memory,
+            name=spec.name,
+            rank=spec.rank,
+            model=spec.model,
+            transport=transport,
+            rendezvous=spec.rendezvous,
+            key=ClusterKey.read(spec.key_file) if spec.key_file else None,
+            config=spec.config,
+        )
+        self.handles: dict[Room, Any] = {}
+        self.ended_at: dict[Room, float] = {}
+        self.where: dict[Room, RoomPages] = {}
+
+    def _allocate(self, transport: Transport) -> tuple[Memory, Mirror]:
+        spec = self.spec
+        if spec.device != "cpu":
+            return allocate_on(
+                Device.parse(spec.device), spec.layout, spec.rank, spec.num_pages, spec.num_rows
+            )
+        memory = Memory.allocate(
+            spec.layout, spec.rank, spec.num_pages, transport.allocate, spec.num_rows
+        )
+        assert isinstance(memory.owners, list)
+        return memory, Mirror(memory.owners)
+
+    # ------------------------------------------------------------ both
+
+    def outcome(self, room: Room, timeout_s: float) -> Outcome:
+        """How a room ended."""
+        handle = self.handles[room]
+        outcome: Outcome = handle.wait(timeout_s)
+        return outcome
+
+    def ended(self, room: Room) -> float:
+        """When a room ended, by this machine's monotonic clock."""
+        return self.ended_at[room]
+
+    def wait_released(self, room: Room, timeout_s: float) -> None:
+        """Wait until a room's memory is free."""
+        self.handles[room].wait_released(timeout_s)
+
+    def released(self, room: Room) -> bool:
+        """Whether a room's memory is free."""
+        released: bool = self.handles[room].released
+        return released
+
+    def rooms(self) -> list[Room]:
+        """The rooms that it was told of and not told to forget."""
+        return list(self.handles)
+
+    def pages_of(self, room: Room) -> RoomPages:
+        """Where a room is."""
+        return self.where[room]
+
+    def peers(self) -> list[str]:
+        """Who has a session here."""
+        return [str(link.peer) for link in self.endpoint._owner.machine.links.values()]
+
+    def status(self, room: Room) -> int:
+        """Where a room stands."""
+        return int(self.handles[room].status)
+
+    def abort(self, room: Room) -> None:
+        """Give a room up."""
+        self.handles[room].abort()
+
+    def forget(self, room: Room) -> None:
+        """Drop what is kept of a room that is over."""
+        for table in (self.handles, self.ended_at, self.where):
+            table.pop(room, None)
+
+    def tables(self) -> dict[str, int]:
+        """Sizes of everything that must be empty when nothing goes on."""
+        owner = self.endpoint._owner
+        machine = owner.machine
+        sizes = {"handles": len(owner._handles), "rooms": len(machine.rooms)}
+        if self.spec.role == "source":
+            # Notes of failed rooms, kept for a while so that late offers can be refused.
+            notes = [room for room in machine.rooms.values() if not room.known_to_engine]
+            sizes["rooms"] -= len(notes)
+            sizes |= {"writing": len(machine.writing), "writes": len(owner._writes)}
+            sizes["slots"] = machine.config.local_slots - len(machine.local_slots)
+        else:
+            sizes |= {"scattering": len(machine.scattering), "views": len(owner._asked_for)}
+            sizes["slots"] = machine.staging.num_slots - len(machine.credits.free)
+            sizes["accounts"] = len(machine.credits.accounts)
+        return sizes
+
+    def stats(self) -> Any:
+        """The endpoint's counts."""
+        return self.endpoint.stats
+
+    def constants(self) -> Any:
+        """What the source measured."""
+        return self.endpoint.constants
+
+    def staging_bytes(self) -> int:
+        """Memory taken beside the pools."""
+        size: int = self.endpoint.staging_bytes
+        return size
+
+    def memory_bytes(self) -> int:
+        """This process's resident memory."""
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def clear(self) -> None:
+        """Make the pools background."""
+        self.pools.clear()
+        self._mirror.upload()
+
+    def close(self) -> bool:
+        """Close the endpoint."""
+        free: bool = self.endpoint.close()
+        return free
+
+    def _keep(self, room: Room, handle: Any) -> None:
+        self.handles[room] = handle
+        handle.on_end(lambda _: self.ended_at.__setitem__(room, time.monotonic()))
+
+    # ------------------------------------------------------------ a source
+
+    def open(self, room: Room, deadline_s: float) -> None:
+        """Begin a room."""
+        handle: Outgoing = self.endpoint.open(room, deadline_s=deadline_s)
+        self._keep(room, handle)
+
+    def fill(self, room: Room, seed: int, where: RoomPages, num_tokens: int) -> None:
+        """Compute a room's pages and state."""
+        self.place(room, where)
+        self.pools.fill(seed, where, range(num_tokens), states=True)
+        self._mirror.upload()
+
+    def place(self, room: Room, where: RoomPages) -> None:
+        """A room has these pages, with whatever is in them."""
+        self.where[room] = where
+
+    def push(self, room: Room, tokens: tuple[int, int]) -> None:
+        """Push a chunk."""
+        pages = self._pages(room, tokens)
+        self.handles[room].push(tokens, pages)
+
+    def offered_by(self, room: Room) -> list[int]:
+        """The targets that have made an offer for a room, opened here or not."""
+        found = self.endpoint._owner.machine.rooms.get(room)
+        return sorted(found.lanes) if found else []
+
+    def prepare(self, room: Room, tokens: tuple[int, int]) -> None:
+        """Ask for credits."""
+        self.handles[room].prepare(tokens, self._pages(room, tokens))
+
+    def _pages(self, room: Room, tokens: tuple[int, int]) -> dict[str, list[int]]:
+        """The pages that a chunk touches at this rank."""
+        spec = self.spec.layout
+        found: dict[str, list[int]] = {}
+        for holding in spec.rank_holdings(self.spec.rank):
+            local = np.arange(*tokens, dtype=np.int64)
+            held = holding.tokens
+            local = (local[(local - held.first) % held.step == 0] - held.first) // held.step
+            places = np.unique(local // spec.page_tokens)
+            found[holding.group] = [self.where[room].pages[place] for place in places]
+        return found
+
+    def finish(self, room: Room, metadata: bytes, num_tokens: int) -> None:
+        """Close a room."""
+        self.handles[room].close(metadata, states=self.where[room].row, tokens=num_tokens)
+
+    def push_all(self, room: Room, num_tokens: int, chunk: int, metadata: bytes) -> float:
+        """Push and close a room that is open; when that began. Credits are asked for ahead."""
+        began = time.monotonic()
+        chunks = [(at, min(at + chunk, num_tokens)) for at in range(0, num_tokens, chunk)]
+        if len(chunks) > 1:
+            self.prepare(room, chunks[0])
+        for tokens, following in itertools.zip_longest(chunks, chunks[1:]):
+            if following:
+                self.prepare(room, following)
+            self.push(room, tokens)
+        self.finish(room, metadata, num_tokens)
+        return began
+
+    def serve_rooms(self, series: int, num_rooms: int, at_once: int) -> None:
+        """Send rooms of one page, a few ahead of the target."""
+        ahead: deque[Outgoing] = deque()
+        for number in range(num_rooms):
+            if len(ahead) > at_once:
+                ahead.popleft().wait_released(60.0)
+            handle: Outgoing = self.endpoint.open(f"{series}/{number}")
+            handle.push((0, self.spec.layout.page_tokens), [number % (at_once + 1)])
+            handle.close(b"first token")
+            ahead.append(handle)
+        for handle in ahead:
+            handle.wait_released(60.0)
+
+    # ------------------------------------------------------------ a target
+
+    def ask_rooms(
+        self, prefill: str, series: int, num_rooms: int, at_once: int
+    ) -> tuple[list[float], float]:
+        """Receive rooms of one page, so many at once: seconds of each, and of all."""
+        numbers = iter(range(num_rooms))
+        seconds: list[float] = []
+        all_ended = threading.Event()
+
+        def ask(page: int) -> None:
+            number = next(numbers, None)
+            if number is None:
+                return
+            begin = time.perf_counter()
+            handle: Incoming = self.endpoint.receive(
+                f"{series}/{number}",
+                prefill=prefill,
+                tokens=self.spec.layout.page_tokens,
+                pages=[page],
+            )
+            handle.on_end(lambda _: seconds.append(time.perf_counter() - begin))
+            handle.on_release(lambda: ended(page))
+
+        def ended(page: int) -> None:
+            if len(seconds) == num_rooms:
+                all_ended.set()
+            ask(page)
+
+        begin = time.perf_counter()
+        for page in range(at_once):
+            ask(page)
+        if not all_ended.wait(300.0):
+            raise TimeoutError(f"only {len(seconds)} of {num_rooms} rooms ended")
+        return seconds, time.perf_counter() - begin
+
+    def receive(
+        self, room: Room, prefill: str, request: Request, where: RoomPages, deadline_s: float
+    ) -> None:
+        """Ask for a room."""
+        self.where[room] = where
+        handle: Incoming = self.endpoint.receive(
+            room,
+            prefill=prefill,
+            tokens=request.num_tokens,
+            prefix=request.prefix,
+            pages=where.pages,
+            states=where.row,
+            deadline_s=deadline_s,
+        )
+        self._keep(room, handle)
+
+    def problem(self, room: Room, seed: int, request: Request) -> str | None:
+        """What is wrong with a room that is done, if it is alone here."""
+        return self.problem_among([(room, seed, request)])
+
+    def problem_among(self, rooms: list[tuple[Room, int, Request]]) -> str | None:
+        """What is wrong if all of these are done, and nothing else was ever written."""
+        self._mirror.download()
+        contents = [Content(seed, self.where[room], request) for room, seed, request in rooms]
+        return self.pools.problem(contents)
+
+    def room_problem(self, room: Room, seed: int, request: Request) -> str | None:
+        """What is wrong with a room that is done, whatever else is here."""
+        self._mirror.download()
+        return self.pools.room_problem(Content(seed, self.where[room], request))
+
+    def _ongoing(self, room: Room) -> Any:
+        outcome = self.handles[room].outcome
+        if outcome is not None:
+            raise RuntimeError(f"room {room!r} has ended with {outcome}")
+        return self.endpoint._owner.machine.rooms[room]
+
+    def lacks(self, room: Room) -> set[tuple[int, int]]:
+        """The tokens that have not arrived, of whatever group or layer."""
+        blocks = self._ongoing(room).ledger.lacking()
+        return {(block.tokens.first, block.tokens.end) for block in blocks}
+
+    def closed_sources(self, room: Room) -> list[int]:
+        """The sources that have said that all is written."""
+        legs = self._ongoing(room).legs.values()
+        return [leg.source for leg in legs if leg.state is LegState.CLOSED]
+
+    def bad_pages(self, room: Room) -> dict[str, list[int]]:
+        """What a failed room lacks."""
+        found: dict[str, list[int]] = self.handles[room].bad_pages
+        return found
+
+    def metadata(self, room: Room) -> bytes:
+        """What came with the close."""
+        data: bytes = self.handles[room].metadata
+        return data
+
+
+def serve(pipe: Connection) -> None:
+    """A rank's process: do what the fleet says until it hangs up."""
+    logging.basicConfig(level=os.environ.get("KVFERRY_TEST_LOG", "ERROR"))
+    worker: RankWorker | None = None
+    while True:
+        try:
+            method, args = pipe.recv()
+        except (EOFError, ConnectionError):
+            break
+        try:
+            if method == "start":
+                worker = RankWorker(*args)
+                pipe.send((True, None))
+                continue
+            call: Callable[..., Any] = getattr(worker, method)
+            pipe.send((True, call(*args)))
+        except Exception as error:
+            pipe.send((False, f"{type(error).__name__}: {error}"))
+    if worker is not None:
+        worker.endpoint.close(timeout_s=0.0)

@@ -1,0 +1,223 @@
+"""A process of the conformance suite: it owns transports and does as it is told.
+
+Started as ``python -m kvferry.testing.transports TRANSPORT FD...`` by
+``process``. Every FD is one end of a connection and gets a thread with a ``Host``
+of its own, so that several transports can be at work in one process. A request
+is the name of a method with its arguments, a reply its result or its error.
+Between requests the transport is polled as an endpoint would poll it: all the
+time if it needs that, otherwise when it has called ``on_news``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvferry.errors import TransportError
+from kvferry.ids import Op
+from kvferry.plan.bind import Binding
+from kvferry.protocol.events import Fate
+from kvferry.regions import Region
+from kvferry.testing.transports.bindings import Bytes, checksum, copy_by_memmove, pattern
+from kvferry.transport.base import Ended, Remote, Setup, Transport
+from kvferry.transport.registry import transport_class
+
+PACE_S = 0.001
+
+
+class Write(NamedTuple):
+    """One write: into which connection, its number, what, and its note."""
+
+    remote: int
+    op: int
+    binding: Binding
+    note: bytes = b""
+
+
+class Arrival(NamedTuple):
+    """A note, with a checksum of every region taken at the moment it was polled."""
+
+    note: bytes
+    checksums: tuple[int, ...]
+
+
+class Told(NamedTuple):
+    """What was polled since the last time it was asked for."""
+
+    ended: list[Ended]
+    arrivals: list[Arrival]
+
+
+class Life:
+    """One transport from its making to its end, with its memory and connections."""
+
+    def __init__(self, transport: Transport, memory: list[Bytes], margin: int) -> None:
+        self.transport = transport
+        self._memory = memory
+        self._regions = [whole[margin : len(whole) - margin] for whole in memory]
+        self._remotes: list[Remote] = []
+        self._writes: dict[Op, Write] = {}
+        self._told = Told([], [])
+        self._news = threading.Event()
+        transport.on_news = self._news.set
+
+    def register(self, *, writable: bool) -> bytes:
+        """Give the transport its regions; its metadata."""
+        regions = [Region(array.ctypes.data, array.nbytes) for array in self._regions]
+        self.transport.register(regions, writable=writable)
+        return self.transport.metadata()
+
+    def realm(self) -> str:
+        """The transport's realm."""
+        return self.transport.realm
+
+    def fill(self, seed: int) -> None:
+        """Give every region a pattern: that of ``seed``, of ``seed + 1``, and so on."""
+        for index, region in enumerate(self._regions):
+            region[:] = pattern(seed + index, region.nbytes)
+
+    def read(self) -> list[bytes]:
+        """All the memory, margins included."""
+        return [whole.tobytes() for whole in self._memory]
+
+    def peek(self, region: int, offset: int, length: int) -> bytes:
+        """A few bytes of a region."""
+        return self._regions[region][offset : offset + length].tobytes()
+
+    def connect(self, metadata: bytes) -> int:
+        """Connect; the number by which writes name the connection."""
+        self._remotes.append(self.transport.connect(metadata))
+        return len(self._remotes) - 1
+
+    def disconnect(self, remote: int) -> None:
+        """Forget a peer."""
+        self.transport.disconnect(self._remotes[remote])
+
+    def write(self, writes: Sequence[Write]) -> None:
+        """Start these writes."""
+        for write in writes:
+            self._submit(write)
+
+    def _submit(self, write: Write) -> None:
+        op = Op(write.op)
+        self._writes[op] = write
+        self.transport.write(self._remotes[write.remote], op, write.binding, write.note)
+
+    def wait(self, num_ended: int, num_notes: int, limit_s: float) -> Told:
+        """What was polled, once it is that much or the time is up."""
+        deadline = time.monotonic() + limit_s
+        while not self._has(num_ended, num_notes) and time.monotonic() < deadline:
+            self.idle()
+            time.sleep(PACE_S)
+        told, self._told = self._told, Told([], [])
+        return told
+
+    def _has(self, num_ended: int, num_notes: int) -> bool:
+        return len(self._told.ended) >= num_ended and len(self._told.arrivals) >= num_notes
+
+    def idle(self) -> None:
+        """Poll if an endpoint would."""
+        if not (self.transport.needs_polling or self._news.is_set()):
+            return
+        self._news.clear()
+        news = self.transport.poll()
+        for note in news.notes:
+            checksums = tuple(checksum(region) for region in self._regions)
+            self._told.arrivals.append(Arrival(note, checksums))
+        for ended in news.ended:
+            if ended.fate is Fate.BUSY:
+                self._submit(self._writes[ended.op])
+            else:
+                self._told.ended.append(ended)
+
+
+class Host:
+    """What one connection can ask for: a transport's life, one after another."""
+
+    def __init__(self, transport: str) -> None:
+        self._class = transport_class(transport)
+        self._life: Life | None = None
+        # The last life's memory, which a peer may still be writing to.
+        self._past: Life | None = None
+
+    def open_target(
+        self, agent: str, options: Mapping[str, str], sizes: Sequence[int], margin: int
+    ) -> bytes:
+        """Make a transport whose peers may write regions of these sizes; its metadata.
+
+        Every region has a margin on both sides that nobody may touch.
+        """
+        transport = self._made(agent, options)
+        memory = [transport.allocate(size + 2 * margin) for size in sizes]
+        self._life = Life(transport, memory, margin)
+        return self._life.register(writable=True)
+
+    def open_source(self, agent: str, options: Mapping[str, str], sizes: Sequence[int]) -> bytes:
+        """Make a transport that is not written to, over memory that it did not make."""
+        transport = self._made(agent, options)
+        self._life = Life(transport, [np.zeros(size, dtype=np.uint8) for size in sizes], 0)
+        return self._life.register(writable=False)
+
+    def _made(self, agent: str, options: Mapping[str, str]) -> Transport:
+        assert self._life is None, "close comes first"
+        return self._class(Setup(agent=agent, copy=copy_by_memmove, options=options))
+
+    def close(self) -> Told:
+        """End the life; what was polled and not asked for."""
+        if self._life is None:
+            return Told([], [])
+        life, self._life = self._life, None
+        self._past = life
+        life.idle()
+        life.transport.close()
+        life.transport.close()
+        return life.wait(0, 0, 0)
+
+    def idle(self) -> None:
+        """Poll if an endpoint would."""
+        if self._life is not None:
+            self._life.idle()
+
+    def answer(self, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+        """Do what was asked: whether it could be done, and its result or error."""
+        who = self if hasattr(self, name) else self._life
+        try:
+            return True, getattr(who, name)(*arguments)
+        except TransportError as error:
+            return False, str(error)
+
+
+def serve(transport: str, descriptor: int) -> None:
+    """Do what is asked over one connection until it is closed."""
+    host = Host(transport)
+    with Connection(descriptor) as connection:
+        while True:
+            try:
+                while not connection.poll(PACE_S):
+                    host.idle()
+                name, arguments = connection.recv()
+            except EOFError:
+                break
+            connection.send(host.answer(name, arguments))
+    host.close()
+
+
+def main() -> None:
+    """One thread for every connection named on the command line."""
+    faulthandler.enable()
+    # Whoever waits for us in vain can see where we are.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    transport, descriptors = sys.argv[1], [int(word) for word in sys.argv[2:]]
+    with ThreadPoolExecutor(len(descriptors)) as threads:
+        served = [threads.submit(serve, transport, descriptor) for descriptor in descriptors]
+    for each in served:
+        each.result()

@@ -1,0 +1,278 @@
+"""NIXL: RDMA, GPUs and, between processes of one host, one copy by the kernel.
+
+``poll`` drives everything, notes included; NIXL's own progress thread is off, because
+it takes a whole core. Descriptors are handed over as our own merged arrays: preparing
+lists first costs twice as much and merges nothing more.
+
+NIXL can't cancel. A write that a stopped peer holds up stays under way for as long as
+that takes; after ``disconnect`` it is watched in silence, because the connection may
+go only when nothing of it is under way. An error after a batch was submitted says that
+the connection has broken, not that the peer takes nothing more of it: only the end of
+its process makes that FAILED. Every later write to it is refused, until it has been
+disconnected and connected again.
+
+UCX listens on the network, and whoever reaches it can write. With a loopback ``host``
+it is confined to the loopback device, unless the option ``ucx`` or ``UCX_NET_DEVICES``
+says otherwise; beyond that the network must be one that is trusted.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
+
+from kvferry.errors import TransportError
+from kvferry.ids import Op
+from kvferry.plan.bind import Binding
+from kvferry.protocol.events import Fate
+from kvferry.regions import Region
+from kvferry.transport import bounds, nixl_package, options
+from kvferry.transport.base import Ended, News, Remote, Setup, Transport
+from kvferry.transport.lives import Doubt
+from kvferry.transport.nixl_batches import Batch, Memory, batch_of, batches, kind
+from kvferry.transport.nixl_peers import Connected, Metadata, Peer, decode, encode
+from kvferry.transport.nixl_writes import Write
+from kvferry.transport.single import single
+
+# ``ucx``: UCX's settings without their prefix, as in "TLS=tcp,NET_DEVICES=eth0". Variables
+# of the environment (UCX_TLS and so on) come before them.
+OPTIONS = {"ucx": ""}
+
+# NIXL does not send an empty note, so each has a byte before it.
+_NOTE, _GREETING = b"n", b"g"
+# How long one ``poll`` may go on submitting batches.
+_POLL_S = 0.005
+
+
+class NixlTransport(Transport):
+    """One NIXL agent."""
+
+    name: ClassVar[str] = "nixl"
+    carries_notes: ClassVar[bool] = True
+    needs_polling: ClassVar[bool] = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        # NIXL keeps peers by name, so one that comes back must have another.
+        self._name = f"{setup.agent}.{secrets.token_hex(4)}"
+        self._agent: Any = _agent(self._name, setup)
+        self._memory = Memory(())
+        self._registered: list[Any] = []
+        self._public: tuple[Region, ...] = ()
+        self._peers: dict[str, Peer] = {}
+        self._writes: dict[Write, None] = {}
+        # Those whose connection broke, with what NIXL said.
+        self._doubts: dict[Write, tuple[Doubt, str]] = {}
+        self._ended: list[Ended] = []
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Whether NIXL can be loaded."""
+        return nixl_package.missing()
+
+    # ------------------------------------------------------------ memory and peers
+
+    def register(self, regions: Sequence[Region], *, writable: bool) -> None:
+        """Take memory of the host and of GPUs."""
+        for name in ("DRAM", "VRAM"):
+            alike = [at for at in regions if at.num_bytes and kind(at.device) == name]
+            rows = [(at.address, at.num_bytes, at.device.number, "") for at in alike]
+            if rows:
+                with _translated(f"NIXL can't use {len(rows)} regions of {name} memory"):
+                    self._registered.append(self._agent.register_memory(rows, name))
+        self.regions = tuple(regions)
+        self._memory = Memory(regions)
+        self._public = self.regions if writable else ()
+
+    def metadata(self) -> bytes:
+        """How to reach the agent, and its regions if peers may write them."""
+        with _translated("NIXL has no metadata for its peers"):
+            if self._public:
+                agent = self._agent.get_agent_metadata()
+            else:
+                nothing = self._agent.get_reg_descs([(0, 0, 0, "")], "DRAM")
+                nothing.clear()
+                agent = self._agent.get_partial_agent_metadata(nothing, inc_conn_info=True)
+        return encode(self._name, agent, self._public)
+
+    def connect(self, metadata: bytes) -> Remote:
+        """Get to know a peer's agent. The connection itself is made in the background."""
+        theirs = decode(metadata)
+        peer = self._peers.get(theirs.name) or self._met(theirs)
+        if peer.is_broken:
+            raise TransportError(
+                f"the connection to {peer.name} broke and is being given up; connect again"
+            )
+        peer.num_remotes += 1
+        return Connected(peer)
+
+    def _met(self, theirs: Metadata) -> Peer:
+        with _translated(f"NIXL can't reach {theirs.name}"):
+            name = self._agent.add_remote_agent(theirs.agent).decode()
+        if name != theirs.name:
+            if name not in self._peers:
+                self._forget(name)
+            raise TransportError(f"the peer's nixl metadata is of {name}, not of {theirs.name}")
+        # Getting connected takes tens of milliseconds that the first write need not wait
+        # for. If this fails, the first write does too, and tells.
+        with suppress(Exception):
+            self._agent.send_notif(name, _GREETING)
+        peer = self._peers[name] = Peer(theirs)
+        return peer
+
+    def _forget(self, name: str) -> None:
+        with suppress(Exception):  # NIXL may have forgotten the peer by itself.
+            self._agent.remove_remote_agent(name)
+
+    # ------------------------------------------------------------ writes
+
+    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes) -> None:
+        """Submit the first batch. Between processes of one host, that is its copy."""
+        assert isinstance(remote, Connected)
+        assert not remote.is_left, "a write comes before disconnect"
+        todo = self._batches(remote.peer, pieces)
+        if isinstance(todo, str):
+            self._ended.append(Ended(op, Fate.FAILED, todo))
+            return
+        write = Write(remote, op, todo, _NOTE + note)
+        remote.peer.num_writes += 1
+        self._writes[write] = None
+        self._step(write)
+
+    def _batches(self, peer: Peer, pieces: Binding) -> list[Batch] | str:
+        """What to hand to NIXL, or why nothing can be."""
+        if peer.is_broken:
+            return f"the connection to {peer.name} is broken"
+        ours, theirs = self._memory, peer.memory
+        only = single(pieces)
+        if only and only.length and only.fits(ours.sizes, theirs.sizes):
+            return [batch_of(only, ours, theirs)]
+        return bounds.problem(pieces, ours.sizes, theirs.sizes) or batches(pieces, ours, theirs)
+
+    def poll(self) -> News:
+        """Move everything on, for a few milliseconds at most."""
+        if self._agent is None:
+            return News([], [])
+        notes = self._notes()
+        enough = time.monotonic() + _POLL_S
+        moving = list(self._writes)
+        while moving:
+            moving = [write for write in moving if self._step(write)]
+            if time.monotonic() >= enough:
+                break
+        self._judge()
+        ended, self._ended = self._ended, []
+        return News(ended, notes)
+
+    def _notes(self) -> list[bytes]:
+        """What has come. Asking is also what lets peers' writes arrive."""
+        try:
+            come = self._agent.get_new_notifs()
+        except Exception:  # Some peer's trouble; its writes will tell.
+            return []
+        notes = (note for notes in come.values() for note in notes)
+        return [note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)]
+
+    def _step(self, write: Write) -> bool:
+        """Move a write on; whether it has more to do at once."""
+        try:
+            write.make(self._agent)
+        except Exception as error:  # Nothing of it is under way, so this is the end.
+            self._end(write, Fate.FAILED, _text(error))
+            return False
+        try:
+            if not write.go_on(self._agent):
+                return False
+        except Exception as error:
+            write.remote.peer.is_broken = True
+            del self._writes[write]
+            self._doubts[write] = Doubt(write.remote.peer.life), _text(error)
+            return False
+        if not write.has_more:
+            self._end(write, None)
+        return write.has_more
+
+    def _judge(self) -> None:
+        """End the writes whose connection broke, once it is known how."""
+        for write, (doubt, detail) in list(self._doubts.items()):
+            fate = doubt.fate()
+            if fate is not None:
+                del self._doubts[write]
+                self._end(write, fate, detail)
+
+    def _end(self, write: Write, fate: Fate | None, detail: str = "") -> None:
+        if not write.remote.is_left:
+            self._ended.append(Ended(write.op, fate, detail))
+        self._writes.pop(write, None)
+        write.release()
+        write.remote.peer.num_writes -= 1
+        self._retire(write.remote.peer)
+
+    # ------------------------------------------------------------ the end
+
+    def disconnect(self, remote: Remote) -> None:
+        """Say no more of its writes, and let the connection go once they are over."""
+        assert isinstance(remote, Connected)
+        if remote.is_left:
+            return
+        remote.is_left = True
+        for write in [*self._writes, *self._doubts]:
+            if write.remote is remote:
+                self._ended.append(Ended(write.op, Fate.UNKNOWN, "disconnected while under way"))
+        remote.peer.num_remotes -= 1
+        self._retire(remote.peer)
+
+    def _retire(self, peer: Peer) -> None:
+        if not peer.is_needed:
+            del self._peers[peer.name]
+            self._forget(peer.name)
+
+    def close(self) -> None:
+        """End the agent. Nothing reads our memory after that."""
+        if self._agent is None:
+            return
+        for write in [*self._writes, *self._doubts]:
+            write.release()
+        for name in self._peers:
+            self._forget(name)
+        for registered in self._registered:
+            with suppress(Exception):
+                self._agent.deregister_memory(registered)
+        self._agent, self._registered, self._ended = None, [], []
+        self._peers, self._writes, self._doubts = {}, {}, {}
+        self.regions = self._public = ()
+
+
+def _agent(name: str, setup: Setup) -> Any:
+    ucx = options.chosen("nixl", setup, OPTIONS)["ucx"]
+    if not ucx and _is_loopback(setup.host):
+        ucx = "NET_DEVICES=lo"
+    with _translated("NIXL can't be started"):
+        module = nixl_package.load()
+        config = module.nixl_agent_config(enable_prog_thread=False, backends=[])
+        agent = module.nixl_agent(name, config)
+        agent.create_backend("UCX", {"engine_config": ucx})
+    return agent
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Foreign exceptions end here."""
+    try:
+        yield
+    except Exception as error:
+        raise TransportError(f"{what} ({_text(error)}); NIXL_LOG_LEVEL=DEBUG tells more") from error
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,85 @@
+"""What NIXL endpoints tell each other, and what each keeps of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import TransportError
+from kvferry.regions import Device, Region
+from kvferry.transport import lives
+from kvferry.transport.base import Remote
+from kvferry.transport.lives import Life
+from kvferry.transport.nixl_batches import Memory
+
+MAX_REGIONS = 1 << 16
+# Registered regions make NIXL's own metadata, at 44 bytes each.
+_MAX_AGENT_BYTES = 64 << 20
+
+_Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A region."""
+
+    address: _Size
+    num_bytes: _Size
+    kind: Literal["cpu", "cuda"]
+    number: Annotated[int, Meta(ge=0, lt=1 << 16)]
+
+
+class Metadata(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=True):
+    """What peers may write, and who we are."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=512)]
+    life: Life
+    agent: Annotated[bytes, Meta(max_length=_MAX_AGENT_BYTES)]
+    regions: Annotated[tuple[_Place, ...], Meta(max_length=MAX_REGIONS)]
+
+
+def encode(name: str, agent: bytes, regions: Sequence[Region]) -> bytes:
+    """For a peer: our name, NIXL's own metadata, and the regions that it may write."""
+    places = [(at.address, at.num_bytes, *at.device) for at in regions]
+    fields = {"name": name, "life": lives.own(), "agent": agent, "regions": places}
+    return msgspec.msgpack.encode(msgspec.convert(fields | {"type": "nixl"}, Metadata))
+
+
+def decode(metadata: bytes) -> Metadata:
+    """From a peer. Raises ``TransportError``."""
+    try:
+        return msgspec.msgpack.decode(metadata, type=Metadata)
+    except msgspec.DecodeError as error:
+        raise TransportError(
+            f"the peer's nixl metadata can't be read ({error}); run one version of kvferry"
+        ) from error
+
+
+class Peer:
+    """An agent that NIXL knows, for as long as it is connected or written to."""
+
+    def __init__(self, theirs: Metadata) -> None:
+        self.name = theirs.name
+        self.life = theirs.life
+        self.memory = Memory(
+            [Region(at.address, at.num_bytes, Device(at.kind, at.number)) for at in theirs.regions]
+        )
+        self.num_remotes = 0
+        self.num_writes = 0
+        # NIXL can't mend a connection. It must be given up and made again.
+        self.is_broken = False
+
+    @property
+    def is_needed(self) -> bool:
+        """Its keys are in use while a write is under way."""
+        return bool(self.num_remotes or self.num_writes)
+
+
+class Connected(Remote):
+    """One connection to a peer, which may have others."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.is_left = False

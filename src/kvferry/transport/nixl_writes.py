@@ -1,0 +1,65 @@
+"""One write through NIXL: batch after batch, the note with the last."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from kvferry.ids import Op
+from kvferry.transport.nixl_batches import Batch
+from kvferry.transport.nixl_peers import Connected
+
+
+class Write:
+    """A write under way: at most one of its batches is NIXL's at any time.
+
+    So the note, which goes with the last, comes after all of them; and when a batch
+    can't be made, nothing is under way.
+    """
+
+    def __init__(self, remote: Connected, op: Op, batches: list[Batch], note: bytes) -> None:
+        self.remote = remote
+        self.op = op
+        self._todo = batches[::-1]
+        self._note = note
+        self._handle: Any = None
+        self._act: Any = None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether batches are left that NIXL has not seen."""
+        return bool(self._todo)
+
+    def make(self, agent: Any) -> None:
+        """Hand NIXL the next batch, if it has none. Nothing is submitted yet."""
+        if self._handle is not None or not self._todo:
+            return
+        batch = self._todo.pop()
+        self._handle = agent.initialize_xfer(
+            "WRITE",
+            agent.get_xfer_descs(batch.source, batch.source_kind),
+            agent.get_xfer_descs(batch.target, batch.target_kind),
+            self.remote.peer.name,
+            b"" if self._todo else self._note,
+        )
+        self._act = agent.transfer
+
+    def go_on(self, agent: Any) -> bool:
+        """Submit the batch or look after it; whether it is done. An empty write is its note."""
+        if self._handle is None:
+            agent.send_notif(self.remote.peer.name, self._note)
+            return True
+        state = self._act(self._handle)
+        self._act = agent.check_xfer_state
+        if state not in ("DONE", "PROC"):
+            raise RuntimeError(f"NIXL says {state}")
+        if state == "DONE":
+            self.release()
+        return bool(state == "DONE")
+
+    def release(self) -> None:
+        """Give the batch back to NIXL. That does not stop it."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with suppress(Exception):
+                handle.release()

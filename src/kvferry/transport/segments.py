@@ -1,0 +1,185 @@
+"""POSIX shared memory: named segments that are mapped, and that go when their maker goes.
+
+The standard library's ``SharedMemory`` makes the same calls, but is not used here.
+Up to Python 3.12 it registers a name also where it is only attached, so that the
+end of a source would take away its target's memory. It registers with a resource
+tracker that spawned workers share with their parent, so that the memory of a killed
+worker stays until the parent ends. And it complains at exit about views that are
+still alive. Here only the maker registers, with a tracker of its own: a small
+process that removes what its maker left behind, however it came to its end.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import mmap
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from functools import cache
+from multiprocessing.resource_tracker import ResourceTracker
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import TransportError
+
+# Short enough for macOS, which allows 31 characters.
+NAME_PATTERN = r"^/kvferry-[0-9a-f]{16}$"
+# Memory is for this user alone.
+_MODE = 0o600
+
+_posixshmem = importlib.import_module("_posixshmem")  # The type checker has no stubs for it.
+_tracker = ResourceTracker()
+
+
+class Mapping:
+    """A segment in this process's memory. It stays mapped while anything views it."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        # A mapping can't be empty.
+        self._map = mmap.mmap(descriptor, max(1, num_bytes))
+        self.num_bytes = num_bytes
+        self.address = self.array.ctypes.data
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """A view of all of it."""
+        return np.frombuffer(self._map, dtype=np.uint8, count=self.num_bytes)
+
+    def close(self) -> None:
+        """Unmap it, or let the last view do that."""
+        with suppress(BufferError):
+            self._map.close()
+
+
+class Segment:
+    """Memory that we made, under a name by which others can map it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.name, descriptor = _create()
+        self._unlink = weakref.finalize(self, _unlink, self.name, os.getpid())
+        try:
+            _size(descriptor, max(1, num_bytes))
+            self.mapping = Mapping(descriptor, num_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            self._unlink()
+            raise TransportError(_refusal(num_bytes, error)) from error
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Take the name away and unmap. Who has it mapped keeps it."""
+        self._unlink()
+        self.mapping.close()
+
+
+def attach(name: str, num_bytes: int) -> Mapping:
+    """Map the beginning of somebody else's segment."""
+    try:
+        descriptor = _posixshmem.shm_open(name, os.O_RDWR, mode=_MODE)
+    except PermissionError as error:
+        raise TransportError(
+            "the peer's shared memory belongs to another user; run both endpoints as one"
+        ) from error
+    except OSError as error:
+        raise TransportError(
+            f"the peer's shared memory {name} can't be opened ({error.strerror}); "
+            f"it has ended, or sees another shared memory than this process"
+        ) from error
+    try:
+        # Bytes beyond the end would kill us with SIGBUS when touched.
+        if os.fstat(descriptor).st_size < num_bytes:
+            raise TransportError(f"the peer's shared memory {name} is shorter than it says")
+        return Mapping(descriptor, num_bytes)
+    except OSError as error:
+        raise TransportError(
+            f"the peer's shared memory {name} can't be mapped ({error.strerror})"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def problem() -> str | None:
+    """Why no shared memory can be had on this machine; None if it can."""
+    try:
+        Segment(1).close()
+    except TransportError as error:
+        return str(error)
+    return None
+
+
+@cache
+def space() -> str:
+    """The name space of segments that this process sees: one host, one file system of them.
+
+    Containers have a file system of their own for segments unless they were made to
+    share it, and its device number tells them apart whatever their other name spaces are.
+    """
+    name, descriptor = _create()
+    try:
+        return f"{_boot()}:{os.fstat(descriptor).st_dev}"
+    finally:
+        os.close(descriptor)
+        _unlink(name, os.getpid())
+
+
+def _create() -> tuple[str, int]:
+    """A new empty segment: its name and an open descriptor."""
+    name = f"/kvferry-{secrets.token_hex(8)}"
+    try:
+        # First, so that there is no moment at which our death would leave it behind.
+        _tracker.register(name, "shared_memory")
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
+        return name, _posixshmem.shm_open(name, flags, mode=_MODE)
+    except OSError as error:
+        _unlink(name, os.getpid())
+        raise TransportError(
+            f"this machine has no usable POSIX shared memory ({error.strerror}); "
+            f"on Linux, mount a tmpfs at /dev/shm that this user can write to"
+        ) from error
+
+
+def _unlink(name: str, maker: int) -> None:
+    # A forked child has a copy of our objects, but nothing to say about our memory.
+    if os.getpid() != maker:
+        return
+    with suppress(OSError):
+        _posixshmem.shm_unlink(name)
+    with suppress(OSError):
+        _tracker.unregister(name, "shared_memory")
+
+
+def _size(descriptor: int, num_bytes: int) -> None:
+    os.ftruncate(descriptor, num_bytes)
+    if sys.platform == "linux":
+        # Take the memory now: where it is short, the first touch would be SIGBUS.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+
+
+def _refusal(num_bytes: int, error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return (
+            f"shared memory has no room for {num_bytes} bytes; enlarge /dev/shm "
+            f"(docker run --shm-size, or an emptyDir of medium Memory) or make the pools smaller"
+        )
+    return f"shared memory of {num_bytes} bytes can't be had ({error}); ask for another size"
+
+
+def _boot() -> str:
+    """What tells this host, since it was started, from every other."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    if sys.platform == "darwin":
+        with suppress(OSError, subprocess.SubprocessError):
+            asked = ["sysctl", "-n", "kern.bootsessionuuid"]
+            told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=5)
+            return told.stdout.strip()
+    return socket.gethostname()

@@ -1,0 +1,246 @@
+"""``kvferry doctor`` as a user runs it: real processes, real packages, real answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import SHAPE
+
+from kvferry.cli.doctor_checks import gpus
+from kvferry.cli.doctor_checks.check import Asked, State
+from kvferry.cli.doctor_checks.children import Children, ProbeFailed
+from kvferry.cli.main import main
+from kvferry.rendezvous.server import RendezvousServer
+from kvferry.runtime.keys import KEY_FILE_VARIABLE, ClusterKey
+
+# The first run on a machine compiles the copy loop.
+ENOUGH_S = 180
+FIELDS = {"area", "name", "state", "detail", "remedy"}
+CLEAN = {name: value for name, value in os.environ.items() if name != KEY_FILE_VARIABLE}
+
+
+def doctor(*words: str, **environment: str) -> tuple[int, str, str]:
+    """The exit status, standard output and standard error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry", "doctor", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=ENOUGH_S,
+        env=CLEAN | environment,
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+class Report:
+    """The JSON document of a run, with what every such document must be."""
+
+    def __init__(self, *words: str, **environment: str) -> None:
+        self.status, out, err = doctor(*words, "--json", **environment)
+        assert err == ""
+        document: dict[str, Any] = json.loads(out.splitlines()[-1])
+        assert set(document) == {"checks", "ok"}
+        self.checks: list[dict[str, str]] = document["checks"]
+        for check in self.checks:
+            assert set(check) == FIELDS
+            assert check["state"] in ("ok", "note", "problem")
+            assert (check["remedy"] == "") == (check["state"] == "ok"), check
+        assert document["ok"] == all(check["state"] != "problem" for check in self.checks)
+        assert self.status == (0 if document["ok"] else 1)
+
+    def of(self, area: str) -> dict[str, dict[str, str]]:
+        return {check["name"]: check for check in self.checks if check["area"] == area}
+
+    @property
+    def problems(self) -> list[str]:
+        return [check["name"] for check in self.checks if check["state"] == "problem"]
+
+
+class Packages:
+    """Packages that bring transports, on an import path of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder)
+        self._folder = folder
+
+    def add(self, name: str, code: str) -> None:
+        info = self._folder / f"{name}_ferry-1.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-ferry\nVersion: 1.5\n")
+        (info / "entry_points.txt").write_text(
+            f"[kvferry.transports]\n{name} = {name}_ferry:Mine\n"
+        )
+        head = "from kvferry.transport.shm import ShmTransport\n"
+        (self._folder / f"{name}_ferry.py").write_text(head + code)
+
+
+WORKING = "class Mine(ShmTransport):\n    pass\n"
+LACKING = """
+class Mine(ShmTransport):
+    @classmethod
+    def missing(cls):
+        return "the lacking transport needs libpigeon; apt install libpigeon"
+"""
+CRASHING = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+HANGING = "import time\ntime.sleep(600)\n"
+CHATTY = "print('hello from a library')\n" + WORKING
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Packages:
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    return Packages(folder)
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def test_a_plain_run_is_a_table_by_area() -> None:
+    status, out, err = doctor()
+    assert (status, err) == (0, "")
+    lines = [line.rstrip() for line in out.splitlines()]
+    areas = ["machine", "transports", "memory", "one-copy writes", "gpus", "rdma", "control"]
+    assert [line for line in lines if line in areas] == areas
+    assert any(line.startswith("ok ") and " shm " in line for line in lines)
+    assert lines[-1] == "Nothing stands in the way of shm."
+
+
+def test_layouts_key_and_rendezvous_that_are_right(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    key = ClusterKey.new()
+    key.write(path)
+    with RendezvousServer("127.0.0.1", 0, key) as server:
+        report = Report(
+            *("--rendezvous", server.url, "--key", str(path)),
+            *f"--prefill tp=4,page=16 --decode tp=1 --tokens 64 {SHAPE}".split(),
+        )
+    assert report.status == 0
+    control = report.of("control")
+    assert key.name in control["cluster key"]["detail"]
+    assert "answers" in control["rendezvous"]["detail"]
+    assert "takes the key" in control["rendezvous"]["detail"]
+    assert control["clocks"]["state"] == "ok"
+    assert "4 moves, proven" in report.of("layouts")["plan"]["detail"]
+    assert report.of("layouts")["path"]["detail"].startswith("slices: about")
+    assert "straight into place" in report.of("layouts")["staging"]["detail"]
+
+
+def test_what_was_asked_for_and_can_not_work_is_a_problem_and_nothing_else_is(
+    packages: Packages, tmp_path: Path
+) -> None:
+    for name, code in (("lacking", LACKING), ("crashing", CRASHING), ("chatty", CHATTY)):
+        packages.add(name, code)
+    key = tmp_path / "cluster.key"
+    ClusterKey.new().write(key)
+    key.chmod(0o644)
+    report = Report(
+        *("--transport", "lacking", "--key", str(key), "--rendezvous", "http://127.0.0.1:9"),
+        *f"--prefill tp=3 --decode tp=1,dtype=fp8 {SHAPE}".split(),
+        PYTHONPATH=packages.path,
+    )
+    assert report.status == 1
+    transports = report.of("transports")
+    assert next(iter(transports)) == "lacking"
+    assert transports["lacking"] == {
+        "area": "transports",
+        "name": "lacking",
+        "state": "problem",
+        "detail": "the lacking transport needs libpigeon",
+        "remedy": "apt install libpigeon",
+    }
+    assert transports["crashing"]["state"] == "note"
+    assert "SIGSEGV" in transports["crashing"]["detail"]
+    assert transports["chatty"]["detail"].startswith("chatty-ferry 1.5; started in")
+    assert transports["shm"]["state"] == "ok"
+    assert "chmod 600" in report.of("control")["cluster key"]["remedy"]
+    assert report.of("control")["rendezvous"]["detail"] == "not tried"
+    assert report.problems == [
+        *("lacking", "cluster key", "tp-does-not-fit-units", "dtype-differs", "dtype-differs")
+    ]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--transport pigeon", "there is no transport 'pigeon'; choose one of"),
+        ("--rendezvous nowhere", "is no rendezvous address"),
+        ("--rendezvous=", "--rendezvous is empty"),
+        ("--key=", "--key is empty"),
+        ("--prefill tp=2", "--decode is missing; give both sides"),
+        ("--decode tp=2", "--prefill is missing; give both sides"),
+        ("--prefill tp=2 --decode tp=1", "--layers, --kv-heads, --head-dim missing"),
+        (f"--prefill tp=x --decode tp=1 {SHAPE}", "--prefill tp must be a whole number"),
+        (f"--prefill tp=1 --decode page=1 --tokens 1000000000 {SHAPE}", "fewer tokens"),
+        ("--device tpu", "invalid choice"),
+        ("--transprot shm", "did you mean --transport?"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: str, sentence: str
+) -> None:
+    assert main(["doctor", *words.split(), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert json.loads(out)["error"] in err
+
+
+def test_a_broken_installation_is_one_sentence() -> None:
+    code = (
+        "import sys; sys.modules['zmq'] = None; from kvferry.cli.main import main; "
+        "sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "zmq" in done.stderr
+    assert "pip install --force-reinstall kvferry" in done.stderr
+
+
+# ---------------------------------------------------------------- probes that do not answer
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    with Children() as begun:
+        yield begun
+
+
+def test_a_probe_that_hangs_ends_with_its_time(
+    children: Children, packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages.add("hanging", HANGING)
+    monkeypatch.syspath_prepend(packages.path)
+    begin = time.monotonic()
+    child = children.start("transport", "hanging", "cpu", limit_s=1.0)
+    with pytest.raises(ProbeFailed, match="'transport hanging cpu' did not end within 1 s"):
+        child.answer()
+    assert time.monotonic() - begin < 30
+
+
+def test_a_probe_that_fails_says_its_last_words(children: Children) -> None:
+    child = children.start("no-such-probe", limit_s=30.0)
+    with pytest.raises(ProbeFailed, match=r"ended with status 1 \(KeyError: 'no-such-probe'\)"):
+        child.answer()
+
+
+def test_a_probe_that_can_not_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with Children() as children:
+        child = children.start("gpus", limit_s=30.0)
+        with pytest.raises(ProbeFailed, match="'gpus' can't be started .*No such file"):
+            child.answer()
+        (found,) = gpus.cards(Asked(), child, has_rdma=False)
+        assert (found.state, found.name) == (State.NOTE, "cards")

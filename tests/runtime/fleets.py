@@ -1,0 +1,94 @@
+"""What the tests with real processes have in common: small caches, ways to carry them, waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvferry.config import ProtocolConfig
+from kvferry.layout.layout import Layout, Order, Parallel
+from kvferry.layout.spec import (
+    CacheSpec,
+    DType,
+    Group,
+    Paged,
+    Slot,
+    Tensor,
+    Window,
+    attention,
+    attention_group,
+)
+from kvferry.plan.choose import Path
+from kvferry.runtime.config import EndpointConfig
+from kvferry.runtime.gauge import SCRATCH_BYTES
+
+# K and V differ in width, so that one can't pass for the other.
+HEADS = attention(layers=3, kv_heads=12, head_dim=8, v_head_dim=6)
+FEW_HEADS = attention(layers=2, kv_heads=2, head_dim=48)
+LATENT = CacheSpec(
+    num_layers=3,
+    groups=(
+        Group("latent", Paged(), (0, 1, 2), 1, (Tensor("ckv", DType.BFLOAT16, 72),)),
+        Group("index", Paged(), (0, 2), 1, (Tensor("k", DType.UINT8, 5),)),
+    ),
+)
+# Attention over everything, over a window, and recurrent state; each in some layers.
+HYBRID = CacheSpec(
+    num_layers=4,
+    groups=(
+        attention_group("full", Paged(), (0, 3), 4, 16, None, DType.BFLOAT16),
+        attention_group("near", Window(20), (1,), 4, 16, None, DType.BFLOAT16),
+        Group("conv", Slot(), (1, 2), 8, (Tensor("state", DType.FLOAT32, 3),)),
+        Group("ssm", Slot(), (2,), 4, (Tensor("state", DType.FLOAT32, 33),)),
+    ),
+)
+
+
+# Times for tests that wait for a silence: short, but not so short that a busy machine is one.
+QUICK = ProtocolConfig(
+    heartbeat_s=0.2, silence_s=2.0, handshake_s=3.0, resend_s=0.1, nudge_s=0.3, early_s=6.0
+)
+
+
+class Way(NamedTuple):
+    """A transport, and how its endpoints are told to use it."""
+
+    transport: str
+    config: EndpointConfig
+
+    def __str__(self) -> str:
+        path = self.config.path
+        return f"{self.transport}-{path}" if path else self.transport
+
+
+# Few slots of the least size, so that a room goes through each of them several times.
+NUM_SLOTS = 4
+STAGED = EndpointConfig(
+    path=Path.STAGED, slot_bytes=4096, staging_bytes=SCRATCH_BYTES + NUM_SLOTS * 4096
+)
+DIRECT = EndpointConfig(path=Path.SLICES, staging_bytes=0)
+PLAIN = [Way(name, EndpointConfig()) for name in ("shm", "nixl", "mooncake")]
+STAGING = [Way(name, STAGED) for name in ("nixl", "mooncake")]
+UNSTAGED = [Way(name, DIRECT) for name in ("nixl", "mooncake")]
+
+
+def layout(
+    spec: CacheSpec,
+    page: int = 4,
+    order: Order = Order.NHD,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+) -> Layout:
+    """A layout in one line."""
+    return Layout(spec, Parallel(tp=tp, pp=pp, cp=cp), page_tokens=page, order=order)
+
+
+def eventually(what: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Wait until something is so."""
+    give_up = time.monotonic() + within_s
+    while not what():
+        assert time.monotonic() < give_up, f"not so within {within_s} s"
+        time.sleep(0.005)

@@ -1,0 +1,75 @@
+"""Chance that belongs to a seed and a position."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serve.driving import ask, engine_of, requests
+
+from kvferry.errors import InputError
+from kvferry.serve.sampling import draw, sample, uniform
+from kvferry.serve.steps import Sampling, Work
+from kvferry.serve.tiny import Kind
+
+Models = dict[Kind, Path]
+LOGITS = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+
+
+def work(sampling: Sampling) -> Work:
+    return Work(request="r", tokens=[1], first=9, pages=[0], row=None, sampling=sampling)
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    drawn = Counter(draw(LOGITS, Sampling(temperature=1, seed=5), at) for at in range(4000))
+    for token, probability in enumerate((0.1, 0.2, 0.3, 0.4)):
+        assert abs(drawn[token] / 4000 - probability) < 0.03
+
+
+def test_top_p_keeps_as_few_as_reach_it() -> None:
+    for top_p, kept in ((0.3, {3}), (0.41, {3, 2}), (0.7, {3, 2}), (0.71, {3, 2, 1})):
+        sampling = Sampling(temperature=1, top_p=top_p, seed=1)
+        assert {draw(LOGITS, sampling, at) for at in range(300)} == kept
+
+
+def test_temperature_sharpens() -> None:
+    cold = [draw(LOGITS, Sampling(temperature=0.05), at) for at in range(200)]
+    assert Counter(cold)[3] > 190
+
+
+def test_every_position_and_seed_has_its_own_number() -> None:
+    numbers = {uniform(seed, position) for seed in range(-30, 30) for position in range(50)}
+    assert len(numbers) == 60 * 50
+    assert all(0 <= number < 1 for number in numbers)
+
+
+def test_logprobs_come_when_they_are_asked_for() -> None:
+    (plain,) = sample(LOGITS[None], [work(Sampling())])
+    assert (plain.token, plain.logprob, plain.top) == (3, None, ())
+    (told,) = sample(LOGITS[None], [work(Sampling(logprobs=2))])
+    assert told.logprob == pytest.approx(float(LOGITS[3]))
+    assert [token for token, _ in told.top] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"seed": 1 << 63}, {"logprobs": -1}],
+)
+def test_what_makes_no_sense_is_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(field))):
+        Sampling(**field)
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_company(models: Models) -> None:
+    hot = Sampling(temperature=1.5, seed=11)
+    with engine_of(models[Kind.LLAMA], prefix_cache=False) as engine:
+        first = ask(engine, requests(sampling=hot))
+        alone = [ask(engine, [request])[0] for request in requests(sampling=hot)]
+        other = ask(engine, requests(sampling=Sampling(temperature=1.5, seed=12)))
+        greedy = ask(engine, requests(sampling=Sampling()))
+    assert [a.tokens for a in first] == [a.tokens for a in alone]
+    for answer, *different in zip(first, other, greedy, strict=True):
+        assert all(answer.tokens != d.tokens for d in different)

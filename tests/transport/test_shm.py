@@ -1,0 +1,392 @@
+"""The shared-memory transport: the conformance suite, and what is its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import TransportError
+from kvferry.ids import Op
+from kvferry.plan.bind import Binding
+from kvferry.protocol.events import Fate
+from kvferry.regions import Device, Region
+from kvferry.testing.transports import Piece, TransportSuite, binding_of, copy_by_memmove
+from kvferry.transport import segments
+from kvferry.transport.base import Copy, Setup
+from kvferry.transport.shm import ShmTransport
+
+PAGE = 4096
+# How the scripts of this module begin.
+PROLOGUE = """
+    import os, sys
+    import msgspec
+    from kvferry.regions import Region
+    from kvferry.testing.transports import copy_by_memmove
+    from kvferry.transport import segments
+    from kvferry.transport.base import Setup
+    from kvferry.transport.shm import ShmTransport
+
+    transport = ShmTransport(Setup(agent="script", copy=copy_by_memmove))
+
+    def registered(num_bytes):
+        array = transport.allocate(num_bytes)
+        transport.register([Region(array.ctypes.data, array.nbytes)], writable=True)
+        return array
+
+    def name_of(transport):
+        return msgspec.msgpack.decode(transport.metadata())["segments"][0]
+"""
+
+
+class TestConformance(TransportSuite):
+    transport = "shm"
+
+
+def make(copy: Copy = copy_by_memmove) -> ShmTransport:
+    return ShmTransport(Setup(agent="test", copy=copy))
+
+
+@pytest.fixture
+def ours() -> Iterator[ShmTransport]:
+    transport = make()
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def theirs() -> Iterator[ShmTransport]:
+    transport = make()
+    yield transport
+    transport.close()
+
+
+def region_of(array: np.ndarray[Any, np.dtype[np.uint8]]) -> Region:
+    return Region(array.ctypes.data, array.nbytes)
+
+
+def names_of(transport: ShmTransport) -> list[str]:
+    return list(msgspec.msgpack.decode(transport.metadata())["segments"])
+
+
+def script(body: str, prologue: str = PROLOGUE) -> str:
+    return textwrap.dedent(prologue) + textwrap.dedent(body)
+
+
+def run(body: str, *before: str) -> subprocess.CompletedProcess[str]:
+    """A Python process in which warnings are errors."""
+    command = [*before, sys.executable, "-W", "error", "-c", script(body)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def exists(name: str) -> bool:
+    try:
+        segments.attach(name, 0).close()
+    except TransportError:
+        return False
+    return True
+
+
+def await_gone(name: str) -> None:
+    deadline = time.monotonic() + 20
+    while exists(name):
+        assert time.monotonic() < deadline, f"{name} was left behind"
+        time.sleep(0.01)
+
+
+class TestMemory:
+    @pytest.mark.parametrize("num_bytes", [0, 1, PAGE, 10 * PAGE + 1])
+    def test_it_is_zeroed_aligned_and_writable(self, ours: ShmTransport, num_bytes: int) -> None:
+        array = ours.allocate(num_bytes)
+        assert array.shape == (num_bytes,)
+        assert not array.any()
+        assert array.ctypes.data % PAGE == 0
+        array[:] = 7
+        assert np.all(array == 7)
+
+    def test_what_peers_write_must_be_shared(self, ours: ShmTransport) -> None:
+        with pytest.raises(TransportError, match=r"100 bytes is not in shared.*allocate\(\)"):
+            ours.register([region_of(np.zeros(100, dtype=np.uint8))], writable=True)
+
+    @pytest.mark.parametrize(("start", "num_bytes"), [(-1, 10), (PAGE - 9, 10), (0, PAGE + 1)])
+    def test_a_region_must_lie_inside_a_segment(
+        self, ours: ShmTransport, start: int, num_bytes: int
+    ) -> None:
+        address = ours.allocate(PAGE).ctypes.data
+        with pytest.raises(TransportError, match="not in shared memory"):
+            ours.register([Region(address + start, num_bytes)], writable=True)
+
+    def test_a_source_may_use_any_host_memory(self, ours: ShmTransport) -> None:
+        ours.register([region_of(np.zeros(100, dtype=np.uint8))], writable=False)
+        assert names_of(ours) == []
+
+    @pytest.mark.parametrize("writable", [True, False])
+    def test_a_gpu_is_refused(self, ours: ShmTransport, writable: bool) -> None:
+        with pytest.raises(TransportError, match="host memory only; use nixl"):
+            ours.register([Region(4096, 100, Device("cuda", 1))], writable=writable)
+
+    def test_regions_keep_their_order_wherever_they_are(
+        self, ours: ShmTransport, theirs: ShmTransport
+    ) -> None:
+        first, second = theirs.allocate(PAGE), theirs.allocate(2 * PAGE)
+        parts = [second[PAGE:], first[100:200], second[:50], first[:100]]
+        theirs.register([region_of(part) for part in parts], writable=True)
+        data = np.arange(40, dtype=np.uint8)
+        ours.register([region_of(data)], writable=False)
+        pieces = [Piece(10 * i, i, 10, target_region=i) for i in range(4)]
+        ours.write(ours.connect(theirs.metadata()), Op(1), binding_of(pieces), b"")
+        assert ours.poll() == ([(1, None, "")], [])
+        for i, part in enumerate(parts):
+            assert part[i : i + 10].tolist() == list(range(10 * i, 10 * i + 10))
+
+    def test_too_much_is_one_sentence(self, ours: ShmTransport) -> None:
+        mounted = Path("/dev/shm")
+        if not mounted.is_dir() or not os.statvfs(mounted).f_blocks:
+            pytest.skip("the shared memory of this machine has no limit that could be exceeded")
+        with pytest.raises(TransportError, match=r"no room for \d+ bytes; enlarge /dev/shm"):
+            ours.allocate(1 << 50)
+        assert ours.allocate(PAGE).nbytes == PAGE
+
+
+class TestLife:
+    def test_close_takes_the_name_away_and_leaves_views_usable(self) -> None:
+        transport = make()
+        array = transport.allocate(PAGE)
+        transport.register([region_of(array)], writable=True)
+        (name,) = names_of(transport)
+        assert exists(name)
+        transport.close()
+        transport.close()
+        assert not exists(name)
+        array[:] = 3
+        assert array.sum() == 3 * PAGE
+
+    def test_a_write_after_the_end_fails(self, ours: ShmTransport, theirs: ShmTransport) -> None:
+        array = theirs.allocate(PAGE)
+        theirs.register([region_of(array)], writable=True)
+        ours.register([region_of(np.ones(PAGE, dtype=np.uint8))], writable=False)
+        remote = ours.connect(theirs.metadata())
+        ours.disconnect(remote)
+        ours.write(remote, Op(1), binding_of([Piece(0, 0, 10)]), b"")
+        remote = ours.connect(theirs.metadata())
+        ours.close()
+        ours.write(remote, Op(2), binding_of([Piece(0, 0, 10)]), b"")
+        assert [ended.fate for ended in ours.poll().ended] == [Fate.FAILED, Fate.FAILED]
+        assert not array.any()
+
+    def test_whoever_is_killed_leaves_nothing_behind(self) -> None:
+        body = """
+            array = registered(1 << 20)
+            print(name_of(transport), flush=True)
+            sys.stdin.read()
+        """
+        child = subprocess.Popen(
+            [sys.executable, "-c", script(body)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with child:
+            assert child.stdout is not None
+            name = child.stdout.readline().strip()
+            assert exists(name)
+            child.kill()
+            await_gone(name)
+
+    def test_also_a_spawned_worker_whose_parent_lives_on(self, tmp_path: Path) -> None:
+        """The standard library would leave its memory until the parent ends."""
+        body = """
+            import multiprocessing, time
+
+            def worker(connection):
+                array = registered(1 << 20)
+                connection.send(name_of(transport))
+                time.sleep(60)
+
+            def exists(name):
+                try:
+                    segments.attach(name, 0).close()
+                except Exception:
+                    return False
+                return True
+
+            if __name__ == "__main__":
+                context = multiprocessing.get_context("spawn")
+                context.Semaphore()  # The parent's own tracker is running.
+                ours, theirs = context.Pipe()
+                process = context.Process(target=worker, args=(theirs,))
+                process.start()
+                name = ours.recv()
+                assert exists(name)
+                process.kill()
+                process.join()
+                deadline = time.monotonic() + 20
+                while exists(name) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                print("left behind" if exists(name) else "gone")
+        """
+        path = tmp_path / "spawning.py"
+        path.write_text(script(body))
+        result = subprocess.run(
+            [sys.executable, path], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert result.stdout.strip() == "gone"
+
+    @pytest.mark.parametrize("ending", ["transport.close()", "del transport", "pass"])
+    def test_the_end_of_the_interpreter_is_silent(self, ending: str) -> None:
+        """With views alive, closed or not."""
+        result = run(f"""
+            array = registered(1 << 20)
+            kept = array[5:10].reshape(5, 1)
+            peer = ShmTransport(Setup(agent="peer", copy=copy_by_memmove))
+            remote = peer.connect(transport.metadata())
+            print(name_of(transport))
+            {ending}
+        """)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert not exists(result.stdout.strip())
+
+    def test_a_forked_child_takes_nothing_with_it(self) -> None:
+        result = run("""
+            array = registered(1 << 20)
+            if os.fork() == 0:
+                sys.exit(0)
+            assert os.wait()[1] == 0
+            segments.attach(name_of(transport), 1 << 20)
+            print("still there")
+        """)
+        assert (result.stdout, result.stderr) == ("still there\n", "")
+
+
+class TestConnecting:
+    @staticmethod
+    def metadata(names: Sequence[str], regions: Sequence[tuple[int, int, int]]) -> bytes:
+        body = {"type": "shm", "segments": names, "regions": regions}
+        return msgspec.msgpack.encode(body)
+
+    def test_a_segment_that_is_gone(self, ours: ShmTransport) -> None:
+        metadata = self.metadata(["/kvferry-0123456789abcdef"], [(0, 0, 10)])
+        with pytest.raises(TransportError, match=r"can't be opened .* it has ended, or sees"):
+            ours.connect(metadata)
+
+    @pytest.mark.parametrize("name", ["/psm_1234", "/../etc/passwd", "", "/kvferry-\0", "x" * 300])
+    def test_only_our_own_names_are_opened(self, ours: ShmTransport, name: str) -> None:
+        with pytest.raises(TransportError, match="can't be read"):
+            ours.connect(self.metadata([name], []))
+
+    @pytest.mark.parametrize(
+        "region",
+        [
+            (0, 0, 2**40),
+            (0, 2**61, 2**61),
+            (0, PAGE, 2**16),
+            (1, 0, 1),
+            (-1, 0, 1),
+            (0, -1, 1),
+            (0, 0, -1),
+            (0, 2**63, 1),
+        ],
+    )
+    def test_regions_must_lie_in_their_segments(
+        self, ours: ShmTransport, theirs: ShmTransport, region: tuple[int, int, int]
+    ) -> None:
+        theirs.register([region_of(theirs.allocate(PAGE))], writable=True)
+        with pytest.raises(TransportError):
+            ours.connect(self.metadata(names_of(theirs), [region]))
+
+    def test_of_another_user(self) -> None:
+        if os.getuid() != 0:
+            pytest.skip("only root can become another user")
+        result = run("""
+            array = registered(1 << 20)
+            if os.fork() == 0:
+                os.setuid(65534)
+                try:
+                    transport.connect(transport.metadata())
+                except Exception as error:
+                    print(type(error).__name__, error)
+                sys.exit(0)
+            os.wait()
+        """)
+        assert result.stdout.startswith("TransportError the peer's shared memory belongs to")
+
+    def test_nothing_is_mapped_when_connecting_fails(
+        self, ours: ShmTransport, theirs: ShmTransport
+    ) -> None:
+        maps = Path("/proc/self/maps")
+        if not maps.exists():
+            pytest.skip("only Linux tells what is mapped")
+        theirs.register([region_of(theirs.allocate(PAGE))], writable=True)
+        names = [*names_of(theirs), "/kvferry-0123456789abcdef"]
+        before = maps.read_text().count(names[0])
+        with pytest.raises(TransportError):
+            ours.connect(self.metadata(names, [(0, 0, 1)]))
+        assert maps.read_text().count(names[0]) == before
+
+
+def test_a_copy_that_raises_fails_its_write_alone(theirs: ShmTransport) -> None:
+    def copy(binding: Binding, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if binding.num_bytes == 13:
+            raise ArithmeticError("thirteen")
+        copy_by_memmove(binding, sources, targets)
+
+    array = theirs.allocate(PAGE)
+    theirs.register([region_of(array)], writable=True)
+    ours, data = make(copy), np.ones(PAGE, dtype=np.uint8)
+    ours.register([region_of(data)], writable=False)
+    called: list[int] = []
+    ours.on_news = lambda: called.append(len(called))
+    remote = ours.connect(theirs.metadata())
+    ours.write(remote, Op(1), binding_of([Piece(0, 0, 13)]), b"")
+    ours.write(remote, Op(2), binding_of([Piece(0, 0, 14)]), b"")
+    assert ours.poll().ended == [
+        (1, Fate.FAILED, "copying failed (ArithmeticError: thirteen)"),
+        (2, None, ""),
+    ]
+    assert called == [0, 1]
+    assert array.sum() == 14
+    ours.close()
+
+
+class TestAnotherSharedMemory:
+    """A process with a /dev/shm of its own, of one MiB, as a container has it."""
+
+    @pytest.fixture
+    def apart(self) -> list[str]:
+        mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" "$@"'
+        before = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount]
+        try:
+            subprocess.run([*before, "true"], check=True, capture_output=True, timeout=20)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("this machine does not let processes have mounts of their own")
+        return before
+
+    def test_it_is_another_realm(self, ours: ShmTransport, apart: list[str]) -> None:
+        body = "print(transport.realm)"
+        assert run(body).stdout.strip() == ours.realm
+        told = run(body, *apart)
+        assert (told.returncode, told.stderr) == (0, "")
+        assert told.stdout.strip() != ours.realm
+        assert told.stdout.startswith("shm:")
+
+    def test_what_does_not_fit_is_told_at_once(self, apart: list[str]) -> None:
+        body = """
+            try:
+                transport.allocate(2 << 20)
+            except Exception as error:
+                print(type(error).__name__, error)
+            registered(1 << 19)[:] = 1
+        """
+        told = run(body, *apart)
+        assert (told.returncode, told.stderr) == (0, "")
+        assert told.stdout.startswith("TransportError shared memory has no room for 2097152 bytes")

@@ -1,0 +1,233 @@
+"""The conformance suite itself: transports that break one promise, and the case that notices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+# Every broken transport is shared memory with one thing done wrong. ``Mailed`` is sound:
+# it carries notes, as files in a folder.
+TRANSPORTS = """
+    import os, tempfile, threading, time
+    from pathlib import Path
+
+    from kvferry.errors import TransportError
+    from kvferry.plan.bind import Binding
+    from kvferry.transport.base import News, Remote
+    from kvferry.transport.shm import ShmTransport
+
+
+    class Mailed(ShmTransport):
+        name = "mailed"
+        carries_notes = True
+        needs_polling = True
+
+        def __init__(self, setup):
+            super().__init__(setup)
+            self.box = Path(tempfile.mkdtemp(dir=os.environ["MAIL"]))
+            self.boxes = {}
+
+        def metadata(self):
+            return bytes(self.box) + b"|" + super().metadata()
+
+        def connect(self, metadata):
+            box, _, rest = metadata.partition(b"|")
+            remote = super().connect(rest)
+            self.boxes[remote] = Path(os.fsdecode(box))
+            return remote
+
+        def write(self, remote, op, pieces, note):
+            super().write(remote, op, pieces, note)
+            if self._ended[-1].fate is None:
+                self.post(remote, op, note)
+
+        def post(self, remote, op, note):
+            draft = self.box / f"draft-{op}"
+            draft.write_bytes(note)
+            draft.rename(self.boxes[remote] / f"mail-{self.setup.agent}-{op}")
+
+        def poll(self):
+            mails = sorted(self.box.glob("mail-*"))
+            notes = [mail.read_bytes() for mail in mails]
+            for mail in mails:
+                mail.unlink()
+            return News(super().poll().ended, notes)
+
+
+    class EarlyNote(Mailed):
+        name = "early-note"
+
+        def write(self, remote, op, pieces, note):
+            self.post(remote, op, note)
+            time.sleep(0.3)
+            ShmTransport.write(self, remote, op, pieces, note)
+
+
+    class EarlyEnd(ShmTransport):
+        name = "early-end"
+
+        def _copied(self, remote, op, pieces):
+            nothing = super()._copied(remote, op, Binding(()))
+            threading.Timer(1, super()._copied, (remote, op, pieces)).start()
+            return nothing
+
+
+    class ChecksTooLate(ShmTransport):
+        name = "checks-too-late"
+
+        def _copied(self, remote, op, pieces):
+            for part in pieces.parts:
+                ended = super()._copied(remote, op, Binding((part,)))
+                if ended.fate:
+                    break
+            return ended
+
+
+    class TellsTwice(ShmTransport):
+        name = "tells-twice"
+
+        def write(self, remote, op, pieces, note):
+            super().write(remote, op, pieces, note)
+            self._ended.append(self._ended[-1])
+
+
+    class ForgetsSome(ShmTransport):
+        name = "forgets-some"
+
+        def poll(self):
+            return News([ended for ended in super().poll().ended if ended.op != 7], [])
+
+
+    class StaysSilent(ShmTransport):
+        name = "stays-silent"
+
+        def write(self, remote, op, pieces, note):
+            self.on_news, kept = (lambda: None), self.on_news
+            super().write(remote, op, pieces, note)
+            self.on_news = kept
+
+
+    class TakesAnything(ShmTransport):
+        name = "takes-anything"
+
+        def connect(self, metadata):
+            try:
+                return super().connect(metadata)
+            except TransportError:
+                return Remote()
+
+
+    class ClosesOnce(ShmTransport):
+        name = "closes-once"
+
+        def close(self):
+            super().close()
+            del self._remotes
+
+
+    class Possessive(ShmTransport):
+        name = "possessive"
+
+        def connect(self, metadata):
+            self.theirs = __import__("msgspec").msgpack.decode(metadata)["segments"]
+            return super().connect(metadata)
+
+        def close(self):
+            super().close()
+            for name in self.__dict__.pop("theirs", ()):
+                __import__("_posixshmem").shm_unlink(name)
+"""
+
+BROKEN = {
+    "EarlyNote": "test_a_note_comes_after_its_data",
+    "EarlyEnd": "test_a_later_write_wins",
+    "ChecksTooLate": "test_a_piece_outside_its_region_fails_the_write[far away]",
+    "TellsTwice": "test_a_later_write_wins",
+    "ForgetsSome": "test_a_peer_that_dies_during_many_writes",
+    "StaysSilent": "test_a_peer_that_dies_during_many_writes",
+    "TakesAnything": "test_garbage_metadata_is_refused",
+    "ClosesOnce": "test_close_without_having_done_anything",
+    "Possessive": "test_a_source_that_ends_takes_nothing_with_it",
+}
+SOUND = {
+    "Mailed": [
+        "test_many_writes_in_flight_to_several_peers",
+        "test_a_note_comes_after_its_data",
+        "test_notes_of_any_bytes",
+        "test_two_transports_in_two_threads",
+        "test_garbage_metadata_is_refused",
+    ]
+}
+
+
+class Case(NamedTuple):
+    transport: str
+    name: str
+
+
+def played(folder: Path) -> dict[Case, bool]:
+    """Which cases were run and whether they failed, in one run over all these transports."""
+    _install(folder)
+    wanted = [f"test_them.py::Test{name}::{case}" for name, case in BROKEN.items()]
+    wanted += [f"test_them.py::Test{name}::{case}" for name in SOUND for case in SOUND[name]]
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml=told.xml"]
+    subprocess.run(
+        [*pytest, *wanted],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "MAIL": str(folder)},
+        capture_output=True,
+        check=False,
+        timeout=200,
+    )
+    cases = ElementTree.parse(folder / "told.xml").getroot().iter("testcase")
+    told: dict[Case, bool] = {}
+    for case in cases:
+        key = Case(case.attrib["classname"].split(".Test")[1], case.attrib["name"])
+        bad = case.find("failure") is not None or case.find("error") is not None
+        told[key] = told.get(key, False) or bad
+    return told
+
+
+def _install(folder: Path) -> None:
+    (folder / "ferries.py").write_text(textwrap.dedent(TRANSPORTS))
+    info = folder / "ferries-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ferries\nVersion: 1.0\n")
+    names = [*BROKEN, *SOUND]
+    entries = [f"{_dashed(name)} = ferries:{name}" for name in names]
+    (info / "entry_points.txt").write_text("\n".join(["[kvferry.transports]", *entries]))
+    tests = ["from kvferry.testing.transports import TransportSuite as Suite"]
+    for name in names:
+        tests.append(f"class Test{name}(Suite):")
+        tests.append(f"    transport = {_dashed(name)!r}")
+        tests.append("    patience_s = 4")
+    (folder / "test_them.py").write_text("\n".join(tests))
+    (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+
+
+def _dashed(name: str) -> str:
+    return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name)[1:]
+
+
+def test_every_broken_promise_is_noticed(tmp_path: Path) -> None:
+    """One test, because the transports share one run."""
+    failed = played(tmp_path)
+    assert {case for case, bad in failed.items() if bad} == {
+        Case(name, BROKEN[name]) for name in BROKEN
+    }
+    sound = {case.name.partition("[")[0] for case in failed if case.transport in SOUND}
+    assert sound == {name for names in SOUND.values() for name in names}
+
+
+def test_only_the_suite_needs_pytest() -> None:
+    code = (
+        "import sys, kvferry.testing.transports as suite, kvferry.testing.transports.process; "
+        "assert suite.binding_of and 'pytest' not in sys.modules; "
+        "assert suite.TransportSuite is suite.TransportSuite and 'pytest' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
