@@ -26,7 +26,7 @@ demo: $(INSTALLED) ## plan a real model's transfer and draw it
 	    --tokens 8192 --link nixl-gpu --svg build/plan.svg --html build/plan.html
 
 test: $(INSTALLED) lint ## lint, types, import rules, tests
-	@scripts/install-libibverbs
+	@scripts/install-libibverbs $(BIN)/python
 	$(BIN)/python -m pytest -n auto -m "not gpu"
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import rules

@@ -73,7 +73,8 @@ def target(connection: Connection, name: str) -> None:
     while True:
         for _ in transport.poll().notes:
             connection.send(time.perf_counter())
-        if connection.poll(PACE_S):
+        time.sleep(PACE_S)
+        if connection.poll():
             if connection.recv() == "end":
                 break
             connection.send(memory.tobytes())

@@ -27,7 +27,7 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_quarantined_rooms: int = 256
     max_inflight: int = 16
     credits_per_source: int = 4
-    local_slots: int = 4
+    local_slots: int = 3
     local_slot_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:

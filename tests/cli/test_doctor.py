@@ -240,7 +240,7 @@ def test_a_probe_that_can_not_be_started_says_why(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with Children() as children:
         child = children.start("gpus", limit_s=30.0)
-        with pytest.raises(ProbeFailed, match="'gpus' can't be started .*No such file"):
+        with pytest.raises(ProbeFailed, match=r"'gpus' can't be started .*No such file"):
             child.answer()
         (found,) = gpus.cards(Asked(), child, has_rdma=False)
         assert (found.state, found.name) == (State.NOTE, "cards")

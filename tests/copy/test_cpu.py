@@ -103,12 +103,14 @@ def assert_moves(plan: Plan, request: Request, way: Way, staged: bool, seed: int
     for empty, regions in zip(targets, wanted, strict=True):
         target = empty
         for source in sources:
+            if not plan.between(source.rank, target.rank):
+                continue
             target = move(plan, request, source, target, way, staged)
         for got, want in zip(target.regions, regions, strict=True):
             np.testing.assert_array_equal(got, want)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(pairs(), st.integers(0, MAX_TOKENS), ways(), st.booleans(), st.integers(0, 9))
 def test_any_layout_to_any_layout(
     pair: tuple[Layout, Layout], tokens: int, way: Way, staged: bool, seed: int

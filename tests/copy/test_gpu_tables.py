@@ -149,9 +149,11 @@ def gathers(target_tp: int, v_head_dim: int = 128, slot: int = 1 << 30) -> list[
 
 
 def test_all_layers_tensors_and_targets_are_one_launch_of_wide_words() -> None:
-    (launch,) = table_of(gathers(target_tp=4), AddressBook(), room).launches
+    table = table_of(gathers(target_tp=4), AddressBook(), room)
+    (launch,) = table.launches
     assert launch.tile.word == 16
-    assert launch.num_parts == 4 * 2
+    num_layers = table.numbers[1 : launch.num_parts * HEADER : HEADER]
+    assert num_layers.sum() == 4 * 2 * 4
 
 
 @pytest.mark.parametrize(("slot", "word"), [(0, 16), (8, 8), (4, 4), (2, 2), (1, 1), (24, 8)])
@@ -248,6 +250,7 @@ def test_a_large_job_starts_before_the_table_of_the_others_is_made() -> None:
     small, large = a_job(pieces([(0, 0, 4096)])), a_job(pieces([(0, 0, LARGE_BYTES)]))
     assert batches([small, large, small]) == [[small, large, small]]
     assert batches([large, small, small]) == [[large], [small, small]]
+    assert batches([large, small]) == [[large, small]]
     assert batches([large]) == [[large]]
     assert batches([]) == [[]]
 

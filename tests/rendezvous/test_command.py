@@ -119,11 +119,6 @@ def test_bad_input_is_one_sentence(
     assert (out, err.count("\n")) == ("", 1)
 
 
-def test_a_part_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve"]) == 2
-    assert "PART" in capsys.readouterr().err
-
-
 def test_a_service_that_was_stopped_goes_on_where_it_was(start: Start) -> None:
     """Nobody could renew meanwhile, so nobody has lost a lease."""
     lease_s, views = 2.0, list[InstanceView | None]()

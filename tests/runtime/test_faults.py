@@ -368,3 +368,23 @@ def test_a_prefill_may_start_after_it_was_asked_for() -> None:
         fleet.demand_right("decode", [("room", 1, REQUEST)])
         fleet.finish("room", "decode", "spare")
         assert fleet.leftovers() == {}
+
+
+@pytest.mark.timeout(60)
+def test_nothing_is_kept_of_an_instance_that_is_gone() -> None:
+    with source_fleet(SHM) as fleet:
+        (target,) = fleet.targets["decode"]
+        fleet.carry("room", REQUEST, seed=1, prefill="spare")
+        fleet.carry("other", REQUEST, seed=2)
+        assert target.ask("instances") == {"prefill", "spare"}
+        (spare,) = fleet.members["spare"]
+        spare.kill()
+        eventually(lambda: target.ask("instances") == {"prefill"})
+        # It may come back.
+        fleet.restart(spare)
+        fleet.carry("again", REQUEST, seed=3, prefill="spare")
+        # Nothing is kept of one that never was, either.
+        fleet.receive("nobody", "decode", REQUEST, 0.3, prefill="nobody")
+        assert failure(target, "nobody") is FailureCode.UNREACHABLE
+        eventually(lambda: target.ask("instances") == {"prefill", "spare"})
+        assert fleet.leftovers() == {}

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
+from kvferry.ids import Op
+from kvferry.plan.coalesce import Stride
 from kvferry.protocol.events import Fate
 from kvferry.regions import Device, Region
-from kvferry.testing.transports import Piece, TransportSuite, binding_of
+from kvferry.testing.transports import Piece, TransportSuite, binding_of, grid
 from kvferry.testing.transports.bindings import after, copy_by_memmove
 from kvferry.testing.transports.crew import Crew, deliver
 from kvferry.testing.transports.host import Write
@@ -30,19 +32,20 @@ LARGE = binding_of([Piece(0, 0, 16 * MIB)])
 class TestConformance(TransportSuite):
     transport = "mooncake"
 
-    def test_a_killed_peer_is_told_from_a_broken_connection(self, crew: Crew) -> None:
-        """Its memory is gone, so the writes to it have ended."""
-        source = crew.source(16 * MIB)
-        for _ in range(3):
-            victim = crew.target(16 * MIB)
-            remote = source.connect(victim.metadata)
-            source.write(*(Write(remote, op, LARGE) for op in range(8)))
-            victim.peek(0, 0, 1)
-            victim.process.kill()
-            ended = source.wait(num_ended=8).ended
-            assert {one.op for one in ended} == set(range(8))
-            assert {one.fate for one in ended} <= {None, Fate.FAILED}
-            source.disconnect(remote)
+    def test_a_peer_that_dies_leaves_doubt_only_where_something_was_sent(self, crew: Crew) -> None:
+        """Of the last writes nothing was, and the next are refused."""
+        source, victim = crew.source(MIB), crew.target(MIB)
+        remote = source.connect(victim.metadata)
+        many = grid(1024, 512, Stride(1024, 1024))
+        source.write(*(Write(remote, op, many) for op in range(40)))
+        victim.process.kill()
+        fates = {one.op: one.fate for one in source.wait(num_ended=40).ended}
+        assert set(fates) == set(range(40))
+        assert fates[Op(39)] is Fate.FAILED
+        assert Fate.UNKNOWN in fates.values()
+        source.write(Write(remote, 40, WHOLE))
+        (refused,) = source.wait(num_ended=1).ended
+        assert (refused.fate, "earlier" in refused.detail) == (Fate.FAILED, True)
 
     def test_disconnected_from_a_stopped_peer_and_connected_again(self, crew: Crew) -> None:
         """What was under way is of unknown fate, once; and a new connection works."""

@@ -27,21 +27,6 @@ class NixlSuite(TransportSuite):
 
     transport = "nixl"
 
-    def test_a_killed_peer_is_told_from_a_broken_connection(self, crew: Crew) -> None:
-        """Its memory is gone, so the writes to it have ended, whenever it died."""
-        source = crew.source(16 * MIB)
-        for _ in range(3):
-            victim = crew.target(16 * MIB)
-            remote = source.connect(victim.metadata)
-            source.ask("write", [Write(remote, op, LARGE) for op in range(8)])
-            victim.peek(0, 0, 1)
-            victim.process.kill()
-            source.answer()
-            ended = source.wait(num_ended=8).ended
-            assert {one.fate for one in ended} <= {None, Fate.FAILED}
-            assert {one.op for one in ended} == set(range(8))
-            source.disconnect(remote)
-
     def test_disconnected_from_a_stopped_peer_and_connected_again(self, crew: Crew) -> None:
         """What was under way is of unknown fate, once; and a new connection works."""
         source, target = crew.source(16 * MIB), crew.target(18 * MIB)

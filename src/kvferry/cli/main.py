@@ -1,7 +1,7 @@
 """``kvferry``: the entry point, and what every command shares.
 
-Exit status: 0 done, 1 a broken promise was found or the output could not be
-written, 2 bad input (one
+Exit status: 0 done, 1 something was found wrong (a broken promise, wrong bytes, a
+problem with this machine) or the output could not be written, 2 bad input (one
 sentence on standard error), 3 refused, 130 interrupted. With ``--json`` the last
 line on standard output is one JSON document, also when the input was bad.
 """
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import msgspec
 
 import kvferry
-from kvferry.cli import bench, doctor, key, plan, serve, sim
+from kvferry.cli import bench, demo, doctor, key, plan, serve, sim
 from kvferry.cli.parsing import Parser, one_line
-from kvferry.errors import InputError
+from kvferry.errors import InputError, KvferryError
 
-EXIT_NO_OUTPUT = 1
+EXIT_NO_OUTPUT = EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -33,6 +33,7 @@ def build_parser() -> Parser:
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
     plan.add(commands)
+    demo.add(commands)
     bench.add(commands)
     doctor.add(commands)
     key.add(commands)
@@ -47,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(words)
         status: int = args.run(args)
-    except InputError as error:
+    except KvferryError as error:
         sentence = one_line(str(error))
         _complain(sentence)
         if "--json" in words:
             print(msgspec.json.encode({"error": sentence}).decode())
-        return EXIT_BAD_INPUT
+        return EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_FAILED
     except KeyboardInterrupt:
         _complain("interrupted")
         return EXIT_INTERRUPTED

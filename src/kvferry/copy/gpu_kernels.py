@@ -11,7 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-HEADER = tl.constexpr(10)
+from kvferry.copy import gpu_tables
+
+HEADER = tl.constexpr(gpu_tables.HEADER)
 
 
 @triton.jit(do_not_specialize=["num_parts", "depth"])

@@ -150,9 +150,10 @@ class AddressBook:
 def batches(jobs: Sequence[Job]) -> list[Sequence[Job]]:
     """Jobs to queue together: all of them, or first the first, if that one is large.
 
-    Then the GPU has work while the table of the others is made.
+    Then the GPU has work while the table of the others is made. For a single other one
+    that would not outweigh the pause between two launches.
     """
-    if len(jobs) > 1 and _rough_bytes(jobs[0].binding) >= LARGE_BYTES:
+    if len(jobs) > 2 and _rough_bytes(jobs[0].binding) >= LARGE_BYTES:
         return [jobs[:1], jobs[1:]]
     return [jobs]
 

@@ -13,6 +13,7 @@ because both derive them from the plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -92,8 +93,9 @@ class Binding(NamedTuple):
         return all(part.pieces.contiguous for part in self.parts)
 
     @staticmethod
+    @lru_cache(maxsize=4096)
     def bulk(source: Base, target: Base, num_bytes: int) -> Binding:
-        """One piece, as a staged write is."""
+        """One piece, as a staged write is; remembered, because slots are used again and again."""
         return Binding((Part("", "", (source,), (target,), one_piece(num_bytes)),))
 
     def merged(self) -> Binding:
@@ -263,6 +265,8 @@ def _end(
     return _End(rank.layout.page_tokens, first, advance, table, placements, rank.unit)
 
 
+# Parcels of one size recur, and making a base for each layer is most of what a binding costs.
+@lru_cache(maxsize=1024)
 def _image_placements(
     group: Group, move: Move, num_tokens: int, offset: int
 ) -> tuple[Placement, ...]:
@@ -296,32 +300,60 @@ class _Segments(NamedTuple):
 def _bind_move(group: Group, move: Move, num_tokens: int, source: _End, target: _End) -> list[Part]:
     segments = _segments(group.name, num_tokens, source, target)
     _demand_distinct(group.name, segments.target)
-    return [
-        _part(group, index, move, segments, source, target) for index in range(len(group.tensors))
-    ]
+    parts: list[Part] = []
+    known: dict[tuple[int, ...], Pieces] = {}
+    for index, tensor in enumerate(group.tensors):
+        ours, theirs = source.placements[index], target.placements[index]
+        # K and V usually lie alike: then they have the very same pieces.
+        key = (tensor.unit_bytes, *_strides(ours), *_strides(theirs))
+        if key not in known:
+            known[key] = _pieces(group, index, move, segments, source, target)
+        layers = group.layers_in(move.layers)
+        parts.append(
+            Part(
+                group.name, tensor.name, ours.bases_of(layers), theirs.bases_of(layers), known[key]
+            )
+        )
+    return parts
+
+
+def _strides(placement: Placement) -> tuple[int, int, int, int]:
+    """All that a tensor's pieces follow from, but for its bases."""
+    return (
+        placement.page_stride,
+        placement.token_stride,
+        placement.unit_stride,
+        placement.num_pages,
+    )
 
 
 def _segments(group: str, num_tokens: int, source: _End, target: _End) -> _Segments:
     zero = np.zeros(1, dtype=np.int64)
-    edges = (zero, source.page_starts(num_tokens), target.page_starts(num_tokens))
-    # Sorted by hand: numpy's own unique hashes, which takes far longer on page starts.
-    starts = np.sort(np.concatenate(edges))
-    starts = starts[np.diff(starts, prepend=-1) > 0]
-    lengths = np.diff(starts, append=num_tokens)
-    return _Segments(source.locate(starts, group), target.locate(starts, group), lengths)
+    end = np.array([num_tokens], dtype=np.int64)
+    edges = (zero, source.page_starts(num_tokens), target.page_starts(num_tokens), end)
+    # By hand: numpy's own unique hashes, and its diff costs more than all of this.
+    marks = np.concatenate(edges)
+    marks.sort()
+    last = np.flatnonzero(marks[1:] != marks[:-1])
+    starts, ends = marks[last], marks[last + 1]
+    return _Segments(source.locate(starts, group), target.locate(starts, group), ends - starts)
 
 
 def _demand_distinct(group: str, target: _Located) -> None:
     """Two pages of a request in one place would overwrite each other."""
-    visited = target.page[np.flatnonzero(np.diff(target.place, prepend=-1))]
-    if not np.diff(np.sort(visited)).all():
+    place = target.place
+    if place[0] == place[-1]:
+        return
+    visited = target.page[1:][place[1:] != place[:-1]]
+    visited = np.sort(np.append(visited, target.page[0]))
+    if (visited[1:] == visited[:-1]).any():
         raise InputError(f"a target page appears twice in the table of group {group!r}")
 
 
-def _part(
+def _pieces(
     group: Group, index: int, move: Move, segments: _Segments, source: _End, target: _End
-) -> Part:
-    tensor, layers = group.tensors[index], group.layers_in(move.layers)
+) -> Pieces:
+    tensor = group.tensors[index]
     ours, theirs = source.placements[index], target.placements[index]
     grain = Grain(
         Stride(ours.token_stride * source.advance, theirs.token_stride * target.advance),
@@ -330,13 +362,12 @@ def _part(
         tensor.unit_bytes,
         _full_segment(source, target),
     )
-    pieces = pieces_of(
+    return pieces_of(
         _offsets(ours, source.unit, segments.source),
         _offsets(theirs, target.unit, segments.target),
         segments.num_tokens,
         grain,
     )
-    return Part(group.name, tensor.name, ours.bases_of(layers), theirs.bases_of(layers), pieces)
 
 
 def _offsets(placement: Placement, unit: int, at: _Located) -> Int64s:

@@ -9,7 +9,7 @@ proof that the source will not write any more.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvferry.ids import Room, Serial, SlotIndex
@@ -30,7 +30,8 @@ class CreditBook:
     """Every slot of the pool and every account that wants one."""
 
     def __init__(self, num_slots: int, window: int) -> None:
-        self.free: deque[SlotIndex] = deque(SlotIndex(i) for i in range(num_slots))
+        # A stack: the slot that was used last is the one that is still in a cache.
+        self.free = [SlotIndex(i) for i in reversed(range(num_slots))]
         self.accounts: dict[AccountKey, Account] = {}
         self.scattering: dict[SlotIndex, AccountKey] = {}
         self._num_slots = num_slots
@@ -54,7 +55,7 @@ class CreditBook:
         while self.free and self._queue:
             key, _ = self._queue.popitem(last=False)
             account = self.accounts[key]
-            account.outstanding[Serial(account.granted)] = self.free.popleft()
+            account.outstanding[Serial(account.granted)] = self.free.pop()
             account.granted += 1
             lucky[key] = None
             self._enqueue(key, account)

@@ -216,6 +216,10 @@ class SourceMachine(Writer):
 
     def _why_not(self, link: Link, room: SourceRoom | None, offer: Offer) -> Failure | None:
         """Why an offer can't be taken."""
+        if link.state is LinkState.LOST:
+            # Kept only until its last write has ended. A lane on it would outlive it.
+            text = f"the session with {link.peer} is over"
+            return Failure.of(FailureCode.SESSION_REPLACED, text)
         owed = link.plan.blocks(self.me.rank, link.peer.rank, offer.request)
         assert link.hello is not None
         problem = offer_problem(link.plan, link.hello, link.peer.rank, offer, owed)

@@ -8,7 +8,6 @@ while it waits for another, except a credit, which its pages already back.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import ClassVar
 
@@ -39,7 +38,8 @@ class Writer(Welcomer):
         super().__init__(identity, config)
         self.stages = stages
         self.writing: dict[Op, Writing] = {}
-        self.local_slots: deque[SlotIndex] = deque(map(SlotIndex, range(config.local_slots)))
+        # A stack: the slot that was used last is the one that is still in a cache.
+        self.local_slots = [SlotIndex(i) for i in reversed(range(config.local_slots))]
         # Ordered sets: lanes that may have something to write, those that wait for a
         # local slot, and those that this step has changed.
         self._ready: dict[Lane, None] = {}
@@ -112,7 +112,7 @@ class Writer(Welcomer):
             lane.used.add(serial)
             lane.waiting_since = self._now
             credit = Credit(serial, lane.credit.pop(serial))
-            self._write(lane, (lane.staged.popleft(),), credit, self.local_slots.popleft())
+            self._write(lane, (lane.staged.popleft(),), credit, self.local_slots.pop())
 
     def _may_write(self, lane: Lane) -> bool:
         running = lane.room.state in (RoomState.OPEN, RoomState.FINISHED)

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 
 _LENGTH = struct.Struct(">I")
+# A few thousand frames keep an owner busy for as long as it may be.
+MAX_FRAMES = 1024
 MAX_BUNDLE_BYTES = MAX_FRAME_BYTES + _LENGTH.size
 
 
@@ -21,7 +23,8 @@ def bundle(frames: Iterable[bytes]) -> list[bytes]:
     parts: list[bytes] = []
     size = 0
     for frame in frames:
-        if parts and size + _LENGTH.size + len(frame) > MAX_BUNDLE_BYTES:
+        full = size + _LENGTH.size + len(frame) > MAX_BUNDLE_BYTES or len(parts) == 2 * MAX_FRAMES
+        if parts and full:
             messages.append(b"".join(parts))
             parts, size = [], 0
         parts += [_LENGTH.pack(len(frame)), frame]
@@ -34,7 +37,7 @@ def unbundle(message: bytes) -> list[bytes] | None:
     frames: list[bytes] = []
     at = 0
     while at < len(message):
-        if at + _LENGTH.size > len(message):
+        if at + _LENGTH.size > len(message) or len(frames) == MAX_FRAMES:
             return None
         (length,) = _LENGTH.unpack_from(message, at)
         at += _LENGTH.size

@@ -37,6 +37,14 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             raise TransportError(f"a peer's card can't be read: {error}") from None
 
+    @staticmethod
+    def address_in(data: bytes) -> Address | None:
+        """Where a peer's lifeline is; None for what is no card."""
+        try:
+            return Card.decode(data).address
+        except TransportError:
+            return None
+
     @property
     def address(self) -> Address:
         """Of its lifeline."""

@@ -9,13 +9,14 @@ import msgspec
 from kvferry.config import ProtocolConfig
 from kvferry.errors import InputError
 from kvferry.plan.choose import Constants, Path
-from kvferry.staging.pool import DEFAULT_BUDGET_BYTES, DEFAULT_SLOT_BYTES
+from kvferry.staging.pool import DEFAULT_BUDGET_BYTES
 
 
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where an endpoint listens, how much it stages, and which path it takes.
 
-    ``staging_bytes`` is all that an endpoint takes beside the pools; 0 is none.
+    ``staging_bytes`` is all that an endpoint takes beside the pools; 0 is none. It is
+    cut into slots of ``slot_bytes``, or of what suits the pools' device.
     ``path`` overrides the chooser and ``constants`` what it would measure.
     ``options`` are the transport's own.
     """
@@ -23,7 +24,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 0
     staging_bytes: int = DEFAULT_BUDGET_BYTES
-    slot_bytes: int = DEFAULT_SLOT_BYTES
+    slot_bytes: int | None = None
     path: Path | None = None
     constants: Constants | None = None
     deadline_s: float = 30.0
@@ -35,7 +36,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise InputError(f"a port is a number from 0 to 65535, not {self.port}")
-        if self.staging_bytes < 0 or self.slot_bytes <= 0:
+        if self.staging_bytes < 0 or (self.slot_bytes is not None and self.slot_bytes <= 0):
             raise InputError("staging_bytes is 0 or more, and slot_bytes above 0")
         for name in ("deadline_s", "lease_s", "tick_s"):
             if getattr(self, name) <= 0:

@@ -76,23 +76,22 @@ class GpuJobs(Copier):
     """Copies with a GPU: whatever waits is started as one copy, and told of when it ends."""
 
     def __init__(self, name: str, device: Device) -> None:
-        self._device = device
+        from kvferry.copy.gpu import GpuCopier, Job  # noqa: PLC0415 - needs torch and a GPU
+
+        self._gpu = GpuCopier(device)
+        self._gpu.warm_up()
+        self._make = Job
         super().__init__(name)
 
     def _run(self) -> None:
-        from kvferry.copy.gpu import GpuCopier  # noqa: PLC0415 - needs torch and a GPU
-
-        gpu = GpuCopier(self._device)
-        gpu.warm_up()
-        running: deque[tuple[Any, list[tuple[CopyJob, Binding]]]] = deque()
+        running: deque[tuple[Any, list[_Bound]]] = deque()
         while (jobs := self._take(wait=not running)) is not None:
             if jobs:
-                self._start(gpu, jobs, running)
-            while running and running[0][0].query():
-                _tell(running.popleft()[1])
+                self._start(jobs, running)
+            while running and _is_over(running[0][0]):
+                _tell(*running.popleft())
         for event, done in running:
-            event.synchronize()
-            _tell(done)
+            _tell(event, done)
 
     def _take(self, *, wait: bool) -> list[CopyJob] | None:
         """The jobs that wait, none after a moment; None at the end."""
@@ -112,23 +111,39 @@ class GpuJobs(Copier):
             jobs.append(job)
         return jobs
 
-    def _start(self, gpu: Any, jobs: list[CopyJob], running: deque[Any]) -> None:
-        from kvferry.copy.gpu import Job  # noqa: PLC0415
-
-        bound: list[tuple[CopyJob, Binding]] = []
+    def _start(self, jobs: list[CopyJob], running: deque[tuple[Any, list[_Bound]]]) -> None:
+        bound: list[_Bound] = []
         for job in jobs:
             try:
                 bound.append((job, job.bind()))
             except KvferryError as error:
                 job.then(None, str(error))
         if bound:
-            copies = [Job(binding, job.sources, job.targets) for job, binding in bound]
-            running.append((gpu.copy(copies), bound))
+            copies = [self._make(binding, job.sources, job.targets) for job, binding in bound]
+            running.append((self._gpu.copy(copies), bound))
 
 
-def _tell(done: list[tuple[CopyJob, Binding]]) -> None:
-    for job, binding in done:
-        job.then(binding, "")
+_Bound = tuple[CopyJob, Binding]
+
+
+def _is_over(event: Any) -> bool:
+    """Whether a copy has ended, well or not."""
+    try:
+        return bool(event.query())
+    except RuntimeError:
+        return True
+
+
+def _tell(event: Any, done: list[_Bound]) -> None:
+    """Say how a copy ended. After a CUDA error nothing runs on the device any more."""
+    try:
+        event.synchronize()
+    except RuntimeError as error:
+        for job, _ in done:
+            job.then(None, f"the GPU failed: {error}")
+    else:
+        for job, binding in done:
+            job.then(binding, "")
 
 
 def copier_for(device: Device, name: str) -> Copier:

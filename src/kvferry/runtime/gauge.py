@@ -33,7 +33,9 @@ class Gauge:
         """The next write, or None when all were made."""
         if not self._left:
             return None
-        return self._pieces() if self._left[0] == "pieces" else self._bulk()
+        if self._left[0] == "pieces":
+            return scattered(self._ours, self._theirs, NUM_PIECES)
+        return Binding.bulk(self._ours, self._theirs, SCRATCH_BYTES)
 
     def took(self, seconds: float) -> None:
         """The write that ``next`` gave has ended well."""
@@ -53,13 +55,11 @@ class Gauge:
             maps_peer=before.maps_peer,
         )
 
-    def _bulk(self) -> Binding:
-        return Binding.bulk(self._ours, self._theirs, SCRATCH_BYTES)
 
-    def _pieces(self) -> Binding:
-        """Every second stretch of both sides, so that nothing can be merged."""
-        offsets = np.arange(NUM_PIECES, dtype=np.int64) * 2 * PIECE_BYTES
-        one = np.ones(NUM_PIECES, dtype=np.int64)
-        flat = Stride(PIECE_BYTES, PIECE_BYTES)
-        pieces = Pieces(offsets, offsets, one * PIECE_BYTES, one, one, flat, flat, True)
-        return Binding((Part("", "", (self._ours,), (self._theirs,), pieces),))
+def scattered(source: Base, target: Base, num_pieces: int) -> Binding:
+    """Every second stretch of either side, so that nothing can be merged."""
+    offsets = np.arange(num_pieces, dtype=np.int64) * 2 * PIECE_BYTES
+    one = np.ones(num_pieces, dtype=np.int64)
+    flat = Stride(PIECE_BYTES, PIECE_BYTES)
+    pieces = Pieces(offsets, offsets, one * PIECE_BYTES, one, one, flat, flat, whole_pages=True)
+    return Binding((Part("", "", (source,), (target,), pieces),))

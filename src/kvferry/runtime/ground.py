@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
+import time
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from kvferry.copy.cpu import copy_binding, warm_up
 from kvferry.errors import InputError
-from kvferry.ids import Peer
+from kvferry.ids import MAX_NAME, Peer
 from kvferry.layout.layout import Layout
 from kvferry.plan.choose import PRESETS, Constants
+from kvferry.plan.places import Base
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.messages import Staging
-from kvferry.regions import Region
+from kvferry.regions import Device, Region
+from kvferry.rendezvous.records import Name
 from kvferry.runtime.card import Card
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.gauge import SCRATCH_BYTES
+from kvferry.runtime.gauge import PIECE_BYTES, SCRATCH_BYTES, scattered
 from kvferry.runtime.lifeline import Lifeline
 from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.owner import new_incarnation
 from kvferry.staging import SlotPool, allocate, slots_for
+from kvferry.staging.pool import DEFAULT_SLOT_BYTES, GPU_SLOT_BYTES
 from kvferry.transport.base import Setup, Transport
 from kvferry.transport.registry import transport_class
 
+# With its transport's realm, it must fit a frame's text.
+MAX_MODEL = 512
 # What a slot costs beside its bytes: a gather, a write, a note and a scatter through two
 # processes' queues. Seen on 2 shared cores; a transport's own constants are measured.
 SLOT_S = 250e-6
@@ -112,6 +122,11 @@ class Ground(NamedTuple):
             return Staging()
         return Staging(self.slots.pool.slot_bytes, self.slots.pool.num_slots)
 
+    def close(self) -> None:
+        """Give everything back, before anybody was told of it."""
+        self.transport.close()
+        self.lifeline.close()
+
 
 def lay_ground(
     member: Member,
@@ -124,6 +139,7 @@ def lay_ground(
 ) -> Ground:
     """Set everything up that has no thread. Raises errors that say what to change."""
     _demand_reachable(config.host)
+    _demand_sayable(member)
     layout, rank = member.layout, member.rank
     memory = pools if isinstance(pools, Memory) else Memory.of(layout, rank, pools)
     problem = pools_problem(layout, rank, memory.map)
@@ -157,6 +173,21 @@ def _demand_reachable(host: str) -> None:
         raise InputError(f"host {host} says nothing; name the address that peers reach this by")
 
 
+def _demand_sayable(member: Member) -> None:
+    """What others could not read must not be sent to them."""
+    try:
+        msgspec.convert(member.name, Name)
+    except msgspec.ValidationError:
+        raise InputError(
+            f"an instance's name has 1 to {MAX_NAME} letters, digits and any of ._:@+/- behind "
+            f"the first; {member.name!r:.300} has not"
+        ) from None
+    if len(member.model) > MAX_MODEL:
+        raise InputError(
+            f"model has {len(member.model)} characters, and {MAX_MODEL} at most; use a hash"
+        )
+
+
 def _slots(
     config: EndpointConfig,
     layout: Layout,
@@ -170,25 +201,51 @@ def _slots(
     pool = slots_for(
         unit_bytes,
         budget_bytes=config.staging_bytes - SCRATCH_BYTES,
-        slot_bytes=config.slot_bytes,
+        slot_bytes=slot_size(config, memory.device),
         most_slots=most_slots,
     )
     buffer = allocate(pool.num_bytes + SCRATCH_BYTES, memory.device)
     return Slots(buffer.region, pool, buffer)
 
 
-def first_constants(config: EndpointConfig, transport: Transport, memory: Memory) -> Constants:
+def slot_size(config: EndpointConfig, device: Device) -> int:
+    """As configured, or what suits the device: a slot's cost beside its bytes is a CPU's."""
+    if config.slot_bytes is not None:
+        return config.slot_bytes
+    return DEFAULT_SLOT_BYTES if device.is_host else GPU_SLOT_BYTES
+
+
+def preset_for(transport: str, device: Device) -> str:
+    """Whose figures are used before an endpoint has measured its own."""
+    where = "host" if device.is_host else "gpu"
+    names = (transport, f"{transport}-{where}", f"nixl-{where}")
+    return next(name for name in names if name in PRESETS)
+
+
+def first_constants(config: EndpointConfig, transport: Transport, device: Device) -> Constants:
     """What a transport is taken to cost until it was measured."""
     if config.constants is not None:
         return config.constants
-    where = "host" if memory.device.is_host else "gpu"
-    names = (transport.name, f"{transport.name}-{where}", f"nixl-{where}")
-    preset = next(PRESETS[name] for name in names if name in PRESETS)
-    return Constants(
-        descriptor_s=preset.descriptor_s,
-        bytes_per_s=preset.bytes_per_s,
-        copy_bytes_per_s=preset.copy_bytes_per_s,
-        slot_bytes=config.slot_bytes,
+    preset = PRESETS[preset_for(transport.name, device)]
+    return replace(
+        preset,
+        copy_bytes_per_s=copy_speed() if device.is_host else preset.copy_bytes_per_s,
+        slot_bytes=slot_size(config, device),
         slot_s=SLOT_S,
         maps_peer=transport.maps_peer,
     )
+
+
+@cache
+def copy_speed() -> float:
+    """Bytes a second that the CPU gathers in small pieces, measured once for a process."""
+    from_, into = allocate(2 * SCRATCH_BYTES), allocate(2 * SCRATCH_BYTES)
+    pieces = scattered(Base(0, 0, 0), Base(0, 0, 0), SCRATCH_BYTES // PIECE_BYTES)
+    addresses = (from_.region.address,), (into.region.address,)
+    copy_binding(pieces, *addresses)
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        copy_binding(pieces, *addresses)
+        seconds.append(time.perf_counter() - begin)
+    return SCRATCH_BYTES / min(seconds)

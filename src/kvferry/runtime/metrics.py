@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections import Counter as Tally
 from dataclasses import dataclass, field
@@ -45,11 +47,15 @@ class _Metrics:
 _made: weakref.WeakKeyDictionary[CollectorRegistry, _Metrics] = weakref.WeakKeyDictionary()
 
 
+_making = threading.Lock()
+
+
 def _metrics_of(registry: CollectorRegistry) -> _Metrics:
     """Registering a metric twice is an error, so they are made once."""
-    if registry not in _made:
-        _made[registry] = _Metrics(registry)
-    return _made[registry]
+    with _making:
+        if registry not in _made:
+            _made[registry] = _Metrics(registry)
+        return _made[registry]
 
 
 @dataclass
@@ -132,3 +138,16 @@ class Meter:
         """How much of the staging memory is in use."""
         self._metrics.staging_used.labels(*self._labels).set(used_bytes)
         self._metrics.staging_total.labels(*self._labels).set(total_bytes)
+
+    def close(self) -> None:
+        """The endpoint is over: it has no rooms and no staging any more."""
+        metrics = self._metrics
+        for gauge in (
+            metrics.open_rooms,
+            metrics.quarantined,
+            metrics.staging_used,
+            metrics.staging_total,
+            metrics.heartbeat_age,
+        ):
+            with contextlib.suppress(KeyError):
+                gauge.remove(*self._labels)

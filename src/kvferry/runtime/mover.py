@@ -3,11 +3,15 @@
 The owner hands it writes and hears how they ended. A transport that must be
 polled is polled often while something is expected and rarely otherwise; one that
 need not be costs nothing while it is idle.
+
+In host memory the mover also gathers what it then writes, because a slot that was
+just filled is still in this core's cache (docs/adr/0011). On a GPU the copier does.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,31 +19,50 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
+from kvferry.copy.cpu import copy_binding
 from kvferry.errors import KvferryError
 from kvferry.ids import Op, Session
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Constants, Path
+from kvferry.plan.places import Base
 from kvferry.protocol.events import Fate
 from kvferry.runtime.gauge import Gauge
 from kvferry.transport.base import Ended, Remote, Transport
 
 log = logging.getLogger("kvferry.runtime")
 
-BUSY_POLL_S = 50e-6
-PATIENT_POLL_S = 500e-6
+# How often to look while something is about to happen: polling costs a core that may be needed.
+BUSY_POLL_S = 50e-6 if (os.cpu_count() or 1) >= 8 else 250e-6
+PATIENT_POLL_S = 1e-3
 IDLE_POLL_S = 20e-3
 # After so long without news, a write or a note is not about to come any moment.
 EAGER_S = 20e-3
 
 
+class Gather(NamedTuple):
+    """What a staged write does first: fill a slot from memory at these addresses.
+
+    ``from_`` is the slot as the transport knows it, and ``to`` the peer's.
+    """
+
+    sources: tuple[int, ...]
+    into: int
+    from_: Base
+    to: Base
+
+
 class Posting(NamedTuple):
-    """A write to make. ``path`` is None where the binding tells whether it is runs or slices."""
+    """A write to make. ``path`` is None where the binding tells whether it is runs or slices.
+
+    With ``gather``, ``bind`` gives the pieces that fill the slot.
+    """
 
     op: Op
     session: Session
     bind: Callable[[], Binding]
     note: bytes
     path: Path | None = None
+    gather: Gather | None = None
 
 
 class Ending(NamedTuple):
@@ -102,7 +125,7 @@ class Mover:
         self._peers: dict[Session, _Peer] = {}
         self._flights: dict[Op, _Flight] = {}
         self._gauges: dict[Op, tuple[Gauge, Constants]] = {}
-        self._gauge_ops = 0
+        self._own_ops = 0
         self._expecting = False
         self._closing = False
         self._news_at = 0.0
@@ -182,12 +205,15 @@ class Mover:
             return
 
     def _poll(self) -> None:
-        news = self.transport.poll()
-        for note in news.notes:
-            self._listener.note_came(note)
-        for ended in news.ended:
-            self._end(ended)
-        if news.notes or news.ended:
+        """Take all news. Taking some may be what lets the next come."""
+        while True:
+            news = self.transport.poll()
+            for note in news.notes:
+                self._listener.note_came(note)
+            for ended in news.ended:
+                self._end(ended)
+            if not (news.notes or news.ended):
+                return
             self._news_at = time.monotonic()
 
     # ------------------------------------------------------------ peers
@@ -234,8 +260,10 @@ class Mover:
         except KvferryError as error:
             self._listener.write_ended(Ending(posting.op, Fate.FAILED, str(error)))
             return
+        if posting.gather is not None:
+            binding = _gathered(posting.gather, binding)
         direct = Path.RUNS if binding.contiguous else Path.SLICES
-        if not self.transport.maps_peer:
+        if not self.transport.maps_peer and posting.path is None:
             binding = binding.merged()
         flight = _Flight(
             posting.session,
@@ -274,19 +302,22 @@ class Mover:
         )
         self._let_go(flight.session)
 
+    def _own_op(self) -> Op:
+        """A number below zero, where no write of the machine's is."""
+        self._own_ops -= 1
+        return Op(self._own_ops)
+
     # ------------------------------------------------------------ measuring
 
     def _measure(self, session: Session, gauge: Gauge, before: Constants) -> None:
         peer, binding = self._peers.get(session), gauge.next()
         if peer is None or peer.cut or peer.remote is None or binding is None:
             return
-        # Below zero, where no write of the machine's is.
-        self._gauge_ops -= 1
-        op = Op(self._gauge_ops)
+        op = self._own_op()
         peer.flying.add(op)
         self._flights[op] = _Flight(session, time.monotonic(), Path.SLICES, 0, 0)
         self._gauges[op] = gauge, before
-        self.transport.write(peer.remote, op, binding, b"")
+        self.transport.write(peer.remote, op, binding, None)
 
     def _gauge_ended(self, ended: Ended) -> None:
         gauge, before = self._gauges.pop(ended.op)
@@ -301,3 +332,9 @@ class Mover:
             else:
                 self._measure(flight.session, gauge, before)
         self._let_go(flight.session)
+
+
+def _gathered(gather: Gather, pieces: Binding) -> Binding:
+    """Fill the slot; what is left to do is to write it in bulk."""
+    copy_binding(pieces, gather.sources, (gather.into,), keep=True)
+    return Binding.bulk(gather.from_, gather.to, pieces.num_bytes)

@@ -13,7 +13,7 @@ from kvferry.plan.bind import Side
 from kvferry.protocol.events import Event, Finish, Prepare, Push
 from kvferry.protocol.messages import MAX_METADATA
 from kvferry.runtime.handles import Handle
-from kvferry.runtime.tables import GrowingTables, Pages, Rows, Shelf
+from kvferry.runtime.tables import GrowingTables, Pages, Reach, Rows, Shelf
 
 
 class Waitable(Protocol):
@@ -33,7 +33,7 @@ class Step(Protocol):
 
 
 class Outgoing(Handle):
-    """One room. Chunks are pushed in the order of their tokens."""
+    """One room, for one thread at a time. Chunks are pushed in the order of their tokens."""
 
     def __init__(
         self, room: Room, shelf: Shelf, step: Step, abort: Callable[[Outgoing], None]
@@ -43,6 +43,7 @@ class Outgoing(Handle):
         self._step = step
         self._abort = abort
         self._pushed = SpanSet()
+        self._reach = Reach()
         self._closed = False
         # The owner's, from here on.
         self.tables = GrowingTables()
@@ -53,6 +54,7 @@ class Outgoing(Handle):
         """These tokens are about to be computed into these pages: ask for credits now."""
         span = self._span(tokens, "prepare")
         chunk = self._shelf.chunk(span, pages)
+        self._reach.extend(chunk)
         self._step(self, None, lambda: self.tables.add(chunk), Prepare(self.room, span))
 
     def push(self, tokens: tuple[int, int], pages: Pages, after: Waitable | None = None) -> None:
@@ -64,6 +66,7 @@ class Outgoing(Handle):
         if self._pushed.overlaps(span):
             raise Misuse(f"room {self.room!r} has had some of the tokens {span} pushed")
         chunk = self._shelf.chunk(span, pages)
+        self._reach.extend(chunk)
         self._pushed.add(span)
         self._step(self, after, lambda: self.tables.add(chunk), Push(self.room, span))
 

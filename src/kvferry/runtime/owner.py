@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
 import zmq
 
-from kvferry.errors import KvferryError, Misuse
-from kvferry.ids import MAX_ID, Peer, Room, Session
+from kvferry.errors import InputError, KvferryError, Misuse
+from kvferry.ids import MAX_ID, MAX_NAME, Peer, Room, Session
 from kvferry.plan.choose import Constants
 from kvferry.protocol.codec import BadFrame, FrameFault, decode
 from kvferry.protocol.endpoint import Endpoint, Link
@@ -124,7 +125,8 @@ class Owner(ABC, Generic[H]):
         if self._stopped:
             return not self._handles
         self._inbox.put(self._begin_close)
-        free = self._empty.wait(timeout_s)
+        # The wait also ends with a thread that breaks.
+        free = self._empty.wait(timeout_s) and not self._broken
         self._inbox.put(self._stop)
         self._thread.join()
         self._prober.close()
@@ -134,10 +136,12 @@ class Owner(ABC, Generic[H]):
             # A closed lifeline is proof for others, so it must be true.
             self._lifeline.close()
         self._inbox.close()
+        self._meter.close()
         return free
 
     def _add(self, handle: H) -> None:
-        """Take a room on. Raises ``Misuse``."""
+        """Take a room on. Raises ``Misuse``, and ``InputError`` for what is no room's id."""
+        _demand_room(handle.room)
         with self._lock:
             if self._broken or self._closing:
                 why = self._broken or "this endpoint is closing"
@@ -285,7 +289,8 @@ class Owner(ABC, Generic[H]):
         """Bring the handles of the rooms that a step was about up to date."""
         body = event.envelope.body if isinstance(event, Received) else event
         room = getattr(body, "room", None)
-        handles: Iterable[H | None] = self._handles.values()
+        # A copy, made at once: other threads add rooms meanwhile.
+        handles: Iterable[H | None] = tuple(self._handles.values())
         if room is not None:
             handles = (self._handles.get(room),)
         for handle in handles:
@@ -330,8 +335,8 @@ class Owner(ABC, Generic[H]):
     def _ask_after(self, peers: Callable[[Link], bool] = lambda _: True) -> None:
         """There was a sign that some peer may be gone: ask, rather than wait for its silence."""
         for link in self.machine.links.values():
-            if link.incarnation is not None and link.metadata and peers(link):
-                address = Card.decode(link.metadata).address
+            address = Card.address_in(link.metadata)
+            if link.incarnation is not None and address and peers(link):
                 self._prober.sign(link.peer, link.incarnation, address)
 
     # ------------------------------------------------------------ what the mover says
@@ -407,3 +412,14 @@ class Owner(ABC, Generic[H]):
             handles = list(self._handles.values())
         for handle in handles:
             handle.end(Failure.of(FailureCode.TRANSPORT, why))
+
+
+def _demand_room(room: Room) -> None:
+    """What no frame could carry would never be answered."""
+    try:
+        msgspec.convert(room, Room)
+    except msgspec.ValidationError:
+        raise InputError(
+            f"a room's id is a whole number from 0 to {MAX_ID} or 1 to {MAX_NAME} characters, "
+            f"not {room!r:.300}"
+        ) from None

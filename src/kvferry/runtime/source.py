@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvferry.config import ProtocolConfig
-from kvferry.errors import InputError, TransportError
+from kvferry.errors import TransportError
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout.layout import Layout
 from kvferry.plan.bind import Binding, Image, Pair, Side, bind
@@ -51,7 +52,7 @@ from kvferry.runtime.inbox import Inbox
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.metrics import Meter
-from kvferry.runtime.mover import Ending, Mover, Posting
+from kvferry.runtime.mover import Ending, Gather, Mover, Posting
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner import Owner, Parts
 from kvferry.runtime.paths import PathPolicy
@@ -91,10 +92,16 @@ class SourceEndpoint(RankEndpoint["_SourceOwner"]):
         config = config or EndpointConfig()
         member = Member(name, rank, layout, model)
         most_slots = config.protocol.local_slots
-        ground = lay_ground(member, pools, transport, config, writable=False, most_slots=most_slots)
-        control = ControlServer(config.host, config.port, key)
-        meter = Meter(str(member.peer), ground.transport.name, registry)
-        client = RendezvousClient(rendezvous, key) if rendezvous else None
+        with ExitStack() as undo:
+            control = ControlServer(config.host, config.port, key)
+            undo.callback(control.close)
+            ground = lay_ground(
+                member, pools, transport, config, writable=False, most_slots=most_slots
+            )
+            undo.callback(ground.close)
+            meter = Meter(str(member.peer), ground.transport.name, registry)
+            client = RendezvousClient(rendezvous, key) if rendezvous else None
+            undo.pop_all()
         super().__init__(_SourceOwner(ground, config, control, meter), client)
         self._deadline_s = config.deadline_s
         self._shelf = Shelf(layout, rank, ground.memory.map)
@@ -142,7 +149,7 @@ class _SourceOwner(Owner[Outgoing]):
             ground.member.rank,
             ground.memory.map,
             self._tables_of,
-            first_constants(config, ground.transport, ground.memory),
+            first_constants(config, ground.transport, ground.memory.device),
             config.path,
         )
         name = str(ground.member.peer)
@@ -201,16 +208,9 @@ class _SourceOwner(Owner[Outgoing]):
                 return
             handle.steps.popleft()
             if self._handles.get(handle.room) is handle:
-                self._learn(handle, learn)
+                learn()
                 self._step(event)
         self._waiting.pop(handle, None)
-
-    def _learn(self, handle: Outgoing, learn: Callable[[], None]) -> None:
-        try:
-            learn()
-        except InputError:
-            # Pages were skipped. The write that needs them fails the room with the reason.
-            self._meter.refused("pages")
 
     def _turn(self) -> None:
         super()._turn()
@@ -359,9 +359,14 @@ class _SourceOwner(Owner[Outgoing]):
             return
         from_ = Base(0, len(self._ground.memory.regions), slots.pool.offset(action.local_slot))
         to = Base(0, card.staging_region, action.slot * link.hello.staging.slot_bytes)
-        then = partial(self._gathered, action, from_, to)
-        into = (slots.address(action.local_slot),)
-        self._copier.submit(CopyJob(make, self._ground.addresses, into, then, keep=True))
+        into, sources = slots.address(action.local_slot), self._ground.addresses
+        if slots.region.device.is_host:
+            note, gather = encode(action.note), Gather(sources, into, from_, to)
+            session = action.note.session
+            self._mover.write(Posting(action.op, session, make, note, Path.STAGED, gather))
+        else:
+            then = partial(self._gathered, action, from_, to)
+            self._copier.submit(CopyJob(make, sources, (into,), then, keep=True))
 
     def _gathered(
         self, action: Write, from_: Base, to: Base, gathered: Binding | None, problem: str

@@ -13,7 +13,7 @@ from kvferry.layout.layout import Holding, Layout
 from kvferry.layout.spec import Group, Slot
 from kvferry.plan.places import PageTable, PoolMap
 from kvferry.plan.plan import Request
-from kvferry.protocol.messages import Table
+from kvferry.protocol.messages import MAX_PAGES, Table
 
 # Pages of all groups that follow tokens, or group by group.
 Pages = Sequence[int] | Mapping[str, Sequence[int]]
@@ -105,6 +105,11 @@ class Shelf:
                 f"group {group!r} names page {min(pages)} or {max(pages)}, "
                 f"but its pool has pages 0..{most - 1}"
             )
+        if len(pages) > MAX_PAGES:
+            raise InputError(
+                f"group {group!r} names {len(pages)} pages, and a room has {MAX_PAGES} at most; "
+                f"use larger pages"
+            )
         if len(set(pages)) != len(pages):
             raise InputError(f"group {group!r} names a page twice; each holds other tokens")
 
@@ -138,6 +143,27 @@ def _row_of(group: str, rows: Rows | None) -> int:
     return row.__index__()
 
 
+class Reach:
+    """How far a room's tables reach, as its engine has said; checked before anything is done."""
+
+    def __init__(self) -> None:
+        self._reach: dict[str, tuple[int, int]] = {}
+
+    def extend(self, chunks: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+        """Take in a chunk. Raises ``InputError``, and then nothing was taken in."""
+        reach = dict(self._reach)
+        for group, (first, pages) in chunks.items():
+            start, end = reach.get(group, (first, first))
+            if not pages:
+                continue
+            if not start <= first <= end:
+                raise InputError(
+                    f"group {group!r} skips pages; push its chunks in the order of their tokens"
+                )
+            reach[group] = start, max(end, first + len(pages))
+        self._reach = reach
+
+
 class GrowingTables:
     """A source's tables of one room, as its engine fills them."""
 
@@ -147,16 +173,12 @@ class GrowingTables:
         self._made: dict[str, PageTable] = {}
 
     def add(self, chunks: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
-        """Take in a chunk's pages. The page that two chunks share is named by both."""
+        """Take in a chunk that fits. The page that two chunks share is named by both."""
         for group, (first, pages) in chunks.items():
             if not pages:
                 continue
             known = self._pages.setdefault(group, [])
             start = self._first.setdefault(group, first)
-            if not 0 <= first - start <= len(known):
-                raise InputError(
-                    f"group {group!r} skips pages; push its chunks in the order of their tokens"
-                )
             known[first - start : first - start + len(pages)] = pages
             self._made.pop(group, None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -46,7 +47,7 @@ from kvferry.runtime.copier import CopyJob, copier_for
 from kvferry.runtime.ground import Ground, Member, lay_ground
 from kvferry.runtime.inbox import Inbox
 from kvferry.runtime.incoming import Asked, Incoming, bad_pages
-from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.keys import ClusterKey, bindable
 from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.metrics import Meter
 from kvferry.runtime.mover import Mover
@@ -85,9 +86,15 @@ class TargetEndpoint(RankEndpoint["_TargetOwner"]):
     ) -> None:
         config = config or EndpointConfig()
         member = Member(name, rank, layout, model)
-        ground = lay_ground(member, pools, transport, config, writable=True, most_slots=MAX_SLOTS)
-        meter = Meter(str(member.peer), ground.transport.name, registry)
-        client = RendezvousClient(rendezvous, key) if rendezvous else None
+        bindable(config.host, 0, key)
+        with ExitStack() as undo:
+            ground = lay_ground(
+                member, pools, transport, config, writable=True, most_slots=MAX_SLOTS
+            )
+            undo.callback(ground.close)
+            meter = Meter(str(member.peer), ground.transport.name, registry)
+            client = RendezvousClient(rendezvous, key) if rendezvous else None
+            undo.pop_all()
         super().__init__(_TargetOwner(ground, config, client, key, meter), client)
         self._deadline_s = config.deadline_s
         self._pools = ground.memory.map
@@ -213,6 +220,9 @@ class _TargetOwner(Owner[Incoming]):
 
     def _take_view(self, name: str, view: InstanceView | None) -> None:
         """An instance is complete, has changed, or has ended."""
+        if name not in self._watches:
+            # Said while we stopped listening. It would never be taken back.
+            return
         if view is None:
             self._views.pop(name, None)
         else:
@@ -244,10 +254,21 @@ class _TargetOwner(Owner[Incoming]):
         del self._asked_for[name][handle.room]
         if not self._asked_for[name]:
             del self._asked_for[name]
-            if self._directory is not None and name not in self._views:
-                self._directory.unwatch(name, self._watches.pop(name))
         self._report(handle.room, Failure.of(code, text))
         self._release(handle.room)
+
+    def _forget_ended(self) -> None:
+        """Instances come and go; what is kept of one goes when it has left and nobody needs it."""
+        needed = {link.peer.instance for link in self.machine.links.values()}
+        for name in self._views.keys() - self._watches.keys() - needed:
+            # Given by the engine, which gives it again.
+            del self._views[name]
+        needed |= self._views.keys() | self._asked_for.keys()
+        for peer in [peer for peer in self._clients if peer.instance not in needed]:
+            self._drop(peer)
+        for name in self._watches.keys() - needed:
+            assert self._directory is not None
+            self._directory.unwatch(name, self._watches.pop(name))
 
     # ------------------------------------------------------------ frames
 
@@ -298,6 +319,7 @@ class _TargetOwner(Owner[Incoming]):
     def _tick(self, now: float) -> None:
         super()._tick(now)
         self._expire_unresolved(now)
+        self._forget_ended()
         self._mover.expect(bool(self._handles))
         slots = self._ground.slots
         if slots:
@@ -328,8 +350,8 @@ class _TargetOwner(Owner[Incoming]):
 
     def _disconnect(self, action: Disconnect) -> None:
         link = self.machine.links.get(action.session)
-        if link is not None and link.metadata:
-            address = Card.decode(link.metadata).address
+        address = Card.address_in(link.metadata) if link else None
+        if address:
             self._prober.suspect(action.peer, action.incarnation, address)
 
     def _gone(self, peer: Peer, incarnation: int) -> None:

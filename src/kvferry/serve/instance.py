@@ -12,13 +12,47 @@ in a body wants it). Prefill ranks also register as ``<name>``, for decode ranks
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
+import logging
+import multiprocessing
+import re
+import signal
+import socket
+import threading
+import time
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
+from pathlib import Path
 
 import msgspec
+from aiohttp import web
 
+from kvferry.errors import InputError
+from kvferry.rendezvous.client import RendezvousClient
+from kvferry.rendezvous.records import RankRecord
 from kvferry.runtime.config import EndpointConfig
-from kvferry.serve.engine import EngineOptions
+from kvferry.runtime.owner import new_incarnation
+from kvferry.serve.api.bodies import Serving
+from kvferry.serve.api.routes import Api
+from kvferry.serve.engine import Engine, EngineOptions
+from kvferry.serve.fingerprint import fingerprint
+from kvferry.serve.loop import EngineLoop
+from kvferry.serve.requests import Role
+from kvferry.serve.spec import layout_for
+from kvferry.serve.transfer import EndpointSettings
+from kvferry.serve.transfer_decode import DecodeExtension
+from kvferry.serve.transfer_prefill import PrefillExtension
+from kvferry.serve.worker import MakeExtension, no_extension
+
+log = logging.getLogger(__name__)
+
+# "@" sets a worker apart from its ranks at the rendezvous.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/-]{0,199}")
+BACKLOG = 512
+SHUTDOWN_S = 2.0
+ABANDON_S = 2.0
 
 
 class WorkerRole(StrEnum):
@@ -52,13 +86,212 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     request_s: float = 600.0
     endpoint: EndpointConfig = EndpointConfig()
 
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise InputError(
+                f"the worker's name {self.name!r:.100} must begin with a letter or digit and have "
+                f"only those and . _ : + / - (at most 200)"
+            )
+        for name in ("deadline_s", "request_s"):
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name} must be above 0, not {getattr(self, name)}")
 
-def run_instance(
-    options: InstanceOptions, ready: Callable[[str], None] = lambda url: None
-) -> None:
+    @property
+    def served_as(self) -> str:
+        """The model's name for callers."""
+        return self.model or Path(self.folder).resolve().name
+
+    @property
+    def reached_at(self) -> str:
+        """The numeric address of this host for others."""
+        return _numeric(self.advertise or self.host)
+
+
+def extension_for(options: InstanceOptions, url: str = "") -> MakeExtension:
+    """What goes with every rank: an endpoint of the worker's side, if there is a rendezvous."""
+    if options.rendezvous is None:
+        return no_extension
+    settings = EndpointSettings(
+        name=options.name,
+        model=fingerprint(Path(options.folder)),
+        transport=options.transport,
+        rendezvous=options.rendezvous,
+        key_file=options.key_file,
+        http=url,
+        config=msgspec.structs.replace(options.endpoint, host=options.reached_at),
+    )
+    kind = PrefillExtension if options.role is WorkerRole.PREFILL else DecodeExtension
+    return partial(kind, settings)
+
+
+class Instance:
+    """A worker. ``start`` and ``stop`` belong to one event loop."""
+
+    def __init__(self, options: InstanceOptions, extend: MakeExtension | None = None) -> None:
+        self.options = options
+        host = options.reached_at
+        self._listener = _listen(options.host, options.port)
+        self.url = _url(host, self._listener.getsockname()[1])
+        self._extend = extend
+        role = Role.PREFILL if options.role is WorkerRole.PREFILL else Role.DECODE
+        self.loop = EngineLoop(self._make_engine, role)
+        self._role = Role.WHOLE if options.rendezvous is None else role
+        self._client: RendezvousClient | None = None
+        self._runner: web.AppRunner | None = None
+
+    def _make_engine(self) -> Engine:
+        extend = self._extend or extension_for(self.options, self.url)
+        return Engine(Path(self.options.folder), self.options.engine, extend=extend)
+
+    async def start(self) -> str:
+        """Load the model, take requests, and say so at the rendezvous; the URL."""
+        options = self.options
+        self.loop.begin()
+        engine = await asyncio.wrap_future(self.loop.ready)
+        api = Api(
+            self.loop,
+            _serving(options, engine, self._role),
+            _about(options, engine),
+            deadline_s=options.deadline_s,
+            request_s=options.request_s,
+        )
+        # Whoever leaves is noticed at once, because their handler is cancelled.
+        self._runner = web.AppRunner(
+            api.application(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_S,
+        )
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._listener, backlog=BACKLOG).start()
+        self._announce(engine)
+        log.info("serving name=%s role=%s url=%s", options.name, options.role, self.url)
+        return self.url
+
+    def _announce(self, engine: Engine) -> None:
+        options = self.options
+        if options.rendezvous is None:
+            return
+        settings = EndpointSettings(name=options.name, model="", key_file=options.key_file)
+        self._client = RendezvousClient(options.rendezvous, settings.key())
+        record = RankRecord(
+            instance=f"{options.name}@http",
+            rank=0,
+            incarnation=new_incarnation(),
+            fingerprint=fingerprint(Path(options.folder)),
+            # The rendezvous wants one; a server has a single place, whatever its ranks.
+            layout=layout_for(engine.config, type(engine.options.parallel)()),
+            transport="http",
+            control=self.url,
+            metadata={
+                "role": str(options.role),
+                "http": self.url,
+                "model": options.served_as,
+                "instance": options.name,
+            },
+        )
+        self._client.register(record, options.endpoint.lease_s)
+
+    async def stop(self) -> None:
+        """Leave the rendezvous, end every request and every rank. Idempotent."""
+        if self._client is not None:
+            await asyncio.to_thread(self._client.close)
+        await asyncio.to_thread(self.loop.stop)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._listener.close()
+        log.info("stopped name=%s", self.options.name)
+
+
+def run_instance(options: InstanceOptions, ready: Callable[[str], None] = lambda url: None) -> None:
     """Serve until SIGINT or SIGTERM; ``ready`` is called with the URL once requests are taken.
 
     Raises ``KvferryError`` with one sentence if it can't start, and ``RankLost``
     if a rank is lost later: then everything has ended, and it may be started again.
     """
-    raise NotImplementedError
+    asyncio.run(_run(options, ready))
+
+
+async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
+    stopped = asyncio.Event()
+    here = asyncio.get_running_loop()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            here.add_signal_handler(number, stopped.set)
+    instance = Instance(options)
+    stop = asyncio.create_task(stopped.wait())
+    start = asyncio.create_task(instance.start())
+    await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
+    if stop.done():
+        await _abandon(start)
+        if not start.done() or start.exception() is not None:
+            return
+    try:
+        ready(start.result())
+        died = asyncio.wrap_future(instance.loop.died)
+        await asyncio.wait((died, stop), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stop.cancel()
+        await instance.stop()
+    reason = instance.loop.died.result()
+    if reason is not None:
+        raise reason
+
+
+async def _abandon(start: asyncio.Task[str]) -> None:
+    """End a start that nobody waits for. The thread can't be interrupted, its ranks can."""
+    deadline = time.monotonic() + ABANDON_S
+    while not start.done() and time.monotonic() < deadline:
+        for child in multiprocessing.active_children():
+            child.kill()
+        await asyncio.wait((start,), timeout=0.1)
+
+
+def _serving(options: InstanceOptions, engine: Engine, role: Role) -> Serving:
+    blocks = engine.scheduler.blocks
+    longest = min(engine.config.max_tokens, blocks.num_pages * blocks.page_tokens)
+    return Serving(options.served_as, engine.tokenizer, longest, role)
+
+
+def _about(options: InstanceOptions, engine: Engine) -> dict[str, object]:
+    parallel = options.engine.parallel
+    return {
+        "role": str(options.role),
+        "name": options.name,
+        "model": options.served_as,
+        "transport": options.transport,
+        "parallel": {"tp": parallel.tp, "pp": parallel.pp},
+        "page_tokens": options.engine.page_tokens,
+        "max_tokens": engine.config.max_tokens,
+    }
+
+
+def _numeric(host: str) -> str:
+    """The address of a host by which others reach it."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise InputError(f"cannot find the host {host!r:.200}; give an address") from None
+    addresses = [str(where[0]).partition("%")[0] for *_, where in found]
+    address = min(addresses, key=lambda a: ":" in a)
+    if ipaddress.ip_address(address).is_unspecified:
+        raise InputError(f"{host} says nothing to others; give the address that they reach this by")
+    return address
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bound, not yet listening: a port in use is said before the model is loaded."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise InputError(
+            f"cannot listen on {host}:{port} ({error}); choose another port, or 0 for any"
+        ) from None
+    return listener

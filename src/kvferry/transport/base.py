@@ -121,9 +121,10 @@ class Transport(ABC):
         """Reach a peer's memory. Raises ``TransportError``, also for garbage."""
 
     @abstractmethod
-    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes) -> None:
+    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes | None) -> None:
         """Start a write from our regions into the peer's. ``poll`` tells how it ended.
 
+        Without a ``note`` the peer hears nothing of it.
         A piece outside a region of either side is FAILED before anything is written.
         """
 

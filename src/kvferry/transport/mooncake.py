@@ -26,9 +26,8 @@ from kvferry.ids import Op
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Region
-from kvferry.transport import bounds, lives, mooncake_package, options
+from kvferry.transport import bounds, mooncake_package, options
 from kvferry.transport.base import Ended, News, Remote, Setup, Transport
-from kvferry.transport.lives import Life
 from kvferry.transport.mooncake_courier import Courier, Job, Lane, Piece
 from kvferry.transport.single import single
 
@@ -51,7 +50,6 @@ class _Metadata(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown_fiel
     """What peers may write, and where the engine is."""
 
     agent: Annotated[str, Meta(max_length=512)]
-    life: Life
     host: Annotated[str, Meta(min_length=1, max_length=256)]
     port: Annotated[int, Meta(gt=0, lt=1 << 16)]
     regions: Annotated[tuple[_Place, ...], Meta(max_length=MAX_REGIONS)]
@@ -132,9 +130,7 @@ class MooncakeTransport(Transport):
         """Where the engine is, and the regions if peers may write them."""
         places = tuple(_Place(at.address, at.num_bytes) for at in self._public)
         port = self._engine.get_rpc_port()
-        return msgspec.msgpack.encode(
-            _Metadata(self.setup.agent, lives.own(), self.setup.host, port, places)
-        )
+        return msgspec.msgpack.encode(_Metadata(self.setup.agent, self.setup.host, port, places))
 
     def connect(self, metadata: bytes) -> Remote:
         """Get to know a peer's engine. The connection itself is made in the background."""
@@ -144,7 +140,7 @@ class MooncakeTransport(Transport):
             raise TransportError(
                 f"the peer's mooncake metadata can't be read ({error}); run one version of kvferry"
             ) from error
-        remote = _Connected(theirs, Lane(self._name_of(theirs), theirs.life))
+        remote = _Connected(theirs, Lane(self._name_of(theirs)))
         self._courier.open(remote.lane)
         return remote
 
@@ -161,7 +157,7 @@ class MooncakeTransport(Transport):
 
     # ------------------------------------------------------------ writes
 
-    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes) -> None:
+    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes | None) -> None:
         """Give it to the courier."""
         assert isinstance(remote, _Connected)
         assert not remote.is_left, "a write comes before disconnect"

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from kvferry.ids import Op
 from kvferry.protocol.events import Fate
 from kvferry.transport.base import Ended
-from kvferry.transport.lives import Doubt, Life
 
 # Mooncake queues 1024 pieces for a peer, and whoever exceeds that breaks the connection.
 # More than a few dozen gain nothing.
@@ -73,9 +72,8 @@ class Job:
 class Lane:
     """One peer, by the name that Mooncake knows it by."""
 
-    def __init__(self, name: str, life: Life) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.life = life
         self.is_open = False
         self.is_left = False
         # Why nothing more is submitted.
@@ -83,13 +81,6 @@ class Lane:
         self.jobs: deque[Job] = deque()
         # In the order of submission, in which they roughly end.
         self.under_way: deque[tuple[int, Job]] = deque()
-        # Writes of which a piece has failed, all the others having ended.
-        self.doubts: dict[Job, Doubt] = {}
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it must be looked after without being told to."""
-        return bool(self.under_way or self.doubts)
 
 
 class Courier:
@@ -151,7 +142,7 @@ class Courier:
 
     def _take(self, rest_s: float) -> None:
         """Obey every command that has come. Without work under way, wait for one."""
-        busy = any(lane.is_busy for lane in self._lanes)
+        busy = any(lane.under_way for lane in self._lanes)
         try:
             self._inbox.get(timeout=rest_s if busy else None)()
             while True:
@@ -170,19 +161,17 @@ class Courier:
 
     def _abandon(self, lane: Lane) -> None:
         lane.is_left, lane.refusal = True, lane.refusal or "disconnected"
-        for job in [*lane.doubts, *(job for _, job in lane.under_way)]:
+        for _, job in lane.under_way:
             self._end(job, Fate.UNKNOWN, "disconnected while under way")
-        lane.doubts.clear()
 
     def _move(self, lane: Lane) -> bool:
         """Look after a peer's pieces and submit more; whether anything happened."""
         moved = self._look(lane)
-        self._judge(lane)
         if lane.is_open and not lane.refusal:
             moved = self._fill(lane) or moved
         if lane.refusal:
             self._refuse(lane)
-        if lane.is_left and not lane.is_busy:
+        if lane.is_left and not lane.under_way:
             self._lanes.remove(lane)
         return moved
 
@@ -195,7 +184,7 @@ class Courier:
                 self._submit(lane, job)
             if not job.pieces:
                 lane.jobs.popleft()
-                self._finish(lane, job)
+                self._finish(job)
             moved = True
         return moved
 
@@ -222,7 +211,7 @@ class Courier:
                 job.in_doubt = True
                 job.give_up(f"Mooncake says {code} of a piece for {lane.name}")
                 lane.refusal = lane.refusal or f"an earlier write to {lane.name} failed"
-            self._finish(lane, job)
+            self._finish(job)
             moved = True
         return moved
 
@@ -231,28 +220,18 @@ class Courier:
         while lane.jobs:
             job = lane.jobs.popleft()
             job.give_up(lane.refusal)
-            self._finish(lane, job)
+            self._finish(job)
 
-    def _finish(self, lane: Lane, job: Job) -> None:
+    def _finish(self, job: Job) -> None:
         """End a write when none of its pieces is under way.
 
         Then our memory is read no more, for Mooncake tells of a failure only after that.
-        But a failed piece may have left bytes on their way.
+        But the peer may still take what a failed piece has left on its way, from the
+        buffers of its own host, as long as its process lives.
         """
-        if not job.is_over or job.is_told:
-            return
-        if job.in_doubt:
-            lane.doubts.setdefault(job, Doubt(lane.life))
-        else:
-            self._end(job, Fate.FAILED if job.problem else None, job.problem)
-
-    def _judge(self, lane: Lane) -> None:
-        """End the writes in doubt, once it is known how."""
-        for job, doubt in list(lane.doubts.items()):
-            fate = doubt.fate()
-            if fate is not None:
-                del lane.doubts[job]
-                self._end(job, fate, job.problem)
+        if job.is_over:
+            failed = Fate.UNKNOWN if job.in_doubt else Fate.FAILED
+            self._end(job, failed if job.problem else None, job.problem)
 
     def _end(self, job: Job, fate: Fate | None, detail: str) -> None:
         """Tell of a write, once."""

@@ -7,6 +7,7 @@ import importlib
 import os
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -19,6 +20,8 @@ from kvferry.errors import TransportError
 # The level of Google's logging below which nothing is printed, as its C++ name is mangled.
 _LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
 _ERROR, _FATAL = 2, 3
+# The environment is everybody's.
+_starting = threading.Lock()
 
 
 @cache
@@ -60,7 +63,7 @@ def start(host: str, protocol: str, device: str) -> Any:
         raise TransportError(f"Mooncake's protocol is tcp or rdma here, not {protocol!r}")
     try:
         engine = load().TransferEngine()
-        with hushed(), _forced(protocol):
+        with _starting, hushed(), _forced(protocol):
             code = engine.initialize(host, "P2PHANDSHAKE", protocol, device)
         found = protocol == "tcp" or _has_devices(engine.get_local_topology(device))
     except Exception as error:  # Foreign exceptions end here.
@@ -111,11 +114,11 @@ def hushed() -> Iterator[bool]:
     if level is None:
         yield False
         return
-    usual, level.value = level.value, _FATAL
+    level.value = _FATAL
     try:
         yield True
     finally:
-        level.value = usual
+        level.value = _ERROR
 
 
 def stop_listening(port: int) -> None:

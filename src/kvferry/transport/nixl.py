@@ -6,10 +6,13 @@ lists first costs twice as much and merges nothing more.
 
 NIXL can't cancel. A write that a stopped peer holds up stays under way for as long as
 that takes; after ``disconnect`` it is watched in silence, because the connection may
-go only when nothing of it is under way. An error after a batch was submitted says that
-the connection has broken, not that the peer takes nothing more of it: only the end of
-its process makes that FAILED. Every later write to it is refused, until it has been
-disconnected and connected again.
+go only when nothing of it is under way.
+
+An error after a batch was submitted means that the connection has broken. Our memory is
+read no more, but the peer may still take bytes that were on their way, from the buffers
+of its own host, however late it gets to them. So the fate of that write is UNKNOWN, as
+long as the peer's process may live. Every later write is refused until the peer has been
+disconnected and connected again, for NIXL does not mend connections.
 
 UCX listens on the network, and whoever reaches it can write. With a loopback ``host``
 it is confined to the loopback device, unless the option ``ucx`` or ``UCX_NET_DEVICES``
@@ -32,7 +35,6 @@ from kvferry.protocol.events import Fate
 from kvferry.regions import Region
 from kvferry.transport import bounds, nixl_package, options
 from kvferry.transport.base import Ended, News, Remote, Setup, Transport
-from kvferry.transport.lives import Doubt
 from kvferry.transport.nixl_batches import Batch, Memory, batch_of, batches, kind
 from kvferry.transport.nixl_peers import Connected, Metadata, Peer, decode, encode
 from kvferry.transport.nixl_writes import Write
@@ -65,8 +67,6 @@ class NixlTransport(Transport):
         self._public: tuple[Region, ...] = ()
         self._peers: dict[str, Peer] = {}
         self._writes: dict[Write, None] = {}
-        # Those whose connection broke, with what NIXL said.
-        self._doubts: dict[Write, tuple[Doubt, str]] = {}
         self._ended: list[Ended] = []
 
     @classmethod
@@ -130,7 +130,7 @@ class NixlTransport(Transport):
 
     # ------------------------------------------------------------ writes
 
-    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes) -> None:
+    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes | None) -> None:
         """Submit the first batch. Between processes of one host, that is its copy."""
         assert isinstance(remote, Connected)
         assert not remote.is_left, "a write comes before disconnect"
@@ -138,7 +138,7 @@ class NixlTransport(Transport):
         if isinstance(todo, str):
             self._ended.append(Ended(op, Fate.FAILED, todo))
             return
-        write = Write(remote, op, todo, _NOTE + note)
+        write = Write(remote, op, todo, b"" if note is None else _NOTE + note)
         remote.peer.num_writes += 1
         self._writes[write] = None
         self._step(write)
@@ -164,7 +164,6 @@ class NixlTransport(Transport):
             moving = [write for write in moving if self._step(write)]
             if time.monotonic() >= enough:
                 break
-        self._judge()
         ended, self._ended = self._ended, []
         return News(ended, notes)
 
@@ -189,25 +188,16 @@ class NixlTransport(Transport):
                 return False
         except Exception as error:
             write.remote.peer.is_broken = True
-            del self._writes[write]
-            self._doubts[write] = Doubt(write.remote.peer.life), _text(error)
+            self._end(write, Fate.UNKNOWN, _text(error))
             return False
         if not write.has_more:
             self._end(write, None)
         return write.has_more
 
-    def _judge(self) -> None:
-        """End the writes whose connection broke, once it is known how."""
-        for write, (doubt, detail) in list(self._doubts.items()):
-            fate = doubt.fate()
-            if fate is not None:
-                del self._doubts[write]
-                self._end(write, fate, detail)
-
     def _end(self, write: Write, fate: Fate | None, detail: str = "") -> None:
         if not write.remote.is_left:
             self._ended.append(Ended(write.op, fate, detail))
-        self._writes.pop(write, None)
+        del self._writes[write]
         write.release()
         write.remote.peer.num_writes -= 1
         self._retire(write.remote.peer)
@@ -219,10 +209,12 @@ class NixlTransport(Transport):
         assert isinstance(remote, Connected)
         if remote.is_left:
             return
-        remote.is_left = True
-        for write in [*self._writes, *self._doubts]:
-            if write.remote is remote:
+        for write in [write for write in self._writes if write.remote is remote]:
+            if write.give_up():
                 self._ended.append(Ended(write.op, Fate.UNKNOWN, "disconnected while under way"))
+            else:
+                self._end(write, Fate.FAILED, "disconnected between two batches")
+        remote.is_left = True
         remote.peer.num_remotes -= 1
         self._retire(remote.peer)
 
@@ -235,7 +227,7 @@ class NixlTransport(Transport):
         """End the agent. Nothing reads our memory after that."""
         if self._agent is None:
             return
-        for write in [*self._writes, *self._doubts]:
+        for write in self._writes:
             write.release()
         for name in self._peers:
             self._forget(name)
@@ -243,7 +235,7 @@ class NixlTransport(Transport):
             with suppress(Exception):
                 self._agent.deregister_memory(registered)
         self._agent, self._registered, self._ended = None, [], []
-        self._peers, self._writes, self._doubts = {}, {}, {}
+        self._peers, self._writes = {}, {}
         self.regions = self._public = ()
 
 

@@ -10,9 +10,7 @@ from msgspec import Meta
 
 from kvferry.errors import TransportError
 from kvferry.regions import Device, Region
-from kvferry.transport import lives
 from kvferry.transport.base import Remote
-from kvferry.transport.lives import Life
 from kvferry.transport.nixl_batches import Memory
 
 MAX_REGIONS = 1 << 16
@@ -35,7 +33,6 @@ class Metadata(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=Tr
     """What peers may write, and who we are."""
 
     name: Annotated[str, Meta(min_length=1, max_length=512)]
-    life: Life
     agent: Annotated[bytes, Meta(max_length=_MAX_AGENT_BYTES)]
     regions: Annotated[tuple[_Place, ...], Meta(max_length=MAX_REGIONS)]
 
@@ -43,7 +40,7 @@ class Metadata(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=Tr
 def encode(name: str, agent: bytes, regions: Sequence[Region]) -> bytes:
     """For a peer: our name, NIXL's own metadata, and the regions that it may write."""
     places = [(at.address, at.num_bytes, *at.device) for at in regions]
-    fields = {"name": name, "life": lives.own(), "agent": agent, "regions": places}
+    fields = {"name": name, "agent": agent, "regions": places}
     return msgspec.msgpack.encode(msgspec.convert(fields | {"type": "nixl"}, Metadata))
 
 
@@ -62,7 +59,6 @@ class Peer:
 
     def __init__(self, theirs: Metadata) -> None:
         self.name = theirs.name
-        self.life = theirs.life
         self.memory = Memory(
             [Region(at.address, at.num_bytes, Device(at.kind, at.number)) for at in theirs.regions]
         )

@@ -47,7 +47,8 @@ class Write:
     def go_on(self, agent: Any) -> bool:
         """Submit the batch or look after it; whether it is done. An empty write is its note."""
         if self._handle is None:
-            agent.send_notif(self.remote.peer.name, self._note)
+            if self._note:
+                agent.send_notif(self.remote.peer.name, self._note)
             return True
         state = self._act(self._handle)
         self._act = agent.check_xfer_state
@@ -56,6 +57,11 @@ class Write:
         if state == "DONE":
             self.release()
         return bool(state == "DONE")
+
+    def give_up(self) -> bool:
+        """Hand NIXL no more of it; whether a batch is still under way."""
+        self._todo.clear()
+        return self._handle is not None
 
     def release(self) -> None:
         """Give the batch back to NIXL. That does not stop it."""

@@ -155,7 +155,7 @@ class ShmTransport(Transport):
         self._remotes.add(remote)
         return remote
 
-    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes) -> None:
+    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes | None) -> None:
         """Copy, here and now."""
         assert isinstance(remote, _Mapped)
         self._ended.append(self._copied(remote, op, pieces))

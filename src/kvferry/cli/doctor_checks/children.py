@@ -14,7 +14,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import msgspec
 
@@ -39,11 +39,14 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._problem = ""
         try:
-            self._out = self._files.enter_context(tempfile.TemporaryFile())
-            self._err = self._files.enter_context(tempfile.TemporaryFile())
+            self._out, self._err = self._file(), self._file()
             self._process = self._started(words)
         except OSError as error:
             self._problem = f"{self._what} can't be started ({error}); make room for a process"
+
+    def _file(self) -> IO[bytes]:
+        opened = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``end``, with the others
+        return self._files.enter_context(opened)
 
     def _started(self, words: tuple[str, ...]) -> subprocess.Popen[bytes]:
         # -P: nothing is imported from the folder that the user happens to be in. The path is

@@ -29,8 +29,9 @@ from kvferry.plan import (
     reshard,
 )
 from kvferry.plan.units import human_bytes, human_seconds
+from kvferry.regions import HOST, Device
 from kvferry.runtime.gauge import SCRATCH_BYTES
-from kvferry.runtime.ground import SLOT_S
+from kvferry.runtime.ground import SLOT_S, preset_for
 from kvferry.staging.pool import DEFAULT_BUDGET_BYTES, DEFAULT_SLOT_BYTES, ENOUGH_SLOTS, slots_for
 
 AREA = "layouts"
@@ -80,15 +81,8 @@ def read_pairing(args: argparse.Namespace, asked: Asked) -> Pairing | tuple[Reas
     except Refused as refused:
         return refused.reasons
     check(plan)
-    preset = _preset(asked)
+    preset = preset_for(asked.transport, HOST if asked.on_host else Device("cuda"))
     return Pairing(plan, request, estimate(plan, request, _constants(preset)), preset)
-
-
-def _preset(asked: Asked) -> str:
-    """Whose figures are used before an endpoint has measured its own."""
-    where = "host" if asked.on_host else "gpu"
-    names = (asked.transport, f"{asked.transport}-{where}", f"nixl-{where}")
-    return next(name for name in names if name in PRESETS)
 
 
 def _constants(preset: str) -> Constants:

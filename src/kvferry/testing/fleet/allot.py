@@ -33,9 +33,9 @@ class Allotment:
         where = self._taken.pop(room, None)
         if where:
             self._pages += where.pages
+            assert where.row is not None
             self._rows.append(where.row)
 
-    @property
-    def num_free(self) -> int:
-        """Pages that nobody has."""
-        return len(self._pages)
+    def has(self, num_pages: int) -> bool:
+        """Whether a room of that size could be taken on."""
+        return num_pages <= len(self._pages) and bool(self._rows)

@@ -33,6 +33,7 @@ class Side(NamedTuple):
     layout: Layout
     num_pages: int
     config: EndpointConfig = EndpointConfig()
+    num_rows: int = 16
 
 
 class Fleet:
@@ -69,10 +70,9 @@ class Fleet:
         )
         self.prefills = {side.name: side for side in (prefill, *spares)}
         self.decodes = {side.name: side for side in decodes}
-        rows = self._template.num_rows
         self.sides = self.prefills | self.decodes
-        self._allotments = {
-            name: Allotment(side.num_pages, rows, rng) for name, side in self.sides.items()
+        self.allotments = {
+            name: Allotment(side.num_pages, side.num_rows, rng) for name, side in self.sides.items()
         }
         self.members = {name: self._start_all(side) for name, side in self.sides.items()}
         self._await_start()
@@ -117,6 +117,7 @@ class Fleet:
                 rank=rank,
                 layout=side.layout,
                 num_pages=side.num_pages,
+                num_rows=side.num_rows,
                 config=side.config,
             )
         )
@@ -140,7 +141,7 @@ class Fleet:
     def _take(self, room: Room, side: str, num_tokens: int) -> RoomPages:
         """Pages for a room, in any order, until the fleet forgets it."""
         page_tokens = self.sides[side].layout.page_tokens
-        return self._allotments[side].take(room, -(-num_tokens // page_tokens))
+        return self.allotments[side].take(room, -(-num_tokens // page_tokens))
 
     def parties(self, decode: str, prefill: str | None = None) -> list[RankProcess]:
         """The ranks that a room between two instances concerns, targets first."""
@@ -242,7 +243,7 @@ class Fleet:
         """Drop what is kept of a room that is over; its pages may be used again."""
         self.all(self.parties(decode, prefill), "forget", room)
         for name in (prefill or self.prefill.name, decode):
-            self._allotments[name].give_back(room)
+            self.allotments[name].give_back(room)
 
     def leftovers(self) -> dict[str, dict[str, int]]:
         """Tables that are not empty, by rank."""

@@ -36,10 +36,10 @@ class _Layer(NamedTuple):
 
 
 class RoomPages(NamedTuple):
-    """Where a room is kept: pages of groups that follow tokens, and its state row."""
+    """Where a room is kept: pages of groups that follow tokens, and its state row, if any."""
 
     pages: tuple[int, ...]
-    row: int
+    row: int | None
 
 
 class Content(NamedTuple):
@@ -122,15 +122,25 @@ class TestPools:
         """Of everything in a room's pages and its row."""
         total = 0
         for layer in self._layers:
-            places = [where.row] if isinstance(layer.group.kind, Slot) else list(where.pages)
-            total = zlib.crc32(layer.view[places].tobytes(), total)
+            total = zlib.crc32(layer.view[self._places(layer, where)].tobytes(), total)
         return total
+
+    def clear_room(self, where: RoomPages) -> None:
+        """Make a room's pages and its row background."""
+        for layer in self._layers:
+            layer.view[self._places(layer, where)] = BACKGROUND
+
+    def _places(self, layer: _Layer, where: RoomPages) -> list[int]:
+        if isinstance(layer.group.kind, Slot):
+            return [] if where.row is None else [where.row]
+        return list(where.pages)
 
     def _owed(self, layer: _Layer, room: Content) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where in a layer the room's bytes must have arrived."""
         owed = self._owed_tokens(layer, room)
         if isinstance(layer.group.kind, Slot):
-            return np.full(len(owed), room.where.row), np.zeros(len(owed), dtype=np.int64)
+            rows = np.full(len(owed), room.where.row, dtype=np.int64)
+            return rows, np.zeros(len(owed), dtype=np.int64)
         return self._at(layer, owed, room.where)
 
     def _owed_tokens(self, layer: _Layer, room: Content) -> NDArray[np.int64]:

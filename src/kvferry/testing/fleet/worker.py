@@ -23,7 +23,6 @@ from kvferry.ids import Room
 from kvferry.layout.layout import Layout
 from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Outcome
-from kvferry.protocol.states import LegState
 from kvferry.regions import Device
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.ground import make_transport
@@ -33,8 +32,10 @@ from kvferry.runtime.memory import Memory
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint
+from kvferry.testing.fleet.insight import Insight
 from kvferry.testing.fleet.mirror import Mirror, allocate_on
 from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
+from kvferry.testing.fleet.turns import News, Order, Turns
 from kvferry.transport.base import Transport
 
 
@@ -55,7 +56,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: EndpointConfig = EndpointConfig()
 
 
-class RankWorker:
+class RankWorker(Insight):
     """An endpoint, its pools, and the rooms that it was told of."""
 
     def __init__(self, spec: RankSpec) -> None:
@@ -65,20 +66,20 @@ class RankWorker:
         self.pools = TestPools(spec.layout, spec.rank, memory, self._mirror.arrays)
         self.clear()
         kind = SourceEndpoint if spec.role == "source" else TargetEndpoint
-        self.endpoint: Any = kind(
-            spec.layout,
-            memory,
-            name=spec.name,
-            rank=spec.rank,
-            model=spec.model,
-            transport=transport,
-            rendezvous=spec.rendezvous,
-            key=ClusterKey.read(spec.key_file) if spec.key_file else None,
-            config=spec.config,
+        super().__init__(
+            kind(
+                spec.layout,
+                memory,
+                name=spec.name,
+                rank=spec.rank,
+                model=spec.model,
+                transport=transport,
+                rendezvous=spec.rendezvous,
+                key=ClusterKey.read(spec.key_file) if spec.key_file else None,
+                config=spec.config,
+            )
         )
-        self.handles: dict[Room, Any] = {}
-        self.ended_at: dict[Room, float] = {}
-        self.where: dict[Room, RoomPages] = {}
+        self._turns = Turns(self.endpoint, self.pools, self._pages)
 
     def _allocate(self, transport: Transport) -> tuple[Memory, Mirror]:
         spec = self.spec
@@ -100,34 +101,9 @@ class RankWorker:
         outcome: Outcome = handle.wait(timeout_s)
         return outcome
 
-    def ended(self, room: Room) -> float:
-        """When a room ended, by this machine's monotonic clock."""
-        return self.ended_at[room]
-
     def wait_released(self, room: Room, timeout_s: float) -> None:
         """Wait until a room's memory is free."""
         self.handles[room].wait_released(timeout_s)
-
-    def released(self, room: Room) -> bool:
-        """Whether a room's memory is free."""
-        released: bool = self.handles[room].released
-        return released
-
-    def rooms(self) -> list[Room]:
-        """The rooms that it was told of and not told to forget."""
-        return list(self.handles)
-
-    def pages_of(self, room: Room) -> RoomPages:
-        """Where a room is."""
-        return self.where[room]
-
-    def peers(self) -> list[str]:
-        """Who has a session here."""
-        return [str(link.peer) for link in self.endpoint._owner.machine.links.values()]
-
-    def status(self, room: Room) -> int:
-        """Where a room stands."""
-        return int(self.handles[room].status)
 
     def abort(self, room: Room) -> None:
         """Give a room up."""
@@ -138,40 +114,13 @@ class RankWorker:
         for table in (self.handles, self.ended_at, self.where):
             table.pop(room, None)
 
-    def tables(self) -> dict[str, int]:
-        """Sizes of everything that must be empty when nothing goes on."""
-        owner = self.endpoint._owner
-        machine = owner.machine
-        sizes = {"handles": len(owner._handles), "rooms": len(machine.rooms)}
-        if self.spec.role == "source":
-            # Notes of failed rooms, kept for a while so that late offers can be refused.
-            notes = [room for room in machine.rooms.values() if not room.known_to_engine]
-            sizes["rooms"] -= len(notes)
-            sizes |= {"writing": len(machine.writing), "writes": len(owner._writes)}
-            sizes["slots"] = machine.config.local_slots - len(machine.local_slots)
-        else:
-            sizes |= {"scattering": len(machine.scattering), "views": len(owner._asked_for)}
-            sizes["slots"] = machine.staging.num_slots - len(machine.credits.free)
-            sizes["accounts"] = len(machine.credits.accounts)
-        return sizes
+    def turn(self, orders: list[Order]) -> list[News]:
+        """Do many things, and tell of many rooms."""
+        return self._turns.turn(orders)
 
-    def stats(self) -> Any:
-        """The endpoint's counts."""
-        return self.endpoint.stats
-
-    def constants(self) -> Any:
-        """What the source measured."""
-        return self.endpoint.constants
-
-    def staging_bytes(self) -> int:
-        """Memory taken beside the pools."""
-        size: int = self.endpoint.staging_bytes
-        return size
-
-    def memory_bytes(self) -> int:
-        """This process's resident memory."""
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    def unsealed(self) -> str:
+        """What was written after it was released."""
+        return self._turns.unsealed()
 
     def clear(self) -> None:
         """Make the pools background."""
@@ -206,28 +155,22 @@ class RankWorker:
 
     def push(self, room: Room, tokens: tuple[int, int]) -> None:
         """Push a chunk."""
-        pages = self._pages(room, tokens)
-        self.handles[room].push(tokens, pages)
-
-    def offered_by(self, room: Room) -> list[int]:
-        """The targets that have made an offer for a room, opened here or not."""
-        found = self.endpoint._owner.machine.rooms.get(room)
-        return sorted(found.lanes) if found else []
+        self.handles[room].push(tokens, self._pages(self.where[room], range(*tokens)))
 
     def prepare(self, room: Room, tokens: tuple[int, int]) -> None:
         """Ask for credits."""
-        self.handles[room].prepare(tokens, self._pages(room, tokens))
+        self.handles[room].prepare(tokens, self._pages(self.where[room], range(*tokens)))
 
-    def _pages(self, room: Room, tokens: tuple[int, int]) -> dict[str, list[int]]:
+    def _pages(self, where: RoomPages, tokens: range) -> dict[str, list[int]]:
         """The pages that a chunk touches at this rank."""
         spec = self.spec.layout
         found: dict[str, list[int]] = {}
         for holding in spec.rank_holdings(self.spec.rank):
-            local = np.arange(*tokens, dtype=np.int64)
+            local = np.arange(tokens.start, tokens.stop, dtype=np.int64)
             held = holding.tokens
             local = (local[(local - held.first) % held.step == 0] - held.first) // held.step
             places = np.unique(local // spec.page_tokens)
-            found[holding.group] = [self.where[room].pages[place] for place in places]
+            found[holding.group] = [where.pages[place] for place in places]
         return found
 
     def finish(self, room: Room, metadata: bytes, num_tokens: int) -> None:
@@ -327,36 +270,12 @@ class RankWorker:
         self._mirror.download()
         return self.pools.room_problem(Content(seed, self.where[room], request))
 
-    def _ongoing(self, room: Room) -> Any:
-        outcome = self.handles[room].outcome
-        if outcome is not None:
-            raise RuntimeError(f"room {room!r} has ended with {outcome}")
-        return self.endpoint._owner.machine.rooms[room]
-
-    def lacks(self, room: Room) -> set[tuple[int, int]]:
-        """The tokens that have not arrived, of whatever group or layer."""
-        blocks = self._ongoing(room).ledger.lacking()
-        return {(block.tokens.first, block.tokens.end) for block in blocks}
-
-    def closed_sources(self, room: Room) -> list[int]:
-        """The sources that have said that all is written."""
-        legs = self._ongoing(room).legs.values()
-        return [leg.source for leg in legs if leg.state is LegState.CLOSED]
-
-    def bad_pages(self, room: Room) -> dict[str, list[int]]:
-        """What a failed room lacks."""
-        found: dict[str, list[int]] = self.handles[room].bad_pages
-        return found
-
-    def metadata(self, room: Room) -> bytes:
-        """What came with the close."""
-        data: bytes = self.handles[room].metadata
-        return data
-
 
 def serve(pipe: Connection) -> None:
     """A rank's process: do what the fleet says until it hangs up."""
     logging.basicConfig(level=os.environ.get("KVFERRY_TEST_LOG", "ERROR"))
+    # Python's tracker of shared memory need not complain when a rank is killed.
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"
     worker: RankWorker | None = None
     while True:
         try:

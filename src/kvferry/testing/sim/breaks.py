@@ -169,7 +169,7 @@ class RefillsSlot(SourceMachine):
     ) -> None:
         super()._write(lane, blocks, credit, local_slot)
         if local_slot is not None:
-            self.local_slots.appendleft(local_slot)
+            self.local_slots.append(local_slot)
             self.writing[Op(self._ops)].local_slot = None
 
 

@@ -208,6 +208,7 @@ def serve(transport: str, descriptor: int) -> None:
             except EOFError:
                 break
             connection.send(host.answer(name, arguments))
+            host.idle()  # Also while questions follow each other without a pause.
     host.close()
 
 

@@ -1,0 +1,59 @@
+"""One request's KV cache, carried from a prefill process to a decode process.
+
+    python examples/two_processes.py
+
+Both share memory on the CPU. An engine does what ``prefill`` and ``decode`` do below: it says
+what its cache looks like, hands its pools to an endpoint, and names pages, request by request.
+"""
+
+import math
+import multiprocessing
+
+import numpy as np
+
+from kvferry.layout import Layout, attention
+from kvferry.rendezvous.server import RendezvousServer
+from kvferry.runtime.ground import make_transport
+from kvferry.runtime.source import SourceEndpoint
+from kvferry.runtime.target import TargetEndpoint
+
+TRANSPORT = make_transport("shm")
+
+
+def new_cache(num_pages, page_tokens):
+    """K and V of every layer in one array, in memory that the transport can share."""
+    layout = Layout(attention(layers=2, kv_heads=4, head_dim=8), page_tokens=page_tokens)
+    shape = (2, 2, num_pages, page_tokens, 4, 8)  # layers, K and V, ...; two bytes an element
+    kv = TRANSPORT.allocate(2 * math.prod(shape)).view(np.uint16).reshape(shape)
+    return kv, layout, {"kv": {"k": kv[:, 0], "v": kv[:, 1]}}
+
+
+def prefill(url):
+    """Computes the request chunk by chunk, and pushes each."""
+    kv, layout, pools = new_cache(num_pages=8, page_tokens=8)
+    its = {"name": "prefill", "model": "demo", "transport": TRANSPORT, "rendezvous": url}
+    with SourceEndpoint(layout, pools, **its) as source:
+        room = source.open("request-1")
+        for first, end, pages in [(0, 24, [7, 0, 5]), (24, 40, [2, 4])]:
+            kv[:, :, pages] = np.arange(first, end).reshape(-1, 8, 1, 1)  # a model would run here
+            room.push((first, end), pages)
+        room.close(b"the first token")
+        room.wait(timeout_s=30)
+
+
+def decode(url):
+    """Asks for the request, and finds it in the pages that it has named."""
+    kv, layout, pools = new_cache(num_pages=4, page_tokens=16)
+    its = {"name": "decode", "model": "demo", "transport": TRANSPORT, "rendezvous": url}
+    with TargetEndpoint(layout, pools, **its) as target:
+        room = target.receive("request-1", prefill="prefill", tokens=40, pages=[3, 0, 1])
+        print(room.wait(timeout_s=30))
+        print("K of each token:", *kv[0, 0, [3, 0, 1], :, 0, 0].reshape(-1)[:40])
+
+
+if __name__ == "__main__":
+    with RendezvousServer() as server:  # embedded here; `kvferry serve rendezvous` runs one alone
+        other = multiprocessing.get_context("spawn").Process(target=decode, args=[server.url])
+        other.start()
+        prefill(server.url)
+        other.join()

@@ -1,0 +1,59 @@
+"""The proof of a demo: the same questions in a single process, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvferry.cli.demo_ask import Answer
+from kvferry.errors import KvferryError
+from kvferry.layout.spec import DType
+from kvferry.serve.engine import Engine, EngineOptions
+from kvferry.serve.requests import Produced, Request
+
+CACHE_TOKENS = 2048
+MAX_STEPS = 10_000
+
+
+class Result(NamedTuple):
+    """An answer and what it should have been."""
+
+    answer: Answer
+    expected: list[int]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every token is the same, and there is one."""
+        return bool(self.expected) and self.answer.tokens == self.expected
+
+    @property
+    def differs_at(self) -> int | None:
+        """The first token that is not the same."""
+        pairs = zip(self.answer.tokens, self.expected, strict=False)
+        same = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        if same is None and not self.exact:
+            return min(len(self.answer.tokens), len(self.expected))
+        return same
+
+
+def compare(folder: Path, answers: Sequence[Answer], max_tokens: int, dtype: DType) -> list[Result]:
+    """Run every question in this process alone, and put both answers side by side."""
+    options = EngineOptions(dtype=dtype, cache_tokens=CACHE_TOKENS, prefix_cache=False, threads=1)
+    with Engine(folder, options) as engine:
+        for number, answer in enumerate(answers):
+            prompt = engine.tokenizer.chat([{"role": "user", "content": answer.question}])
+            engine.add(Request(id=str(number), prompt=tuple(prompt), max_tokens=max_tokens))
+        expected = _run(engine, len(answers))
+    return [Result(answer, tokens) for answer, tokens in zip(answers, expected, strict=True)]
+
+
+def _run(engine: Engine, num_requests: int) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in range(num_requests)]
+    for _ in range(MAX_STEPS):
+        if engine.idle:
+            return tokens
+        for output in engine.step():
+            if isinstance(output, Produced):
+                tokens[int(output.request)].append(output.sample.token)
+    raise KvferryError("the single process did not come to an end; please report it")

@@ -1,0 +1,215 @@
+"""The routes of a worker: one event loop, which hands jobs to the engine's thread.
+
+If a caller leaves, its handler is cancelled, and with it the job. The first news
+of a job decide the status of its answer, also of a streamed one: what fails
+before its first token is an error like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from kvferry.serve.api.answers import Document, Writer, writer_for
+from kvferry.serve.api.bodies import Ask, Serving, parse_chat, parse_completion
+from kvferry.serve.api.errors import ApiError, ErrorType
+from kvferry.serve.api.metrics import Metrics
+from kvferry.serve.api.rooms import ASK_S, RoomAsker
+from kvferry.serve.api.talk import Talk
+from kvferry.serve.jobs import Piece
+from kvferry.serve.loop import EngineLoop
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_BODY_BYTES = 8 << 20
+BODY_S = 30.0
+ROOM_POLL_S = 0.005
+END = b"data: [DONE]\n\n"
+
+
+class Api:
+    """What a worker answers. ``about`` is shown at ``/healthz``."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        serving: Serving,
+        about: Document,
+        *,
+        deadline_s: float,
+        request_s: float,
+    ) -> None:
+        self._loop = loop
+        self._serving = serving
+        self._about = about
+        self._deadline_s = deadline_s
+        self._request_s = request_s
+        self._created = int(time.time())
+        self._metrics = Metrics(str(about["name"]))
+        self._asker = RoomAsker()
+
+    def application(self) -> web.Application:
+        """The routes."""
+        app = web.Application(middlewares=[self._frame], client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.get("/healthz", self._health),
+                web.get("/metrics", self._figures),
+                web.get("/kvferry/rooms/{room:.+}", self._room),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name:.+}", self._model),
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat),
+            ]
+        )
+        app.cleanup_ctx.append(self._asker.running)
+        return app
+
+    # ------------------------------------------------------------ around every request
+
+    @web.middleware
+    async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        response: web.StreamResponse
+        try:
+            response = await handler(request)
+        except ApiError as error:
+            response = _error(error)
+        except web.HTTPException as error:
+            response = _error(_translated(error))
+        except ConnectionResetError:
+            # The caller has left, and nobody reads this.
+            response = web.Response(status=499)
+        except Exception:
+            log.exception("request-failed path=%s", request.path)
+            message = "this server has a bug; see its log"
+            response = _error(ApiError(500, message, type=ErrorType.SERVER, code="internal"))
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource is not None else "other"
+        self._metrics.answered(path, response.status)
+        return response
+
+    # ------------------------------------------------------------ what is there
+
+    async def _health(self, request: web.Request) -> web.Response:
+        gone = self._loop.died.done()
+        told = msgspec.to_builtins(self._loop.snapshot)
+        status = {"status": "ended" if gone else "ok"}
+        return _json({**status, **self._about, **told}, 503 if gone else 200)
+
+    async def _figures(self, request: web.Request) -> web.Response:
+        content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=self._metrics.text(self._loop.snapshot), headers=content)
+
+    async def _room(self, request: web.Request) -> web.Response:
+        """How a room ended; waits a little, because its end is about to be known."""
+        room = request.match_info["room"]
+        deadline = time.monotonic() + ASK_S
+        while (end := self._loop.room_end(room)) is None:
+            if time.monotonic() >= deadline:
+                raise ApiError(404, f"no room {room:.200} has ended here lately")
+            await asyncio.sleep(ROOM_POLL_S)
+        return _json(end)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name != self._serving.model:
+            message = f"The model {name!r:.200} does not exist; see /v1/models"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return _json(self._card())
+
+    def _card(self) -> Document:
+        name = self._serving.model
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "kvferry"}
+
+    # ------------------------------------------------------------ answers
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, parse_completion)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, parse_chat)
+
+    async def _answer(
+        self, request: web.Request, parse: Callable[[bytes, Serving], Ask]
+    ) -> web.StreamResponse:
+        ask = await asyncio.to_thread(parse, await _read(request), self._serving)
+        created = int(time.time())
+        writer = writer_for(ask, self._serving.model, self._serving.tokenizer, created)
+        talk = Talk(
+            self._loop,
+            self._asker,
+            ask,
+            deadline_s=self._deadline_s,
+            request_s=self._request_s,
+        )
+        try:
+            if ask.stream:
+                return await _stream(request, writer, talk.pieces())
+            return _json(writer.whole([piece async for piece in talk.pieces()]))
+        finally:
+            talk.end()
+
+
+async def _stream(
+    request: web.Request, writer: Writer, pieces: AsyncIterator[Piece]
+) -> web.StreamResponse:
+    first = await anext(pieces)
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    try:
+        await _write(response, writer.chunks(first))
+        async for piece in pieces:
+            await _write(response, writer.chunks(piece))
+        await response.write(END)
+    except ApiError as error:
+        # The status has been sent; the error is the stream's last word.
+        await response.write(b"data: " + error.document + b"\n\n")
+    await response.write_eof()
+    return response
+
+
+async def _read(request: web.Request) -> bytes:
+    try:
+        return await asyncio.wait_for(request.read(), BODY_S)
+    except TimeoutError:
+        raise ApiError(408, "the body did not come in time; send it again") from None
+
+
+async def _write(response: web.StreamResponse, documents: list[Document]) -> None:
+    if documents:
+        lines = (b"data: " + msgspec.json.encode(document) for document in documents)
+        await response.write(b"\n\n".join(lines) + b"\n\n")
+
+
+def _json(content: object, status: int = 200) -> web.Response:
+    body = msgspec.json.encode(content)
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _error(error: ApiError) -> web.Response:
+    return web.Response(body=error.document, status=error.status, content_type="application/json")
+
+
+def _translated(error: web.HTTPException) -> ApiError:
+    """What aiohttp itself refuses, in OpenAI's form."""
+    match error:
+        case web.HTTPRequestEntityTooLarge():
+            message = f"a body may have {MAX_BODY_BYTES} bytes; shorten the prompt"
+        case web.HTTPMethodNotAllowed():
+            message = f"this path takes {', '.join(sorted(error.allowed_methods))}"
+        case web.HTTPNotFound():
+            message = "there is no such path; see /v1/models for what is served"
+        case _:
+            message = error.reason
+    return ApiError(error.status, message)

@@ -1,0 +1,60 @@
+"""Which model is meant: the default one, a small random one, or a folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from kvferry.errors import InputError
+from kvferry.serve.cluster import Model
+
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+TINY = {"tiny": "llama", "tiny-qwen3": "qwen3", "tiny-hybrid": "hybrid"}
+# Counted up when what ``tiny`` makes changes.
+TINY_VERSION = 1
+
+
+def find_model(name: str) -> Model:
+    """The folder of a model, made first if it is one of ours."""
+    if not name:
+        # Only needed here, and slow to import.
+        from kvferry.serve.smollm import default_model  # noqa: PLC0415
+
+        return Model(default_model(), DEFAULT_NAME)
+    if name in TINY:
+        return Model(_tiny(name), name)
+    folder = Path(name)
+    if not folder.is_dir():
+        raise InputError(
+            f"there is no model folder {name!r}; give one with --model, or leave it out for "
+            f"{DEFAULT_NAME}"
+        )
+    return Model(folder.resolve(), folder.resolve().name)
+
+
+def _tiny(name: str) -> Path:
+    from kvferry.serve.smollm import cache_folder  # noqa: PLC0415
+
+    folder = cache_folder() / f"{name}-{TINY_VERSION}"
+    if folder.is_dir():
+        return folder
+    from kvferry.serve.tiny import Kind, make_tiny  # noqa: PLC0415
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp", dir=folder.parent))
+        try:
+            make_tiny(scratch, Kind(TINY[name]))
+            scratch.chmod(0o755)
+            os.rename(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        # Somebody else has made the same meanwhile, which is as good.
+        if not folder.is_dir():
+            raise InputError(
+                f"{folder.parent} can't be written ({error.strerror}); set XDG_CACHE_HOME"
+            ) from None
+    return folder

@@ -1,0 +1,173 @@
+"""The router over HTTP: a thin shell around the forwarder and the watch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiohttp import web
+
+from kvferry.runtime.keys import ClusterKey
+from kvferry.serve.router.answers import ApiError, json_response
+from kvferry.serve.router.bodies import Defaults, new_id, read_ask
+from kvferry.serve.router.forward import Forwarder
+from kvferry.serve.router.metrics import Metrics
+from kvferry.serve.router.options import RouterOptions
+from kvferry.serve.router.roster import Announced, Part, Roster, Worker
+from kvferry.serve.router.upstream import ended
+from kvferry.serve.router.watch import Watch
+
+log = logging.getLogger("kvferry.router")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_BODY_BYTES = 8 << 20
+BODY_S = 30.0
+FAILURE_HEADER = "X-Kvferry-On-Failure"
+CLIENT_LEFT = "499"
+
+
+class Router:
+    """Routes, and what stands behind them for as long as the application runs."""
+
+    def __init__(self, options: RouterOptions, key: ClusterKey | None = None) -> None:
+        fixed = [
+            Announced(url.rstrip("/"), part)
+            for part, urls in (
+                (Part.PREFILL, options.prefill_urls),
+                (Part.DECODE, options.decode_urls),
+            )
+            for url in urls
+        ]
+        self._options = options
+        self.roster = Roster(options.policy, options.lost_s, fixed)
+        self._metrics = Metrics(self.roster)
+        self._forwarder = Forwarder(options, self.roster, self._metrics)
+        self._watch = Watch(options, self.roster, key)
+        self._since = int(time.time())
+
+    def application(self) -> web.Application:
+        """All routes; the watch starts and ends with it."""
+        app = web.Application(middlewares=[self._frame], client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.get("/healthz", self._health),
+                web.get("/metrics", self._text),
+                web.get("/v1/models", self._list_models),
+                web.get("/v1/models/{model:.+}", self._one_model),
+                web.post("/v1/completions", self._answer),
+                web.post("/v1/chat/completions", self._answer),
+            ]
+        )
+        app.cleanup_ctx.append(self._watching)
+        return app
+
+    async def _watching(self, app: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._watch.run())
+        yield
+        await ended(task)
+        await self._forwarder.close()
+
+    # ------------------------------------------------------------ around every request
+
+    @web.middleware
+    async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        route = request.match_info.route.resource
+        path, began = route.canonical if route is not None else "other", time.monotonic()
+        status = CLIENT_LEFT
+        try:
+            response = await self._guarded(request, handler)
+            status = str(response.status)
+            return response
+        finally:
+            self._metrics.requests.labels(path, status).inc()
+            self._metrics.seconds.labels(path).observe(time.monotonic() - began)
+
+    @staticmethod
+    async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return error.response()
+        except web.HTTPException as error:
+            return _translated(error).response()
+        except ConnectionError:
+            # The client has left in the middle of its answer.
+            raise
+        except Exception:
+            log.exception("request-failed path=%s", request.path)
+            return ApiError(500, "internal", "the router has a bug; see its log").response()
+
+    # ------------------------------------------------------------ what clients ask
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(BODY_S):
+                data = await request.read()
+        except TimeoutError:
+            raise ApiError(408, "slow", "the body did not come in time") from None
+        header = request.headers.get(FAILURE_HEADER)
+        defaults = Defaults(self._model, self._options.on_failure, new_id())
+        ask = read_ask(request.path, data, header, defaults)
+        return await self._forwarder.answer(request, ask)
+
+    def _model(self, asked: str | None) -> str:
+        """The model that is meant: the one that is named, or the only one."""
+        models = self.roster.models()
+        if not models:
+            raise ApiError(503, "no_decode_worker", "no decode worker is up; start one, or wait")
+        if asked is None and len(models) == 1:
+            return models[0]
+        if asked in models:
+            return str(asked)
+        status, what = (400, "give a model") if asked is None else (404, f"no model {asked!r:.200}")
+        message = f"{what}; there is {', '.join(models)}"
+        raise ApiError(status, "model_not_found", message, param="model")
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        data = [self._described(model) for model in self.roster.models()]
+        return json_response({"object": "list", "data": data})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        return json_response(self._described(self._model(request.match_info["model"])))
+
+    def _described(self, model: str) -> dict[str, object]:
+        return {"id": model, "object": "model", "created": self._since, "owned_by": "kvferry"}
+
+    # ------------------------------------------------------------ what operators ask
+
+    async def _health(self, request: web.Request) -> web.Response:
+        workers = [_shown(worker) for worker in self.roster.workers]
+        return json_response({"role": "router", "status": "ok", "workers": workers})
+
+    async def _text(self, request: web.Request) -> web.Response:
+        content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=self._metrics.text(), headers=content)
+
+
+def _shown(worker: Worker) -> dict[str, object]:
+    return {
+        "name": worker.name,
+        "part": worker.part,
+        "url": worker.url,
+        "model": worker.model,
+        "up": worker.up,
+        "in_flight": worker.in_flight,
+        "problem": worker.problem,
+    }
+
+
+def _translated(error: web.HTTPException) -> ApiError:
+    """What aiohttp itself refuses, in the common form."""
+    match error:
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, "too_large", f"a body may have {MAX_BODY_BYTES} bytes")
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            return ApiError(405, "method_not_allowed", f"this path takes {allowed}")
+        case web.HTTPNotFound():
+            return ApiError(404, "not_found", "there is no such path; see docs/serving.md")
+        case _:
+            return ApiError(error.status, "bad_request", error.reason)

@@ -1,0 +1,190 @@
+"""One request of a client: choose workers, ask them, pass the answer on, or try again.
+
+``next_try`` and ``choose`` decide; ``Forwarder`` acts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import aiohttp
+from aiohttp import web
+
+from kvferry.serve.router.answers import JSON, ApiError
+from kvferry.serve.router.bodies import Ask, new_id
+from kvferry.serve.router.metrics import Metrics
+from kvferry.serve.router.options import OnFailure, RouterOptions
+from kvferry.serve.router.roster import Part, Roster, Worker
+from kvferry.serve.router.streams import relay
+from kvferry.serve.router.upstream import (
+    Blame,
+    Failed,
+    Opened,
+    Upstream,
+    ended,
+    is_prefills,
+    new_session,
+)
+
+log = logging.getLogger("kvferry.router")
+
+PREFILL_HEADER, DECODE_HEADER = "X-Kvferry-Prefill", "X-Kvferry-Decode"
+
+
+@dataclass(slots=True)
+class Tried:
+    """What one request has been through."""
+
+    attempts: int = 0
+    avoid: set[str] = field(default_factory=set)
+    local: bool = False
+    failure: Failed | None = None
+
+
+class Pair(NamedTuple):
+    """Who answers; without a prefill worker, decode does it all."""
+
+    prefill: Worker | None
+    decode: Worker
+
+
+def next_try(tried: Tried, failure: Failed, on_failure: OnFailure, most_attempts: int) -> bool:
+    """Take note of a failure; say whether to try again."""
+    tried.failure = failure
+    if failure.blame is Blame.REQUEST or on_failure is OnFailure.FAIL:
+        return False
+    if is_prefills(failure) and on_failure is OnFailure.LOCAL:
+        tried.local = True
+    return tried.attempts < most_attempts
+
+
+def choose(roster: Roster, ask: Ask, tried: Tried) -> Pair:
+    """The next pair, or an ``ApiError`` that says why there is none."""
+    decode = roster.choose(Part.DECODE, ask.model, tried.avoid)
+    if decode is None:
+        raise _no_worker(tried, Part.DECODE, "start one, or wait until one is up")
+    if tried.local:
+        return Pair(None, decode)
+    prefill = roster.choose(Part.PREFILL, ask.model, tried.avoid)
+    if prefill is None and ask.on_failure is not OnFailure.LOCAL:
+        raise _no_worker(tried, Part.PREFILL, "start one, or allow on_failure=local")
+    return Pair(prefill, decode)
+
+
+def _no_worker(tried: Tried, part: Part, remedy: str) -> ApiError:
+    if tried.failure is not None:
+        return given_up(tried.failure)
+    return ApiError(503, f"no_{part}_worker", f"no {part} worker is up; {remedy}")
+
+
+def given_up(failure: Failed) -> ApiError:
+    """What a client is told of the last failure."""
+    return ApiError(failure.status, failure.code, failure.message, document=failure.document)
+
+
+class Forwarder:
+    """Answers clients' requests with the help of workers, until ``close``."""
+
+    def __init__(self, options: RouterOptions, roster: Roster, metrics: Metrics) -> None:
+        self._options = options
+        self._roster = roster
+        self._metrics = metrics
+        self._session: aiohttp.ClientSession | None = None
+        self._stragglers: set[asyncio.Task[Opened | Failed]] = set()
+
+    async def close(self) -> None:
+        """End what is under way and close every connection."""
+        await ended(*self._stragglers)
+        if self._session is not None:
+            await self._session.close()
+
+    async def answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        """The whole way of one request, before its deadline."""
+        self._session = self._session or new_session()
+        deadline = asyncio.get_running_loop().time() + self._options.deadline_s
+        with Upstream(self._session) as upstream:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    pair, opened = await self._open(upstream, ask)
+            except TimeoutError:
+                seconds = f"{self._options.deadline_s:g} s"
+                raise ApiError(504, "deadline", f"no answer came within {seconds}") from None
+            return await _pass_on(request, ask, pair, opened, deadline)
+
+    async def _open(self, upstream: Upstream, ask: Ask) -> tuple[Pair, Opened]:
+        """Try until an answer begins; an ``ApiError`` when there is nothing left to try."""
+        tried = Tried()
+        while True:
+            pair = choose(self._roster, ask, tried)
+            tried.attempts += 1
+            outcome = await self._attempt(upstream, ask, pair)
+            self._metrics.attempt(outcome)
+            if isinstance(outcome, Opened):
+                return pair, outcome
+            log.warning(
+                "attempt-failed worker=%s blame=%s message=%r",
+                outcome.worker.url,
+                outcome.blame.name,
+                outcome.message,
+            )
+            tried.avoid.add(_at_fault(pair, outcome).url)
+            if not next_try(tried, outcome, ask.on_failure, self._options.attempts):
+                raise given_up(outcome)
+
+    async def _attempt(self, upstream: Upstream, ask: Ask, pair: Pair) -> Opened | Failed:
+        if pair.prefill is None:
+            return await upstream.ask(pair.decode, ask.path, ask.whole(), stream=ask.stream)
+        room, room_s = new_id(), self._options.room_s
+        prompt = ask.for_prefill(room, room_s)
+        answer = ask.for_decode(room, pair.prefill.name, room_s)
+        first = asyncio.create_task(self._prefill(pair.prefill, ask.path, prompt))
+        second = asyncio.create_task(upstream.ask(pair.decode, ask.path, answer, stream=ask.stream))
+        return await self._race(first, second)
+
+    async def _race(
+        self,
+        first: asyncio.Task[Opened | Failed],
+        second: asyncio.Task[Opened | Failed],
+    ) -> Opened | Failed:
+        """Decode's outcome, or prefill's if that fails while decode still waits for it."""
+        try:
+            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+            if not second.done() and isinstance(first.result(), Failed):
+                return first.result()
+            outcome = await second
+            if isinstance(outcome, Opened) and not first.done():
+                # It has done its work and is about to say so. Nobody needs to wait for that.
+                self._stragglers.add(first)
+                first.add_done_callback(self._stragglers.discard)
+            return outcome
+        finally:
+            await ended(*{first, second} - self._stragglers)
+
+    async def _prefill(self, worker: Worker, path: str, body: bytes) -> Opened | Failed:
+        assert self._session is not None
+        try:
+            async with asyncio.timeout(self._options.room_s):
+                with Upstream(self._session) as upstream:
+                    return await upstream.ask(worker, path, body, stream=False)
+        except TimeoutError:
+            message = f"the {worker} did not answer within {self._options.room_s:g} s"
+            return Failed(worker, Blame.WORKER, message, 504, "deadline")
+
+
+def _at_fault(pair: Pair, failure: Failed) -> Worker:
+    """Whom the next attempt does without."""
+    return pair.prefill if is_prefills(failure) and pair.prefill else failure.worker
+
+
+async def _pass_on(
+    request: web.Request, ask: Ask, pair: Pair, opened: Opened, deadline: float
+) -> web.StreamResponse:
+    headers = {DECODE_HEADER: pair.decode.name}
+    if pair.prefill is not None:
+        headers[PREFILL_HEADER] = pair.prefill.name
+    if ask.stream:
+        return await relay(request, opened, headers, deadline)
+    return web.Response(body=opened.head, content_type=JSON, headers=headers)

@@ -1,0 +1,75 @@
+"""What a router may be told: frozen, checked when made."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvferry.errors import InputError
+
+
+class Policy(StrEnum):
+    """How a worker is chosen among those that are up."""
+
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOADED = "least-loaded"
+
+
+class OnFailure(StrEnum):
+    """What to do when a prompt's cache does not come: ask another prefill worker, let the
+    decode worker compute the prompt itself, or answer with the reason.
+    """
+
+    RETRY = "retry"
+    LOCAL = "local"
+    FAIL = "fail"
+
+
+class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A router. It finds workers at the rendezvous and at the addresses it is given.
+
+    ``deadline_s`` bounds a whole request and ``room_s`` one attempt's prompt and
+    transfer. A worker that has not said that it is well for ``lost_s`` is given up
+    with everything that it was asked for.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    rendezvous: str | None = None
+    key: str | None = None
+    prefill_urls: tuple[str, ...] = ()
+    decode_urls: tuple[str, ...] = ()
+    policy: Policy = Policy.LEAST_LOADED
+    on_failure: OnFailure = OnFailure.LOCAL
+    attempts: int = 3
+    deadline_s: float = 600.0
+    room_s: float = 120.0
+    poll_s: float = 1.0
+    lost_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise InputError(f"attempts must be at least 1, not {self.attempts}")
+        for name in ("deadline_s", "room_s", "poll_s", "lost_s"):
+            if not 0 < getattr(self, name) <= 86400:
+                raise InputError(
+                    f"{name} must be above 0 and at most 86400, not {getattr(self, name):g}"
+                )
+        for url in (*self.prefill_urls, *self.decode_urls):
+            checked_url(url)
+
+
+def checked_url(url: str) -> str:
+    """The address of a worker, without a slash at its end."""
+    try:
+        parts = urlsplit(url)
+        plain = parts.scheme == "http" and parts.hostname and parts.port
+    except ValueError:
+        plain = None
+    if not plain or parts.path.strip("/") or parts.query or parts.fragment or "@" in url:
+        raise InputError(
+            f"{url!r:.200} is no worker's address; give one such as http://10.0.0.2:8100"
+        )
+    return url.rstrip("/")

@@ -1,0 +1,75 @@
+"""A router that listens: inside an event loop, or as the whole life of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+
+from aiohttp import web
+
+from kvferry.errors import InputError
+from kvferry.runtime.keys import ClusterKey, bindable
+from kvferry.serve.router.app import Router
+from kvferry.serve.router.options import RouterOptions
+
+log = logging.getLogger("kvferry.router")
+
+SHUTDOWN_S = 1.0
+BACKLOG = 512
+
+
+@contextlib.asynccontextmanager
+async def serving(options: RouterOptions) -> AsyncIterator[str]:
+    """Serve for as long as the block lasts, at the address that it is given."""
+    key = ClusterKey.read(options.key) if options.key else ClusterKey.from_environment()
+    listener, url = listen(options.host, options.port, key)
+    runner = web.AppRunner(
+        Router(options, key).application(),
+        access_log=None,
+        handle_signals=False,
+        # Whoever hangs up is not waiting for an answer, and the workers must learn of it.
+        handler_cancellation=True,
+        shutdown_timeout=SHUTDOWN_S,
+    )
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    log.info("listening url=%s", url)
+    try:
+        yield url
+    finally:
+        await runner.cleanup()
+        log.info("stopped url=%s", url)
+
+
+def run_router(options: RouterOptions, ready: Callable[[str], None] = lambda url: None) -> None:
+    """Serve until SIGINT or SIGTERM; ``ready`` is called with the address."""
+    asyncio.run(_serve_until_told(options, ready))
+
+
+async def _serve_until_told(options: RouterOptions, ready: Callable[[str], None]) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with serving(options) as url:
+        ready(url)
+        await stop.wait()
+
+
+def listen(host: str, port: int, key: ClusterKey | None) -> tuple[socket.socket, str]:
+    """A socket that listens, and its address; without a key on loopback only."""
+    address = bindable(host, port, key)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise InputError(
+            f"cannot listen on {address} port {port}: {os.strerror(error.errno or 0)}; "
+            f"choose another address or port, or port 0 for any"
+        ) from None
+    shown = f"[{address}]" if ":" in address else address
+    return listener, f"http://{shown}:{listener.getsockname()[1]}"

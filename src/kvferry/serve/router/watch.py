@@ -1,0 +1,142 @@
+"""Keeps the roster true: asks the rendezvous who there is, and each worker how it is.
+
+While the rendezvous is away, who was known stays known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from kvferry.errors import InputError, KvferryError
+from kvferry.rendezvous.records import InstanceView, Summaries
+from kvferry.rendezvous.signing import sign
+from kvferry.runtime.keys import ClusterKey
+from kvferry.serve.router.options import RouterOptions, checked_url
+from kvferry.serve.router.roster import Announced, Health, Part, Roster, Worker
+from kvferry.serve.router.upstream import ended, new_session
+
+log = logging.getLogger("kvferry.router")
+
+CHECK_S = 3.0
+MAX_BYTES = 64 << 20
+UNUSABLE = (aiohttp.ClientError, OSError, ValueError, KvferryError, UnicodeDecodeError)
+
+
+class Watch:
+    """Polls for as long as it runs."""
+
+    def __init__(self, options: RouterOptions, roster: Roster, key: ClusterKey | None) -> None:
+        self._options = options
+        self._roster = roster
+        self._signing_key = key.http if key is not None else None
+        self._known: dict[str, tuple[str, Announced | None]] = {}
+        self._away = False
+        self._asking: dict[object, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Look around until cancelled."""
+        async with new_session() as session:
+            try:
+                while True:
+                    self._look(session)
+                    await asyncio.sleep(self._options.poll_s)
+            finally:
+                await ended(*self._asking.values())
+
+    def _look(self, session: aiohttp.ClientSession) -> None:
+        """Ask whoever has answered the last question. A slow one holds nobody up."""
+        if self._options.rendezvous is not None:
+            self._begin("rendezvous", self._listen, session, self._options.rendezvous)
+        for worker in self._roster.workers:
+            self._begin(worker, self._check, session, worker)
+
+    def _begin(
+        self, whom: object, ask: Callable[..., Coroutine[Any, Any, None]], *args: Any
+    ) -> None:
+        if whom not in self._asking:
+            task = self._asking[whom] = asyncio.create_task(ask(*args))
+            task.add_done_callback(lambda _: self._asking.pop(whom))
+
+    # ------------------------------------------------------------ the rendezvous
+
+    async def _listen(self, session: aiohttp.ClientSession, base: str) -> None:
+        try:
+            async with asyncio.timeout(CHECK_S):
+                announced = await self._announced(session, base)
+        except (*UNUSABLE, TimeoutError) as error:
+            if not self._away:
+                log.warning("rendezvous-away url=%s message=%r", base, str(error))
+            self._away = True
+            return
+        if self._away:
+            log.info("rendezvous-back url=%s", base)
+        self._away = False
+        self._roster.hear(announced)
+
+    async def _announced(self, session: aiohttp.ClientSession, base: str) -> list[Announced]:
+        listing = msgspec.json.decode(
+            await self._get(session, base, "/v1/instances"), type=Summaries
+        )
+        versions = {entry.name: entry.version for entry in listing.instances if entry.complete}
+        for name, version in versions.items():
+            if self._known.get(name, ("",))[0] != version:
+                path = f"/v1/instances/{quote(name, safe='')}"
+                view = msgspec.json.decode(await self._get(session, base, path), type=InstanceView)
+                self._known[name] = (version, announced(view))
+        self._known = {name: self._known[name] for name in versions}
+        return [entry for _, entry in self._known.values() if entry is not None]
+
+    async def _get(self, session: aiohttp.ClientSession, base: str, path: str) -> bytes:
+        headers = {}
+        if self._signing_key is not None:
+            headers["Authorization"] = sign(self._signing_key, "GET", path, b"", time.time())
+        url = URL(base.rstrip("/") + path, encoded=True)
+        async with session.get(url, headers=headers, allow_redirects=False) as response:
+            data = await response.content.read(MAX_BYTES)
+            if response.status != 200:
+                raise ValueError(f"status {response.status}: {data[:200]!r}")
+            return data
+
+    # ------------------------------------------------------------ the workers
+
+    async def _check(self, session: aiohttp.ClientSession, worker: Worker) -> None:
+        was_up, now = worker.up, asyncio.get_running_loop().time
+        check_s = min(CHECK_S, self._options.lost_s)
+        try:
+            async with (
+                asyncio.timeout(check_s),
+                session.get(f"{worker.url}/healthz", allow_redirects=False) as response,
+            ):
+                health = msgspec.json.decode(await response.read(), type=Health)
+                if response.status != 200:
+                    raise ValueError(f"it is not well (status {response.status})")
+            self._roster.well(worker, health, now())
+        except aiohttp.ClientConnectorError as error:
+            self._roster.missed(worker, str(error), now(), refused=True)
+        except (*UNUSABLE, TimeoutError) as error:
+            problem = str(error) or "it does not answer"
+            self._roster.missed(worker, problem, now(), refused=False)
+        if worker.up != was_up:
+            log.info("worker url=%s up=%s problem=%r", worker.url, worker.up, worker.problem)
+
+
+def announced(view: InstanceView) -> Announced | None:
+    """What an instance says of itself, if it is a worker with an address."""
+    for rank in view.ranks:
+        url, role = rank.metadata.get("http"), rank.metadata.get("role")
+        if url and role in set(Part):
+            try:
+                name = rank.metadata.get("instance", view.name)
+                return Announced(checked_url(url), Part(role), name)
+            except InputError:
+                log.warning("bad-address instance=%s url=%r", view.name, url)
+    return None

@@ -1,0 +1,93 @@
+"""A prefill rank's end of transfers: each chunk is pushed when it has been computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvferry.runtime.memory import Memory
+from kvferry.runtime.outgoing import Outgoing, Waitable
+from kvferry.runtime.rank import RankEndpoint
+from kvferry.runtime.source import SourceEndpoint
+from kvferry.serve.cache import Cache
+from kvferry.serve.steps import Sample, StepPlan, Work
+from kvferry.serve.transfer import EndpointSettings, First, Open, Receive, RoomExtension, encode
+
+
+class PrefillExtension(RoomExtension[Outgoing]):
+    """A source endpoint beside a prefill rank."""
+
+    endpoint: SourceEndpoint
+
+    def __init__(self, settings: EndpointSettings, rank: int) -> None:
+        super().__init__(settings, rank)
+        self._begun: set[str] = set()
+
+    def _connect(self, cache: Cache, memory: Memory) -> RankEndpoint[Any]:
+        self._page_tokens = cache.layout.page_tokens
+        self._on_gpu = not memory.device.is_host
+        self.endpoint = SourceEndpoint(
+            cache.layout,
+            memory,
+            name=self.settings.name,
+            rank=self.rank,
+            model=self.settings.model,
+            transport=self.transport,
+            rendezvous=self.settings.rendezvous,
+            key=self.settings.key(),
+            config=self.settings.config,
+        )
+        return self.endpoint
+
+    def _begin(self, command: Open | Receive) -> Outgoing:
+        return self.endpoint.open(command.room, deadline_s=command.deadline_s)
+
+    def before(self, plan: StepPlan) -> None:
+        """Announce what this step computes, so that credits are there when it is."""
+        super().before(plan)
+        for work in plan.works:
+            part = self.parts.get(work.request)
+            if part is None:
+                continue
+            if work.request not in self._begun:
+                self._begun.add(work.request)
+                self._push_cached(part.handle, work)
+            part.handle.prepare((work.first, work.end), self._pages(work, work.first, work.end))
+
+    def _push_cached(self, room: Outgoing, work: Work) -> None:
+        """The prompt's beginning may be in the pages from an earlier request."""
+        if work.first:
+            pages = self._pages(work, 0, work.first)
+            room.push((0, work.first), pages, after=self._computed())
+
+    def after(self, plan: StepPlan, samples: Sequence[Sample]) -> list[bytes]:
+        """Push the step's chunks. With the last one of a prompt comes its first token."""
+        computed = self._computed()
+        firsts = {sample.request: sample for sample in samples}
+        for work in plan.works:
+            part = self.parts.get(work.request)
+            if part is None:
+                continue
+            pages = self._pages(work, work.first, work.end)
+            part.handle.push((work.first, work.end), pages, after=computed)
+            if work.sampling is not None:
+                first = firsts.get(work.request)
+                metadata = encode(First(first, self.settings.http)) if first else b""
+                part.handle.close(metadata, states=work.row, tokens=work.end, after=computed)
+        notes = super().after(plan, samples)
+        self._begun &= self.parts.keys()
+        return notes
+
+    def _pages(self, work: Work, first: int, end: int) -> list[int]:
+        """The pages that these tokens touch."""
+        return work.pages[first // self._page_tokens : -(-end // self._page_tokens)]
+
+    def _computed(self) -> Waitable | None:
+        """What happens once the GPU has done all that it was given; None where it is done."""
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event

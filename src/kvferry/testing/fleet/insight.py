@@ -1,0 +1,170 @@
+"""What a test may want to know of a rank, beyond what an engine may: read, never changed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from kvferry.ids import Room
+from kvferry.protocol.states import LegState
+from kvferry.runtime.source import SourceEndpoint
+from kvferry.testing.fleet.pools import RoomPages
+
+T = TypeVar("T")
+LOOK_S = 10.0
+
+
+class Insight:
+    """Questions to a rank about its rooms, its peers and itself."""
+
+    def __init__(self, endpoint: Any) -> None:
+        self.endpoint = endpoint
+        self.handles: dict[Room, Any] = {}
+        self.ended_at: dict[Room, float] = {}
+        self.where: dict[Room, RoomPages] = {}
+
+    @property
+    def _owner(self) -> Any:
+        return self.endpoint._owner
+
+    def _look(self, look: Callable[[Any], T]) -> T:
+        """Look at the machine on its owner's thread, where nothing changes meanwhile."""
+        found: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                found.set_result(look(self._owner.machine))
+            except Exception as error:
+                found.set_exception(error)
+
+        self._owner._inbox.put(call)
+        return found.result(LOOK_S)
+
+    # ------------------------------------------------------------ a room
+
+    def status(self, room: Room) -> int:
+        """Where a room stands."""
+        return int(self.handles[room].status)
+
+    def released(self, room: Room) -> bool:
+        """Whether a room's memory is free."""
+        released: bool = self.handles[room].released
+        return released
+
+    def ended(self, room: Room) -> float:
+        """When a room ended, by this machine's monotonic clock."""
+        return self.ended_at[room]
+
+    def rooms(self) -> list[Room]:
+        """The rooms that it was told of and not told to forget."""
+        return list(self.handles)
+
+    def pages_of(self, room: Room) -> RoomPages:
+        """Where a room is."""
+        return self.where[room]
+
+    def metadata(self, room: Room) -> bytes:
+        """What came with the close."""
+        data: bytes = self.handles[room].metadata
+        return data
+
+    def bad_pages(self, room: Room) -> dict[str, list[int]]:
+        """What a failed room lacks."""
+        found: dict[str, list[int]] = self.handles[room].bad_pages
+        return found
+
+    def offered_by(self, room: Room) -> list[int]:
+        """The targets that have made an offer for a room, opened here or not."""
+
+        def look(machine: Any) -> list[int]:
+            return sorted(machine.rooms[room].lanes) if room in machine.rooms else []
+
+        return self._look(look)
+
+    def _look_at(self, room: Room, look: Callable[[Any], T]) -> T:
+        """Look at a room that goes on."""
+        outcome = self.handles[room].outcome
+        if outcome is not None:
+            raise RuntimeError(f"room {room!r} has ended with {outcome}")
+        return self._look(lambda machine: look(machine.rooms[room]))
+
+    def lacks(self, room: Room) -> set[tuple[int, int]]:
+        """The tokens that have not arrived, of whatever group or layer."""
+        blocks = self._look_at(room, lambda its: its.ledger.lacking())
+        return {(block.tokens.first, block.tokens.end) for block in blocks}
+
+    def closed_sources(self, room: Room) -> list[int]:
+        """The sources that have said that all is written."""
+        legs = self._look_at(room, lambda its: [*its.legs.values()])
+        return [leg.source for leg in legs if leg.state is LegState.CLOSED]
+
+    # ------------------------------------------------------------ the rank
+
+    def peers(self) -> list[str]:
+        """Who has a session here."""
+        return self._look(lambda machine: [str(link.peer) for link in machine.links.values()])
+
+    def instances(self) -> set[str]:
+        """The prefill instances of which a target keeps anything."""
+        owner = self._owner
+        return self._look(
+            lambda _: {p.instance for p in owner._clients} | {*owner._views} | {*owner._watches}
+        )
+
+    def tables(self) -> dict[str, int]:
+        """Sizes of everything that must be empty when nothing goes on."""
+        is_source = isinstance(self.endpoint, SourceEndpoint)
+        return self._look(self._source_tables if is_source else self._target_tables)
+
+    def _source_tables(self, machine: Any) -> dict[str, int]:
+        return {
+            "handles": len(self._owner._handles),
+            # Not counting notes of failed rooms, which are kept for a while.
+            "rooms": sum(room.known_to_engine for room in machine.rooms.values()),
+            "writing": len(machine.writing),
+            "writes": len(self._owner._writes),
+            "slots": machine.config.local_slots - len(machine.local_slots),
+        }
+
+    def _target_tables(self, machine: Any) -> dict[str, int]:
+        return {
+            "handles": len(self._owner._handles),
+            "rooms": len(machine.rooms),
+            "scattering": len(machine.scattering),
+            "unresolved": len(self._owner._asked_for),
+            "slots": machine.staging.num_slots - len(machine.credits.free),
+            "accounts": len(machine.credits.accounts),
+        }
+
+    def stats(self) -> Any:
+        """The endpoint's counts."""
+        return self.endpoint.stats
+
+    def record(self) -> Any:
+        """What the source has registered."""
+        return self.endpoint.record
+
+    def constants(self) -> Any:
+        """What the source measured."""
+        return self.endpoint.constants
+
+    def staging_bytes(self) -> int:
+        """Memory taken beside the pools."""
+        size: int = self.endpoint.staging_bytes
+        return size
+
+    def resources(self) -> dict[str, int]:
+        """What this process has of the machine's: Linux only."""
+        with open("/proc/self/statm", encoding="ascii") as file:
+            resident, shared = map(int, file.read().split()[1:3])
+        with open("/proc/self/maps", encoding="ascii") as file:
+            maps = sum(1 for _ in file)
+        return {
+            "memory_bytes": (resident - shared) * os.sysconf("SC_PAGE_SIZE"),
+            "maps": maps,
+            "files": len(os.listdir("/proc/self/fd")),
+            "threads": threading.active_count(),
+        }

@@ -1,0 +1,394 @@
+"""A soak: thousands of rooms while ranks are killed, stopped and restarted, and rooms given up.
+
+Asks of every room that it ends at every rank that lives, by its deadline; of every room that
+is done, that its bytes are right; of released memory, that nobody writes it any more; and at the
+end, that every table is empty and that the ranks which lived through it have not grown.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from kvferry.config import ProtocolConfig
+from kvferry.ids import Room
+from kvferry.layout.layout import Layout, Parallel
+from kvferry.layout.layout import Order as PageOrder
+from kvferry.layout.spec import (
+    CacheSpec,
+    DType,
+    Group,
+    Paged,
+    Slot,
+    Tensor,
+    Window,
+    attention_group,
+)
+from kvferry.plan.plan import Request
+from kvferry.protocol.outcome import Done, Outcome
+from kvferry.runtime.config import EndpointConfig
+from kvferry.testing.fleet.fleet import Fleet, Side
+from kvferry.testing.fleet.pools import Content
+from kvferry.testing.fleet.process import RankProcess
+from kvferry.testing.fleet.turns import News, Order, Work
+
+MAX_TOKENS = 120
+DEADLINE_S = 4.0
+# What a rank may need on top of a deadline on a busy machine, to end a room and to release it.
+GRACE_S = 10.0
+RELEASE_S = 20.0
+TURN_S = 0.004
+PROTOCOL = ProtocolConfig(
+    heartbeat_s=0.2, silence_s=1.5, handshake_s=3.0, resend_s=0.1, nudge_s=0.3, early_s=5.0
+)
+SPEC = CacheSpec(
+    num_layers=3,
+    groups=(
+        attention_group("full", Paged(), (0, 2), 6, 8, 6, DType.BFLOAT16),
+        attention_group("near", Window(40), (1,), 6, 8, None, DType.BFLOAT16),
+        Group("state", Slot(), (1,), 6, (Tensor("s", DType.FLOAT32, 5),)),
+    ),
+)
+PREFILL = "prefill"
+# A rank's name through all of its lives.
+Key = tuple[str, int]
+# These are stopped but never killed, so that one can see whether they grow.
+SHELTERED: frozenset[Key] = frozenset({(PREFILL, 0), ("decode-a", 0)})
+
+
+class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How long and how hard."""
+
+    rooms: int = 10_000
+    at_once: int = 24
+    kills: int = 60
+    stops: int = 60
+    abort_share: float = 0.04
+    transport: str = "shm"
+    seed: int = 0
+    limit_s: float = 1200.0
+    # How much a sheltered rank may grow between its first fifth and the end.
+    growth_bytes: int = 16 << 20
+
+
+class SoakReport(msgspec.Struct, kw_only=True):
+    """What has happened."""
+
+    rooms: int = 0
+    transport: str = ""
+    seconds: float = 0.0
+    ends: dict[str, int] = {}
+    done_everywhere: int = 0
+    kills: int = 0
+    stops: int = 0
+    aborts: int = 0
+    problems: list[str] = []
+    leftovers: dict[str, dict[str, int]] = {}
+    resources: dict[str, dict[str, list[int]]] = {}
+    good: bool = False
+
+
+@dataclass(eq=False)
+class _Open:
+    """A room that goes on somewhere."""
+
+    work: Work
+    decode: str
+    # When it must have ended, and then when it must be released, at each rank.
+    due: dict[Key, float] = field(default_factory=dict)
+    unreleased: dict[Key, float] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+class _Later(NamedTuple):
+    """An order for some turn that is still to come."""
+
+    at: float
+    key: Key
+    order: Order
+
+
+class Soak:
+    """The driver: one thread, a turn at a time, one question to each rank that is awake."""
+
+    def __init__(self, plan: SoakPlan, tell: Callable[[int, str], None] = lambda *_: None) -> None:
+        self._plan = plan
+        self._tell = tell
+        self._rng = random.Random(plan.seed)
+        self._report = SoakReport(transport=plan.transport)
+        self._ends: Counter[str] = Counter()
+        self._open: dict[Room, _Open] = {}
+        self._orders: dict[Key, list[Order]] = {}
+        self._later: list[_Later] = []
+        self._asleep: dict[Key, tuple[float, float]] = {}  # since when, until when
+        self._dead: dict[Key, float] = {}  # until when
+        self._faults = self._schedule()
+        self._before: dict[Key, dict[str, int]] = {}
+
+    def run(self) -> SoakReport:
+        """Everything, in bounded time."""
+        began = time.monotonic()
+        with _fleet(self._plan) as self._fleet:
+            while self._goes_on(began):
+                self._turn()
+            self._calm_down()
+            self._look_back()
+        report = self._report
+        report.seconds, report.ends = time.monotonic() - began, dict(self._ends)
+        report.good = not (report.problems or report.leftovers)
+        return report
+
+    def _goes_on(self, began: float) -> bool:
+        if time.monotonic() > began + self._plan.limit_s:
+            self._problem(f"only {self._report.rooms} rooms in {self._plan.limit_s:g} s")
+            return False
+        return self._report.rooms < self._plan.rooms and len(self._report.problems) < 20
+
+    def _problem(self, text: str) -> None:
+        self._report.problems.append(text)
+
+    # ------------------------------------------------------------ a turn
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        self._wake(now)
+        self._maybe_hurt(now)
+        while len(self._open) < self._plan.at_once and self._begin_room():
+            pass
+        self._due_orders(now)
+        self._exchange()
+        self._demand_ends()
+        self._tell(self._report.rooms, self._summary())
+        time.sleep(TURN_S)
+
+    def _summary(self) -> str:
+        ends = ", ".join(f"{code} {count}" for code, count in self._ends.most_common(4))
+        return f"{len(self._open)} open; {self._report.kills} kills; {ends}"
+
+    def _ranks(self) -> dict[Key, RankProcess]:
+        return {(rank.spec.name, rank.spec.rank): rank for rank in self._fleet.ranks}
+
+    def _exchange(self) -> None:
+        """Orders to, and news from, everybody who is awake."""
+        down = self._asleep.keys() | self._dead.keys()
+        awake = {key: rank for key, rank in self._ranks().items() if key not in down}
+        for key, rank in awake.items():
+            rank.begin("turn", self._orders.pop(key, []))
+        for key, rank in awake.items():
+            for news in rank.answer():
+                self._take(key, news)
+
+    def _take(self, key: Key, news: News) -> None:
+        name = f"{news.room!r} at {key[0]}/{key[1]}"
+        room = self._open.get(news.room)
+        if news.problem:
+            self._problem(f"{name}: {news.problem}")
+        if room is None:
+            self._problem(f"{name}: news of a room that is over")
+        elif news.outcome is not None:
+            room.due.pop(key, None)
+            room.unreleased[key] = time.monotonic() + RELEASE_S
+            room.outcomes.append(news.outcome)
+            self._ends["done" if isinstance(news.outcome, Done) else news.outcome.code] += 1
+        elif not news.problem:
+            room.unreleased.pop(key, None)
+            self._close_if_over(room)
+
+    def _close_if_over(self, room: _Open) -> None:
+        if room.due or room.unreleased:
+            return
+        del self._open[room.work.room]
+        self._report.done_everywhere += all(isinstance(o, Done) for o in room.outcomes)
+        for side in (PREFILL, room.decode):
+            self._fleet.allotments[side].give_back(room.work.room)
+
+    def _demand_ends(self) -> None:
+        """Nothing may be lost: neither an end nor a release."""
+        now = time.monotonic()
+        for room in list(self._open.values()):
+            for what, table in (("ended", room.due), ("been released", room.unreleased)):
+                late = [key for key, at in table.items() if now > at and key not in self._asleep]
+                for key in late:
+                    self._problem(f"{room.work.room!r} at {key[0]}/{key[1]} has never {what}")
+                    del table[key]
+
+    # ------------------------------------------------------------ rooms
+
+    def _begin_room(self) -> bool:
+        """One more room; False if there is no memory for it, or there were enough."""
+        rng, number = self._rng, self._report.rooms
+        decode = rng.choice(list(self._fleet.decodes))
+        tokens = rng.randint(1, MAX_TOKENS)
+        sides = (PREFILL, decode)
+        pages = {s: -(-tokens // self._fleet.sides[s].layout.page_tokens) for s in sides}
+        allotments = self._fleet.allotments
+        if number >= self._plan.rooms or not all(allotments[s].has(pages[s]) for s in sides):
+            return False
+        name: Room = number if rng.random() < 0.5 else f"room-{number}"
+        request = Request(tokens, rng.choice((0, 0, rng.randint(0, tokens))))
+        lonely = rng.random() < 0.005
+        works = [
+            Work(
+                name,
+                Content(number, allotments[side].take(name, pages[side]), request),
+                PREFILL,
+                1.0 if lonely else DEADLINE_S,
+                rng.choice((16, 50, MAX_TOKENS)),
+            )
+            for side in sides
+        ]
+        self._report.rooms += 1
+        self._open[name] = room = _Open(works[0], decode)
+        # Now and then one side never comes.
+        unwanted = rng.choice(sides) if lonely else None
+        self._order_room(room, [(s, w) for s, w in zip(sides, works, strict=True) if s != unwanted])
+        self._close_if_over(room)
+        return True
+
+    def _order_room(self, room: _Open, parts: Iterable[tuple[str, Work]]) -> None:
+        rng, now = self._rng, time.monotonic()
+        later = {side: now + rng.choice((0.0, rng.uniform(0, 0.1))) for side in self._fleet.sides}
+        aborts = rng.random() < self._plan.abort_share
+        self._report.aborts += aborts
+        for side, work in parts:
+            keys = [(side, rank) for rank in range(self._fleet.sides[side].layout.num_ranks)]
+            for key in [key for key in keys if key not in self._dead]:
+                verb = "begin" if side == PREFILL else "receive"
+                self._later.append(_Later(later[side], key, Order(verb, work)))
+                if side == PREFILL:
+                    rest = later[side] + rng.choice((0.0, rng.uniform(0, 0.2)))
+                    self._later.append(_Later(rest, key, Order("rest", work)))
+                room.due[key] = now + DEADLINE_S + GRACE_S
+            if aborts and rng.random() < 0.5:
+                at = now + rng.uniform(0, 0.2)
+                self._later += [_Later(at, key, Order("abort", work)) for key in keys]
+
+    def _due_orders(self, now: float) -> None:
+        ready = sorted(one for one in self._later if one.at <= now)
+        self._later = [one for one in self._later if one.at > now]
+        for _, key, order in ready:
+            if key not in self._dead:
+                self._orders.setdefault(key, []).append(order)
+
+    # ------------------------------------------------------------ faults
+
+    def _schedule(self) -> list[tuple[int, str]]:
+        """At which room which fault happens, the last first."""
+        plan, rng = self._plan, self._rng
+        kinds = ["kill"] * plan.kills + ["stop"] * plan.stops
+        first, last = plan.rooms // 20, plan.rooms * 19 // 20
+        return sorted(((rng.randint(first, last), kind) for kind in kinds), reverse=True)
+
+    def _maybe_hurt(self, now: float) -> None:
+        rng = self._rng
+        while self._faults and self._faults[-1][0] <= self._report.rooms:
+            _, kind = self._faults.pop()
+            well = self._ranks().keys() - self._asleep.keys() - self._dead.keys()
+            victims = sorted(well - SHELTERED if kind == "kill" else well)
+            if not victims:
+                continue
+            key = rng.choice(victims)
+            if kind == "kill":
+                self._kill(key, now)
+            else:
+                self._ranks()[key].stop()
+                self._report.stops += 1
+                self._asleep[key] = now, now + rng.choice((0.2, 1.0, rng.uniform(2, 4)))
+
+    def _kill(self, key: Key, now: float) -> None:
+        self._ranks()[key].kill()
+        self._report.kills += 1
+        self._dead[key] = now + self._rng.choice((0.0, self._rng.uniform(0, 1)))
+        self._orders.pop(key, None)
+        self._later = [one for one in self._later if one.key != key]
+        for room in list(self._open.values()):
+            room.due.pop(key, None)
+            room.unreleased.pop(key, None)
+            self._close_if_over(room)
+
+    def _wake(self, now: float) -> None:
+        """Let those go on who have stood still for long enough, and the dead come back."""
+        for key, (since, until) in list(self._asleep.items()):
+            if now < until:
+                continue
+            del self._asleep[key]
+            if key not in SHELTERED and self._rng.random() < 0.2:
+                self._kill(key, now)
+                continue
+            self._ranks()[key].resume()
+            for room in self._open.values():
+                for table in (room.due, room.unreleased):
+                    if key in table:
+                        table[key] += now - since
+        for key in [key for key, until in self._dead.items() if now >= until]:
+            self._fleet.restart(self._ranks()[key])
+            del self._dead[key]
+        if not self._before and self._report.rooms >= self._plan.rooms // 5 and not self._asleep:
+            self._before = self._measured()
+
+    # ------------------------------------------------------------ the end
+
+    def _calm_down(self) -> None:
+        """No more faults and no more rooms: everything ends by itself."""
+        self._faults = []
+        give_up = time.monotonic() + DEADLINE_S + GRACE_S + RELEASE_S
+        while (self._open or self._asleep or self._dead) and time.monotonic() < give_up:
+            now = time.monotonic()
+            self._wake(now)
+            self._due_orders(now)
+            self._exchange()
+            self._demand_ends()
+            time.sleep(TURN_S)
+        if self._open:
+            self._problem(f"{len(self._open)} rooms were never over")
+
+    def _look_back(self) -> None:
+        """Tables, seals, and what the long-lived have grown by."""
+        give_up = time.monotonic() + PROTOCOL.early_s + GRACE_S
+        while self._fleet.leftovers() and time.monotonic() < give_up:
+            time.sleep(0.1)
+        self._report.leftovers = self._fleet.leftovers()
+        for rank in self._fleet.ranks:
+            broken = rank.ask("unsealed")
+            if broken:
+                self._problem(f"{rank}: {broken}")
+        after = self._measured()
+        for key, before in self._before.items():
+            self._report.resources[f"{key[0]}/{key[1]}"] = {
+                what: [before[what], after[key][what]] for what in before
+            }
+            grown = after[key]["memory_bytes"] - before["memory_bytes"]
+            if grown > self._plan.growth_bytes:
+                self._problem(f"{key[0]}/{key[1]} has grown by {grown} bytes")
+
+    def _measured(self) -> dict[Key, dict[str, int]]:
+        ranks = self._ranks()
+        return {key: ranks[key].ask("resources") for key in SHELTERED}
+
+
+def soak(plan: SoakPlan, tell: Callable[[int, str], None] = lambda *_: None) -> SoakReport:
+    """Run it. ``tell`` hears how many rooms have begun, and how things stand."""
+    return Soak(plan, tell).run()
+
+
+def _fleet(plan: SoakPlan) -> Fleet:
+    """One prefill instance, two decode instances of other sizes, other pages, another order."""
+    config = EndpointConfig(protocol=PROTOCOL, lease_s=1.0, deadline_s=DEADLINE_S)
+
+    def side(name: str, layout: Layout) -> Side:
+        pages = -(-MAX_TOKENS // layout.page_tokens) * plan.at_once
+        return Side(name, layout, pages, config, num_rows=2 * plan.at_once)
+
+    return Fleet(
+        side(PREFILL, Layout(SPEC, Parallel(tp=2), page_tokens=4)),
+        side("decode-a", Layout(SPEC, Parallel(tp=1), page_tokens=8, order=PageOrder.HND)),
+        side("decode-b", Layout(SPEC, Parallel(tp=3), page_tokens=16)),
+        transport=plan.transport,
+        seed=plan.seed,
+    )

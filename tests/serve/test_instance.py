@@ -1,0 +1,266 @@
+"""A worker's life: what it says of itself, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from serve.driving import PROMPTS
+from serve.working import (
+    PATIENCE_S,
+    Alone,
+    Caller,
+    Reply,
+    apart,
+    body_of,
+    call,
+    hosted,
+    options_for,
+)
+
+from kvferry.errors import InputError, KvferryError
+from kvferry.layout.layout import Parallel
+from kvferry.protocol.outcome import Failure, FailureCode, Status
+from kvferry.rendezvous.calls import Calls
+from kvferry.rendezvous.records import RendezvousError
+from kvferry.rendezvous.server import RendezvousServer
+from kvferry.runtime.keys import ClusterKey
+from kvferry.serve.fingerprint import fingerprint
+from kvferry.serve.instance import InstanceOptions, run_instance
+from kvferry.serve.tiny import Kind, make_tiny
+from kvferry.serve.transfer import Agreement, Ended, Released
+
+Models = dict[Kind, Path]
+
+
+# ---------------------------------------------------------------- agreement
+
+
+def test_ranks_agree_when_all_have_spoken() -> None:
+    agreement = Agreement(3)
+    seen = []
+    for rank, note in (
+        (2, Ended("r", metadata=b"first")),
+        (2, Released("r")),
+        (0, Ended("r")),
+        (0, Released("r")),
+        (1, Ended("r")),
+        (1, Released("r")),
+    ):
+        agreement.take(rank, note)
+        seen.append((agreement.status, agreement.released))
+    moving, done = (Status.MOVING, False), (Status.DONE, False)
+    assert seen == [moving, moving, moving, moving, done, (Status.DONE, True)]
+    assert agreement.metadata == b"first"
+
+
+def test_one_failure_fails_the_room_and_the_first_cause_is_told() -> None:
+    agreement = Agreement(3)
+    agreement.take(0, Ended("r"))
+    followed = Failure(FailureCode.ABORTED, "given up at decode")
+    cause = Failure(FailureCode.PEER_GONE, "prefill/1 is gone")
+    agreement.take(1, Ended("r", followed))
+    assert (agreement.status, agreement.failure) == (Status.FAILED, followed)
+    agreement.take(2, Ended("r", cause))
+    # Said twice is said once.
+    agreement.take(2, Ended("r"))
+    assert (agreement.status, agreement.failure) == (Status.FAILED, cause)
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_options_can_be_written_down(models: Models) -> None:
+    options = options_for("decode", models[Kind.LLAMA], "http://127.0.0.1:1", Parallel(tp=3))
+    assert msgspec.json.decode(msgspec.json.encode(options), type=InstanceOptions) == options
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": ""}, "must begin with a letter"),
+        ({"name": "two@http"}, "must begin with a letter"),
+        ({"name": "x" * 201}, "must begin with a letter"),
+        ({"deadline_s": 0}, "deadline_s must be above 0"),
+        ({"request_s": -1}, "request_s must be above 0"),
+    ],
+)
+def test_bad_options_are_one_sentence(
+    models: Models, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        options_for("decode", models[Kind.LLAMA], None, Parallel(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"host": "0.0.0.0"}, "says nothing to others"),
+        ({"host": "no.such.host.invalid"}, "choose another port|cannot find the host"),
+        ({"port": 70000}, "choose another port"),
+        ({"folder": "/nowhere"}, "/nowhere"),
+        ({"engine": {"parallel": Parallel(tp=7)}}, "tp=7"),
+        ({"transport": "pigeon", "rendezvous": "http://127.0.0.1:1"}, "pigeon"),
+        ({"key_file": "/nowhere", "rendezvous": "http://127.0.0.1:1"}, "/nowhere"),
+    ],
+)
+def test_what_cannot_start_is_one_sentence(
+    models: Models, changes: dict[str, Any], message: str
+) -> None:
+    folder = Path(changes.pop("folder", models[Kind.LLAMA]))
+    rendezvous = changes.pop("rendezvous", None)
+    options = options_for("decode", folder, rendezvous, Parallel(), **changes)
+    with pytest.raises(KvferryError, match=message) as raised:
+        run_instance(options)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(models: Models) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = options_for("decode", Path("/nowhere"), None, Parallel(), port=port)
+        with pytest.raises(InputError, match=f"cannot listen on 127.0.0.1:{port}"):
+            run_instance(options)
+
+
+def test_checkpoints_differ_by_their_weights(models: Models, tmp_path: Path) -> None:
+    same = make_tiny(tmp_path / "same", Kind.LLAMA, seed=7)
+    other = make_tiny(tmp_path / "other", Kind.LLAMA, seed=8)
+    assert fingerprint(same) == fingerprint(models[Kind.LLAMA])
+    assert fingerprint(other) != fingerprint(same)
+
+
+# ---------------------------------------------------------------- at the rendezvous
+
+
+def test_workers_say_where_they_are_and_leave(models: Models, tmp_path: Path) -> None:
+    key = ClusterKey.new()
+    key.write(tmp_path / "key")
+
+    async def found(url: str, name: str) -> dict[str, str]:
+        calls = Calls(url, key)
+        try:
+            view = await calls.instance(f"{name}@http", "", 20)
+            assert view is not None
+            return view.ranks[0].metadata
+        finally:
+            await calls.close()
+
+    with RendezvousServer(key=key) as server:
+        options = [
+            options_for(
+                role,
+                models[Kind.LLAMA],
+                server.url,
+                Parallel(),
+                key_file=str(tmp_path / "key"),
+            )
+            for role in ("prefill", "decode")
+        ]
+        with hosted(*options) as running:
+            for option, worker in zip(options, running, strict=True):
+                assert asyncio.run(found(server.url, worker.name)) == {
+                    "role": str(option.role),
+                    "http": worker.url,
+                    "model": "model",
+                    "instance": worker.name,
+                }
+            prefill, decode = running
+            _, second = call(lambda caller: caller.pair(prefill, decode, 1, body_of(PROMPTS[2])))
+            assert second.told["source"] == "transferred"
+        with pytest.raises(RendezvousError, match="nobody has registered"):
+            asyncio.run(asyncio.wait_for(gone(server.url, key, running[0].name), 20))
+
+
+async def gone(url: str, key: ClusterKey, name: str) -> None:
+    calls = Calls(url, key)
+    try:
+        await calls.instance(f"{name}@http", "", 0)
+    finally:
+        await calls.close()
+
+
+def test_another_model_is_refused_in_words(models: Models, tmp_path: Path) -> None:
+    """Weights that differ are no partners, whatever the names say."""
+    other = make_tiny(tmp_path / "other", Kind.LLAMA, seed=8)
+    with RendezvousServer() as server:
+        options = [
+            options_for("prefill", other, server.url, Parallel()),
+            options_for("decode", models[Kind.LLAMA], server.url, Parallel()),
+        ]
+        with hosted(*options) as (prefill, decode):
+            body = body_of(PROMPTS[1]) | {
+                "kvferry": {"room": 1, "prefill": prefill.name, "deadline_s": 20}
+            }
+            reply = call(lambda caller: caller.post(decode.url, body))
+    assert reply.status == 503
+    assert "not our model" in reply.document["error"]["message"]
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_sigterm_ends_a_worker_and_tells_its_callers(models: Models) -> None:
+    options = options_for("decode", models[Kind.LLAMA], None, Parallel())
+
+    async def talk(caller: Caller, url: str, pid: int) -> bytes:
+        body = body_of(PROMPTS[1], max_tokens=1900) | {"stream": True}
+        async with caller.session.post(f"{url}/v1/completions", json=body) as response:
+            await response.content.readuntil(b"\n\n")
+            signal_to(pid)
+            return await response.read()
+
+    with apart(options) as (worker,):
+        assert worker.process is not None
+        assert worker.process.pid is not None
+        begun = time.monotonic()
+        raw = call(partial(talk, url=worker.url, pid=worker.process.pid))
+        worker.process.join(PATIENCE_S)
+        assert worker.process.exitcode == 0
+        assert time.monotonic() - begun < PATIENCE_S / 2
+    last = [line for line in raw.decode().split("\n\n") if line][-1]
+    assert '"code":"worker_ended"' in last
+
+
+def signal_to(pid: int) -> None:
+
+    os.kill(pid, signal.SIGTERM)
+
+
+def test_a_killed_worker_costs_its_requests_and_nothing_else(models: Models) -> None:
+    """The whole prefill process, with a transfer under way."""
+    long = tuple((5 * i * i + 3 * i) % 256 for i in range(1900))
+    with RendezvousServer() as server:
+        slow = {"step_tokens": 32}
+        prefill_options = options_for(
+            "prefill", models[Kind.LLAMA], server.url, Parallel(), engine=slow
+        )
+        decode_options = options_for("decode", models[Kind.LLAMA], server.url, Parallel())
+
+        async def talk(caller: Caller, prefill: Any, decode: Any) -> Reply:
+            body = body_of(long, max_tokens=4) | {
+                "kvferry": {"room": 1, "prefill": prefill.name, "fallback": "local"}
+            }
+            second = asyncio.create_task(caller.post(decode.url, body))
+            await caller.until(decode.url, lambda told: told["rooms"] == 1)
+            first = asyncio.create_task(caller.post(prefill.url, body))
+            await caller.until(prefill.url, lambda told: told["running"] == 1)
+            prefill.process.kill()
+            await asyncio.gather(first, return_exceptions=True)
+            reply = await second
+            await caller.idle(decode.url)
+            return reply
+
+        with apart(prefill_options) as (prefill,), hosted(decode_options) as (decode,):
+            reply = call(partial(talk, prefill=prefill, decode=decode))
+    assert reply.status == 200
+    assert reply.told["source"] == "recomputed"
+    assert [reply.tokens] == Alone(models)(Kind.LLAMA, [long], max_tokens=4)

@@ -1,0 +1,346 @@
+"""What goes wrong with one request concerns that request, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve.driving import PROMPTS
+from serve.working import (
+    PATIENCE_S,
+    Alone,
+    Caller,
+    Reply,
+    Worker,
+    body_of,
+    call,
+    hosted,
+    is_idle,
+    options_for,
+)
+
+from kvferry.layout.layout import Parallel
+from kvferry.rendezvous.server import RendezvousServer
+from kvferry.serve.instance import InstanceOptions, run_instance
+from kvferry.serve.ranks import RankLost
+from kvferry.serve.tiny import Kind
+
+Models = dict[Kind, Path]
+
+ONE, TP3 = Parallel(), Parallel(tp=3)
+# Nearly the whole cache, and a hundred steps where each computes little.
+LONG = tuple((5 * i * i + 3 * i) % 256 for i in range(1900))
+SLOW = {"step_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def rendezvous() -> Iterator[str]:
+    with RendezvousServer() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def alone(models: Models) -> Alone:
+    return Alone(models)
+
+
+@pytest.fixture(scope="module")
+def pair(models: Models, rendezvous: str) -> Iterator[list[Worker]]:
+    options = [
+        options_for(role, models[Kind.LLAMA], rendezvous, ONE, engine=engine)
+        for role, engine in (("prefill", SLOW), ("decode", {}))
+    ]
+    with hosted(*options) as running:
+        yield running
+
+
+def half(prompt: tuple[int, ...], room: int, **ticket: Any) -> dict[str, Any]:
+    """A body for one side alone."""
+    return body_of(prompt) | {"kvferry": {"room": room, "deadline_s": PATIENCE_S} | ticket}
+
+
+async def both_idle(caller: Caller, pair: list[Worker]) -> None:
+    for worker in pair:
+        await caller.idle(worker.url)
+
+
+async def right_again(caller: Caller, pair: list[Worker], room: int) -> Reply:
+    """A request like any other, to see that both still serve."""
+    first, second = await caller.pair(pair[0], pair[1], room, body_of(PROMPTS[2]))
+    assert (first.status, second.status) == (200, 200), (first, second)
+    assert second.told["source"] == "transferred"
+    await both_idle(caller, pair)
+    return second
+
+
+# ---------------------------------------------------------------- callers that leave
+
+
+def test_leaving_in_the_middle_of_a_stream_frees_both_sides(
+    pair: list[Worker], alone: Alone
+) -> None:
+    prefill, decode = pair
+
+    async def talk(caller: Caller) -> Reply:
+        body = body_of(PROMPTS[2], max_tokens=1500)
+        ticket = {"room": 1, "prefill": prefill.name, "deadline_s": PATIENCE_S}
+        first = asyncio.create_task(caller.post(prefill.url, body | {"kvferry": ticket}))
+        streamed = body | {"kvferry": ticket, "stream": True}
+        async with caller.session.post(f"{decode.url}/v1/completions", json=streamed) as response:
+            assert response.status == 200
+            await response.content.readuntil(b"\n\n")
+            assert (await caller.health(decode.url))["running"] == 1
+            response.close()
+        assert (await first).status == 200
+        await both_idle(caller, pair)
+        return await right_again(caller, pair, 2)
+
+    assert [call(talk).tokens] == alone(Kind.LLAMA, PROMPTS[2:])
+
+
+def test_leaving_before_the_first_token_frees_both_sides(pair: list[Worker]) -> None:
+    prefill, decode = pair
+
+    async def talk(caller: Caller) -> Reply:
+        body = half(LONG, 11, prefill=prefill.name)
+        there = asyncio.create_task(caller.post(decode.url, body))
+        await caller.until(decode.url, lambda told: told["rooms"] == 1)
+        here = asyncio.create_task(caller.post(prefill.url, body))
+        await caller.until(prefill.url, lambda told: told["running"] == 1)
+        there.cancel()
+        reply = await here
+        await both_idle(caller, pair)
+        await right_again(caller, pair, 12)
+        return reply
+
+    reply = call(talk)
+    assert reply.status == 503
+    assert "given up at decode" in reply.document["error"]["message"]
+
+
+def test_an_offer_that_was_taken_back_before_prefill_began(pair: list[Worker]) -> None:
+    prefill, decode = pair
+
+    async def talk(caller: Caller) -> Reply:
+        body = half(PROMPTS[2], 13, prefill=prefill.name)
+        there = asyncio.create_task(caller.post(decode.url, body))
+        await caller.until(decode.url, lambda told: told["rooms"] == 1)
+        there.cancel()
+        await caller.idle(decode.url)
+        reply = await caller.post(prefill.url, half(PROMPTS[2], 13, deadline_s=5))
+        await caller.idle(prefill.url)
+        return reply
+
+    # It may be told in the step that computes the prompt, or just after it.
+    assert call(talk).status in (200, 503)
+
+
+def test_leaving_prefill_frees_it_and_decode_is_told(pair: list[Worker]) -> None:
+    prefill, decode = pair
+
+    async def talk(caller: Caller) -> Reply:
+        # Nobody comes for this one, so it holds nearly all pages for two seconds.
+        held = await caller.post(prefill.url, half(LONG, 21, deadline_s=2))
+        assert held.status == 200
+        waiting = asyncio.create_task(caller.post(prefill.url, half(PROMPTS[2], 22)))
+        await caller.until(prefill.url, lambda told: told["waiting"] == 1)
+        there = asyncio.create_task(
+            caller.post(decode.url, half(PROMPTS[2], 22, prefill=prefill.name))
+        )
+        await caller.until(decode.url, lambda told: told["rooms"] == 1)
+        waiting.cancel()
+        told = await caller.until(prefill.url, lambda told: told["waiting"] == 0)
+        assert told["used_pages"] > 0
+        reply = await there
+        await both_idle(caller, pair)
+        return reply
+
+    reply = call(talk)
+    assert reply.status == 503
+    assert reply.document["error"]["code"] == "kv_transfer_failed"
+    assert "aborted" in reply.document["error"]["message"]
+
+
+# ---------------------------------------------------------------- transfers that fail
+
+
+def test_a_prefill_that_is_not_there(pair: list[Worker], alone: Alone) -> None:
+    _, decode = pair
+
+    async def talk(caller: Caller) -> list[Reply]:
+        replies = await asyncio.gather(
+            *(
+                caller.post(
+                    decode.url,
+                    half(PROMPTS[2], room, prefill="nobody", deadline_s=0.5, fallback=fallback),
+                )
+                for room, fallback in ((31, "fail"), (32, "local"))
+            )
+        )
+        await caller.idle(decode.url)
+        return list(replies)
+
+    failed, local = call(talk)
+    assert failed.status == 503
+    assert failed.document["error"]["type"] == "server_error"
+    assert failed.document["error"]["code"] == "kv_transfer_failed"
+    assert "'nobody' is not at the rendezvous" in failed.document["error"]["message"]
+    assert local.told["source"] == "recomputed"
+    assert [local.tokens] == alone(Kind.LLAMA, PROMPTS[2:])
+
+
+def test_sides_that_were_asked_different_things(pair: list[Worker]) -> None:
+    prefill, decode = pair
+
+    async def talk(caller: Caller) -> tuple[Reply, Reply]:
+        replies = await asyncio.gather(
+            caller.post(prefill.url, half(PROMPTS[1], 41)),
+            caller.post(decode.url, half(PROMPTS[2], 41, prefill=prefill.name)),
+        )
+        await both_idle(caller, pair)
+        return replies
+
+    _, failed = call(talk)
+    assert failed.status == 503
+    code = failed.document["error"]["message"].partition(":")[0]
+    assert code in ("tokens-differ", "not-all-pushed")
+
+
+def test_a_room_that_is_taken_is_refused_and_goes_on(pair: list[Worker]) -> None:
+    prefill, decode = pair
+
+    async def talk(caller: Caller) -> tuple[Reply, Reply]:
+        assert (await caller.post(prefill.url, half(PROMPTS[2], 51))).status == 200
+        refused = await caller.post(prefill.url, half(PROMPTS[1], 51))
+        answer = await caller.post(decode.url, half(PROMPTS[2], 51, prefill=prefill.name))
+        await both_idle(caller, pair)
+        return refused, answer
+
+    refused, answer = call(talk)
+    assert refused.status == 503
+    assert "51 is open already" in refused.document["error"]["message"]
+    assert answer.told["source"] == "transferred"
+
+
+@pytest.mark.parametrize("fallback", ["fail", "local"])
+def test_no_pages_in_time(pair: list[Worker], alone: Alone, fallback: str) -> None:
+    """Decode is full until it is too late for the transfer."""
+    prefill, decode = pair
+
+    async def talk(caller: Caller) -> Reply:
+        full = body_of(PROMPTS[1], max_tokens=1990) | {"stream": True}
+        async with caller.session.post(f"{decode.url}/v1/completions", json=full) as response:
+            await response.content.readuntil(b"\n\n")
+            ticket = {"prefill": prefill.name, "deadline_s": 0.3, "fallback": fallback}
+            late = asyncio.create_task(caller.post(decode.url, half(PROMPTS[2], 61, **ticket)))
+            await caller.until(decode.url, lambda told: told["waiting"] == 1)
+            if fallback == "local":
+                await asyncio.sleep(0.5)
+                assert not late.done()
+                response.close()
+            reply = await late
+            response.close()
+        await both_idle(caller, pair)
+        return reply
+
+    reply = call(talk)
+    if fallback == "fail":
+        assert reply.status == 503
+        assert "no free pages in time" in reply.document["error"]["message"]
+    else:
+        assert reply.told["source"] == "recomputed"
+        assert [reply.tokens] == alone(Kind.LLAMA, PROMPTS[2:])
+
+
+def test_a_request_has_a_deadline(models: Models) -> None:
+    options = options_for("decode", models[Kind.LLAMA], None, ONE, request_s=0.4)
+
+    async def talk(caller: Caller, url: str) -> tuple[Reply, bytes]:
+        body = body_of(PROMPTS[2], max_tokens=1800)
+        late = await caller.post(url, body)
+        async with caller.session.post(
+            f"{url}/v1/completions", json=body | {"stream": True}
+        ) as response:
+            raw = await response.read()
+        await caller.idle(url)
+        return late, raw
+
+    with hosted(options) as (worker,):
+        late, raw = call(partial(talk, url=worker.url))
+    assert (late.status, late.document["error"]["code"]) == (504, "timeout")
+    last = [line for line in raw.decode().split("\n\n") if line][-1]
+    assert '"code":"timeout"' in last
+
+
+# ---------------------------------------------------------------- ranks that die
+
+
+def in_thread(options: InstanceOptions) -> tuple[Worker, Future[BaseException | None]]:
+    """A worker as its process would run it, and what it ends with."""
+    ready: Future[str] = Future()
+    ended: Future[BaseException | None] = Future()
+
+    def run() -> None:
+        try:
+            run_instance(options, ready.set_result)
+        except BaseException as error:
+            ended.set_result(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    return Worker(options.name, ready.result(PATIENCE_S)), ended
+
+
+def test_a_killed_prefill_rank(models: Models, rendezvous: str, alone: Alone) -> None:
+    folder = models[Kind.LLAMA]
+
+    def prefill_with(parallel: Parallel) -> InstanceOptions:
+        engine = SLOW | {"timeout_s": 20.0, "cache_tokens": 4096}
+        return options_for("prefill", folder, rendezvous, parallel, name="mortal", engine=engine)
+
+    async def talk(caller: Caller, prefill: Worker, decode: Worker) -> list[Reply]:
+        bodies = [
+            half(LONG, room, prefill=prefill.name, fallback=fallback)
+            for room, fallback in ((71, "fail"), (72, "local"))
+        ]
+        second = [asyncio.create_task(caller.post(decode.url, body)) for body in bodies]
+        await caller.until(decode.url, lambda told: told["rooms"] == 2)
+        first = [asyncio.create_task(caller.post(prefill.url, body)) for body in bodies]
+        await caller.until(prefill.url, lambda told: told["running"] == 2)
+        (rank,) = (c for c in multiprocessing.active_children() if c.name == "rank-1")
+        assert rank.pid is not None
+        os.kill(rank.pid, signal.SIGKILL)
+        replies = await asyncio.gather(*first, *second)
+        await caller.idle(decode.url)
+        return list(replies)
+
+    decode_options = options_for("decode", folder, rendezvous, ONE, engine={"cache_tokens": 4096})
+    with hosted(decode_options) as (decode,):
+        prefill, ended = in_thread(prefill_with(TP3))
+        *first, failed, local = call(partial(talk, prefill=prefill, decode=decode))
+        assert isinstance(ended.result(PATIENCE_S), RankLost)
+        assert {reply.status for reply in first} == {503}
+        assert failed.status == 503
+        assert failed.document["error"]["code"] == "kv_transfer_failed"
+        assert local.told["source"] == "recomputed"
+        assert [local.tokens] == alone(Kind.LLAMA, [LONG])
+        # The next life of that name, on other ranks, is as good.
+        with hosted(prefill_with(ONE)) as (again,):
+            reply = call(lambda caller: right_again(caller, [again, decode], 73))
+    assert [reply.tokens] == alone(Kind.LLAMA, PROMPTS[2:])
+
+
+def test_idle_means_nothing_is_left() -> None:
+    told = {"running": 0, "waiting": 0, "rooms": 0, "used_pages": 0, "used_rows": 0}
+    assert is_idle(told)
+    assert not any(is_idle(told | {name: 1}) for name in told)

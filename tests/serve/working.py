@@ -1,0 +1,259 @@
+"""Workers in processes of their own, and a caller that asks them over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import aiohttp
+import msgspec
+from serve.driving import ask, engine_of, small
+
+from kvferry.errors import KvferryError
+from kvferry.layout.layout import Parallel
+from kvferry.serve.instance import Instance, InstanceOptions, WorkerRole, run_instance
+from kvferry.serve.loop import EngineLoop
+from kvferry.serve.requests import Request
+from kvferry.serve.tiny import Kind
+from kvferry.serve.worker import MakeExtension
+
+# The machine may be busy with other things.
+PATIENCE_S = 90.0
+MODEL = "model"
+PRELOAD = ["kvferry.serve.instance", "kvferry.serve.ranks"]
+T = TypeVar("T")
+
+
+class Worker(NamedTuple):
+    """A running worker; ``loop`` where it runs in this process, else its ``process``."""
+
+    name: str
+    url: str
+    loop: EngineLoop | None = None
+    process: BaseProcess | None = None
+
+
+def options_for(
+    role: str, folder: Path, rendezvous: str | None, parallel: Parallel, **changes: Any
+) -> InstanceOptions:
+    """Options under which tests are quick and limits are near."""
+    engine = {"parallel": parallel} | changes.pop("engine", {})
+    fields: dict[str, Any] = {"model": MODEL, "request_s": PATIENCE_S} | changes
+    return InstanceOptions(
+        role=WorkerRole(role),
+        name=fields.pop("name", f"{role}-{os.urandom(4).hex()}"),
+        folder=str(folder),
+        engine=small(**engine),
+        rendezvous=rendezvous,
+        **fields,
+    )
+
+
+def worker_main(options: InstanceOptions, pipe: Connection) -> None:
+    """The process of a worker. Tells its URL, or why there is none."""
+    try:
+        run_instance(options, ready=lambda url: pipe.send(("ready", url)))
+    except KvferryError as error:
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))
+        raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def apart(*options: InstanceOptions) -> Iterator[list[Worker]]:
+    """Each in a process of its own, started side by side."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    started: list[tuple[BaseProcess, Connection]] = []
+    try:
+        for one in options:
+            ours, theirs = context.Pipe()
+            child = context.Process(target=worker_main, args=(one, theirs), name=one.name)
+            child.start()
+            theirs.close()
+            started.append((child, ours))
+        running = []
+        for one, (process, pipe) in zip(options, started, strict=True):
+            assert pipe.poll(PATIENCE_S), f"{one.name} does not start"
+            word, text = pipe.recv()
+            assert word == "ready", text
+            running.append(Worker(one.name, text, process=process))
+        yield running
+    finally:
+        for process, _ in started:
+            process.terminate()
+        for process, pipe in started:
+            process.join(30)
+            pipe.close()
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def hosted(
+    *options: InstanceOptions, extend: MakeExtension | None = None
+) -> Iterator[list[Worker]]:
+    """All in this process but for their ranks above 0; at most one may have such."""
+    here = asyncio.new_event_loop()
+    thread = threading.Thread(target=here.run_forever, name="hosted", daemon=True)
+    thread.start()
+
+    def run(step: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(step, here).result(PATIENCE_S)
+
+    # The ranks' server has everything loaded that the first instance's ranks need.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    instances: list[Instance] = []
+    try:
+        running = []
+        for one in options:
+            instances.append(Instance(one, extend))
+            running.append(Worker(one.name, run(instances[-1].start()), instances[-1].loop))
+        yield running
+    finally:
+        for instance in instances:
+            run(instance.stop())
+        here.call_soon_threadsafe(here.stop)
+        thread.join(10)
+        here.close()
+
+
+class Alone:
+    """What an engine of one rank answers, which never saw the others."""
+
+    def __init__(self, models: Mapping[Kind, Path]) -> None:
+        self._models = models
+        self._known: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
+
+    def __call__(
+        self, kind: Kind, prompts: Sequence[tuple[int, ...]], max_tokens: int = 12
+    ) -> list[list[int]]:
+        new = [prompt for prompt in dict.fromkeys(prompts) if (kind, prompt) not in self._known]
+        if new:
+            asked = [
+                Request(id=f"{i}", prompt=prompt, max_tokens=max_tokens, ignore_end=True)
+                for i, prompt in enumerate(new)
+            ]
+            with engine_of(self._models[kind]) as engine:
+                answers = ask(engine, asked)
+            self._known |= {(kind, p): a.tokens for p, a in zip(new, answers, strict=True)}
+        return [self._known[kind, prompt][:max_tokens] for prompt in prompts]
+
+
+# ---------------------------------------------------------------- asking
+
+
+class Reply(NamedTuple):
+    """What came back."""
+
+    status: int
+    document: dict[str, Any]
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(self.document["choices"][0]["token_ids"])
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return dict(self.document["kvferry"])
+
+
+class Caller:
+    """Asks workers, as a router would."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+
+    async def post(self, url: str, body: dict[str, Any], path: str = "completions") -> Reply:
+        async with self.session.post(f"{url}/v1/{path}", json=body) as response:
+            return Reply(response.status, await response.json())
+
+    async def health(self, url: str) -> dict[str, Any]:
+        async with self.session.get(f"{url}/healthz") as response:
+            told: dict[str, Any] = await response.json()
+            return told
+
+    async def until(
+        self, url: str, holds: Callable[[dict[str, Any]], bool], seconds: float = 30
+    ) -> dict[str, Any]:
+        """Wait until a worker's health shows something."""
+        deadline = time.monotonic() + seconds
+        while not holds(told := await self.health(url)):
+            assert time.monotonic() < deadline, told
+            await asyncio.sleep(0.02)
+        return told
+
+    async def idle(self, url: str) -> dict[str, Any]:
+        """Wait until nothing of any request is left."""
+        return await self.until(url, is_idle)
+
+    async def pair(
+        self, prefill: Worker, decode: Worker, room: int, body: dict[str, Any], **ticket: Any
+    ) -> tuple[Reply, Reply]:
+        """One request to both halves at once."""
+        here = body | {"kvferry": {"room": room, "deadline_s": PATIENCE_S} | ticket}
+        there = body | {"kvferry": here["kvferry"] | {"prefill": prefill.name} | ticket}
+        first, second = await asyncio.gather(
+            self.post(prefill.url, here), self.post(decode.url, there)
+        )
+        return first, second
+
+
+def is_idle(told: dict[str, Any]) -> bool:
+    names = ("running", "waiting", "rooms", "used_pages", "used_rows")
+    return not any(told[name] for name in names)
+
+
+def body_of(prompt: Sequence[int], max_tokens: int = 12, **fields: Any) -> dict[str, Any]:
+    """A greedy question in token ids, answered in token ids."""
+    return {
+        "model": MODEL,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
+
+
+@contextlib.asynccontextmanager
+async def calling() -> AsyncIterator[Caller]:
+    timeout = aiohttp.ClientTimeout(total=2 * PATIENCE_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        yield Caller(session)
+
+
+def call(conversation: Callable[[Caller], Awaitable[Any]]) -> Any:
+    """Run a conversation."""
+
+    async def talk() -> Any:
+        async with calling() as caller:
+            return await conversation(caller)
+
+    return asyncio.run(talk())
+
+
+def events(raw: bytes) -> list[dict[str, Any]]:
+    """The documents of a stream, which must end as it should."""
+    lines = [line for line in raw.decode().split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines), raw
+    assert lines[-1] == "data: [DONE]", raw
+    return [msgspec.json.decode(line[6:]) for line in lines[:-1]]
