@@ -39,9 +39,15 @@ format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## measure planning, binding and the protocol
+bench: $(INSTALLED) ## measure planning, binding, the protocol, copies and transports
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/protocol.py
+	$(BIN)/python benchmarks/copy_cpu.py
+	$(BIN)/python benchmarks/transport_posts.py nixl mooncake shm
+	$(BIN)/kvferry bench control --json
+
+soak: $(INSTALLED) ## 10,000 rooms while ranks are killed and stopped (about 5 minutes)
+	$(BIN)/python benchmarks/soak.py
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build

@@ -50,7 +50,7 @@ WAYS = [Way("shm", EndpointConfig()), Way("nixl", STAGED), Way("mooncake", Endpo
 SHM = WAYS[0]
 STAGES = [
     *((SHM, stage) for stage in Stage),
-    *((way, stage) for way in WAYS[1:] for stage in (Stage.MOVING, Stage.CLOSED)),
+    *((way, Stage.MOVING) for way in WAYS[1:]),
 ]
 
 

@@ -47,7 +47,7 @@ def test_writes_are_counted_by_path_and_failures_by_fate() -> None:
     }
     assert told == {"writes": 2, "bytes": 8192, "pieces": 4, "write_seconds": 0.75}
     assert value(registry, "writes_failed_total", fate="unknown") == 1
-    assert value(registry, "bytes_total", path="slices") is None
+    assert value(registry, "bytes_total", path="slices") == 0
     stats = mine.stats.paths[Path.STAGED]
     assert (stats.writes, stats.num_bytes, stats.pieces, stats.seconds) == (2, 8192, 4, 0.75)
     assert mine.stats.paths[Path.RUNS].writes == 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
+import re
+import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,11 +42,54 @@ def get(url: str, path: str) -> Any:
         connection.close()
 
 
-def segments() -> set[str]:
-    """Shared memory of ours on this machine."""
-    folder = "/dev/shm"
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return {name for name in names if name.startswith("kvferry-")}
+def post(url: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """Status and document of a completion."""
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=PATIENCE_S)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+# ---------------------------------------------------------------- processes
+
+
+def processes() -> dict[int, int]:
+    """The parent of every process that has not ended."""
+    told = subprocess.run(
+        ["ps", "-eo", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
+    )
+    rows = (line.split() for line in told.stdout.splitlines())
+    return {int(pid): int(parent) for pid, parent, state in rows if not state.startswith("Z")}
+
+
+def family(pid: int) -> set[int]:
+    """All descendants of a process."""
+    parents = processes()
+    found, fresh = set[int](), {pid}
+    while fresh:
+        fresh = {child for child, parent in parents.items() if parent in fresh}
+        found |= fresh
+    return found
+
+
+def segments(pids: Iterable[int]) -> set[Path]:
+    """Shared memory of ours that these processes have mapped."""
+    found: set[Path] = set()
+    for pid in pids:
+        with suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {Path(name) for name in re.findall(r"/dev/shm/kvferry-\w+", maps)}
+    return found
+
+
+def demand_gone(pids: set[int], files: set[Path]) -> None:
+    """Wait until these processes have ended and their shared memory is given back."""
+    wait_until(lambda: not pids & set(processes()), "every process to end")
+    wait_until(lambda: not any(file.exists() for file in files), "shared memory to be given back")
 
 
 class Running:

@@ -63,6 +63,7 @@ class FakeWorker:
         self.act: Act = act or (prefills if part == "prefill" else decodes)
         self.model = MODEL
         self.seen: list[Body] = []
+        self.given_up: list[int] = []
         self.left = 0
         self.load = 0
         self.is_silent = False
@@ -76,6 +77,7 @@ class FakeWorker:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/healthz", self._health)
+        app.router.add_delete("/kvferry/rooms/{room}", self._give_up)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -101,6 +103,10 @@ class FakeWorker:
                 "free_tokens": 1000,
             }
         )
+
+    async def _give_up(self, request: web.Request) -> web.Response:
+        self.given_up.append(int(request.match_info["room"]))
+        return web.Response(status=204)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -138,6 +138,29 @@ async def test_a_worker_that_says_why_its_stream_breaks_is_believed() -> None:
         assert data == chunk(WORDS[0]) + why
 
 
+@bounded
+async def test_a_room_that_nobody_will_use_is_given_up() -> None:
+    """Prefill has answered and waits for a decode worker that will not come."""
+    async with site(1, 2, acts={"d0": loses_the_cache, "d1": hangs}) as here:
+        status, _ = await here.ask(kvferry={"on_failure": "fail"})
+        assert status == 503
+        asking = asyncio.create_task(here.ask())
+        await until(lambda: len(here["p0"].seen) == 2 and here["d1"].seen)
+        asking.cancel()
+        await until(lambda: len(here["p0"].given_up) == 2)
+        rooms = [body["kvferry"]["room"] for body in here["p0"].seen]
+        assert here["p0"].given_up == rooms
+
+
+@bounded
+async def test_a_room_that_was_used_is_left_alone() -> None:
+    async with site() as here:
+        await here.ask()
+        await here.ask(stream=False)
+        await here.until_idle()
+        assert not here["p0"].given_up
+
+
 # ---------------------------------------------------------------- workers that are slow or silent
 
 

@@ -87,6 +87,16 @@ class Meter:
         self._labels = (endpoint, transport)
         self._seen: Tally[str] = Tally()
         self.stats = Stats()
+        # Looked up once: finding a series costs more than counting in it.
+        counters = (
+            self._metrics.writes,
+            self._metrics.bytes,
+            self._metrics.pieces,
+            self._metrics.seconds,
+        )
+        self._by_path = {
+            path: [counter.labels(*self._labels, path) for counter in counters] for path in Path
+        }
 
     def ended(self, outcome: Outcome) -> None:
         """A room has ended."""
@@ -102,15 +112,15 @@ class Meter:
         if ending.fate is not None:
             metrics.failed.labels(*labels, ending.fate).inc()
             return
-        path, stats = ending.path, self.stats.paths[ending.path]
+        stats = self.stats.paths[ending.path]
         stats.writes += 1
         stats.num_bytes += ending.num_bytes
         stats.pieces += ending.num_pieces
         stats.seconds += ending.seconds
-        metrics.writes.labels(*labels, path).inc()
-        metrics.bytes.labels(*labels, path).inc(ending.num_bytes)
-        metrics.pieces.labels(*labels, path).inc(ending.num_pieces)
-        metrics.seconds.labels(*labels, path).inc(ending.seconds)
+        counters = self._by_path[ending.path]
+        amounts = (1, ending.num_bytes, ending.num_pieces, ending.seconds)
+        for counter, amount in zip(counters, amounts, strict=True):
+            counter.inc(amount)
 
     def refused(self, what: str, times: int = 1) -> None:
         """Something was not taken."""

@@ -289,10 +289,12 @@ class Owner(ABC, Generic[H]):
         """Bring the handles of the rooms that a step was about up to date."""
         body = event.envelope.body if isinstance(event, Received) else event
         room = getattr(body, "room", None)
-        # A copy, made at once: other threads add rooms meanwhile.
-        handles: Iterable[H | None] = tuple(self._handles.values())
+        handles: Iterable[H | None] = ()
         if room is not None:
             handles = (self._handles.get(room),)
+        elif isinstance(event, Received | Tick):
+            # About a peer, so about many rooms. A copy, made at once: others add rooms meanwhile.
+            handles = tuple(self._handles.values())
         for handle in handles:
             if handle is not None and handle.outcome is None:
                 status = self._status(handle.room)

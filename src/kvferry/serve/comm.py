@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from kvferry.errors import InputError
 from kvferry.serve.model.shard import Shard
+
+MEET_POLL_S = 0.01
 
 
 class Comm:
@@ -104,6 +107,7 @@ def connect(shard: Shard, device: torch.device, meeting: Path, timeout_s: float)
     if device.type == "cpu":
         # An instance lives on one host, so nobody else needs to reach its sockets.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    _await_all(meeting, shard.rank, parallel.num_ranks, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
@@ -117,3 +121,21 @@ def connect(shard: Shard, device: torch.device, meeting: Path, timeout_s: float)
         for stage in range(parallel.pp)
     ]
     return Comm(shard, stages[shard.stage])
+
+
+def _await_all(meeting: Path, rank: int, num_ranks: int, timeout_s: float) -> None:
+    """Wait until every rank has come this far.
+
+    torch waits too, but without letting any other thread of the process run: one
+    that watches for the driver's end, or that of a user who has changed their mind.
+    """
+    try:
+        meeting.with_name(f"rank-{rank}").touch()
+    except FileNotFoundError:
+        raise BrokenPipeError("the driver has left, and its folder with it") from None
+    others = [meeting.with_name(f"rank-{other}") for other in range(num_ranks)]
+    deadline = time.monotonic() + timeout_s
+    while not all(path.exists() for path in others):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all ranks came within {timeout_s:g} s")
+        time.sleep(MEET_POLL_S)

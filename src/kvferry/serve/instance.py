@@ -15,12 +15,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import multiprocessing
 import re
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -52,7 +50,6 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/-]{0,199}")
 BACKLOG = 512
 SHUTDOWN_S = 2.0
-ABANDON_S = 2.0
 
 
 class WorkerRole(StrEnum):
@@ -222,10 +219,9 @@ async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
     stop = asyncio.create_task(stopped.wait())
     start = asyncio.create_task(instance.start())
     await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
-    if stop.done():
-        await _abandon(start)
-        if not start.done() or start.exception() is not None:
-            return
+    if not start.done():
+        # The engine's thread can't be interrupted; it and its ranks end with this process.
+        return
     try:
         ready(start.result())
         died = asyncio.wrap_future(instance.loop.died)
@@ -236,15 +232,6 @@ async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
     reason = instance.loop.died.result()
     if reason is not None:
         raise reason
-
-
-async def _abandon(start: asyncio.Task[str]) -> None:
-    """End a start that nobody waits for. The thread can't be interrupted, its ranks can."""
-    deadline = time.monotonic() + ABANDON_S
-    while not start.done() and time.monotonic() < deadline:
-        for child in multiprocessing.active_children():
-            child.kill()
-        await asyncio.wait((start,), timeout=0.1)
 
 
 def _serving(options: InstanceOptions, engine: Engine, role: Role) -> Serving:

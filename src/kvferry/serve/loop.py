@@ -110,6 +110,8 @@ class EngineLoop:
 
     def _run(self) -> None:
         reason: BaseException | None = None
+        # Who stops waiting for it does not change what it is.
+        self.ready.set_running_or_notify_cancel()
         try:
             engine = self._make()
         except BaseException as error:

@@ -8,9 +8,12 @@ the next call raises ``RankLost``, and whoever runs the instance starts it anew.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -27,6 +30,7 @@ from kvferry.serve.worker import RankSetup, RankWorker
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+WATCH_S = 0.2
 STOP = b""
 
 
@@ -171,8 +175,11 @@ def rank_main(pipe: Connection, setup: RankSetup, rank: int, meeting: Path) -> N
     # Ctrl-C is for the driver, which then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = None
+    started = threading.Event()
+    threading.Thread(target=_end_with_driver, args=(pipe, started), daemon=True).start()
     try:
         worker = RankWorker(setup, rank, meeting)
+        started.set()
         pipe.send_bytes(_ENCODER.encode(Answer()))
         while data := pipe.recv_bytes():
             pipe.send_bytes(_ENCODER.encode(Answer(worker.execute(_PLANS.decode(data)))))
@@ -182,4 +189,15 @@ def rank_main(pipe: Connection, setup: RankSetup, rank: int, meeting: Path) -> N
     except Exception as error:
         log.exception("rank_failed rank=%d", rank)
         is_input = worker is None and isinstance(error, InputError)
-        pipe.send_bytes(_ENCODER.encode(Failure(str(error), is_input)))
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send_bytes(_ENCODER.encode(Failure(str(error), is_input)))
+
+
+def _end_with_driver(pipe: Connection, started: threading.Event) -> None:
+    """Until a rank has started it does not read its pipe, and it may wait long for the others.
+
+    The driver says nothing in that time, so what comes is its end, or that it gives up.
+    """
+    while not started.wait(WATCH_S):
+        if pipe.poll():
+            os._exit(1)

@@ -8,7 +8,7 @@ from kvferry.errors import InputError
 
 MIB = 1 << 20
 DEFAULT_BUDGET_BYTES = 64 * MIB
-DEFAULT_SLOT_BYTES = 4 * MIB
+DEFAULT_SLOT_BYTES = 8 * MIB
 # A GPU fills a slot in microseconds, and what a slot costs beside that is the CPU's.
 GPU_SLOT_BYTES = 15 * MIB
 # Enough that one can be gathered into, one sent and one scattered at the same time.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -93,7 +93,7 @@ class Forwarder:
         self._roster = roster
         self._metrics = metrics
         self._session: aiohttp.ClientSession | None = None
-        self._stragglers: set[asyncio.Task[Opened | Failed]] = set()
+        self._stragglers: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
         """End what is under way and close every connection."""
@@ -142,26 +142,22 @@ class Forwarder:
         answer = ask.for_decode(room, pair.prefill.name, room_s)
         first = asyncio.create_task(self._prefill(pair.prefill, ask.path, prompt))
         second = asyncio.create_task(upstream.ask(pair.decode, ask.path, answer, stream=ask.stream))
-        return await self._race(first, second)
-
-    async def _race(
-        self,
-        first: asyncio.Task[Opened | Failed],
-        second: asyncio.Task[Opened | Failed],
-    ) -> Opened | Failed:
-        """Decode's outcome, or prefill's if that fails while decode still waits for it."""
+        outcome: Opened | Failed | None = None
         try:
-            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-            if not second.done() and isinstance(first.result(), Failed):
-                return first.result()
-            outcome = await second
-            if isinstance(outcome, Opened) and not first.done():
-                # It has done its work and is about to say so. Nobody needs to wait for that.
-                self._stragglers.add(first)
-                first.add_done_callback(self._stragglers.discard)
+            outcome = await _decided(first, second)
             return outcome
         finally:
-            await ended(*{first, second} - self._stragglers)
+            if isinstance(outcome, Opened):
+                # Prefill has done its work and is about to say so, which nobody waits for.
+                self._later(first)
+            else:
+                await ended(first, second)
+                self._later(asyncio.create_task(upstream.give_up(pair.prefill, room)))
+
+    def _later(self, task: asyncio.Task[Any]) -> None:
+        """Let a task go on by itself; it is bounded in time."""
+        self._stragglers.add(task)
+        task.add_done_callback(self._stragglers.discard)
 
     async def _prefill(self, worker: Worker, path: str, body: bytes) -> Opened | Failed:
         assert self._session is not None
@@ -172,6 +168,16 @@ class Forwarder:
         except TimeoutError:
             message = f"the {worker} did not answer within {self._options.room_s:g} s"
             return Failed(worker, Blame.WORKER, message, 504, "deadline")
+
+
+async def _decided(
+    first: asyncio.Task[Opened | Failed], second: asyncio.Task[Opened | Failed]
+) -> Opened | Failed:
+    """Decode's outcome, or prefill's if that fails while decode still waits for it."""
+    await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+    if not second.done() and isinstance(first.result(), Failed):
+        return first.result()
+    return await second
 
 
 def _at_fault(pair: Pair, failure: Failed) -> Worker:

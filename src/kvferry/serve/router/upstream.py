@@ -108,6 +108,16 @@ class Upstream:
                 raise WorkerBroke(f"the {worker} ended its answer before it began")
             return Opened(worker, response, head)
 
+    async def give_up(self, worker: Worker, room: int) -> None:
+        """Tell a prefill worker that nobody will come for a room, so that it need not wait.
+
+        A worker that has no such path releases the room at its deadline instead.
+        """
+        url = f"{worker.url}/kvferry/rooms/{room}"
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with asyncio.timeout(CONNECT_S), self._session.delete(url):
+                pass
+
     @staticmethod
     async def rest(opened: Opened) -> AsyncIterator[bytes]:
         """The bytes of a stream, from its beginning."""

@@ -1,0 +1,83 @@
+"""``kvferry serve`` as its user types it: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.main import main
+
+CLUSTER = """
+model = "tiny"
+[[prefill]]
+instances = 2
+[[decode]]
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--model /nothing/there", "there is no model folder '/nothing/there'"),
+        ("--tiny --model x", "--tiny is a model already"),
+        ("--tiny --prefill tp=12", "tp=12 is more ranks than the model's 6 query heads"),
+        ("--tiny --decode tp=4", "tp=4 neither divides nor is divided by the 3 units (heads)"),
+        ("--tiny --decode cp=2", "no context parallelism"),
+        ("--tiny --decode tp=0", "--decode tp must be at least 1"),
+        ("--tiny --prefill=", "--prefill is empty"),
+        ("--tiny --port 70000", "a port is between 0 and 65535"),
+        ("--tiny --port x", "--port must be a whole number"),
+        ("--tiny --deadline 0", "--deadline must be a number above 0"),
+        ("--config /nothing/there", "cannot read '/nothing/there'"),
+        ("--config x --port 1", "--config says what --port would"),
+        ("--polcy=x", "unknown argument"),
+        ("--prefill tp=3 router", "a router has no use for --prefill"),
+        ("rendezvous --policy round-robin", "unknown argument"),
+        ("--policy round-robin rendezvous", "a rendezvous has no use for --policy"),
+        ("router", "give --rendezvous or --decode-url"),
+        ("router --decode-url x", "'x' is no worker's address"),
+        ("prefill --tiny --layout dp=2", "one process runs one instance"),
+        ("decode --tiny --layout tp=12", "more ranks than the model's 6 query heads"),
+        ("decode --tiny --name @", "the worker's name '@'"),
+        ("decode --tiny --host 0.0.0.0", "0.0.0.0 says nothing to others"),
+        ("router --decode-url http://h:1 --host 0.0.0.0", "make a cluster key"),
+        ("prefill --tiny --transport pigeon --rendezvous http://127.0.0.1:1", "pigeon"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: str, sentence: str
+) -> None:
+    assert main(["serve", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert sentence in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize("words", ["router --decode-url http://127.0.0.1:1", "decode --tiny"])
+def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", *words.split(), "--port", port]) == 2
+    err = capsys.readouterr().err
+    assert "cannot listen on 127.0.0.1" in err
+    assert port in err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("prefill", "has the prefill workers prefill-0, prefill-1; pick one with --name"),
+        ("prefill --name x", "has the prefill workers prefill-0, prefill-1; pick one with --name"),
+        ("decode --port 3", "--config says what --port would"),
+    ],
+)
+def test_a_worker_out_of_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, sentence: str
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER)
+    assert main(["serve", *words.split(), "--config", str(path)]) == 2
+    assert sentence in capsys.readouterr().err

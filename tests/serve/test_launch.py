@@ -1,0 +1,124 @@
+"""``kvferry serve`` as a process: one command starts everything, and nothing outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from serve.clusters import (
+    PATIENCE_S,
+    demand_gone,
+    family,
+    get,
+    post,
+    processes,
+    segments,
+    wait_until,
+)
+
+Start = Callable[..., subprocess.Popen[str]]
+CLEAN = {name: value for name, value in os.environ.items() if name != "KVFERRY_KEY_FILE"}
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvferry", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=CLEAN,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def first_line(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def children(pid: int) -> list[int]:
+    """In the order in which they were started."""
+    return sorted(child for child, parent in processes().items() if parent == pid)
+
+
+def answer(url: str) -> Any:
+    status, document = post(url, {"prompt": "hello", "max_tokens": 4, "temperature": 0})
+    assert status == 200, document
+    return document
+
+
+def test_a_worker_that_dies_is_started_again_and_ctrl_c_ends_everything(start: Start) -> None:
+    process = start("serve", "--tiny", "--prefill", "tp=1", "--port", "0", "--json")
+    told = first_line(process)
+    assert (told["model"], set(told["parts"])) == (
+        "tiny",
+        {"rendezvous", "router", "prefill-0", "decode-0"},
+    )
+    said = answer(told["url"])
+    assert said["kvferry"]["source"] == "transferred"
+
+    old = told["parts"]["prefill-0"]
+    _rendezvous, _router, prefill, _decode = children(process.pid)
+    os.kill(prefill, signal.SIGKILL)
+
+    def is_back() -> bool:
+        workers = {one["name"]: one for one in get(told["url"], "/healthz")["workers"]}
+        worker = workers.get("prefill-0", {"up": False, "url": old})
+        return bool(worker["up"] and worker["url"] != old)
+
+    wait_until(is_back, "prefill-0 to be back")
+    again = answer(told["url"])
+    assert again["kvferry"]["source"] == "transferred"
+    assert again["choices"] == said["choices"]
+
+    parts = family(process.pid)
+    files = segments(parts)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (0, "")
+    assert "Traceback" not in err
+    assert "ended name=prefill-0 status=-9" in err
+    assert files
+    demand_gone(parts, files)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_it(start: Start, number: signal.Signals) -> None:
+    """Also not ranks, and not when it is killed while they are still being started."""
+    process = start("serve", "--tiny", "--prefill", "tp=3", "--port", "0", "--json")
+    if number is signal.SIGKILL:
+        first_line(process)
+    else:
+        wait_until(lambda: len(family(process.pid)) >= 4, "its parts to be started")
+    parts = family(process.pid)
+    files = segments(parts)
+    process.send_signal(number)
+    demand_gone(parts, files)
+
+
+def test_what_a_part_can_not_do_is_one_sentence(start: Start) -> None:
+    other = start("serve", "rendezvous", "--port", "0", "--json")
+    port = first_line(other)["url"].rpartition(":")[2]
+    process = start("serve", "--tiny", "--port", port, "--json")
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2
+    sentence = f"router: cannot listen on 127.0.0.1 port {port}: Address already in use"
+    assert json.loads(out)["error"].startswith(sentence)
+    assert f"kvferry: {sentence}" in err
+    assert "Traceback" not in err
