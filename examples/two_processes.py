@@ -11,11 +11,9 @@ import multiprocessing
 
 import numpy as np
 
+from kvferry import SourceEndpoint, TargetEndpoint, make_transport
 from kvferry.layout import Layout, attention
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.ground import make_transport
-from kvferry.runtime.source import SourceEndpoint
-from kvferry.runtime.target import TargetEndpoint
 
 TRANSPORT = make_transport("shm")
 

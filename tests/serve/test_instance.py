@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from serve.working import (
     call,
     hosted,
     options_for,
+    started,
 )
 
 from kvferry.errors import InputError, KvferryError
@@ -228,6 +230,32 @@ def test_sigterm_ends_a_worker_and_tells_its_callers(models: Models) -> None:
         assert time.monotonic() - begun < PATIENCE_S / 2
     last = [line for line in raw.decode().split("\n\n") if line][-1]
     assert '"code":"worker_ended"' in last
+
+
+def test_sigterm_while_it_starts_leaves_no_process(models: Models) -> None:
+    options = options_for("decode", models[Kind.LLAMA], None, Parallel(tp=3))
+    process, pipe = started(options)
+    deadline = time.monotonic() + PATIENCE_S
+    while len(ranks := descendants(process.pid)) < 3 and not pipe.poll():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.terminate()
+    process.join(PATIENCE_S)
+    assert process.exitcode == 0
+    pipe.close()
+    while any(map(os.path.exists, (f"/proc/{pid}" for pid in ranks))):
+        assert time.monotonic() < deadline, "a process outlived its worker"
+        time.sleep(0.05)
+
+
+def descendants(pid: int | None) -> list[int]:
+    """The processes below one: the ranks, and what starts and tracks them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *descendants(child)]
+    return found
 
 
 def signal_to(pid: int) -> None:

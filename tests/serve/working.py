@@ -75,30 +75,35 @@ def worker_main(options: InstanceOptions, pipe: Connection) -> None:
         raise SystemExit(1) from None
 
 
+def started(options: InstanceOptions) -> tuple[BaseProcess, Connection]:
+    """A worker's process, and where it says that it is ready."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=worker_main, args=(options, theirs), name=options.name)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
 @contextlib.contextmanager
 def apart(*options: InstanceOptions) -> Iterator[list[Worker]]:
     """Each in a process of its own, started side by side."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    started: list[tuple[BaseProcess, Connection]] = []
+    children: list[tuple[BaseProcess, Connection]] = []
     try:
         for one in options:
-            ours, theirs = context.Pipe()
-            child = context.Process(target=worker_main, args=(one, theirs), name=one.name)
-            child.start()
-            theirs.close()
-            started.append((child, ours))
+            children.append(started(one))
         running = []
-        for one, (process, pipe) in zip(options, started, strict=True):
+        for one, (process, pipe) in zip(options, children, strict=True):
             assert pipe.poll(PATIENCE_S), f"{one.name} does not start"
             word, text = pipe.recv()
             assert word == "ready", text
             running.append(Worker(one.name, text, process=process))
         yield running
     finally:
-        for process, _ in started:
+        for process, _ in children:
             process.terminate()
-        for process, pipe in started:
+        for process, pipe in children:
             process.join(30)
             pipe.close()
             if process.is_alive():

@@ -48,9 +48,11 @@ class RankEndpoint(Generic[OwnerT]):
 
         False: a peer may still write or read the pools. Keep them until the process ends.
         """
+        free = self._owner.close(timeout_s)
         if self._client:
+            # Last: until then the owner may want to stop watching an instance.
             self._client.close()
-        return self._owner.close(timeout_s)
+        return free
 
     def __enter__(self) -> Self:
         return self

@@ -54,7 +54,7 @@ from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.metrics import Meter
 from kvferry.runtime.mover import Ending, Gather, Mover, Posting
 from kvferry.runtime.outgoing import Outgoing, Waitable
-from kvferry.runtime.owner import Owner, Parts
+from kvferry.runtime.owner import CLOSE_S, Owner, Parts
 from kvferry.runtime.paths import PathPolicy
 from kvferry.runtime.rank import RankEndpoint
 from kvferry.runtime.tables import Shelf
@@ -114,6 +114,12 @@ class SourceEndpoint(RankEndpoint["_SourceOwner"]):
         handle = Outgoing(room, self._shelf, self._owner.enqueue, self._owner.abort)
         self._owner.open(handle, self._deadline_s if deadline_s is None else deadline_s)
         return handle
+
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Leave the rendezvous, so that nobody comes any more, and end."""
+        if self._client:
+            self._client.close()
+        return super().close(timeout_s)
 
     @property
     def constants(self) -> Constants:

@@ -1,0 +1,61 @@
+"""Closing an endpoint: rooms end, memory is free, threads are gone, and twice is once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry import Memory, SourceEndpoint, TargetEndpoint, make_transport
+from kvferry.errors import Misuse
+from kvferry.layout import Layout, attention
+from kvferry.protocol.outcome import Failure, FailureCode
+from kvferry.rendezvous.server import RendezvousServer
+
+LAYOUT = Layout(attention(layers=2, kv_heads=2, head_dim=8), page_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with RendezvousServer() as server:
+        yield server.url
+
+
+def code(outcome: object) -> FailureCode | None:
+    return outcome.code if isinstance(outcome, Failure) else None
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl", "mooncake"])
+def test_a_target_that_still_looks_for_its_prefill(
+    url: str, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    means = make_transport(transport)
+    memory = Memory.allocate(LAYOUT, 0, 8, means.allocate)
+    target = TargetEndpoint(LAYOUT, memory, name="d", model="m", transport=means, rendezvous=url)
+    room = target.receive("x", prefill="nobody", tokens=4, pages=[1])
+    with caplog.at_level(logging.ERROR):
+        assert target.close()
+    assert code(room.outcome) is FailureCode.ABORTED
+    assert room.released
+    assert target.close()
+    assert not caplog.records
+    with pytest.raises(Misuse, match="closing"):
+        target.receive("y", prefill="nobody", tokens=4, pages=[1])
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl", "mooncake"])
+def test_a_source_that_nobody_has_asked(
+    url: str, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    means = make_transport(transport)
+    memory = Memory.allocate(LAYOUT, 0, 8, means.allocate)
+    source = SourceEndpoint(LAYOUT, memory, name="p", model="m", transport=means, rendezvous=url)
+    room = source.open("x")
+    room.push((0, 4), [0])
+    with caplog.at_level(logging.ERROR):
+        assert source.close()
+    assert code(room.outcome) is FailureCode.ABORTED
+    assert room.released
+    assert source.close()
+    assert not caplog.records
