@@ -289,3 +289,5 @@ async def site(
     finally:
         for worker in workers.values():
             await worker.stop()
+        # A connection that was accepted while its server closed learns now that it has ended.
+        await asyncio.sleep(0.05)

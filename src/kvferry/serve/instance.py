@@ -28,6 +28,7 @@ import msgspec
 from aiohttp import web
 
 from kvferry.errors import InputError
+from kvferry.layout.layout import Parallel
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import RankRecord
 from kvferry.runtime.config import EndpointConfig
@@ -177,7 +178,7 @@ class Instance:
             incarnation=new_incarnation(),
             fingerprint=fingerprint(Path(options.folder)),
             # The rendezvous wants one; a server has a single place, whatever its ranks.
-            layout=layout_for(engine.config, type(engine.options.parallel)()),
+            layout=layout_for(engine.config, Parallel()),
             transport="http",
             control=self.url,
             metadata={
@@ -229,8 +230,8 @@ async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
     finally:
         stop.cancel()
         await instance.stop()
-    reason = instance.loop.died.result()
-    if reason is not None:
+    # An engine that is stuck in a step has not even died.
+    if instance.loop.died.done() and (reason := instance.loop.died.result()) is not None:
         raise reason
 
 
