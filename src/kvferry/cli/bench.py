@@ -58,6 +58,7 @@ def _add_transfer(kinds: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--repeat", default="5", metavar="N", help="timed repetitions (5)")
     parser.add_argument("--chunk", metavar="N", help="tokens in each push (all at once)")
+    parser.add_argument("--staging-mib", metavar="N", help="staging memory in MiB (64)")
     parser.add_argument("--slot-mib", metavar="N", help="size of a staging slot in MiB")
     parser.add_argument("--device", default="cpu", help="where the pools are: cpu or cuda")
     _add_common(parser, run_transfer)

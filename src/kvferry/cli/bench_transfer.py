@@ -90,11 +90,15 @@ def _read(args: argparse.Namespace) -> Job | int:
     path = None if args.path == "auto" else Path(args.path)
     # Says early, and in one sentence, where a path is not open.
     estimate(plan, request, PRESETS["nixl-host"], override=path)
-    config = EndpointConfig(path=path, deadline_s=TIMEOUT_S)
-    if args.slot_mib:
-        config = msgspec.structs.replace(
-            config, slot_bytes=whole("--slot-mib")(args.slot_mib) * MIB
+    sizes = {
+        name: whole(flag)(text) * MIB
+        for name, flag, text in (
+            ("staging_bytes", "--staging-mib", args.staging_mib),
+            ("slot_bytes", "--slot-mib", args.slot_mib),
         )
+        if text
+    }
+    config = msgspec.structs.replace(EndpointConfig(path=path, deadline_s=TIMEOUT_S), **sizes)
     chunk = whole("--chunk")(args.chunk) if args.chunk else request.num_tokens
     repeat = whole("--repeat")(args.repeat)
     return Job(plan, request, args.transport, args.device, chunk, repeat, config)
