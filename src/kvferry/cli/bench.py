@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvferry.cli.sides import add_flags
+from kvferry.errors import InputError, TransportError
 from kvferry.plan import Path
 
 TRANSFER_EXAMPLE = """example:
@@ -43,16 +45,7 @@ def _add_transfer(kinds: argparse._SubParsersAction[Any]) -> None:
         description="Carry one request's cache from one layout to another and time it.",
         epilog=TRANSFER_EXAMPLE,
     )
-    parser.add_argument("--prefill", required=True, metavar="SIDE", help="as in tp=4,page=64")
-    parser.add_argument("--decode", required=True, metavar="SIDE", help="as in tp=1,page=16")
-    parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json or its folder")
-    parser.add_argument("--layers", metavar="N", help="layers, where no --model is given")
-    parser.add_argument("--kv-heads", metavar="N", help="KV heads of the whole model")
-    parser.add_argument("--head-dim", metavar="N", help="elements per head")
-    parser.add_argument("--v-head-dim", metavar="N", help="elements per V head where they differ")
-    parser.add_argument("--dtype", metavar="T", help="cache dtype (default: the model's, or bf16)")
-    parser.add_argument("--state-dtype", metavar="T", help="dtype of recurrent state")
-    parser.add_argument("--tokens", default="4096", metavar="N", help="prompt length (4096)")
+    add_flags(parser, required=True, tokens=4096)
     parser.add_argument(
         "--path", choices=["auto", *(p.value for p in Path)], default="auto", help="force a path"
     )
@@ -99,3 +92,13 @@ def run_control(args: argparse.Namespace) -> int:
     from kvferry.cli import bench_control  # noqa: PLC0415
 
     return bench_control.run(args)
+
+
+def demand_transport(name: str) -> None:
+    """Refuse a transport that is not there before any process is started for it."""
+    from kvferry.transport.registry import transport_class  # noqa: PLC0415
+
+    try:
+        transport_class(name)
+    except TransportError as error:
+        raise InputError(str(error)) from None

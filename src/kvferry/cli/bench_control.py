@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.cli.bench import demand_transport
 from kvferry.cli.parsing import show, whole
 from kvferry.cli.plan_output import print_document
 from kvferry.errors import InputError
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"--concurrency goes up to {MAX_CONCURRENCY}, not {show(args.concurrency)}"
         )
+    demand_transport(args.transport)
     measured = measure(levels, whole("--rooms")(args.rooms), args.transport, tell=not args.json)
     if args.json:
         document = {"transport": args.transport, "levels": msgspec.to_builtins(measured)}

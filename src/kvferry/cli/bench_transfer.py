@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from kvferry.cli.bench import demand_transport
 from kvferry.cli.parsing import whole
 from kvferry.cli.plan import EXIT_REFUSED, read_side, read_spec
 from kvferry.cli.plan_output import print_document, print_refusal
@@ -87,6 +88,7 @@ def _read(args: argparse.Namespace) -> Job | int:
         print_refusal(refused.reasons, heading="This can't work:", as_json=args.json)
         return EXIT_REFUSED
     check(plan)
+    demand_transport(args.transport)
     path = None if args.path == "auto" else Path(args.path)
     # Says early, and in one sentence, where a path is not open.
     estimate(plan, request, PRESETS["nixl-host"], override=path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvferry.cli import sides
 from kvferry.errors import InputError
 
 EXAMPLE = """example:
@@ -45,22 +46,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--key", metavar="FILE", help="the cluster key (what KVFERRY_KEY_FILE names, or none)"
     )
-    _add_layouts(parser)
+    sides.add_flags(parser, required=False, tokens=8192)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
-
-
-def _add_layouts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prefill", metavar="SIDE", help="a layout, as in tp=4,page=64")
-    parser.add_argument("--decode", metavar="SIDE", help="the other, as in tp=1,page=16")
-    parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json or its folder")
-    parser.add_argument("--layers", metavar="N", help="layers, where no --model is given")
-    parser.add_argument("--kv-heads", metavar="N", help="KV heads of the whole model")
-    parser.add_argument("--head-dim", metavar="N", help="elements per head")
-    parser.add_argument("--v-head-dim", metavar="N", help="elements per V head where they differ")
-    parser.add_argument("--dtype", metavar="T", help="cache dtype (default: the model's, or bf16)")
-    parser.add_argument("--state-dtype", metavar="T", help="dtype of recurrent state")
-    parser.add_argument("--tokens", default="8192", metavar="N", help="prompt length (8192)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.cli.files import read_config, write_text
 from kvferry.cli.parsing import fields, given, number, show, whole
 from kvferry.cli.plan_output import as_document, print_document, print_plan, print_refusal
-from kvferry.cli.sides import SideFields, Sides, both_sides
+from kvferry.cli.sides import SideFields, Sides, add_flags, both_sides
 from kvferry.errors import InputError, Refused
 from kvferry.layout import CacheSpec, DType, Order, Parallel, attention
 from kvferry.layout.hf import spec_from_config
@@ -41,20 +41,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         description="Show who sends what to whom when prefill and decode shard differently.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("--prefill", required=True, metavar="SIDE", help="as in tp=4,page=64")
-    parser.add_argument("--decode", required=True, metavar="SIDE", help="as in tp=1,dp=4,page=16")
-    parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json or its folder")
-    parser.add_argument("--layers", metavar="N", help="layers, where no --model is given")
-    parser.add_argument("--kv-heads", metavar="N", help="KV heads of the whole model")
-    parser.add_argument("--head-dim", metavar="N", help="elements per head")
-    parser.add_argument("--v-head-dim", metavar="N", help="elements per V head where they differ")
-    parser.add_argument("--dtype", metavar="T", help="cache dtype (default: the model's, or bf16)")
-    parser.add_argument(
-        "--state-dtype",
-        metavar="T",
-        help="dtype of recurrent state (default: as the config says, or float32)",
-    )
-    parser.add_argument("--tokens", default="8192", metavar="N", help="prompt length (8192)")
+    add_flags(parser, required=True, tokens=8192)
     parser.add_argument(
         "--link",
         default="nixl-host",

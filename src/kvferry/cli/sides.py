@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,28 @@ from msgspec.structs import replace
 
 from kvferry.errors import Reason, Refused
 from kvferry.layout import CacheSpec, DType, Layout, mismatches
+
+
+def add_flags(parser: argparse.ArgumentParser, *, required: bool, tokens: int) -> None:
+    """The flags that describe two sides, their cache and a request."""
+    parser.add_argument("--prefill", required=required, metavar="SIDE", help="as in tp=4,page=64")
+    parser.add_argument(
+        "--decode", required=required, metavar="SIDE", help="as in tp=1,dp=4,page=16"
+    )
+    parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json or its folder")
+    parser.add_argument("--layers", metavar="N", help="layers, where no --model is given")
+    parser.add_argument("--kv-heads", metavar="N", help="KV heads of the whole model")
+    parser.add_argument("--head-dim", metavar="N", help="elements per head")
+    parser.add_argument("--v-head-dim", metavar="N", help="elements per V head where they differ")
+    parser.add_argument("--dtype", metavar="T", help="cache dtype (default: the model's, or bf16)")
+    parser.add_argument(
+        "--state-dtype",
+        metavar="T",
+        help="dtype of recurrent state (default: as the config says, or float32)",
+    )
+    parser.add_argument(
+        "--tokens", default=str(tokens), metavar="N", help=f"prompt length ({tokens})"
+    )
 
 
 class SideFields(NamedTuple):

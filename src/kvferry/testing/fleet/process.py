@@ -12,13 +12,14 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from kvferry.errors import KvferryError
 from kvferry.testing.fleet.worker import RankSpec, serve
 
 ANSWER_S = 60.0
 END_S = 10.0
 
 
-class RankError(Exception):
+class RankError(KvferryError):
     """A rank answered with an error, or not at all."""
 
 
