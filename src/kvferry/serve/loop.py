@@ -92,6 +92,10 @@ class EngineLoop:
         """Its caller has left. What was answered before goes on to its end."""
         self._inbox.put(partial(self._stop, job))
 
+    def abandon(self, room: str) -> None:
+        """Nobody will come for this room: give it up, also if its request was answered."""
+        self._inbox.put(partial(self._abandon, room))
+
     def room_end(self, room: str) -> RoomEnd | None:
         """How a room ended, if that was not long ago."""
         return self._ends.get(room)
@@ -235,6 +239,15 @@ class EngineLoop:
             self._engine.cancel(job.id)
             job.over = True
         self._pause_s = 0.0
+
+    def _abandon(self, room: str) -> None:
+        for job in self._jobs.values():
+            # A job without an agreement has no open room: it is recomputed, or long done.
+            if job.ticket is None or job.agreement is None or str(job.ticket.room) != room:
+                continue
+            job.fail(Trouble.TRANSFER, "the room was given up")
+            self._rooms.stop(job)
+            self._pause_s = 0.0
 
     def _expire(self, now: float) -> None:
         for job in self._jobs.values():

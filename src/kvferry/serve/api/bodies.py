@@ -116,7 +116,7 @@ class Ask(NamedTuple):
 
 def parse_completion(data: bytes, serving: Serving) -> Ask:
     """A completion's body."""
-    body = _decoded(data, CompletionBody)
+    body = _decoded(data, _COMPLETIONS)
     _demand_supported(body, serving, {"best_of": body.best_of not in (None, 1)})
     _refuse({"echo": bool(body.echo), "suffix": bool(body.suffix)})
     prompt = _prompt(body.prompt, serving.tokenizer)
@@ -126,7 +126,7 @@ def parse_completion(data: bytes, serving: Serving) -> Ask:
 
 def parse_chat(data: bytes, serving: Serving) -> Ask:
     """A conversation's body."""
-    body = _decoded(data, ChatBody)
+    body = _decoded(data, _CHATS)
     form = (body.response_format or {}).get("type", "text")
     _demand_supported(body, serving, {"tools": bool(body.tools), "response_format": form != "text"})
     messages = [{"role": m.role, "content": _content(m)} for m in body.messages]
@@ -147,9 +147,15 @@ def parse_chat(data: bytes, serving: Serving) -> Ask:
 B = TypeVar("B", bound=Body)
 
 
-def _decoded(data: bytes, kind: type[B]) -> B:
+# Made here, in one thread: msgspec builds a type's description at its first use, and two threads
+# that do so at once crash the process. Bodies are parsed in threads.
+_COMPLETIONS = msgspec.json.Decoder(CompletionBody)
+_CHATS = msgspec.json.Decoder(ChatBody)
+
+
+def _decoded(data: bytes, decoder: msgspec.json.Decoder[B]) -> B:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decoder.decode(data)
     except msgspec.ValidationError as error:
         found = _AT.search(str(error))
         raise invalid(str(error), found.group(1) or None if found else None) from None

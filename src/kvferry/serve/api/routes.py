@@ -63,6 +63,7 @@ class Api:
                 web.get("/healthz", self._health),
                 web.get("/metrics", self._figures),
                 web.get("/kvferry/rooms/{room:.+}", self._room),
+                web.delete("/kvferry/rooms/{room:.+}", self._give_up),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._model),
                 web.post("/v1/completions", self._completions),
@@ -116,6 +117,11 @@ class Api:
                 raise ApiError(404, f"no room {room:.200} has ended here lately")
             await asyncio.sleep(ROOM_POLL_S)
         return _json(end)
+
+    async def _give_up(self, request: web.Request) -> web.Response:
+        """The router has no use for a room any more; its pages need not wait for the deadline."""
+        self._loop.abandon(request.match_info["room"])
+        return web.Response(status=204)
 
     async def _models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [self._card()]})
