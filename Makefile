@@ -27,10 +27,7 @@ demo: $(INSTALLED) ## plan a real model's transfer and draw it
 
 test: $(INSTALLED) lint ## lint, types, import rules, tests
 	@scripts/install-libibverbs $(BIN)/python
-	@# Tests of real processes can fail for want of time on a machine that does other work:
-	@# what failed is run once more, alone, and must pass then.
-	$(BIN)/python -m pytest -n auto -m "not gpu" || \
-	    $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "not gpu"
+	$(BIN)/python -m pytest -n auto -m "not gpu"
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

@@ -21,6 +21,8 @@ log = logging.getLogger("kvferry.rendezvous")
 # Ranks renew every few seconds and wait at most five after an error.
 SETTLE_S = 30.0
 SHUTDOWN_S = 1.0
+# For connections that were accepted while the server was being stopped, too.
+CLOSING_S = 0.01
 JOIN_S = 10.0
 BACKLOG = 512
 
@@ -115,3 +117,5 @@ class RendezvousServer:
         await self._stop.wait()
         service.stop_waiting()
         await runner.cleanup()
+        # A connection is closed in the loop's next turn; without one it would stay open.
+        await asyncio.sleep(CLOSING_S)
