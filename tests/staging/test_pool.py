@@ -20,8 +20,8 @@ from kvferry.staging.pool import (
 
 def test_the_default_stays_within_64_mib() -> None:
     pool = slots_for(4096)
-    assert pool == SlotPool(DEFAULT_SLOT_BYTES, DEFAULT_BUDGET_BYTES // DEFAULT_SLOT_BYTES)
-    assert pool.num_bytes == 64 * MIB
+    assert pool == SlotPool(DEFAULT_SLOT_BYTES, ENOUGH_SLOTS)
+    assert 60 * MIB <= pool.num_bytes <= DEFAULT_BUDGET_BYTES == 64 * MIB
 
 
 def test_slots_follow_each_other() -> None:
@@ -39,8 +39,8 @@ def test_a_small_budget_is_still_cut_into_enough_slots() -> None:
 
 
 def test_a_large_unit_makes_the_slots_larger() -> None:
-    assert slots_for(10 * MIB) == SlotPool(10 * MIB, 6)
-    assert slots_for(10 * MIB + 1).slot_bytes == 10 * MIB + PAGE_BYTES
+    assert slots_for(20 * MIB) == SlotPool(20 * MIB, 3)
+    assert slots_for(20 * MIB + 1).slot_bytes == 20 * MIB + PAGE_BYTES
 
 
 def test_no_more_slots_than_can_be_used() -> None:

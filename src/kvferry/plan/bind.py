@@ -207,17 +207,16 @@ class _Located(NamedTuple):
     within: Int64s
 
 
-class _End(NamedTuple):
-    """How one end keeps the tokens of one move, and where each tensor is.
+class _Paging(NamedTuple):
+    """How one end keeps the tokens of one move: the local indices ``first, first + advance, ...``.
 
-    The move's tokens lie at the local indices ``first, first + advance, ...``.
+    ``unit`` is the first of the move's units there.
     """
 
     page_tokens: int
     first: int
     advance: int
     table: PageTable
-    placements: tuple[Placement, ...]
     unit: int
 
     def page_starts(self, num_tokens: int) -> Int64s:
@@ -237,7 +236,18 @@ class _End(NamedTuple):
         return _Located(index, self.table.pages[index - self.table.first_page], within)
 
 
-def _full_segment(source: _End, target: _End) -> int:
+class _End(NamedTuple):
+    """One end of a move: its tokens, and where each tensor is."""
+
+    paging: _Paging
+    placements: tuple[Placement, ...]
+
+
+# Every image has one page, so all of them share a table, by which pieces are remembered.
+_IMAGE_TABLE = PageTable([0])
+
+
+def _full_segment(source: _Paging, target: _Paging) -> int:
     """The tokens of a stretch that is as long as the two sides' pages let it be."""
     ours, theirs = (-(-end.page_tokens // end.advance) for end in (source, target))
     behind = (source.first - target.first) % ours
@@ -253,16 +263,16 @@ def _end(
     count = tokens.num_tokens
     if isinstance(side, Image):
         placements = _image_placements(group, move, count, offset)
-        return _End(count, 0, 1, PageTable([0]), placements, unit=0)
+        return _End(_Paging(count, 0, 1, _IMAGE_TABLE, 0), placements)
     if group.name not in side.tables:
         raise InputError(f"the request has no page table for group {group.name!r}; pass one")
     table = side.tables[group.name]
     placements = tuple(side.pools.of(group.name, tensor.name) for tensor in group.tensors)
     if isinstance(group.kind, Slot):
-        return _End(1, 0, 1, table, placements, rank.unit)
+        return _End(_Paging(1, 0, 1, table, rank.unit), placements)
     held = find_holding(rank.holdings, group.name, group.layers_in(move.layers)[0]).tokens
     first, advance = held.local_index(tokens.first), tokens.step // held.step
-    return _End(rank.layout.page_tokens, first, advance, table, placements, rank.unit)
+    return _End(_Paging(rank.layout.page_tokens, first, advance, table, rank.unit), placements)
 
 
 # Parcels of one size recur, and making a base for each layer is most of what a binding costs.
@@ -298,36 +308,42 @@ class _Segments(NamedTuple):
 
 
 def _bind_move(group: Group, move: Move, num_tokens: int, source: _End, target: _End) -> list[Part]:
-    segments = _segments(group.name, num_tokens, source, target)
-    _demand_distinct(group.name, segments.target)
+    layers = group.layers_in(move.layers)
     parts: list[Part] = []
-    known: dict[tuple[int, ...], Pieces] = {}
-    for index, tensor in enumerate(group.tensors):
-        ours, theirs = source.placements[index], target.placements[index]
-        # K and V usually lie alike: then they have the very same pieces.
-        key = (tensor.unit_bytes, *_strides(ours), *_strides(theirs))
-        if key not in known:
-            known[key] = _pieces(group, index, move, segments, source, target)
-        layers = group.layers_in(move.layers)
-        parts.append(
-            Part(
-                group.name, tensor.name, ours.bases_of(layers), theirs.bases_of(layers), known[key]
-            )
-        )
+    for tensor, ours, theirs in zip(
+        group.tensors, source.placements, target.placements, strict=True
+    ):
+        spacing = _spacing(ours), _spacing(theirs)
+        grid = _Grid(group.name, len(move.units), tensor.unit_bytes, num_tokens)
+        pieces = _pieces(grid, source.paging, target.paging, *spacing)
+        bases = ours.bases_of(layers), theirs.bases_of(layers)
+        parts.append(Part(group.name, tensor.name, *bases, pieces))
     return parts
 
 
-def _strides(placement: Placement) -> tuple[int, int, int, int]:
-    """All that a tensor's pieces follow from, but for its bases."""
-    return (
-        placement.page_stride,
-        placement.token_stride,
-        placement.unit_stride,
-        placement.num_pages,
-    )
+class _Spacing(NamedTuple):
+    """All that a tensor's pieces follow from at one end, but for its bases and its pages."""
+
+    page_stride: int
+    token_stride: int
+    unit_stride: int
+    num_pages: int
 
 
-def _segments(group: str, num_tokens: int, source: _End, target: _End) -> _Segments:
+def _spacing(at: Placement) -> _Spacing:
+    return _Spacing(at.page_stride, at.token_stride, at.unit_stride, at.num_pages)
+
+
+class _Grid(NamedTuple):
+    """What one tensor of one move carries for each layer."""
+
+    group: str
+    num_units: int
+    unit_bytes: int
+    num_tokens: int
+
+
+def _segments(group: str, num_tokens: int, source: _Paging, target: _Paging) -> _Segments:
     zero = np.zeros(1, dtype=np.int64)
     end = np.array([num_tokens], dtype=np.int64)
     edges = (zero, source.page_starts(num_tokens), target.page_starts(num_tokens), end)
@@ -350,35 +366,36 @@ def _demand_distinct(group: str, target: _Located) -> None:
         raise InputError(f"a target page appears twice in the table of group {group!r}")
 
 
+# The layers of a request are bound one parcel after another, and K and V usually lie alike:
+# then they have the very same pieces. Page tables are compared by identity.
+@lru_cache(maxsize=32)
 def _pieces(
-    group: Group, index: int, move: Move, segments: _Segments, source: _End, target: _End
+    grid: _Grid, source: _Paging, target: _Paging, ours: _Spacing, theirs: _Spacing
 ) -> Pieces:
-    tensor = group.tensors[index]
-    ours, theirs = source.placements[index], target.placements[index]
+    segments = _segments(grid.group, grid.num_tokens, source, target)
+    _demand_distinct(grid.group, segments.target)
     grain = Grain(
         Stride(ours.token_stride * source.advance, theirs.token_stride * target.advance),
         Stride(ours.unit_stride, theirs.unit_stride),
-        len(move.units),
-        tensor.unit_bytes,
+        grid.num_units,
+        grid.unit_bytes,
         _full_segment(source, target),
     )
     return pieces_of(
-        _offsets(ours, source.unit, segments.source),
-        _offsets(theirs, target.unit, segments.target),
+        _offsets(grid.group, ours, source.unit, segments.source),
+        _offsets(grid.group, theirs, target.unit, segments.target),
         segments.num_tokens,
         grain,
     )
 
 
-def _offsets(placement: Placement, unit: int, at: _Located) -> Int64s:
+def _offsets(group: str, spacing: _Spacing, unit: int, at: _Located) -> Int64s:
     pages = at.page
-    if pages.min() < 0 or pages.max() >= placement.num_pages:
+    if pages.min() < 0 or pages.max() >= spacing.num_pages:
         raise InputError(
-            f"group {placement.group!r} names page {pages.min()} or {pages.max()}, "
-            f"but its pool has pages 0..{placement.num_pages - 1}"
+            f"group {group!r} names page {pages.min()} or {pages.max()}, "
+            f"but its pool has pages 0..{spacing.num_pages - 1}"
         )
     return (
-        pages * placement.page_stride
-        + at.within * placement.token_stride
-        + unit * placement.unit_stride
+        pages * spacing.page_stride + at.within * spacing.token_stride + unit * spacing.unit_stride
     )

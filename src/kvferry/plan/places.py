@@ -107,9 +107,11 @@ class PageTable:
 
     def __init__(self, pages: ArrayLike, first_page: int = 0) -> None:
         try:
-            self.pages: Int64s = np.asarray(pages, dtype=np.int64)
+            # A copy that stays as it is: bindings remember what they made of it.
+            self.pages: Int64s = np.array(pages, dtype=np.int64)
         except (OverflowError, TypeError, ValueError):
             raise InputError("a page table is a flat list of 64-bit page numbers") from None
+        self.pages.flags.writeable = False
         self.first_page = first_page
         if self.pages.ndim != 1 or not 0 <= first_page < MAX_OFFSET:
             raise InputError("a page table is a flat list of page numbers from page 0 or later on")

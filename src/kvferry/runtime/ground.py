@@ -30,7 +30,7 @@ from kvferry.runtime.lifeline import Lifeline
 from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.owner import new_incarnation
 from kvferry.staging import SlotPool, allocate, slots_for
-from kvferry.staging.pool import DEFAULT_SLOT_BYTES, GPU_SLOT_BYTES
+from kvferry.staging.pool import DEFAULT_SLOT_BYTES
 from kvferry.transport.base import Setup, Transport
 from kvferry.transport.registry import transport_class
 
@@ -201,18 +201,11 @@ def _slots(
     pool = slots_for(
         unit_bytes,
         budget_bytes=config.staging_bytes - SCRATCH_BYTES,
-        slot_bytes=slot_size(config, memory.device),
+        slot_bytes=config.slot_bytes,
         most_slots=most_slots,
     )
     buffer = allocate(pool.num_bytes + SCRATCH_BYTES, memory.device)
     return Slots(buffer.region, pool, buffer)
-
-
-def slot_size(config: EndpointConfig, device: Device) -> int:
-    """As configured, or what suits the device: a slot's cost beside its bytes is a CPU's."""
-    if config.slot_bytes is not None:
-        return config.slot_bytes
-    return DEFAULT_SLOT_BYTES if device.is_host else GPU_SLOT_BYTES
 
 
 def preset_for(transport: str, device: Device) -> str:
@@ -222,15 +215,16 @@ def preset_for(transport: str, device: Device) -> str:
     return next(name for name in names if name in PRESETS)
 
 
-def first_constants(config: EndpointConfig, transport: Transport, device: Device) -> Constants:
+def first_constants(config: EndpointConfig, ground: Ground) -> Constants:
     """What a transport is taken to cost until it was measured."""
     if config.constants is not None:
         return config.constants
+    transport, device = ground.transport, ground.memory.device
     preset = PRESETS[preset_for(transport.name, device)]
     return replace(
         preset,
         copy_bytes_per_s=copy_speed() if device.is_host else preset.copy_bytes_per_s,
-        slot_bytes=slot_size(config, device),
+        slot_bytes=ground.slots.pool.slot_bytes if ground.slots else DEFAULT_SLOT_BYTES,
         slot_s=SLOT_S,
         maps_peer=transport.maps_peer,
     )

@@ -3,9 +3,6 @@
 The owner hands it writes and hears how they ended. A transport that must be
 polled is polled often while something is expected and rarely otherwise; one that
 need not be costs nothing while it is idle.
-
-In host memory the mover also gathers what it then writes, because a slot that was
-just filled is still in this core's cache (docs/adr/0011). On a GPU the copier does.
 """
 
 from __future__ import annotations
@@ -19,50 +16,34 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
-from kvferry.copy.cpu import copy_binding
 from kvferry.errors import KvferryError
 from kvferry.ids import Op, Session
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Constants, Path
-from kvferry.plan.places import Base
 from kvferry.protocol.events import Fate
 from kvferry.runtime.gauge import Gauge
 from kvferry.transport.base import Ended, Remote, Transport
 
 log = logging.getLogger("kvferry.runtime")
 
+# Those that this process may use, which in a container or under taskset are not all.
+_NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 # How often to look while something is about to happen: polling costs a core that may be needed.
-BUSY_POLL_S = 50e-6 if (os.cpu_count() or 1) >= 8 else 250e-6
+BUSY_POLL_S = 50e-6 if (_NUM_CORES or 1) >= 8 else 250e-6
 PATIENT_POLL_S = 1e-3
 IDLE_POLL_S = 20e-3
 # After so long without news, a write or a note is not about to come any moment.
-EAGER_S = 20e-3
-
-
-class Gather(NamedTuple):
-    """What a staged write does first: fill a slot from memory at these addresses.
-
-    ``from_`` is the slot as the transport knows it, and ``to`` the peer's.
-    """
-
-    sources: tuple[int, ...]
-    into: int
-    from_: Base
-    to: Base
+EAGER_S = 2e-3
 
 
 class Posting(NamedTuple):
-    """A write to make. ``path`` is None where the binding tells whether it is runs or slices.
-
-    With ``gather``, ``bind`` gives the pieces that fill the slot.
-    """
+    """A write to make. ``path`` is None where the binding tells whether it is runs or slices."""
 
     op: Op
     session: Session
     bind: Callable[[], Binding]
     note: bytes
     path: Path | None = None
-    gather: Gather | None = None
 
 
 class Ending(NamedTuple):
@@ -260,8 +241,6 @@ class Mover:
         except KvferryError as error:
             self._listener.write_ended(Ending(posting.op, Fate.FAILED, str(error)))
             return
-        if posting.gather is not None:
-            binding = _gathered(posting.gather, binding)
         direct = Path.RUNS if binding.contiguous else Path.SLICES
         if not self.transport.maps_peer and posting.path is None:
             binding = binding.merged()
@@ -332,9 +311,3 @@ class Mover:
             else:
                 self._measure(flight.session, gauge, before)
         self._let_go(flight.session)
-
-
-def _gathered(gather: Gather, pieces: Binding) -> Binding:
-    """Fill the slot; what is left to do is to write it in bulk."""
-    copy_binding(pieces, gather.sources, (gather.into,), keep=True)
-    return Binding.bulk(gather.from_, gather.to, pieces.num_bytes)

@@ -52,7 +52,7 @@ from kvferry.runtime.inbox import Inbox
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.metrics import Meter
-from kvferry.runtime.mover import Ending, Gather, Mover, Posting
+from kvferry.runtime.mover import Ending, Mover, Posting
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner import CLOSE_S, Owner, Parts
 from kvferry.runtime.paths import PathPolicy
@@ -155,7 +155,7 @@ class _SourceOwner(Owner[Outgoing]):
             ground.member.rank,
             ground.memory.map,
             self._tables_of,
-            first_constants(config, ground.transport, ground.memory.device),
+            first_constants(config, ground),
             config.path,
         )
         name = str(ground.member.peer)
@@ -365,14 +365,8 @@ class _SourceOwner(Owner[Outgoing]):
             return
         from_ = Base(0, len(self._ground.memory.regions), slots.pool.offset(action.local_slot))
         to = Base(0, card.staging_region, action.slot * link.hello.staging.slot_bytes)
-        into, sources = slots.address(action.local_slot), self._ground.addresses
-        if slots.region.device.is_host:
-            note, gather = encode(action.note), Gather(sources, into, from_, to)
-            session = action.note.session
-            self._mover.write(Posting(action.op, session, make, note, Path.STAGED, gather))
-        else:
-            then = partial(self._gathered, action, from_, to)
-            self._copier.submit(CopyJob(make, sources, (into,), then, keep=True))
+        into, then = slots.address(action.local_slot), partial(self._gathered, action, from_, to)
+        self._copier.submit(CopyJob(make, self._ground.addresses, (into,), then, keep=True))
 
     def _gathered(
         self, action: Write, from_: Base, to: Base, gathered: Binding | None, problem: str

@@ -8,9 +8,9 @@ from kvferry.errors import InputError
 
 MIB = 1 << 20
 DEFAULT_BUDGET_BYTES = 64 * MIB
-DEFAULT_SLOT_BYTES = 8 * MIB
-# A GPU fills a slot in microseconds, and what a slot costs beside that is the CPU's.
-GPU_SLOT_BYTES = 15 * MIB
+# As large as four of them fit the budget beside a little scratch memory: what a slot costs
+# beside its bytes is messages and changes of threads (docs/adr/0012).
+DEFAULT_SLOT_BYTES = 15 * MIB
 # Enough that one can be gathered into, one sent and one scattered at the same time.
 ENOUGH_SLOTS = 4
 MAX_SLOTS = 1 << 20

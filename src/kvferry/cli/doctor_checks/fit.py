@@ -138,11 +138,7 @@ def staging(pairing: Pairing, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Check
         told = f"of no use here; staging_bytes=0 saves {shown} for each endpoint"
         return ok(AREA, "staging", told)
     try:
-        slots = slots_for(
-            _largest_bytes(pairing),
-            budget_bytes=budget_bytes - SCRATCH_BYTES,
-            slot_bytes=DEFAULT_SLOT_BYTES,
-        )
+        slots = slots_for(_largest_bytes(pairing), budget_bytes=budget_bytes - SCRATCH_BYTES)
     except InputError as error:
         what, _, remedy = str(error).rpartition("; ")
         return Check(AREA, "staging", State.NOTE, f"{what}, so slices are written", remedy)
