@@ -48,6 +48,7 @@ def test_every_token_is_that_of_a_single_process() -> None:
     for request in requests:
         assert request["token_exact"] is True
         assert request["source"] == "transferred"
+        assert request["path"] in ("runs", "slices")
         assert len(request["tokens"]) <= 8
         assert request["ttft_s"] > 0
 

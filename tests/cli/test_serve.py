@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,8 +34,17 @@ instances = 2
         ("--tiny --deadline 0", "--deadline must be a number above 0"),
         ("--config /nothing/there", "cannot read '/nothing/there'"),
         ("--config x --port 1", "--config says what --port would"),
-        ("--polcy=x", "unknown argument"),
+        ("--polcy=x", "unknown argument '--polcy'; did you mean --policy?"),
+        ("--polcy x", "unknown argument '--polcy'; did you mean --policy?"),
+        ("--policy round-robin --jsn router", "did you mean --json?"),
+        ("pefill", "kvferry serve has no command 'pefill'; did you mean prefill?"),
+        ("--tiny --port 0 roter", "kvferry serve has no command 'roter'; did you mean router?"),
+        ("x", "kvferry serve has no command 'x'; use rendezvous, prefill, decode, router"),
+        ("prefill --lyout tp=1", "did you mean --layout?"),
         ("--prefill tp=3 router", "a router has no use for --prefill"),
+        ("--device cuda router", "a router has no use for --device"),
+        ("--device tpu decode --tiny", "device is cpu or cuda, not 'tpu'"),
+        ("--tiny --device tpu", "device is cpu or cuda, not 'tpu'"),
         ("rendezvous --policy round-robin", "unknown argument"),
         ("--policy round-robin rendezvous", "a rendezvous has no use for --policy"),
         ("router", "give --rendezvous or --decode-url"),
@@ -41,7 +52,9 @@ instances = 2
         ("prefill --tiny --layout dp=2", "one process runs one instance"),
         ("decode --tiny --layout tp=12", "more ranks than the model's 6 query heads"),
         ("decode --tiny --name @", "the worker's name '@'"),
-        ("decode --tiny --host 0.0.0.0", "0.0.0.0 says nothing to others"),
+        ("decode --tiny --host 0.0.0.0", "make a cluster key with `kvferry key FILE`"),
+        ("prefill --tiny --host 0.0.0.0 --advertise 10.0.0.2", "would let anyone in"),
+        ("rendezvous --host 0.0.0.0", "make a cluster key with `kvferry key FILE`"),
         ("router --decode-url http://h:1 --host 0.0.0.0", "make a cluster key"),
         ("prefill --tiny --transport pigeon --rendezvous http://127.0.0.1:1", "pigeon"),
     ],
@@ -54,6 +67,35 @@ def test_bad_input_is_one_sentence(
     assert sentence in err
     assert "Traceback" not in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [("serv", "serve"), ("bench transfre", "transfer"), ("--verison", "--version")],
+)
+def test_the_nearest_word_is_named(
+    capsys: pytest.CaptureFixture[str], words: str, nearest: str
+) -> None:
+    assert main(words.split()) == 2
+    assert f"did you mean {nearest}?" in capsys.readouterr().err
+
+
+def test_what_does_not_compute_does_not_wait_for_torch() -> None:
+    """Importing it takes seconds on a small machine, and a router has no use for it."""
+    parts = (
+        "cli.main",
+        "cli.demo_output",
+        "rendezvous.server",
+        "serve.launched",
+        "serve.models",
+        "serve.parts",
+        "serve.router.serving",
+    )
+    program = f"import sys; import {', '.join(f'kvferry.{part}' for part in parts)}; " + (
+        "sys.exit([m for m in ('torch', 'gguf', 'tokenizers') if m in sys.modules] or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("words", ["router --decode-url http://127.0.0.1:1", "decode --tiny"])

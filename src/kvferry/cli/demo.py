@@ -10,7 +10,14 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.cli.parsing import whole
-from kvferry.cli.serve_flags import DECODE, PREFILL, add_model, add_transport, cluster_of
+from kvferry.cli.serve_flags import (
+    DECODE,
+    PREFILL,
+    add_device,
+    add_model,
+    add_transport,
+    cluster_of,
+)
 
 if TYPE_CHECKING:
     from kvferry.cli.demo_ask import Answer
@@ -45,6 +52,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
             f"--{name}", metavar="SIDE", help=f"tp, pp, page, order, dp ({default})"
         )
     add_transport(parser)
+    add_device(parser)
     parser.add_argument("--tokens", default="32", metavar="N", help="longest answer (32)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     # A demo has no need of these; the cluster's description has.
@@ -71,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
         # The single process comes last, so that nothing of it can be what decode answers from.
         from kvferry.cli.demo_check import compare  # noqa: PLC0415
 
-        results = compare(model.folder, answers, max_tokens, cluster.decode[0].dtype)
+        alike = cluster.decode[0]
+        results = compare(model.folder, answers, max_tokens, alike.dtype, alike.device)
         document = as_document(cluster, model, results, time.monotonic() - began)
         show.results(results, document)
     if args.json:
@@ -100,10 +109,10 @@ def _serve_and_ask(cluster: Cluster, model: Model, max_tokens: int, show: Show) 
                 show.says("asking, all at once")
                 return ask_all(url, questions(), max_tokens, show)
         except PartFailed as error:
-            raise PartFailed(f"{error}{_last_words(log)}") from None
+            raise PartFailed(f"{error}{last_words(log)}") from None
 
 
-def _last_words(log: IO[bytes]) -> str:
+def last_words(log: IO[bytes]) -> str:
     """The last line that a part has logged, which often says more than the error."""
     log.seek(0)
     said = [line for line in log.read().decode(errors="replace").split("\n") if line.strip()]

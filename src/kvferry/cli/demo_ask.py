@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import aiohttp
-import msgspec
+from kvferry.load.client import Reply, ask, session_for
 
 QUESTIONS = (
     "What is a ferry?",
@@ -28,30 +26,10 @@ REQUEST_S = 300.0
 
 
 @dataclass(slots=True)
-class Answer:
-    """What came back for one question. ``report`` is what decode says of its transfer."""
+class Answer(Reply):
+    """What came back for one question."""
 
     question: str
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    ttft_s: float | None = None
-    total_s: float = 0.0
-    report: dict[str, Any] = field(default_factory=dict)
-    usage: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
-
-    def take(self, chunk: dict[str, Any], seconds: float) -> None:
-        """Add one event of its stream."""
-        if "error" in chunk:
-            self.error = str(chunk["error"].get("message", "no reason was given"))
-            return
-        self.report = chunk.get("kvferry") or self.report
-        self.usage = chunk.get("usage") or self.usage
-        for choice in chunk.get("choices", ()):
-            self.tokens += choice.get("token_ids") or ()
-            self.text += choice.get("delta", {}).get("content") or ""
-        if self.ttft_s is None and self.tokens:
-            self.ttft_s = seconds
 
 
 class Watcher(Protocol):
@@ -76,19 +54,26 @@ def ask_all(url: str, answers: list[Answer], max_tokens: int, watcher: Watcher) 
 
 
 async def _ask_all(url: str, answers: list[Answer], max_tokens: int, watcher: Watcher) -> None:
-    timeout = aiohttp.ClientTimeout(total=REQUEST_S)
-    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+    async with session_for(url) as session:
 
-        async def ask(number: int, answer: Answer) -> None:
-            await _ask(session, answer, max_tokens, lambda: watcher.grew(answers))
+        async def ask_one(number: int, answer: Answer) -> None:
+            await ask(
+                session,
+                _body(answer.question, max_tokens),
+                deadline_s=REQUEST_S,
+                grew=lambda _: watcher.grew(answers),
+                into=answer,
+            )
+            if not (answer.tokens or answer.error):
+                answer.error = "the answer is empty"
             watcher.ended(number, answer)
 
-        await asyncio.gather(*(ask(i, answer) for i, answer in enumerate(answers)))
+        await asyncio.gather(*(ask_one(i, answer) for i, answer in enumerate(answers)))
 
 
-async def _ask(session: aiohttp.ClientSession, answer: Answer, max_tokens: int, grew: Any) -> None:
-    body = {
-        "messages": [{"role": "user", "content": answer.question}],
+def _body(question: str, max_tokens: int) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": question}],
         "max_tokens": max_tokens,
         "temperature": 0,
         "stream": True,
@@ -97,24 +82,3 @@ async def _ask(session: aiohttp.ClientSession, answer: Answer, max_tokens: int, 
         # A demo that quietly did without the transfer would show nothing.
         "kvferry": {"on_failure": "fail"},
     }
-    began = time.monotonic()
-    try:
-        async with session.post("/v1/chat/completions", json=body) as response:
-            async for chunk in _events(response):
-                answer.take(chunk, time.monotonic() - began)
-                grew()
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        answer.error = str(error) or type(error).__name__
-    answer.total_s = time.monotonic() - began
-    if not (answer.tokens or answer.error):
-        answer.error = "the answer is empty"
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    if response.content_type != "text/event-stream":
-        yield msgspec.json.decode(await response.read())
-        return
-    async for line in response.content:
-        data = line.strip().removeprefix(b"data: ")
-        if data and data != b"[DONE]":
-            yield msgspec.json.decode(data)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.cli.demo_ask import Answer
 from kvferry.errors import KvferryError
 from kvferry.layout.spec import DType
-from kvferry.serve.engine import Engine, EngineOptions
 from kvferry.serve.requests import Produced, Request
+
+if TYPE_CHECKING:
+    from kvferry.serve.engine import Engine
 
 CACHE_TOKENS = 2048
 MAX_STEPS = 10_000
@@ -37,9 +39,16 @@ class Result(NamedTuple):
         return same
 
 
-def compare(folder: Path, answers: Sequence[Answer], max_tokens: int, dtype: DType) -> list[Result]:
+def compare(
+    folder: Path, answers: Sequence[Answer], max_tokens: int, dtype: DType, device: str = "cpu"
+) -> list[Result]:
     """Run every question in this process alone, and put both answers side by side."""
-    options = EngineOptions(dtype=dtype, cache_tokens=CACHE_TOKENS, prefix_cache=False, threads=1)
+    # It takes torch, whose import nobody should have waited for before.
+    from kvferry.serve.engine import Engine, EngineOptions  # noqa: PLC0415
+
+    options = EngineOptions(
+        dtype=dtype, device=device, cache_tokens=CACHE_TOKENS, prefix_cache=False, threads=1
+    )
     with Engine(folder, options) as engine:
         for number, answer in enumerate(answers):
             prompt = engine.tokenizer.chat([{"role": "user", "content": answer.question}])

@@ -17,6 +17,7 @@ import msgspec
 
 import kvferry
 from kvferry.cli import bench, demo, doctor, key, plan, serve, sim
+from kvferry.cli import eval as evaluate
 from kvferry.cli.parsing import Parser, one_line
 from kvferry.errors import InputError, KvferryError
 
@@ -36,6 +37,7 @@ def build_parser() -> Parser:
     demo.add(commands)
     bench.add(commands)
     doctor.add(commands)
+    evaluate.add(commands)
     key.add(commands)
     serve.add(commands)
     sim.add(commands)

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from kvferry.errors import InputError
@@ -52,14 +52,35 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown flags first: a typo must not be reported as something missing."""
-        if self._subparsers is None:
+        """Refuse unknown words first: a typo must not be reported as something missing."""
+        commands = next(
+            (a for a in self._actions if isinstance(a, argparse._SubParsersAction)), None
+        )
+        if commands is None:
             for word in args or ():
                 self._demand_known(word)
+        else:
+            self._demand_command(commands, iter(args or ()))
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown argument {show(unknown[0])}")
         return parsed, unknown
+
+    def _demand_command(self, commands: argparse.Action, words: Iterator[str]) -> None:
+        """Look at everything up to the name of a command, which looks at the rest."""
+        names = list(commands.choices or ())
+        with_value = {f for a in self._actions if a.nargs != 0 for f in a.option_strings}
+        for word in words:
+            if word.startswith("-"):
+                self._demand_known(word)
+                if word in with_value:
+                    next(words, None)
+                continue
+            if word not in names:
+                close = difflib.get_close_matches(word, names, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"use {', '.join(names)}"
+                raise InputError(f"{self.prog} has no command {show(word)}; {hint}")
+            return
 
     def _demand_known(self, word: str) -> None:
         flag = word.partition("=")[0]

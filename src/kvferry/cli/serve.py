@@ -12,6 +12,7 @@ import msgspec
 from kvferry.cli.parsing import Parser
 from kvferry.cli.serve_flags import (
     add_cluster_flags,
+    add_device,
     add_key_and_json,
     add_listening,
     add_model,
@@ -89,14 +90,14 @@ def _add_worker(parts: argparse._SubParsersAction[Any], name: str, what: str) ->
     parser.add_argument("--name", help=f"unique in the cluster ({name}-0)")
     parser.add_argument("--layout", metavar="SIDE", help="as in tp=3,page=16 (tp=1)")
     parser.add_argument("--rendezvous", metavar="URL", help="where to register")
-    parser.add_argument("--device", help="cpu or cuda (cpu)")
     add_model(parser)
     add_transport(parser)
+    add_device(parser)
     add_listening(parser, "0")
     parser.add_argument("--advertise", metavar="HOST", help="where others reach it, if not --host")
     add_key_and_json(parser)
     parser.set_defaults(run=run_worker, part=name, name=None, layout=None, rendezvous=None)
-    parser.set_defaults(device=None, advertise=None)
+    parser.set_defaults(advertise=None)
 
 
 def _add_router(parts: argparse._SubParsersAction[Any]) -> None:

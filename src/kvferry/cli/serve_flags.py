@@ -32,9 +32,9 @@ MOST_S = 86400
 OTHER = ("run", "json", "config", "part", "name")
 ROUTING = ("policy", "on_failure", "deadline")
 FOREIGN = {
-    "rendezvous": ("prefill", "decode", "model", "tiny", "transport", *ROUTING),
+    "rendezvous": ("prefill", "decode", "model", "tiny", "transport", "device", *ROUTING),
     "worker": ("prefill", "decode", *ROUTING),
-    "router": ("prefill", "decode", "model", "tiny", "transport"),
+    "router": ("prefill", "decode", "model", "tiny", "transport", "device"),
 }
 
 
@@ -50,6 +50,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser, *, config: bool = False) 
             help=f"tp, pp, page, order, dtype, and dp for the number of instances ({default})",
         )
     add_transport(parser)
+    add_device(parser)
     add_routing(parser)
     add_listening(parser, "8000")
     add_key_and_json(parser)
@@ -73,6 +74,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_transport(parser: argparse.ArgumentParser) -> None:
     """What carries the cache."""
     parser.add_argument("--transport", metavar="NAME", help="shm, nixl or mooncake (shm)")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """What computes."""
+    parser.add_argument("--device", metavar="NAME", help="cpu, or cuda with a GPU a rank (cpu)")
 
 
 def add_routing(parser: argparse.ArgumentParser) -> None:
@@ -119,8 +125,8 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
         key=given("--key", args.key),
         rendezvous=RendezvousSection(port=0),
         router=_router(args),
-        prefill=(_section(args.prefill, "--prefill", PREFILL),),
-        decode=(_section(args.decode, "--decode", DECODE),),
+        prefill=(_section(args.prefill, "--prefill", PREFILL, _words(args, "device")),),
+        decode=(_section(args.decode, "--decode", DECODE, _words(args, "device")),),
     )
 
 
@@ -247,7 +253,7 @@ def _port(text: str) -> int:
 
 
 def _words(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    values = {name: given(f"--{name}", getattr(args, name)) for name in names}
+    values = {name: given(f"--{name}", getattr(args, name, None)) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 

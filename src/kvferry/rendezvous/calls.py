@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 import time
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 from yarl import URL
 
-from kvferry.errors import InputError, KvferryError
+from kvferry.errors import KvferryError
+from kvferry.rendezvous.address import checked_address
 from kvferry.rendezvous.records import (
     ErrorDocument,
     Fault,
@@ -64,7 +65,7 @@ class Calls:
     """The requests that a client makes."""
 
     def __init__(self, url: str, key: ClusterKey | None) -> None:
-        self._base = _checked(url)
+        self._base = checked_address(url, "rendezvous address", "http://10.0.0.1:7077")
         self._signing_key = key.http if key is not None else None
         self._session: aiohttp.ClientSession | None = None
 
@@ -162,16 +163,3 @@ def _decoded(answer: bytes) -> InstanceView:
 
 def _rank_path(record: RankRecord) -> str:
     return f"/v1/instances/{quote(record.instance, safe='')}/ranks/{record.rank}"
-
-
-def _checked(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        plain = parts.scheme == "http" and parts.hostname and parts.port
-    except ValueError:
-        plain = None
-    if not plain or parts.path.strip("/") or parts.query or parts.fragment or "@" in url:
-        raise InputError(
-            f"{url!r:.200} is no rendezvous address; give one such as http://10.0.0.1:7077"
-        )
-    return url.rstrip("/")

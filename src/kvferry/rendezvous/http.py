@@ -66,6 +66,8 @@ STATUS = {
     Fault.SETTLING: 503,
     Fault.STOPPING: 503,
 }
+# As other servers call it.
+CLIENT_LEFT = 499
 # What a program without the key may ask: neither names anybody.
 OPEN_PATHS = ("/healthz", "/metrics")
 
@@ -119,6 +121,10 @@ class Service:
             response = _error(error.fault, str(error))
         except web.HTTPException as error:
             response = _error(*_translated(error))
+        except (ConnectionError, web.RequestPayloadError) as error:
+            # The client has left in the middle, and nobody reads this.
+            log.info("client-left method=%s path=%s why=%r", request.method, request.path, error)
+            response = web.Response(status=CLIENT_LEFT)
         except Exception:
             log.exception("request-failed method=%s", request.method)
             response = _error(Fault.INTERNAL, "the rendezvous has a bug; see its log")

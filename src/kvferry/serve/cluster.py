@@ -18,6 +18,7 @@ from msgspec import Meta
 from kvferry.errors import InputError, Refused
 from kvferry.layout.layout import Layout, Order, Parallel
 from kvferry.layout.spec import DType
+from kvferry.plan import Path as TransferPath
 from kvferry.plan import reshard
 from kvferry.serve.model.config import ModelConfig
 from kvferry.serve.router.options import RouterOptions
@@ -27,6 +28,7 @@ from kvferry.serve.spec import layout_for
 RENDEZVOUS_PORT = 7077
 MAX_FILE_BYTES = 1 << 20
 SEE = "see examples/cluster.toml"
+DEVICES = ("cpu", "cuda")
 
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -49,7 +51,8 @@ class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One worker, or ``instances`` of the same kind, each of ``tp`` × ``pp`` ranks.
 
     ``advertise`` is the address at which other hosts reach this one, where it
-    listens on all (``host = "0.0.0.0"``).
+    listens on all (``host = "0.0.0.0"``). ``path`` forces how a prefill worker
+    sends, which otherwise it chooses itself by what it has measured.
     """
 
     name: str = ""
@@ -69,6 +72,7 @@ class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: str = "127.0.0.1"
     port: Port = 0
     advertise: str = ""
+    path: TransferPath | None = None
 
     def __str__(self) -> str:
         pipeline = f"·PP{self.parallel.pp}" if self.parallel.pp > 1 else ""
@@ -174,6 +178,11 @@ def check(cluster: Cluster, model: Model) -> None:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise InputError(f"two workers have the name {min(twice)!r}; give each its own")
+    for section in (*cluster.prefill, *cluster.decode):
+        if section.device not in DEVICES:
+            raise InputError(f"device is {' or '.join(DEVICES)}, not {section.device!r:.40}")
+    if any(section.path for section in cluster.decode):
+        raise InputError("prefill chooses the path; put it into a [[prefill]] section")
     try:
         config = ModelConfig.load(model.folder)
         layouts = [(worker.part, worker.section.layout(config)) for worker in workers]
@@ -219,6 +228,7 @@ def worker_options(
             "host": section.host,
             "port": section.port,
             "advertise": section.advertise,
+            "endpoint": {"path": section.path},
             "deadline_s": cluster.router.room_s,
             "request_s": cluster.router.deadline_s,
         }
