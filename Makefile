@@ -4,9 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-DEMO_MODEL := tests/data/configs/llama-3.3-70b.json
+PLAN_MODEL := tests/data/configs/llama-3.3-70b.json
 
-.PHONY: help install demo test lint format bench soak clean
+.PHONY: help install demo plan test lint format bench soak clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,9 +20,12 @@ $(INSTALLED): pyproject.toml requirements/dev.txt requirements/no-deps.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(INSTALLED) ## plan a real model's transfer and draw it
+demo: $(INSTALLED) ## a real model: prefill on 3 ranks, decode on 1, every token checked
+	$(BIN)/kvferry demo
+
+plan: $(INSTALLED) ## plan a real model's transfer and draw it
 	@mkdir -p build
-	$(BIN)/kvferry plan --model $(DEMO_MODEL) --prefill tp=4 --decode tp=2,dp=2,page=64 \
+	$(BIN)/kvferry plan --model $(PLAN_MODEL) --prefill tp=4 --decode tp=2,dp=2,page=64 \
 	    --tokens 8192 --link nixl-gpu --svg build/plan.svg --html build/plan.html
 
 test: $(INSTALLED) lint ## lint, types, import rules, tests

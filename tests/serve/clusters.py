@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from serve.driving import ask, engine_of
+from serve.working import is_idle
 
 from kvferry.serve.cluster import Cluster, Model
 from kvferry.serve.launch import Child, Launch
@@ -102,6 +103,12 @@ class Running:
     def __getitem__(self, name: str) -> Child:
         return self.launch[name]
 
+    def pids(self, *names: str) -> set[int]:
+        """The processes of these parts, with their ranks."""
+        children = (self.launch[name].process for name in names)
+        started = [process.pid for process in children if process is not None]
+        return {*started}.union(*map(family, started))
+
     def expected(self, prompts: list[str], max_tokens: int) -> list[list[int]]:
         """What a single process answers. Called after the cluster has."""
         with engine_of(self._folder, prefix_cache=False) as engine:
@@ -136,7 +143,7 @@ class Running:
 
             def idle(url: str = url) -> bool:
                 told = get(url, "/healthz")
-                return not any(told[key] for key in ("running", "waiting", "rooms", "used_pages"))
+                return is_idle(told)
 
             wait_until(idle, f"{name} to be idle: {get(url, '/healthz')}")
 

@@ -182,6 +182,13 @@ async def loses_the_cache(
     return refusal(503, "kv_transfer_failed", "the source is gone")
 
 
+async def loses_the_cache_once(
+    worker: FakeWorker, request: web.Request, body: Body
+) -> web.StreamResponse:
+    act = decodes if len(worker.seen) > 1 else loses_the_cache
+    return await act(worker, request, body)
+
+
 def refuses(status: int, code: str | None, message: str = "no") -> Act:
     async def act(worker: FakeWorker, request: web.Request, body: Body) -> web.StreamResponse:
         return refusal(status, code, message)

@@ -105,9 +105,10 @@ def test_bad_options_are_one_sentence(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"host": "0.0.0.0"}, "says nothing to others"),
-        ({"host": "no.such.host.invalid"}, "choose another port|cannot find the host"),
-        ({"port": 70000}, "choose another port"),
+        ({"host": "0.0.0.0"}, "make a cluster key with `kvferry key FILE`"),
+        ({"host": "0.0.0.0", "advertise": "127.0.0.1"}, "would let anyone in"),
+        ({"host": "no.such.host.invalid"}, "cannot find the host"),
+        ({"port": 70000}, "a port is between 0 and 65535"),
         ({"folder": "/nowhere"}, "/nowhere"),
         ({"folder": "/nowhere", "rendezvous": "http://127.0.0.1:1"}, "/nowhere has no config"),
         ({"engine": {"parallel": Parallel(tp=7)}}, "tp=7"),
@@ -124,6 +125,20 @@ def test_what_cannot_start_is_one_sentence(
     with pytest.raises(KvferryError, match=message) as raised:
         run_instance(options)
     assert "\n" not in str(raised.value)
+
+
+def test_with_a_key_a_worker_may_be_reached_from_elsewhere(models: Models, tmp_path: Path) -> None:
+    """On all addresses only if it says under which one it is reached."""
+    ClusterKey.new().write(tmp_path / "key")
+    fields = {"host": "0.0.0.0", "key_file": str(tmp_path / "key")}
+    folder = models[Kind.LLAMA]
+    with pytest.raises(InputError, match="says nothing to others"):
+        run_instance(options_for("decode", folder, None, Parallel(), **fields))
+    reached = options_for("decode", folder, None, Parallel(), advertise="127.0.0.1", **fields)
+    with hosted(reached) as (worker,):
+        assert worker.url.startswith("http://127.0.0.1:")
+        reply = call(lambda caller: caller.post(worker.url, body_of(PROMPTS[0], 2)))
+    assert reply.status == 200
 
 
 def test_a_port_in_use_is_said_before_the_model_is_loaded(models: Models) -> None:

@@ -118,7 +118,7 @@ def test_what_a_part_can_not_do_is_one_sentence(start: Start) -> None:
     process = start("serve", "--tiny", "--port", port, "--json")
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
-    sentence = f"router: cannot listen on 127.0.0.1 port {port}: Address already in use"
+    sentence = f"router: cannot listen on 127.0.0.1:{port}: Address already in use"
     assert json.loads(out)["error"].startswith(sentence)
     assert f"kvferry: {sentence}" in err
     assert "Traceback" not in err

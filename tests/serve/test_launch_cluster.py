@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from serve.conftest import Models
 
 from kvferry.cli.main import main
 from kvferry.errors import InputError
@@ -16,6 +15,7 @@ from kvferry.serve.instance import InstanceOptions
 from kvferry.serve.router.options import OnFailure
 from kvferry.serve.tiny import Kind
 
+Models = dict[Kind, Path]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.toml"
 
 

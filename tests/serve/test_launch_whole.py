@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle, product
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,17 +23,16 @@ from serve.clusters import (
     PATIENCE_S,
     Running,
     demand_gone,
-    family,
     post,
     running,
     segments,
     wait_until,
 )
-from serve.conftest import Models
 
 from kvferry.serve.launch import Child
 from kvferry.serve.tiny import Kind
 
+Models = dict[Kind, Path]
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 # Over several pages and chunks.
 PROMPTS = [f"{i}: " + "The quick brown fox jumps over the lazy dog. " * (3 + i) for i in range(6)]
@@ -54,8 +54,7 @@ def cluster(models: Models) -> Iterator[Running]:
     }
     with running(models[Kind.LLAMA], **fields) as here:
         yield here
-        started = [child.process.pid for child in here.launch.children if child.process]
-        pids = {*started}.union(*map(family, started))
+        pids = here.pids(*(child.name for child in here.launch.children))
         files = segments(pids)
     assert files
     demand_gone(pids, files)
@@ -111,15 +110,24 @@ def end(child: Child, number: signal.Signals) -> None:
 
 
 def kill_while_busy(cluster: Running, name: str, *policies: str) -> list[tuple[int, Any]]:
-    """Stop a worker, ask, kill it once it has something to do, and start it again."""
+    """Stop a worker, ask, kill it once it has something to do, and start it again.
+
+    Its ranks end with it, and what it had shared is given back.
+    """
     child = cluster[name]
+    assert child.process is not None
+    pids = cluster.pids(name)
+    # Only decode workers make any; prefill workers map them.
+    others = (other for other in WORKERS[2:] if other != name)
+    files = segments(pids) - segments(cluster.pids(*others))
+    assert bool(files) == (name in WORKERS[2:])
     end(child, signal.SIGSTOP)
     asking = Asking(cluster, *policies)
     wait_until(lambda: cluster.workers()[name]["in_flight"], f"{name} to be busy")
     end(child, signal.SIGKILL)
     results = asking.results()
-    assert child.process is not None
     child.process.wait(PATIENCE_S)
+    demand_gone(pids, files)
     restart(cluster, child)
     return results
 

@@ -18,6 +18,7 @@ from serve.router_fakes import (
     dies,
     hangs,
     loses_the_cache,
+    loses_the_cache_once,
     refuses,
     site,
     until,
@@ -74,8 +75,17 @@ async def test_fail_says_why() -> None:
         assert len(here["p0"].seen + here["p1"].seen) == 1
 
 
+@bounded
+async def test_a_lost_cache_is_sent_again_also_where_there_is_one_prefill_worker() -> None:
+    async with site(1, 1, acts={"d0": loses_the_cache_once}, on_failure="retry") as here:
+        status, answer = await here.ask()
+        assert (status, answer["kvferry"]["source"]) == (200, "transferred")
+        rooms = [seen["kvferry"]["room"] for seen in here["p0"].seen]
+        assert len(set(rooms)) == 2
+
+
 @pytest.mark.parametrize(
-    ("on_failure", "status", "asked"), [("retry", 503, 2), ("local", 200, 2), ("fail", 503, 1)]
+    ("on_failure", "status", "asked"), [("retry", 503, 3), ("local", 200, 2), ("fail", 503, 1)]
 )
 @pytest.mark.parametrize("by_header", [True, False])
 @bounded

@@ -14,8 +14,9 @@ from serve.driving import ask
 from kvferry.errors import InputError
 from kvferry.layout.layout import Parallel
 from kvferry.serve.engine import Engine, EngineOptions
+from kvferry.serve.folders import DEFAULT
 from kvferry.serve.requests import Finish, Request
-from kvferry.serve.smollm import FOLDER, default_model, unpermuted
+from kvferry.serve.smollm import default_model, unpermuted
 from kvferry.serve.tokenizer import Tokenizer
 
 
@@ -41,12 +42,12 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_two_that_start_at_once_convert_once(cache: Path) -> None:
-    left = cache / f"{FOLDER}.tmp-of-one-that-was-killed"
+    left = cache / f"{DEFAULT}.tmp-of-one-that-was-killed"
     left.mkdir()
     with ThreadPoolExecutor() as pool:
         one, two = pool.map(default_model, [cache, cache])
-    assert one == two == cache / FOLDER
-    assert sorted(p.name for p in cache.iterdir()) == [FOLDER, f"{FOLDER}.lock"]
+    assert one == two == cache / DEFAULT
+    assert sorted(p.name for p in cache.iterdir()) == [DEFAULT, f"{DEFAULT}.lock"]
     assert {p.name for p in one.iterdir()} == {
         "config.json",
         "model.safetensors",

@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from serve.driving import PROMPTS
-from serve.working import Alone, Caller, Reply, Worker, apart, body_of, call, hosted, options_for
+from serve.working import (
+    Alone,
+    Caller,
+    Neighbour,
+    Reply,
+    Worker,
+    all_at_once,
+    call,
+    carried,
+    hosted,
+    options_for,
+)
 
 from kvferry.layout.layout import Order, Parallel
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.serve.fingerprint import fingerprint
-from kvferry.serve.tiny import Kind
+from kvferry.serve.tiny import Kind, make_tiny
 from kvferry.serve.transfer import EndpointSettings
 from kvferry.serve.transfer_prefill import PrefillExtension
 from kvferry.transport.base import Setup, Transport
@@ -32,6 +44,7 @@ MANY = (
     *PROMPTS,
     *(tuple((7 * i + j * j) % 256 for j in range(20 + 5 * i)) for i in range(13)),
 )
+AGAIN = 4
 # 6 layers of 3 KV heads of 16 floats, K and V.
 TOKEN_BYTES = 6 * 3 * 16 * 4 * 2
 # Taken once from another implementation of the default model.
@@ -50,77 +63,107 @@ def alone(models: Models) -> Alone:
     return Alone(models)
 
 
-async def all_at_once(
-    caller: Caller, pair: list[Worker], prompts: Sequence[tuple[int, ...]], room: int = 0
-) -> list[Reply]:
-    """Decode's answers, after everything has been given back on both sides."""
-    prefill, decode = pair
-    both = await asyncio.gather(
-        *(
-            caller.pair(prefill, decode, room + i, body_of(prompt))
-            for i, prompt in enumerate(prompts)
-        )
-    )
-    for first, second in both:
-        assert (first.status, second.status) == (200, 200), both
-        assert second.told["source"] == "transferred"
-        assert second.tokens[:1] == first.tokens
-    for worker in pair:
-        await caller.idle(worker.url)
-    return [second for _, second in both]
+@pytest.fixture(scope="module")
+def neighbour() -> Iterator[Neighbour]:
+    made = Neighbour()
+    yield made
+    made.close()
 
 
-async def carried(caller: Caller, worker: Worker) -> int:
-    """The bytes that a worker's ranks have written so far."""
-    told = await caller.health(worker.url)
-    return sum(told["carried_bytes"].values())
+@pytest.fixture(scope="module")
+def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three KV heads and nine query heads, so that nine ranks can share the work."""
+    folder = tmp_path_factory.mktemp("nine")
+    return make_tiny(folder, seed=7, num_attention_heads=9, num_hidden_layers=2)
 
 
+@contextmanager
 def pair_of(
     folder: Path,
     rendezvous: str,
-    prefill: Parallel,
-    decode: Parallel,
+    neighbour: Neighbour,
+    parallels: Sequence[Parallel],
     transport: str = "shm",
-    **of_decode: Any,
-) -> Any:
-    """Two workers that are to be started."""
-    there = {"page_tokens": 32, "order": Order.HND} | of_decode
-    options = [
-        options_for("prefill", folder, rendezvous, prefill, transport=transport),
-        options_for("decode", folder, rendezvous, decode, transport=transport, engine=there),
+) -> Iterator[list[Worker]]:
+    """Prefill in this process, decode in another, each with the ranks that it needs."""
+    here, there = parallels
+    paged = {"page_tokens": 32, "order": Order.HND}
+    prefill = options_for("prefill", folder, rendezvous, here, transport=transport)
+    decode = options_for("decode", folder, rendezvous, there, transport=transport, engine=paged)
+    with hosted(prefill) as running, neighbour.runs(decode) as other:
+        yield [*running, other]
+
+
+async def twice(
+    caller: Caller, pair: list[Worker], prompts: Sequence[tuple[int, ...]]
+) -> list[list[Reply]]:
+    """All at once, and some again: the second time decode has the beginning of most prompts."""
+    before = await carried(caller, pair[0])
+    replies = [
+        await all_at_once(caller, pair, prompts),
+        await all_at_once(caller, pair, prompts[:AGAIN], room=len(prompts)),
     ]
-    both_need_processes = min(prefill.num_ranks, decode.num_ranks) > 1
-    return (apart if both_need_processes else hosted)(*options)
+    assert all(reply.told["path"] for reply in replies[0])
+    told = sum(reply.told["bytes"] for both in replies for reply in both)
+    assert await carried(caller, pair[0]) - before == told
+    return replies
+
+
+PAIRS = {
+    "TP3 to 1": (Kind.LLAMA, TP3, ONE),
+    "TP1 to 3": (Kind.LLAMA, ONE, TP3),
+    "PP2 to TP3": (Kind.LLAMA, Parallel(pp=2), TP3),
+    "hybrid TP2 to 1": (Kind.HYBRID, Parallel(tp=2), ONE),
+    "hybrid TP1 to 2": (Kind.HYBRID, ONE, Parallel(tp=2)),
+}
 
 
 @pytest.mark.parametrize(
-    ("kind", "prefill", "decode", "transport"),
-    [
-        (Kind.LLAMA, TP3, ONE, "nixl"),
-        (Kind.LLAMA, ONE, TP3, "shm"),
-        (Kind.LLAMA, Parallel(pp=2), TP3, "shm"),
-        (Kind.HYBRID, Parallel(tp=2), ONE, "shm"),
-        (Kind.HYBRID, ONE, Parallel(tp=2), "nixl"),
-        (Kind.LLAMA, TP3, ONE, "mooncake"),
-    ],
-    ids=str,
+    ("name", "transport"),
+    [*product(PAIRS, ("shm", "nixl")), ("TP3 to 1", "mooncake")],
 )
 def test_the_answer_is_what_one_engine_says(
     models: Models,
     rendezvous: str,
     alone: Alone,
-    kind: Kind,
-    prefill: Parallel,
-    decode: Parallel,
+    neighbour: Neighbour,
+    name: str,
     transport: str,
 ) -> None:
-    with pair_of(models[kind], rendezvous, prefill, decode, transport) as pair:
-        replies = call(lambda caller: all_at_once(caller, pair, MANY))
-    assert [reply.tokens for reply in replies] == alone(kind, MANY)
+    """Sixteen at once, from pages of 16 to pages of 32, without and with a prefix at decode."""
+    kind, *parallels = PAIRS[name]
+    with pair_of(models[kind], rendezvous, neighbour, parallels, transport) as pair:
+        first, second = call(partial(twice, pair=pair, prompts=MANY))
+    right = alone(kind, MANY)
+    assert [reply.tokens for reply in first] == right
+    assert [reply.tokens for reply in second] == right[:AGAIN]
+    # A hybrid's state has no prefix to share.
+    whole = [0 if kind is Kind.HYBRID else len(prompt) // 32 * 32 for prompt in MANY[:AGAIN]]
+    assert [reply.told["prefix"] for reply in first] == [0] * len(MANY)
+    assert [reply.told["prefix"] for reply in second] == whole
+    assert kind is Kind.HYBRID or any(whole)
 
 
-def test_only_what_is_new_is_sent(models: Models, rendezvous: str, alone: Alone) -> None:
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+@pytest.mark.parametrize("sizes", [(3, 9), (9, 3)], ids=str)
+def test_nine_ranks_hold_three_heads(
+    nine_heads: Path,
+    rendezvous: str,
+    neighbour: Neighbour,
+    sizes: tuple[int, int],
+    transport: str,
+) -> None:
+    """Each head is on three ranks of the one side, and on one of the other."""
+    parallels = Parallel(tp=sizes[0]), Parallel(tp=sizes[1])
+    with pair_of(nine_heads, rendezvous, neighbour, parallels, transport) as pair:
+        replies = call(partial(twice, pair=pair, prompts=PROMPTS))
+    right = Alone({Kind.LLAMA: nine_heads})(Kind.LLAMA, PROMPTS)
+    assert [[reply.tokens for reply in both] for both in replies] == [right, right]
+
+
+def test_only_what_is_new_is_sent(
+    models: Models, rendezvous: str, alone: Alone, neighbour: Neighbour
+) -> None:
     long, aligned = PROMPTS[2], PROMPTS[2][:96]
     longer = (*aligned, *PROMPTS[1])
 
@@ -136,7 +179,7 @@ def test_only_what_is_new_is_sent(models: Models, rendezvous: str, alone: Alone)
             seen.append((reply.told["prefix"], size // TOKEN_BYTES, reply.tokens))
         return seen
 
-    with pair_of(models[Kind.LLAMA], rendezvous, TP3, ONE) as pair:
+    with pair_of(models[Kind.LLAMA], rendezvous, neighbour, (TP3, ONE)) as pair:
         seen = call(partial(talk, pair=pair))
     # Decode's pages have 32 tokens. What fills them is there the next time.
     assert [(prefix, sent) for prefix, sent, _ in seen] == [

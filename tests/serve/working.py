@@ -37,7 +37,7 @@ from kvferry.serve.worker import MakeExtension
 # The machine may be busy with other things.
 PATIENCE_S = 90.0
 MODEL = "model"
-PRELOAD = ["kvferry.serve.instance", "kvferry.serve.ranks"]
+PRELOAD = ["kvferry.serve.instance", "kvferry.serve.preloaded"]
 T = TypeVar("T")
 
 
@@ -140,6 +140,59 @@ def hosted(
         here.close()
 
 
+class Neighbour:
+    """A process beside this one that runs one worker after another.
+
+    The second and all others start quickly: it has everything loaded, and so has the
+    server of its ranks.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=neighbour_main, args=(theirs,), name="neighbour")
+        self._process.start()
+        theirs.close()
+
+    @contextlib.contextmanager
+    def runs(self, options: InstanceOptions) -> Iterator[Worker]:
+        """A worker over there."""
+        self._pipe.send(options)
+        yield Worker(options.name, self._heard())
+        self._pipe.send(None)
+        assert self._heard() == ""
+
+    def _heard(self) -> str:
+        assert self._pipe.poll(PATIENCE_S), "the neighbour is silent"
+        word, text = self._pipe.recv()
+        assert word == "ready", text
+        return str(text)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(PATIENCE_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+            raise AssertionError("the neighbour did not end")
+
+
+def neighbour_main(pipe: Connection) -> None:
+    """Until the other end of the pipe is closed, also in the middle of a worker's life."""
+    with contextlib.suppress(EOFError):
+        while True:
+            options = pipe.recv()
+            try:
+                with hosted(options) as (worker,):
+                    pipe.send(("ready", worker.url))
+                    pipe.recv()
+            except KvferryError as error:
+                pipe.send(("failed", f"{type(error).__name__}: {error}"))
+            else:
+                pipe.send(("ready", ""))
+
+
 class Alone:
     """What an engine of one rank answers, which never saw the others."""
 
@@ -219,6 +272,32 @@ class Caller:
             self.post(prefill.url, here), self.post(decode.url, there)
         )
         return first, second
+
+
+async def all_at_once(
+    caller: Caller, pair: Sequence[Worker], prompts: Sequence[tuple[int, ...]], room: int = 0
+) -> list[Reply]:
+    """Decode's answers, after everything has been given back on both sides."""
+    prefill, decode = pair
+    both = await asyncio.gather(
+        *(
+            caller.pair(prefill, decode, room + i, body_of(prompt))
+            for i, prompt in enumerate(prompts)
+        )
+    )
+    for first, second in both:
+        assert (first.status, second.status) == (200, 200), both
+        assert second.told["source"] == "transferred"
+        assert second.tokens[:1] == first.tokens
+    for worker in pair:
+        await caller.idle(worker.url)
+    return [second for _, second in both]
+
+
+async def carried(caller: Caller, worker: Worker) -> int:
+    """The bytes that a worker's ranks have written so far."""
+    told = await caller.health(worker.url)
+    return sum(told["carried_bytes"].values())
 
 
 def is_idle(told: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from kvferry.errors import InputError, Misuse
 from kvferry.ids import Room, Session
 from kvferry.layout.intervals import Span, SpanSet
 from kvferry.plan.bind import Side
+from kvferry.plan.choose import Path
 from kvferry.protocol.events import Event, Finish, Prepare, Push
 from kvferry.protocol.messages import MAX_METADATA
 from kvferry.runtime.handles import Handle
@@ -45,6 +46,8 @@ class Outgoing(Handle):
         self._pushed = SpanSet()
         self._reach = Reach()
         self._closed = False
+        # Bytes that were written for the room by each path; complete when it is released.
+        self.carried: dict[Path, int] = {}
         # The owner's, from here on.
         self.tables = GrowingTables()
         self.steps: deque[tuple[Waitable | None, Callable[[], None], Event]] = deque()

@@ -383,6 +383,7 @@ class _SourceOwner(Owner[Outgoing]):
         action = self._writes.pop(ending.op)
         self._meter.wrote(ending)
         if ending.fate is None:
+            self._count(action, ending)
             if not self._ground.transport.carries_notes:
                 self._send_or_fail(Send(action.peer, action.note))
             self._step(Sent(ending.op))
@@ -391,6 +392,11 @@ class _SourceOwner(Owner[Outgoing]):
         self._step(SendFailed(ending.op, ending.fate))
         if ending.fate is not Fate.BUSY:
             self._ask_after(lambda link: link.peer == action.peer)
+
+    def _count(self, action: Write, ending: Ending) -> None:
+        handle = self._handles.get(action.room)
+        if handle is not None:
+            handle.carried[ending.path] = handle.carried.get(ending.path, 0) + ending.num_bytes
 
     def _log_failed(self, action: Write, ending: Ending) -> None:
         log.warning(

@@ -58,6 +58,8 @@ class Cache:
             self.memory = torch.from_numpy(allocate(num_bytes))
         else:
             self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            # The zeros are only queued, and what a peer writes would not wait for them.
+            torch.cuda.synchronize(device)
         place = Device(device.type, device.index or 0)
         self.region = Region(self.memory.data_ptr(), num_bytes, place)
 

@@ -32,11 +32,13 @@ from kvferry.layout.layout import Parallel
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import RankRecord
 from kvferry.runtime.config import EndpointConfig
+from kvferry.runtime.keys import bindable
 from kvferry.runtime.owner import new_incarnation
 from kvferry.serve.api.bodies import Serving
 from kvferry.serve.api.routes import Api
 from kvferry.serve.engine import Engine, EngineOptions
 from kvferry.serve.fingerprint import fingerprint
+from kvferry.serve.listening import bound, http_url, key_in
 from kvferry.serve.loop import EngineLoop
 from kvferry.serve.requests import Role
 from kvferry.serve.spec import layout_for
@@ -127,9 +129,11 @@ class Instance:
 
     def __init__(self, options: InstanceOptions, extend: MakeExtension | None = None) -> None:
         self.options = options
-        host = options.reached_at
-        self._listener = _listen(options.host, options.port)
-        self.url = _url(host, self._listener.getsockname()[1])
+        self._key = key_in(options.key_file)
+        # Without a key on loopback only: whoever reaches a worker can have it compute.
+        address, reached_at = bindable(options.host, options.port, self._key), options.reached_at
+        self._listener = bound(address, options.port)
+        self.url = http_url(reached_at, self._listener)
         self._extend = extend
         role = Role.PREFILL if options.role is WorkerRole.PREFILL else Role.DECODE
         self.loop = EngineLoop(self._make_engine, role)
@@ -170,8 +174,7 @@ class Instance:
         options = self.options
         if options.rendezvous is None:
             return
-        settings = EndpointSettings(name=options.name, model="", key_file=options.key_file)
-        self._client = RendezvousClient(options.rendezvous, settings.key())
+        self._client = RendezvousClient(options.rendezvous, self._key)
         record = RankRecord(
             instance=f"{options.name}@http",
             rank=0,
@@ -265,21 +268,3 @@ def _numeric(host: str) -> str:
     if ipaddress.ip_address(address).is_unspecified:
         raise InputError(f"{host} says nothing to others; give the address that they reach this by")
     return address
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Bound, not yet listening: a port in use is said before the model is loaded."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise InputError(
-            f"cannot listen on {host}:{port} ({error}); choose another port, or 0 for any"
-        ) from None
-    return listener

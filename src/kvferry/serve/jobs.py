@@ -8,7 +8,7 @@ What becomes of it is told through ``tell``: pieces, the last of which has a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Annotated
 
@@ -75,11 +75,15 @@ class Trouble(StrEnum):
 
 
 class RoomEnd(msgspec.Struct, frozen=True):
-    """How a room ended here: why it failed, if it did, and by which path most bytes went."""
+    """How a room ended here: why it failed, if it did, and what was written for it.
+
+    ``path`` names all that were taken, the one that carried most first (``staged+slices``).
+    """
 
     room: Room
     failure: str | None = None
     path: str | None = None
+    num_bytes: int = msgspec.field(default=0, name="bytes")
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -128,7 +132,6 @@ class Job:
     over: bool = False
     prefix: int = 0
     chunks: int = 0
-    carried_before: dict[str, int] = field(default_factory=dict)
     report: Report | None = None
 
     @property

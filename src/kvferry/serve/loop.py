@@ -225,7 +225,6 @@ class EngineLoop:
             return
         self._jobs[job.id] = job
         self._pause_s = 0.0
-        job.carried_before = self._totals()
         if job.ticket is not None:
             self._rooms.begin(job)
 
@@ -295,11 +294,9 @@ class EngineLoop:
     def _remember(self, job: Job, agreement: Agreement) -> None:
         """Keep how a room ended for whoever asks soon."""
         assert job.ticket is not None
-        # Rooms that were open at the same time count too; they take the same path.
-        new = {path: size - job.carried_before[path] for path, size in self._totals().items()}
-        path = max(new, key=lambda name: new[name])
         failure = str(agreement.failure) if agreement.failure else None
-        room = job.ticket.room
-        self._ends[str(room)] = RoomEnd(room, failure, path if new[path] else None)
+        room, moved = job.ticket.room, agreement.moved
+        path = "+".join(path for path, num_bytes in moved.most_common() if num_bytes) or None
+        self._ends[str(room)] = RoomEnd(room, failure, path, moved.total())
         while len(self._ends) > MAX_ENDS:
             self._ends.popitem(last=False)

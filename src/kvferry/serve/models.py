@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvferry.errors import InputError
 from kvferry.serve.cluster import Model
+from kvferry.serve.folders import DEFAULT, cache_folder
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 TINY = {"tiny": "llama", "tiny-qwen3": "qwen3", "tiny-hybrid": "hybrid"}
@@ -19,10 +20,7 @@ TINY_VERSION = 1
 def find_model(name: str) -> Model:
     """The folder of a model, made first if it is one of ours."""
     if not name:
-        # Only needed here, and slow to import.
-        from kvferry.serve.smollm import default_model  # noqa: PLC0415
-
-        return Model(default_model(), DEFAULT_NAME)
+        return Model(_default(), DEFAULT_NAME)
     if name in TINY:
         return Model(_tiny(name), name)
     folder = Path(name)
@@ -34,9 +32,17 @@ def find_model(name: str) -> Model:
     return Model(folder.resolve(), folder.resolve().name)
 
 
-def _tiny(name: str) -> Path:
-    from kvferry.serve.smollm import cache_folder  # noqa: PLC0415
+def _default() -> Path:
+    folder = cache_folder() / DEFAULT
+    if folder.is_dir():
+        return folder
+    # Only needed once, and slow to import.
+    from kvferry.serve.smollm import default_model  # noqa: PLC0415
 
+    return default_model()
+
+
+def _tiny(name: str) -> Path:
     folder = cache_folder() / f"{name}-{TINY_VERSION}"
     if folder.is_dir():
         return folder

@@ -65,10 +65,9 @@ def _read(options: dict[str, Any], kind: type[T]) -> T:
 def run_rendezvous(options: RendezvousOptions, ready: Ready) -> None:
     """Where workers register and are found."""
     from kvferry.rendezvous.server import RendezvousServer  # noqa: PLC0415
-    from kvferry.runtime.keys import ClusterKey  # noqa: PLC0415
+    from kvferry.serve.listening import key_in  # noqa: PLC0415
 
-    key = ClusterKey.read(options.key) if options.key else ClusterKey.from_environment()
-    server = RendezvousServer(options.host, options.port, key)
+    server = RendezvousServer(options.host, options.port, key_in(options.key))
     with stop_signals() as told, server:
         ready(server.url)
         wait_for(told)

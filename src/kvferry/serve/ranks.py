@@ -158,9 +158,9 @@ class Ranks:
 
 def _start(setup: RankSetup, rank: int, meeting: Path) -> _Child:
     # One server imports torch once and forks every rank from there, before any thread or GPU
-    # is in use: nine ranks start as quickly as two.
+    # is in use.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["kvferry.serve.preloaded"])
     ours, theirs = context.Pipe()
     process = context.Process(
         target=rank_main, args=(theirs, setup, rank, meeting), name=f"rank-{rank}", daemon=True

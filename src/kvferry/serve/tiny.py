@@ -17,8 +17,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
+from kvferry.serve.folders import SINGLE
 from kvferry.serve.model.config import ATTENTION, HYBRID, LINEAR, ModelConfig
-from kvferry.serve.weights import SINGLE
 
 END = "<end>"
 TEMPLATE = (
@@ -35,10 +35,10 @@ class Kind(StrEnum):
     HYBRID = auto()
 
 
-def make_tiny(folder: Path, kind: Kind = Kind.LLAMA, seed: int = 0) -> Path:
-    """Write a whole model folder: configuration, weights, tokenizer."""
+def make_tiny(folder: Path, kind: Kind = Kind.LLAMA, seed: int = 0, **changes: object) -> Path:
+    """Write a whole model folder: configuration (with these changes), weights, tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    raw = tiny_config(kind)
+    raw = tiny_config(kind) | changes
     (folder / "config.json").write_bytes(msgspec.json.encode(raw))
     config = ModelConfig.load(folder)
     random = torch.Generator().manual_seed(seed)

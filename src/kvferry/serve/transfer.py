@@ -10,8 +10,9 @@ not rooms, name things here, so a second request for a room can't disturb the fi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -24,13 +25,16 @@ from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.outgoing import Outgoing
-from kvferry.runtime.rank import RankEndpoint
+from kvferry.runtime.source import SourceEndpoint
+from kvferry.runtime.target import TargetEndpoint
 from kvferry.serve.cache import Cache
+from kvferry.serve.listening import key_in
 from kvferry.serve.steps import Sample, StepPlan
 from kvferry.serve.worker import Extension
 from kvferry.transport.base import Transport
 
 H = TypeVar("H", bound=Outgoing | Incoming)
+E = TypeVar("E", SourceEndpoint, TargetEndpoint)
 
 # ---------------------------------------------------------------- from the driver
 
@@ -79,11 +83,12 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 class Released(msgspec.Struct, frozen=True, tag=True):
     """No transfer touches the rank's pages of the request any more.
 
-    ``carried`` are the bytes that the rank has written by each path since it
-    started, in all rooms.
+    ``moved`` are the bytes that the rank has written for it by each path, ``carried``
+    those of all rooms since it started.
     """
 
     request: str
+    moved: dict[str, int] = {}
     carried: dict[str, int] = {}
 
 
@@ -115,11 +120,14 @@ class Agreement:
         self._num_ranks = num_ranks
         self._ends: dict[int, Ended] = {}
         self._released: set[int] = set()
+        # What all ranks have written, by path; complete when all have released.
+        self.moved: Counter[str] = Counter()
 
     def take(self, rank: int, note: Note) -> None:
         """A rank has spoken."""
         if isinstance(note, Released):
             self._released.add(rank)
+            self.moved.update(note.moved)
         else:
             self._ends.setdefault(rank, note)
 
@@ -170,7 +178,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def key(self) -> ClusterKey | None:
         """The cluster's key, if there is one."""
-        return ClusterKey.read(self.key_file) if self.key_file else ClusterKey.from_environment()
+        return key_in(self.key_file)
 
 
 class Part(Generic[H]):
@@ -181,26 +189,40 @@ class Part(Generic[H]):
         self.told_end = False
 
 
-class RoomExtension(Extension, ABC, Generic[H]):
+class RoomExtension(Extension, ABC, Generic[H, E]):
     """What both sides' extensions do alike: rooms by request, commands in, notes out."""
 
-    def __init__(self, settings: EndpointSettings, rank: int) -> None:
+    def __init__(self, kind: type[E], settings: EndpointSettings, rank: int) -> None:
+        self._kind: type[E] = kind
         self.settings = settings
         self.rank = rank
         self.transport = settings.make_transport()
         # Called from an endpoint's thread when there is something to note; must not wait.
         self.on_news: Callable[[], None] = lambda: None
         self.parts: dict[str, Part[H]] = {}
-        self._endpoint: RankEndpoint[Any] | None = None
+        self._endpoint: E | None = None
         self._refused: list[Note] = []
 
     def start(self, cache: Cache) -> None:
         """Make the endpoint over the rank's cache."""
-        self._endpoint = self._connect(cache, Memory.at(cache.pools.map, [cache.region]))
+        settings = self.settings
+        self._endpoint = self._kind(
+            cache.layout,
+            Memory.at(cache.pools.map, [cache.region]),
+            name=settings.name,
+            rank=self.rank,
+            model=settings.model,
+            transport=self.transport,
+            rendezvous=settings.rendezvous,
+            key=settings.key(),
+            config=settings.config,
+        )
 
-    @abstractmethod
-    def _connect(self, cache: Cache, memory: Memory) -> RankEndpoint[Any]:
-        """This side's endpoint."""
+    @property
+    def endpoint(self) -> E:
+        """The rank's, once it has started."""
+        assert self._endpoint is not None
+        return self._endpoint
 
     @abstractmethod
     def _begin(self, command: Open | Receive) -> H:
@@ -221,7 +243,7 @@ class RoomExtension(Extension, ABC, Generic[H]):
         except KvferryError as error:
             # What can't begin fails its own request, and nothing else.
             failure = Failure.of(FailureCode.REFUSED, str(error))
-            self._refused += [Ended(command.request, failure), self._released(command.request)]
+            self._refused += [Ended(command.request, failure), self._released(command.request, {})]
             return
         self.parts[command.request] = Part(handle)
         handle.on_end(lambda _: self.on_news())
@@ -237,12 +259,17 @@ class RoomExtension(Extension, ABC, Generic[H]):
                 notes.append(_end(request, outcome))
             if part.handle.released and part.told_end:
                 del self.parts[request]
-                notes.append(self._released(request))
+                notes.append(self._released(request, self._moved(part.handle)))
         return [encode(note) for note in notes]
 
-    def _released(self, request: str) -> Released:
-        paths = self._endpoint.stats.paths if self._endpoint else {}
-        return Released(request, {str(path): stats.num_bytes for path, stats in paths.items()})
+    def _moved(self, handle: H) -> dict[str, int]:
+        """What this rank has written for a room; a target writes nothing."""
+        return {}
+
+    def _released(self, request: str, moved: dict[str, int]) -> Released:
+        paths = self.endpoint.stats.paths
+        carried = {str(path): stats.num_bytes for path, stats in paths.items()}
+        return Released(request, moved, carried)
 
     def close(self) -> None:
         """Abort every room and end the endpoint."""

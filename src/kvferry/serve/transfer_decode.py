@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvferry.runtime.incoming import Incoming
-from kvferry.runtime.memory import Memory
-from kvferry.runtime.rank import RankEndpoint
 from kvferry.runtime.target import TargetEndpoint
 from kvferry.serve.cache import Cache
-from kvferry.serve.transfer import Open, Receive, RoomExtension
+from kvferry.serve.transfer import EndpointSettings, Open, Receive, RoomExtension
 
 
-class DecodeExtension(RoomExtension[Incoming]):
+class DecodeExtension(RoomExtension[Incoming, TargetEndpoint]):
     """A target endpoint beside a decode rank."""
 
-    endpoint: TargetEndpoint
+    def __init__(self, settings: EndpointSettings, rank: int) -> None:
+        super().__init__(TargetEndpoint, settings, rank)
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Memory that sources can write into."""
         return self.transport.allocate(num_bytes)
 
-    def _connect(self, cache: Cache, memory: Memory) -> RankEndpoint[Any]:
-        self.endpoint = TargetEndpoint(
-            cache.layout,
-            memory,
-            name=self.settings.name,
-            rank=self.rank,
-            model=self.settings.model,
-            transport=self.transport,
-            rendezvous=self.settings.rendezvous,
-            key=self.settings.key(),
-            config=self.settings.config,
-        )
-        return self.endpoint
+    def start(self, cache: Cache) -> None:
+        """Make the endpoint over the rank's cache."""
+        self._device = cache.memory.device
+        super().start(cache)
 
     def _begin(self, command: Open | Receive) -> Incoming:
         assert isinstance(command, Receive), command
+        if self._device.type == "cuda":
+            # Whoever had these pages before may have left steps in the GPU's queue that write them.
+            torch.cuda.current_stream(self._device).synchronize()
         return self.endpoint.receive(
             command.room,
             prefill=command.prefill,

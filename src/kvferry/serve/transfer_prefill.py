@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from kvferry.runtime.memory import Memory
 from kvferry.runtime.outgoing import Outgoing, Waitable
-from kvferry.runtime.rank import RankEndpoint
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.serve.cache import Cache
 from kvferry.serve.steps import Sample, StepPlan, Work
 from kvferry.serve.transfer import EndpointSettings, First, Open, Receive, RoomExtension, encode
 
 
-class PrefillExtension(RoomExtension[Outgoing]):
+class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
     """A source endpoint beside a prefill rank."""
 
-    endpoint: SourceEndpoint
-
     def __init__(self, settings: EndpointSettings, rank: int) -> None:
-        super().__init__(settings, rank)
+        super().__init__(SourceEndpoint, settings, rank)
         self._begun: set[str] = set()
 
-    def _connect(self, cache: Cache, memory: Memory) -> RankEndpoint[Any]:
+    def start(self, cache: Cache) -> None:
+        """Make the endpoint over the rank's cache."""
         self._page_tokens = cache.layout.page_tokens
-        self._on_gpu = not memory.device.is_host
-        self.endpoint = SourceEndpoint(
-            cache.layout,
-            memory,
-            name=self.settings.name,
-            rank=self.rank,
-            model=self.settings.model,
-            transport=self.transport,
-            rendezvous=self.settings.rendezvous,
-            key=self.settings.key(),
-            config=self.settings.config,
-        )
-        return self.endpoint
+        self._device = cache.memory.device
+        super().start(cache)
 
     def _begin(self, command: Open | Receive) -> Outgoing:
         return self.endpoint.open(command.room, deadline_s=command.deadline_s)
+
+    def _moved(self, handle: Outgoing) -> dict[str, int]:
+        return {str(path): num_bytes for path, num_bytes in handle.carried.items()}
 
     def before(self, plan: StepPlan) -> None:
         """Announce what this step computes, so that credits are there when it is."""
@@ -86,8 +74,8 @@ class PrefillExtension(RoomExtension[Outgoing]):
 
     def _computed(self) -> Waitable | None:
         """What happens once the GPU has done all that it was given; None where it is done."""
-        if not self._on_gpu:
+        if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+from kvferry.serve.folders import INDEX, SINGLE
 
 
 class _Index(msgspec.Struct):

@@ -1,7 +1,8 @@
-"""Asks a prefill worker by which path a room's bytes went: only the sources know.
+"""Asks a prefill worker what was written for a room, and how: only the sources know.
 
 The answer is wanted for the end of the caller's answer and asked for at its
-beginning, so it costs no time. Not having it costs nothing else.
+beginning, so it costs no time. A prefill worker knows it when all its ranks have
+let go of the room, which takes a step of theirs. Not having it costs nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from yarl import URL
 from kvferry.ids import Room
 from kvferry.serve.jobs import RoomEnd
 
-ASK_S = 1.0
+# How long a prefill worker waits for the end of a room that it is asked about.
+ASK_S = 30.0
 
 
 class RoomAsker:
@@ -28,16 +30,16 @@ class RoomAsker:
 
     async def running(self, app: web.Application) -> AsyncIterator[None]:
         """For as long as the application runs."""
-        timeout = aiohttp.ClientTimeout(total=2 * ASK_S)
+        timeout = aiohttp.ClientTimeout(total=ASK_S + 5)
         async with aiohttp.ClientSession(timeout=timeout) as self._session:
             yield
 
-    async def path(self, url: str, room: Room) -> str | None:
-        """The path that most of the room's bytes took, if that can be found out."""
+    async def end(self, url: str, room: Room) -> RoomEnd | None:
+        """How a room ended there, if that can be found out."""
         assert self._session is not None
         where = URL(f"{url}/kvferry/rooms/{quote(str(room), safe='')}", encoded=True)
         try:
             async with self._session.get(where) as response:
-                return msgspec.json.decode(await response.read(), type=RoomEnd).path
+                return msgspec.json.decode(await response.read(), type=RoomEnd)
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError):
             return None

@@ -84,8 +84,9 @@ class Api:
             response = _error(error)
         except web.HTTPException as error:
             response = _error(_translated(error))
-        except ConnectionResetError:
-            # The caller has left, and nobody reads this.
+        except (ConnectionError, web.RequestPayloadError) as error:
+            # The caller has left in the middle, and nobody reads this.
+            log.info("client-left path=%s why=%r", request.path, error)
             response = web.Response(status=499)
         except Exception:
             log.exception("request-failed path=%s", request.path)

@@ -12,11 +12,13 @@ from msgspec.structs import replace
 from kvferry.serve.api.bodies import Ask
 from kvferry.serve.api.errors import ApiError, ErrorType, of_failure
 from kvferry.serve.api.rooms import RoomAsker
-from kvferry.serve.jobs import Failed, Job, Piece
+from kvferry.serve.jobs import Failed, Job, Piece, RoomEnd
 from kvferry.serve.loop import EngineLoop
 
 # The engine watches the deadlines itself; this is for an engine that is stuck.
 GRACE_S = 5.0
+# How long an answer that is complete waits to hear how its transfer went.
+END_S = 1.0
 
 
 class Talk:
@@ -30,7 +32,7 @@ class Talk:
         self._patience_s = request_s + GRACE_S
         self._here = asyncio.get_running_loop()
         self._news: asyncio.Queue[Piece | Failed] = asyncio.Queue()
-        self._path: asyncio.Task[str | None] | None = None
+        self._end: asyncio.Task[RoomEnd | None] | None = None
         wanted_s = ask.ticket.deadline_s if ask.ticket else None
         now = time.monotonic()
         self._job = Job(
@@ -49,17 +51,19 @@ class Talk:
             self._here.call_soon_threadsafe(self._news.put_nowait, event)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """To the last one, which knows the path of the transfer; raises ``ApiError``."""
+        """To the last one, which knows how the transfer went; raises ``ApiError``."""
         while True:
             piece = await self._next()
             if piece.prefill_url and piece.report is not None:
-                asking = self._asker.path(piece.prefill_url, piece.report.room)
-                self._path = asyncio.create_task(asking)
+                asking = self._asker.end(piece.prefill_url, piece.report.room)
+                self._end = asyncio.create_task(asking)
             if piece.finish is None:
                 yield piece
                 continue
-            if self._path is not None and piece.report is not None:
-                piece = replace(piece, report=replace(piece.report, path=await self._path))
+            end = await _unless_late(self._end) if self._end is not None else None
+            if end is not None and piece.report is not None:
+                told = replace(piece.report, path=end.path, num_bytes=end.num_bytes)
+                piece = replace(piece, report=told)
             yield piece
             return
 
@@ -75,7 +79,12 @@ class Talk:
 
     def end(self) -> None:
         """The caller has its answer, or has left."""
-        if self._path is not None:
-            self._path.cancel()
+        if self._end is not None:
+            self._end.cancel()
         # Without effect on what was answered.
         self._loop.cancel(self._job)
+
+
+async def _unless_late(asking: asyncio.Task[RoomEnd | None]) -> RoomEnd | None:
+    done, _ = await asyncio.wait({asking}, timeout=END_S)
+    return asking.result() if done else None

@@ -26,7 +26,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_BODY_BYTES = 8 << 20
 BODY_S = 30.0
 FAILURE_HEADER = "X-Kvferry-On-Failure"
-CLIENT_LEFT = "499"
+CLIENT_LEFT = 499
 
 
 class Router:
@@ -76,7 +76,7 @@ class Router:
     async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         route = request.match_info.route.resource
         path, began = route.canonical if route is not None else "other", time.monotonic()
-        status = CLIENT_LEFT
+        status = str(CLIENT_LEFT)
         try:
             response = await self._guarded(request, handler)
             status = str(response.status)
@@ -93,9 +93,10 @@ class Router:
             return error.response()
         except web.HTTPException as error:
             return _translated(error).response()
-        except ConnectionError:
-            # The client has left in the middle of its answer.
-            raise
+        except (ConnectionError, web.RequestPayloadError) as error:
+            # The client has left in the middle, and nobody reads this.
+            log.info("client-left path=%s why=%r", request.path, error)
+            return web.Response(status=CLIENT_LEFT)
         except Exception:
             log.exception("request-failed path=%s", request.path)
             return ApiError(500, "internal", "the router has a bug; see its log").response()

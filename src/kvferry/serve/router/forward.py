@@ -69,9 +69,16 @@ def choose(roster: Roster, ask: Ask, tried: Tried) -> Pair:
     if tried.local:
         return Pair(None, decode)
     prefill = roster.choose(Part.PREFILL, ask.model, tried.avoid)
+    if prefill is None and ask.on_failure is OnFailure.RETRY and _lost_the_cache(tried):
+        # Its ranks may have just restarted, and the next room meets the new ones.
+        prefill = roster.choose(Part.PREFILL, ask.model)
     if prefill is None and ask.on_failure is not OnFailure.LOCAL:
         raise _no_worker(tried, Part.PREFILL, "start one, or allow on_failure=local")
     return Pair(prefill, decode)
+
+
+def _lost_the_cache(tried: Tried) -> bool:
+    return tried.failure is not None and tried.failure.blame is Blame.TRANSFER
 
 
 def _no_worker(tried: Tried, part: Part, remedy: str) -> ApiError:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from urllib.parse import urlsplit
 
 import msgspec
 
 from kvferry.errors import InputError
+from kvferry.rendezvous.address import checked_address
 
 
 class Policy(StrEnum):
@@ -63,13 +63,4 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def checked_url(url: str) -> str:
     """The address of a worker, without a slash at its end."""
-    try:
-        parts = urlsplit(url)
-        plain = parts.scheme == "http" and parts.hostname and parts.port
-    except ValueError:
-        plain = None
-    if not plain or parts.path.strip("/") or parts.query or parts.fragment or "@" in url:
-        raise InputError(
-            f"{url!r:.200} is no worker's address; give one such as http://10.0.0.2:8100"
-        )
-    return url.rstrip("/")
+    return checked_address(url, "worker's address", "http://10.0.0.2:8100")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
-from kvferry.errors import InputError
-from kvferry.runtime.keys import ClusterKey, bindable
+from kvferry.runtime.keys import bindable
+from kvferry.serve.listening import bound, http_url, key_in
 from kvferry.serve.router.app import Router
 from kvferry.serve.router.options import RouterOptions
 
@@ -26,8 +24,10 @@ BACKLOG = 512
 @contextlib.asynccontextmanager
 async def serving(options: RouterOptions) -> AsyncIterator[str]:
     """Serve for as long as the block lasts, at the address that it is given."""
-    key = ClusterKey.read(options.key) if options.key else ClusterKey.from_environment()
-    listener, url = listen(options.host, options.port, key)
+    key = key_in(options.key)
+    address = bindable(options.host, options.port, key)
+    listener = bound(address, options.port)
+    url = http_url(address, listener)
     runner = web.AppRunner(
         Router(options, key).application(),
         access_log=None,
@@ -37,7 +37,7 @@ async def serving(options: RouterOptions) -> AsyncIterator[str]:
         shutdown_timeout=SHUTDOWN_S,
     )
     await runner.setup()
-    await web.SockSite(runner, listener).start()
+    await web.SockSite(runner, listener, backlog=BACKLOG).start()
     log.info("listening url=%s", url)
     try:
         yield url
@@ -58,18 +58,3 @@ async def _serve_until_told(options: RouterOptions, ready: Callable[[str], None]
     async with serving(options) as url:
         ready(url)
         await stop.wait()
-
-
-def listen(host: str, port: int, key: ClusterKey | None) -> tuple[socket.socket, str]:
-    """A socket that listens, and its address; without a key on loopback only."""
-    address = bindable(host, port, key)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        listener = socket.create_server((address, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise InputError(
-            f"cannot listen on {address} port {port}: {os.strerror(error.errno or 0)}; "
-            f"choose another address or port, or port 0 for any"
-        ) from None
-    shown = f"[{address}]" if ":" in address else address
-    return listener, f"http://{shown}:{listener.getsockname()[1]}"
