@@ -220,7 +220,7 @@ def test_merged_runs_of_very_different_lengths(copier: GpuCopier) -> None:
     for rank in (*moving.sources, *moving.targets):
         rank.side.tables["kv"] = PageTable([*range(12), 30, 29, 28, *range(17, 22)])
     moving.direct(copier, merged=True)
-    pages = moving.targets[0].side.tables["kv"].pages
+    pages = torch.tensor(moving.targets[0].side.tables["kv"].pages.tolist())
     for source, target in zip(moving.held[0], moving.memory[0], strict=True):
         ours, theirs = (m.view(-1, 64 * 4 * 256)[pages].view(-1, 4 * 256) for m in (source, target))
         assert torch.equal(ours[: 64 * 20 - 5], theirs[: 64 * 20 - 5])

@@ -148,8 +148,8 @@ def test_leaving_prefill_frees_it_and_decode_is_told(pair: list[Worker]) -> None
     prefill, decode = pair
 
     async def talk(caller: Caller) -> Reply:
-        # Nobody comes for this one, so it holds nearly all pages for two seconds.
-        held = await caller.post(prefill.url, half(LONG, 21, deadline_s=2))
+        # Nobody comes for this one, so it holds nearly all pages until it is given up.
+        held = await caller.post(prefill.url, half(LONG, 21))
         assert held.status == 200
         waiting = asyncio.create_task(caller.post(prefill.url, half(PROMPTS[2], 22)))
         await caller.until(prefill.url, lambda told: told["waiting"] == 1)
@@ -161,6 +161,7 @@ def test_leaving_prefill_frees_it_and_decode_is_told(pair: list[Worker]) -> None
         told = await caller.until(prefill.url, lambda told: told["waiting"] == 0)
         assert told["used_pages"] > 0
         reply = await there
+        await caller.give_up(prefill.url, 21)
         await both_idle(caller, pair)
         return reply
 

@@ -243,6 +243,11 @@ class Caller:
         async with self.session.post(f"{url}/v1/{path}", json=body) as response:
             return Reply(response.status, await response.json())
 
+    async def give_up(self, url: str, room: int) -> None:
+        """As a router does whose request will not be continued."""
+        async with self.session.delete(f"{url}/kvferry/rooms/{room}") as response:
+            assert response.ok, response.status
+
     async def health(self, url: str) -> dict[str, Any]:
         async with self.session.get(f"{url}/healthz") as response:
             told: dict[str, Any] = await response.json()

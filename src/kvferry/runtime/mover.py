@@ -28,12 +28,13 @@ log = logging.getLogger("kvferry.runtime")
 
 # Those that this process may use, which in a container or under taskset are not all.
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+_CORES_TO_SPARE = (_NUM_CORES or 1) >= 8
 # How often to look while something is about to happen: polling costs a core that may be needed.
-BUSY_POLL_S = 50e-6 if (_NUM_CORES or 1) >= 8 else 250e-6
+BUSY_POLL_S = 50e-6 if _CORES_TO_SPARE else 250e-6
 PATIENT_POLL_S = 1e-3
 IDLE_POLL_S = 20e-3
 # After so long without news, a write or a note is not about to come any moment.
-EAGER_S = 2e-3
+EAGER_S = 20e-3 if _CORES_TO_SPARE else 2e-3
 
 
 class Posting(NamedTuple):

@@ -29,10 +29,11 @@ class _Layer(NamedTuple):
     layer: int
     view: Bytes  # [pages, tokens, units, bytes]; one token for state rows
 
-    def describe(self, wrong: NDArray[np.int64]) -> str:
-        at = tuple(int(i) for i in wrong[0])
+    def describe(self, wrong: NDArray[np.bool_]) -> str:
+        places = np.argwhere(wrong)
+        at = tuple(int(i) for i in places[0])
         name = f"{self.group.name}.{self.tensor.name} layer {self.layer}"
-        return f"{name}: {len(wrong)} wrong bytes, the first at {at}"
+        return f"{name}: {len(places)} wrong bytes, the first at {at}"
 
 
 class RoomPages(NamedTuple):
@@ -104,8 +105,8 @@ class TestPools:
             for room in wanted:
                 page, within = self._owed(layer, room)
                 expected[page, within] = self._bytes(layer, room)
-            wrong = np.argwhere(layer.view != expected)
-            if len(wrong):
+            wrong = layer.view != expected
+            if wrong.any():
                 return layer.describe(wrong)
         return None
 
@@ -113,8 +114,8 @@ class TestPools:
         """What is wrong with a room, whatever is in other pages."""
         for layer in self._layers:
             page, within = self._owed(layer, room)
-            wrong = np.argwhere(layer.view[page, within] != self._bytes(layer, room))
-            if len(wrong):
+            wrong = layer.view[page, within] != self._bytes(layer, room)
+            if wrong.any():
                 return layer.describe(wrong)
         return None
 
