@@ -44,6 +44,8 @@ def test_a_row_imports_only_the_rows_below_it(copy: Path) -> None:
         ("plan/bind.py", "import threading", "The lower half is pure"),
         ("layout/spec.py", "import os", "The lower half is pure"),
         ("plan/choose.py", "import time", "The lower half is pure"),
+        ("load/client.py", "import kvferry.plan", "Load and evals ask any endpoint"),
+        ("evals/run.py", "import kvferry.serve.cluster", "Load and evals ask any endpoint"),
     ],
 )
 def test_the_rule_would_notice(copy: Path, module: str, line: str, rule: str) -> None:

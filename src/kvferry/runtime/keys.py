@@ -160,7 +160,7 @@ def bindable(host: str, port: int, key: ClusterKey | None) -> str:
     """The numeric address to listen on; without a key, only where no other machine gets in."""
     if not 0 <= port < 1 << 16:
         raise InputError(f"a port is between 0 and 65535, not {port}; 0 takes any that is free")
-    address = _numeric(host)
+    address = numeric(host)
     if key is None and not ipaddress.ip_address(address).is_loopback:
         raise InputError(
             f"listening on {host} without a cluster key would let anyone in; "
@@ -169,7 +169,8 @@ def bindable(host: str, port: int, key: ClusterKey | None) -> str:
     return address
 
 
-def _numeric(host: str) -> str:
+def numeric(host: str) -> str:
+    """The address of a host."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

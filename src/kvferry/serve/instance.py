@@ -17,7 +17,6 @@ import ipaddress
 import logging
 import re
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from enum import StrEnum
@@ -32,7 +31,7 @@ from kvferry.layout.layout import Parallel
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import RankRecord
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.keys import bindable
+from kvferry.runtime.keys import bindable, numeric
 from kvferry.runtime.owner import new_incarnation
 from kvferry.serve.api.bodies import Serving
 from kvferry.serve.api.routes import Api
@@ -104,7 +103,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reached_at(self) -> str:
         """The numeric address of this host for others."""
-        return _numeric(self.advertise or self.host)
+        return _reachable(self.advertise or self.host)
 
 
 def extension_for(options: InstanceOptions, url: str = "") -> MakeExtension:
@@ -257,14 +256,9 @@ def _about(options: InstanceOptions, engine: Engine) -> dict[str, object]:
     }
 
 
-def _numeric(host: str) -> str:
+def _reachable(host: str) -> str:
     """The address of a host by which others reach it."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        raise InputError(f"cannot find the host {host!r:.200}; give an address") from None
-    addresses = [str(where[0]).partition("%")[0] for *_, where in found]
-    address = min(addresses, key=lambda a: ":" in a)
+    address = numeric(host)
     if ipaddress.ip_address(address).is_unspecified:
         raise InputError(f"{host} says nothing to others; give the address that they reach this by")
     return address
