@@ -350,20 +350,32 @@ def test_the_inbox_keeps_order_and_wakes_its_owner() -> None:
     inbox.put(lambda: None)
 
 
-def test_the_gauge_makes_constants_of_what_writes_took() -> None:
-    gauge, before = Gauge(Base(0, 1, 0), Base(0, 2, 4096)), PRESETS["nixl-host"]
-    sizes = []
-    # Connecting is slow and does not count; of each two, the better counts.
-    for seconds in (1.0, 3e-3, 5e-4, 1e-3, 4e-4):
+def measured(gauge: Gauge, bulk_s: list[float], pieces_s: list[float]) -> Gauge:
+    """As a mover does it, with these times."""
+    sizes, bulk, pieces = [], (SCRATCH_BYTES, 1), (NUM_PIECES * PIECE_BYTES, NUM_PIECES)
+    # Connecting is slow and does not count.
+    in_turn = [time for both in zip(bulk_s, pieces_s, strict=True) for time in both]
+    for seconds in (1.0, *in_turn):
         binding = gauge.next()
         assert binding is not None
         sizes.append((binding.num_bytes, binding.num_pieces))
         gauge.took(seconds)
     assert gauge.next() is None
-    bulk, pieces = (SCRATCH_BYTES, 1), (NUM_PIECES * PIECE_BYTES, NUM_PIECES)
-    assert sizes == [bulk, bulk, pieces, bulk, pieces]
+    assert sizes == [bulk, *[bulk, pieces] * 4]
+    return gauge
+
+
+def test_the_gauge_makes_constants_of_what_writes_took() -> None:
+    gauge, before = Gauge(Base(0, 1, 0), Base(0, 2, 4096)), PRESETS["nixl-host"]
+    measured(gauge, [3e-3, 1e-3, 2e-3, 9.0], [5e-4, 4e-4, 9.0, 5e-4])
     found = gauge.constants(before)
     assert found.bytes_per_s == SCRATCH_BYTES / 1e-3
     each = NUM_PIECES * PIECE_BYTES / found.bytes_per_s
     assert found.descriptor_s == pytest.approx((4e-4 - each) / NUM_PIECES)
     assert found.copy_bytes_per_s == before.copy_bytes_per_s
+
+
+def test_a_busy_machine_does_not_make_descriptors_free() -> None:
+    gauge, before = Gauge(Base(0, 1, 0), Base(0, 2, 4096)), PRESETS["nixl-host"]
+    found = measured(gauge, [0.1] * 4, [4e-4] * 4).constants(before)
+    assert found.descriptor_s == pytest.approx(1e-4 / NUM_PIECES)

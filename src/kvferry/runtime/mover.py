@@ -33,6 +33,7 @@ _CORES_TO_SPARE = (_NUM_CORES or 1) >= 8
 BUSY_POLL_S = 50e-6 if _CORES_TO_SPARE else 250e-6
 PATIENT_POLL_S = 1e-3
 IDLE_POLL_S = 20e-3
+LONG_JOB_S = 1e-3
 # After so long without news, a write or a note is not about to come any moment.
 EAGER_S = 20e-3 if _CORES_TO_SPARE else 2e-3
 
@@ -140,12 +141,11 @@ class Mover:
         """The peer's process is gone: its doubtful writes are over too."""
         self._jobs.put(lambda: self._bury(session))
 
-    def expect(self, expecting: bool) -> None:
+    def expect(self, expecting: bool, *, soon: bool = False) -> None:
         """Whether notes may come, so that waiting for them is worth a little time."""
-        if expecting != self._expecting:
-            self._expecting = expecting
-            if expecting and self.transport.needs_polling:
-                self._nudge()
+        self._expecting = expecting
+        if soon and self.transport.needs_polling and not self._is_eager():
+            self._nudge()
 
     def close(self) -> None:
         """End the thread and give the transport back."""
@@ -173,16 +173,20 @@ class Mover:
             return None
         if not (self._flights or self._gauges or self._expecting):
             return IDLE_POLL_S
-        eager = time.monotonic() - self._news_at < EAGER_S
-        return BUSY_POLL_S if eager else PATIENT_POLL_S
+        return BUSY_POLL_S if self._is_eager() else PATIENT_POLL_S
+
+    def _is_eager(self) -> bool:
+        return time.monotonic() - self._news_at < EAGER_S
 
     def _take(self, pause_s: float | None) -> None:
         try:
             job = self._jobs.get(timeout=pause_s)
             self._news_at = time.monotonic()
-            while True:
-                job()
+            job()
+            # Whoever waits for the end of a long write must not wait for the next one too.
+            while time.monotonic() - self._news_at < LONG_JOB_S:
                 job = self._jobs.get_nowait()
+                job()
         except Empty:
             return
 
@@ -196,7 +200,10 @@ class Mover:
                 self._end(ended)
             if not (news.notes or news.ended):
                 return
-            self._news_at = time.monotonic()
+            # After a note the next is as far away as a slot takes to be filled; or there are
+            # many, and then one look finds several.
+            if news.ended:
+                self._news_at = time.monotonic()
 
     # ------------------------------------------------------------ peers
 

@@ -93,6 +93,9 @@ class Owner(ABC, Generic[H]):
         self._copier = parts.copier
         self._meter = parts.meter
         self._tick_s = parts.tick_s
+        # Without rooms there are only heartbeats.
+        heartbeat_s = parts.machine.config.heartbeat_s
+        self._idle_tick_s = max(parts.tick_s, min(IDLE_TICK_S, heartbeat_s / 4))
         self.staging_bytes = parts.staging_bytes
         self._tick_at = 0.0
         self._handles: dict[Room, H] = {}
@@ -177,6 +180,9 @@ class Owner(ABC, Generic[H]):
         if self._lifeline.fileno() in ready:
             self._lifeline.answer()
         now = time.monotonic()
+        if self._handles:
+            # A room may have begun since the last tick, which was for none.
+            self._tick_at = min(self._tick_at, now + self._tick_s)
         if now >= self._tick_at:
             self._tick(now)
         self._flush()
@@ -186,8 +192,7 @@ class Owner(ABC, Generic[H]):
         return self._tick_at
 
     def _tick(self, now: float) -> None:
-        idle = not (self._handles or self.machine.links)
-        self._tick_at = now + (IDLE_TICK_S if idle else self._tick_s)
+        self._tick_at = now + (self._tick_s if self._handles else self._idle_tick_s)
         self._step(Tick())
         self._prober.keep(self._is_suspect)
         self._measure_now(now)

@@ -180,7 +180,7 @@ class _TargetOwner(Owner[Incoming]):
 
     def _receive(self, handle: Incoming) -> None:
         prefill = handle.asked.prefill
-        self._mover.expect(True)
+        self._mover.expect(True, soon=True)
         if isinstance(prefill, InstanceView):
             self._views[prefill.name] = prefill
             self._begin(handle, prefill)

@@ -22,6 +22,7 @@ from kvferry.serve.model.batch import make_batch
 from kvferry.serve.model.build import Build
 from kvferry.serve.model.config import ModelConfig
 from kvferry.serve.model.decoder import Model
+from kvferry.serve.model.scratch import Scratch
 from kvferry.serve.model.shard import shard_of
 from kvferry.serve.sampling import sample
 from kvferry.serve.steps import Sample, StepPlan, StepResult
@@ -101,7 +102,10 @@ class RankWorker:
         self._comm = connect(shard, self.device, meeting, setup.timeout_s)
         try:
             with Weights(setup.folder, setup.dtype, self.device) as weights:
-                self._model = Model(Build(setup.config, shard, weights, self.cache, self._comm))
+                scratch = Scratch(setup.dtype, self.device)
+                self._model = Model(
+                    Build(setup.config, shard, weights, self.cache, self._comm, scratch)
+                )
             self.extension.start(self.cache)
         except BaseException:
             self.close()

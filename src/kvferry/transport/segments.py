@@ -32,6 +32,9 @@ from kvferry.errors import TransportError
 
 # Short enough for macOS, which allows 31 characters.
 NAME_PATTERN = r"^/kvferry-[0-9a-f]{16}$"
+# Linux 5.14 and later; Python has no name for it.
+_MADV_POPULATE_WRITE = 23
+_STEP_BYTES = 4 << 20
 # Memory is for this user alone.
 _MODE = 0o600
 
@@ -52,6 +55,20 @@ class Mapping:
     def array(self) -> NDArray[np.uint8]:
         """A view of all of it."""
         return np.frombuffer(self._map, dtype=np.uint8, count=self.num_bytes)
+
+    def touch(self, most_bytes: int) -> int:
+        """Have the kernel map the first pages now, not one by one as they are written.
+
+        How many bytes that were: none where the kernel can't, or where memory is short.
+        """
+        end = min(self.num_bytes, most_bytes)
+        try:
+            # In steps, because Python's other threads wait meanwhile.
+            for start in range(0, end, _STEP_BYTES):
+                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_STEP_BYTES, end - start))
+        except (AttributeError, OSError):
+            return 0
+        return end
 
     def close(self) -> None:
         """Unmap it, or let the last view do that."""

@@ -52,7 +52,7 @@ class Attention:
     """One layer's attention: the query heads of this rank and the KV heads they read."""
 
     def __init__(self, build: Build, layer: int) -> None:
-        config, shard, weights, cache, comm = build
+        config, shard, weights, cache, comm, scratch = build
         prefix = f"model.layers.{layer}.self_attn"
         dim = config.head_dim
         heads, kv_heads = scaled(shard.heads, dim), scaled(shard.kv_heads, dim)
@@ -75,6 +75,7 @@ class Attention:
         self._values = cache.layer(KV, "v", layer)
         self._num_kv = len(shard.kv_heads)
         self._comm = comm
+        self._scratch = scratch
 
     def __call__(self, hidden: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Write the step's entries into their pages, then attend to all that came before."""
@@ -91,15 +92,12 @@ class Attention:
 
     def _attend(self, q: Tensor, batch: Batch) -> Tensor:
         mixed = torch.empty_like(q)
-        if batch.singles is not None:
-            places, pages, mask = batch.singles
-            keys, values = (self._gather(pool, pages) for pool in (self._keys, self._values))
+        for places, pages, mask in batch.singles:
+            keys, values = self._gather(pages)
             # The query heads that read one KV head stand where a prompt's tokens would.
             mixed[places] = functional.scaled_dot_product_attention(q[places], keys, values, mask)
         for rows, pages, mask in batch.chunks:
-            keys, values = (
-                self._gather(pool, pages[None])[0, :, None] for pool in (self._keys, self._values)
-            )
+            keys, values = (part[0, :, None] for part in self._gather(pages[None]))
             shape = (-1, q.shape[2], -1, -1)
             part = functional.scaled_dot_product_attention(
                 q[rows].permute(1, 2, 0, 3), keys.expand(shape), values.expand(shape), mask
@@ -107,9 +105,16 @@ class Attention:
             mixed[rows] = part.permute(2, 0, 1, 3)
         return mixed
 
-    def _gather(self, pool: Tensor, pages: Tensor) -> Tensor:
-        """The entries of several page tables: [tables, KV heads, tokens, dim]."""
-        return pool[pages].flatten(1, 2).transpose(1, 2)
+    def _gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of several page tables, until the next call.
+
+        Each is [tables, KV heads, tokens, dim].
+        """
+        both = self._scratch.take((2, pages.numel(), *self._keys.shape[1:]))
+        for pool, part in zip((self._keys, self._values), both, strict=True):
+            torch.index_select(pool, 0, pages.flatten(), out=part)
+        keys, values = both.view(2, len(pages), -1, self._num_kv, self._dim).transpose(2, 3)
+        return keys, values
 
 
 def scaled(span: Span, by: int) -> Span:

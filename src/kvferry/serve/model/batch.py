@@ -1,19 +1,22 @@
 """A step's work as tensors: built once, used by every layer.
 
-Requests that run a single token (all that are decoding) attend together, padded
-to the longest; chunks of prompts attend one by one. Everything else treats all
-tokens of the step alike.
+Requests that run a single token (all that are decoding) attend together with
+others of about their length, padded to the longest; chunks of prompts attend one
+by one. Everything else treats all tokens of the step alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvferry.serve.steps import Work
+
+# Requests attend together while they have no more tokens than this, padding included.
+MAX_PADDED_TOKENS = 16384
 
 
 class Singles(NamedTuple):
@@ -47,7 +50,7 @@ class Batch(NamedTuple):
     positions: Tensor
     page: Tensor
     offset: Tensor
-    singles: Singles | None
+    singles: list[Singles]
     chunks: list[Chunk]
     runs: list[Run]
     # The places in the step whose logits are wanted.
@@ -76,7 +79,9 @@ def make_batch(works: Sequence[Work], page_tokens: int, device: torch.device) ->
         positions=position,
         page=torch.tensor(places, device=device),
         offset=position % page_tokens,
-        singles=_singles(works, begins, page_tokens, device),
+        singles=[
+            _singles(group, page_tokens, device) for group in _alike(works, begins, page_tokens)
+        ],
         chunks=[
             _chunk(work, begin, page_tokens, device)
             for work, begin in zip(works, begins, strict=False)
@@ -99,23 +104,32 @@ def _num_pages(work: Work, page_tokens: int) -> int:
     return -(-work.end // page_tokens)
 
 
-def _singles(
-    works: Sequence[Work], begins: Sequence[int], page_tokens: int, device: torch.device
-) -> Singles | None:
-    """Page tables padded with page 0, which the mask hides."""
+def _alike(
+    works: Sequence[Work], begins: Sequence[int], page_tokens: int
+) -> Iterator[list[tuple[Work, int]]]:
+    """Works of a single token and where each begins, in groups that waste less than half."""
     mine = [
         (work, begin) for work, begin in zip(works, begins, strict=False) if len(work.tokens) == 1
     ]
-    if not mine:
-        return None
-    longest = max(_num_pages(work, page_tokens) for work, _ in mine)
-    table = torch.zeros(len(mine), longest, dtype=torch.long)
-    for i, (work, _) in enumerate(mine):
+    mine.sort(key=lambda one: one[0].end)
+    while mine:
+        longest = _num_pages(mine[-1][0], page_tokens)
+        most = max(1, MAX_PADDED_TOKENS // (longest * page_tokens))
+        group = [one for one in mine if 2 * _num_pages(one[0], page_tokens) > longest][-most:]
+        yield group
+        del mine[-len(group) :]
+
+
+def _singles(group: Sequence[tuple[Work, int]], page_tokens: int, device: torch.device) -> Singles:
+    """Page tables padded with page 0, which the mask hides."""
+    longest = max(_num_pages(work, page_tokens) for work, _ in group)
+    table = torch.zeros(len(group), longest, dtype=torch.long)
+    for i, (work, _) in enumerate(group):
         used = work.pages[: _num_pages(work, page_tokens)]
         table[i, : len(used)] = torch.tensor(used)
-    ends = torch.tensor([work.end for work, _ in mine])
+    ends = torch.tensor([work.end for work, _ in group])
     seen = torch.arange(longest * page_tokens) < ends[:, None]
-    places = torch.tensor([begin for _, begin in mine])
+    places = torch.tensor([begin for _, begin in group])
     return Singles(places.to(device), table.to(device), seen[:, None, None, :].to(device))
 
 

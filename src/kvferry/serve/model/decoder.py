@@ -61,7 +61,7 @@ class Model:
     """One rank's stage: ``forward`` gives logits on the lead rank and None elsewhere."""
 
     def __init__(self, build: Build) -> None:
-        config, shard, weights, _, comm = build
+        config, shard, weights, _, comm, _ = build
         self._config = config
         self._shard = shard
         self._comm = comm

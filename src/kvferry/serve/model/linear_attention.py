@@ -26,7 +26,7 @@ class LinearAttention:
     """One layer's gated linear attention, for the state heads of this rank."""
 
     def __init__(self, build: Build, layer: int) -> None:
-        config, shard, weights, cache, comm = build
+        config, shard, weights, cache, comm, _ = build
         assert config.linear is not None
         prefix = f"model.layers.{layer}.linear_attn"
         heads = shard.state_heads
