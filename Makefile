@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 PLAN_MODEL := tests/data/configs/llama-3.3-70b.json
 
-.PHONY: help install demo plan test lint format bench soak clean
+.PHONY: help install demo plan test unit lint format bench soak clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,9 +29,14 @@ plan: $(INSTALLED) ## plan a real model's transfer and draw it
 	$(BIN)/kvferry plan --model $(PLAN_MODEL) --prefill tp=4 --decode tp=2,dp=2,page=64 \
 	    --tokens 8192 --link nixl-gpu --svg build/plan.svg --html build/plan.html
 
-test: $(INSTALLED) lint ## lint, types, import rules, tests
+test: $(INSTALLED) ## lint, types, import rules, tests
+	@$(MAKE) --no-print-directory -j2 lint unit
+
+# Many tests wait for processes and deadlines, so there are more workers than cores. A file stays
+# with one worker, because its fixtures (models, clusters) are shared by its tests.
+unit: $(INSTALLED)
 	@scripts/install-libibverbs $(BIN)/python
-	$(BIN)/python -m pytest -n auto -m "not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu"
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

@@ -39,7 +39,6 @@ def alone(models: Models) -> Callable[[Kind], list[Answer]]:
         (Kind.LLAMA, Parallel(tp=6)),
         (Kind.LLAMA, Parallel(pp=2)),
         (Kind.QWEN3, Parallel(tp=2, pp=2)),
-        (Kind.HYBRID, Parallel(tp=2)),
         (Kind.HYBRID, Parallel(tp=4)),
         (Kind.HYBRID, Parallel(pp=3, stages=(1, 2, 3))),
     ],
