@@ -32,11 +32,11 @@ plan: $(INSTALLED) ## plan a real model's transfer and draw it
 test: $(INSTALLED) ## lint, types, import rules, tests
 	@$(MAKE) --no-print-directory -j2 lint unit
 
-# Many tests wait for processes and deadlines, so there are more workers than cores. A file stays
-# with one worker, because its fixtures (models, clusters) are shared by its tests.
+# Many tests wait for processes and deadlines, so there are more workers than cores. Neighbours
+# stay with one worker as far as they can, because they share fixtures (models, clusters).
 unit: $(INSTALLED)
 	@scripts/install-libibverbs $(BIN)/python
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

@@ -15,12 +15,16 @@ where it could be broken:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvferry.protocol.events import Disconnected, Fate, Scattered, SendFailed, Sent, Tick
 from kvferry.testing.explore.catalogue import Atom, Broken, Catalogue, Effect, Kind
 from kvferry.testing.explore.model import INCARNATIONS, PEERS, SOURCE, TARGETS
+
+# Numbers, or pairs of them.
+T = TypeVar("T", int, tuple[int, int], tuple[int, "Phase"])
 
 DEAD = -1
 EMPTY = -1
@@ -83,6 +87,11 @@ class World(NamedTuple):
         return (SOURCE, target) in self.told or (target, SOURCE) in self.told
 
 
+def _ordered(things: Collection[T]) -> tuple[T, ...]:
+    """Most are empty or have one entry, and this is done for every step."""
+    return tuple(sorted(things)) if len(things) > 1 else tuple(things)
+
+
 class Draft:
     """A world that is being changed."""
 
@@ -112,20 +121,23 @@ class Draft:
             tuple(self.scripts),
             tuple(self.stages),
             tuple(self.released),
-            tuple(sorted(n for n in self.frames if not self._is_moot(n))),
-            tuple(sorted(n for n in self.late if not self._is_moot(n))),
-            tuple(sorted(self.writes.items())),
-            tuple(sorted(self.scatters)),
-            tuple(sorted(self.told)),
-            tuple(sorted(self.cut)),
+            self._worth_keeping(self.frames),
+            self._worth_keeping(self.late),
+            _ordered(self.writes.items()),
+            _ordered(self.scatters),
+            _ordered(self.told),
+            _ordered(self.cut),
             tuple(self.pages),
             tuple(self.slots),
             self.excused,
             self.num_faults,
         )
 
-    def _is_moot(self, number: int) -> bool:
-        return self.catalogue.is_moot(self.machines, number)
+    def _worth_keeping(self, frames: list[int]) -> tuple[int, ...]:
+        if not frames:
+            return ()
+        is_moot, machines = self.catalogue.is_moot, self.machines
+        return tuple(sorted([number for number in frames if not is_moot(machines, number)]))
 
     # ------------------------------------------------------------ machines
 
