@@ -289,6 +289,11 @@ def test_closing_twice_is_once() -> None:
     for _ in range(2):
         client.close()
         server.close()
+    # And the port is free again.
+    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+    again = ControlServer(host, int(port), KEY)
+    assert again.address == server.address
+    again.close()
 
 
 def test_those_who_knock_hold_up_neither_the_channel_nor_its_end() -> None:

@@ -123,7 +123,8 @@ async def find_model(session: aiohttp.ClientSession) -> str:
     except _Unusable as problem:
         raise InputError(f"no model can be found: {problem}") from None
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise InputError(f"no model can be found: {_why(error, CONNECT_S)}") from None
+        why = _why(error, CONNECT_S)
+        raise InputError(f"no model can be found: {why}; check the address") from None
     document = _decoded(body)
     models = document.get("data") if document else None
     if status != 200 or not isinstance(models, list):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -273,6 +274,8 @@ class RankWorker(Insight):
 
 def serve(pipe: Connection) -> None:
     """A rank's process: do what the fleet says until it hangs up."""
+    # Ctrl-C is for the fleet, which hangs up when it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=os.environ.get("KVFERRY_TEST_LOG", "ERROR"))
     # Python's tracker of shared memory need not complain when a rank is killed.
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"
