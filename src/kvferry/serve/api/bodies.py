@@ -21,7 +21,7 @@ from kvferry.serve.api.errors import ApiError, invalid
 from kvferry.serve.jobs import Ticket
 from kvferry.serve.requests import Request, Role
 from kvferry.serve.steps import Sampling
-from kvferry.serve.tokenizer import Tokenizer
+from kvferry.serve.tokenizer import Tokenizer, TooLong
 
 COMPLETION_TOKENS = 16
 CHAT_TOKENS = 256
@@ -101,6 +101,11 @@ class Serving(NamedTuple):
     max_tokens: int
     role: Role
 
+    @property
+    def most_bytes(self) -> int:
+        """A text that has more can't fit, so it is not even cut into tokens."""
+        return self.tokenizer.longest_bytes * self.max_tokens
+
 
 class Ask(NamedTuple):
     """A request as the engine takes it, and how its answer is to be given."""
@@ -119,7 +124,7 @@ def parse_completion(data: bytes, serving: Serving) -> Ask:
     body = _decoded(data, _COMPLETIONS)
     _demand_supported(body, serving, {"best_of": body.best_of not in (None, 1)})
     _refuse({"echo": bool(body.echo), "suffix": bool(body.suffix)})
-    prompt = _prompt(body.prompt, serving.tokenizer)
+    prompt = _prompt(body.prompt, serving)
     wanted = body.max_tokens or COMPLETION_TOKENS
     return _ask(body, serving, prompt, wanted, body.logprobs)
 
@@ -129,9 +134,15 @@ def parse_chat(data: bytes, serving: Serving) -> Ask:
     body = _decoded(data, _CHATS)
     form = (body.response_format or {}).get("type", "text")
     _demand_supported(body, serving, {"tools": bool(body.tools), "response_format": form != "text"})
+    if len(body.messages) > serving.max_tokens:
+        # Each is a token at the least.
+        raise _too_long(serving, "messages", f"there are {len(body.messages)} messages")
     messages = [{"role": m.role, "content": _content(m)} for m in body.messages]
     try:
-        prompt = serving.tokenizer.chat(messages)
+        text = serving.tokenizer.render(messages, serving.most_bytes)
+        prompt = serving.tokenizer.encode(text, special=False)
+    except TooLong as error:
+        raise _too_long(serving, "messages", str(error)) from None
     except InputError as error:
         raise invalid(str(error), "messages") from None
     wanted = body.max_completion_tokens or body.max_tokens
@@ -188,12 +199,15 @@ def _demand_supported(body: Body, serving: Serving, also: Mapping[str, bool]) ->
     _refuse(also)
 
 
-def _prompt(given: str | list[str | int | list[int]], tokenizer: Tokenizer) -> list[int]:
+def _prompt(given: str | list[str | int | list[int]], serving: Serving) -> list[int]:
     """Token ids, from any of the four forms that OpenAI has."""
     if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
         given = given[0] if isinstance(given[0], str) else [*given[0]]
     if isinstance(given, str):
-        return tokenizer.encode(given)
+        num_bytes = len(given.encode(errors="replace"))
+        if num_bytes > serving.most_bytes:
+            raise _too_long(serving, "prompt", f"the prompt has {num_bytes} bytes")
+        return serving.tokenizer.encode(given)
     tokens = [token for token in given if isinstance(token, int)]
     if len(tokens) != len(given):
         raise invalid("give one prompt at a time: a text, or a list of token ids", "prompt")
@@ -248,6 +262,15 @@ def _demand_room(num_prompt: int, wanted: int, most: int, param: str) -> None:
             param,
             "context_length_exceeded",
         )
+
+
+def _too_long(serving: Serving, param: str, what: str) -> ApiError:
+    return invalid(
+        f"This model's maximum context length is {serving.max_tokens} tokens, which are at most "
+        f"{serving.most_bytes} bytes, and {what}; shorten the {param}",
+        param,
+        "context_length_exceeded",
+    )
 
 
 def _role(ticket: Ticket | None, worker: Role) -> Role:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -18,6 +19,7 @@ from aiohttp import web
 from kvferry.serve.api.answers import Document, Writer, writer_for
 from kvferry.serve.api.bodies import Ask, Serving, parse_chat, parse_completion
 from kvferry.serve.api.errors import ApiError, ErrorType
+from kvferry.serve.api.lanes import Lanes
 from kvferry.serve.api.metrics import Metrics
 from kvferry.serve.api.rooms import ASK_S, RoomAsker
 from kvferry.serve.api.talk import Talk
@@ -54,6 +56,7 @@ class Api:
         self._created = int(time.time())
         self._metrics = Metrics(str(about["name"]))
         self._asker = RoomAsker()
+        self._lanes = Lanes()
 
     def application(self) -> web.Application:
         """The routes."""
@@ -71,7 +74,12 @@ class Api:
             ]
         )
         app.cleanup_ctx.append(self._asker.running)
+        app.cleanup_ctx.append(self._reading)
         return app
+
+    async def _reading(self, app: web.Application) -> AsyncIterator[None]:
+        yield
+        self._lanes.close()
 
     # ------------------------------------------------------------ around every request
 
@@ -149,7 +157,8 @@ class Api:
     async def _answer(
         self, request: web.Request, parse: Callable[[bytes, Serving], Ask]
     ) -> web.StreamResponse:
-        ask = await asyncio.to_thread(parse, await _read(request), self._serving)
+        data = await _read(request)
+        ask = await self._lanes.read(len(data), partial(parse, data, self._serving))
         created = int(time.time())
         writer = writer_for(ask, self._serving.model, self._serving.tokenizer, created)
         talk = Talk(
