@@ -11,6 +11,8 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry
 
 from kvferry.config import ProtocolConfig
+from kvferry.http.connections import Connections, Why
+from kvferry.http.limits import HttpLimits
 from kvferry.ids import Op
 from kvferry.plan.choose import Path as Way
 from kvferry.protocol.codec import FrameFault
@@ -24,7 +26,7 @@ from kvferry.runtime.mover import Ending
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "metrics.md").read_text()
 SOURCE = ROOT / "src" / "kvferry"
-LOGGING = ("runtime", "rendezvous", "transport")
+LOGGING = ("runtime", "rendezvous", "transport", "http")
 LOGS = {"log", "_log", "logger", "_logger", "logging"}
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 
@@ -93,7 +95,15 @@ def test_every_metric_of_the_rendezvous_has_its_row() -> None:
     assert collected(metrics.collection) == documented("## The rendezvous")
 
 
+def test_every_metric_of_http_has_its_row() -> None:
+    registry = CollectorRegistry()
+    Connections(HttpLimits(), registry)
+    assert collected(registry) == documented("## HTTP")
+
+
 def test_every_value_of_a_label_is_named() -> None:
+    served = {words(name)[0]: meaning for name, _, _, meaning, _ in rows("## HTTP", 5)}
+    assert set(Why) <= set(words(served["kvferry_http_refused_total"]))
     cells = {words(name)[0]: meaning for name, _, _, meaning, _ in rows("## Endpoints", 5)}
     assert set(Way) <= set(words(cells["kvferry_writes_total"]))
     assert set(Fate) <= set(words(cells["kvferry_writes_failed_total"]))

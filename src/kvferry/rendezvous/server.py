@@ -9,9 +9,10 @@ import socket
 import threading
 from types import TracebackType
 
-from aiohttp import web
-
 from kvferry.errors import InputError
+from kvferry.http.connections import Connections
+from kvferry.http.limits import BACKLOG, limits_here
+from kvferry.http.site import HttpSite
 from kvferry.rendezvous.http import Service
 from kvferry.rendezvous.records import Fault, RendezvousError
 from kvferry.runtime.keys import ClusterKey, bindable
@@ -24,7 +25,8 @@ SHUTDOWN_S = 1.0
 # For connections that were accepted while the server was being stopped, too.
 CLOSING_S = 0.01
 JOIN_S = 10.0
-BACKLOG = 512
+# A request needs no file but its connection.
+FILES_EACH = 1
 
 
 class RendezvousServer:
@@ -102,20 +104,13 @@ class RendezvousServer:
 
     async def _serve(self, listener: socket.socket, ready: threading.Event) -> None:
         service = Service(self._signing_key, self._settle_s)
-        runner = web.AppRunner(
-            service.application(),
-            access_log=None,
-            handle_signals=False,
-            # Who hangs up no longer waits for news.
-            handler_cancellation=True,
-            shutdown_timeout=SHUTDOWN_S,
-        )
-        await runner.setup()
-        await web.SockSite(runner, listener).start()
+        connections = Connections(limits_here(FILES_EACH), service.metrics.collection)
+        site = HttpSite(service.application(), connections, shutdown_s=SHUTDOWN_S)
+        await site.start(listener)
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         ready.set()
         await self._stop.wait()
         service.stop_waiting()
-        await runner.cleanup()
+        await site.stop()
         # A connection is closed in the loop's next turn; without one it would stay open.
         await asyncio.sleep(CLOSING_S)

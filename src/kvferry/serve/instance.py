@@ -24,9 +24,11 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from aiohttp import web
 
 from kvferry.errors import InputError
+from kvferry.http.connections import Connections
+from kvferry.http.limits import limits_here
+from kvferry.http.site import HttpSite
 from kvferry.layout.layout import Parallel
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import RankRecord
@@ -50,8 +52,9 @@ log = logging.getLogger(__name__)
 
 # "@" sets a worker apart from its ranks at the rendezvous.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/-]{0,199}")
-BACKLOG = 512
 SHUTDOWN_S = 2.0
+# The caller's connection, and one to the prefill worker that is asked how a room ended.
+FILES_EACH = 2
 
 
 class WorkerRole(StrEnum):
@@ -138,7 +141,7 @@ class Instance:
         self.loop = EngineLoop(self._make_engine, role)
         self._role = Role.WHOLE if options.rendezvous is None else role
         self._client: RendezvousClient | None = None
-        self._runner: web.AppRunner | None = None
+        self._site: HttpSite | None = None
 
     def _make_engine(self) -> Engine:
         extend = self._extend or extension_for(self.options, self.url)
@@ -156,15 +159,9 @@ class Instance:
             deadline_s=options.deadline_s,
             request_s=options.request_s,
         )
-        # Whoever leaves is noticed at once, because their handler is cancelled.
-        self._runner = web.AppRunner(
-            api.application(),
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=SHUTDOWN_S,
-        )
-        await self._runner.setup()
-        await web.SockSite(self._runner, self._listener, backlog=BACKLOG).start()
+        connections = Connections(limits_here(FILES_EACH), api.metrics.registry)
+        self._site = HttpSite(api.application(), connections, shutdown_s=SHUTDOWN_S)
+        await self._site.start(self._listener)
         self._announce(engine)
         log.info("serving name=%s role=%s url=%s", options.name, options.role, self.url)
         return self.url
@@ -197,8 +194,8 @@ class Instance:
         if self._client is not None:
             await asyncio.to_thread(self._client.close)
         await asyncio.to_thread(self.loop.stop)
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._site is not None:
+            await self._site.stop()
         self._listener.close()
         log.info("stopped name=%s", self.options.name)
 

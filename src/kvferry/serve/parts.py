@@ -41,6 +41,9 @@ def run_part(kind: Kind, options: dict[str, Any], ready: Ready) -> None:
     Raises ``KvferryError`` where it can't start or go on. Each part imports what
     it needs: only a worker needs torch.
     """
+    from kvferry.http.limits import raise_open_files  # noqa: PLC0415
+
+    raise_open_files()
     match kind:
         case Kind.RENDEZVOUS:
             run_rendezvous(_read(options, RendezvousOptions), ready)

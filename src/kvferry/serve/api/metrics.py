@@ -12,7 +12,7 @@ class Metrics:
 
     def __init__(self, instance: str) -> None:
         self._instance = instance
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"kvferry_serve_{name}", text, ("instance", *labels), registry=registry)
@@ -41,4 +41,4 @@ class Metrics:
             gauge.labels(self._instance).set(getattr(snapshot, name))
         for path, num_bytes in snapshot.carried_bytes.items():
             self._carried.labels(self._instance, path).set(num_bytes)
-        return generate_latest(self._registry) + generate_latest(REGISTRY)
+        return generate_latest(self.registry) + generate_latest(REGISTRY)

@@ -54,7 +54,7 @@ class Api:
         self._deadline_s = deadline_s
         self._request_s = request_s
         self._created = int(time.time())
-        self._metrics = Metrics(str(about["name"]))
+        self.metrics = Metrics(str(about["name"]))
         self._asker = RoomAsker()
         self._lanes = Lanes()
 
@@ -102,7 +102,7 @@ class Api:
             response = _error(ApiError(500, message, type=ErrorType.SERVER, code="internal"))
         resource = request.match_info.route.resource
         path = resource.canonical if resource is not None else "other"
-        self._metrics.answered(path, response.status)
+        self.metrics.answered(path, response.status)
         return response
 
     # ------------------------------------------------------------ what is there
@@ -115,7 +115,7 @@ class Api:
 
     async def _figures(self, request: web.Request) -> web.Response:
         content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=self._metrics.text(self._loop.snapshot), headers=content)
+        return web.Response(body=self.metrics.text(self._loop.snapshot), headers=content)
 
     async def _room(self, request: web.Request) -> web.Response:
         """How a room ended; waits a little, because its end is about to be known."""

@@ -43,8 +43,8 @@ class Router:
         ]
         self._options = options
         self.roster = Roster(options.policy, options.lost_s, fixed)
-        self._metrics = Metrics(self.roster)
-        self._forwarder = Forwarder(options, self.roster, self._metrics)
+        self.metrics = Metrics(self.roster)
+        self._forwarder = Forwarder(options, self.roster, self.metrics)
         self._watch = Watch(options, self.roster, key)
         self._since = int(time.time())
 
@@ -82,8 +82,8 @@ class Router:
             status = str(response.status)
             return response
         finally:
-            self._metrics.requests.labels(path, status).inc()
-            self._metrics.seconds.labels(path).observe(time.monotonic() - began)
+            self.metrics.requests.labels(path, status).inc()
+            self.metrics.seconds.labels(path).observe(time.monotonic() - began)
 
     @staticmethod
     async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -145,7 +145,7 @@ class Router:
 
     async def _text(self, request: web.Request) -> web.Response:
         content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=self._metrics.text(), headers=content)
+        return web.Response(body=self.metrics.text(), headers=content)
 
 
 def _shown(worker: Worker) -> dict[str, object]:

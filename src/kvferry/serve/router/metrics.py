@@ -15,37 +15,37 @@ class Metrics:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self.requests = Counter(
             "kvferry_router_requests",
             "Requests of clients by path and status; 499 is a client that left.",
             ["path", "status"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self.seconds = Histogram(
             "kvferry_router_seconds",
             "From a request to the end of its answer.",
             ["path"],
             buckets=BUCKETS,
-            registry=self._registry,
+            registry=self.registry,
         )
         self._attempts = Counter(
             "kvferry_router_attempts",
             "Attempts by how they went: answered, or what failed.",
             ["outcome"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._workers = Gauge(
             "kvferry_router_workers",
             "Workers that are known.",
             ["part", "state"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._in_flight = Gauge(
             "kvferry_router_in_flight",
             "Requests of this router that workers are busy with.",
             ["part"],
-            registry=self._registry,
+            registry=self.registry,
         )
 
     def attempt(self, outcome: Opened | Failed) -> None:
@@ -61,4 +61,4 @@ class Metrics:
             self._workers.labels(part, "up").set(num_up)
             self._workers.labels(part, "down").set(len(workers) - num_up)
             self._in_flight.labels(part).set(sum(worker.in_flight for worker in workers))
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

@@ -8,8 +8,9 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable
 
-from aiohttp import web
-
+from kvferry.http.connections import Connections
+from kvferry.http.limits import limits_here
+from kvferry.http.site import HttpSite
 from kvferry.runtime.keys import bindable
 from kvferry.serve.listening import bound, http_url, key_in
 from kvferry.serve.router.app import Router
@@ -18,7 +19,8 @@ from kvferry.serve.router.options import RouterOptions
 log = logging.getLogger("kvferry.router")
 
 SHUTDOWN_S = 1.0
-BACKLOG = 512
+# The client's connection, one to each worker, and one to whoever is told that a room is given up.
+FILES_EACH = 4
 
 
 @contextlib.asynccontextmanager
@@ -28,21 +30,15 @@ async def serving(options: RouterOptions) -> AsyncIterator[str]:
     address = bindable(options.host, options.port, key)
     listener = bound(address, options.port)
     url = http_url(address, listener)
-    runner = web.AppRunner(
-        Router(options, key).application(),
-        access_log=None,
-        handle_signals=False,
-        # Whoever hangs up is not waiting for an answer, and the workers must learn of it.
-        handler_cancellation=True,
-        shutdown_timeout=SHUTDOWN_S,
-    )
-    await runner.setup()
-    await web.SockSite(runner, listener, backlog=BACKLOG).start()
+    router = Router(options, key)
+    connections = Connections(limits_here(FILES_EACH), router.metrics.registry)
+    site = HttpSite(router.application(), connections, shutdown_s=SHUTDOWN_S)
+    await site.start(listener)
     log.info("listening url=%s", url)
     try:
         yield url
     finally:
-        await runner.cleanup()
+        await site.stop()
         log.info("stopped url=%s", url)
 
 

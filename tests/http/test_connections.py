@@ -1,0 +1,236 @@
+"""Clients that hold connections and send nothing, or garbage, to a server of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from kvferry.http.connections import Connections, Why
+from kvferry.http.limits import HttpLimits
+from kvferry.http.site import HttpSite
+
+ENOUGH_S = 20.0
+LONG_S = 600.0
+# Short enough to be waited for, and nothing else happens meanwhile.
+SHORT_S = 0.05
+WHOLE = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+
+
+def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """An async test as pytest runs it, never longer than it should."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def within() -> None:
+            async with asyncio.timeout(ENOUGH_S):
+                await test(*args, **kwargs)
+
+        asyncio.run(within())
+
+    return run
+
+
+class Client:
+    """Bytes to and from a server."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def answer(self) -> bytes:
+        """One whole answer, head and body."""
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.split(b"\r\n") if line.startswith(b"Content-Length"))
+        return head + await self._reader.readexactly(int(length.split(b":")[1]))
+
+    async def rest(self) -> bytes:
+        """All that comes until the server closes."""
+        try:
+            return await self._reader.read()
+        except ConnectionResetError:
+            return b""
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Served:
+    """A server, its counts, and who talks to it. ``/slow`` answers once ``go`` is set."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.registry = CollectorRegistry()
+        self.connections = Connections(limits, self.registry)
+        self.go, self.began = asyncio.Event(), asyncio.Event()
+        self.clients: list[Client] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        app = web.Application()
+        app.add_routes([web.get("/", self._quick), web.get("/slow", self._slow)])
+        self.site = HttpSite(app, self.connections, shutdown_s=0.1)
+
+    async def _quick(self, request: web.Request) -> web.Response:
+        return web.Response(text="quick")
+
+    async def _slow(self, request: web.Request) -> web.Response:
+        self.began.set()
+        await self.go.wait()
+        return web.Response(text="slow")
+
+    async def start(self) -> None:
+        await self.site.start(self._listener)
+
+    async def client(self, data: bytes = b"") -> Client:
+        address = self._listener.getsockname()
+        client = Client(*await asyncio.open_connection(*address))
+        self.clients.append(client)
+        await client.send(data)
+        return client
+
+    def refused(self, why: Why) -> int:
+        return int(self.registry.get_sample_value("kvferry_http_refused_total", {"why": why}) or 0)
+
+
+@asynccontextmanager
+async def served(**limits: Any) -> AsyncIterator[Served]:
+    here = Served(HttpLimits(**({"header_s": LONG_S, "keepalive_s": LONG_S} | limits)))
+    await here.start()
+    try:
+        yield here
+    finally:
+        for client in here.clients:
+            client.close()
+        await here.site.stop()
+        # A transport is closed in the loop's next turns.
+        await asyncio.sleep(0.01)
+
+
+@bounded
+async def test_half_a_request_is_closed_in_time() -> None:
+    async with served(header_s=SHORT_S) as here:
+        half, silent = await here.client(b"GET /he"), await here.client()
+        assert (await half.rest()).startswith(b"HTTP/1.1 408 ")
+        assert await silent.rest() == b""
+        assert here.refused(Why.LATE) == 2
+        assert len(here.connections) == 0
+
+
+@bounded
+async def test_half_of_the_second_request_is_closed_too() -> None:
+    async with served(header_s=SHORT_S) as here:
+        client = await here.client(WHOLE)
+        assert (await client.answer()).endswith(b"quick")
+        await client.send(b"GET /he")
+        assert (await client.rest()).startswith(b"HTTP/1.1 408 ")
+
+
+@bounded
+async def test_a_request_that_takes_long_is_not_late() -> None:
+    async with served(header_s=SHORT_S) as here:
+        slow = await here.client(WHOLE.replace(b" / ", b" /slow "))
+        await here.began.wait()
+        # By the time another connection is closed for being late, this one had longer.
+        assert await (await here.client()).rest() == b""
+        here.go.set()
+        assert (await slow.answer()).endswith(b"slow")
+
+
+@bounded
+async def test_an_idle_connection_is_closed_after_its_time() -> None:
+    async with served(keepalive_s=SHORT_S) as here:
+        client = await here.client(WHOLE)
+        assert (await client.answer()).endswith(b"quick")
+        assert await client.rest() == b""
+
+
+@bounded
+async def test_half_requests_keep_no_whole_one_out() -> None:
+    async with served(connections=4) as here:
+        halves = [await here.client(b"GET /he") for _ in range(10)]
+        assert (await (await here.client(WHOLE)).answer()).endswith(b"quick")
+        for half in halves[:6]:
+            assert await half.rest() == b""
+        assert len(here.connections) == 4
+        assert here.refused(Why.DISPLACED) == 7
+
+
+@bounded
+async def test_who_comes_to_a_full_server_is_told_so() -> None:
+    async with served(connections=2) as here:
+        slow = WHOLE.replace(b" / ", b" /slow ")
+        busy = [await here.client(slow)]
+        await here.began.wait()
+        here.began.clear()
+        busy.append(await here.client(slow))
+        await here.began.wait()
+        answer = await (await here.client()).rest()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"too many connections" in answer
+        assert here.refused(Why.FULL) == 1
+        here.go.set()
+        for client in busy:
+            assert (await client.answer()).endswith(b"slow")
+
+
+@bounded
+async def test_the_count_is_right_after_everybody_has_left() -> None:
+    async with served(connections=8) as here:
+        for _ in range(20):
+            client = await here.client(WHOLE)
+            await client.answer()
+            client.close()
+        while len(here.connections):
+            await asyncio.sleep(0.01)
+        gauge = here.registry.get_sample_value("kvferry_http_connections")
+        assert gauge == 0
+        assert here.refused(Why.FULL) == here.refused(Why.DISPLACED) == 0
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"x" * 9000 + b"\r\n\r\n",
+        b"GET / HTTQ/9\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize("first", [b"", WHOLE])
+@bounded
+async def test_garbage_is_one_short_line(
+    caplog: pytest.LogCaptureFixture, first: bytes, garbage: bytes
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with served() as here:
+        client = await here.client(first)
+        if first:
+            await client.answer()
+        await client.send(garbage)
+        assert (await client.rest()).startswith(b"HTTP/1.0 400 ")
+        assert here.refused(Why.GARBAGE) == 1
+    mine = [record for record in caplog.records if record.name != "asyncio"]
+    assert [record.getMessage().split()[0] for record in mine] == ["bad-request"]
+    assert mine[0].levelno == logging.INFO
+    assert mine[0].exc_info is None
+
+
+@bounded
+async def test_a_bug_of_ours_still_has_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async with served() as here:
+        here.go = None  # type: ignore[assignment]
+        client = await here.client(WHOLE.replace(b" / ", b" /slow "))
+        assert b" 500 " in await client.rest()
+    (record,) = [record for record in caplog.records if record.name == "kvferry.http"]
+    assert record.exc_info is not None
+    assert record.levelno == logging.ERROR
