@@ -14,7 +14,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -24,6 +23,7 @@ import msgspec
 
 from kvferry.errors import KvferryError
 from kvferry.plan.choose import Path
+from kvferry.serve.ends import RoomEnds
 from kvferry.serve.engine import Engine
 from kvferry.serve.jobs import Failed, Job, Piece, RoomEnd, Trouble
 from kvferry.serve.requests import Admitted, Computed, Noted, Output, Produced, Role
@@ -37,8 +37,6 @@ LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02
 # How often it looks at deadlines while jobs wait and no room is open.
 WATCH_S = 0.2
 JOIN_S = 30.0
-# Rooms whose end is remembered.
-MAX_ENDS = 1024
 _TURN: dict[type[Output], int] = {Admitted: 0, Noted: 1, Computed: 2, Produced: 3}
 
 
@@ -67,7 +65,7 @@ class EngineLoop:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._jobs: dict[str, Job] = {}
         self._carried: dict[int, dict[str, int]] = {}
-        self._ends: OrderedDict[str, RoomEnd] = OrderedDict()
+        self.ends = RoomEnds()
         self._stopping = False
         self._pause_s = LEAST_PAUSE_S
         self.snapshot = Snapshot()
@@ -95,10 +93,6 @@ class EngineLoop:
     def abandon(self, room: str) -> None:
         """Nobody will come for this room: give it up, also if its request was answered."""
         self._inbox.put(partial(self._abandon, room))
-
-    def room_end(self, room: str) -> RoomEnd | None:
-        """How a room ended, if that was not long ago."""
-        return self._ends.get(room)
 
     def wake(self) -> None:
         """There is news from a room."""
@@ -297,6 +291,4 @@ class EngineLoop:
         failure = str(agreement.failure) if agreement.failure else None
         room, moved = job.ticket.room, agreement.moved
         path = "+".join(path for path, num_bytes in moved.most_common() if num_bytes) or None
-        self._ends[str(room)] = RoomEnd(room, failure, path, moved.total())
-        while len(self._ends) > MAX_ENDS:
-            self._ends.popitem(last=False)
+        self.ends.tell(RoomEnd(room, failure, path, moved.total()))

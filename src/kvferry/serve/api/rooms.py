@@ -7,6 +7,8 @@ let go of the room, which takes a step of theirs. Not having it costs nothing el
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from urllib.parse import quote
 
@@ -16,6 +18,7 @@ from aiohttp import web
 from yarl import URL
 
 from kvferry.ids import Room
+from kvferry.serve.ends import RoomEnds
 from kvferry.serve.jobs import RoomEnd
 
 # How long a prefill worker waits for the end of a room that it is asked about.
@@ -39,7 +42,33 @@ class RoomAsker:
         assert self._session is not None
         where = URL(f"{url}/kvferry/rooms/{quote(str(room), safe='')}", encoded=True)
         try:
-            async with self._session.get(where) as response:
+            # A worker knows it or does not; an answer from elsewhere would be somebody's guess.
+            async with self._session.get(where, allow_redirects=False) as response:
+                if response.status != 200:
+                    return None
                 return msgspec.json.decode(await response.read(), type=RoomEnd)
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError):
             return None
+
+
+async def room_end(ends: RoomEnds, room: str, timeout_s: float) -> RoomEnd:
+    """How a room ended here; a ``TimeoutError`` if it does not in time."""
+    here = asyncio.get_running_loop()
+    told: asyncio.Future[RoomEnd] = here.create_future()
+
+    def settle(end: RoomEnd) -> None:
+        if not told.done():
+            told.set_result(end)
+
+    def tell(end: RoomEnd) -> None:
+        # On the engine's thread. The server may be closed by then.
+        with contextlib.suppress(RuntimeError):
+            here.call_soon_threadsafe(settle, end)
+
+    known = ends.ask(room, tell)
+    if known is not None:
+        return known
+    try:
+        return await asyncio.wait_for(told, timeout_s)
+    finally:
+        ends.leave(room, tell)

@@ -21,8 +21,9 @@ from kvferry.serve.api.bodies import Ask, Serving, parse_chat, parse_completion
 from kvferry.serve.api.errors import ApiError, ErrorType
 from kvferry.serve.api.lanes import Lanes
 from kvferry.serve.api.metrics import Metrics
-from kvferry.serve.api.rooms import ASK_S, RoomAsker
+from kvferry.serve.api.rooms import ASK_S, RoomAsker, room_end
 from kvferry.serve.api.talk import Talk
+from kvferry.serve.ends import TooManyWaiting
 from kvferry.serve.jobs import Piece
 from kvferry.serve.loop import EngineLoop
 
@@ -32,7 +33,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 8 << 20
 BODY_S = 30.0
-ROOM_POLL_S = 0.005
 END = b"data: [DONE]\n\n"
 
 
@@ -120,12 +120,12 @@ class Api:
     async def _room(self, request: web.Request) -> web.Response:
         """How a room ended; waits a little, because its end is about to be known."""
         room = request.match_info["room"]
-        deadline = time.monotonic() + ASK_S
-        while (end := self._loop.room_end(room)) is None:
-            if time.monotonic() >= deadline:
-                raise ApiError(404, f"no room {room:.200} has ended here lately")
-            await asyncio.sleep(ROOM_POLL_S)
-        return _json(end)
+        try:
+            return _json(await room_end(self._loop.ends, room, ASK_S))
+        except TimeoutError:
+            raise ApiError(404, f"no room {room:.200} has ended here lately") from None
+        except TooManyWaiting as error:
+            raise ApiError(503, str(error), type=ErrorType.SERVER, code="busy") from None
 
     async def _give_up(self, request: web.Request) -> web.Response:
         """The router has no use for a room any more; its pages need not wait for the deadline."""

@@ -115,7 +115,8 @@ class Upstream:
         """
         url = f"{worker.url}/kvferry/rooms/{room}"
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with asyncio.timeout(CONNECT_S), self._session.delete(url):
+            deleting = self._session.delete(url, allow_redirects=False)
+            async with asyncio.timeout(CONNECT_S), deleting:
                 pass
 
     @staticmethod
