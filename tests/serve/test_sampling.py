@@ -6,13 +6,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from serve.driving import ask, engine_of, requests
+from serve.driving import PROMPTS, ask, engine_of, requests
 
 from kvferry.errors import InputError
-from kvferry.serve.sampling import draw, sample, uniform
-from kvferry.serve.steps import Sampling, Work
+from kvferry.serve.sampling import draw, penalised, sample, uniform
+from kvferry.serve.steps import Past, Sampling, Work
 from kvferry.serve.tiny import Kind
 
 Models = dict[Kind, Path]
@@ -33,6 +34,55 @@ def test_top_p_keeps_as_few_as_reach_it() -> None:
     for top_p, kept in ((0.3, {3}), (0.41, {3, 2}), (0.7, {3, 2}), (0.71, {3, 2, 1})):
         sampling = Sampling(temperature=1, top_p=top_p, seed=1)
         assert {draw(LOGITS, sampling, at) for at in range(300)} == kept
+
+
+def kept(**fields: Any) -> set[int]:
+    sampling = Sampling(temperature=1, seed=1, **fields)
+    return {draw(LOGITS, sampling, at) for at in range(400)}
+
+
+def test_top_k_and_min_p_keep_the_likeliest() -> None:
+    assert kept(top_k=1) == {3}
+    assert kept(top_k=2) == {3, 2}
+    assert kept(top_k=99) == kept(top_k=0) == {3, 2, 1, 0}
+    # 0.4 is the likeliest: a half of it leaves out 0.1, and just above that 0.2 too.
+    assert kept(min_p=0.49) == {3, 2, 1}
+    assert kept(min_p=0.51) == {3, 2}
+    assert kept(min_p=1) == {3}
+
+
+def test_top_p_is_of_what_the_others_leave() -> None:
+    """0.4 of 0.7 is above a half, while 0.4 of all is not."""
+    assert kept(top_p=0.5) == {3, 2}
+    assert kept(top_k=2, top_p=0.5) == {3}
+    assert kept(min_p=0.7, top_p=0.5) == {3}
+
+
+def test_what_top_k_leaves_keeps_its_proportions() -> None:
+    sampling = Sampling(temperature=1, seed=5, top_k=2)
+    drawn = Counter(draw(LOGITS, sampling, at) for at in range(4000))
+    assert abs(drawn[3] / 4000 - 4 / 7) < 0.03
+
+
+def test_penalties_are_what_others_compute() -> None:
+    logits = torch.tensor([2.0, -2.0, 1.0, 0.5])
+    past = Past([0, 1], [2, 2])
+    doubled = penalised(logits, Sampling(repetition_penalty=2), past)
+    assert doubled.tolist() == [1.0, -4.0, 0.5, 0.5]
+    counted = penalised(logits, Sampling(frequency_penalty=0.25), past)
+    assert counted.tolist() == [2.0, -2.0, 0.5, 0.5]
+    once = penalised(logits, Sampling(presence_penalty=-1.5), past)
+    assert once.tolist() == [2.0, -2.0, 2.5, 0.5]
+    assert logits.tolist() == [2.0, -2.0, 1.0, 0.5]
+
+
+def test_a_penalty_moves_the_likeliest_but_not_what_the_model_thought() -> None:
+    sampling = Sampling(repetition_penalty=3, logprobs=1)
+    penalty = msgspec.structs.replace(work(sampling), past=Past([3], []))
+    (told,) = sample(LOGITS[None], [penalty])
+    assert told.token == 2
+    assert told.logprob == pytest.approx(float(LOGITS[2]))
+    assert [token for token, _ in told.top] == [3]
 
 
 def test_temperature_sharpens() -> None:
@@ -56,7 +106,19 @@ def test_logprobs_come_when_they_are_asked_for() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"seed": 1 << 63}, {"logprobs": -1}],
+    [
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"seed": 1 << 63},
+        {"logprobs": -1},
+    ],
 )
 def test_what_makes_no_sense_is_refused(field: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(field))):
@@ -73,3 +135,14 @@ def test_a_seed_gives_the_same_answer_alone_and_in_company(models: Models) -> No
     assert [a.tokens for a in first] == [a.tokens for a in alone]
     for answer, *different in zip(first, other, greedy, strict=True):
         assert all(answer.tokens != d.tokens for d in different)
+
+
+def test_an_engine_looks_back_over_prompt_and_answer(models: Models) -> None:
+    """With a penalty that nothing outweighs no token comes twice, nor any of the prompt."""
+    never = Sampling(repetition_penalty=100, presence_penalty=2, frequency_penalty=2)
+    with engine_of(models[Kind.LLAMA], prefix_cache=False) as engine:
+        (plain,) = ask(engine, requests()[:1])
+        (varied,) = ask(engine, requests(sampling=never)[:1])
+    assert len(set(plain.tokens)) < len(plain.tokens) or set(plain.tokens) & set(PROMPTS[0])
+    assert len(set(varied.tokens)) == len(varied.tokens)
+    assert not set(varied.tokens) & set(PROMPTS[0])

@@ -199,6 +199,22 @@ def test_a_prefill_that_is_not_there(pair: list[Worker], alone: Alone) -> None:
     assert [local.tokens] == alone(Kind.LLAMA, PROMPTS[2:])
 
 
+def test_a_router_that_does_not_even_try_is_told_so(pair: list[Worker], alone: Alone) -> None:
+    """It asks decode alone, without a room, and its client reads where the prompt came from."""
+    _, decode = pair
+
+    async def talk(caller: Caller) -> list[Reply]:
+        replies = [await caller.post(decode.url, body_of(PROMPTS[1])) for _ in range(2)]
+        await caller.idle(decode.url)
+        return replies
+
+    replies = call(talk)
+    assert {reply.told["source"] for reply in replies} == {"recomputed"}
+    assert [reply.tokens for reply in replies] == alone(Kind.LLAMA, PROMPTS[1:2]) * 2
+    assert replies[1].told["prefix"] == 16
+    assert "room" not in replies[0].told
+
+
 def test_sides_that_were_asked_different_things(pair: list[Worker]) -> None:
     prefill, decode = pair
 

@@ -50,13 +50,14 @@ class Origin(StrEnum):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a request's transfer, for its caller.
 
-    Of decode: ``prefix`` tokens were there, ``num_bytes`` came by ``path``, ``seconds``
+    ``room`` is None where the prompt was computed here without trying another way. Of
+    decode: ``prefix`` tokens were there, ``num_bytes`` came by ``path``, ``seconds``
     after the pages were offered. Of prefill, which does not wait for the transfer: the
     ``num_bytes`` of the whole prompt's cache, the ``prefix`` that was not computed and
     the ``chunks`` that were, in ``seconds``.
     """
 
-    room: Room
+    room: Room | None
     source: Origin | None = None
     path: str | None = None
     prefix: int = 0

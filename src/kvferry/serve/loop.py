@@ -20,6 +20,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 import msgspec
+from msgspec.structs import replace
 
 from kvferry.errors import KvferryError
 from kvferry.plan.choose import Path
@@ -264,6 +265,8 @@ class EngineLoop:
     def _admitted(self, job: Job, admitted: Admitted) -> None:
         job.admitted_at = time.monotonic()
         job.prefix = admitted.prefix
+        if job.ticket is None and job.report is not None:
+            job.report = replace(job.report, prefix=admitted.prefix)
         if job.ticket is not None:
             self._rooms.admitted(job, admitted)
 

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from kvferry.errors import InputError, Misuse
 from kvferry.serve.blocks import Allocation, Blocks
 from kvferry.serve.requests import Admitted, Request, Role
-from kvferry.serve.steps import Work
+from kvferry.serve.steps import Past, Work
 
 
 class Phase(Enum):
@@ -58,6 +58,12 @@ class Active:
     def num_produced(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def past(self) -> Past:
+        """All tokens so far."""
+        num_prompt = len(self.request.prompt)
+        return Past(self.tokens[:num_prompt], self.tokens[num_prompt:])
 
     def __repr__(self) -> str:
         return f"<{self.request.id} {self.phase.name} {self.computed}/{len(self.tokens)}>"
@@ -148,14 +154,15 @@ class Scheduler:
 
     def _work(self, active: Active, size: int) -> Work:
         end = active.computed + size
-        is_last = end == len(active.tokens)
+        sampling = active.request.sampling if end == len(active.tokens) else None
         return Work(
             request=active.request.id,
             tokens=active.tokens[active.computed : end],
             first=active.computed,
             pages=active.allocation.pages[: self.blocks.pages_for(end)],
             row=active.allocation.row,
-            sampling=active.request.sampling if is_last else None,
+            sampling=sampling,
+            past=active.past if sampling is not None and sampling.looks_back else None,
         )
 
     def ran(self, work: Work) -> None:

@@ -2,8 +2,9 @@
 
 Fields that would change the answer and are not supported are refused. Others
 that are not known here are ignored, as clients send many. Beyond OpenAI's own
-there are ``ignore_eos`` and ``return_token_ids``, which mean what they mean in
-vLLM, and ``kvferry``, which says how the prompt's cache travels.
+there are ``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids``,
+``ignore_eos`` and ``return_token_ids``, which mean what they mean in vLLM, and ``kvferry``, which
+says how the prompt's cache travels.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from msgspec import Meta
 from kvferry.errors import InputError
 from kvferry.serve.api.errors import ApiError, invalid
 from kvferry.serve.jobs import Ticket
-from kvferry.serve.requests import Request, Role
+from kvferry.serve.requests import MAX_STOPS, Request, Role
 from kvferry.serve.steps import Sampling
 from kvferry.serve.tokenizer import Tokenizer, TooLong
 
@@ -38,21 +39,43 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
+class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
+    """What other servers take and what would change the answer, if it were done here."""
+
+    allowed_token_ids: object = None
+    bad_words: object = None
+    chat_template: object = None
+    continue_final_message: object = None
+    functions: object = None
+    guided_choice: object = None
+    guided_grammar: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    logit_bias: object = None
+    min_tokens: object = None
+    structured_outputs: object = None
+    truncate_prompt_tokens: object = None
+    use_beam_search: object = None
+
+
+class Body(Unsupported, frozen=True, kw_only=True):
     """What both kinds of request have in common."""
 
     model: str
     max_tokens: Positive | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     kvferry: Ticket | None = None
@@ -108,7 +131,10 @@ class Serving(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A request as the engine takes it, and how its answer is to be given."""
+    """A request as the engine takes it, and how its answer is to be given.
+
+    ``is_local``: the prompt is computed where it might have been received.
+    """
 
     request: Request
     ticket: Ticket | None
@@ -117,6 +143,7 @@ class Ask(NamedTuple):
     usage: bool
     logprobs: bool
     token_ids: bool
+    is_local: bool
 
 
 def parse_completion(data: bytes, serving: Serving) -> Ask:
@@ -188,14 +215,9 @@ def _demand_supported(body: Body, serving: Serving, also: Mapping[str, bool]) ->
             param="model",
             code="model_not_found",
         )
-    _refuse(
-        {
-            "n": body.n not in (None, 1),
-            "frequency_penalty": bool(body.frequency_penalty),
-            "presence_penalty": bool(body.presence_penalty),
-            "logit_bias": bool(body.logit_bias),
-        }
-    )
+    # What says nothing (false, 0, an empty list) asks for nothing.
+    _refuse({name: bool(getattr(body, name)) for name in Unsupported.__struct_fields__})
+    _refuse({"n": body.n not in (None, 1)})
     _refuse(also)
 
 
@@ -237,6 +259,7 @@ def _ask(
             max_tokens=wanted,
             sampling=_sampling(body, num_logprobs),
             stop=tuple(stops),
+            stop_tokens=tuple(body.stop_token_ids or ()),
             ignore_end=bool(body.ignore_eos),
             role=role,
         )
@@ -250,6 +273,7 @@ def _ask(
         usage=body.stream_options is not None and body.stream_options.include_usage,
         logprobs=num_logprobs is not None,
         token_ids=bool(body.return_token_ids),
+        is_local=role is Role.WHOLE and serving.role is not Role.WHOLE,
     )
 
 
@@ -289,6 +313,12 @@ def _sampling(body: Body, num_logprobs: int | None) -> Sampling:
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
+        # Others write -1 for all.
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
         seed=seed,
         logprobs=num_logprobs,
     )

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvferry.serve.api.bodies import Ask
 from kvferry.serve.api.errors import ApiError, ErrorType, of_failure
 from kvferry.serve.api.rooms import RoomAsker
-from kvferry.serve.jobs import Failed, Job, Piece, RoomEnd
+from kvferry.serve.jobs import Failed, Job, Origin, Piece, Report, RoomEnd
 from kvferry.serve.loop import EngineLoop
 
 # The engine watches the deadlines itself; this is for an engine that is stuck.
@@ -42,6 +42,7 @@ class Talk:
             begun_at=now,
             deadline=now + request_s,
             transfer_deadline=now + (wanted_s or deadline_s),
+            report=Report(room=None, source=Origin.RECOMPUTED) if ask.is_local else None,
         )
         loop.submit(self._job)
 
@@ -54,7 +55,7 @@ class Talk:
         """To the last one, which knows how the transfer went; raises ``ApiError``."""
         while True:
             piece = await self._next()
-            if piece.prefill_url and piece.report is not None:
+            if piece.prefill_url and piece.report is not None and piece.report.room is not None:
                 asking = self._asker.end(piece.prefill_url, piece.report.room)
                 self._end = asyncio.create_task(asking)
             if piece.finish is None:
