@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.logs.context import REQUEST_HEADER, about, onward, request_id
-from kvferry.logs.lines import ALIKE_LINES, SAME_LINES, CountingHandler, LineFormatter
+from kvferry.logs.context import REQUEST_HEADER, about, in_room, onward, request_id
+from kvferry.logs.lines import ALIKE_LINES, SAME_LINES, CountingHandler, LineFormatter, LogSettings
 
 
 class Log:
@@ -20,7 +20,7 @@ class Log:
         self.now = 0.0
         self.stream = io.StringIO()
         self.handler = CountingHandler(self.stream, clock=lambda: self.now)
-        self.handler.setFormatter(LineFormatter("decode-0/1"))
+        self.handler.setFormatter(LineFormatter(LogSettings("decode-0", "INFO", 1)))
         self.logger = logging.Logger("kvferry.test", logging.INFO)
         self.logger.addHandler(self.handler)
 
@@ -37,7 +37,8 @@ def log() -> Iterator[Log]:
 
 
 def test_a_line_has_time_level_endpoint_and_what_it_is_about(log: Log) -> None:
-    with about(request="r-1", room=17):
+    with about("r-1"):
+        in_room(17)
         log.logger.warning("room-failed code=%s", "deadline")
         log.logger.info("named room=%d", 18)
     log.logger.info("alone")
@@ -86,6 +87,6 @@ def test_an_id_that_cannot_be_used_is_replaced(given: str | None) -> None:
 
 def test_an_id_goes_on_to_whoever_is_asked_next() -> None:
     assert onward() == {}
-    with about(request=request_id("req_1/a=b:c")):
+    with about(request_id("req_1/a=b:c")):
         assert onward() == {REQUEST_HEADER: "req_1/a=b:c"}
     assert onward() == {}

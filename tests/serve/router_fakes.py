@@ -63,6 +63,7 @@ class FakeWorker:
         self.act: Act = act or (prefills if part == "prefill" else decodes)
         self.model = MODEL
         self.seen: list[Body] = []
+        self.request_ids: list[str | None] = []
         self.given_up: list[int] = []
         self.left = 0
         self.load = 0
@@ -105,12 +106,14 @@ class FakeWorker:
         )
 
     async def _give_up(self, request: web.Request) -> web.Response:
+        self.request_ids.append(request.headers.get("X-Request-Id"))
         self.given_up.append(int(request.match_info["room"]))
         return web.Response(status=204)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.seen.append(body)
+        self.request_ids.append(request.headers.get("X-Request-Id"))
         try:
             return await self.act(self, request, body)
         except asyncio.CancelledError:

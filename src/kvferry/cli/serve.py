@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 from typing import Any
 
 import msgspec
@@ -129,7 +127,7 @@ def run_all(args: argparse.Namespace) -> int:
     cluster = cluster_of(args)
     model = find_model(cluster.model)
     check(cluster, model)
-    _log("WARNING")
+    _log("serve", "WARNING")
     with Launch() as launch:
         tell = _silent if args.json else _tell_ready
         url = launch.start_all(cluster, model, tell)
@@ -180,7 +178,7 @@ def _run_part(kind: str, options: dict[str, Any], name: str, as_json: bool) -> i
     # The web server is large, and the other commands must not wait for its import.
     from kvferry.serve.parts import Kind, run_part  # noqa: PLC0415
 
-    _log("INFO")
+    _log(name, "INFO", 0 if kind == Kind.WORKER else None)
     try:
         run_part(
             Kind(kind), options, lambda url: _announce({"url": url}, as_json, f"{name} on {url}")
@@ -190,10 +188,10 @@ def _run_part(kind: str, options: dict[str, Any], name: str, as_json: bool) -> i
     return 0
 
 
-def _log(level: str) -> None:
-    logging.basicConfig(
-        stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s"
-    )
+def _log(name: str, level: str, rank: int | None = None) -> None:
+    from kvferry.logs.lines import LogSettings, install  # noqa: PLC0415
+
+    install(LogSettings(name, level, rank))
 
 
 def _announce(document: dict[str, Any], as_json: bool, text: str) -> None:

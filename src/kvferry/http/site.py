@@ -13,6 +13,7 @@ from aiohttp.http import HttpProcessingError
 
 from kvferry.http.connections import Connection, Connections, Why
 from kvferry.http.limits import BACKLOG
+from kvferry.http.requests import identify
 
 log = logging.getLogger("kvferry.http")
 
@@ -24,6 +25,7 @@ class HttpSite:
         self, app: web.Application, connections: Connections, *, shutdown_s: float
     ) -> None:
         app.middlewares.insert(0, connections.watch)
+        identify(app)
         self._connections = connections
         self._runner = web.AppRunner(
             app,

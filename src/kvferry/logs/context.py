@@ -26,15 +26,19 @@ def request_id(given: str | None) -> str:
 
 
 @contextlib.contextmanager
-def about(*, request: str = "", room: object = None) -> Iterator[None]:
-    """What is logged in this block, and in tasks that it starts, is about these."""
-    before = _REQUEST.set(request or _REQUEST.get())
-    former = _ROOM.set(_ROOM.get() if room is None else str(room))
+def about(request: str) -> Iterator[None]:
+    """What is logged in this block, and in tasks that it starts, is about that request."""
+    before, room = _REQUEST.set(request), _ROOM.set("")
     try:
         yield
     finally:
-        _ROOM.reset(former)
+        _ROOM.reset(room)
         _REQUEST.reset(before)
+
+
+def in_room(room: object) -> None:
+    """What this task logs from now on is about that room; None for no room."""
+    _ROOM.set("" if room is None else str(room))
 
 
 def onward() -> dict[str, str]:

@@ -27,23 +27,29 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
 class LogSettings(NamedTuple):
-    """Who writes, and from which level on."""
+    """Who writes (a part, or a rank of an instance), and from which level on."""
 
-    endpoint: str
+    name: str
     level: str
+    rank: int | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """As it stands in every line."""
+        return self.name if self.rank is None else f"{self.name}/{self.rank}"
 
 
 class LineFormatter(logging.Formatter):
     """One line for each event; what callers sent can't begin another."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, settings: LogSettings) -> None:
         super().__init__("%(asctime)s %(levelname)s %(endpoint)s %(message)s")
-        self.endpoint = endpoint
+        self.settings = settings
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
         """The line, without a traceback that may follow it."""
         text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], record.getMessage())
-        fields = {"endpoint": self.endpoint, "message": annotated(text)}
+        fields = {"endpoint": self.settings.endpoint, "message": annotated(text)}
         return super().formatMessage(logging.makeLogRecord(record.__dict__ | fields))
 
 
@@ -91,14 +97,13 @@ class CountingHandler(logging.StreamHandler[TextIO]):
 def install(settings: LogSettings, stream: TextIO | None = None) -> None:
     """Write this process's log from now on, unless it is somebody else's already."""
     handler = CountingHandler(stream or sys.stderr)
-    handler.setFormatter(LineFormatter(settings.endpoint))
+    handler.setFormatter(LineFormatter(settings))
     logging.basicConfig(level=settings.level, handlers=[handler])
 
 
 def installed() -> LogSettings | None:
     """What ``install`` was told in this process; None where the log is somebody else's."""
-    root = logging.getLogger()
-    for handler in root.handlers:
+    for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, LineFormatter):
-            return LogSettings(handler.formatter.endpoint, logging.getLevelName(root.level))
+            return handler.formatter.settings
     return None

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import InputError, KvferryError, Refused, TransportError
+from kvferry.logs.lines import LogSettings, install
 from kvferry.serve.parts import Kind, run_part
 
 # From the parent's end to ours, whatever hangs.
@@ -49,11 +50,8 @@ def main() -> int:
     order = msgspec.json.decode(_first_line(), type=Order)
     threading.Thread(target=_end_with_parent, name="kvferry-parent", daemon=True).start()
     say = _own_output()
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=order.log_level,
-        format=f"%(asctime)s {order.name} %(levelname)s %(message)s",
-    )
+    # A worker's own process is its rank 0.
+    install(LogSettings(order.name, order.log_level, 0 if order.kind is Kind.WORKER else None))
     try:
         run_part(order.kind, order.options, lambda url: say(Said(url=url)))
     except KvferryError as error:
@@ -98,5 +96,6 @@ def _own_output() -> Callable[[Said], None]:
 if __name__ == "__main__":
     # The engine's thread may be in the middle of a step, which nobody waits for.
     status = main()
+    logging.shutdown()
     sys.stderr.flush()
     os._exit(status)

@@ -24,6 +24,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from kvferry.errors import InputError, KvferryError
+from kvferry.logs.lines import LogSettings, install, installed
 from kvferry.serve.steps import StepPlan, StepResult
 from kvferry.serve.worker import RankSetup, RankWorker
 
@@ -163,15 +164,25 @@ def _start(setup: RankSetup, rank: int, meeting: Path) -> _Child:
     context.set_forkserver_preload(["kvferry.serve.preloaded"])
     ours, theirs = context.Pipe()
     process = context.Process(
-        target=rank_main, args=(theirs, setup, rank, meeting), name=f"rank-{rank}", daemon=True
+        target=rank_main,
+        args=(theirs, setup, rank, meeting, installed()),
+        name=f"rank-{rank}",
+        daemon=True,
     )
     process.start()
     theirs.close()
     return _Child(rank, process, ours)
 
 
-def rank_main(pipe: Connection, setup: RankSetup, rank: int, meeting: Path) -> None:
-    """The life of a rank's process. It ends when the driver says so or is gone."""
+def rank_main(
+    pipe: Connection, setup: RankSetup, rank: int, meeting: Path, log_as: LogSettings | None = None
+) -> None:
+    """The life of a rank's process. It ends when the driver says so or is gone.
+
+    It writes its log as the driver does, where that is ours.
+    """
+    if log_as is not None:
+        install(log_as._replace(rank=rank))
     # Ctrl-C is for the driver, which then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = None

@@ -18,6 +18,7 @@ from aiohttp import web
 from yarl import URL
 
 from kvferry.ids import Room
+from kvferry.logs.context import onward
 from kvferry.serve.ends import RoomEnds
 from kvferry.serve.jobs import RoomEnd
 
@@ -43,7 +44,9 @@ class RoomAsker:
         where = URL(f"{url}/kvferry/rooms/{quote(str(room), safe='')}", encoded=True)
         try:
             # A worker knows it or does not; an answer from elsewhere would be somebody's guess.
-            async with self._session.get(where, allow_redirects=False) as response:
+            async with self._session.get(
+                where, headers=onward(), allow_redirects=False
+            ) as response:
                 if response.status != 200:
                     return None
                 return msgspec.json.decode(await response.read(), type=RoomEnd)

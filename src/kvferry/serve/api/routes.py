@@ -16,6 +16,7 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
+from kvferry.logs.context import in_room
 from kvferry.serve.api.answers import Document, Writer, writer_for
 from kvferry.serve.api.bodies import Ask, Serving, parse_chat, parse_completion
 from kvferry.serve.api.errors import ApiError, ErrorType
@@ -89,6 +90,10 @@ class Api:
         try:
             response = await handler(request)
         except ApiError as error:
+            level = logging.INFO if error.status < 500 else logging.WARNING
+            log.log(
+                level, "refused path=%s status=%d why=%r", request.path, error.status, str(error)
+            )
             response = _error(error)
         except web.HTTPException as error:
             response = _error(_translated(error))
@@ -159,6 +164,8 @@ class Api:
     ) -> web.StreamResponse:
         data = await _read(request)
         ask = await self._lanes.read(len(data), partial(parse, data, self._serving))
+        if ask.ticket is not None:
+            in_room(ask.ticket.room)
         created = int(time.time())
         writer = writer_for(ask, self._serving.model, self._serving.tokenizer, created)
         talk = Talk(

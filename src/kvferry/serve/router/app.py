@@ -90,6 +90,10 @@ class Router:
         try:
             return await handler(request)
         except ApiError as error:
+            level = logging.INFO if error.status < 500 else logging.WARNING
+            log.log(
+                level, "refused path=%s status=%d why=%r", request.path, error.status, str(error)
+            )
             return error.response()
         except web.HTTPException as error:
             return _translated(error).response()

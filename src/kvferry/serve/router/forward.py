@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 
+from kvferry.logs.context import in_room
 from kvferry.serve.router.answers import JSON, ApiError
 from kvferry.serve.router.bodies import Ask, new_id
 from kvferry.serve.router.metrics import Metrics
@@ -131,7 +132,9 @@ class Forwarder:
             self._metrics.attempt(outcome)
             if isinstance(outcome, Opened):
                 return pair, outcome
-            log.warning(
+            log.log(
+                # A request that a worker calls wrong is its client's mistake.
+                logging.INFO if outcome.blame is Blame.REQUEST else logging.WARNING,
                 "attempt-failed worker=%s blame=%s message=%r",
                 outcome.worker.url,
                 outcome.blame.name,
@@ -143,8 +146,10 @@ class Forwarder:
 
     async def _attempt(self, upstream: Upstream, ask: Ask, pair: Pair) -> Opened | Failed:
         if pair.prefill is None:
+            in_room(None)
             return await upstream.ask(pair.decode, ask.path, ask.whole(), stream=ask.stream)
         room, room_s = new_id(), self._options.room_s
+        in_room(room)
         prompt = ask.for_prefill(room, room_s)
         answer = ask.for_decode(room, pair.prefill.name, room_s)
         first = asyncio.create_task(self._prefill(pair.prefill, ask.path, prompt))

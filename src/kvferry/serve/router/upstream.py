@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 
 from kvferry.errors import KvferryError
+from kvferry.logs.context import onward
 from kvferry.serve.router.answers import JSON, told
 from kvferry.serve.router.roster import Part, Worker
 
@@ -95,7 +96,7 @@ class Upstream:
                 worker.url + path,
                 # In pieces, so that a large body does not hold up everybody else.
                 data=io.BytesIO(body),
-                headers={"Content-Type": JSON},
+                headers={"Content-Type": JSON, **onward()},
                 allow_redirects=False,
             )
             self._open.callback(response.close)
@@ -115,7 +116,7 @@ class Upstream:
         """
         url = f"{worker.url}/kvferry/rooms/{room}"
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            deleting = self._session.delete(url, allow_redirects=False)
+            deleting = self._session.delete(url, headers=onward(), allow_redirects=False)
             async with asyncio.timeout(CONNECT_S), deleting:
                 pass
 

@@ -1,0 +1,29 @@
+"""Every request has an id: its caller's, or one of ours. The answer has it, and so has the log."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kvferry.http.connections import Handler
+from kvferry.logs.context import REQUEST_HEADER, about, onward, request_id
+
+
+def identify(app: web.Application) -> None:
+    """Have an application's requests identified, before anything else is done with them."""
+    app.middlewares.insert(0, _identified)
+    app.on_response_prepare.append(_name)
+
+
+@web.middleware
+async def _identified(request: web.Request, handler: Handler) -> web.StreamResponse:
+    with about(request_id(request.headers.get(REQUEST_HEADER))):
+        response = await handler(request)
+        if not response.prepared:
+            # It will be, when this block is over.
+            response.headers.update(onward())
+        return response
+
+
+async def _name(request: web.Request, response: web.StreamResponse) -> None:
+    """A stream begins while its handler runs."""
+    response.headers.update(onward())
