@@ -66,7 +66,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; ``special`` adds what the model expects around a plain text."""
-        return list(self._fast.encode(text, add_special_tokens=special).ids)
+        # A batch of one: the library lets other threads run meanwhile only for a batch.
+        (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=special)
+        return list(encoding.ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, without special ones."""
