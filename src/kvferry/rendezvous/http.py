@@ -125,6 +125,11 @@ class Service:
             # The client has left in the middle, and nobody reads this.
             log.info("client-left method=%s path=%s why=%r", request.method, request.path, error)
             response = web.Response(status=CLIENT_LEFT)
+        except asyncio.CancelledError:
+            # Since Python 3.12 the handler's end comes before that of the body it reads.
+            why = "hung up"
+            log.info("client-left method=%s path=%s why=%r", request.method, request.path, why)
+            raise
         except Exception:
             log.exception("request-failed method=%s", request.method)
             response = _error(Fault.INTERNAL, "the rendezvous has a bug; see its log")
