@@ -111,7 +111,8 @@ def test_leaving_before_the_first_token_frees_both_sides(pair: list[Worker]) -> 
     prefill, decode = pair
 
     async def talk(caller: Caller) -> Reply:
-        body = half(LONG, 11, prefill=prefill.name)
+        # A prompt of its own: one that was cached would be over before its caller leaves.
+        body = half(LONG[::-1], 11, prefill=prefill.name)
         there = asyncio.create_task(caller.post(decode.url, body))
         await caller.until(decode.url, lambda told: told["rooms"] == 1)
         here = asyncio.create_task(caller.post(prefill.url, body))

@@ -16,7 +16,7 @@ from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
 from kvferry.plan.plan import Block, Request
 from kvferry.protocol.messages import Envelope, Table
-from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.outcome import Failure, Outcome
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -58,9 +58,10 @@ class WrongVersion(Event, frozen=True):
 
 
 class Cancel(Event, frozen=True):
-    """The engine gives the room up."""
+    """The engine gives the room up, or something of ours broke: then ``failure`` says what."""
 
     room: Room
+    failure: Failure | None = None
 
 
 # ---------------------------------------------------------------- for a target

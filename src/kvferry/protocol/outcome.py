@@ -44,6 +44,7 @@ class FailureCode(StrEnum):
     TOKENS_DIFFER = "tokens-differ"
     NOT_ALL_PUSHED = "not-all-pushed"
     TRANSPORT = "transport"
+    INTERNAL = "internal"
 
 
 class Failure(msgspec.Struct, frozen=True):

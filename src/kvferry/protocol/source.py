@@ -188,7 +188,8 @@ class SourceMachine(Writer):
     def _on_cancel(self, event: Cancel) -> None:
         room = self.rooms.get(event.room)
         if room and room.known_to_engine:
-            self._fail(room, Failure.of(FailureCode.ABORTED, "given up at prefill"))
+            given_up = Failure.of(FailureCode.ABORTED, "given up at prefill")
+            self._fail(room, event.failure or given_up)
 
     def _demand_all_pushed(self, room: SourceRoom) -> None:
         """A lane that could never close must fail now and not at its deadline."""

@@ -203,7 +203,8 @@ class TargetMachine(Greeter):
     def _on_cancel(self, event: Cancel) -> None:
         room = self.rooms.get(event.room)
         if room:
-            self._fail(room, Failure.of(FailureCode.ABORTED, "given up at decode"))
+            given_up = Failure.of(FailureCode.ABORTED, "given up at decode")
+            self._fail(room, event.failure or given_up)
 
     def _on_scattered(self, event: Scattered) -> None:
         done = self.scattering.pop(event.op, None)

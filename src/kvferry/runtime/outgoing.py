@@ -37,9 +37,14 @@ class Outgoing(Handle):
     """One room, for one thread at a time. Chunks are pushed in the order of their tokens."""
 
     def __init__(
-        self, room: Room, shelf: Shelf, step: Step, abort: Callable[[Outgoing], None]
+        self,
+        room: Room,
+        deadline: float,
+        shelf: Shelf,
+        step: Step,
+        abort: Callable[[Outgoing], None],
     ) -> None:
-        super().__init__(room)
+        super().__init__(room, deadline)
         self._shelf = shelf
         self._step = step
         self._abort = abort

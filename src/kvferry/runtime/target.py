@@ -148,9 +148,10 @@ class _TargetOwner(Owner[Incoming]):
                 Inbox(),
                 ground.lifeline,
                 Mover(ground.transport, self, f"kvferry-mover-{name}"),
-                copier_for(ground.memory.device, f"kvferry-copier-{name}"),
+                copier_for(ground.memory.device, f"kvferry-copier-{name}", self.thread_broke),
                 meter,
                 config.tick_s,
+                config.stalled_s,
                 ground.staging_bytes,
             )
         )
