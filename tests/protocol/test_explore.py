@@ -11,11 +11,12 @@ from kvferry.ids import SlotIndex
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Report
 from kvferry.protocol.lanes import Lane, SourceRoom
+from kvferry.protocol.legs import TargetRoom
 from kvferry.protocol.messages import Abort, Arrived, Close, Drained, Nudge
 from kvferry.protocol.outcome import Failure
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LegState, RoomState
-from kvferry.protocol.target import TargetMachine, TargetRoom
+from kvferry.protocol.target import TargetMachine
 from kvferry.testing.explore import (
     CHUNKED,
     DIRECT,

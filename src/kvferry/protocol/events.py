@@ -76,13 +76,17 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 class Receive(Event, frozen=True):
-    """The engine holds these pages for the room and wants them filled."""
+    """The engine holds these pages for the room and wants them filled.
+
+    ``digest`` is that of its own request: what does not have the same is not used.
+    """
 
     room: Room
     prefill: Instance
     request: Request
     tables: tuple[Table, ...]
     deadline: float
+    digest: bytes = b""
 
 
 class Barred(Event, frozen=True):
@@ -123,11 +127,15 @@ class Push(Event, frozen=True):
 
 
 class Finish(Event, frozen=True):
-    """Everything was pushed, state rows too. ``metadata`` travels if this is the lead."""
+    """Everything was pushed, state rows too. ``metadata`` travels if this is the lead.
+
+    ``digest`` is that of what was computed, the same on every rank.
+    """
 
     room: Room
     num_tokens: int
     metadata: bytes = b""
+    digest: bytes = b""
 
 
 class Sent(Event, frozen=True):

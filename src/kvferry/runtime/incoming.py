@@ -23,6 +23,7 @@ class Asked(NamedTuple):
     request: Request
     tables: tuple[Table, ...]
     deadline: float
+    digest: bytes = b""
 
 
 class Incoming(Handle):

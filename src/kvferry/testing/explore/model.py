@@ -26,6 +26,7 @@ from kvferry.protocol.target import TargetMachine
 
 ROOM = "room"
 METADATA = b"first token"
+DIGEST = b"the prompt"
 FINGERPRINT = "model"
 SOURCE = 0
 TARGETS = (1, 2)
@@ -144,11 +145,12 @@ class Model:
             Open(ROOM, self.deadline_s),
             *(Prepare(ROOM, Span(first, end)) for first, end in self.pushes if self.prepares),
             *(Push(ROOM, Span(first, end)) for first, end in self.pushes),
-            Finish(ROOM, self.num_tokens, METADATA),
+            Finish(ROOM, self.num_tokens, METADATA, DIGEST),
         )
         prefill, _ = self.layouts()
         instance = Instance(PEERS[SOURCE].instance, FINGERPRINT, prefill)
-        receive = Receive(ROOM, instance, self.request, self._tables(), self.deadline_s)
+        wanted = self.request, self._tables(), self.deadline_s, DIGEST
+        receive = Receive(ROOM, instance, *wanted)
         return (source, *((receive,) for _ in TARGETS))
 
     def _tables(self) -> tuple[Table, ...]:
