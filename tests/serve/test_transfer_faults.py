@@ -217,6 +217,38 @@ def test_sides_that_were_asked_different_things(pair: list[Worker]) -> None:
     assert code in ("tokens-differ", "not-all-pushed")
 
 
+@pytest.mark.parametrize("fallback", ["fail", "local"])
+def test_another_prompt_of_the_same_length_under_the_same_room(
+    pair: list[Worker], alone: Alone, fallback: str
+) -> None:
+    """Nothing of what prefill computed is used, nor left in the cache for whoever asks next."""
+    prefill, decode = pair
+    salt = 1 + (fallback == "local")
+    a, b = (tuple((salt * 31 + 7 * i + k) % 200 for i in range(49)) for k in (0, 3))
+
+    async def talk(caller: Caller) -> tuple[Reply, ...]:
+        there = {"prefill": prefill.name, "fallback": fallback}
+        replies = await asyncio.gather(
+            caller.post(prefill.url, half(a, 4711)),
+            caller.post(decode.url, half(b, 4711, **there)),
+        )
+        await both_idle(caller, pair)
+        after = await caller.pair(prefill, decode, 4712, body_of(b))
+        await both_idle(caller, pair)
+        return (*replies, after[1])
+
+    _, answer, after = call(talk)
+    expected = alone(Kind.LLAMA, [b])
+    if fallback == "fail":
+        assert answer.status == 503
+        assert answer.document["error"]["message"].startswith("content-differs")
+        assert after.told["prefix"] == 0, "nothing that came may be found again"
+    else:
+        assert answer.told["source"] == "recomputed"
+        assert [answer.tokens] == expected
+    assert [after.tokens] == expected
+
+
 def test_a_room_that_is_taken_is_refused_and_goes_on(pair: list[Worker]) -> None:
     prefill, decode = pair
 

@@ -45,14 +45,16 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     request: str
     room: Room
     deadline_s: float
+    digest: bytes
 
 
 class Receive(msgspec.Struct, frozen=True, tag=True):
-    """To targets: have this request's cache written into these pages."""
+    """To targets: have this request's cache written into these pages, and no other's."""
 
     request: str
     room: Room
     deadline_s: float
+    digest: bytes
     prefill: str
     tokens: int
     prefix: int
@@ -184,8 +186,9 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Part(Generic[H]):
     """One room on one rank, until it was told that its pages are free."""
 
-    def __init__(self, handle: H) -> None:
+    def __init__(self, handle: H, digest: bytes) -> None:
         self.handle = handle
+        self.digest = digest
         self.told_end = False
 
 
@@ -245,7 +248,7 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
             failure = Failure.of(FailureCode.REFUSED, str(error))
             self._refused += [Ended(command.request, failure), self._released(command.request, {})]
             return
-        self.parts[command.request] = Part(handle)
+        self.parts[command.request] = Part(handle, command.digest)
         handle.on_end(lambda _: self.on_news())
         handle.on_release(self.on_news)
 

@@ -63,7 +63,13 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
             if work.sampling is not None:
                 first = firsts.get(work.request)
                 metadata = encode(First(first, self.settings.http)) if first else b""
-                part.handle.close(metadata, states=work.row, tokens=work.end, after=computed)
+                part.handle.close(
+                    metadata,
+                    states=work.row,
+                    tokens=work.end,
+                    after=computed,
+                    digest=part.digest,
+                )
         notes = super().after(plan, samples)
         self._begun &= self.parts.keys()
         return notes
