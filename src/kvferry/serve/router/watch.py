@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import quote
@@ -17,8 +16,8 @@ import msgspec
 from yarl import URL
 
 from kvferry.errors import InputError, KvferryError
+from kvferry.rendezvous.acquaintance import Acquaintance
 from kvferry.rendezvous.records import InstanceView, Summaries
-from kvferry.rendezvous.signing import sign
 from kvferry.runtime.keys import ClusterKey
 from kvferry.serve.router.options import RouterOptions, checked_url
 from kvferry.serve.router.roster import Announced, Health, Part, Roster, Worker
@@ -37,7 +36,7 @@ class Watch:
     def __init__(self, options: RouterOptions, roster: Roster, key: ClusterKey | None) -> None:
         self._options = options
         self._roster = roster
-        self._signing_key = key.http if key is not None else None
+        self._service = Acquaintance((options.rendezvous or "").rstrip("/"), key)
         self._known: dict[str, tuple[str, Announced | None]] = {}
         self._away = False
         self._asking: dict[object, asyncio.Task[None]] = {}
@@ -96,12 +95,13 @@ class Watch:
         return [entry for _, entry in self._known.values() if entry is not None]
 
     async def _get(self, session: aiohttp.ClientSession, base: str, path: str) -> bytes:
-        headers = {}
-        if self._signing_key is not None:
-            headers["Authorization"] = sign(self._signing_key, "GET", path, b"", time.time())
+        headers = await self._service.authorization(session, "GET", path)
         url = URL(base.rstrip("/") + path, encoded=True)
         async with session.get(url, headers=headers, allow_redirects=False) as response:
             data = await response.content.read(MAX_BYTES)
+            if response.status == 401:
+                # It may have restarted; the next look asks who is there.
+                self._service.forget()
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {data[:200]!r}")
             return data
