@@ -199,7 +199,8 @@ class DecodeRooms(Rooms):
             seconds=time.monotonic() - job.admitted_at,
         )
         job.over = produced.finish is not None
-        piece = Piece(produced.sample, produced.text, produced.finish, job.report, first.http)
+        where = (first.http, first.life) if first.http else None
+        piece = Piece(produced.sample, produced.text, produced.finish, job.report, where)
         job.say(piece)
 
     def stop(self, job: Job) -> None:

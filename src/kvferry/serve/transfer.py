@@ -99,10 +99,14 @@ _NOTES: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
 
 
 class First(msgspec.Struct, frozen=True):
-    """What the lead source adds to a room: the first token, and who can say how it went."""
+    """What the lead source adds to a room: the first token, and who can say how it went.
+
+    ``life`` is that of the worker at ``http``, which takes signed questions for it alone.
+    """
 
     sample: Sample
     http: str = ""
+    life: str = ""
 
 
 def encode(message: Command | Note | First) -> bytes:
@@ -163,7 +167,8 @@ class Agreement:
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the endpoints of one instance have in common. Sent to the ranks' processes.
 
-    ``model`` is the checkpoint's fingerprint, ``http`` where the worker itself is reached.
+    ``model`` is the checkpoint's fingerprint, ``http`` where the worker itself is reached,
+    in its ``life``.
     """
 
     name: str
@@ -172,6 +177,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: str | None = None
     key_file: str | None = None
     http: str = ""
+    life: str = ""
     config: EndpointConfig = EndpointConfig()
 
     def make_transport(self) -> Transport:

@@ -7,6 +7,7 @@ let go of the room, which takes a step of theirs. Not having it costs nothing el
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from urllib.parse import quote
 
@@ -16,6 +17,8 @@ from aiohttp import web
 from yarl import URL
 
 from kvferry.ids import Room
+from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.signing import sign
 from kvferry.serve.jobs import RoomEnd
 
 # How long a prefill worker waits for the end of a room that it is asked about.
@@ -25,7 +28,8 @@ ASK_S = 30.0
 class RoomAsker:
     """Asks while the application it belongs to is running."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: ClusterKey | None = None) -> None:
+        self._key = key.http if key is not None else None
         self._session: aiohttp.ClientSession | None = None
 
     async def running(self, app: web.Application) -> AsyncIterator[None]:
@@ -34,12 +38,16 @@ class RoomAsker:
         async with aiohttp.ClientSession(timeout=timeout) as self._session:
             yield
 
-    async def end(self, url: str, room: Room) -> RoomEnd | None:
-        """How a room ended there, if that can be found out."""
+    async def end(self, url: str, life: str, room: Room) -> RoomEnd | None:
+        """How a room ended at a worker in that life, if that can be found out."""
         assert self._session is not None
-        where = URL(f"{url}/kvferry/rooms/{quote(str(room), safe='')}", encoded=True)
+        path = f"/kvferry/rooms/{quote(str(room), safe='')}"
+        where, headers = URL(url + path, encoded=True), {}
+        if self._key is not None and life:
+            signed = sign(self._key, life, "GET", path, b"", time.time())
+            headers["Authorization"] = signed
         try:
-            async with self._session.get(where) as response:
+            async with self._session.get(where, headers=headers) as response:
                 return msgspec.json.decode(await response.read(), type=RoomEnd)
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError):
             return None

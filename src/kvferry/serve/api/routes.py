@@ -15,8 +15,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 from aiohttp import web
 
+from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.signing import Guard
 from kvferry.serve.api.answers import Document, Writer, writer_for
 from kvferry.serve.api.bodies import Ask, Serving, parse_chat, parse_completion
+from kvferry.serve.api.door import UNSIGNED, Door, refused
 from kvferry.serve.api.errors import ApiError, ErrorType
 from kvferry.serve.api.metrics import Metrics
 from kvferry.serve.api.rooms import ASK_S, RoomAsker
@@ -45,6 +48,8 @@ class Api:
         *,
         deadline_s: float,
         request_s: float,
+        key: ClusterKey | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._loop = loop
         self._serving = serving
@@ -53,7 +58,8 @@ class Api:
         self._request_s = request_s
         self._created = int(time.time())
         self._metrics = Metrics(str(about["name"]))
-        self._asker = RoomAsker()
+        self._asker = RoomAsker(key)
+        self._door = Door(guard)
 
     def application(self) -> web.Application:
         """The routes."""
@@ -103,6 +109,8 @@ class Api:
         gone = self._loop.died.done()
         told = msgspec.to_builtins(self._loop.snapshot)
         status = {"status": "ended" if gone else "ok"}
+        who = msgspec.structs.asdict(self._door.introduce(request.query.get("nonce", "")))
+        status |= {name: said for name, said in who.items() if said}
         return _json({**status, **self._about, **told}, 503 if gone else 200)
 
     async def _figures(self, request: web.Request) -> web.Response:
@@ -111,6 +119,7 @@ class Api:
 
     async def _room(self, request: web.Request) -> web.Response:
         """How a room ended; waits a little, because its end is about to be known."""
+        self._door.demand_signed(request)
         room = request.match_info["room"]
         deadline = time.monotonic() + ASK_S
         while (end := self._loop.room_end(room)) is None:
@@ -121,6 +130,7 @@ class Api:
 
     async def _give_up(self, request: web.Request) -> web.Response:
         """The router has no use for a room any more; its pages need not wait for the deadline."""
+        self._door.demand_signed(request)
         self._loop.abandon(request.match_info["room"])
         return web.Response(status=204)
 
@@ -149,7 +159,12 @@ class Api:
     async def _answer(
         self, request: web.Request, parse: Callable[[bytes, Serving], Ask]
     ) -> web.StreamResponse:
-        ask = await asyncio.to_thread(parse, await _read(request), self._serving)
+        self._door.knock(request)
+        body = await _read(request)
+        is_signed = self._door.is_signed(request, body)
+        ask = await asyncio.to_thread(parse, body, self._serving)
+        if ask.ticket is not None and not is_signed:
+            raise refused(UNSIGNED)
         created = int(time.time())
         writer = writer_for(ask, self._serving.model, self._serving.tokenizer, created)
         talk = Talk(

@@ -44,7 +44,7 @@ class Router:
         self._options = options
         self.roster = Roster(options.policy, options.lost_s, fixed)
         self._metrics = Metrics(self.roster)
-        self._forwarder = Forwarder(options, self.roster, self._metrics)
+        self._forwarder = Forwarder(options, self.roster, self._metrics, key)
         self._watch = Watch(options, self.roster, key)
         self._since = int(time.time())
 

@@ -19,6 +19,7 @@ from kvferry.errors import InputError, KvferryError
 from kvferry.rendezvous.acquaintance import Acquaintance
 from kvferry.rendezvous.records import InstanceView, Summaries
 from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.signing import Introduction, new_nonce
 from kvferry.serve.router.options import RouterOptions, checked_url
 from kvferry.serve.router.roster import Announced, Health, Part, Roster, Worker
 from kvferry.serve.router.upstream import ended, new_session
@@ -36,6 +37,7 @@ class Watch:
     def __init__(self, options: RouterOptions, roster: Roster, key: ClusterKey | None) -> None:
         self._options = options
         self._roster = roster
+        self._key = key.http if key is not None else None
         self._service = Acquaintance((options.rendezvous or "").rstrip("/"), key)
         self._known: dict[str, tuple[str, Announced | None]] = {}
         self._away = False
@@ -110,15 +112,18 @@ class Watch:
 
     async def _check(self, session: aiohttp.ClientSession, worker: Worker) -> None:
         was_up, now = worker.up, asyncio.get_running_loop().time
-        check_s = min(CHECK_S, self._options.lost_s)
+        check_s, nonce = min(CHECK_S, self._options.lost_s), new_nonce()
         try:
             async with (
                 asyncio.timeout(check_s),
-                session.get(f"{worker.url}/healthz", allow_redirects=False) as response,
+                session.get(
+                    f"{worker.url}/healthz?nonce={nonce}", allow_redirects=False
+                ) as response,
             ):
                 health = msgspec.json.decode(await response.read(), type=Health)
                 if response.status != 200:
                     raise ValueError(f"it is not well (status {response.status})")
+                self._demand_proof(health, nonce)
             self._roster.well(worker, health, now())
         except aiohttp.ClientConnectorError as error:
             self._roster.missed(worker, str(error), now(), refused=True)
@@ -127,6 +132,12 @@ class Watch:
             self._roster.missed(worker, problem, now(), refused=False)
         if worker.up != was_up:
             log.info("worker url=%s up=%s problem=%r", worker.url, worker.up, worker.problem)
+
+    def _demand_proof(self, health: Health, nonce: str) -> None:
+        """A worker that has a key must have ours; one without needs no signature."""
+        told = Introduction(health.life, health.proof)
+        if self._key is not None and told.life and not told.fits(self._key, nonce):
+            raise ValueError("it has another cluster key; give both the same file")
 
 
 def announced(view: InstanceView) -> Announced | None:
