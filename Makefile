@@ -55,8 +55,9 @@ bench: $(INSTALLED) ## measure planning, binding, the protocol, copies and trans
 	$(BIN)/python benchmarks/transport_posts.py nixl mooncake shm
 	$(BIN)/kvferry bench control --json
 
-soak: $(INSTALLED) ## 10,000 rooms while ranks are killed and stopped (about 5 minutes)
+soak: $(INSTALLED) ## 10,000 rooms while ranks are killed and stopped, then many short ones (10 min)
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/short_rooms.py
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build

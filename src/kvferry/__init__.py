@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvferry.digest import digest_of
     from kvferry.runtime.config import EndpointConfig
     from kvferry.runtime.ground import make_transport
     from kvferry.runtime.keys import ClusterKey
@@ -19,6 +20,7 @@ __all__ = [
     "Memory",
     "SourceEndpoint",
     "TargetEndpoint",
+    "digest_of",
     "make_transport",
 ]
 __version__ = "0.1.0"
@@ -30,6 +32,7 @@ _PUBLIC = {
     "Memory": "kvferry.runtime.memory",
     "SourceEndpoint": "kvferry.runtime.source",
     "TargetEndpoint": "kvferry.runtime.target",
+    "digest_of": "kvferry.digest",
     "make_transport": "kvferry.runtime.ground",
 }
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.digest import MAX_DIGEST
 from kvferry.errors import KvferryError
 from kvferry.ids import MAX_ID, Generation, Peer, Room, Serial, Session, SlotIndex
 from kvferry.layout import Layout, Span, attention
@@ -95,7 +96,13 @@ BODIES: dict[type, st.SearchStrategy[Any]] = {
     Arrived: st.builds(Arrived, rooms, generations, blocks, st.none() | serials),
     Nudge: st.builds(Nudge, rooms, generations, st.lists(serials, max_size=4).map(tuple)),
     Close: st.builds(
-        Close, rooms, generations, st.integers(0, MAX_TOKENS), blocks, st.none() | blobs
+        Close,
+        rooms,
+        generations,
+        st.integers(0, MAX_TOKENS),
+        blocks,
+        st.none() | blobs,
+        st.binary(max_size=MAX_DIGEST),
     ),
     Complete: st.builds(Complete, rooms, generations),
     Abort: st.builds(Abort, rooms, generations, failures, st.booleans()),
@@ -313,6 +320,7 @@ MALFORMED: dict[str, Any] = {
     "no tag": [],
     "unknown tag": ["hullo"],
     "too few fields": ["accept", 1],
+    "digest long": ["close", 1, 1, 8, [], None, bytes(MAX_DIGEST + 1)],
     "room below": offer(room=-1),
     "room above": offer(room=1 << 63),
     "room empty": offer(room=""),

@@ -11,11 +11,12 @@ from kvferry.ids import SlotIndex
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Report
 from kvferry.protocol.lanes import Lane, SourceRoom
+from kvferry.protocol.legs import TargetRoom
 from kvferry.protocol.messages import Abort, Arrived, Close, Drained, Nudge
 from kvferry.protocol.outcome import Failure
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LegState, RoomState
-from kvferry.protocol.target import TargetMachine, TargetRoom
+from kvferry.protocol.target import TargetMachine
 from kvferry.testing.explore import (
     CHUNKED,
     DIRECT,
@@ -181,6 +182,13 @@ class SharesLocalSlot(SourceMachine):
         super()._settle()
 
 
+class IgnoresDigest(TargetMachine):
+    """C10: what has the right length is taken for what was asked for."""
+
+    def _differs(self, room: TargetRoom, body: Close) -> Failure | None:
+        return None
+
+
 BROKEN: list[tuple[Model, Fault | None, str]] = [
     (replace(DIRECT, target=ReleasesAtAbort), Fault.CANCEL_TARGET, "pages that were released"),
     (replace(STAGED, target=FreesSlotsAtAbort), Fault.CANCEL_TARGET, "not promised to it"),
@@ -195,6 +203,7 @@ BROKEN: list[tuple[Model, Fault | None, str]] = [
     (replace(DIRECT, source=DrainedTooEarly), Fault.CANCEL_TARGET, "pages that were released"),
     (replace(DIRECT, source=SaysCloseOnce), Fault.DROP, "not everybody is Done"),
     (replace(STAGED, source=SharesLocalSlot), None, "which is in flight"),
+    (replace(MODELS["mixed"], target=IgnoresDigest), None, "with another request's cache"),
 ]
 
 

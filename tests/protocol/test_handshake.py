@@ -13,6 +13,7 @@ from kvferry.plan import Block, PoolMap, Request
 from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
 from kvferry.protocol.events import Barred, Cancel, Instance, Receive, Received, WrongVersion
 from kvferry.protocol.messages import (
+    VERSION,
     Accept,
     Arrived,
     Envelope,
@@ -166,7 +167,8 @@ def test_a_target_gives_up_a_link_whose_peer_speaks_another_version() -> None:
 
 def test_the_codec_gives_what_the_event_needs() -> None:
     frame = encode(Envelope(T0, 1, Session(1, 1), 3, Heartbeat()))
-    bad = decode(frame.replace(b"\xa3kvf\x01", b"\xa3kvf\x02"))
+    head = b"\xa3kvf"
+    bad = decode(frame.replace(head + bytes([VERSION]), head + bytes([VERSION + 1])))
     assert isinstance(bad, BadFrame)
     assert bad.fault is FrameFault.VERSION
     assert bad.header is not None

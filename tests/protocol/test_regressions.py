@@ -9,6 +9,7 @@ import pytest
 from wire import DENSE, MODEL, ROOM, World, always_stage, dense, let_go, moving
 from wire import small_world as world
 
+from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse
 from kvferry.ids import Op, Peer, Serial
 from kvferry.layout import Layout, Span
@@ -326,6 +327,13 @@ def test_reasons_are_cut_to_the_limit_of_a_frame() -> None:
 PAGES = tuple(range(MAX_PAGES + 1))
 MISUSES: dict[str, tuple[Peer, Event]] = {
     "metadata too long": (S0, Finish(ROOM, 16, bytes(MAX_METADATA + 1))),
+    "digest too long": (S0, Finish(ROOM, 16, b"", bytes(MAX_DIGEST + 1))),
+    "digest asked for too long": (
+        T0,
+        Receive(
+            "new", Instance("prefill", MODEL, dense()), Request(8), (), 200.0, bytes(MAX_DIGEST + 1)
+        ),
+    ),
     "pushed twice": (S0, Push(ROOM, Span(0, 8))),
     "pushed in part": (S0, Push(ROOM, Span(7, 9))),
     "too many tables": (

@@ -13,8 +13,8 @@ import msgspec
 
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.rendezvous.records import RankRecord, Registration
-from kvferry.rendezvous.signing import sign
 from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.signing import Introduction, new_nonce, sign
 
 ENOUGH_S = 30.0
 SPEC = attention(layers=4, kv_heads=4, head_dim=8)
@@ -67,6 +67,17 @@ class Answer:
         return str(self.json["error"]["message"])
 
 
+def life_of(url: str) -> str:
+    """In which life a service is, as it says itself."""
+    answer = ask(url, "GET", f"/healthz?nonce={new_nonce()}")
+    return msgspec.json.decode(answer.body, type=Introduction).life
+
+
+def signed(url: str, key: ClusterKey, method: str, path: str, body: bytes = b"") -> str:
+    """The header of a request to who is there now."""
+    return sign(key.http, life_of(url), method, path, body, time.time())
+
+
 def ask(
     url: str,
     method: str,
@@ -79,7 +90,7 @@ def ask(
     parts = urlsplit(url)
     sent = dict(headers or {})
     if key is not None:
-        sent.setdefault("Authorization", sign(key.http, method, path, body, time.time()))
+        sent.setdefault("Authorization", signed(url, key, method, path, body))
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=ENOUGH_S)
     try:
         connection.request(method, path, body or None, sent)

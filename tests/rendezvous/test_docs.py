@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvferry.rendezvous import bell, client, http, records, server, service, signing
+from kvferry.rendezvous import bell, client, http, records, server, service
+from kvferry.runtime import signing
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rendezvous.md").read_text()
 

@@ -15,8 +15,10 @@ from rendezvous.parts import (
     Answer,
     ask,
     layout,
+    life_of,
     record,
     registration,
+    signed,
     wait_until,
 )
 
@@ -24,8 +26,8 @@ from kvferry.errors import InputError
 from kvferry.rendezvous.http import MAX_BODY_BYTES
 from kvferry.rendezvous.records import InstanceView
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.rendezvous.signing import sign
 from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.signing import sign
 
 KEY = ClusterKey(bytes(range(32)))
 RANK = "/v1/instances/p/ranks/0"
@@ -300,17 +302,42 @@ def test_with_a_key_every_request_is_signed(keyed: str) -> None:
 
 def test_a_request_can_t_be_sent_again_or_changed(keyed: str) -> None:
     body = registration(record())
-    signed = {"Authorization": sign(KEY.http, "PUT", RANK, body, time.time())}
-    assert ask(keyed, "PUT", RANK, body + b" ", headers=signed).code == "unsigned"
-    assert ask(keyed, "DELETE", RANK, body, headers=signed).code == "unsigned"
-    assert ask(keyed, "PUT", RANK, body, headers=signed).status == 204
-    answer = ask(keyed, "PUT", RANK, body, headers=signed)
+    header = {"Authorization": signed(keyed, KEY, "PUT", RANK, body)}
+    assert ask(keyed, "PUT", RANK, body + b" ", headers=header).code == "unsigned"
+    assert ask(keyed, "DELETE", RANK, body, headers=header).code == "unsigned"
+    assert ask(keyed, "PUT", RANK, body, headers=header).status == 204
+    answer = ask(keyed, "PUT", RANK, body, headers=header)
     assert (answer.status, answer.code) == (401, "replayed")
 
 
+def test_a_request_can_t_be_sent_again_after_a_restart() -> None:
+    """The new life has forgotten what it has seen, and takes nothing that was for the old one."""
+    body = registration(record())
+    with RendezvousServer(key=KEY) as server:
+        port = urlsplit(server.url).port
+        header = {"Authorization": signed(server.url, KEY, "PUT", RANK, body)}
+        assert ask(server.url, "PUT", RANK, body, headers=header).status == 204
+    assert port is not None
+    with RendezvousServer(port=port, key=KEY) as again:
+        answer = ask(again.url, "PUT", RANK, body, headers=header)
+        assert (answer.status, answer.code) == (401, "other-life")
+        assert ask(again.url, "GET", "/v1/instances", b"", KEY).json["instances"] == []
+
+
+def test_a_request_is_for_one_service(keyed: str) -> None:
+    """A second rendezvous with the same key takes nothing that was for the first."""
+    body = registration(record())
+    header = {"Authorization": signed(keyed, KEY, "PUT", RANK, body)}
+    with RendezvousServer(key=KEY) as other:
+        answer = ask(other.url, "PUT", RANK, body, headers=header)
+        assert (answer.status, answer.code) == (401, "other-life")
+    assert ask(keyed, "PUT", RANK, body, headers=header).status == 204
+
+
 def test_an_old_signature_is_refused(keyed: str) -> None:
-    signed = {"Authorization": sign(KEY.http, "GET", "/v1/instances", b"", time.time() - 1000)}
-    answer = ask(keyed, "GET", "/v1/instances", headers=signed)
+    asked = ("GET", "/v1/instances")
+    old = sign(KEY.http, life_of(keyed), *asked, b"", time.time() - 1000)
+    answer = ask(keyed, *asked, headers={"Authorization": old})
     assert (answer.code, "clock" in answer.message) == ("unsigned", True)
 
 

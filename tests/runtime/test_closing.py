@@ -22,6 +22,11 @@ def url() -> Iterator[str]:
         yield server.url
 
 
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """A busy machine may well be worth a warning."""
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
+
+
 def code(outcome: object) -> FailureCode | None:
     return outcome.code if isinstance(outcome, Failure) else None
 
@@ -34,12 +39,11 @@ def test_a_target_that_still_looks_for_its_prefill(
     memory = Memory.allocate(LAYOUT, 0, 8, means.allocate)
     target = TargetEndpoint(LAYOUT, memory, name="d", model="m", transport=means, rendezvous=url)
     room = target.receive("x", prefill="nobody", tokens=4, pages=[1])
-    with caplog.at_level(logging.ERROR):
-        assert target.close()
+    assert target.close()
     assert code(room.outcome) is FailureCode.ABORTED
     assert room.released
     assert target.close()
-    assert not caplog.records
+    assert not errors_in(caplog)
     with pytest.raises(Misuse, match="closing"):
         target.receive("y", prefill="nobody", tokens=4, pages=[1])
 
@@ -53,9 +57,8 @@ def test_a_source_that_nobody_has_asked(
     source = SourceEndpoint(LAYOUT, memory, name="p", model="m", transport=means, rendezvous=url)
     room = source.open("x")
     room.push((0, 4), [0])
-    with caplog.at_level(logging.ERROR):
-        assert source.close()
+    assert source.close()
     assert code(room.outcome) is FailureCode.ABORTED
     assert room.released
     assert source.close()
-    assert not caplog.records
+    assert not errors_in(caplog)

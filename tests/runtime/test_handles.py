@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from runtime.fleets import HYBRID, QUICK, eventually, layout
 
+from kvferry.digest import digest_of
 from kvferry.errors import InputError, Misuse
 from kvferry.ids import MAX_ID, Room
 from kvferry.layout.spec import attention
@@ -182,6 +183,35 @@ def test_the_sides_disagree_about_the_length(pair: Pair) -> None:
     outcome = into.wait(WAIT_S)
     assert isinstance(outcome, Failure)
     assert outcome.code is FailureCode.TOKENS_DIFFER
+
+
+def test_the_sides_mean_different_requests(pair: Pair) -> None:
+    """Same room, same length, other tokens: nothing of it is used, also if a rank has it all."""
+    into = pair.target.receive("room", prefill=pair.view, tokens=8, pages=[0, 1], digest=b"B")
+    out = pair.source.open("room")
+    out.push((0, 8), [0, 1])
+    out.close(b"first token", digest=b"A")
+    for handle in (into, out):
+        outcome = handle.wait(WAIT_S)
+        assert isinstance(outcome, Failure)
+        assert outcome.code is FailureCode.CONTENT_DIFFERS
+        handle.wait_released(WAIT_S)
+    assert into.metadata == b""
+    assert into.bad_pages == {"kv": [0, 1]}
+    carry(pair, "next")
+
+
+def test_the_sides_mean_the_same_request(pair: Pair) -> None:
+    digest = digest_of([5, 6, 7, 8], model="m", dtype="bf16")
+    into = pair.target.receive("room", prefill=pair.view, tokens=4, pages=[0], digest=digest)
+    out = pair.source.open("room")
+    out.push((0, 4), [0])
+    out.close(b"first token", digest=digest)
+    assert into.wait(WAIT_S) == Done(b"first token")
+    with pytest.raises(InputError, match="at most 64 bytes"):
+        pair.target.receive("long", prefill=pair.view, tokens=4, pages=[0], digest=bytes(65))
+    with pytest.raises(InputError, match="at most 64 bytes"):
+        pair.source.open("long").close(digest=bytes(65))
 
 
 def test_less_was_pushed_than_asked_for(pair: Pair) -> None:

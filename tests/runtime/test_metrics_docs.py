@@ -85,6 +85,8 @@ def test_every_metric_of_an_endpoint_has_its_row() -> None:
     meter.total("impatient", 1)
     meter.now(open_rooms=0, quarantined=0, age_s=0.0)
     meter.staging(0, 1)
+    meter.broke("mover")
+    meter.stalled("mover", 0.0)
     assert collected(registry, LABELS) == documented("## Endpoints")
     assert all(f"`{label}`" in TEXT for label in LABELS)
 

@@ -19,7 +19,7 @@ from kvferry.ids import Generation, Peer, Session
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Request
 from kvferry.protocol.codec import encode
-from kvferry.protocol.messages import Abort, Body, Envelope, Heartbeat, Hello, Offer
+from kvferry.protocol.messages import VERSION, Abort, Body, Envelope, Heartbeat, Hello, Offer
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import Fault, InstanceView, RendezvousError
@@ -74,8 +74,8 @@ def strange_frames(fingerprint: str) -> Iterator[bytes]:
     """What no peer of ours would send."""
     yield b""
     yield os.urandom(40)
-    yield msgspec.msgpack.encode(["kvf", 9, ["p", 0], 1, [1, 1], 1, []])
-    yield msgspec.msgpack.encode(["kvf", 1, ["p", 0], 1, [1, 1], 1, ["x"]])
+    yield msgspec.msgpack.encode(["kvf", VERSION + 1, ["p", 0], 1, [1, 1], 1, []])
+    yield msgspec.msgpack.encode(["kvf", VERSION, ["p", 0], 1, [1, 1], 1, ["x"]])
     room, generation = "before", Generation(1)
     yield stranger_frame(Heartbeat())
     yield stranger_frame(Offer(room, generation, REQUEST, (), 5.0))

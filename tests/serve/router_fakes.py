@@ -260,10 +260,12 @@ class Site:
         status, _, data = await self.post({"model": MODEL, "prompt": "p"} | fields)
         return status, json.loads(data)
 
-    async def state(self) -> dict[str, Any]:
+    async def listed(self) -> list[dict[str, Any]]:
         async with self.http.get(f"{self.url}/healthz") as response:
-            workers = (await response.json())["workers"]
-        return {worker["name"]: worker for worker in workers}
+            return list((await response.json())["workers"])
+
+    async def state(self) -> dict[str, Any]:
+        return {worker["name"]: worker for worker in await self.listed()}
 
     async def until_up(self, *names: str, up: bool = True) -> None:
         while True:

@@ -86,8 +86,8 @@ async def test_a_redirect_is_no_answer() -> None:
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        assert await asker.end(url, 7) is None
+        assert await asker.end(url, "", 7) is None
         assert asked == ["/kvferry/rooms/7"]
-        assert await asker.end(url, 8) == END
+        assert await asker.end(url, "", 8) == END
     finally:
         await runner.cleanup()

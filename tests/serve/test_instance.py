@@ -192,7 +192,8 @@ def test_workers_say_where_they_are_and_leave(models: Models, tmp_path: Path) ->
                     "instance": worker.name,
                 }
             prefill, decode = running
-            _, second = call(lambda caller: caller.pair(prefill, decode, 1, body_of(PROMPTS[2])))
+            asked = prefill, decode, 1, body_of(PROMPTS[2])
+            _, second = call(lambda caller: caller.pair(*asked), key)
             assert second.told["source"] == "transferred"
         with pytest.raises(RendezvousError, match="nobody has registered"):
             asyncio.run(asyncio.wait_for(gone(server.url, key, running[0].name), 20))

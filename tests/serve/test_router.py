@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -14,6 +15,7 @@ from serve.router_fakes import (
     STREAM,
     WORDS,
     FakeWorker,
+    Site,
     Wire,
     bounded,
     hangs,
@@ -276,3 +278,33 @@ async def test_workers_are_found_at_the_rendezvous(with_key: bool, tmp_path: Any
             await asyncio.sleep(0.02)
     await asyncio.to_thread(client.close)
     await workers[0].stop()
+
+
+@bounded
+async def test_a_rendezvous_that_restarts_is_asked_in_its_new_life(tmp_path: Any) -> None:
+    key, path = ClusterKey.new(), tmp_path / "key"
+    key.write(path)
+    worker = FakeWorker("decode", "d0", Wire())
+    await worker.start()
+    server = RendezvousServer(key=key).start()
+    port = urlsplit(server.url).port
+    assert port is not None
+    options = RouterOptions(port=0, rendezvous=server.url, key=str(path), poll_s=0.05)
+    async with serving(options) as url, aiohttp.ClientSession() as http:
+        here = Site(url, {}, http)
+        client = RendezvousClient(server.url, key)
+        for again in (False, True):
+            if again:
+                await asyncio.to_thread(server.stop)
+                server = RendezvousServer(port=port, key=key).start()
+            name = f"d{int(again)}@http"
+            metadata = {"http": worker.url, "role": "decode", "instance": worker.name}
+            if again:
+                # Under another address, so that it can only have been heard of now.
+                metadata["http"] = worker.url.replace("127.0.0.1", "localhost")
+            client.register(record(name, layout=layout(tp=1), metadata=metadata), 1.0)
+            while not any(w["url"] == metadata["http"] for w in await here.listed()):
+                await asyncio.sleep(0.01)
+        await asyncio.to_thread(client.close)
+    await asyncio.to_thread(server.stop)
+    await worker.stop()

@@ -111,7 +111,8 @@ def test_leaving_before_the_first_token_frees_both_sides(pair: list[Worker]) -> 
     prefill, decode = pair
 
     async def talk(caller: Caller) -> Reply:
-        body = half(LONG, 11, prefill=prefill.name)
+        # A prompt of its own: one that was cached would be over before its caller leaves.
+        body = half(LONG[::-1], 11, prefill=prefill.name)
         there = asyncio.create_task(caller.post(decode.url, body))
         await caller.until(decode.url, lambda told: told["rooms"] == 1)
         here = asyncio.create_task(caller.post(prefill.url, body))
@@ -230,6 +231,38 @@ def test_sides_that_were_asked_different_things(pair: list[Worker]) -> None:
     assert failed.status == 503
     code = failed.document["error"]["message"].partition(":")[0]
     assert code in ("tokens-differ", "not-all-pushed")
+
+
+@pytest.mark.parametrize("fallback", ["fail", "local"])
+def test_another_prompt_of_the_same_length_under_the_same_room(
+    pair: list[Worker], alone: Alone, fallback: str
+) -> None:
+    """Nothing of what prefill computed is used, nor left in the cache for whoever asks next."""
+    prefill, decode = pair
+    salt = 1 + (fallback == "local")
+    a, b = (tuple((salt * 31 + 7 * i + k) % 200 for i in range(49)) for k in (0, 3))
+
+    async def talk(caller: Caller) -> tuple[Reply, ...]:
+        there = {"prefill": prefill.name, "fallback": fallback}
+        replies = await asyncio.gather(
+            caller.post(prefill.url, half(a, 4711)),
+            caller.post(decode.url, half(b, 4711, **there)),
+        )
+        await both_idle(caller, pair)
+        after = await caller.pair(prefill, decode, 4712, body_of(b))
+        await both_idle(caller, pair)
+        return (*replies, after[1])
+
+    _, answer, after = call(talk)
+    expected = alone(Kind.LLAMA, [b])
+    if fallback == "fail":
+        assert answer.status == 503
+        assert answer.document["error"]["message"].startswith("content-differs")
+        assert after.told["prefix"] == 0, "nothing that came may be found again"
+    else:
+        assert answer.told["source"] == "recomputed"
+        assert [answer.tokens] == expected
+    assert [after.tokens] == expected
 
 
 def test_a_room_that_is_taken_is_refused_and_goes_on(pair: list[Worker]) -> None:

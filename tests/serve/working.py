@@ -28,6 +28,8 @@ from serve.driving import ask, engine_of, small
 
 from kvferry.errors import KvferryError
 from kvferry.layout.layout import Parallel
+from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.signing import Introduction, new_nonce, sign
 from kvferry.serve.instance import Instance, InstanceOptions, WorkerRole, run_instance
 from kvferry.serve.loop import EngineLoop
 from kvferry.serve.requests import Request
@@ -234,22 +236,44 @@ class Reply(NamedTuple):
 
 
 class Caller:
-    """Asks workers, as a router would."""
+    """Asks workers, as a router would: with a ``key``, what it asks is signed."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, key: ClusterKey | None = None) -> None:
         self.session = session
+        self.key = key
 
     async def post(self, url: str, body: dict[str, Any], path: str = "completions") -> Reply:
-        async with self.session.post(f"{url}/v1/{path}", json=body) as response:
-            return Reply(response.status, await response.json())
+        data = msgspec.json.encode(body)
+        headers = await self.signed(url, "POST", f"/v1/{path}", data)
+        return await self.send(url, "POST", f"/v1/{path}", data, headers)
+
+    async def send(
+        self, url: str, method: str, path: str, data: bytes, headers: dict[str, str]
+    ) -> Reply:
+        """One request as it stands."""
+        kind = {"Content-Type": "application/json"}
+        asked = self.session.request(method, url + path, data=data, headers=kind | headers)
+        async with asked as response:
+            body = await response.read()
+            return Reply(response.status, msgspec.json.decode(body) if body else {})
+
+    async def signed(self, url: str, method: str, path: str, data: bytes = b"") -> dict[str, str]:
+        """The header that lets a request in, for the worker that is there now."""
+        if self.key is None:
+            return {}
+        nonce = new_nonce()
+        told = msgspec.convert(await self.health(url, f"?nonce={nonce}"), Introduction)
+        assert told.fits(self.key.http, nonce)
+        signature = sign(self.key.http, told.life, method, path, data, time.time())
+        return {"Authorization": signature}
 
     async def give_up(self, url: str, room: int) -> None:
         """As a router does whose request will not be continued."""
         async with self.session.delete(f"{url}/kvferry/rooms/{room}") as response:
             assert response.ok, response.status
 
-    async def health(self, url: str) -> dict[str, Any]:
-        async with self.session.get(f"{url}/healthz") as response:
+    async def health(self, url: str, query: str = "") -> dict[str, Any]:
+        async with self.session.get(f"{url}/healthz{query}") as response:
             told: dict[str, Any] = await response.json()
             return told
 
@@ -324,17 +348,17 @@ def body_of(prompt: Sequence[int], max_tokens: int = 12, **fields: Any) -> dict[
 
 
 @contextlib.asynccontextmanager
-async def calling() -> AsyncIterator[Caller]:
+async def calling(key: ClusterKey | None = None) -> AsyncIterator[Caller]:
     timeout = aiohttp.ClientTimeout(total=2 * PATIENCE_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        yield Caller(session)
+        yield Caller(session, key)
 
 
-def call(conversation: Callable[[Caller], Awaitable[Any]]) -> Any:
+def call(conversation: Callable[[Caller], Awaitable[Any]], key: ClusterKey | None = None) -> Any:
     """Run a conversation."""
 
     async def talk() -> Any:
-        async with calling() as caller:
+        async with calling(key) as caller:
             return await conversation(caller)
 
     return asyncio.run(talk())

@@ -1,6 +1,7 @@
-"""What a source checks before it believes a target: pools at the handshake, pages per offer.
+"""What one side checks before it believes the other.
 
-Pure. Each returns what is wrong, or None.
+A source: the pools at the handshake, the pages of an offer. A target: what a Close says was
+computed. Pure. Each returns what is wrong, or None.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from kvferry.layout.layout import Holding, Layout
 from kvferry.layout.spec import Group, Slot
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block, Plan
-from kvferry.protocol.messages import Hello, Offer, Table
+from kvferry.protocol.messages import Close, Hello, Offer, Table
+from kvferry.protocol.outcome import Failure, FailureCode
 
 
 def pools_problem(layout: Layout, rank: int, pools: PoolMap) -> str | None:
@@ -42,6 +44,27 @@ def offer_problem(
         if problem:
             return f"group {block.group!r} {problem}"
     return None
+
+
+def close_problem(close: Close, num_tokens: int, digest: bytes) -> Failure | None:
+    """Whether a source has computed something else than what was asked for here.
+
+    Silence fits silence alone: what only one side vouches for is not proven.
+    """
+    if close.num_tokens != num_tokens:
+        text = f"prefill has {close.num_tokens} tokens, decode {num_tokens}"
+        return Failure.of(FailureCode.TOKENS_DIFFER, text)
+    if close.digest == digest:
+        return None
+    if not close.digest or not digest:
+        silent = "prefill" if digest else "decode"
+        text = f"{silent} gave no digest of its request; give one on both sides, or on neither"
+    else:
+        text = (
+            "prefill has computed another request than decode asks for, so nothing of it is "
+            "used; give each request a room id of its own"
+        )
+    return Failure.of(FailureCode.CONTENT_DIFFERS, text)
 
 
 def _table_problem(

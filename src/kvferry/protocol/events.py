@@ -16,7 +16,7 @@ from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
 from kvferry.plan.plan import Block, Request
 from kvferry.protocol.messages import Envelope, Table
-from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.outcome import Failure, Outcome
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -58,9 +58,10 @@ class WrongVersion(Event, frozen=True):
 
 
 class Cancel(Event, frozen=True):
-    """The engine gives the room up."""
+    """The engine gives the room up, or something of ours broke: then ``failure`` says what."""
 
     room: Room
+    failure: Failure | None = None
 
 
 # ---------------------------------------------------------------- for a target
@@ -75,13 +76,17 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 class Receive(Event, frozen=True):
-    """The engine holds these pages for the room and wants them filled."""
+    """The engine holds these pages for the room and wants them filled.
+
+    ``digest`` is that of its own request: what does not have the same is not used.
+    """
 
     room: Room
     prefill: Instance
     request: Request
     tables: tuple[Table, ...]
     deadline: float
+    digest: bytes = b""
 
 
 class Barred(Event, frozen=True):
@@ -122,11 +127,15 @@ class Push(Event, frozen=True):
 
 
 class Finish(Event, frozen=True):
-    """Everything was pushed, state rows too. ``metadata`` travels if this is the lead."""
+    """Everything was pushed, state rows too. ``metadata`` travels if this is the lead.
+
+    ``digest`` is that of what was computed, the same on every rank.
+    """
 
     room: Room
     num_tokens: int
     metadata: bytes = b""
+    digest: bytes = b""
 
 
 class Sent(Event, frozen=True):

@@ -11,6 +11,7 @@ are the rule, cost one entry and not one per layer.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from kvferry.layout.intervals import Span, SpanSet, cut
@@ -81,13 +82,13 @@ class Ledger:
             if not plot.complete
         )
 
-    def lacking(self) -> list[Block]:
-        """What has not arrived, from whichever source."""
+    def lacking(self, doubted: Container[int] = ()) -> list[Block]:
+        """What has not arrived, from whichever source, or came from one that is doubted."""
         return [
             Block(group, plot.layers, gap)
-            for source, group in sorted(self._open)
+            for source, group in sorted(self._plots)
             for plot in self._plots[source, group]
-            for gap in plot.arrived.gaps(plot.owed)
+            for gap in ([plot.owed] if source in doubted else plot.arrived.gaps(plot.owed))
         ]
 
     def _touched(self, source: int, block: Block) -> list[Plot]:

@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvferry.digest import MAX_DIGEST
 from kvferry.errors import InputError
 from kvferry.ids import Generation, Peer, Room, Serial, Session, SlotIndex
 from kvferry.layout.layout import Layout
@@ -22,7 +23,7 @@ from kvferry.plan.places import PageTable, PoolMap
 from kvferry.plan.plan import Block, Request
 from kvferry.protocol.outcome import MAX_TEXT, Failure
 
-VERSION = 1
+VERSION = 2
 
 MAX_PAGES = 1 << 19
 MAX_TOKENS = 1 << 30
@@ -36,6 +37,7 @@ MIN_REMAINING_S, MAX_REMAINING_S = 1e-3, 1e7
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Blob = Annotated[bytes, Meta(max_length=MAX_METADATA)]
+Digest = Annotated[bytes, Meta(max_length=MAX_DIGEST)]
 Blocks = Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)]
 GenerationField = Annotated[Generation, Meta(ge=0, le=MAX_COUNT)]
 SerialField = Annotated[Serial, Meta(ge=0, le=MAX_COUNT)]
@@ -171,11 +173,15 @@ class Nudge(RoomMessage, frozen=True, array_like=True, tag="nudge"):
 
 
 class Close(RoomMessage, frozen=True, array_like=True, tag="close"):
-    """Source to target: all that I owe is written; without credits, these blocks."""
+    """Source to target: all that I owe is written; without credits, these blocks.
+
+    ``digest`` is that of what was computed, from every source; empty if its engine gave none.
+    """
 
     num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
     written: Blocks
     metadata: Blob | None = None
+    digest: Digest = b""
 
 
 class Complete(RoomMessage, frozen=True, array_like=True, tag="complete"):

@@ -42,8 +42,10 @@ class FailureCode(StrEnum):
     BAD_OFFER = "bad-offer"
     BAD_NOTE = "bad-note"
     TOKENS_DIFFER = "tokens-differ"
+    CONTENT_DIFFERS = "content-differs"
     NOT_ALL_PUSHED = "not-all-pushed"
     TRANSPORT = "transport"
+    INTERNAL = "internal"
 
 
 class Failure(msgspec.Struct, frozen=True):

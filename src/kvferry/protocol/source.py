@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
+from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse
 from kvferry.ids import Peer, Room
 from kvferry.protocol.checks import offer_problem
@@ -176,6 +177,8 @@ class SourceMachine(Writer):
     def _on_finish(self, event: Finish) -> None:
         if len(event.metadata) > MAX_METADATA:
             raise Misuse(f"metadata has at most {MAX_METADATA} bytes, not {len(event.metadata)}")
+        if len(event.digest) > MAX_DIGEST:
+            raise Misuse(f"a digest has at most {MAX_DIGEST} bytes, not {len(event.digest)}")
         room = self._running(event.room, "finish")
         if room is None:
             return
@@ -188,7 +191,8 @@ class SourceMachine(Writer):
     def _on_cancel(self, event: Cancel) -> None:
         room = self.rooms.get(event.room)
         if room and room.known_to_engine:
-            self._fail(room, Failure.of(FailureCode.ABORTED, "given up at prefill"))
+            given_up = Failure.of(FailureCode.ABORTED, "given up at prefill")
+            self._fail(room, event.failure or given_up)
 
     def _demand_all_pushed(self, room: SourceRoom) -> None:
         """A lane that could never close must fail now and not at its deadline."""
@@ -288,8 +292,8 @@ class SourceMachine(Writer):
         assert len(written) <= MAX_BLOCKS
         metadata = finish.metadata if self.me.rank == self.layout.lead else None
         lane.said_at = self._now
-        body = Close(lane.room.name, lane.generation, finish.num_tokens, written, metadata)
-        self._say(lane.link, body)
+        named = lane.room.name, lane.generation, finish.num_tokens
+        self._say(lane.link, Close(*named, written, metadata, finish.digest))
 
     def _lane(self, link: Link, body: RoomMessage) -> Lane | None:
         room = self.rooms.get(body.room)

@@ -8,20 +8,20 @@ released when every leg is quiet and every scatter has ended, and not before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
+from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse, Refused
 from kvferry.ids import Generation, Op, Peer, Room, SlotIndex
 from kvferry.plan.places import PoolMap
-from kvferry.plan.plan import Block, Plan, Request
+from kvferry.plan.plan import Block
+from kvferry.protocol.checks import close_problem
 from kvferry.protocol.credits import CreditBook
 from kvferry.protocol.endpoint import Identity, Link
 from kvferry.protocol.events import (
     Cancel,
     Event,
-    Instance,
     Receive,
     Release,
     Report,
@@ -30,6 +30,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.handshake import Greeter
 from kvferry.protocol.ledger import Ledger
+from kvferry.protocol.legs import Leg, Scattering, TargetRoom
 from kvferry.protocol.messages import (
     MAX_CREDITS,
     MAX_PAGES,
@@ -48,52 +49,11 @@ from kvferry.protocol.messages import (
     Offer,
     RoomMessage,
     Staging,
-    Table,
     Want,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
 from kvferry.protocol.parcels import image_bytes
 from kvferry.protocol.states import LEG, LegState, LegStep, LinkState, advance
-
-
-@dataclass(slots=True, eq=False)
-class Leg:
-    """What a room expects from one source."""
-
-    source: int
-    link: Link
-    said_at: float
-    state: LegState = LegState.CONNECTING
-    offer_seq: int = 0
-    accepted: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class TargetRoom:
-    """One room of one target rank."""
-
-    name: Room
-    generation: Generation
-    prefill: Instance
-    plan: Plan
-    request: Request
-    tables: tuple[Table, ...]
-    deadline: float
-    ledger: Ledger
-    legs: dict[int, Leg] = field(default_factory=dict)
-    scatters: set[Op] = field(default_factory=set)
-    metadata: bytes = b""
-    failure: Failure | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Scattering:
-    """A scatter that is under way."""
-
-    room: TargetRoom
-    source: int
-    blocks: tuple[Block, ...]
-    slot: SlotIndex
 
 
 class TargetMachine(Greeter):
@@ -158,6 +118,8 @@ class TargetMachine(Greeter):
             raise Misuse(
                 f"a room has at most {MAX_TABLES} tables of {MAX_PAGES} pages; use larger ones"
             )
+        if len(event.digest) > MAX_DIGEST:
+            raise Misuse(f"a digest has at most {MAX_DIGEST} bytes, not {len(event.digest)}")
         failure = self._no_room_for(event)
         if failure:
             self._do(Report(event.room, failure))
@@ -173,6 +135,7 @@ class TargetMachine(Greeter):
             request=event.request,
             tables=event.tables,
             deadline=event.deadline,
+            digest=event.digest,
             ledger=Ledger(plan, self.me.rank, event.request),
         )
         self.rooms[room.name] = room
@@ -203,7 +166,8 @@ class TargetMachine(Greeter):
     def _on_cancel(self, event: Cancel) -> None:
         room = self.rooms.get(event.room)
         if room:
-            self._fail(room, Failure.of(FailureCode.ABORTED, "given up at decode"))
+            given_up = Failure.of(FailureCode.ABORTED, "given up at decode")
+            self._fail(room, event.failure or given_up)
 
     def _on_scattered(self, event: Scattered) -> None:
         done = self.scattering.pop(event.op, None)
@@ -341,18 +305,22 @@ class TargetMachine(Greeter):
         room, leg = found
         if room.failure or leg.state is LegState.QUIET:
             return
-        if body.num_tokens != room.request.num_tokens:
-            text = f"prefill has {body.num_tokens} tokens, decode {room.request.num_tokens}"
-            self._fail(room, Failure.of(FailureCode.TOKENS_DIFFER, text))
+        problem = self._differs(room, body)
+        if problem:
+            self._fail(room, problem)
         elif not all(room.ledger.owes(leg.source, block) for block in body.written):
             self._fail(
                 room, Failure.of(FailureCode.BAD_NOTE, f"{link.peer} wrote what it did not owe")
             )
         else:
             self._step(leg, LegStep.CLOSED)
+            leg.vouched = True
             if body.metadata is not None:
                 room.metadata = body.metadata
             self._record(room, leg, body.written)
+
+    def _differs(self, room: TargetRoom, body: Close) -> Failure | None:
+        return close_problem(body, room.request.num_tokens, room.digest)
 
     def _on_abort(self, link: Link, body: Abort) -> None:
         found = self._leg(link, body)

@@ -5,8 +5,8 @@ Belongs to the event loop of the client. Foreign exceptions end here.
 
 from __future__ import annotations
 
+import asyncio
 import random
-import time
 from urllib.parse import quote
 
 import aiohttp
@@ -14,6 +14,7 @@ import msgspec
 from yarl import URL
 
 from kvferry.errors import KvferryError
+from kvferry.rendezvous.acquaintance import Acquaintance
 from kvferry.rendezvous.address import checked_address
 from kvferry.rendezvous.records import (
     ErrorDocument,
@@ -24,7 +25,6 @@ from kvferry.rendezvous.records import (
     RendezvousError,
     Renewal,
 )
-from kvferry.rendezvous.signing import sign
 from kvferry.runtime.keys import ClusterKey
 
 CALL_S = 5.0
@@ -66,7 +66,7 @@ class Calls:
 
     def __init__(self, url: str, key: ClusterKey | None) -> None:
         self._base = checked_address(url, "rendezvous address", "http://10.0.0.1:7077")
-        self._signing_key = key.http if key is not None else None
+        self._service = Acquaintance(self._base, key)
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -102,14 +102,24 @@ class Calls:
         self, method: str, path: str, body: bytes = b"", timeout_s: float = CALL_S
     ) -> bytes | None:
         """The body of a good answer; None if nothing is new."""
+        try:
+            return await self._send(method, path, body, timeout_s)
+        except RendezvousError as error:
+            if error.fault is not Fault.OTHER_LIFE:
+                raise
+        # It has restarted, and nothing was done. Its new life is asked once.
+        self._service.forget()
+        return await self._send(method, path, body, timeout_s)
+
+    async def _send(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes | None:
         if self._session is None:
             # Each instance that is followed holds a connection, so they are not limited here.
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         headers = {"Content-Type": "application/json"} if body else {}
-        if self._signing_key is not None:
-            headers["Authorization"] = sign(self._signing_key, method, path, body, time.time())
         try:
+            async with asyncio.timeout(CALL_S):
+                headers |= await self._service.authorization(self._session, method, path, body)
             async with self._session.request(
                 method,
                 URL(self._base + path, encoded=True),

@@ -34,7 +34,7 @@ from kvferry.rendezvous.records import (
     Summaries,
 )
 from kvferry.rendezvous.service import Registry
-from kvferry.rendezvous.signing import Guard
+from kvferry.runtime.signing import Doubt, Guard, Introduction
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -54,6 +54,7 @@ STATUS = {
     Fault.MALFORMED: 400,
     Fault.UNSIGNED: 401,
     Fault.REPLAYED: 401,
+    Fault.OTHER_LIFE: 401,
     Fault.NOT_FOUND: 404,
     Fault.INCOMPLETE: 404,
     Fault.NO_LEASE: 404,
@@ -68,6 +69,14 @@ STATUS = {
 }
 # As other servers call it.
 CLIENT_LEFT = 499
+FAULTS = {
+    Doubt.UNSIGNED: Fault.UNSIGNED,
+    Doubt.OTHER_KEY: Fault.UNSIGNED,
+    Doubt.CLOCK: Fault.UNSIGNED,
+    Doubt.OTHER_LIFE: Fault.OTHER_LIFE,
+    Doubt.REPLAYED: Fault.REPLAYED,
+    Doubt.FULL: Fault.FULL,
+}
 # What a program without the key may ask: neither names anybody.
 OPEN_PATHS = ("/healthz", "/metrics")
 
@@ -141,15 +150,22 @@ class Service:
     async def _admit(self, request: web.Request) -> None:
         """Read the body in bounded time and size, and let only signed requests pass."""
         header = request.headers.get("Authorization", "")
-        if self._guard is not None and request.path not in OPEN_PATHS and not header:
+        if not header:
             # Nothing is read from whoever does not even try.
-            self._guard.check(header, "", "", b"", time.time())
+            self._demand_signed(request, header, b"")
         try:
             body = await asyncio.wait_for(request.read(), BODY_S)
         except TimeoutError:
             raise RendezvousError(Fault.SLOW, "the body did not come in time") from None
-        if self._guard is not None and request.path not in OPEN_PATHS:
-            self._guard.check(header, request.method, request.raw_path, body, time.time())
+        self._demand_signed(request, header, body)
+
+    def _demand_signed(self, request: web.Request, header: str, body: bytes) -> None:
+        if self._guard is None or request.path in OPEN_PATHS:
+            return
+        target, now = request.raw_path, time.time()
+        complaint = self._guard.check(header, request.method, target, body, now)
+        if complaint is not None:
+            raise RendezvousError(FAULTS[complaint.doubt], complaint.message)
 
     async def _expiry(self, app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(self._expire())
@@ -236,7 +252,9 @@ class Service:
         return _json(Summaries(self.registry.summaries()))
 
     async def _health(self, request: web.Request) -> web.Response:
-        return _json({"status": "ok"})
+        nonce = request.query.get("nonce", "")
+        told = self._guard.introduce(nonce) if self._guard is not None else Introduction()
+        return _json({"status": "ok", **(msgspec.structs.asdict(told) if told.life else {})})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}

@@ -37,6 +37,7 @@ class Fault(StrEnum):
     OVERSIZED = "oversized"
     UNSIGNED = "unsigned"
     REPLAYED = "replayed"
+    OTHER_LIFE = "other-life"
     NOT_FOUND = "not-found"
     METHOD = "method"
     INCOMPLETE = "incomplete"

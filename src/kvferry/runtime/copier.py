@@ -8,19 +8,27 @@ when the GPU has done it.
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from math import inf
+from queue import Empty
 from typing import Any, NamedTuple
 
 from kvferry.copy.cpu import copy_binding
 from kvferry.errors import KvferryError
+from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
 from kvferry.regions import Device
+from kvferry.runtime.pulse import Pulse
 
 GPU_POLL_S = 20e-6
 MAX_BATCH = 32
+
+
+# Told which thread ended, and of what.
+Broke = Callable[[str, Exception], None]
 
 
 class CopyJob(NamedTuple):
@@ -37,11 +45,16 @@ class CopyJob(NamedTuple):
 
 
 class Copier(ABC):
-    """One thread that does the copies of one endpoint."""
+    """One thread that does the copies of one endpoint.
 
-    def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[CopyJob | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    ``broke`` hears of a bug that ended the thread; what it had in hand is not told of.
+    """
+
+    def __init__(self, name: str, broke: Broke) -> None:
+        self._jobs: Mailbox[CopyJob | None] = Mailbox()
+        self._broke = broke
+        self.pulse = Pulse("copier", lambda: len(self._jobs) > 0)
+        self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: CopyJob) -> None:
@@ -53,16 +66,32 @@ class Copier(ABC):
         self._jobs.put(None)
         self._thread.join()
 
+    def _guarded(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            self._broke("copier", error)
+        finally:
+            self.pulse.beat(inf)
+
     @abstractmethod
     def _run(self) -> None:
         """The thread."""
+
+    def _next(self, timeout_s: float | None = None) -> CopyJob | None:
+        """Wait for a job, and show that somebody does. Raises ``queue.Empty``."""
+        now = time.monotonic()
+        self.pulse.beat(inf if timeout_s is None else now + timeout_s)
+        job = self._jobs.take(timeout_s)
+        self.pulse.beat(time.monotonic())
+        return job
 
 
 class HostCopier(Copier):
     """Copies with the CPU."""
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             try:
                 binding = job.bind()
                 copy_binding(binding, job.sources, job.targets, keep=job.keep)
@@ -75,13 +104,13 @@ class HostCopier(Copier):
 class GpuJobs(Copier):
     """Copies with a GPU: whatever waits is started as one copy, and told of when it ends."""
 
-    def __init__(self, name: str, device: Device) -> None:
+    def __init__(self, name: str, device: Device, broke: Broke) -> None:
         from kvferry.copy.gpu import GpuCopier, Job  # noqa: PLC0415 - needs torch and a GPU
 
         self._gpu = GpuCopier(device)
         self._gpu.warm_up()
         self._make = Job
-        super().__init__(name)
+        super().__init__(name, broke)
 
     def _run(self) -> None:
         running: deque[tuple[Any, list[_Bound]]] = deque()
@@ -97,10 +126,10 @@ class GpuJobs(Copier):
         """The jobs that wait, none after a moment; None at the end."""
         jobs: list[CopyJob] = []
         try:
-            job = self._jobs.get(timeout=None if wait else GPU_POLL_S)
+            job = self._next(None if wait else GPU_POLL_S)
             while job is not None and len(jobs) < MAX_BATCH:
                 jobs.append(job)
-                job = self._jobs.get_nowait()
+                job = self._jobs.take_now()
         except Empty:
             return jobs
         if job is None:
@@ -146,6 +175,6 @@ def _tell(event: Any, done: list[_Bound]) -> None:
             job.then(binding, "")
 
 
-def copier_for(device: Device, name: str) -> Copier:
+def copier_for(device: Device, name: str, broke: Broke) -> Copier:
     """The copier of memory on that device."""
-    return HostCopier(name) if device.is_host else GpuJobs(name, device)
+    return HostCopier(name, broke) if device.is_host else GpuJobs(name, device, broke)

@@ -7,9 +7,11 @@ each of its turns. Callbacks run on the owner's thread and must not wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from math import inf
 from typing import Any
 
 from kvferry.ids import Room
@@ -21,8 +23,9 @@ log = logging.getLogger("kvferry.runtime")
 class Handle:
     """One room of one rank: where it stands, how it ended, whether its memory is free."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, deadline: float = inf) -> None:
         self.room = room
+        self.deadline = deadline
         self.status = Status.CONNECTING
         self._outcome: Future[Outcome] = Future()
         self._released: Future[None] = Future()
@@ -68,10 +71,11 @@ class Handle:
     # ------------------------------------------------------------ for the owner
 
     def end(self, outcome: Outcome) -> None:
-        """The room has ended."""
+        """The room has ended. Whoever says so first is right: an owner or, if it hangs, another."""
         if not self._outcome.done():
             self.status = Status.DONE if isinstance(outcome, Done) else Status.FAILED
-            self._outcome.set_result(outcome)
+            with contextlib.suppress(InvalidStateError):
+                self._outcome.set_result(outcome)
 
     def release(self) -> None:
         """The room's memory is free."""

@@ -17,9 +17,9 @@ Call = Callable[[], None]
 class Inbox:
     """A queue of calls with a file number that becomes readable when there are some."""
 
-    def __init__(self) -> None:
+    def __init__(self, pair: tuple[socket.socket, socket.socket] | None = None) -> None:
         self._calls: deque[Call] = deque()
-        self._reader, self._writer = socket.socketpair()
+        self._reader, self._writer = pair or socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._signalled = False
@@ -39,15 +39,19 @@ class Inbox:
 
     def drain(self) -> list[Call]:
         """Every call that is there."""
-        if self._signalled:
-            with contextlib.suppress(BlockingIOError):
-                self._reader.recv(64)
-            # Before the queue is read: whoever puts something after that signals again.
-            self._signalled = False
+        # Also if nobody has signalled: a byte may be sent after its call was taken, and left
+        # unread it would keep the poller awake.
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(64)
+        # Before the queue is read: whoever puts something after that signals again.
+        self._signalled = False
         calls: list[Call] = []
         while self._calls:
             calls.append(self._calls.popleft())
         return calls
+
+    def __len__(self) -> int:
+        return len(self._calls)
 
     def close(self) -> None:
         """Give the sockets back."""

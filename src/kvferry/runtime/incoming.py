@@ -23,6 +23,7 @@ class Asked(NamedTuple):
     request: Request
     tables: tuple[Table, ...]
     deadline: float
+    digest: bytes = b""
 
 
 class Incoming(Handle):
@@ -31,7 +32,7 @@ class Incoming(Handle):
     def __init__(
         self, room: Room, asked: Asked, side: Side, abort: Callable[[Incoming], None]
     ) -> None:
-        super().__init__(room)
+        super().__init__(room, asked.deadline)
         self._abort = abort
         self.asked = asked
         self.side = side

@@ -85,6 +85,10 @@ class Lifeline:
             with asker:
                 _reply(asker, self._answer)
 
+    def leave_open(self) -> None:
+        """Never say that it is over while the process lives, even if nobody refers to this."""
+        self._socket.detach()
+
     def close(self) -> None:
         """Say that this life is over. Whoever asks from now on takes it for gone."""
         self._socket.close()

@@ -41,6 +41,8 @@ class _Metrics:
         self.quarantined = gauge("quarantined_rooms", "Failed rooms that wait for proof")
         self.staging_used = gauge("staging_used_bytes", "Staging memory in use")
         self.staging_total = gauge("staging_bytes", "Staging memory there is")
+        self.broken = counter("broken_threads", "Threads of ours that a bug has ended", "thread")
+        self.stalled = gauge("stalled_seconds", "Since a thread of ours is overdue", "thread")
         self.heartbeat_age = gauge("heartbeat_age_seconds", "Since the quietest peer was heard")
 
 
@@ -75,6 +77,8 @@ class Stats:
     paths: dict[Path, PathStats] = field(default_factory=lambda: {p: PathStats() for p in Path})
     rooms: Tally[str] = field(default_factory=Tally)
     refusals: Tally[str] = field(default_factory=Tally)
+    broken: Tally[str] = field(default_factory=Tally)
+    stalled: dict[str, float] = field(default_factory=dict)
 
 
 class Meter:
@@ -144,6 +148,16 @@ class Meter:
         self._metrics.quarantined.labels(*self._labels).set(quarantined)
         self._metrics.heartbeat_age.labels(*self._labels).set(age_s)
 
+    def broke(self, thread: str) -> None:
+        """A bug has ended a thread."""
+        self.stats.broken[thread] += 1
+        self._metrics.broken.labels(*self._labels, thread).inc()
+
+    def stalled(self, thread: str, seconds: float) -> None:
+        """On the watchman's thread: a thread is overdue for so long, or no longer."""
+        self.stats.stalled[thread] = seconds
+        self._metrics.stalled.labels(*self._labels, thread).set(seconds)
+
     def staging(self, used_bytes: int, total_bytes: int) -> None:
         """How much of the staging memory is in use."""
         self._metrics.staging_used.labels(*self._labels).set(used_bytes)
@@ -161,3 +175,6 @@ class Meter:
         ):
             with contextlib.suppress(KeyError):
                 gauge.remove(*self._labels)
+        for thread in self.stats.stalled:
+            with contextlib.suppress(KeyError):
+                metrics.stalled.remove(*self._labels, thread)

@@ -13,15 +13,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from math import inf
+from queue import Empty
 from typing import NamedTuple, Protocol
 
 from kvferry.errors import KvferryError
 from kvferry.ids import Op, Session
+from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Constants, Path
 from kvferry.protocol.events import Fate
 from kvferry.runtime.gauge import Gauge
+from kvferry.runtime.pulse import Pulse
 from kvferry.transport.base import Ended, Remote, Transport
 
 log = logging.getLogger("kvferry.runtime")
@@ -60,7 +63,7 @@ class Ending(NamedTuple):
     seconds: float = 0.0
 
 
-class Listener(Protocol):
+class MoverListener(Protocol):
     """Who hears what the mover has to say. Called on the mover's thread; must not wait."""
 
     def write_ended(self, ending: Ending) -> None:
@@ -77,6 +80,9 @@ class Listener(Protocol):
 
     def measured(self, constants: Constants) -> None:
         """The transport costs this."""
+
+    def thread_broke(self, thread: str, error: Exception) -> None:
+        """A bug: the thread has ended, and nothing that it had in hand will be told of."""
 
 
 @dataclass(slots=True)
@@ -101,10 +107,10 @@ class _Flight(NamedTuple):
 class Mover:
     """Owns a transport from ``start`` to ``close``."""
 
-    def __init__(self, transport: Transport, listener: Listener, name: str) -> None:
+    def __init__(self, transport: Transport, listener: MoverListener, name: str) -> None:
         self.transport = transport
         self._listener = listener
-        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._jobs: Mailbox[Callable[[], None]] = Mailbox()
         self._peers: dict[Session, _Peer] = {}
         self._flights: dict[Op, _Flight] = {}
         self._gauges: dict[Op, tuple[Gauge, Constants]] = {}
@@ -112,6 +118,7 @@ class Mover:
         self._expecting = False
         self._closing = False
         self._news_at = 0.0
+        self.pulse = Pulse("mover", lambda: len(self._jobs) > 0)
         transport.on_news = self._nudge
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -155,11 +162,16 @@ class Mover:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        while not self._closing:
-            self._take(self._pause())
-            if not self._closing:
-                self._poll()
-        self.transport.close()
+        try:
+            while not self._closing:
+                self._take(self._pause())
+                if not self._closing:
+                    self._poll()
+        except Exception as error:
+            self._listener.thread_broke("mover", error)
+        finally:
+            self.pulse.beat(inf)
+            self.transport.close()
 
     def _close(self) -> None:
         self._closing = True
@@ -179,13 +191,15 @@ class Mover:
         return time.monotonic() - self._news_at < EAGER_S
 
     def _take(self, pause_s: float | None) -> None:
+        self.pulse.beat(inf if pause_s is None else time.monotonic() + pause_s)
         try:
-            job = self._jobs.get(timeout=pause_s)
+            job = self._jobs.take(pause_s)
             self._news_at = time.monotonic()
+            self.pulse.beat(self._news_at)
             job()
             # Whoever waits for the end of a long write must not wait for the next one too.
             while time.monotonic() - self._news_at < LONG_JOB_S:
-                job = self._jobs.get_nowait()
+                job = self._jobs.take_now()
                 job()
         except Empty:
             return

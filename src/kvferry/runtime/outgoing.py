@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from kvferry.digest import checked_digest
 from kvferry.errors import InputError, Misuse
 from kvferry.ids import Room, Session
 from kvferry.layout.intervals import Span, SpanSet
@@ -37,9 +38,14 @@ class Outgoing(Handle):
     """One room, for one thread at a time. Chunks are pushed in the order of their tokens."""
 
     def __init__(
-        self, room: Room, shelf: Shelf, step: Step, abort: Callable[[Outgoing], None]
+        self,
+        room: Room,
+        deadline: float,
+        shelf: Shelf,
+        step: Step,
+        abort: Callable[[Outgoing], None],
     ) -> None:
-        super().__init__(room)
+        super().__init__(room, deadline)
         self._shelf = shelf
         self._step = step
         self._abort = abort
@@ -80,14 +86,20 @@ class Outgoing(Handle):
         states: Rows | None = None,
         tokens: int | None = None,
         after: Waitable | None = None,
+        digest: bytes = b"",
     ) -> None:
-        """Everything was pushed. ``tokens`` is the request's length if the last were not pushed."""
+        """Everything was pushed. ``tokens`` is the request's length if the last were not pushed.
+
+        ``digest`` says what was computed (``kvferry.digest_of``); every rank gives the same. A
+        target that was given another, or none, fails the room and uses nothing of it.
+        """
         self._demand_open("close")
         if len(metadata) > MAX_METADATA:
             raise InputError(f"metadata has at most {MAX_METADATA} bytes, not {len(metadata)}")
         rows = self._shelf.rows(states)
         end = self._pushed.spans[-1].end if self._pushed.spans else 0
-        finish = Finish(self.room, end if tokens is None else tokens, metadata)
+        num_tokens = end if tokens is None else tokens
+        finish = Finish(self.room, num_tokens, metadata, checked_digest(digest))
         self._closed = True
         self._step(self, after, lambda: self.tables.add_rows(rows), finish)
 

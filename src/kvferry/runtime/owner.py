@@ -12,17 +12,15 @@ others said meanwhile before it concludes that they were silent.
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
-import zmq
 
 from kvferry.errors import InputError, KvferryError, Misuse
 from kvferry.ids import MAX_ID, MAX_NAME, Peer, Room, Session
@@ -53,7 +51,9 @@ from kvferry.runtime.inbox import Inbox
 from kvferry.runtime.lifeline import Lifeline
 from kvferry.runtime.metrics import Meter, Stats
 from kvferry.runtime.mover import Ending, Mover
+from kvferry.runtime.poller import Poller
 from kvferry.runtime.proofs import Prober
+from kvferry.runtime.pulse import WATCHMAN, Patient, Pulse
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -78,6 +78,7 @@ class Parts(NamedTuple):
     copier: Copier
     meter: Meter
     tick_s: float
+    stalled_s: float
     staging_bytes: int
 
 
@@ -89,6 +90,7 @@ class Owner(ABC, Generic[H]):
         self.me = parts.machine.me
         self._inbox = parts.inbox
         self._lifeline = parts.lifeline
+        self.lifeline_address = parts.lifeline.address
         self._mover = parts.mover
         self._copier = parts.copier
         self._meter = parts.meter
@@ -101,9 +103,14 @@ class Owner(ABC, Generic[H]):
         self._handles: dict[Room, H] = {}
         self._lock = threading.Lock()
         self._prober = Prober(self.told_gone, f"kvferry-prober-{self.me}")
-        self._poller: zmq.Poller = zmq.Poller()
+        self._poller = Poller()
         for fd in (self._inbox, self._lifeline):
-            self._poller.register(fd.fileno(), zmq.POLLIN)
+            self._poller.watch(fd.fileno())
+        self._pulse = Pulse("owner", lambda: len(self._inbox) > 0)
+        pulses = [self._pulse, self._mover.pulse, self._copier.pulse]
+        self._patient = Patient(pulses, parts.stalled_s, self._told_of_stall)
+        # Threads that show no life, and for how long.
+        self._stalled: dict[str, float] = {}
         self._closing = False
         self._stopped = False
         self._broken = ""
@@ -132,12 +139,15 @@ class Owner(ABC, Generic[H]):
         free = self._empty.wait(timeout_s) and not self._broken
         self._inbox.put(self._stop)
         self._thread.join()
+        WATCHMAN.leave(self._patient)
         self._prober.close()
         self._copier.close()
         self._mover.close()
         if free:
-            # A closed lifeline is proof for others, so it must be true.
             self._lifeline.close()
+        else:
+            # A closed one is proof for others, so it must be true.
+            self._lifeline.leave_open()
         self._inbox.close()
         self._meter.close()
         return free
@@ -159,11 +169,13 @@ class Owner(ABC, Generic[H]):
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        WATCHMAN.watch(self._patient)
         try:
             while not self._stopped:
                 self._turn()
         except Exception as error:
-            log.exception("owner-broken endpoint=%s", self.me)
+            log.exception("thread-broken endpoint=%s thread=%s", self.me, "owner")
+            self._meter.broke("owner")
             self._break(f"an internal error stopped this endpoint: {error!r}")
         finally:
             self._stopped = True
@@ -172,8 +184,11 @@ class Owner(ABC, Generic[H]):
             self._empty.set()
 
     def _turn(self) -> None:
-        pause_s = max(0.0, self._pause_until() - time.monotonic())
-        ready = {which for which, _ in self._poller.poll(math.ceil(pause_s * 1000))}
+        now = time.monotonic()
+        until = max(now, self._pause_until())
+        self._pulse.beat(until)
+        ready = self._poller.wait(until - now)
+        self._pulse.beat(time.monotonic())
         for call in self._inbox.drain():
             call()
         self._take_frames(ready)
@@ -230,6 +245,8 @@ class Owner(ABC, Generic[H]):
                 self._inbox.put(partial(self._step, Cancel(body.room)))
 
     def _report(self, room: Room, outcome: Outcome) -> None:
+        if isinstance(outcome, Failure):
+            outcome = _with_stalls(outcome, self._stalled)
         self._meter.ended(outcome)
         handle = self._handles.get(room)
         if isinstance(outcome, Failure):
@@ -282,11 +299,11 @@ class Owner(ABC, Generic[H]):
 
     def _watch(self, sockets: Iterable[ZmqSocket]) -> None:
         for one in sockets:
-            self._poller.register(one, zmq.POLLIN)
+            self._poller.watch(one)
 
     def _unwatch(self, sockets: Iterable[ZmqSocket]) -> None:
         for one in sockets:
-            self._poller.unregister(one)
+            self._poller.unwatch(one)
 
     # ------------------------------------------------------------ status
 
@@ -377,6 +394,44 @@ class Owner(ABC, Generic[H]):
     def _measured(self, constants: Constants) -> None:
         """The transport was measured."""
 
+    # ------------------------------------------------------------ threads that fail us
+
+    def thread_broke(self, thread: str, error: Exception) -> None:
+        """On the thread that breaks: it has ended of a bug."""
+        log.error("thread-broken endpoint=%s thread=%s", self.me, thread, exc_info=error)
+        self._inbox.put(partial(self._thread_broke, thread, error))
+
+    def _thread_broke(self, thread: str, error: Exception) -> None:
+        """Fail every room with that reason. What the thread had in hand is never released."""
+        self._meter.broke(thread)
+        why = f"an internal error stopped the {thread} of {self.me}: {error!r}; restart the process"
+        with self._lock:
+            self._broken = why
+        failure = Failure.of(FailureCode.INTERNAL, why)
+        for room in list(self._handles):
+            self._step(Cancel(room, failure))
+
+    def _told_of_stall(self, thread: str, silent_s: float) -> None:
+        """On the watchman's thread: a thread of ours shows no life, or does again."""
+        self._meter.stalled(thread, silent_s)
+        if not silent_s:
+            self._stalled.pop(thread, None)
+            log.warning("thread-alive endpoint=%s thread=%s", self.me, thread)
+            return
+        if thread not in self._stalled:
+            log.error("thread-stalled endpoint=%s thread=%s for_s=%.1f", self.me, thread, silent_s)
+        self._stalled[thread] = silent_s
+        if thread == "owner":
+            self._end_in_its_place(silent_s)
+
+    def _end_in_its_place(self, silent_s: float) -> None:
+        """Nobody waits longer than a deadline, not even for an owner that hangs."""
+        why = f"the owner thread of {self.me} has shown no life for {silent_s:.0f} s"
+        now = time.monotonic()
+        for handle in list(self._handles.values()):
+            if now >= handle.deadline:
+                handle.end(Failure.of(FailureCode.INTERNAL, why))
+
     # ------------------------------------------------------------ each side's own
 
     @abstractmethod
@@ -418,7 +473,15 @@ class Owner(ABC, Generic[H]):
             self._broken = why
             handles = list(self._handles.values())
         for handle in handles:
-            handle.end(Failure.of(FailureCode.TRANSPORT, why))
+            handle.end(Failure.of(FailureCode.INTERNAL, why))
+
+
+def _with_stalls(failure: Failure, stalled: Mapping[str, float]) -> Failure:
+    """A hang of ours must not look like a slow peer."""
+    if not stalled:
+        return failure
+    ours = " and ".join(f"the {thread} thread for {s:.0f} s" for thread, s in stalled.items())
+    return Failure.of(failure.code, f"{failure.message}; no life here of {ours}")
 
 
 def _demand_room(room: Room) -> None:

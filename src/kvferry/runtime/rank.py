@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 from kvferry.ids import Peer, Room
 from kvferry.protocol.outcome import Status
 from kvferry.rendezvous.client import RendezvousClient
+from kvferry.runtime.lifeline import Address
 from kvferry.runtime.metrics import Stats
 from kvferry.runtime.owner import CLOSE_S, Owner
 
@@ -31,6 +32,11 @@ class RankEndpoint(Generic[OwnerT]):
     def staging_bytes(self) -> int:
         """Memory taken beside the pools."""
         return self._owner.staging_bytes
+
+    @property
+    def lifeline(self) -> Address:
+        """Where peers ask whether this life of the endpoint goes on."""
+        return self._owner.lifeline_address
 
     def statuses(self, rooms: Iterable[Room]) -> list[Status | None]:
         """Where many rooms stand, for a scheduler's loop; None once they are released."""

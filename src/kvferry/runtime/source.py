@@ -111,8 +111,10 @@ class SourceEndpoint(RankEndpoint["_SourceOwner"]):
 
     def open(self, room: Room, *, deadline_s: float | None = None) -> Outgoing:
         """A request begins here. Its pages must stay as they are until it is released."""
-        handle = Outgoing(room, self._shelf, self._owner.enqueue, self._owner.abort)
-        self._owner.open(handle, self._deadline_s if deadline_s is None else deadline_s)
+        seconds = self._deadline_s if deadline_s is None else deadline_s
+        deadline = time.monotonic() + seconds
+        handle = Outgoing(room, deadline, self._shelf, self._owner.enqueue, self._owner.abort)
+        self._owner.open(handle)
         return handle
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
@@ -165,9 +167,10 @@ class _SourceOwner(Owner[Outgoing]):
                 Inbox(),
                 ground.lifeline,
                 Mover(ground.transport, self, f"kvferry-mover-{name}"),
-                copier_for(ground.memory.device, f"kvferry-copier-{name}"),
+                copier_for(ground.memory.device, f"kvferry-copier-{name}", self.thread_broke),
                 meter,
                 config.tick_s,
+                config.stalled_s,
                 ground.staging_bytes,
             )
         )
@@ -183,11 +186,10 @@ class _SourceOwner(Owner[Outgoing]):
 
     # ------------------------------------------------------------ from the engine
 
-    def open(self, handle: Outgoing, deadline_s: float) -> None:
+    def open(self, handle: Outgoing) -> None:
         """On any thread."""
         self._add(handle)
-        deadline = time.monotonic() + deadline_s
-        self.enqueue(handle, None, lambda: None, Open(handle.room, deadline))
+        self.enqueue(handle, None, lambda: None, Open(handle.room, handle.deadline))
 
     def enqueue(
         self, handle: Outgoing, after: Waitable | None, learn: Callable[[], None], event: Event

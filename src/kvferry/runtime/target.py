@@ -15,6 +15,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from kvferry.digest import checked_digest
 from kvferry.errors import InputError
 from kvferry.ids import Peer, Room
 from kvferry.layout.layout import Layout
@@ -34,9 +35,10 @@ from kvferry.protocol.events import (
     Scattered,
     Send,
 )
+from kvferry.protocol.legs import TargetRoom
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
 from kvferry.protocol.states import LinkState
-from kvferry.protocol.target import TargetMachine, TargetRoom
+from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.bundles import bundle
@@ -100,7 +102,7 @@ class TargetEndpoint(RankEndpoint["_TargetOwner"]):
         self._pools = ground.memory.map
         self._shelf = Shelf(layout, rank, self._pools)
 
-    def receive(
+    def receive(  # noqa: PLR0913 - what an engine has to say, by keyword
         self,
         room: Room,
         *,
@@ -110,18 +112,22 @@ class TargetEndpoint(RankEndpoint["_TargetOwner"]):
         pages: Pages,
         states: Rows | None = None,
         deadline_s: float | None = None,
+        digest: bytes = b"",
     ) -> Incoming:
         """Have a request's cache written into these pages by that prefill instance.
 
         ``pages`` are all of the request's, or only those behind the ``prefix``
         that is cached here already. They are held until the room is released.
+        ``digest`` says what this request is (``kvferry.digest_of``): the room fails
+        unless every source says that it has computed just that.
         """
         if isinstance(prefill, str) and self._client is None:
             raise InputError("finding an instance by its name takes a rendezvous; pass its URL")
         request = Request(tokens, prefix)
         tables = self._shelf.tables(request, pages, states)
         seconds = self._deadline_s if deadline_s is None else deadline_s
-        asked = Asked(prefill, request, tables, time.monotonic() + seconds)
+        deadline = time.monotonic() + seconds
+        asked = Asked(prefill, request, tables, deadline, checked_digest(digest))
         side = Side(self._pools, {table.group: table.as_page_table() for table in tables})
         handle = Incoming(room, asked, side, self._owner.abort)
         self._owner.receive(handle)
@@ -148,9 +154,10 @@ class _TargetOwner(Owner[Incoming]):
                 Inbox(),
                 ground.lifeline,
                 Mover(ground.transport, self, f"kvferry-mover-{name}"),
-                copier_for(ground.memory.device, f"kvferry-copier-{name}"),
+                copier_for(ground.memory.device, f"kvferry-copier-{name}", self.thread_broke),
                 meter,
                 config.tick_s,
+                config.stalled_s,
                 ground.staging_bytes,
             )
         )
@@ -192,7 +199,8 @@ class _TargetOwner(Owner[Incoming]):
     def _begin(self, handle: Incoming, view: InstanceView) -> None:
         asked = handle.asked
         instance = Instance(view.name, view.fingerprint, view.layout)
-        self._step(Receive(handle.room, instance, asked.request, asked.tables, asked.deadline))
+        wanted = asked.request, asked.tables, asked.deadline, asked.digest
+        self._step(Receive(handle.room, instance, *wanted))
         room = self.machine.rooms.get(handle.room)
         if room:
             self._rooms[handle.room] = room
@@ -335,9 +343,8 @@ class _TargetOwner(Owner[Incoming]):
         room = self._rooms.get(handle.room)
         if isinstance(outcome, Done) or room is None:
             return
-        missing = room.ledger.lacking()
-        tables = handle.asked.tables
-        handle.bad_pages = bad_pages(self.machine.layout, self.me.rank, tables, missing)
+        tables, unusable = handle.asked.tables, room.unusable()
+        handle.bad_pages = bad_pages(self.machine.layout, self.me.rank, tables, unusable)
 
     def _release(self, room: Room) -> None:
         self._rooms.pop(room, None)

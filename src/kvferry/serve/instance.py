@@ -35,6 +35,7 @@ from kvferry.rendezvous.records import RankRecord
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.keys import bindable, numeric
 from kvferry.runtime.owner import new_incarnation
+from kvferry.runtime.signing import Guard
 from kvferry.serve.api.bodies import Serving
 from kvferry.serve.api.routes import Api
 from kvferry.serve.engine import Engine, EngineOptions
@@ -70,7 +71,8 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``folder`` is the model's, ``model`` the name under which it is served (the
     folder's, if empty). ``advertise`` is the numeric address at which others reach
     this host, for HTTP and for transfers; ``host`` if empty. ``deadline_s`` is for
-    a transfer whose caller names none, ``request_s`` for every request as a whole.
+    a transfer whose caller names none, ``request_s`` for every request as a whole; no
+    transfer may hold pages for longer than that.
     """
 
     role: WorkerRole
@@ -109,7 +111,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
         return _reachable(self.advertise or self.host)
 
 
-def extension_for(options: InstanceOptions, url: str = "") -> MakeExtension:
+def extension_for(options: InstanceOptions, url: str = "", life: str = "") -> MakeExtension:
     """What goes with every rank: an endpoint of the worker's side, if there is a rendezvous."""
     if options.rendezvous is None:
         return no_extension
@@ -120,6 +122,7 @@ def extension_for(options: InstanceOptions, url: str = "") -> MakeExtension:
         rendezvous=options.rendezvous,
         key_file=options.key_file,
         http=url,
+        life=life,
         config=msgspec.structs.replace(options.endpoint, host=options.reached_at),
     )
     kind = PrefillExtension if options.role is WorkerRole.PREFILL else DecodeExtension
@@ -132,6 +135,7 @@ class Instance:
     def __init__(self, options: InstanceOptions, extend: MakeExtension | None = None) -> None:
         self.options = options
         self._key = key_in(options.key_file)
+        self._guard = Guard(self._key.http) if self._key is not None else None
         # Without a key on loopback only: whoever reaches a worker can have it compute.
         address, reached_at = bindable(options.host, options.port, self._key), options.reached_at
         self._listener = bound(address, options.port)
@@ -144,7 +148,8 @@ class Instance:
         self._site: HttpSite | None = None
 
     def _make_engine(self) -> Engine:
-        extend = self._extend or extension_for(self.options, self.url)
+        life = self._guard.life if self._guard is not None else ""
+        extend = self._extend or extension_for(self.options, self.url, life)
         return Engine(Path(self.options.folder), self.options.engine, extend=extend)
 
     async def start(self) -> str:
@@ -158,6 +163,8 @@ class Instance:
             _about(options, engine),
             deadline_s=options.deadline_s,
             request_s=options.request_s,
+            key=self._key,
+            guard=self._guard,
         )
         connections = Connections(limits_here(FILES_EACH), api.metrics.registry)
         self._site = HttpSite(api.application(), connections, shutdown_s=SHUTDOWN_S)

@@ -90,15 +90,15 @@ class RoomEnd(msgspec.Struct, frozen=True):
 class Piece(msgspec.Struct, frozen=True):
     """A token of the answer and the text that it brings; the last one has a ``finish``.
 
-    ``prefill_url`` is where a ``RoomEnd`` of the transfer can be had: only sources
-    know by which path they wrote.
+    ``prefill`` is where a ``RoomEnd`` of the transfer can be had, the URL of a worker and
+    its life: only sources know by which path they wrote.
     """
 
     sample: Sample
     text: str
     finish: Finish | None = None
     report: Report | None = None
-    prefill_url: str = ""
+    prefill: tuple[str, str] | None = None
 
 
 class Failed(msgspec.Struct, frozen=True):

@@ -10,19 +10,18 @@ If a rank is lost, every job is told so, the engine is closed and the thread end
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from queue import Empty, SimpleQueue
 
 import msgspec
 from msgspec.structs import replace
 
 from kvferry.errors import KvferryError
+from kvferry.mailbox import Mailbox
 from kvferry.plan.choose import Path
 from kvferry.serve.ends import RoomEnds
 from kvferry.serve.engine import Engine
@@ -63,7 +62,7 @@ class EngineLoop:
     def __init__(self, make: Callable[[], Engine], role: Role) -> None:
         self._make = make
         self._role = role
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox: Mailbox[Callable[[], None]] = Mailbox()
         self._jobs: dict[str, Job] = {}
         self._carried: dict[int, dict[str, int]] = {}
         self.ends = RoomEnds()
@@ -143,7 +142,7 @@ class EngineLoop:
             job.fail(Trouble.ENDED, f"{why}; ask another one, or try again")
         self.died.set_result(reason)
         # What was submitted meanwhile is told so by ``_begin``.
-        for call in self._drain(0):
+        for call in self._inbox.drain(0):
             call()
         try:
             engine.close()
@@ -151,7 +150,7 @@ class EngineLoop:
             log.exception("engine-close-failed")
 
     def _turn(self) -> None:
-        for call in self._drain(self._wait_s()):
+        for call in self._inbox.drain(self._wait_s()):
             call()
         if self._stopping:
             return
@@ -175,14 +174,6 @@ class EngineLoop:
         if self._pause_s == 0 or self._has_rooms:
             return self._pause_s
         return WATCH_S
-
-    def _drain(self, wait_s: float | None) -> list[Callable[[], None]]:
-        calls: list[Callable[[], None]] = []
-        with contextlib.suppress(Empty):
-            calls.append(self._inbox.get(wait_s != 0, wait_s))
-            while True:
-                calls.append(self._inbox.get_nowait())
-        return calls
 
     def _look(self) -> None:
         self._pause_s = LEAST_PAUSE_S

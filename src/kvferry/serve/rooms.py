@@ -17,13 +17,22 @@ from abc import ABC, abstractmethod
 import msgspec
 from msgspec.structs import replace
 
+from kvferry.digest import digest_of
 from kvferry.errors import KvferryError
 from kvferry.layout.layout import Layout
 from kvferry.protocol.outcome import Failure, FailureCode, Status
 from kvferry.serve.engine import Engine
 from kvferry.serve.jobs import Fallback, Job, Origin, Piece, Report, Ticket, Trouble
 from kvferry.serve.requests import Admitted, Finish, Produced, Role
-from kvferry.serve.transfer import Abort, Agreement, First, Open, Receive, encode
+from kvferry.serve.transfer import (
+    Abort,
+    Agreement,
+    First,
+    Open,
+    Receive,
+    RoomExtension,
+    encode,
+)
 
 
 class Rooms(ABC):
@@ -32,6 +41,13 @@ class Rooms(ABC):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._num_ranks = engine.layout.num_ranks
+        extension = engine.worker.extension
+        self._model = extension.settings.model if isinstance(extension, RoomExtension) else ""
+
+    def _digest(self, job: Job) -> bytes:
+        """What the other side must have computed, or be asked for, to share this job's cache."""
+        dtype = str(self._engine.options.dtype)
+        return digest_of(job.request.prompt, model=self._model, dtype=dtype)
 
     @abstractmethod
     def begin(self, job: Job) -> None:
@@ -66,7 +82,8 @@ class PrefillRooms(Rooms):
         """Open the room before the first chunk is planned."""
         left_s = job.transfer_deadline - time.monotonic()
         job.agreement = Agreement(self._num_ranks)
-        self._engine.post(encode(Open(job.id, _ticket(job).room, max(left_s, 0.001))))
+        opened = Open(job.id, _ticket(job).room, max(left_s, 0.001), self._digest(job))
+        self._engine.post(encode(opened))
 
     def admitted(self, job: Job, admitted: Admitted) -> None:
         """Nothing to do: ranks push what they see computed."""
@@ -125,6 +142,7 @@ class DecodeRooms(Rooms):
             request=job.id,
             room=ticket.room,
             deadline_s=left_s,
+            digest=self._digest(job),
             prefill=ticket.prefill or "",
             tokens=tokens,
             prefix=admitted.prefix,
@@ -181,7 +199,8 @@ class DecodeRooms(Rooms):
             seconds=time.monotonic() - job.admitted_at,
         )
         job.over = produced.finish is not None
-        piece = Piece(produced.sample, produced.text, produced.finish, job.report, first.http)
+        where = (first.http, first.life) if first.http else None
+        piece = Piece(produced.sample, produced.text, produced.finish, job.report, where)
         job.say(piece)
 
     def stop(self, job: Job) -> None:

@@ -45,14 +45,16 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     request: str
     room: Room
     deadline_s: float
+    digest: bytes
 
 
 class Receive(msgspec.Struct, frozen=True, tag=True):
-    """To targets: have this request's cache written into these pages."""
+    """To targets: have this request's cache written into these pages, and no other's."""
 
     request: str
     room: Room
     deadline_s: float
+    digest: bytes
     prefill: str
     tokens: int
     prefix: int
@@ -97,10 +99,14 @@ _NOTES: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
 
 
 class First(msgspec.Struct, frozen=True):
-    """What the lead source adds to a room: the first token, and who can say how it went."""
+    """What the lead source adds to a room: the first token, and who can say how it went.
+
+    ``life`` is that of the worker at ``http``, which takes signed questions for it alone.
+    """
 
     sample: Sample
     http: str = ""
+    life: str = ""
 
 
 def encode(message: Command | Note | First) -> bytes:
@@ -161,7 +167,8 @@ class Agreement:
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the endpoints of one instance have in common. Sent to the ranks' processes.
 
-    ``model`` is the checkpoint's fingerprint, ``http`` where the worker itself is reached.
+    ``model`` is the checkpoint's fingerprint, ``http`` where the worker itself is reached,
+    in its ``life``.
     """
 
     name: str
@@ -170,6 +177,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: str | None = None
     key_file: str | None = None
     http: str = ""
+    life: str = ""
     config: EndpointConfig = EndpointConfig()
 
     def make_transport(self) -> Transport:
@@ -184,8 +192,9 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Part(Generic[H]):
     """One room on one rank, until it was told that its pages are free."""
 
-    def __init__(self, handle: H) -> None:
+    def __init__(self, handle: H, digest: bytes) -> None:
         self.handle = handle
+        self.digest = digest
         self.told_end = False
 
 
@@ -245,7 +254,7 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
             failure = Failure.of(FailureCode.REFUSED, str(error))
             self._refused += [Ended(command.request, failure), self._released(command.request, {})]
             return
-        self.parts[command.request] = Part(handle)
+        self.parts[command.request] = Part(handle, command.digest)
         handle.on_end(lambda _: self.on_news())
         handle.on_release(self.on_news)
 

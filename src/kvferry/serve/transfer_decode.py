@@ -40,4 +40,5 @@ class DecodeExtension(RoomExtension[Incoming, TargetEndpoint]):
             pages=command.pages,
             states=command.row,
             deadline_s=command.deadline_s,
+            digest=command.digest,
         )

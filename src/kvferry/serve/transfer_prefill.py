@@ -62,11 +62,20 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
             part.handle.push((work.first, work.end), pages, after=computed)
             if work.sampling is not None:
                 first = firsts.get(work.request)
-                metadata = encode(First(first, self.settings.http)) if first else b""
-                part.handle.close(metadata, states=work.row, tokens=work.end, after=computed)
+                metadata = self._metadata(first) if first else b""
+                part.handle.close(
+                    metadata,
+                    states=work.row,
+                    tokens=work.end,
+                    after=computed,
+                    digest=part.digest,
+                )
         notes = super().after(plan, samples)
         self._begun &= self.parts.keys()
         return notes
+
+    def _metadata(self, first: Sample) -> bytes:
+        return encode(First(first, self.settings.http, self.settings.life))
 
     def _pages(self, work: Work, first: int, end: int) -> list[int]:
         """The pages that these tokens touch."""

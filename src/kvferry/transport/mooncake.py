@@ -12,7 +12,6 @@ network must be one that is trusted.
 from __future__ import annotations
 
 import ipaddress
-import queue
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar
@@ -23,6 +22,7 @@ from msgspec import Meta
 
 from kvferry.errors import TransportError
 from kvferry.ids import Op
+from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Region
@@ -74,7 +74,7 @@ class MooncakeTransport(Transport):
         super().__init__(setup)
         self._options = options.chosen(self.name, setup, OPTIONS)
         self._engine: Any = mooncake_package.start(setup.host, **self._options)
-        self._news: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._news: Mailbox[Ended] = Mailbox()
         self._courier = Courier(self._engine, self._tell)
         self._addresses = np.zeros(0, dtype=np.int64)
         self._sizes: tuple[int, ...] = ()
@@ -192,11 +192,7 @@ class MooncakeTransport(Transport):
 
     def poll(self) -> News:
         """What the courier has told."""
-        ended = []
-        with suppress(queue.Empty):
-            while True:
-                ended.append(self._news.get_nowait())
-        return News(ended, [])
+        return News(self._news.drain(0), [])
 
     # ------------------------------------------------------------ the end
 

@@ -13,7 +13,6 @@ only one that stops within that millisecond could hold others up.)
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvferry.ids import Op
+from kvferry.mailbox import Mailbox
 from kvferry.protocol.events import Fate
 from kvferry.transport.base import Ended
 
@@ -89,7 +89,7 @@ class Courier:
     def __init__(self, engine: Any, tell: Callable[[Ended], None]) -> None:
         self._engine = engine
         self._tell = tell
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: Mailbox[Callable[[], None]] = Mailbox()
         self._lanes: list[Lane] = []
         self._stopped = False
         self._meetings: list[threading.Thread] = []
@@ -143,12 +143,8 @@ class Courier:
     def _take(self, rest_s: float) -> None:
         """Obey every command that has come. Without work under way, wait for one."""
         busy = any(lane.under_way for lane in self._lanes)
-        try:
-            self._inbox.get(timeout=rest_s if busy else None)()
-            while True:
-                self._inbox.get_nowait()()
-        except queue.Empty:
-            return
+        for command in self._inbox.drain(rest_s if busy else None):
+            command()
 
     def _stop(self) -> None:
         self._stopped = True

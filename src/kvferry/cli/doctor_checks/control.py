@@ -16,9 +16,9 @@ from kvferry.errors import InputError
 from kvferry.plan.units import human_seconds
 from kvferry.rendezvous.calls import Calls
 from kvferry.rendezvous.records import Fault, RendezvousError
-from kvferry.rendezvous.signing import TOLERANCE_S
 from kvferry.runtime.control import ControlClient, ControlServer
 from kvferry.runtime.keys import KEY_FILE_VARIABLE, ClusterKey
+from kvferry.runtime.signing import TOLERANCE_S
 
 AREA = "control"
 LIMIT_S = 3.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from urllib.parse import quote
 
@@ -19,6 +20,8 @@ from yarl import URL
 
 from kvferry.ids import Room
 from kvferry.logs.context import onward
+from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.signing import sign
 from kvferry.serve.ends import RoomEnds
 from kvferry.serve.jobs import RoomEnd
 
@@ -29,7 +32,8 @@ ASK_S = 30.0
 class RoomAsker:
     """Asks while the application it belongs to is running."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: ClusterKey | None = None) -> None:
+        self._key = key.http if key is not None else None
         self._session: aiohttp.ClientSession | None = None
 
     async def running(self, app: web.Application) -> AsyncIterator[None]:
@@ -38,15 +42,17 @@ class RoomAsker:
         async with aiohttp.ClientSession(timeout=timeout) as self._session:
             yield
 
-    async def end(self, url: str, room: Room) -> RoomEnd | None:
-        """How a room ended there, if that can be found out."""
+    async def end(self, url: str, life: str, room: Room) -> RoomEnd | None:
+        """How a room ended at a worker in that life, if that can be found out."""
         assert self._session is not None
-        where = URL(f"{url}/kvferry/rooms/{quote(str(room), safe='')}", encoded=True)
+        path = f"/kvferry/rooms/{quote(str(room), safe='')}"
+        where, headers = URL(url + path, encoded=True), onward()
+        if self._key is not None and life:
+            signed = sign(self._key, life, "GET", path, b"", time.time())
+            headers["Authorization"] = signed
         try:
             # A worker knows it or does not; an answer from elsewhere would be somebody's guess.
-            async with self._session.get(
-                where, headers=onward(), allow_redirects=False
-            ) as response:
+            async with self._session.get(where, headers=headers, allow_redirects=False) as response:
                 if response.status != 200:
                     return None
                 return msgspec.json.decode(await response.read(), type=RoomEnd)

@@ -17,8 +17,11 @@ import msgspec
 from aiohttp import web
 
 from kvferry.logs.context import in_room
+from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.signing import Guard
 from kvferry.serve.api.answers import Document, Writer, writer_for
 from kvferry.serve.api.bodies import Ask, Serving, parse_chat, parse_completion
+from kvferry.serve.api.door import UNSIGNED, Door, refused
 from kvferry.serve.api.errors import ApiError, ErrorType
 from kvferry.serve.api.lanes import Lanes
 from kvferry.serve.api.metrics import Metrics
@@ -48,6 +51,8 @@ class Api:
         *,
         deadline_s: float,
         request_s: float,
+        key: ClusterKey | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._loop = loop
         self._serving = serving
@@ -56,7 +61,8 @@ class Api:
         self._request_s = request_s
         self._created = int(time.time())
         self.metrics = Metrics(str(about["name"]))
-        self._asker = RoomAsker()
+        self._asker = RoomAsker(key)
+        self._door = Door(guard)
         self._lanes = Lanes()
 
     def application(self) -> web.Application:
@@ -116,6 +122,8 @@ class Api:
         gone = self._loop.died.done()
         told = msgspec.to_builtins(self._loop.snapshot)
         status = {"status": "ended" if gone else "ok"}
+        who = msgspec.structs.asdict(self._door.introduce(request.query.get("nonce", "")))
+        status |= {name: said for name, said in who.items() if said}
         return _json({**status, **self._about, **told}, 503 if gone else 200)
 
     async def _figures(self, request: web.Request) -> web.Response:
@@ -124,6 +132,7 @@ class Api:
 
     async def _room(self, request: web.Request) -> web.Response:
         """How a room ended; waits a little, because its end is about to be known."""
+        self._door.demand_signed(request)
         room = request.match_info["room"]
         try:
             return _json(await room_end(self._loop.ends, room, ASK_S))
@@ -134,6 +143,7 @@ class Api:
 
     async def _give_up(self, request: web.Request) -> web.Response:
         """The router has no use for a room any more; its pages need not wait for the deadline."""
+        self._door.demand_signed(request)
         self._loop.abandon(request.match_info["room"])
         return web.Response(status=204)
 
@@ -162,9 +172,13 @@ class Api:
     async def _answer(
         self, request: web.Request, parse: Callable[[bytes, Serving], Ask]
     ) -> web.StreamResponse:
-        data = await _read(request)
-        ask = await self._lanes.read(len(data), partial(parse, data, self._serving))
+        self._door.knock(request)
+        body = await _read(request)
+        is_signed = self._door.is_signed(request, body)
+        ask = await self._lanes.read(len(body), partial(parse, body, self._serving))
         if ask.ticket is not None:
+            if not is_signed:
+                raise refused(UNSIGNED)
             in_room(ask.ticket.room)
         created = int(time.time())
         writer = writer_for(ask, self._serving.model, self._serving.tokenizer, created)

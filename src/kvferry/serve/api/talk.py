@@ -34,6 +34,8 @@ class Talk:
         self._news: asyncio.Queue[Piece | Failed] = asyncio.Queue()
         self._end: asyncio.Task[RoomEnd | None] | None = None
         wanted_s = ask.ticket.deadline_s if ask.ticket else None
+        # However long a caller would hold pages, they are the worker's.
+        transfer_s = min(wanted_s or deadline_s, request_s)
         now = time.monotonic()
         self._job = Job(
             request=ask.request,
@@ -41,7 +43,7 @@ class Talk:
             tell=self._tell,
             begun_at=now,
             deadline=now + request_s,
-            transfer_deadline=now + (wanted_s or deadline_s),
+            transfer_deadline=now + transfer_s,
             report=Report(room=None, source=Origin.RECOMPUTED) if ask.is_local else None,
         )
         loop.submit(self._job)
@@ -55,8 +57,8 @@ class Talk:
         """To the last one, which knows how the transfer went; raises ``ApiError``."""
         while True:
             piece = await self._next()
-            if piece.prefill_url and piece.report is not None and piece.report.room is not None:
-                asking = self._asker.end(piece.prefill_url, piece.report.room)
+            if piece.prefill and piece.report is not None and piece.report.room is not None:
+                asking = self._asker.end(*piece.prefill, piece.report.room)
                 self._end = asyncio.create_task(asking)
             if piece.finish is None:
                 yield piece

@@ -44,7 +44,7 @@ class Router:
         self._options = options
         self.roster = Roster(options.policy, options.lost_s, fixed)
         self.metrics = Metrics(self.roster)
-        self._forwarder = Forwarder(options, self.roster, self.metrics)
+        self._forwarder = Forwarder(options, self.roster, self.metrics, key)
         self._watch = Watch(options, self.roster, key)
         self._since = int(time.time())
 

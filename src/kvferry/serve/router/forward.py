@@ -14,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from kvferry.logs.context import in_room
+from kvferry.runtime.keys import ClusterKey
 from kvferry.serve.router.answers import JSON, ApiError
 from kvferry.serve.router.bodies import Ask, new_id
 from kvferry.serve.router.metrics import Metrics
@@ -96,8 +97,15 @@ def given_up(failure: Failed) -> ApiError:
 class Forwarder:
     """Answers clients' requests with the help of workers, until ``close``."""
 
-    def __init__(self, options: RouterOptions, roster: Roster, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        options: RouterOptions,
+        roster: Roster,
+        metrics: Metrics,
+        key: ClusterKey | None = None,
+    ) -> None:
         self._options = options
+        self._key = key
         self._roster = roster
         self._metrics = metrics
         self._session: aiohttp.ClientSession | None = None
@@ -113,7 +121,7 @@ class Forwarder:
         """The whole way of one request, before its deadline."""
         self._session = self._session or new_session()
         deadline = asyncio.get_running_loop().time() + self._options.deadline_s
-        with Upstream(self._session) as upstream:
+        with Upstream(self._session, self._key) as upstream:
             try:
                 async with asyncio.timeout_at(deadline):
                     pair, opened = await self._open(upstream, ask)
@@ -175,7 +183,7 @@ class Forwarder:
         assert self._session is not None
         try:
             async with asyncio.timeout(self._options.room_s):
-                with Upstream(self._session) as upstream:
+                with Upstream(self._session, self._key) as upstream:
                     return await upstream.ask(worker, path, body, stream=False)
         except TimeoutError:
             message = f"the {worker} did not answer within {self._options.room_s:g} s"

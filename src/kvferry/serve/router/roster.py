@@ -45,6 +45,8 @@ class Health(msgspec.Struct, frozen=True):
     model: str
     running: int = 0
     waiting: int = 0
+    life: str = ""
+    proof: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +66,7 @@ class Worker:
     others: int = 0
     last_chosen: int = 0
     well_at: float = float("-inf")
+    life: str = ""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -130,7 +133,7 @@ class Roster:
         if health.role != worker.part:
             worker.failed(f"it is a {health.role} worker, not {worker.part}")
             return
-        worker.name, worker.model = health.name, health.model
+        worker.name, worker.model, worker.life = health.name, health.model, health.life
         worker.up, worker.misses, worker.problem = True, 0, ""
         worker.others = max(0, health.running + health.waiting - worker.in_flight)
         worker.well_at = now

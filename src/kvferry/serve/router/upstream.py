@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +18,8 @@ import aiohttp
 
 from kvferry.errors import KvferryError
 from kvferry.logs.context import onward
+from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.signing import sign
 from kvferry.serve.router.answers import JSON, told
 from kvferry.serve.router.roster import Part, Worker
 
@@ -72,8 +75,9 @@ def new_session() -> aiohttp.ClientSession:
 class Upstream:
     """Requests on behalf of one client. Leaving the block ends whatever is still open."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, key: ClusterKey | None = None) -> None:
         self._session = session
+        self._key = key.http if key is not None else None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Upstream:
@@ -96,10 +100,13 @@ class Upstream:
                 worker.url + path,
                 # In pieces, so that a large body does not hold up everybody else.
                 data=io.BytesIO(body),
-                headers={"Content-Type": JSON, **onward()},
+                headers={"Content-Type": JSON} | self._headers(worker, "POST", path, body),
                 allow_redirects=False,
             )
             self._open.callback(response.close)
+            if response.status == 401:
+                # It has restarted, or has another key; it says which at the next look.
+                worker.failed("it does not take this router's signature")
             if response.status != 200:
                 return _refusal(worker, response.status, await _read_all(response))
             if not stream:
@@ -114,11 +121,21 @@ class Upstream:
 
         A worker that has no such path releases the room at its deadline instead.
         """
-        url = f"{worker.url}/kvferry/rooms/{room}"
+        path = f"/kvferry/rooms/{room}"
+        headers = self._headers(worker, "DELETE", path)
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            deleting = self._session.delete(url, headers=onward(), allow_redirects=False)
-            async with asyncio.timeout(CONNECT_S), deleting:
+            async with (
+                asyncio.timeout(CONNECT_S),
+                self._session.delete(worker.url + path, headers=headers, allow_redirects=False),
+            ):
                 pass
+
+    def _headers(self, worker: Worker, method: str, path: str, body: bytes = b"") -> dict[str, str]:
+        """The request's id, and what lets it in at a worker that has the cluster's key."""
+        if self._key is None or not worker.life:
+            return onward()
+        signed = sign(self._key, worker.life, method, path, body, time.time())
+        return onward() | {"Authorization": signed}
 
     @staticmethod
     async def rest(opened: Opened) -> AsyncIterator[bytes]:
@@ -176,6 +193,9 @@ def _refusal(worker: Worker, status: int, document: bytes) -> Failed:
     code, message = told(document)
     if not message:
         return Failed(worker, Blame.WORKER, f"the {worker} answered with status {status}")
+    if status == 401:
+        # The worker's business with this router, and not the client's.
+        return Failed(worker, Blame.WORKER, f"the {worker} refuses: {message}", code=code)
     blame = Blame.WORKER
     if code == TRANSFER_FAILED:
         blame = Blame.TRANSFER

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import quote
@@ -17,9 +16,10 @@ import msgspec
 from yarl import URL
 
 from kvferry.errors import InputError, KvferryError
+from kvferry.rendezvous.acquaintance import Acquaintance
 from kvferry.rendezvous.records import InstanceView, Summaries
-from kvferry.rendezvous.signing import sign
 from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.signing import Introduction, new_nonce
 from kvferry.serve.router.options import RouterOptions, checked_url
 from kvferry.serve.router.roster import Announced, Health, Part, Roster, Worker
 from kvferry.serve.router.upstream import ended, new_session
@@ -37,7 +37,8 @@ class Watch:
     def __init__(self, options: RouterOptions, roster: Roster, key: ClusterKey | None) -> None:
         self._options = options
         self._roster = roster
-        self._signing_key = key.http if key is not None else None
+        self._key = key.http if key is not None else None
+        self._service = Acquaintance((options.rendezvous or "").rstrip("/"), key)
         self._known: dict[str, tuple[str, Announced | None]] = {}
         self._away = False
         self._asking: dict[object, asyncio.Task[None]] = {}
@@ -96,12 +97,13 @@ class Watch:
         return [entry for _, entry in self._known.values() if entry is not None]
 
     async def _get(self, session: aiohttp.ClientSession, base: str, path: str) -> bytes:
-        headers = {}
-        if self._signing_key is not None:
-            headers["Authorization"] = sign(self._signing_key, "GET", path, b"", time.time())
+        headers = await self._service.authorization(session, "GET", path)
         url = URL(base.rstrip("/") + path, encoded=True)
         async with session.get(url, headers=headers, allow_redirects=False) as response:
             data = await response.content.read(MAX_BYTES)
+            if response.status == 401:
+                # It may have restarted; the next look asks who is there.
+                self._service.forget()
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {data[:200]!r}")
             return data
@@ -110,15 +112,18 @@ class Watch:
 
     async def _check(self, session: aiohttp.ClientSession, worker: Worker) -> None:
         was_up, now = worker.up, asyncio.get_running_loop().time
-        check_s = min(CHECK_S, self._options.lost_s)
+        check_s, nonce = min(CHECK_S, self._options.lost_s), new_nonce()
         try:
             async with (
                 asyncio.timeout(check_s),
-                session.get(f"{worker.url}/healthz", allow_redirects=False) as response,
+                session.get(
+                    f"{worker.url}/healthz?nonce={nonce}", allow_redirects=False
+                ) as response,
             ):
                 health = msgspec.json.decode(await response.read(), type=Health)
                 if response.status != 200:
                     raise ValueError(f"it is not well (status {response.status})")
+                self._demand_proof(health, nonce)
             self._roster.well(worker, health, now())
         except aiohttp.ClientConnectorError as error:
             self._roster.missed(worker, str(error), now(), refused=True)
@@ -127,6 +132,12 @@ class Watch:
             self._roster.missed(worker, problem, now(), refused=False)
         if worker.up != was_up:
             log.info("worker url=%s up=%s problem=%r", worker.url, worker.up, worker.problem)
+
+    def _demand_proof(self, health: Health, nonce: str) -> None:
+        """A worker that has a key must have ours; one without needs no signature."""
+        told = Introduction(health.life, health.proof)
+        if self._key is not None and told.life and not told.fits(self._key, nonce):
+            raise ValueError("it has another cluster key; give both the same file")
 
 
 def announced(view: InstanceView) -> Announced | None:

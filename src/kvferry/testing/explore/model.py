@@ -26,6 +26,7 @@ from kvferry.protocol.target import TargetMachine
 
 ROOM = "room"
 METADATA = b"first token"
+DIGEST = b"the prompt"
 FINGERPRINT = "model"
 SOURCE = 0
 TARGETS = (1, 2)
@@ -89,13 +90,16 @@ class Model:
     nothing but their names, which no machine compares, so faults at the source
     and at one target are all faults up to swapping the targets.
     ``source`` and ``target`` are the machines' classes, so that a test can put
-    a broken one in. ``horizon_s`` is when a path that has not ended is a hang.
+    a broken one in. ``wanted`` is the digest that the targets' engines give; if it is
+    another than the source's, nobody may ever be Done. ``horizon_s`` is when a path that
+    has not ended is a hang.
     """
 
     name: str
     spec: CacheSpec
     num_tokens: int = 1
     prefix: int = 0
+    wanted: bytes = DIGEST
     prepares: bool = False
     heedless: bool = False
     pushes: tuple[tuple[int, int], ...] = ((0, 1),)
@@ -109,6 +113,11 @@ class Model:
     faults_at: frozenset[int] = frozenset({SOURCE, *TARGETS})
     source: type[SourceMachine] = field(default=SourceMachine)
     target: type[TargetMachine] = field(default=TargetMachine)
+
+    @property
+    def is_mixed_up(self) -> bool:
+        """Whether the two sides mean different requests."""
+        return self.wanted != DIGEST
 
     @property
     def request(self) -> Request:
@@ -144,11 +153,12 @@ class Model:
             Open(ROOM, self.deadline_s),
             *(Prepare(ROOM, Span(first, end)) for first, end in self.pushes if self.prepares),
             *(Push(ROOM, Span(first, end)) for first, end in self.pushes),
-            Finish(ROOM, self.num_tokens, METADATA),
+            Finish(ROOM, self.num_tokens, METADATA, DIGEST),
         )
         prefill, _ = self.layouts()
         instance = Instance(PEERS[SOURCE].instance, FINGERPRINT, prefill)
-        receive = Receive(ROOM, instance, self.request, self._tables(), self.deadline_s)
+        wanted = self.request, self._tables(), self.deadline_s, self.wanted
+        receive = Receive(ROOM, instance, *wanted)
         return (source, *((receive,) for _ in TARGETS))
 
     def _tables(self) -> tuple[Table, ...]:
@@ -189,4 +199,8 @@ PREPARED = replace(STAGED, name="prepared", prepares=True)
 # The target has everything already: Close alone.
 CACHED = replace(DIRECT, name="cached", prefix=1)
 
-MODELS = {model.name: model for model in (DIRECT, CHUNKED, STAGED, STATE, PREPARED, CACHED)}
+# Two requests were given one room.
+MIXED = replace(DIRECT, name="mixed", wanted=b"another prompt")
+
+_ALL = (DIRECT, CHUNKED, STAGED, STATE, PREPARED, CACHED, MIXED)
+MODELS = {model.name: model for model in _ALL}

@@ -8,8 +8,8 @@ where it could be broken:
   slot that is promised to it at that moment; nothing is written twice;
 - two writes in flight never share a slot of a target or a local slot;
 - a source releases pages only when none of its writes is in flight;
-- a target is Done only when everything owed is in its pages, and a source only
-  when every target is;
+- a target is Done only when everything owed is in its pages and was computed for
+  its own request, and a source only when every target is;
 - Report and Release are said once each, in that order.
 """
 
@@ -175,6 +175,8 @@ class Draft:
             missing = self.catalogue.owed(index).difference(self.pages[index - 1])
             if missing:
                 raise Broken(f"{me} is Done, but {sorted(missing)} never came")
+        if stage is Stage.DONE and self.catalogue.model.is_mixed_up:
+            raise Broken(f"{me} is Done with another request's cache")
         all_done = all(self.stages[target] is Stage.DONE for target in TARGETS)
         if stage is Stage.DONE and index == SOURCE and not all_done:
             raise Broken(f"{me} is Done, but a target is not")

@@ -10,12 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvferry.ids import Op, Serial, SlotIndex
 from kvferry.layout.spec import Slot
 from kvferry.plan.plan import Block
+from kvferry.protocol.checks import close_problem
 from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.lanes import Lane, SourceRoom
+from kvferry.protocol.legs import Leg, TargetRoom
 from kvferry.protocol.messages import (
     Abort,
     Arrived,
@@ -31,7 +35,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.outcome import Failure
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LegState
-from kvferry.protocol.target import Leg, TargetMachine, TargetRoom
+from kvferry.protocol.target import TargetMachine
 from kvferry.testing.sim.cluster import Machines
 
 
@@ -68,6 +72,13 @@ class SharesKey(TargetMachine):
         return room, room.legs[min(room.legs)]
 
 
+class IgnoresDigest(TargetMachine):
+    """Takes whatever has the right length for what it has asked for."""
+
+    def _differs(self, room: TargetRoom, body: Close) -> Failure | None:
+        return close_problem(body, room.request.num_tokens, body.digest)
+
+
 class ExpectsState(TargetMachine):
     """Waits for a state row although the model has none."""
 
@@ -99,7 +110,7 @@ class MetadataWithState(SourceMachine):
         assert finish is not None
         has_state = any(isinstance(g.kind, Slot) for g in self.layout.spec.groups)
         if not has_state:
-            lane.room.finish = type(finish)(finish.room, finish.num_tokens, b"")
+            lane.room.finish = replace(finish, metadata=b"")
         super()._say_close(lane)
 
 
@@ -296,6 +307,9 @@ BREAKS: dict[str, Break] = {
         "completion by message count", Machines(target=CountsMessages), {"duplicate": 0.3}
     ),
     "shared-key": Break("one key shared by all sources", Machines(target=SharesKey)),
+    "digest-ignored": Break(
+        "another request's cache is taken", Machines(target=IgnoresDigest), {"mixed_up": 0.3}
+    ),
     "metadata-with-state": Break("metadata gated on state", Machines(source=MetadataWithState)),
     "state-expected": Break(
         "state expected although the list is empty", Machines(target=ExpectsState)

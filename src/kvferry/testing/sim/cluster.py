@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer
@@ -40,6 +40,8 @@ MODEL = "model-1"
 PREFILL = "prefill"
 STRANGER = "stranger"
 OTHER_MODEL = "model-2"
+# Numbers from here on are of requests that got the room of another.
+OTHERS = 1000
 CONFIG = ProtocolConfig(
     heartbeat_s=0.8,
     silence_s=1.8,
@@ -255,13 +257,21 @@ class Cluster:
         late = rng.random() * 1.0 if self.world.strikes("late_decode") else 0.0
         alone = self.world.strikes("one_sided")
         side = rng.choice([PREFILL, job.decode])
+        wanted = self.another(job) if self.world.strikes("mixed_up") else job
         for node in self.nodes:
             if node.peer.instance not in (PREFILL, job.decode):
                 continue
             if alone and node.peer.instance == side:
                 continue
-            delay = rng.random() * 0.02 + (0.0 if node.peer.instance == PREFILL else late)
-            self.world.at(delay, lambda node=node: node.start(job))  # type: ignore[misc]
+            prefills = node.peer.instance == PREFILL
+            delay = rng.random() * 0.02 + (0.0 if prefills else late)
+            its = job if prefills else wanted
+            self.world.at(delay, lambda node=node, its=its: node.start(its))  # type: ignore[misc]
+
+    def another(self, job: Job) -> Job:
+        """A request of the same length that was given the same room by mistake, or on purpose."""
+        number = job.number + OTHERS
+        return replace(job, number=number, metadata=f"token {number}".encode())
 
     def give_up(self, instance: str, room: object) -> None:
         """An engine whose one rank failed gives the room up on its other ranks."""

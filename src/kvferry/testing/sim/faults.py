@@ -30,6 +30,7 @@ class Faults:
     slow_prefill: float = 0.0
     late_decode: float = 0.0
     one_sided: float = 0.0
+    mixed_up: float = 0.0
     stalls: int = 0
     kills: int = 0
     cuts: int = 0

@@ -60,6 +60,11 @@ class Job:
     metadata: bytes
     probe: bool = False
 
+    @property
+    def digest(self) -> bytes:
+        """What tells this request from another, whatever room it was given."""
+        return f"request {self.number}".encode()
+
 
 class Node(ABC):
     """One process: alive, stopped or dead."""
@@ -290,7 +295,7 @@ class SourceNode(Node):
             if self.put_off(lambda: self._finish(job, allocation)):
                 return
             self.memory.compute(allocation, Span(0, job.request.num_tokens), states=True)
-            self.deliver(Finish(job.room, job.request.num_tokens, job.metadata))
+            self.deliver(Finish(job.room, job.request.num_tokens, job.metadata, job.digest))
 
     def move(self, action: Action) -> None:
         """Start a write."""
@@ -340,7 +345,7 @@ class TargetNode(Node):
         self.jobs[job.room] = job
         tables = tuple(Table(name, tuple(pages)) for name, pages in allocation.pages.items())
         due = self.due.get(job.room, self.world.now)
-        self.deliver(Receive(job.room, self.prefill, job.request, tables, due))
+        self.deliver(Receive(job.room, self.prefill, job.request, tables, due, job.digest))
         if self.world.strikes("cancel_target"):
             self.world.at(self.world.rng.random() * 0.2, lambda: self.deliver(Cancel(job.room)))
 

@@ -346,6 +346,13 @@ SCENARIOS: dict[str, Scenario] = {
         Faults(write_failed=1.0),
     ),
     "C9": Scenario("a prefix hit changes the number of chunks", jobs(8), all_done, TWO_DECODES),
+    "C10": Scenario(
+        "a room that two requests were given serves neither with the other's cache",
+        jobs(1),
+        failed_with("decode0", 0, FailureCode.CONTENT_DIFFERS, FailureCode.ABORTED),
+        Shape(prefill=Parallel(tp=2), decodes=(Parallel(tp=2),)),
+        Faults(mixed_up=1.0),
+    ),
     "S1": Scenario(
         "an abort returns its slots",
         both(jobs(2, 0.3), at(0.04, cancel(0, "decode0"))),
