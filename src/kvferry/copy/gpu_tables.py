@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,9 +102,9 @@ class Table(NamedTuple):
 
 
 class _Layers:
-    """The bases of a part's layers on one side, and their addresses where they were last."""
+    """The bases of a part's layers on one side, and their addresses where they were before."""
 
-    __slots__ = ("_known", "_regions", "bases", "offsets", "place")
+    __slots__ = ("_by_region", "_by_regions", "bases", "offsets", "place")
 
     def __init__(self, bases: tuple[Base, ...]) -> None:
         self.bases = bases
@@ -112,23 +112,29 @@ class _Layers:
         places = {base.region for base in bases}
         # The region that all of them are in, if they are: a slot, or a packed pool.
         self.place = places.pop() if len(places) == 1 else None
-        self._regions: tuple[int, ...] = ()
-        self._known: dict[int, Int64s] = {}
+        self._by_region: dict[int, Int64s] = {}
+        self._by_regions: dict[tuple[int, ...], Int64s] = {}
 
     def addresses(self, regions: tuple[int, ...]) -> Int64s:
         """The address of each layer, if the regions are at these."""
         if self.place is None:
-            if self._regions is not regions and self._regions != regions:
+            known = self._by_regions.get(regions)
+            if known is None:
                 places = np.array([regions[base.region] for base in self.bases], dtype=np.int64)
-                self._regions, self._known[0] = regions, places + self.offsets
-            return self._known[0]
+                known = _remember(self._by_regions, regions, places + self.offsets)
+            return known
         region = regions[self.place]
-        known = self._known.get(region)
+        known = self._by_region.get(region)
         if known is None:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            known = self._known[region] = self.offsets + region
+            known = _remember(self._by_region, region, self.offsets + region)
         return known
+
+
+def _remember(known: dict[Any, Int64s], key: object, addresses: Int64s) -> Int64s:
+    if len(known) >= MAX_KNOWN:
+        known.clear()
+    known[key] = addresses
+    return addresses
 
 
 class AddressBook:

@@ -72,6 +72,12 @@ class Placement(msgspec.Struct, frozen=True):
 
     def bases_of(self, layers: tuple[int, ...]) -> tuple[Base, ...]:
         """The bases of those layers, in that order."""
+        # Every write asks for them, and mostly for layers that follow each other here too.
+        if layers and self.bases:
+            skip = layers[0] - self.bases[0].layer
+            bases = self.bases[skip : skip + len(layers)] if skip >= 0 else ()
+            if tuple([base.layer for base in bases]) == layers:
+                return bases
         known = {base.layer: base for base in self.bases}
         missing = [layer for layer in layers if layer not in known]
         if missing:
