@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -100,13 +100,21 @@ def _assembled(gpu: Gpu, holder: DescriptorHolder, span: VmmSpan) -> _Mapped:
         undo.callback(call, "cuMemAddressFree", address, total)
         at = address
         for num_bytes, descriptor in zip(span.sizes, span.descriptors, strict=True):
+            # The driver maps no more of a piece than there is.
             _map_piece(holder, descriptor, at, num_bytes)
             undo.callback(call, "cuMemUnmap", at, num_bytes)
-            if address_range(at) != (at, num_bytes):
-                raise TransportError("a piece of the peer's GPU memory is smaller than it says")
             at += num_bytes
         call("cuMemSetAccess", address, total, [_writable_by(gpu)], 1)
+        _demand_sizes(address, span.sizes)
         return _Mapped(address, undo.pop_all().close)
+
+
+def _demand_sizes(address: int, sizes: Sequence[int]) -> None:
+    """Each piece is as large as was said. The driver tells only of memory that can be used."""
+    for num_bytes in sizes:
+        if address_range(address) != (address, num_bytes):
+            raise TransportError("a piece of the peer's GPU memory is smaller than it says")
+        address += num_bytes
 
 
 def _map_piece(holder: DescriptorHolder, descriptor: int, at: int, num_bytes: int) -> None:
