@@ -1,13 +1,13 @@
 """How fast a GPU gathers and scatters head slices, against a plain copy of the same bytes.
 
-    python benchmarks/copy_gpu.py [--repeats 20]
+    python benchmarks/copy_gpu.py [--repeats 20] [--only direct]
 
-One source rank's gather for all its targets, or one target rank's scatter from all its
-sources, in a single call, as the host sees it: from the call to the end of its event, with
-the tables built and uploaded anew for a fresh page table every time. The plain copy is
-timed the same way in the same run, turn by turn. Bytes are compared with what indexing
-by torch gives, and bytes outside the request's pages must be as they were. Ends in one
-JSON line.
+One source rank's gather for all its targets, one target rank's scatter from all its sources,
+or one source rank's copy straight into its targets' pages, in a single call, as the host sees
+it: from the call to the end of its event, with the tables built and uploaded anew for a fresh
+page table every time. The plain copy is timed the same way in the same run, turn by turn.
+Bytes are compared with what indexing by torch gives, and bytes outside the request's pages
+must be as they were. Ends in one JSON line.
 """
 
 from __future__ import annotations

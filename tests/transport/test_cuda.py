@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -21,6 +21,7 @@ from kvferry.transport import descriptors
 from kvferry.transport.base import Setup
 from kvferry.transport.cuda import CudaTransport
 from kvferry.transport.cuda_exports import Backing, IpcSpan, SpanPlace, VmmSpan, lay_out
+from kvferry.transport.cuda_maps import Exporter, demand_proof
 from kvferry.transport.cuda_waiter import Waiter
 
 GPU = Device("cuda")
@@ -147,7 +148,7 @@ class TestRefusing:
     ) -> None:
         """Before any handle is opened."""
         key = bytes(16)
-        told = {"type": "cuda", "life": key, "pid": 1, "began": 1, "gpu": key}
+        told = {"type": "cuda", "life": key, "proof": 3, "pid": 1, "began": 1, "gpu": key}
         metadata = msgspec.msgpack.encode({**told, "spans": spans, "regions": [place]})
         with pytest.raises(TransportError, match=sentence):
             transport().connect(metadata)
@@ -206,6 +207,41 @@ class TestDescriptors:
             child.kill()
         with pytest.raises(TransportError, match="has ended"):
             descriptors.DescriptorHolder(child.pid, began)
+
+
+class TestProof:
+    """A process is the peer only if it has the peer's secret."""
+
+    @pytest.fixture
+    def secret(self) -> Iterator[tuple[int, bytes]]:
+        descriptor, secret = os.memfd_create("test"), os.urandom(16)
+        os.write(descriptor, secret)
+        yield descriptor, secret
+        os.close(descriptor)
+
+    def demand(self, secret: bytes, proof: int) -> None:
+        pid, began = os.getpid(), descriptors.started(os.getpid())
+        with descriptors.DescriptorHolder(pid, began) as holder:
+            demand_proof(holder, Exporter(pid, began, secret, proof))
+
+    def test_the_secret_proves_it(self, secret: tuple[int, bytes]) -> None:
+        descriptor, known = secret
+        before = len(os.listdir("/proc/self/fd"))
+        self.demand(known, descriptor)
+        with pytest.raises(TransportError, match="is not the peer"):
+            self.demand(bytes(16), descriptor)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    def test_nothing_else_does(self, secret: tuple[int, bytes]) -> None:
+        """Nor is anything waited for: a pipe that nobody writes to, a folder, nothing."""
+        read, write = os.pipe()
+        folder = os.open("/", os.O_RDONLY)
+        for descriptor in (read, write, folder):
+            with pytest.raises(TransportError, match="is not the peer"):
+                self.demand(secret[1], descriptor)
+            os.close(descriptor)
+        with pytest.raises(TransportError, match="no file descriptor"):
+            self.demand(secret[1], 100_000)
 
 
 class TestWaiter:

@@ -153,6 +153,14 @@ class TestExpandable(ForgingCases, MovingCases):
             self.refuse(source, {**told, "pid": os.getpid()}, "has ended")
             self.refuse(source, {**told, "began": told["began"] + 1}, "has ended")
 
+    def test_memory_of_another_process(self, crew: Crew) -> None:
+        """A peer that says that another target's memory is its own."""
+        with self.forged(crew) as (source, told):
+            other = msgspec.msgpack.decode(crew.target(MIB).metadata)
+            stolen = ("pid", "began", "proof", "spans", "regions")
+            theirs = {**told, **{name: other[name] for name in stolen}}
+            self.refuse(source, theirs, "is not the peer")
+
     def test_pieces_in_another_order(self, crew: Crew) -> None:
         """A peer's own affair: it stays in its memory."""
         source, target = crew.source(MIB), crew.target(50 * MIB)

@@ -37,7 +37,9 @@ try:
 
     from kvferry.copy.gpu_kernels import copy_tiles
 
-    _upload = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
+    # One that keeps Python's lock: the call takes microseconds, and getting the lock back from a
+    # thread that computes can take milliseconds.
+    _upload = ctypes.PyDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
 except (ImportError, OSError) as error:
     raise InputError(
         f"copies on a GPU need torch, triton and a CUDA driver ({error}); install what is missing"

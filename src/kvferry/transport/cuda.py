@@ -42,10 +42,11 @@ _Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 class _Metadata(msgspec.Struct, frozen=True, tag="cuda", forbid_unknown_fields=True):
     """What peers may write: spans of the memory of one GPU of one process, and regions in them.
 
-    ``life`` is a random number by which a process knows its own.
+    ``life`` is a random number by which a process knows its own, and which it can prove.
     """
 
     life: _Key
+    proof: Annotated[int, Meta(ge=0, lt=1 << 31)]
     pid: Annotated[int, Meta(ge=0, lt=1 << 31)]
     began: Annotated[int, Meta(ge=0, lt=1 << 62)]
     gpu: _Key
@@ -74,7 +75,7 @@ class _MappedPeer(Remote):
         own = _own.get(theirs.life)
         if own is not None and own.spans == theirs.spans:
             return own.addresses
-        exporter = Exporter(theirs.pid, theirs.began)
+        exporter = Exporter(theirs.pid, theirs.began, theirs.life, theirs.proof)
         try:
             for span in theirs.spans:
                 self._mappings.append(MappedSpan(gpu, exporter, span))
@@ -135,7 +136,7 @@ class CudaTransport(Transport):
         device = _device_of(regions)
         self._gpu = Gpu(device.number)
         if writable:
-            self._exports = _own[self._life] = Exports(self._gpu, regions)
+            self._exports = _own[self._life] = Exports(self._gpu, regions, self._life)
         else:
             self._copier = self.setup.copies_on(device)
         self.regions = tuple(regions)
@@ -145,11 +146,11 @@ class CudaTransport(Transport):
     def metadata(self) -> bytes:
         """How our memory can be mapped, and where the regions lie in it."""
         gpu = self._gpu.uuid if self._gpu else bytes(16)
-        spans, places = (self._exports.spans, self._exports.places) if self._exports else ((), ())
-        pid = os.getpid()
-        return msgspec.msgpack.encode(
-            _Metadata(self._life, pid, descriptors.started(pid), gpu, spans, places)
-        )
+        pid, began = os.getpid(), descriptors.started(os.getpid())
+        ours = self._exports
+        told = (ours.proof, ours.spans, ours.places) if ours else (0, (), ())
+        proof, spans, places = told
+        return msgspec.msgpack.encode(_Metadata(self._life, proof, pid, began, gpu, spans, places))
 
     def connect(self, metadata: bytes) -> Remote:
         """Map the peer's memory."""

@@ -1,7 +1,7 @@
 """NVIDIA's driver, as far as the cuda transport needs it, through NVIDIA's own bindings.
 
-Nothing is imported before it is needed. A call that the driver refuses raises ``DriverError``,
-which ends in this package as a ``TransportError`` with what can be done about it. A call
+Nothing is imported before it is needed. A call that the driver refuses raises ``DriverError``;
+who knows what can be done about it says so instead. A call
 works in a context, so whoever makes one says in which GPU's (``Gpu.current``); it is the
 primary one, which torch uses too.
 """
@@ -22,7 +22,7 @@ _MODULE = "cuda.bindings.driver"
 _INSTALL = "pip install 'kvferry[cuda]'"
 
 
-class DriverError(Exception):
+class DriverError(TransportError):
     """The driver did not do what it was asked to."""
 
     def __init__(self, call: str, status: str) -> None:

@@ -2,9 +2,11 @@
 
 An allocation of ``cudaMalloc``, and so of torch's allocator, is told by a CUDA IPC handle;
 that of ``cuMemCreate``, which torch's expandable segments are made of, by file descriptors,
-one for each physical piece, which peers take out of this process. Torch puts many pools into
-one allocation, and an expandable segment consists of many; hence ``spans``: stretches of
-addresses of which a peer makes stretches of its own.
+one for each physical piece, which peers take out of this process. They look first whether it
+is the one that told them so: it has a file with a secret that only its peers know.
+
+Torch puts many pools into one allocation, and an expandable segment consists of many; hence
+``spans``: stretches of addresses of which a peer makes stretches of its own.
 """
 
 from __future__ import annotations
@@ -134,22 +136,29 @@ def _place(region: Region, spans: list[list[Backing]]) -> SpanPlace:
 
 
 class Exports:
-    """Handles for the memory under some regions, kept open until ``close``."""
+    """Handles for the memory under some regions, kept open until ``close``.
 
-    def __init__(self, gpu: Gpu, regions: Sequence[Region]) -> None:
+    ``proof`` is the descriptor of a file that holds the secret.
+    """
+
+    def __init__(self, gpu: Gpu, regions: Sequence[Region], secret: bytes) -> None:
         self._maker = os.getpid()
-        self._descriptors: list[int] = []
+        self.proof = _file_with(secret)
+        self._descriptors = [self.proof]
+        try:
+            self._export(gpu, regions)
+        except TransportError:
+            self.close()
+            raise
+
+    def _export(self, gpu: Gpu, regions: Sequence[Region]) -> None:
         with gpu.current():
             arranged = lay_out(regions, _backing_at)
             self.places = tuple(arranged.places)
             # By which the process itself, where handles can't be opened, finds the memory.
             self.addresses = [span[0].address for span in arranged.spans]
             _demand_descriptors(sum(backing.joins for span in arranged.spans for backing in span))
-            try:
-                self.spans = tuple(self._exported(span) for span in arranged.spans)
-            except TransportError:
-                self.close()
-                raise
+            self.spans = tuple(self._exported(span) for span in arranged.spans)
 
     def _exported(self, span: list[Backing]) -> Span:
         if not span[0].joins:
@@ -169,6 +178,18 @@ class Exports:
                 with suppress(OSError):
                     os.close(descriptor)
         self._descriptors = []
+
+
+def _file_with(secret: bytes) -> int:
+    """The descriptor of a file in memory that nobody else can find."""
+    try:
+        descriptor = os.memfd_create("kvferry")
+        os.write(descriptor, secret)
+    except OSError as error:
+        raise TransportError(
+            f"no file can be opened ({error.strerror}); look at ulimit -n"
+        ) from error
+    return descriptor
 
 
 def _backing_at(address: int) -> Backing:

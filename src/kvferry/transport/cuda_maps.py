@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,10 +22,16 @@ from kvferry.transport.descriptors import DescriptorHolder
 
 
 class Exporter(NamedTuple):
-    """The process that a span is of: its number, and when it began."""
+    """The process that a span is of: its number, when it began, and its secret.
+
+    It has the secret in a file, under the descriptor ``proof``. So a peer can't name another
+    process's memory unless that process has told it of it.
+    """
 
     pid: int
     began: int
+    secret: bytes
+    proof: int
 
 
 class _Mapped(NamedTuple):
@@ -71,7 +78,8 @@ def _map(gpu: Gpu, exporter: Exporter, span: Span) -> _Mapped:
         with gpu.current():
             if isinstance(span, IpcSpan):
                 return _opened(span)
-            with DescriptorHolder(*exporter) as holder:
+            with DescriptorHolder(exporter.pid, exporter.began) as holder:
+                demand_proof(holder, exporter)
                 return _assembled(gpu, holder, span)
     except DriverError as error:
         raise TransportError(
@@ -107,6 +115,21 @@ def _assembled(gpu: Gpu, holder: DescriptorHolder, span: VmmSpan) -> _Mapped:
         call("cuMemSetAccess", address, total, [_writable_by(gpu)], 1)
         _demand_sizes(address, span.sizes)
         return _Mapped(address, undo.pop_all().close)
+
+
+def demand_proof(holder: DescriptorHolder, exporter: Exporter) -> None:
+    """The process has the secret that the peer gave."""
+    fetched = holder.fetch(exporter.proof)
+    try:
+        # A read of anything but a file could wait.
+        is_file = stat.S_ISREG(os.fstat(fetched).st_mode)
+        if is_file and os.pread(fetched, len(exporter.secret), 0) == exporter.secret:
+            return
+    except OSError:  # As good as another secret.
+        pass
+    finally:
+        os.close(fetched)
+    raise TransportError(f"the process {exporter.pid} is not the peer that gives it as its own")
 
 
 def _demand_sizes(address: int, sizes: Sequence[int]) -> None:
