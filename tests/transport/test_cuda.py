@@ -124,6 +124,10 @@ class TestRefusing:
         with pytest.raises(TransportError, match="one GPU, not of 2; use one endpoint for each"):
             transport().register(regions, writable=True)
 
+    def test_a_setup_without_copies_on_gpus(self) -> None:
+        with pytest.raises(TransportError, match="no copies on cuda:0; give it copies_on"):
+            transport().setup.copies_on(GPU)
+
     def test_an_unknown_option(self) -> None:
         setup = Setup(agent="test", copy=copy_by_memmove, options={"rail": "1"})
         with pytest.raises(TransportError, match="has no option 'rail'"):

@@ -1,9 +1,9 @@
 """NVIDIA's driver, as far as the cuda transport needs it, through NVIDIA's own bindings.
 
-Nothing is imported before it is needed. A call that the driver refuses raises ``DriverError``;
-who knows what can be done about it says so instead. A call
-works in a context, so whoever makes one says in which GPU's (``Gpu.current``); it is the
-primary one, which torch uses too.
+Nothing is imported before it is needed. A call that the driver refuses raises
+``DriverError``; who knows what can be done about it says so instead. A call works in a
+context, so whoever makes one says in which GPU's (``Gpu.current``); it is the primary one,
+which torch uses too.
 """
 
 from __future__ import annotations
