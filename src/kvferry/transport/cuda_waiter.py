@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import Generic, NamedTuple, TypeVar
+
+from kvferry.mailbox import Mailbox
 
 T = TypeVar("T")
 
@@ -25,8 +26,8 @@ class Waiter(Generic[T]):
 
     def __init__(self, on_end: Callable[[], None], name: str) -> None:
         self._on_end = on_end
-        self._started: SimpleQueue[_Copy[T] | None] = SimpleQueue()
-        self._over: SimpleQueue[tuple[T, str]] = SimpleQueue()
+        self._started: Mailbox[_Copy[T] | None] = Mailbox()
+        self._over: Mailbox[tuple[T, str]] = Mailbox()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -36,12 +37,7 @@ class Waiter(Generic[T]):
 
     def take(self) -> list[tuple[T, str]]:
         """What has ended since the last call, and what the GPU had to say against it."""
-        over: list[tuple[T, str]] = []
-        while True:
-            try:
-                over.append(self._over.get_nowait())
-            except Empty:
-                return over
+        return self._over.drain(timeout_s=0)
 
     def close(self) -> None:
         """Wait for all that was started, and end."""
@@ -49,7 +45,7 @@ class Waiter(Generic[T]):
         self._thread.join()
 
     def _run(self) -> None:
-        while (copy := self._started.get()) is not None:
+        while (copy := self._started.take()) is not None:
             problem = ""
             try:
                 copy.wait()
