@@ -1,13 +1,13 @@
 """How fast a GPU gathers and scatters head slices, against a plain copy of the same bytes.
 
-    python benchmarks/copy_gpu.py [--repeats 20]
+    python benchmarks/copy_gpu.py [--repeats 20] [--only direct]
 
-One source rank's gather for all its targets, or one target rank's scatter from all its
-sources, in a single call, as the host sees it: from the call to the end of its event, with
-the tables built and uploaded anew for a fresh page table every time. The plain copy is
-timed the same way in the same run, turn by turn. Bytes are compared with what indexing
-by torch gives, and bytes outside the request's pages must be as they were. Ends in one
-JSON line.
+One source rank's gather for all its targets, one target rank's scatter from all its sources,
+or one source rank's copy straight into its targets' pages, in a single call, as the host sees
+it: from the call to the end of its event, with the tables built and uploaded anew for a fresh
+page table every time. The plain copy is timed the same way in the same run, turn by turn.
+Bytes are compared with what indexing by torch gives, and bytes outside the request's pages
+must be as they were. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from kvferry.copy.gpu import GpuCopier, Job
-from kvferry.layout import Layout, Order, Parallel, attention
+from kvferry.layout import CacheSpec, DType, Layout, Order, Parallel, attention
 from kvferry.plan import (
     Image,
     PageTable,
@@ -36,8 +36,8 @@ from kvferry.plan import (
 )
 from kvferry.regions import Device
 
-HEADS, HEAD_DIM, LAYERS = 8, 128, 64
-UNIT_BYTES = 2 * HEAD_DIM
+Pages = np.ndarray[Any, Any]
+LAYERS = 64
 MARK = 0xEE
 
 
@@ -50,12 +50,27 @@ class Case(NamedTuple):
     page_tokens: int = 64
     tokens: int = 8192
     order: Order = Order.NHD
+    heads: int = 8
+    head_dim: int = 128
+    dtype: DType = DType.BFLOAT16
 
     def __str__(self) -> str:
         return (
             f"{self.direction} TP{self.source_tp}→TP{self.target_tp}, page {self.page_tokens} "
-            f"{self.order.upper()}, {self.tokens} tokens"
+            f"{self.order.upper()}, {self.heads}×{self.head_dim} {self.dtype}, {self.tokens} tokens"
         )
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The model's cache."""
+        return attention(
+            layers=LAYERS, kv_heads=self.heads, head_dim=self.head_dim, dtype=self.dtype
+        )
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of K or V of a token and a head."""
+        return self.spec.groups[0].tensors[0].unit_bytes
 
 
 # The first six are the ones that there is a target for.
@@ -74,84 +89,156 @@ CASES = (
     Case("gather", 4, 1, tokens=64),
     Case("gather", 4, 1, tokens=1024),
     Case("scatter", 2, 1, tokens=128),
+    # Straight into a peer's pages, as where they are mapped.
+    Case("direct", 4, 1),
+    Case("direct", 1, 4),
+    Case("direct", 2, 4),
+    Case("direct", 1, 1),
+    Case("direct", 4, 1, tokens=256),
+    Case("direct", 1, 4, tokens=256),
+    Case("direct", 4, 1, page_tokens=16),
+    Case("direct", 1, 4, page_tokens=16),
+    Case("direct", 1, 1, page_tokens=16),
+    Case("direct", 4, 1, head_dim=64),
+    Case("direct", 1, 4, head_dim=64),
+    Case("direct", 1, 4, head_dim=64, page_tokens=16),
+    Case("direct", 1, 1, heads=1, head_dim=576),
+    Case("direct", 1, 1, heads=1, head_dim=576, page_tokens=16),
+    Case("direct", 4, 1, dtype=DType.FLOAT8_E4M3),
+    Case("direct", 1, 4, dtype=DType.FLOAT8_E4M3),
+    Case("direct", 1, 1, dtype=DType.FLOAT8_E4M3, page_tokens=16),
+    Case("gather", 1, 4, head_dim=64),
+    Case("scatter", 4, 1, head_dim=64),
+    Case("gather", 1, 4, dtype=DType.FLOAT8_E4M3),
+    Case("gather", 1, 1, heads=1, head_dim=576),
 )
 
 
-class Memory:
-    """A rank's pools and its peers' slots, in GPU memory."""
+class Rank:
+    """A rank's pools in GPU memory."""
 
-    def __init__(self, case: Case) -> None:
-        spec = attention(layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM)
-        source, target = (
-            Layout(spec, Parallel(tp=tp), page_tokens=case.page_tokens, order=case.order)
-            for tp in (case.source_tp, case.target_tp)
-        )
+    def __init__(self, layout: Layout, rank: int, case: Case) -> None:
         self.case = case
-        self.plan: Plan = reshard(source, target)
-        self.gathers = case.direction == "gather"
-        self.layout = source if self.gathers else target
-        self.request = Request(case.tokens)
         self.num_pages = 2 * (case.tokens // case.page_tokens)
-        self.pools = contiguous_pools(self.layout, 0, self.num_pages)
+        self.pools = contiguous_pools(layout, rank, self.num_pages)
         self.regions = [_bytes(size) for size in self.pools.region_bytes]
         self.addresses = tuple(region.data_ptr() for region in self.regions)
-        peers = self.plan.targets_of(0) if self.gathers else self.plan.sources_of(0)
-        self.pairs = [Pair(0, peer) if self.gathers else Pair(peer, 0) for peer in peers]
-        self.slots = [_bytes(self.plan.bytes_of(self._move(pair), self.request))
-                      for pair in self.pairs]  # fmt: skip
+
+    def side(self, pages: Pages) -> Side:
+        """A request in these pages."""
+        return Side(self.pools.map, {"kv": PageTable(pages)})
+
+    def tokens(self, layer: int, tensor: int, pages: Pages) -> torch.Tensor:
+        """The request's tokens of one tensor: [tokens, heads, bytes]."""
+        pool = self.regions[tensor * LAYERS + layer].view(self.num_pages, -1, self.case.unit_bytes)
+        index, shape = torch.from_numpy(pages).cuda(), (self.case.tokens, -1, self.case.unit_bytes)
+        if self.case.order is Order.NHD:
+            return pool[index].view(shape)
+        by_head = pool[index].view(len(index), -1, self.case.page_tokens, self.case.unit_bytes)
+        return by_head.transpose(1, 2).reshape(shape)
+
+    def untouched(self, pages: Pages) -> bool:
+        """Whether all other pages are as they were."""
+        others = torch.ones(self.num_pages, dtype=torch.bool, device="cuda")
+        others[torch.from_numpy(pages).cuda()] = False
+        views = (region.view(self.num_pages, -1)[others] for region in self.regions)
+        return all(bool((view == MARK).all()) for view in views)
+
+
+class Slot:
+    """A staging slot in GPU memory."""
+
+    def __init__(self, num_bytes: int, case: Case) -> None:
+        self.case = case
+        self.regions = [_bytes(num_bytes)]
+        self.addresses = (self.regions[0].data_ptr(),)
+
+    def side(self, pages: Pages) -> Image:
+        """Wherever the request's pages are."""
+        return Image()
+
+    def tokens(self, layer: int, tensor: int, pages: Pages) -> torch.Tensor:
+        """The tokens of one tensor: [tokens, heads, bytes]."""
+        shape = (LAYERS, 2, self.case.tokens, -1, self.case.unit_bytes)
+        return self.regions[0].view(shape)[layer, tensor]
+
+    def untouched(self, pages: Pages) -> bool:
+        """There is nothing else in it."""
+        return True
+
+
+class Memory:
+    """One rank and its peers: other ranks' pools, or slots."""
+
+    def __init__(self, case: Case) -> None:
+        source, target = (
+            Layout(case.spec, Parallel(tp=tp), page_tokens=case.page_tokens, order=case.order)
+            for tp in (case.source_tp, case.target_tp)
+        )
+        self.plan: Plan = reshard(source, target)
+        self.request = Request(case.tokens)
+        self.sends = case.direction != "scatter"
+        self.num_pages = 2 * (case.tokens // case.page_tokens)
+        self.rank = Rank(source if self.sends else target, 0, case)
+        ranks = self.plan.targets_of(0) if self.sends else self.plan.sources_of(0)
+        self.pairs = [Pair(0, peer) if self.sends else Pair(peer, 0) for peer in ranks]
+        self.peers: list[Rank | Slot] = [
+            Rank(target, pair.target, case)
+            if case.direction == "direct"
+            else Slot(self.plan.bytes_of(self._move(pair), self.request), case)
+            for pair in self.pairs
+        ]
+        self.num_bytes = sum(
+            self.plan.bytes_of(self._move(pair), self.request) for pair in self.pairs
+        )
 
     def _move(self, pair: Pair) -> Any:
         (move,) = self.plan.between(*pair)
         return move
 
-    def jobs(self, pages: np.ndarray[Any, Any]) -> list[Job]:
+    def jobs(self, pages: Pages) -> list[Job]:
         """Bind the request to these pages, for all peers."""
-        side, image = Side(self.pools.map, {"kv": PageTable(pages)}), Image()
         jobs = []
-        for pair, slot in zip(self.pairs, self.slots, strict=True):
-            if self.gathers:
-                binding = bind(self.plan, pair, self.request, side, image)
-                jobs.append(Job(binding, self.addresses, (slot.data_ptr(),)))
-            else:
-                binding = bind(self.plan, pair, self.request, image, side)
-                jobs.append(Job(binding, (slot.data_ptr(),), self.addresses))
+        # A rank has one table for all peers. Theirs are in the same pages, but as they please.
+        ours, theirs = self.rank.side(pages), pages[::-1].copy()
+        for pair, peer in zip(self.pairs, self.peers, strict=True):
+            ends = (ours, peer.side(theirs)) if self.sends else (peer.side(theirs), ours)
+            binding = bind(self.plan, pair, self.request, *ends)
+            addresses = self.rank.addresses, peer.addresses
+            jobs.append(Job(binding, *(addresses if self.sends else addresses[::-1])))
         return jobs
 
     def spoil(self) -> None:
         """Fill what will be written, so that nothing is right by chance."""
-        for written in self.slots if self.gathers else self.regions:
-            written.fill_(MARK)
+        for one in self.peers if self.sends else [self.rank]:
+            for region in one.regions:
+                region.fill_(MARK)
         torch.cuda.synchronize()
 
-    def verify(self, pages: np.ndarray[Any, Any]) -> bool:
-        """Whether pools and slots agree, and no other page was written."""
-        index = torch.from_numpy(pages).cuda()
-        others = torch.ones(self.num_pages, dtype=torch.bool, device="cuda")
-        others[index] = False
-        return all(
-            self._tensor_is_right(layer, tensor, index, others)
+    def verify(self, pages: Pages) -> bool:
+        """Whether both ends agree, and no other page was written."""
+        theirs = pages[::-1].copy()
+        written = self.peers if self.sends else [self.rank]
+        return all(one.untouched(theirs) for one in written) and all(
+            self._is_right(pair, peer, layer, tensor, pages)
+            for pair, peer in zip(self.pairs, self.peers, strict=True)
             for layer in range(LAYERS)
             for tensor in range(2)
         )
 
-    def _tensor_is_right(
-        self, layer: int, tensor: int, index: torch.Tensor, others: torch.Tensor
+    def _is_right(
+        self, pair: Pair, peer: Rank | Slot, layer: int, tensor: int, pages: Pages
     ) -> bool:
-        page = self.case.page_tokens
-        pool = self.regions[tensor * LAYERS + layer].view(self.num_pages, -1, UNIT_BYTES)
-        untouched = self.gathers or bool((pool[others] == MARK).all())
-        if self.case.order is Order.NHD:
-            tokens = pool[index].view(self.case.tokens, -1, UNIT_BYTES)
-        else:
-            by_head = pool[index].view(len(index), -1, page, UNIT_BYTES)
-            tokens = by_head.transpose(1, 2).reshape(self.case.tokens, -1, UNIT_BYTES)
-        for pair, slot in zip(self.pairs, self.slots, strict=True):
-            move = self._move(pair)
-            first = move.source_unit if self.gathers else move.target_unit
-            mine = slot.view(LAYERS, 2, self.case.tokens, len(move.units), UNIT_BYTES)
-            if not torch.equal(tokens[:, first : first + len(move.units)], mine[layer, tensor]):
-                return False
-        return untouched
+        move = self._move(pair)
+        mine = self.rank.tokens(layer, tensor, pages)
+        theirs = peer.tokens(layer, tensor, pages[::-1].copy())
+        first, other = move.source_unit, move.target_unit
+        if not self.sends:
+            first, other = other, first
+        if isinstance(peer, Slot):
+            other = 0
+        count = len(move.units)
+        return torch.equal(mine[:, first : first + count], theirs[:, other : other + count])
 
 
 def _bytes(size: int) -> torch.Tensor:
@@ -184,7 +271,7 @@ def turn(copier: GpuCopier, jobs: list[Job], plain: list[torch.Tensor]) -> Times
 def measure(case: Case, copier: GpuCopier, repeats: int) -> dict[str, Any]:
     """Medians of one case, verified."""
     memory, rng = Memory(case), np.random.default_rng(7)
-    num_bytes = sum(len(slot) for slot in memory.slots)
+    num_bytes = memory.num_bytes
     plain = [_bytes(num_bytes), _bytes(num_bytes)]
     memory.spoil()
     pages = rng.permutation(memory.num_pages)[: memory.num_pages // 2]
@@ -210,18 +297,20 @@ def measure(case: Case, copier: GpuCopier, repeats: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--repeats", type=int, default=20)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    args = parser.parse_args()
+    repeats = args.repeats
     copier = GpuCopier(Device("cuda"))
     begin = time.perf_counter()
     copier.warm_up()
     warm_up_s = time.perf_counter() - begin
-    print(f"{'':48} {'MB':>6} {'GB/s':>6} {'plain':>6} {'ratio':>6} {'call µs':>8}")
+    print(f"{'':62} {'MB':>6} {'GB/s':>6} {'plain':>6} {'ratio':>6} {'call µs':>8}")
     rows = []
-    for case in CASES:
+    for case in (case for case in CASES if args.only in str(case)):
         row = measure(case, copier, repeats)
         rows.append(row)
         print(
-            f"{row['case']:48} {row['bytes'] / 1e6:6.0f} {row['gb_per_s']:6} "
+            f"{row['case']:62} {row['bytes'] / 1e6:6.0f} {row['gb_per_s']:6} "
             f"{row['plain_gb_per_s']:6} {row['ratio']:6.3f} {row['host_us']:8.1f}"
             f"{'' if row['verified'] else '  WRONG BYTES'}",
             flush=True,

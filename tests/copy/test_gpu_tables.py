@@ -13,6 +13,7 @@ from kvferry.copy.gpu_tables import (
     HEADER,
     LARGE_BYTES,
     MAX_COUNT,
+    MAX_KNOWN,
     AddressBook,
     Job,
     Launch,
@@ -231,6 +232,17 @@ def test_what_is_remembered_is_never_taken_for_something_else() -> None:
                         got = space.bytes[target + each.offset + to :][:length]
                         want = space.bytes[source + each.offset + at :][:length]
                         np.testing.assert_array_equal(got, want)
+
+
+def test_bases_that_are_gone_are_not_taken_for_new_ones() -> None:
+    """A new tuple may lie where one lay that is no more."""
+    book, target = AddressBook(), (Base(0, 0, 0),)
+    for offset in range(3 * MAX_KNOWN):
+        part = Part("kv", "k", (Base(0, 0, offset),), target, pieces([(0, 0, 16)]))
+        assert book.addresses([part], (1 << 20,), (1 << 30,)).tolist() == [
+            (1 << 20) + offset,
+            1 << 30,
+        ]
 
 
 def test_what_the_kernel_could_not_count_is_refused() -> None:

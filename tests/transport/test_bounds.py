@@ -13,7 +13,7 @@ from kvferry.plan.bind import Binding, Part
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
 from kvferry.testing.transports import Piece, binding_of
-from kvferry.transport.bounds import problem
+from kvferry.transport.bounds import Limits, problem
 
 NUM_REGIONS = 3
 
@@ -72,6 +72,28 @@ def test_a_problem_is_told_exactly_if_a_piece_lies_outside(
     binding: Binding, sources: list[int], targets: list[int]
 ) -> None:
     assert (problem(binding, sources, targets) is None) == by_definition(binding, sources, targets)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(bindings(inside=False) | bindings(inside=True), max_size=6), sizes, sizes)
+def test_what_is_remembered_of_layers_changes_nothing(
+    several: list[Binding], sources: list[int], targets: list[int]
+) -> None:
+    """One pair of limits for many bindings, which may have some bases in common."""
+    ours, theirs = Limits(sources), Limits(targets)
+    for binding in several:
+        assert problem(binding, ours, theirs) == problem(binding, sources, targets)
+
+
+def test_layers_that_begin_and_end_alike_are_told_apart() -> None:
+    """A base in the middle that reaches outside, where others did not."""
+    limits, wide = Limits([100, 10]), Limits([1 << 40])
+    pieces = pieces_of([(0, 0, 20, 1, 1)], (0, 0), (0, 0))
+    first, last = Base(0, 0, 0), Base(2, 0, 40)
+    for middle, good in ((Base(1, 0, 20), True), (Base(1, 1, 0), False), (Base(1, 0, 20), True)):
+        bases = (first, middle, last)
+        part = Part("g", "t", tuple(Base(i, 0, 0) for i in range(3)), bases, pieces)
+        assert (problem(Binding((part,)), wide, limits) is None) == good
 
 
 @settings(max_examples=200, deadline=None)

@@ -48,7 +48,7 @@ def test_shm_is_always_there() -> None:
 
 
 def test_all_names_are_known() -> None:
-    assert {"shm", "nixl", "mooncake"} <= set(available())
+    assert {"shm", "nixl", "mooncake", "cuda"} <= set(available())
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -131,7 +131,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("writable", [True, False])
     def test_a_gpu_is_refused(self, ours: ShmTransport, writable: bool) -> None:
-        with pytest.raises(TransportError, match="host memory only; use nixl"):
+        with pytest.raises(TransportError, match="host memory only; use cuda or nixl"):
             ours.register([Region(4096, 100, Device("cuda", 1))], writable=writable)
 
     def test_regions_keep_their_order_wherever_they_are(

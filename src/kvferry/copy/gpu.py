@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry.copy.gpu_tables import (
     HEADER,
@@ -28,6 +28,7 @@ from kvferry.copy.gpu_tables import (
     table_of,
 )
 from kvferry.errors import InputError, TransportError
+from kvferry.plan.bind import Binding
 from kvferry.plan.places import Int64s
 from kvferry.regions import Device
 
@@ -36,7 +37,9 @@ try:
 
     from kvferry.copy.gpu_kernels import copy_tiles
 
-    _upload = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
+    # One that keeps Python's lock: the call takes microseconds, and getting the lock back from a
+    # thread that computes can take milliseconds.
+    _upload = ctypes.PyDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
 except (ImportError, OSError) as error:
     raise InputError(
         f"copies on a GPU need torch, triton and a CUDA driver ({error}); install what is missing"
@@ -52,12 +55,17 @@ NUMBER_BYTES = 8
 
 
 class GpuCopier:
-    """Copies bound pieces from addresses to addresses on one GPU."""
+    """Copies bound pieces from addresses to addresses on one GPU.
 
-    def __init__(self, device: Device) -> None:
+    ``yields``: whoever waits for one of its events gives the core to others meanwhile,
+    and hears of the end some microseconds later.
+    """
+
+    def __init__(self, device: Device, *, yields: bool = False) -> None:
         if device.kind != "cuda" or not torch.cuda.is_available():
             raise InputError(f"the GPU copier needs a CUDA device that torch can see, not {device}")
         self._device = torch.device(device.kind, device.number)
+        self._yields = yields
         self._stream = torch.cuda.Stream(self._device)
         self._book = AddressBook()
         self._kernels: dict[Tile, _Kernel] = {}
@@ -95,6 +103,16 @@ class GpuCopier:
             raise TransportError(f"the GPU took no copy ({error}); restart this process") from error
         return done
 
+    def start(
+        self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]
+    ) -> Callable[[], None]:
+        """Queue one copy. What is returned waits for its end, on any thread."""
+        return self.copy([Job(binding, sources, targets)]).synchronize
+
+    def drain(self) -> None:
+        """Wait until nothing that was queued still runs."""
+        self._stream.synchronize()
+
     def _room(self, size: int) -> Int64s:
         """Pinned memory for the next table: the oldest that nothing reads any more, or new."""
         capacity = SMALLEST_UPLOAD
@@ -112,7 +130,7 @@ class GpuCopier:
         for launch in table.launches:
             kernel = self._kernels.get(launch.tile) or self._compile(launch.tile)
             kernel.start(launch, upload.address, stream)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(blocking=self._yields)
         done.record(self._stream)
         upload.last_use = done
         self._next.rotate(-1)

@@ -5,7 +5,7 @@ most ``Tile.span`` bytes of one piece, one row of a program's tile. Every segmen
 as many rows as the largest one needs, so that the kernel finds its place by division;
 rows that a smaller segment lacks are masked. A table is
 
-    a header per part, then per part: the addresses of its layers on the source, on
+    a header per part, then per part: the addresses of its layers on the source and on
     the target, and five columns over its segments (source, target, length, rows, cols)
 
 all 64-bit. Nothing here knows torch, streams or what the addresses point at.
@@ -16,23 +16,25 @@ request to request, and works out only what does not: the addresses and the colu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, groupby
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from kvferry.errors import InputError
-from kvferry.plan.bind import Binding
+from kvferry.plan.bind import Binding, Part
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base, Int64s
 
 # Numbers in a part's header: tiles, layers, segments, rows of a segment, chunks of a piece,
 # where in the table its arrays begin, and strides: row, then column, source before target.
 HEADER = 10
-# Arrays of a part: addresses of layers on either side, then the columns.
-ARRAYS = 7
+# Arrays of a part: addresses of layers on both sides, then the columns, of which the third has
+# the lengths.
+ARRAYS = 6
+LENGTHS = 3
 # The kernel counts the rows of a layer, the programs and four columns in 32 bits.
 MAX_COUNT = 1 << 29
 # Single pieces whose lengths differ too much are cut to this many bytes.
@@ -44,6 +46,8 @@ LARGE_BYTES = 256 << 20
 # How much is remembered of each kind.
 MAX_KNOWN = 256
 
+K = TypeVar("K")
+V = TypeVar("V")
 # Layers and segments of each part; row and column strides of each.
 Sizes = tuple[tuple[int, int], ...]
 Strides = tuple[tuple[Stride, Stride], ...]
@@ -102,9 +106,9 @@ class Table(NamedTuple):
 
 
 class _Layers:
-    """The bases of a part's layers on one side, and their addresses where they were last."""
+    """The bases of a part's layers on one side, and their addresses where they were before."""
 
-    __slots__ = ("_known", "_regions", "bases", "offsets", "place")
+    __slots__ = ("_by_region", "_by_regions", "bases", "offsets", "place")
 
     def __init__(self, bases: tuple[Base, ...]) -> None:
         self.bases = bases
@@ -112,39 +116,63 @@ class _Layers:
         places = {base.region for base in bases}
         # The region that all of them are in, if they are: a slot, or a packed pool.
         self.place = places.pop() if len(places) == 1 else None
-        self._regions: tuple[int, ...] = ()
-        self._known: dict[int, Int64s] = {}
+        self._by_region: dict[int, Int64s] = {}
+        self._by_regions: dict[tuple[int, ...], Int64s] = {}
 
     def addresses(self, regions: tuple[int, ...]) -> Int64s:
         """The address of each layer, if the regions are at these."""
         if self.place is None:
-            if self._regions is not regions and self._regions != regions:
+            known = self._by_regions.get(regions)
+            if known is None:
                 places = np.array([regions[base.region] for base in self.bases], dtype=np.int64)
-                self._regions, self._known[0] = regions, places + self.offsets
-            return self._known[0]
+                known = _remember(self._by_regions, regions, places + self.offsets)
+            return known
         region = regions[self.place]
-        known = self._known.get(region)
+        known = self._by_region.get(region)
         if known is None:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            known = self._known[region] = self.offsets + region
+            known = _remember(self._by_region, region, self.offsets + region)
         return known
 
 
 class AddressBook:
-    """Addresses of layers, remembered: walking that many objects would cost more than the rest."""
+    """Addresses of layers, remembered: walking that many objects would cost more than the rest.
+
+    Bases are recognised by being the same object, as they mostly are, or else by what they say.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Base, Base], _Layers] = {}
+        self._layers: dict[tuple[Base, Base], _Layers] = {}
+        # What is kept beside the addresses keeps the identities in the key from being used again.
+        self._known: dict[tuple[object, ...], tuple[list[tuple[Base, ...]], Int64s]] = {}
 
-    def addresses(self, bases: tuple[Base, ...], regions: tuple[int, ...]) -> Int64s:
-        """The address of each layer."""
-        known = self._known.get((bases[0], bases[-1]))
+    def addresses(
+        self, parts: Sequence[Part], sources: tuple[int, ...], targets: tuple[int, ...]
+    ) -> Int64s:
+        """The address of each layer of all parts on the source, and then on the target."""
+        key = (sources, targets, *[id(bases) for part in parts for bases in part[2:4]])
+        known = self._known.get(key)
+        if known is None:
+            ours, theirs = (
+                [part.source_bases for part in parts],
+                [part.target_bases for part in parts],
+            )
+            addresses = [self._addresses(bases, sources) for bases in ours]
+            addresses += [self._addresses(bases, targets) for bases in theirs]
+            known = _remember(self._known, key, (ours + theirs, np.concatenate(addresses)))
+        return known[1]
+
+    def _addresses(self, bases: tuple[Base, ...], regions: tuple[int, ...]) -> Int64s:
+        known = self._layers.get((bases[0], bases[-1]))
         if known is None or known.bases != bases:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            known = self._known[bases[0], bases[-1]] = _Layers(bases)
+            known = _remember(self._layers, (bases[0], bases[-1]), _Layers(bases))
         return known.addresses(regions)
+
+
+def _remember(known: dict[K, V], key: K, value: V) -> V:
+    if len(known) >= MAX_KNOWN:
+        known.clear()
+    known[key] = value
+    return value
 
 
 def batches(jobs: Sequence[Job]) -> list[Sequence[Job]]:
@@ -178,7 +206,7 @@ def table_of(jobs: Sequence[Job], book: AddressBook, room: Callable[[int], Int64
     numbers = np.concatenate(arrays, out=table[skip:])
     # What matters of the numbers: how they are aligned, and the largest length, rows and columns.
     bits = np.bitwise_or.reduceat(numbers, edges) & 15
-    most = np.maximum.reduceat(numbers, edges).reshape(-1, ARRAYS)[:, 4:]
+    most = np.maximum.reduceat(numbers, edges).reshape(-1, ARRAYS)[:, LENGTHS:]
     known = _headers(sizes, strides, bits.tobytes(), most.tobytes())
     if known.doubtful and _uneven(numbers, edges, known.doubtful):
         return table_of([_cut_job(job) for job in jobs], book, room)
@@ -197,21 +225,20 @@ def _arrays(jobs: Sequence[Job], book: AddressBook) -> tuple[list[Int64s], Sizes
     sizes: list[tuple[int, int]] = []
     strides: list[tuple[Stride, Stride]] = []
     for binding, sources, targets in jobs:
-        last, alike = None, 0
-        for _, _, source_bases, target_bases, pieces in binding.parts:
-            source = book.addresses(source_bases, sources)
-            target = book.addresses(target_bases, targets)
-            if pieces is last:
-                alike += 1
-                arrays.insert(-5 - alike, source)
-                arrays.insert(-5, target)
-                sizes[-1] = (sizes[-1][0] + len(source), sizes[-1][1])
-                continue
-            last, alike = pieces, 0
-            arrays += (source, target, *pieces[:5])
-            sizes.append((len(source), len(pieces.source)))
+        for alike in _alike(binding.parts):
+            pieces = alike[0].pieces
+            addresses = book.addresses(alike, sources, targets)
+            arrays += (addresses, *pieces[:5])
+            sizes.append((len(addresses) // 2, len(pieces.source)))
             strides.append(pieces[5:7])
     return arrays, tuple(sizes), tuple(strides)
+
+
+def _alike(parts: Sequence[Part]) -> Iterable[Sequence[Part]]:
+    """Neighbours with the very same pieces, together."""
+    if len(parts) == 2 and parts[0].pieces is parts[1].pieces:
+        return (parts,)
+    return [tuple(same) for _, same in groupby(parts, key=lambda part: id(part.pieces))]
 
 
 class _Headers(NamedTuple):
@@ -241,7 +268,7 @@ class _Part(NamedTuple):
 @lru_cache(maxsize=MAX_KNOWN)
 def _edges(sizes: Sizes) -> tuple[Int64s, int, int]:
     """Where each array begins after the headers, where they end, and how large the table is."""
-    lengths = [(num_layers,) * 2 + (num_segments,) * 5 for num_layers, num_segments in sizes]
+    lengths = [(2 * num_layers,) + (num_segments,) * 5 for num_layers, num_segments in sizes]
     *edges, end = accumulate((n for part in lengths for n in part), initial=0)
     skip = HEADER * len(sizes)
     return np.array(edges), skip, skip + end
@@ -251,7 +278,7 @@ def _edges(sizes: Sizes) -> tuple[Int64s, int, int]:
 def _headers(sizes: Sizes, strides: Strides, bits: bytes, most: bytes) -> _Headers:
     """The headers of parts like these. Arrays come as bytes, to be remembered by."""
     edges, skip, _ = _edges(sizes)
-    offset_bits = np.frombuffer(bits, dtype=np.int64).reshape(-1, ARRAYS)[:, :5]
+    offset_bits = np.frombuffer(bits, dtype=np.int64).reshape(-1, ARRAYS)[:, : LENGTHS + 1]
     columns = (
         sizes,
         strides,
@@ -317,7 +344,8 @@ def _launch(tile: Tile, first: int, headers: list[list[int]]) -> Launch:
 
 def _uneven(numbers: Int64s, edges: Int64s, doubtful: tuple[int, ...]) -> bool:
     """Whether most rows would be empty: runs of merged pages of very different lengths."""
-    columns = [numbers[edges[i * ARRAYS + 4] : edges[i * ARRAYS + 5]] for i in doubtful]
+    starts = [i * ARRAYS + LENGTHS for i in doubtful]
+    columns = [numbers[edges[i] : edges[i + 1]] for i in starts]
     return any(len(column) * int(column.max()) > 2 * int(column.sum()) for column in columns)
 
 

@@ -221,6 +221,9 @@ class _Paging(NamedTuple):
 
     def page_starts(self, num_tokens: int) -> Int64s:
         """Which of the move's tokens, by index, are the first in a new page."""
+        if self.advance == 1:
+            return np.arange(-self.first % self.page_tokens or self.page_tokens, num_tokens,
+                             self.page_tokens, dtype=np.int64)  # fmt: skip
         last = self.first + (num_tokens - 1) * self.advance
         pages = np.arange(self.first // self.page_tokens + 1, last // self.page_tokens + 1)
         return -((self.first - pages * self.page_tokens) // self.advance)
@@ -228,12 +231,33 @@ class _Paging(NamedTuple):
     def locate(self, starts: Int64s, group: str) -> _Located:
         """Where the tokens at ``starts`` are."""
         index, within = np.divmod(self.first + starts * self.advance, self.page_tokens)
-        if index[0] < self.table.first_page or index[-1] >= self.table.end_page:
+        self._demand_pages(int(index[0]), int(index[-1]), group)
+        return _Located(index, self.table.pages[index - self.table.first_page], within)
+
+    def locate_pages(self, num_tokens: int, group: str) -> _Located:
+        """Where the tokens are that are the first in each page: ``locate`` without a division."""
+        first, last = (at // self.page_tokens for at in (self.first, self.first + num_tokens - 1))
+        self._demand_pages(first, last, group)
+        place = np.arange(first, last + 1, dtype=np.int64)
+        within = np.zeros(len(place), dtype=np.int64)
+        within[0] = self.first % self.page_tokens
+        skip = self.table.first_page
+        return _Located(place, self.table.pages[first - skip : last + 1 - skip], within)
+
+    def cuts_like(self, other: _Paging) -> bool:
+        """Whether both have their pages' edges at the same tokens, and every token of them."""
+        return (
+            self.advance == other.advance == 1
+            and self.page_tokens == other.page_tokens
+            and (self.first - other.first) % self.page_tokens == 0
+        )
+
+    def _demand_pages(self, first: int, last: int, group: str) -> None:
+        if first < self.table.first_page or last >= self.table.end_page:
             raise InputError(
-                f"group {group!r} needs pages {index[0]}..{index[-1]} of the request, "
+                f"group {group!r} needs pages {first}..{last} of the request, "
                 f"but {self.table!r} was given; pass every page that the tokens touch"
             )
-        return _Located(index, self.table.pages[index - self.table.first_page], within)
 
 
 class _End(NamedTuple):
@@ -344,12 +368,18 @@ class _Grid(NamedTuple):
 
 
 def _segments(group: str, num_tokens: int, source: _Paging, target: _Paging) -> _Segments:
-    zero = np.zeros(1, dtype=np.int64)
-    end = np.array([num_tokens], dtype=np.int64)
-    edges = (zero, source.page_starts(num_tokens), target.page_starts(num_tokens), end)
+    alike = source.cuts_like(target)
+    inner = source.page_starts(num_tokens)
+    if not alike:
+        inner = np.concatenate((inner, target.page_starts(num_tokens)))
+        inner.sort()
+    marks = np.empty(len(inner) + 2, dtype=np.int64)
+    marks[0], marks[1:-1], marks[-1] = 0, inner, num_tokens
+    if alike:
+        starts, ends = marks[:-1], marks[1:]
+        ours, theirs = (end.locate_pages(num_tokens, group) for end in (source, target))
+        return _Segments(ours, theirs, ends - starts)
     # By hand: numpy's own unique hashes, and its diff costs more than all of this.
-    marks = np.concatenate(edges)
-    marks.sort()
     last = np.flatnonzero(marks[1:] != marks[:-1])
     starts, ends = marks[last], marks[last + 1]
     return _Segments(source.locate(starts, group), target.locate(starts, group), ends - starts)
@@ -360,8 +390,10 @@ def _demand_distinct(group: str, target: _Located) -> None:
     place = target.place
     if place[0] == place[-1]:
         return
-    visited = target.page[1:][place[1:] != place[:-1]]
-    visited = np.sort(np.append(visited, target.page[0]))
+    new = np.empty(len(place), dtype=np.bool_)
+    new[0], new[1:] = True, place[1:] != place[:-1]
+    visited = target.page[new]
+    visited.sort()
     if (visited[1:] == visited[:-1]).any():
         raise InputError(f"a target page appears twice in the table of group {group!r}")
 

@@ -118,11 +118,13 @@ def _predict(shape: Shape, constants: Constants) -> dict[Path, float]:
 #   nixl-gpu     measured: the same over cuda_ipc between two processes on one H200
 #   mooncake     measured: Mooncake 0.3.13, TCP on loopback, 2 cores
 #   shm          the target's pool mapped by the source, one memcpy per piece
+#   cuda         measured: the same between processes on one H200, all pieces in one launch
 #   rdma-400g    assumed, not measured: a 400 Gb/s NIC per rank, GPU memory at both ends
 PRESETS = {
     "nixl-host": Constants(descriptor_s=3e-6, bytes_per_s=6.5e9, copy_bytes_per_s=7e9),
     "nixl-gpu": Constants(descriptor_s=7.6e-6, bytes_per_s=1.19e12, copy_bytes_per_s=1.78e12),
     "mooncake": Constants(descriptor_s=50e-6, bytes_per_s=1e9, copy_bytes_per_s=7e9),
     "shm": Constants(descriptor_s=60e-9, bytes_per_s=7e9, copy_bytes_per_s=7e9, maps_peer=True),
+    "cuda": Constants(descriptor_s=0, bytes_per_s=1.8e12, copy_bytes_per_s=1.8e12, maps_peer=True),
     "rdma-400g": Constants(descriptor_s=1e-6, bytes_per_s=46e9, copy_bytes_per_s=1.78e12),
 }

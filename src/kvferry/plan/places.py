@@ -23,6 +23,8 @@ from kvferry.layout.spec import MAX_UNITS, Group, Slot, Tensor
 
 Int64s = NDArray[np.int64]
 MAX_OFFSET = 1 << 62
+# How many answers of ``Placement.bases_of`` are remembered.
+MAX_KNOWN_BASES = 1024
 
 
 class Base(msgspec.Struct, frozen=True, array_like=True):
@@ -31,6 +33,10 @@ class Base(msgspec.Struct, frozen=True, array_like=True):
     layer: int
     region: int
     offset: int
+
+
+# By identity and layers; what is kept of the former keeps it from being used again.
+_known_bases: dict[tuple[int, tuple[int, ...]], tuple[tuple[Base, ...], tuple[Base, ...]]] = {}
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -71,7 +77,20 @@ class Placement(msgspec.Struct, frozen=True):
         )
 
     def bases_of(self, layers: tuple[int, ...]) -> tuple[Base, ...]:
-        """The bases of those layers, in that order."""
+        """The bases of those layers, in that order: the same tuple every time, while it is known.
+
+        Every write asks for them, mostly for the same layers.
+        """
+        key = id(self.bases), layers
+        known = _known_bases.get(key)
+        # An identity may be another's by now.
+        if known is None or known[0] is not self.bases:
+            if len(_known_bases) >= MAX_KNOWN_BASES:
+                _known_bases.clear()
+            known = _known_bases[key] = self.bases, self._bases_of(layers)
+        return known[1]
+
+    def _bases_of(self, layers: tuple[int, ...]) -> tuple[Base, ...]:
         known = {base.layer: base for base in self.bases}
         missing = [layer for layer in layers if layer not in known]
         if missing:

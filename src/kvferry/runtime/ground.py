@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvferry.copy.cpu import copy_binding, warm_up
+from kvferry.copy.devices import copier_on
 from kvferry.errors import InputError
 from kvferry.ids import MAX_NAME, Peer
 from kvferry.layout.layout import Layout
@@ -46,7 +47,11 @@ def make_transport(
 ) -> Transport:
     """A transport by name. Pools may be allocated from it before an endpoint is made with it."""
     setup = Setup(
-        agent=f"kvferry-{secrets.token_hex(8)}", copy=copy_binding, host=host, options=options or {}
+        agent=f"kvferry-{secrets.token_hex(8)}",
+        copy=copy_binding,
+        copies_on=copier_on,
+        host=host,
+        options=options or {},
     )
     return transport_class(name)(setup)
 

@@ -22,30 +22,49 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.errors import TransportError
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
-from kvferry.regions import Region
+from kvferry.regions import Device, Region
 
 # Copies a binding's bytes: (binding, addresses of source regions, of target regions).
 Copy = Callable[[Binding, Sequence[int], Sequence[int]], None]
 
 
+class DeviceCopier(Protocol):
+    """Copies between addresses on one GPU, in the order in which they were started."""
+
+    def start(
+        self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]
+    ) -> Callable[[], None]:
+        """Queue a copy. What is returned waits for its end, on any thread, using no core."""
+
+    def drain(self) -> None:
+        """Wait until nothing that was started still runs, also not what failed to start."""
+
+
+def _no_devices(device: Device) -> DeviceCopier:
+    raise TransportError(f"this Setup has no copies on {device}; give it copies_on")
+
+
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What every transport is made from.
 
-    ``agent`` is unique to one life of one endpoint. ``host`` is the address that
-    peers reach this machine by. ``options`` are the transport's own.
+    ``agent`` is unique to one life of one endpoint. ``copy`` is for host memory, and
+    ``copies_on`` makes what copies on a GPU. ``host`` is the address that peers reach
+    this machine by. ``options`` are the transport's own.
     """
 
     agent: str
     copy: Copy
+    copies_on: Callable[[Device], DeviceCopier] = _no_devices
     host: str = "127.0.0.1"
     options: Mapping[str, str] = {}
 

@@ -16,19 +16,17 @@ import importlib
 import mmap
 import os
 import secrets
-import socket
-import subprocess
 import sys
 import weakref
 from contextlib import suppress
 from functools import cache
 from multiprocessing.resource_tracker import ResourceTracker
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
+from kvferry.transport.boot import boot
 
 # Short enough for macOS, which allows 31 characters.
 NAME_PATTERN = r"^/kvferry-[0-9a-f]{16}$"
@@ -141,7 +139,7 @@ def space() -> str:
     """
     name, descriptor = _create()
     try:
-        return f"{_boot()}:{os.fstat(descriptor).st_dev}"
+        return f"{boot()}:{os.fstat(descriptor).st_dev}"
     finally:
         os.close(descriptor)
         _unlink(name, os.getpid())
@@ -187,16 +185,3 @@ def _refusal(num_bytes: int, error: Exception) -> str:
             f"(docker run --shm-size, or an emptyDir of medium Memory) or make the pools smaller"
         )
     return f"shared memory of {num_bytes} bytes can't be had ({error}); ask for another size"
-
-
-def _boot() -> str:
-    """What tells this host, since it was started, from every other."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    if sys.platform == "darwin":
-        with suppress(OSError, subprocess.SubprocessError):
-            asked = ["sysctl", "-n", "kern.bootsessionuuid"]
-            told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=5)
-            return told.stdout.strip()
-    return socket.gethostname()

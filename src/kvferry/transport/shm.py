@@ -23,6 +23,7 @@ from kvferry.protocol.events import Fate
 from kvferry.regions import Region
 from kvferry.transport import bounds, segments
 from kvferry.transport.base import Ended, News, Remote, Setup, Transport
+from kvferry.transport.bounds import Limits
 from kvferry.transport.segments import Mapping, Segment
 
 MAX_REGIONS = 1 << 16
@@ -66,7 +67,7 @@ class _Mapped(Remote):
     """A peer's segments in our memory."""
 
     def __init__(self, metadata: _Metadata) -> None:
-        self.sizes = tuple(place.num_bytes for place in metadata.regions)
+        self.limits = Limits([place.num_bytes for place in metadata.regions])
         self._mappings: list[Mapping] = []
         try:
             for name, num_bytes in zip(metadata.segments, _lengths(metadata), strict=True):
@@ -82,7 +83,7 @@ class _Mapped(Remote):
 
     def close(self) -> None:
         """Unmap; what is written later lies outside."""
-        self.sizes, self.addresses = (), []
+        self.limits, self.addresses = Limits(()), []
         for mapping in self._mappings:
             mapping.close()
         self._mappings = []
@@ -100,7 +101,7 @@ class ShmTransport(Transport):
         self._remotes: set[_Mapped] = set()
         self._ended: list[Ended] = []
         self._metadata = _Metadata((), ())
-        self._sizes: list[int] = []
+        self._limits = Limits(())
         self._addresses: list[int] = []
 
     @classmethod
@@ -123,7 +124,7 @@ class ShmTransport(Transport):
         """Take host memory; what peers write into must come from ``allocate``."""
         if any(not region.device.is_host for region in regions):
             raise TransportError(
-                "the shm transport carries host memory only; use nixl for pools on a GPU"
+                "the shm transport carries host memory only; use cuda or nixl for pools on a GPU"
             )
         if writable:
             self._metadata = _Metadata(
@@ -131,7 +132,7 @@ class ShmTransport(Transport):
                 tuple(self._place(region) for region in regions),
             )
         self.regions = tuple(regions)
-        self._sizes = [region.num_bytes for region in regions]
+        self._limits = Limits([region.num_bytes for region in regions])
         self._addresses = [region.address for region in regions]
 
     def _place(self, region: Region) -> _Place:
@@ -169,7 +170,7 @@ class ShmTransport(Transport):
         self.on_news()
 
     def _copied(self, remote: _Mapped, op: Op, pieces: Binding) -> Ended:
-        outside = bounds.problem(pieces, self._sizes, remote.sizes)
+        outside = bounds.problem(pieces, self._limits, remote.limits)
         if outside:
             return Ended(op, Fate.FAILED, outside)
         try:
@@ -196,4 +197,4 @@ class ShmTransport(Transport):
         for segment in self._segments:
             segment.close()
         self._segments = []
-        self.regions, self._sizes = (), []
+        self.regions, self._limits = (), Limits(())

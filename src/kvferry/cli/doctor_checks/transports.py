@@ -15,7 +15,9 @@ from kvferry.transport.registry import GROUP
 AREA = "transports"
 LIMIT_S = 30.0
 # Ours use packages of these names, or names that begin with them and a dash.
-PACKAGES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
+PACKAGES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine", "cuda": "cuda-bindings"}
+# What a transport is tried with, where it can't carry the host's memory.
+DEVICES = {"cuda": "cuda"}
 
 
 def names(asked: Asked) -> list[str]:
@@ -33,7 +35,7 @@ def begin(asked: Asked, children: Children) -> dict[str, Child]:
     """Start every transport in a process of its own."""
 
     def device(name: str) -> str:
-        return asked.device if name == asked.transport else "cpu"
+        return asked.device if name == asked.transport else DEVICES.get(name, "cpu")
 
     return {
         name: children.start("transport", name, device(name), limit_s=LIMIT_S)

@@ -9,6 +9,7 @@ and subclasses the suite in a test module::
         transport = "mine"
         options = {"rail": "3"}          # for the transport's Setup
         environment = {"MINE_DEBUG": "1"}   # for its processes
+        device = "cuda"                     # if it carries GPU memory
 
 Marks go on the subclass; a case that can't hold for a transport is overridden there,
 with the reason. Importing this package needs no pytest; ``TransportSuite`` does.

@@ -17,12 +17,14 @@ class Cases:
     """Set ``transport`` to the name of an entry point; the rest is optional.
 
     ``options`` go into the transport's ``Setup``; ``environment`` is added to that of
-    every process. ``patience_s`` is how long a write to a dead peer may take to end.
+    every process. ``device`` is where memory is. ``patience_s`` is how long a write to a
+    dead peer may take to end.
     """
 
     transport: ClassVar[str]
     options: ClassVar[Mapping[str, str]] = {}
     environment: ClassVar[Mapping[str, str]] = {}
+    device: ClassVar[str] = "cpu"
     patience_s: ClassVar[float] = 30.0
 
     pool: ClassVar[Pool]
@@ -35,7 +37,7 @@ class Cases:
         missing = cls.kind.missing()
         if missing:
             pytest.skip(missing)
-        cls.pool = Pool(Kind(cls.transport, cls.options, cls.environment))
+        cls.pool = Pool(Kind(cls.transport, cls.options, cls.environment, cls.device))
 
     @classmethod
     def teardown_class(cls) -> None:

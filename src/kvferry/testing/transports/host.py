@@ -1,6 +1,6 @@
 """A process of the conformance suite: it owns transports and does as it is told.
 
-Started as ``python -m kvferry.testing.transports TRANSPORT FD...`` by
+Started as ``python -m kvferry.testing.transports TRANSPORT DEVICE FD...`` by
 ``process``. Every FD is one end of a connection and gets a thread with a ``Host``
 of its own, so that several transports can be at work in one process. A request
 is the name of a method with its arguments, a reply its result or its error.
@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvferry.copy.devices import copier_on
 from kvferry.errors import TransportError
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
-from kvferry.regions import Region
-from kvferry.testing.transports.bindings import Bytes, checksum, copy_by_memmove, pattern
+from kvferry.regions import Device
+from kvferry.testing.transports.bindings import checksum, copy_by_memmove, pattern
+from kvferry.testing.transports.memory import GpuMemory, HostMemory, RegionMemory
 from kvferry.transport.base import Ended, Remote, Setup, Transport
 from kvferry.transport.registry import transport_class
 
@@ -60,10 +62,9 @@ class Told(NamedTuple):
 class Life:
     """One transport from its making to its end, with its memory and connections."""
 
-    def __init__(self, transport: Transport, memory: list[Bytes], margin: int) -> None:
+    def __init__(self, transport: Transport, memory: Sequence[RegionMemory]) -> None:
         self.transport = transport
         self._memory = memory
-        self._regions = [whole[margin : len(whole) - margin] for whole in memory]
         self._remotes: list[Remote] = []
         self._writes: dict[Op, Write] = {}
         self._told = Told([], [])
@@ -72,8 +73,7 @@ class Life:
 
     def register(self, *, writable: bool) -> bytes:
         """Give the transport its regions; its metadata."""
-        regions = [Region(array.ctypes.data, array.nbytes) for array in self._regions]
-        self.transport.register(regions, writable=writable)
+        self.transport.register([memory.region for memory in self._memory], writable=writable)
         return self.transport.metadata()
 
     def realm(self) -> str:
@@ -82,16 +82,16 @@ class Life:
 
     def fill(self, seed: int) -> None:
         """Give every region a pattern: that of ``seed``, of ``seed + 1``, and so on."""
-        for index, region in enumerate(self._regions):
-            region[:] = pattern(seed + index, region.nbytes)
+        for index, memory in enumerate(self._memory):
+            memory.write(pattern(seed + index, memory.region.num_bytes))
 
     def read(self) -> list[bytes]:
         """All the memory, margins included."""
-        return [whole.tobytes() for whole in self._memory]
+        return [memory.read() for memory in self._memory]
 
     def peek(self, region: int, offset: int, length: int) -> bytes:
         """A few bytes of a region."""
-        return self._regions[region][offset : offset + length].tobytes()
+        return self._memory[region].peek(offset, length)
 
     def connect(self, metadata: bytes) -> int:
         """Connect; the number by which writes name the connection."""
@@ -131,7 +131,7 @@ class Life:
         self._news.clear()
         news = self.transport.poll()
         for note in news.notes:
-            checksums = tuple(checksum(region) for region in self._regions)
+            checksums = tuple(self._checksum(memory) for memory in self._memory)
             self._told.arrivals.append(Arrival(note, checksums))
         for ended in news.ended:
             if ended.fate is Fate.BUSY:
@@ -139,12 +139,16 @@ class Life:
             else:
                 self._told.ended.append(ended)
 
+    def _checksum(self, memory: RegionMemory) -> int:
+        return checksum(np.frombuffer(memory.peek(0, memory.region.num_bytes), dtype=np.uint8))
+
 
 class Host:
     """What one connection can ask for: a transport's life, one after another."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: str, device: Device) -> None:
         self._class = transport_class(transport)
+        self._device = device
         self._life: Life | None = None
         # The last life's memory, which a peer may still be writing to.
         self._past: Life | None = None
@@ -157,19 +161,30 @@ class Host:
         Every region has a margin on both sides that nobody may touch.
         """
         transport = self._made(agent, options)
-        memory = [transport.allocate(size + 2 * margin) for size in sizes]
-        self._life = Life(transport, memory, margin)
+        if self._device.is_host:
+            arrays = [transport.allocate(size + 2 * margin) for size in sizes]
+            self._life = Life(transport, [HostMemory(array, margin) for array in arrays])
+        else:
+            memory = [GpuMemory(self._device, size, margin) for size in sizes]
+            self._life = Life(transport, memory)
         return self._life.register(writable=True)
 
     def open_source(self, agent: str, options: Mapping[str, str], sizes: Sequence[int]) -> bytes:
         """Make a transport that is not written to, over memory that it did not make."""
         transport = self._made(agent, options)
-        self._life = Life(transport, [np.zeros(size, dtype=np.uint8) for size in sizes], 0)
+        memory: Sequence[RegionMemory]
+        if self._device.is_host:
+            memory = [HostMemory(np.zeros(size, dtype=np.uint8), 0) for size in sizes]
+        else:
+            memory = [GpuMemory(self._device, size, 0) for size in sizes]
+        self._life = Life(transport, memory)
         return self._life.register(writable=False)
 
     def _made(self, agent: str, options: Mapping[str, str]) -> Transport:
         assert self._life is None, "close comes first"
-        return self._class(Setup(agent=agent, copy=copy_by_memmove, options=options))
+        return self._class(
+            Setup(agent=agent, copy=copy_by_memmove, copies_on=copier_on, options=options)
+        )
 
     def close(self) -> Told:
         """End the life; what was polled and not asked for."""
@@ -196,9 +211,9 @@ class Host:
             return False, str(error)
 
 
-def serve(transport: str, descriptor: int) -> None:
+def serve(transport: str, device: Device, descriptor: int) -> None:
     """Do what is asked over one connection until it is closed."""
-    host = Host(transport)
+    host = Host(transport, device)
     with Connection(descriptor) as connection:
         while True:
             try:
@@ -217,8 +232,9 @@ def main() -> None:
     faulthandler.enable()
     # Whoever waits for us in vain can see where we are.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    transport, descriptors = sys.argv[1], [int(word) for word in sys.argv[2:]]
+    transport, device = sys.argv[1], Device.parse(sys.argv[2])
+    descriptors = [int(word) for word in sys.argv[3:]]
     with ThreadPoolExecutor(len(descriptors)) as threads:
-        served = [threads.submit(serve, transport, descriptor) for descriptor in descriptors]
+        served = [threads.submit(serve, transport, device, each) for each in descriptors]
     for each in served:
         each.result()

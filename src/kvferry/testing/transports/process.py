@@ -39,6 +39,7 @@ class Kind(NamedTuple):
     transport: str
     options: Mapping[str, str]
     environment: Mapping[str, str]
+    device: str = "cpu"
 
 
 class Peer:
@@ -161,7 +162,7 @@ class Process:
         theirs = [pair[1].fileno() for pair in pairs]
         module = __package__ or ""
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", module, kind.transport, *map(str, theirs)],
+            [sys.executable, "-m", module, kind.transport, kind.device, *map(str, theirs)],
             pass_fds=theirs,
             env={**os.environ, **kind.environment},
             stdin=subprocess.DEVNULL,

@@ -1,0 +1,297 @@
+"""The cuda transport: a source maps its target's pools and its GPU writes straight into place.
+
+For GPUs of one host. One pass over the bytes and no staging: the target tells how its
+allocations can be mapped (``cuda_exports``), the source maps them once when it connects
+(``cuda_maps``), and a write is one launch of the copy kernel from our pages into theirs.
+A write is over when the GPU says so (``cuda_waiter``); nothing is polled.
+
+The target takes no part in a write, so one that is stopped holds nobody up, and one that
+has died is not noticed here: its memory stays for as long as we map it. Heartbeats notice.
+A mapping goes with ``disconnect``, or with the last write that was under way then.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Annotated, ClassVar, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import TransportError
+from kvferry.ids import Op
+from kvferry.plan.bind import Binding
+from kvferry.protocol.events import Fate
+from kvferry.regions import Device, Region
+from kvferry.transport import bounds, cuda_driver, descriptors, options
+from kvferry.transport.base import DeviceCopier, Ended, News, Remote, Setup, Transport
+from kvferry.transport.boot import boot
+from kvferry.transport.bounds import Limits
+from kvferry.transport.cuda_driver import DriverError, Gpu
+from kvferry.transport.cuda_exports import MAX_REGIONS, Exports, Span, SpanPlace
+from kvferry.transport.cuda_maps import Exporter, MappedSpan
+from kvferry.transport.cuda_waiter import Waiter
+
+_Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class _Metadata(msgspec.Struct, frozen=True, tag="cuda", forbid_unknown_fields=True):
+    """What peers may write: spans of the memory of one GPU of one process, and regions in them.
+
+    ``life`` is a random number by which a process knows its own, and which it can prove.
+    """
+
+    life: _Key
+    proof: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    pid: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    began: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    gpu: _Key
+    spans: Annotated[tuple[Span, ...], Meta(max_length=MAX_REGIONS)]
+    regions: Annotated[tuple[SpanPlace, ...], Meta(max_length=MAX_REGIONS)]
+
+
+# A handle can't be opened by the process that it is of; here it finds the memory itself.
+_own: dict[bytes, Exports] = {}
+
+
+class _MappedPeer(Remote):
+    """A peer's regions in our address space."""
+
+    def __init__(self, gpu: Gpu, theirs: _Metadata) -> None:
+        self.num_writes = 0
+        self.is_left = False
+        self._mappings: list[MappedSpan] = []
+        bases = self._bases(gpu, theirs)
+        self.limits = Limits([place.num_bytes for place in theirs.regions])
+        self.addresses = tuple(
+            bases[place.span] + place.offset if place.num_bytes else 0 for place in theirs.regions
+        )
+
+    def _bases(self, gpu: Gpu, theirs: _Metadata) -> list[int]:
+        own = _own.get(theirs.life)
+        if own is not None and own.spans == theirs.spans:
+            return own.addresses
+        exporter = Exporter(theirs.pid, theirs.began, theirs.life, theirs.proof)
+        try:
+            for span in theirs.spans:
+                self._mappings.append(MappedSpan(gpu, exporter, span))
+        except TransportError:
+            self.close()
+            raise
+        return [mapping.address for mapping in self._mappings]
+
+    def close(self) -> None:
+        """Unmap; what is written later lies outside."""
+        self.limits, self.addresses = Limits(()), ()
+        for mapping in self._mappings:
+            mapping.close()
+        self._mappings = []
+
+
+class _Copying(NamedTuple):
+    """A write under way, or one that failed to start and may have started in part."""
+
+    remote: _MappedPeer
+    op: Op
+    problem: str = ""
+
+
+class CudaTransport(Transport):
+    """Pools in GPU memory, written by a peer's GPU."""
+
+    name: ClassVar[str] = "cuda"
+    maps_peer: ClassVar[bool] = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        options.chosen(self.name, setup, {})
+        self._life = secrets.token_bytes(16)
+        self._gpu: Gpu | None = None
+        self._copier: DeviceCopier | None = None
+        self._waiter: Waiter[_Copying] | None = None
+        self._exports: Exports | None = None
+        self._remotes: set[_MappedPeer] = set()
+        self._ended: list[Ended] = []
+        self._limits = Limits(())
+        self._addresses: tuple[int, ...] = ()
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Whether GPU memory can be mapped here."""
+        return cuda_driver.missing()
+
+    @property
+    def realm(self) -> str:
+        """This host, and the processes that this one sees: a handle means nothing to others."""
+        return f"{self.name}:{_realm()}"
+
+    # ------------------------------------------------------------ memory and peers
+
+    def register(self, regions: Sequence[Region], *, writable: bool) -> None:
+        """Take the memory of one GPU."""
+        device = _device_of(regions)
+        self._gpu = Gpu(device.number)
+        if writable:
+            self._exports = _own[self._life] = Exports(self._gpu, regions, self._life)
+        else:
+            self._copier = self.setup.copies_on(device)
+        self.regions = tuple(regions)
+        self._limits = Limits([region.num_bytes for region in regions])
+        self._addresses = tuple(region.address for region in regions)
+
+    def metadata(self) -> bytes:
+        """How our memory can be mapped, and where the regions lie in it."""
+        gpu = self._gpu.uuid if self._gpu else bytes(16)
+        pid, began = os.getpid(), descriptors.started(os.getpid())
+        ours = self._exports
+        told = (ours.proof, ours.spans, ours.places) if ours else (0, (), ())
+        proof, spans, places = told
+        return msgspec.msgpack.encode(_Metadata(self._life, proof, pid, began, gpu, spans, places))
+
+    def connect(self, metadata: bytes) -> Remote:
+        """Map the peer's memory."""
+        try:
+            theirs = msgspec.msgpack.decode(metadata, type=_Metadata)
+        except msgspec.DecodeError as error:
+            raise TransportError(
+                f"the peer's cuda metadata can't be read ({error}); run one version of kvferry"
+            ) from error
+        _demand_inside(theirs)
+        if self._gpu is None:
+            raise TransportError("memory is registered before peers are connected")
+        if theirs.spans:
+            _demand_reachable(self._gpu, theirs.gpu)
+        remote = _MappedPeer(self._gpu, theirs)
+        self._remotes.add(remote)
+        return remote
+
+    # ------------------------------------------------------------ writes
+
+    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes | None) -> None:
+        """Launch the copy."""
+        assert isinstance(remote, _MappedPeer)
+        assert not remote.is_left, "a write comes before disconnect"
+        outside = bounds.problem(pieces, self._limits, remote.limits)
+        if outside:
+            self._ended.append(Ended(op, Fate.FAILED, outside))
+            self.on_news()
+            return
+        copier, waiter = self._engine()
+        remote.num_writes += 1
+        try:
+            waiter.watch(
+                _Copying(remote, op), copier.start(pieces, self._addresses, remote.addresses)
+            )
+        except Exception as error:  # Some of it may have been launched: it is over after that.
+            problem = f"copying failed ({type(error).__name__}: {error})"
+            waiter.watch(_Copying(remote, op, problem), copier.drain)
+
+    def _engine(self) -> tuple[DeviceCopier, Waiter[_Copying]]:
+        """What copies, and what waits for it; a target has them only if it writes too."""
+        if self._copier is None:
+            assert self._gpu is not None
+            self._copier = self.setup.copies_on(Device("cuda", self._gpu.number))
+        if self._waiter is None:
+            name = f"kvferry-waiter-{self.setup.agent}"
+            self._waiter = Waiter(self._nudge, name)
+        return self._copier, self._waiter
+
+    def _nudge(self) -> None:
+        self.on_news()
+
+    def poll(self) -> News:
+        """What has ended since the last call."""
+        if self._waiter is not None:
+            for copying, problem in self._waiter.take():
+                self._end(copying, copying.problem or problem)
+        ended, self._ended = self._ended, []
+        return News(ended, [])
+
+    def _end(self, copying: _Copying, problem: str) -> None:
+        remote, fate = copying.remote, Fate.FAILED if problem else None
+        self._ended.append(Ended(copying.op, fate, problem))
+        remote.num_writes -= 1
+        if remote.is_left:
+            self._let_go(remote)
+
+    # ------------------------------------------------------------ the end
+
+    def disconnect(self, remote: Remote) -> None:
+        """Unmap the peer's memory once nothing is written to it any more."""
+        assert isinstance(remote, _MappedPeer)
+        remote.is_left = True
+        self._let_go(remote)
+
+    def _let_go(self, remote: _MappedPeer) -> None:
+        if not remote.num_writes and remote in self._remotes:
+            self._remotes.discard(remote)
+            with suppress(
+                DriverError
+            ):  # After a failure of the GPU nothing can be unmapped either.
+                remote.close()
+
+    def close(self) -> None:
+        """Wait for the GPU, unmap everything, and let nobody map our memory any more."""
+        if self._waiter is not None:
+            self._waiter.close()
+            self.poll()
+            self._waiter = None
+        for remote in list(self._remotes):
+            self.disconnect(remote)
+        if self._exports is not None:
+            del _own[self._life]
+            self._exports.close()
+            self._exports = None
+        self._copier, self._ended = None, []
+        self.regions, self._addresses, self._limits = (), (), Limits(())
+
+
+def _device_of(regions: Sequence[Region]) -> Device:
+    devices = {region.device for region in regions}
+    if any(device.is_host for device in devices):
+        raise TransportError(
+            "the cuda transport carries GPU memory only; use shm or nixl for pools on the host"
+        )
+    if len(devices) != 1:
+        raise TransportError(
+            f"the cuda transport takes the memory of one GPU, not of {len(devices)}; "
+            f"use one endpoint for each"
+        )
+    return devices.pop()
+
+
+def _demand_inside(theirs: _Metadata) -> None:
+    """Every region lies in a span that is there."""
+    for place in theirs.regions:
+        if place.num_bytes and place.span >= len(theirs.spans):
+            raise TransportError("the peer's cuda metadata names memory that it does not list")
+        if place.num_bytes and place.end > theirs.spans[place.span].num_bytes:
+            raise TransportError("the peer's cuda metadata has a region beyond its memory's end")
+
+
+def _demand_reachable(ours: Gpu, uuid: bytes) -> None:
+    number = cuda_driver.number_of(uuid)
+    if number is None:
+        raise TransportError(
+            f"the peer's pools are on the GPU {uuid.hex()}, which this process can't see; "
+            f"name it in CUDA_VISIBLE_DEVICES and give it to the container, or use nixl"
+        )
+    if not ours.reaches(number):
+        raise TransportError(
+            f"cuda:{ours.number} can't write the memory of cuda:{number}, where the peer's pools "
+            f"are; nvidia-smi topo -p2p w shows which can, or use nixl"
+        )
+
+
+@cache
+def _realm() -> str:
+    """Handles are good within a host, and descriptors among processes that see each other."""
+    words = [boot()]
+    for space in ("pid", "ipc"):
+        with suppress(OSError):
+            words.append(os.readlink(f"/proc/self/ns/{space}"))
+    return ":".join(words)
