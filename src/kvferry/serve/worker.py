@@ -79,6 +79,7 @@ class RankSetup(NamedTuple):
     dtype: torch.dtype
     threads: int
     timeout_s: float
+    lost_s: float
     extend: MakeExtension
 
 

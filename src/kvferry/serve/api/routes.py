@@ -103,6 +103,8 @@ class Api:
         gone = self._loop.died.done()
         told = msgspec.to_builtins(self._loop.snapshot)
         status = {"status": "ended" if gone else "ok"}
+        if gone and (reason := self._loop.died.result()) is not None:
+            status["problem"] = str(reason)
         return _json({**status, **self._about, **told}, 503 if gone else 200)
 
     async def _figures(self, request: web.Request) -> web.Response:
