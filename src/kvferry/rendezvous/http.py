@@ -118,9 +118,9 @@ class Service:
             response = await self._guarded(request, handler)
             status = response.status
             return response
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             # aiohttp cancels the handler of a client that hangs up.
-            log.info("client-left method=%s path=%s why=hung-up", request.method, request.path)
+            log.info("client-left method=%s path=%s why=%r", request.method, request.path, error)
             raise
         finally:
             route = request.match_info.route.resource
