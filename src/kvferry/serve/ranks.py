@@ -85,10 +85,10 @@ class Ranks:
         num_ranks = setup.layout.num_ranks
         # Where the ranks meet; only this user can reach it.
         self._folder = TemporaryDirectory(prefix="kvferry-ranks-")
-        meeting = Path(self._folder.name) / "meeting"
+        folder = Path(self._folder.name)
         try:
-            self._children = [_start(setup, rank, meeting) for rank in range(1, num_ranks)]
-            self.worker = self._own(setup, meeting)
+            self._children = [_start(setup, rank, folder) for rank in range(1, num_ranks)]
+            self.worker = self._own(setup, folder)
         except BaseException:
             self._end_children(grace_s=0)
             raise
@@ -101,9 +101,9 @@ class Ranks:
         beats = {child.rank: child.beats for child in self._children}
         self._watch = RankWatch(beats, setup.lost_s, self._lose)
 
-    def _own(self, setup: RankSetup, meeting: Path) -> RankWorker:
+    def _own(self, setup: RankSetup, folder: Path) -> RankWorker:
         try:
-            return RankWorker(setup, 0, meeting)
+            return RankWorker(setup, 0, folder)
         except RuntimeError as error:
             # Meeting the others failed; one of them can usually say why.
             self._explain(error)
@@ -192,7 +192,7 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _start(setup: RankSetup, rank: int, meeting: Path) -> _Child:
+def _start(setup: RankSetup, rank: int, folder: Path) -> _Child:
     # One server imports torch once and forks every rank from there, before any thread or GPU
     # is in use.
     context = multiprocessing.get_context("forkserver")
@@ -201,7 +201,7 @@ def _start(setup: RankSetup, rank: int, meeting: Path) -> _Child:
     seen, beats = context.Pipe(duplex=False)
     process = context.Process(
         target=rank_main,
-        args=(theirs, beats, setup, rank, meeting),
+        args=(theirs, beats, setup, rank, folder),
         name=f"rank-{rank}",
         daemon=True,
     )
@@ -212,7 +212,7 @@ def _start(setup: RankSetup, rank: int, meeting: Path) -> _Child:
 
 
 def rank_main(
-    pipe: Connection, beats: Connection, setup: RankSetup, rank: int, meeting: Path
+    pipe: Connection, beats: Connection, setup: RankSetup, rank: int, folder: Path
 ) -> None:
     """The life of a rank's process. It ends when the driver says so or is gone."""
     # Ctrl-C is for the driver, which then ends its ranks.
@@ -221,7 +221,7 @@ def rank_main(
     started = threading.Event()
     threading.Thread(target=_end_with_driver, args=(pipe, started), daemon=True).start()
     try:
-        worker = RankWorker(setup, rank, meeting)
+        worker = RankWorker(setup, rank, folder)
         started.set()
         give_signs(beats, setup.lost_s)
         pipe.send_bytes(_ENCODER.encode(Answer()))
