@@ -1,7 +1,9 @@
 # Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
 
+# Another Python than the usual has an environment of its own: `make test PYTHON=python3.13`.
 PYTHON ?= python3
-VENV := .venv
+VERSION = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
@@ -60,4 +62,4 @@ soak: $(INSTALLED) ## 10,000 rooms while ranks are killed and stopped, then many
 	$(BIN)/python benchmarks/short_rooms.py
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) build
+	rm -rf .venv .venv-* build

@@ -68,6 +68,7 @@ class FakeWorker:
         self.left = 0
         self.load = 0
         self.is_silent = False
+        self.problem = ""
         self.port = 0
         self._runner: web.AppRunner | None = None
 
@@ -102,7 +103,9 @@ class FakeWorker:
                 "running": self.load,
                 "waiting": 0,
                 "free_tokens": 1000,
-            }
+                "problem": self.problem,
+            },
+            status=503 if self.problem else 200,
         )
 
     async def _give_up(self, request: web.Request) -> web.Response:

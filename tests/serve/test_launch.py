@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,11 @@ from serve.clusters import (
     segments,
     wait_until,
 )
+
+from kvferry.errors import InputError
+from kvferry.serve.cluster import Cluster, Model, RendezvousSection, WorkerSection
+from kvferry.serve.launch import Launch
+from kvferry.serve.router.options import RouterOptions
 
 Start = Callable[..., subprocess.Popen[str]]
 CLEAN = {name: value for name, value in os.environ.items() if name != "KVFERRY_KEY_FILE"}
@@ -74,7 +81,7 @@ def test_a_worker_that_dies_is_started_again_and_ctrl_c_ends_everything(start: S
     assert said["kvferry"]["source"] == "transferred"
 
     old = told["parts"]["prefill-0"]
-    _rendezvous, _router, prefill, _decode = children(process.pid)
+    *_before, _rendezvous, _router, prefill, _decode = children(process.pid)
     os.kill(prefill, signal.SIGKILL)
 
     def is_back() -> bool:
@@ -112,13 +119,35 @@ def test_nothing_outlives_it(start: Start, number: signal.Signals) -> None:
     demand_gone(parts, files)
 
 
+def test_ctrl_c_while_it_starts_is_one_line(start: Start) -> None:
+    process = start("serve", "--tiny", "--prefill", "tp=3", "--port", "0", "--json")
+    wait_until(lambda: len(family(process.pid)) >= 4, "its parts to be started")
+    parts = family(process.pid)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out, err) == (130, "", "kvferry: interrupted\n")
+    demand_gone(parts, set())
+
+
 def test_what_a_part_can_not_do_is_one_sentence(start: Start) -> None:
-    other = start("serve", "rendezvous", "--port", "0", "--json")
-    port = first_line(other)["url"].rpartition(":")[2]
-    process = start("serve", "--tiny", "--port", port, "--json")
+    process = start("serve", "--tiny", "--host", "0.0.0.0", "--port", "0", "--json")
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
-    sentence = f"router: cannot listen on 127.0.0.1:{port}: Address already in use"
-    assert json.loads(out)["error"].startswith(sentence)
-    assert f"kvferry: {sentence}" in err
-    assert "Traceback" not in err
+    assert json.loads(out)["error"].startswith("router: listening on 0.0.0.0 without")
+    assert err == f"kvferry: {json.loads(out)['error']}\n"
+
+
+@pytest.mark.parametrize("part", ["rendezvous", "router", "decode-0"])
+def test_a_port_in_use_is_said_before_anything_starts(part: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ports = {"rendezvous": 0, "router": 0, "decode-0": 0, part: port}
+        cluster = Cluster(
+            rendezvous=RendezvousSection(port=ports["rendezvous"]),
+            router=RouterOptions(port=ports["router"]),
+            decode=(WorkerSection(port=ports["decode-0"]),),
+        )
+        with Launch() as launch:
+            with pytest.raises(InputError, match=f"^{part}: cannot listen on 127.0.0.1:{port}"):
+                launch.start_all(cluster, Model(Path("/nowhere"), "none"), lambda *_: None)
+            assert launch.children == []

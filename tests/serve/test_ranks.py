@@ -25,6 +25,7 @@ from kvferry.serve.tiny import Kind
 from kvferry.serve.worker import Extension
 
 Models = dict[Kind, Path]
+TCP, LISTEN = ("/proc/net/tcp", "/proc/net/tcp6"), "0A"
 
 
 class Reporting(Extension):
@@ -158,13 +159,30 @@ def test_a_rank_that_cannot_start_leaves_the_way_free(models: Models) -> None:
         ask(engine, requests(max_tokens=1))
 
 
-def test_instances_follow_each_other_in_one_process(models: Models) -> None:
+def test_instances_live_side_by_side_in_one_process(models: Models) -> None:
     with engine_of(models[Kind.LLAMA], Parallel(tp=3)) as engine:
         first = ask(engine, requests(max_tokens=2))
-        with pytest.raises(InputError, match="another instance"):
-            Engine(models[Kind.LLAMA], small(parallel=Parallel(tp=3), timeout_s=10))
+        with engine_of(models[Kind.LLAMA], Parallel(pp=2)) as other:
+            beside = ask(other, requests(max_tokens=2))
         again = ask(engine, requests(max_tokens=2))
-    assert [a.tokens for a in first] == [a.tokens for a in again]
+    assert [a.tokens for a in first] == [a.tokens for a in again] == [a.tokens for a in beside]
+
+
+def test_ranks_listen_nowhere(models: Models) -> None:
+    """A port of theirs would be open to every user of the machine."""
+    before = listening(os.getpid())
+    with engine_of(models[Kind.LLAMA], Parallel(tp=3)):
+        children = [child.pid for child in multiprocessing.active_children() if child.pid]
+        assert len(children) == 2
+        assert listening(os.getpid()) - before == set()
+        assert set().union(*map(listening, children)) == set()
+
+
+def listening(pid: int) -> set[str]:
+    """The sockets of a process that anybody could connect to."""
+    links = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+    rows = [line.split() for file in TCP for line in Path(file).read_text().splitlines()[1:]]
+    return links & {f"socket:[{row[9]}]" for row in rows if row[3] == LISTEN}
 
 
 def test_a_broken_model_is_one_sentence_and_leaves_no_process(

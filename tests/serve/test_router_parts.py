@@ -84,11 +84,11 @@ def test_requests_of_others_are_told_apart_from_ours() -> None:
 def test_one_slow_answer_is_forgiven_and_two_are_not() -> None:
     roster = roster_of(1)
     (worker,) = roster.workers
-    roster.missed(worker, "slow", 1.0, refused=False)
+    roster.missed(worker, "slow", 1.0, sure=False)
     assert worker.up
-    roster.missed(worker, "slow", 2.0, refused=False)
+    roster.missed(worker, "slow", 2.0, sure=False)
     assert (worker.up, worker.lost.is_set()) == (False, False)
-    roster.missed(worker, "slow", LOST_S + 1, refused=False)
+    roster.missed(worker, "slow", LOST_S + 1, sure=False)
     assert worker.lost.is_set()
     roster.well(worker, health(worker), LOST_S + 2)
     assert (worker.up, worker.lost.is_set()) == (True, False)
@@ -97,7 +97,7 @@ def test_one_slow_answer_is_forgiven_and_two_are_not() -> None:
 def test_a_worker_that_refuses_is_left_out_but_may_finish() -> None:
     roster = roster_of(1)
     (worker,) = roster.workers
-    roster.missed(worker, "refused", 1.0, refused=True)
+    roster.missed(worker, "refused", 1.0, sure=True)
     assert (worker.up, worker.lost.is_set()) == (False, False)
 
 
@@ -107,9 +107,9 @@ def test_who_has_left_the_rendezvous_is_forgotten_when_nothing_is_under_way() ->
     roster.hear([])
     assert len(roster.workers) == 2, "the rendezvous may have just started"
     with worker.asked():
-        roster.missed(worker, "gone", 1.0, refused=True)
+        roster.missed(worker, "gone", 1.0, sure=True)
         assert len(roster.workers) == 2
-    roster.missed(worker, "gone", 2.0, refused=True)
+    roster.missed(worker, "gone", 2.0, sure=True)
     assert [one.url for one in roster.workers] == ["w1"]
     roster.hear(listed(2))
     assert len(roster.workers) == 2
@@ -117,7 +117,7 @@ def test_who_has_left_the_rendezvous_is_forgotten_when_nothing_is_under_way() ->
 
 def test_a_given_address_is_never_forgotten() -> None:
     roster = Roster(Policy.ROUND_ROBIN, LOST_S, [Announced("w", Part.DECODE)])
-    roster.missed(roster.workers[0], "gone", 1.0, refused=True)
+    roster.missed(roster.workers[0], "gone", 1.0, sure=True)
     roster.hear([])
     assert len(roster.workers) == 1
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from kvferry.cli.serve_flags import DECODE, PREFILL, add_model
 from kvferry.cli.sides import add_flags
-from kvferry.errors import InputError, TransportError
 from kvferry.plan import Path
 
 TRANSFER_EXAMPLE = """example:
@@ -194,13 +193,3 @@ def run_compare(args: argparse.Namespace) -> int:
     from kvferry.cli import bench_compare  # noqa: PLC0415
 
     return bench_compare.run(args)
-
-
-def demand_transport(name: str) -> None:
-    """Refuse a transport that is not there before any process is started for it."""
-    from kvferry.transport.registry import transport_class  # noqa: PLC0415
-
-    try:
-        transport_class(name)
-    except TransportError as error:
-        raise InputError(str(error)) from None

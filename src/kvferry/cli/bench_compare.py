@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import msgspec
 from rich.markup import escape
 
-from kvferry.cli.bench import demand_transport
 from kvferry.cli.bench_load import (
     COLUMNS,
     Bar,
@@ -39,6 +38,7 @@ from kvferry.plan.units import human_bytes
 from kvferry.serve.cluster import Cluster, Model, check
 from kvferry.serve.launch import Launch
 from kvferry.serve.models import find_model
+from kvferry.serve.needs import demand_transport
 from kvferry.transport.registry import available, transport_class
 
 # Those that can stage, the better known one first; then the one that is always there.

@@ -9,12 +9,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli.bench import demand_transport
 from kvferry.cli.parsing import show, whole
 from kvferry.cli.plan_output import print_document
 from kvferry.errors import InputError
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Request
+from kvferry.serve.needs import demand_transport
 from kvferry.testing.fleet import Fleet, Side
 
 PAGE_TOKENS = 16

@@ -13,7 +13,6 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from kvferry.cli.bench import demand_transport
 from kvferry.cli.parsing import whole
 from kvferry.cli.plan import EXIT_REFUSED, read_side, read_spec
 from kvferry.cli.plan_output import print_document, print_refusal
@@ -23,6 +22,7 @@ from kvferry.plan import PRESETS, Path, Plan, Request, check, estimate, reshard
 from kvferry.plan.units import human_bytes, human_seconds
 from kvferry.protocol.outcome import Status
 from kvferry.runtime.config import EndpointConfig
+from kvferry.serve.needs import demand_transport
 from kvferry.staging.pool import MIB
 from kvferry.testing.fleet import Fleet, RankProcess, Side
 

@@ -23,6 +23,7 @@ from kvferry.serve.cluster import (
     worker_options,
 )
 from kvferry.serve.models import find_model
+from kvferry.serve.needs import demand_installed
 from kvferry.serve.router.options import OnFailure, Policy, RouterOptions
 from kvferry.serve.router.roster import Part
 
@@ -111,14 +112,20 @@ def add_key_and_json(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_of(args: argparse.Namespace) -> Cluster:
-    """A whole cluster, out of a file or out of flags."""
+    """A whole cluster, out of a file or out of flags, of which this machine has every part."""
     path = given("--config", getattr(args, "config", None))
     if path is not None:
         demand_no_flags(args)
         cluster = read_cluster(path)
         if not cluster.decode:
             raise InputError(f"{path} has no [[decode]] worker, and nobody could answer; add one")
-        return cluster
+    else:
+        cluster = _described(args)
+    demand_installed(cluster.model, cluster.transport)
+    return cluster
+
+
+def _described(args: argparse.Namespace) -> Cluster:
     return Cluster(
         model=_model(args),
         transport=given("--transport", args.transport) or "shm",
@@ -167,6 +174,7 @@ def worker_of(args: argparse.Namespace) -> dict[str, Any]:
         cluster = _single(args, part, name)
         rendezvous = given("--rendezvous", args.rendezvous)
     worker = _picked(cluster, part, name, path or "--layout")
+    demand_installed(cluster.model, cluster.transport)
     model = find_model(cluster.model)
     check(cluster, model)
     return worker_options(cluster, worker, model, rendezvous)

@@ -122,30 +122,35 @@ class Service:
 
     @web.middleware
     async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        response: web.StreamResponse
+        status = CLIENT_LEFT
+        try:
+            response = await self._guarded(request, handler)
+            status = response.status
+            return response
+        except asyncio.CancelledError as error:
+            # aiohttp cancels the handler of a client that hangs up.
+            log.info("client-left method=%s path=%s why=%r", request.method, request.path, error)
+            raise
+        finally:
+            route = request.match_info.route.resource
+            asked = f"{request.method} {route.canonical}" if route is not None else "other"
+            self.metrics.requests.labels(asked, str(status)).inc()
+
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             await self._admit(request)
-            response = await handler(request)
+            return await handler(request)
         except RendezvousError as error:
-            response = _error(error.fault, str(error))
+            return _error(error.fault, str(error))
         except web.HTTPException as error:
-            response = _error(*_translated(error))
+            return _error(*_translated(error))
         except (ConnectionError, web.RequestPayloadError) as error:
             # The client has left in the middle, and nobody reads this.
             log.info("client-left method=%s path=%s why=%r", request.method, request.path, error)
-            response = web.Response(status=CLIENT_LEFT)
-        except asyncio.CancelledError:
-            # Since Python 3.12 the handler's end comes before that of the body it reads.
-            why = "hung up"
-            log.info("client-left method=%s path=%s why=%r", request.method, request.path, why)
-            raise
+            return web.Response(status=CLIENT_LEFT)
         except Exception:
             log.exception("request-failed method=%s", request.method)
-            response = _error(Fault.INTERNAL, "the rendezvous has a bug; see its log")
-        route = request.match_info.route.resource
-        asked = f"{request.method} {route.canonical}" if route is not None else "other"
-        self.metrics.requests.labels(asked, str(response.status)).inc()
-        return response
+            return _error(Fault.INTERNAL, "the rendezvous has a bug; see its log")
 
     async def _admit(self, request: web.Request) -> None:
         """Read the body in bounded time and size, and let only signed requests pass."""

@@ -213,7 +213,10 @@ def router_options(cluster: Cluster, rendezvous: str | None) -> dict[str, Any]:
 def worker_options(
     cluster: Cluster, worker: Named, model: Model, rendezvous: str | None
 ) -> dict[str, Any]:
-    """And for a worker. Its own deadlines are the router's, for callers without one."""
+    """And for a worker. Its own deadlines are the router's, for callers without one.
+
+    What the router would give up is given up by the worker too, and sooner.
+    """
     section = worker.section
     fields: dict[str, Any] = msgspec.to_builtins(
         {
@@ -221,7 +224,7 @@ def worker_options(
             "name": worker.name,
             "folder": str(model.folder),
             "model": model.name,
-            "engine": section.engine(),
+            "engine": section.engine() | {"lost_s": cluster.router.lost_s},
             "transport": cluster.transport,
             "rendezvous": rendezvous,
             "key_file": cluster.key,

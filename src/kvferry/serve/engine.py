@@ -15,6 +15,7 @@ The engine then does its half and says so; the caller moves the cache:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -27,7 +28,7 @@ from kvferry.layout.spec import DType
 from kvferry.serve.blocks import Blocks
 from kvferry.serve.cache import TORCH_DTYPES
 from kvferry.serve.model.config import ModelConfig
-from kvferry.serve.ranks import Ranks
+from kvferry.serve.ranks import RankLost, Ranks
 from kvferry.serve.requests import Computed, Finish, Noted, Output, Produced, Request, Role
 from kvferry.serve.scheduler import Active, Phase, Scheduler
 from kvferry.serve.spec import layout_for
@@ -40,7 +41,9 @@ from kvferry.serve.worker import MakeExtension, RankSetup, RankWorker, no_extens
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine shards, pages and batches. ``threads`` is for each rank.
 
-    ``step_tokens`` bounds the tokens of one step, and so the length of a chunk.
+    ``step_tokens`` bounds the tokens of one step, and so the length of a chunk. The
+    ranks have ``timeout_s`` to start and to hear each other. Once they run, one that is
+    silent for half of ``lost_s``, or a step that takes longer than that, ends the engine.
     """
 
     parallel: Parallel = Parallel()
@@ -54,6 +57,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     threads: int = 1
     timeout_s: float = 120.0
+    lost_s: float = 20.0
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -63,6 +67,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("page_tokens", "cache_tokens", "max_requests", "step_tokens", "threads"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.lost_s <= 0:
+            raise InputError(f"lost_s must be above 0, not {self.lost_s:g}")
 
 
 class Engine:
@@ -112,6 +118,7 @@ class Engine:
                 dtype=TORCH_DTYPES[options.dtype],
                 threads=options.threads,
                 timeout_s=options.timeout_s,
+                lost_s=options.lost_s,
                 extend=extend,
             )
         )
@@ -120,6 +127,10 @@ class Engine:
     def worker(self) -> RankWorker:
         """Rank 0, which lives in this process."""
         return self._ranks.worker
+
+    def on_lost(self, told: Callable[[RankLost], None]) -> None:
+        """Have it told, by another thread, when a rank is silent or a step does not end."""
+        self._ranks.on_lost = told
 
     @property
     def idle(self) -> bool:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.errors import InputError, KvferryError
+from kvferry.runtime.keys import numeric
 from kvferry.serve.cluster import (
     Cluster,
     Model,
@@ -32,6 +33,7 @@ from kvferry.serve.cluster import (
     worker_options,
 )
 from kvferry.serve.launched import Order, Said
+from kvferry.serve.listening import bound
 from kvferry.serve.parts import STOPPING, Kind
 
 log = logging.getLogger("kvferry.launch")
@@ -155,6 +157,7 @@ class Launch:
 
         ``ready`` is called with the name and the address of each part.
         """
+        demand_ports(cluster)
         told = self.start(RENDEZVOUS, Kind.RENDEZVOUS, rendezvous_options(cluster))
         self.wait_ready([told], ready)
         # Pinned: the others would not find it elsewhere after a restart.
@@ -268,6 +271,18 @@ class Launch:
             for child in running:
                 child.wait(deadline)
         self.children = []
+
+
+def demand_ports(cluster: Cluster) -> None:
+    """Refuse a port that is in use before anything starts; its part would say so much later."""
+    listening = [(RENDEZVOUS, cluster.rendezvous.host, cluster.rendezvous.port)]
+    listening += [(ROUTER, cluster.router.host, cluster.router.port)]
+    listening += [(one.name, one.section.host, one.section.port) for one in cluster.workers()]
+    for name, host, port in listening:
+        try:
+            bound(numeric(host), port).close()
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
 
 
 def _is_ready(child: Child) -> bool:

@@ -5,7 +5,8 @@ room is open the ranks are asked for news even if there is nothing to compute:
 often at first, then ever less often, so that waiting costs little on a small host.
 
 If a rank is lost, every job is told so, the engine is closed and the thread ends;
-``died`` says why. Whoever runs the worker starts it anew.
+``died`` says why. Whoever runs the worker starts it anew. That a rank is silent, or
+a step does not end, comes from another thread (``lose``), since this one may be stuck.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02
 # How often it looks at deadlines while jobs wait and no room is open.
 WATCH_S = 0.2
 JOIN_S = 30.0
+# A thread that is stuck is not waited for, but one that has just been freed may close its engine.
+JOIN_LOST_S = 5.0
 _TURN: dict[type[Output], int] = {Admitted: 0, Noted: 1, Computed: 2, Produced: 3}
 
 
@@ -64,9 +67,13 @@ class EngineLoop:
         self._role = role
         self._inbox: Mailbox[Callable[[], None]] = Mailbox()
         self._jobs: dict[str, Job] = {}
+        # Submitted, and not begun yet.
+        self._coming: dict[str, Job] = {}
+        self._dying = threading.Lock()
         self._carried: dict[int, dict[str, int]] = {}
         self.ends = RoomEnds()
         self._stopping = False
+        self._lost = False
         self._pause_s = LEAST_PAUSE_S
         self.snapshot = Snapshot()
         self.ready: Future[Engine] = Future()
@@ -82,6 +89,7 @@ class EngineLoop:
 
     def submit(self, job: Job) -> None:
         """Begin a job."""
+        self._coming[job.id] = job
         self._inbox.put(partial(self._begin, job))
         if self.died.done():
             job.fail(Trouble.ENDED, "this worker has ended; ask another one")
@@ -98,11 +106,27 @@ class EngineLoop:
         """There is news from a room."""
         self._inbox.put(self._look)
 
+    def lose(self, reason: KvferryError) -> None:
+        """A rank is lost: every job is told now, even if the thread never comes back."""
+        log.error("engine-lost reason=%r", str(reason))
+        self._lost = True
+        self._die(reason)
+        self._inbox.put(self._end)
+
     def stop(self) -> None:
         """End every job, the engine and the thread. Idempotent."""
         self._inbox.put(self._end)
         if self._thread.ident is not None:
-            self._thread.join(JOIN_S)
+            self._thread.join(JOIN_LOST_S if self._lost else JOIN_S)
+
+    def _die(self, reason: BaseException | None) -> None:
+        with self._dying:
+            if self.died.done():
+                return
+            self.died.set_result(reason)
+        why = f"this worker is ending ({reason})" if reason else "this worker is ending"
+        for job in (*self._coming.values(), *self._jobs.values()):
+            job.fail(Trouble.ENDED, f"{why}; ask another one, or try again")
 
     # ------------------------------------------------------------ the thread
 
@@ -121,6 +145,7 @@ class EngineLoop:
             self._rooms: Rooms = (
                 PrefillRooms(engine) if self._role is Role.PREFILL else DecodeRooms(engine)
             )
+            engine.on_lost(self.lose)
             if isinstance(engine.worker.extension, RoomExtension):
                 engine.worker.extension.on_news = self.wake
             self._look_around()
@@ -128,7 +153,8 @@ class EngineLoop:
             while not self._stopping:
                 self._turn()
         except KvferryError as error:
-            log.error("engine-lost reason=%r", str(error))
+            if not self.died.done():
+                log.error("engine-lost reason=%r", str(error))
             reason = error
         except Exception as error:
             log.exception("engine-broken")
@@ -137,10 +163,7 @@ class EngineLoop:
             self._close(engine, reason)
 
     def _close(self, engine: Engine, reason: BaseException | None) -> None:
-        why = f"this worker is ending ({reason})" if reason else "this worker is ending"
-        for job in self._jobs.values():
-            job.fail(Trouble.ENDED, f"{why}; ask another one, or try again")
-        self.died.set_result(reason)
+        self._die(reason)
         # What was submitted meanwhile is told so by ``_begin``.
         for call in self._inbox.drain(0):
             call()
@@ -201,6 +224,7 @@ class EngineLoop:
     # ------------------------------------------------------------ jobs
 
     def _begin(self, job: Job) -> None:
+        self._coming.pop(job.id, None)
         if self.died.done():
             job.fail(Trouble.ENDED, "this worker has ended; ask another one")
             return

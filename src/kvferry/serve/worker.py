@@ -79,13 +79,14 @@ class RankSetup(NamedTuple):
     dtype: torch.dtype
     threads: int
     timeout_s: float
+    lost_s: float
     extend: MakeExtension
 
 
 class RankWorker:
     """One rank, ready to run plans. ``cache`` is its memory."""
 
-    def __init__(self, setup: RankSetup, rank: int, meeting: Path) -> None:
+    def __init__(self, setup: RankSetup, rank: int, folder: Path) -> None:
         torch.set_num_threads(setup.threads)
         self.rank = rank
         self.device = _device(setup.device, rank)
@@ -99,7 +100,7 @@ class RankWorker:
             device=self.device,
             allocate=self.extension.allocate,
         )
-        self._comm = connect(shard, self.device, meeting, setup.timeout_s)
+        self._comm = connect(shard, self.device, folder, setup.timeout_s)
         try:
             with Weights(setup.folder, setup.dtype, self.device) as weights:
                 scratch = Scratch(setup.dtype, self.device)

@@ -6,6 +6,7 @@ notices that there is a transport for it.
 
 from __future__ import annotations
 
+import difflib
 from importlib.metadata import EntryPoint, entry_points
 
 from kvferry.errors import TransportError
@@ -64,16 +65,21 @@ def _names() -> list[str]:
 def _entry(name: str) -> EntryPoint:
     entries = list(entry_points(group=GROUP, name=name))
     if not entries:
-        raise TransportError(
-            f"there is no transport {name!r}; choose one of {', '.join(_names())}, "
-            f"or install the package that adds it"
-        )
+        raise TransportError(f"there is no transport {name!r:.80}; {_hint(name)}")
     if len({entry.value for entry in entries}) > 1:
         raise TransportError(
             f"{' and '.join(_package(entry) for entry in entries)} both bring a transport "
             f"{name!r}; uninstall one of them"
         )
     return entries[0]
+
+
+def _hint(name: str) -> str:
+    names = _names()
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"choose one of {', '.join(names)}, or install the package that adds it"
 
 
 def _package(entry: EntryPoint) -> str:

@@ -124,6 +124,8 @@ class Api:
         status = {"status": "ended" if gone else "ok"}
         who = msgspec.structs.asdict(self._door.introduce(request.query.get("nonce", "")))
         status |= {name: said for name, said in who.items() if said}
+        if gone and (reason := self._loop.died.result()) is not None:
+            status["problem"] = str(reason)
         return _json({**status, **self._about, **told}, 503 if gone else 200)
 
     async def _figures(self, request: web.Request) -> web.Response:

@@ -27,12 +27,18 @@ class OnFailure(StrEnum):
     FAIL = "fail"
 
 
+# A worker that is well answers in milliseconds, unless its machine has far too much to do.
+CHECK_S = 1.5
+# One missed check may be a busy machine.
+MOST_MISSES = 2
+
+
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A router. It finds workers at the rendezvous and at the addresses it is given.
 
     ``deadline_s`` bounds a whole request and ``room_s`` one attempt's prompt and
     transfer. A worker that has not said that it is well for ``lost_s`` is given up
-    with everything that it was asked for.
+    with everything that it was asked for; one that misses two checks is left out before.
     """
 
     host: str = "127.0.0.1"
@@ -48,6 +54,16 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     room_s: float = 120.0
     poll_s: float = 1.0
     lost_s: float = 20.0
+
+    @property
+    def check_s(self) -> float:
+        """How long a worker may take to say how it is."""
+        return min(CHECK_S, self.lost_s)
+
+    @property
+    def left_out_s(self) -> float:
+        """From a worker's last sign to when it is left out, at most."""
+        return MOST_MISSES * (self.poll_s + self.check_s)
 
     def __post_init__(self) -> None:
         if self.attempts < 1:

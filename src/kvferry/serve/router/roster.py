@@ -16,10 +16,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvferry.serve.router.options import Policy
-
-# One missed check may be a busy machine.
-MOST_MISSES = 2
+from kvferry.serve.router.options import MOST_MISSES, Policy
 
 
 class Part(StrEnum):
@@ -47,6 +44,7 @@ class Health(msgspec.Struct, frozen=True):
     waiting: int = 0
     life: str = ""
     proof: str = ""
+    problem: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -139,15 +137,19 @@ class Roster:
         worker.well_at = now
         worker.lost.clear()
 
-    def missed(self, worker: Worker, problem: str, now: float, *, refused: bool) -> None:
-        """It has not. Nobody listens at its address, or it is merely slow."""
+    def missed(self, worker: Worker, problem: str, now: float, *, sure: bool) -> None:
+        """It has not. Nobody listens there or it says that it is not well, or it is merely slow."""
         worker.misses += 1
-        if refused or worker.misses >= MOST_MISSES:
+        if sure or worker.misses >= MOST_MISSES:
             worker.failed(problem)
         # One that refuses may be stopping, with answers under way; silence is another matter.
-        if now - worker.well_at > self._lost_s:
-            worker.lost.set()
+        self.given_up(worker, now)
         self._forget_if_gone(worker)
+
+    def given_up(self, worker: Worker, now: float) -> None:
+        """Give it up if it has missed a check and been silent for too long."""
+        if worker.misses and now >= worker.well_at + self._lost_s:
+            worker.lost.set()
 
     def _forget_if_gone(self, worker: Worker) -> None:
         if not (worker.fixed or worker.listed or worker.up or worker.in_flight):

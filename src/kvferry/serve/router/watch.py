@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 from urllib.parse import quote
 
@@ -26,22 +26,37 @@ from kvferry.serve.router.upstream import ended, new_session
 
 log = logging.getLogger("kvferry.router")
 
-CHECK_S = 3.0
+LISTEN_S = 3.0
 MAX_BYTES = 64 << 20
 UNUSABLE = (aiohttp.ClientError, OSError, ValueError, KvferryError, UnicodeDecodeError)
 
 
-class Watch:
-    """Polls for as long as it runs."""
+class Unwell(KvferryError):
+    """A worker says of itself that it can't be used."""
 
-    def __init__(self, options: RouterOptions, roster: Roster, key: ClusterKey | None) -> None:
+
+AskHealth = Callable[[aiohttp.ClientSession, str], Awaitable[Health]]
+
+
+class Watch:
+    """Polls for as long as it runs. ``ask`` asks at a URL how a worker is."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        roster: Roster,
+        key: ClusterKey | None,
+        ask: AskHealth | None = None,
+    ) -> None:
         self._options = options
+        self._ask = ask or ask_health
         self._roster = roster
         self._key = key.http if key is not None else None
         self._service = Acquaintance((options.rendezvous or "").rstrip("/"), key)
         self._known: dict[str, tuple[str, Announced | None]] = {}
         self._away = False
         self._asking: dict[object, asyncio.Task[None]] = {}
+        self._alarms: dict[Worker, asyncio.TimerHandle] = {}
 
     async def run(self) -> None:
         """Look around until cancelled."""
@@ -52,6 +67,8 @@ class Watch:
                     await asyncio.sleep(self._options.poll_s)
             finally:
                 await ended(*self._asking.values())
+                for alarm in self._alarms.values():
+                    alarm.cancel()
 
     def _look(self, session: aiohttp.ClientSession) -> None:
         """Ask whoever has answered the last question. A slow one holds nobody up."""
@@ -71,7 +88,7 @@ class Watch:
 
     async def _listen(self, session: aiohttp.ClientSession, base: str) -> None:
         try:
-            async with asyncio.timeout(CHECK_S):
+            async with asyncio.timeout(LISTEN_S):
                 announced = await self._announced(session, base)
         except (*UNUSABLE, TimeoutError) as error:
             if not self._away:
@@ -112,24 +129,19 @@ class Watch:
 
     async def _check(self, session: aiohttp.ClientSession, worker: Worker) -> None:
         was_up, now = worker.up, asyncio.get_running_loop().time
-        check_s, nonce = min(CHECK_S, self._options.lost_s), new_nonce()
+        nonce = new_nonce()
         try:
-            async with (
-                asyncio.timeout(check_s),
-                session.get(
-                    f"{worker.url}/healthz?nonce={nonce}", allow_redirects=False
-                ) as response,
-            ):
-                health = msgspec.json.decode(await response.read(), type=Health)
-                if response.status != 200:
-                    raise ValueError(f"it is not well (status {response.status})")
+            async with asyncio.timeout(self._options.check_s):
+                health = await self._ask(session, f"{worker.url}/healthz?nonce={nonce}")
                 self._demand_proof(health, nonce)
             self._roster.well(worker, health, now())
-        except aiohttp.ClientConnectorError as error:
-            self._roster.missed(worker, str(error), now(), refused=True)
+            if worker.up:
+                self._set_alarm(worker)
+        except (aiohttp.ClientConnectorError, Unwell) as error:
+            self._roster.missed(worker, str(error), now(), sure=True)
         except (*UNUSABLE, TimeoutError) as error:
             problem = str(error) or "it does not answer"
-            self._roster.missed(worker, problem, now(), refused=False)
+            self._roster.missed(worker, problem, now(), sure=False)
         if worker.up != was_up:
             log.info("worker url=%s up=%s problem=%r", worker.url, worker.up, worker.problem)
 
@@ -138,6 +150,26 @@ class Watch:
         told = Introduction(health.life, health.proof)
         if self._key is not None and told.life and not told.fits(self._key, nonce):
             raise ValueError("it has another cluster key; give both the same file")
+
+    def _set_alarm(self, worker: Worker) -> None:
+        """Give it up when its time is over, which need not be at the end of a check."""
+        loop, when = asyncio.get_running_loop(), worker.well_at + self._options.lost_s
+        if (former := self._alarms.get(worker)) is not None:
+            former.cancel()
+        self._alarms[worker] = loop.call_at(when, self._ring, worker, when)
+
+    def _ring(self, worker: Worker, now: float) -> None:
+        del self._alarms[worker]
+        self._roster.given_up(worker, now)
+
+
+async def ask_health(session: aiohttp.ClientSession, url: str) -> Health:
+    """How a worker is, by its own words."""
+    async with session.get(url, allow_redirects=False) as response:
+        health = msgspec.json.decode(await response.read(), type=Health)
+        if response.status != 200:
+            raise Unwell(health.problem or f"it is not well (status {response.status})")
+        return health
 
 
 def announced(view: InstanceView) -> Announced | None:
