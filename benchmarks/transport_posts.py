@@ -1,8 +1,8 @@
 """What a write costs over each transport: slots, bulk, and many small pieces.
 
-Two processes. The target polls every ``PACE_S``, as an endpoint might, and answers a
-note with the time at which it was polled; every byte is compared at the end. The last
-line of the output is one JSON document.
+Two processes. The target polls every ``PACE_S``, as an endpoint might; every byte is
+compared at the end. Where a transport can write at once, that is timed too. The last line
+of the output is one JSON document.
 
     .venv/bin/python benchmarks/transport_posts.py [transport ...]
 """
@@ -45,6 +45,7 @@ def pages(count: int, num_bytes: int) -> Binding:
 
 
 CASES = {
+    "slot 16 KiB": (binding_of([Piece(0, 0, 16 * KIB)]), 100),
     "slot 1 MiB": (binding_of([Piece(0, 0, MIB)]), 100),
     "slot 2 MiB": (binding_of([Piece(0, 0, 2 * MIB)]), 100),
     "slot 4 MiB": (binding_of([Piece(0, 0, 4 * MIB)]), 100),
@@ -57,22 +58,20 @@ CASES = {
 
 
 class Times(NamedTuple):
-    """Seconds from the start of a write: until it returned, had ended, was known to the peer."""
+    """Seconds from the start of a write: until it returned, and until it had ended."""
 
     returned: float
     ended: float
-    noted: float
 
 
 def target(connection: Connection, name: str) -> None:
-    """Take what is written, and answer notes."""
+    """Take what is written, and show it when asked."""
     transport = transport_class(name)(Setup(agent=f"target-{os.getpid()}", copy=copy_by_memmove))
     memory = transport.allocate(POOL_BYTES)
     transport.register([Region(memory.ctypes.data, memory.nbytes)], writable=True)
     connection.send(transport.metadata())
     while True:
-        for _ in transport.poll().notes:
-            connection.send(time.perf_counter())
+        transport.poll()
         time.sleep(PACE_S)
         if connection.poll():
             if connection.recv() == "end":
@@ -84,28 +83,27 @@ def target(connection: Connection, name: str) -> None:
 class Bench:
     """The source's side."""
 
-    def __init__(self, transport: Transport, connection: Connection) -> None:
+    def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.connection = connection
         self.memory = np.random.default_rng(1).integers(0, 256, POOL_BYTES, dtype=np.uint8)
         self.op = 0
 
     def write(self, remote: Remote, binding: Binding) -> Times:
         self.op += 1
         start = time.perf_counter()
-        self.transport.write(remote, Op(self.op), binding, b"note")
+        self.transport.write(remote, Op(self.op), binding)
         returned = time.perf_counter()
-        ended = self._ended()
-        noted = ended
-        if self.transport.carries_notes:
-            while not self.connection.poll():
-                self.transport.poll()
-            noted = self.connection.recv()
-        return Times(returned - start, ended - start, noted - start)
+        return Times(returned - start, self._ended() - start)
+
+    def write_now_s(self, remote: Remote, binding: Binding) -> float:
+        start = time.perf_counter()
+        fate, detail = self.transport.write_now(remote, binding)
+        assert fate is None, detail
+        return time.perf_counter() - start
 
     def _ended(self) -> float:
         while True:
-            for ended in self.transport.poll().ended:
+            for ended in self.transport.poll():
                 assert ended.fate is None, ended
                 return time.perf_counter()
             time.sleep(0)
@@ -133,27 +131,28 @@ def measure(name: str) -> dict[str, dict[str, float]]:
     process = context.Process(target=target, args=(theirs, name), daemon=True)
     process.start()
     transport = transport_class(name)(Setup(agent=f"source-{os.getpid()}", copy=copy_by_memmove))
-    bench = Bench(transport, ours)
+    bench = Bench(transport)
     transport.register([Region(bench.memory.ctypes.data, POOL_BYTES)], writable=False)
     remote = transport.connect(ours.recv())
     expected = np.zeros(POOL_BYTES, dtype=np.uint8)
     results = {}
     first = bench.write(remote, binding_of([Piece(0, 0, KIB)]))
-    results["first write"] = {"ended_us": first.ended * 1e6, "noted_us": first.noted * 1e6}
+    results["first write"] = {"ended_us": first.ended * 1e6}
     for case, (binding, repeat) in CASES.items():
         times = [bench.write(remote, binding) for _ in range(repeat)]
-        returned, ended, noted = (statistics.median(column) for column in zip(*times, strict=True))
+        returned, ended = (statistics.median(column) for column in zip(*times, strict=True))
         copied(binding, bench.memory, expected)
         results[case] = {
             "returned_us": returned * 1e6,
             "ended_us": ended * 1e6,
-            "noted_us": noted * 1e6,
             "best_ended_us": min(one.ended for one in times) * 1e6,
-            "best_noted_us": min(one.noted for one in times) * 1e6,
             "gb_per_s": binding.num_bytes / ended / 1e9,
             "piece_us": ended / binding.num_pieces * 1e6,
             "memcpy_us": memcpy_s(bench.memory, binding.num_bytes) * 1e6,
         }
+        if transport.writes_at_once:
+            now = statistics.median(bench.write_now_s(remote, binding) for _ in range(repeat))
+            results[case]["now_us"] = now * 1e6
         print(name, case, {key: round(value, 1) for key, value in results[case].items()})
     ours.send("read")
     assert ours.recv() == expected.tobytes(), "what arrived is not what was sent"

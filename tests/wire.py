@@ -20,11 +20,13 @@ from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import (
     Action,
+    Connect,
     Disconnect,
     Disconnected,
     Event,
     Fate,
     Finish,
+    Forget,
     Instance,
     Open,
     Push,
@@ -195,6 +197,8 @@ class World:
                     self._check_landed(me, room)
             case Release(room):
                 self.releases[me, room] += 1
+            case Connect() | Forget():
+                """Memory is at hand here, and nothing is kept of a session."""
             case _:
                 raise AssertionError(f"no such action: {action!r}")
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvferry.digest import digest_of
     from kvferry.runtime.config import EndpointConfig
-    from kvferry.runtime.ground import make_transport
     from kvferry.runtime.keys import ClusterKey
     from kvferry.runtime.memory import Memory
+    from kvferry.runtime.setup import make_transport
     from kvferry.runtime.source import SourceEndpoint
     from kvferry.runtime.target import TargetEndpoint
 
@@ -33,7 +33,7 @@ _PUBLIC = {
     "SourceEndpoint": "kvferry.runtime.source",
     "TargetEndpoint": "kvferry.runtime.target",
     "digest_of": "kvferry.digest",
-    "make_transport": "kvferry.runtime.ground",
+    "make_transport": "kvferry.runtime.setup",
 }
 
 

@@ -21,7 +21,7 @@ from kvferry.protocol.outcome import Done
 from kvferry.rendezvous.metrics import Metrics
 from kvferry.rendezvous.service import Registry
 from kvferry.runtime.metrics import LABELS, Meter
-from kvferry.runtime.mover import Ending
+from kvferry.runtime.mover.mover import WriteEnd
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "metrics.md").read_text()
@@ -79,8 +79,8 @@ def test_every_metric_of_an_endpoint_has_its_row() -> None:
     registry = CollectorRegistry()
     meter = Meter("prefill/0", "shm", registry)
     meter.ended(Done())
-    meter.wrote(Ending(Op(1), None, path=Way.RUNS))
-    meter.wrote(Ending(Op(2), Fate.FAILED))
+    meter.wrote(WriteEnd(Op(1), None, path=Way.RUNS))
+    meter.wrote(WriteEnd(Op(2), Fate.FAILED))
     meter.refused("pages")
     meter.total("impatient", 1)
     meter.now(open_rooms=0, quarantined=0, age_s=0.0)

@@ -26,9 +26,9 @@ from kvferry.rendezvous.records import Fault, InstanceView, RendezvousError
 from kvferry.runtime.bundles import bundle
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.control import ControlClient
-from kvferry.runtime.ground import make_transport
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.memory import Memory
+from kvferry.runtime.setup import make_transport
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint
 from kvferry.testing.fleet import Fleet, Side

@@ -21,20 +21,22 @@ from kvferry.copy.cpu import copy_binding
 from kvferry.errors import Misuse
 from kvferry.ids import Op
 from kvferry.layout.spec import attention
+from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.regions import Device
 from kvferry.rendezvous.records import InstanceView, RankRecord, RankView
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.copier import CopyJob, copier_for
-from kvferry.runtime.inbox import Inbox
 from kvferry.runtime.lifeline import Life, probe
 from kvferry.runtime.memory import Memory
-from kvferry.runtime.poller import Poller
+from kvferry.runtime.mover.mover import ThreadBroke
+from kvferry.runtime.owner.inbox import Inbox
+from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.pulse import Patient, Pulse
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint
-from kvferry.transport.base import News, Remote, Setup
+from kvferry.transport.base import Ended, Remote, Setup
 from kvferry.transport.shm import ShmTransport
 
 LAYOUT = layout(attention(layers=1, kv_heads=2, head_dim=8), 4)
@@ -58,10 +60,10 @@ class LateWriter(socket.socket):
 def test_a_byte_that_comes_after_its_call_does_not_keep_the_owner_awake() -> None:
     reader, other = socket.socketpair()
     writer = LateWriter(fileno=other.detach())
-    inbox = Inbox((reader, writer))
-    taken: list[Callable[[], None]] = []
+    inbox: Inbox[str] = Inbox((reader, writer))
+    taken: list[str] = []
     writer.before(lambda: taken.extend(inbox.drain()))
-    inbox.put(lambda: None)
+    inbox.put("a write has ended")
     assert len(taken) == 1
     inbox.drain()
     assert select.select([inbox], [], [], 0)[0] == []
@@ -69,7 +71,7 @@ def test_a_byte_that_comes_after_its_call_does_not_keep_the_owner_awake() -> Non
 
 
 def test_a_short_wait_is_not_rounded_up_to_a_millisecond() -> None:
-    inbox, context = Inbox(), zmq.Context()
+    inbox, context = Inbox[str](), zmq.Context()
     listening = context.socket(zmq.PULL)
     poller = Poller()
     poller.watch(inbox.fileno())
@@ -87,7 +89,7 @@ def test_a_short_wait_is_not_rounded_up_to_a_millisecond() -> None:
 
 @pytest.mark.parametrize("timeout_s", [5e-4, 5.0])
 def test_whatever_is_readable_ends_a_wait(timeout_s: float) -> None:
-    inbox, context = Inbox(), zmq.Context()
+    inbox, context = Inbox[str](), zmq.Context()
     listening, saying = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     saying.connect(f"tcp://127.0.0.1:{listening.bind_to_random_port('tcp://127.0.0.1')}")
     poller = Poller()
@@ -100,7 +102,7 @@ def test_whatever_is_readable_ends_a_wait(timeout_s: float) -> None:
     # The file of a ZeroMQ socket is quiet about what was there before.
     eventually(lambda: poller.wait(timeout_s) == {listening})
     listening.recv()
-    inbox.put(lambda: None)
+    inbox.put("news")
     assert poller.wait(timeout_s) == {inbox.fileno()}
     poller.unwatch(listening)
     context.destroy(0)
@@ -173,17 +175,19 @@ class Faulty(ShmTransport):
     """Shared memory whose writes do what a test says."""
 
     name: ClassVar[str] = "shm"
+    # So that it is the mover that writes.
+    writes_at_once: ClassVar[bool] = False
 
     def __init__(self, setup: Setup, on_write: Callable[[], None]) -> None:
         super().__init__(setup)
         self.on_write = on_write
         self.on_poll: Callable[[], None] = lambda: None
 
-    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes | None) -> None:
+    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
         self.on_write()
-        super().write(remote, op, pieces, note)
+        super().write(remote, op, pieces)
 
-    def poll(self) -> News:
+    def poll(self) -> list[Ended]:
         self.on_poll()
         return super().poll()
 
@@ -258,21 +262,16 @@ def test_a_bug_in_the_mover_fails_the_rooms_with_its_words(
 
 
 def test_a_bug_in_the_copier_is_told() -> None:
-    told = threading.Event()
-    threads: list[tuple[str, Exception]] = []
-
-    def broke(thread: str, error: Exception) -> None:
-        threads.append((thread, error))
-        told.set()
-
-    copier = copier_for(Device.parse("cpu"), "copier", broke)
+    told: Mailbox[object] = Mailbox()
+    copier = copier_for(Device.parse("cpu"), "copier", told.put, lambda _: None)
 
     def bind() -> Binding:
         raise ZeroDivisionError
 
-    copier.submit(CopyJob(bind, (), (), lambda *_: None))
-    assert told.wait(WAIT_S)
-    assert threads[0][0] == "copier"
+    copier.submit(CopyJob(Op(1), bind, (), ()))
+    broke = told.take(WAIT_S)
+    assert isinstance(broke, ThreadBroke)
+    assert broke.thread == "copier"
     copier.close()
 
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
 from kvferry.regions import Device, Region
-from kvferry.testing.transports import copy_by_memmove
+from kvferry.testing.transports import binding_of, copy_by_memmove
 from kvferry.transport import descriptors
-from kvferry.transport.base import Setup
+from kvferry.transport.base import Remote, Setup
 from kvferry.transport.cuda import CudaTransport
 from kvferry.transport.cuda_exports import Backing, IpcSpan, SpanPlace, VmmSpan, lay_out
 from kvferry.transport.cuda_maps import Exporter, demand_proof
@@ -132,6 +132,12 @@ class TestRefusing:
         setup = Setup(agent="test", copy=copy_by_memmove, options={"rail": "1"})
         with pytest.raises(TransportError, match="has no option 'rail'"):
             CudaTransport(setup)
+
+    def test_writing_at_once(self) -> None:
+        """The GPU writes, which takes longer than handing the write over."""
+        assert not CudaTransport.writes_at_once
+        with pytest.raises(TransportError, match="does not write at once"):
+            transport().write_now(Remote(), binding_of([]))
 
     @pytest.mark.parametrize(
         ("spans", "place", "sentence"),

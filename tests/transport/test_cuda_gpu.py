@@ -79,7 +79,7 @@ class ForgingCases(Cases):
         remote = source.connect(target.metadata)
         for offset in (-1, 1, 2 * MIB, 1 << 40):
             source.write(Write(remote, 1, binding_of([Piece(0, offset, MIB)])))
-            (ended,) = source.wait(num_ended=1).ended
+            (ended,) = source.wait(num_ended=1)
             assert ended.fate is Fate.FAILED
         target.check()
 
@@ -99,14 +99,14 @@ class ForgingCases(Cases):
         large = grid(1024, 64 * KIB - 1, Stride(64 * KIB, 64 * KIB))
         source.write(*(Write(remote, op, large) for op in range(64)))
         source.disconnect(remote)
-        ended = source.wait(num_ended=64).ended
+        ended = source.wait(num_ended=64)
         assert [(one.op, one.fate) for one in ended] == [(op, None) for op in range(64)]
         again = source.connect(target.metadata)
         target.regions = [source.regions[0].copy()]
         target.regions[0][64 * KIB - 1 :: 64 * KIB] = 0
         target.check()
         source.write(Write(again, 99, WHOLE))
-        assert source.wait(num_ended=1).ended == [(99, None, "")]
+        assert source.wait(num_ended=1) == [(99, None, "")]
 
 
 class TestForging(ForgingCases):
@@ -169,7 +169,7 @@ class TestExpandable(ForgingCases, MovingCases):
         spans = [("vmm", sizes, descriptors[::-1])]
         remote = source.connect(msgspec.msgpack.encode({**told, "spans": spans}))
         source.write(Write(remote, 1, WHOLE))
-        assert source.wait(num_ended=1).ended == [(1, None, "")]
+        assert source.wait(num_ended=1) == [(1, None, "")]
 
     def test_a_peer_that_dies(self, crew: Crew) -> None:
         """Its memory stays while we map it; who comes later is refused."""
@@ -179,7 +179,7 @@ class TestExpandable(ForgingCases, MovingCases):
         deliver(source, victim, Write(remote, 1, WHOLE))
         victim.process.kill()
         source.write(Write(remote, 2, WHOLE))
-        assert source.wait(num_ended=1).ended == [(2, None, "")]
+        assert source.wait(num_ended=1) == [(2, None, "")]
         with pytest.raises(TransportError, match=r"has ended|can't be found"):
             late.connect(victim.metadata)
 

@@ -39,12 +39,12 @@ class TestConformance(TransportSuite):
         many = grid(1024, 512, Stride(1024, 1024))
         source.write(*(Write(remote, op, many) for op in range(40)))
         victim.process.kill()
-        fates = {one.op: one.fate for one in source.wait(num_ended=40).ended}
+        fates = {one.op: one.fate for one in source.wait(num_ended=40)}
         assert set(fates) == set(range(40))
         assert fates[Op(39)] is Fate.FAILED
         assert Fate.UNKNOWN in fates.values()
         source.write(Write(remote, 40, WHOLE))
-        (refused,) = source.wait(num_ended=1).ended
+        (refused,) = source.wait(num_ended=1)
         assert (refused.fate, "earlier" in refused.detail) == (Fate.FAILED, True)
 
     def test_disconnected_from_a_stopped_peer_and_connected_again(self, crew: Crew) -> None:
@@ -54,15 +54,15 @@ class TestConformance(TransportSuite):
         deliver(source, target, Write(remote, 1, binding_of([Piece(0, 0, 10)])))
         target.process.stop()
         source.write(Write(remote, 2, LARGE), Write(remote, 3, LARGE))
-        assert source.wait(num_ended=1, limit_s=0.2).ended == []
+        assert source.wait(num_ended=1, limit_s=0.2) == []
         source.disconnect(remote)
-        told = source.wait(num_ended=2).ended
+        told = source.wait(num_ended=2)
         assert sorted((one.op, one.fate) for one in told) == [(2, "unknown"), (3, "unknown")]
         again = source.connect(target.metadata)
         far = binding_of([Piece(0, 17 * MIB, MIB)])
         source.write(Write(again, 4, far))
         target.process.resume()
-        assert source.wait(num_ended=1).ended == [(4, None, "")]
+        assert source.wait(num_ended=1) == [(4, None, "")]
         target.regions = after(far, source.regions, target.regions)
         assert target.peek(0, 17 * MIB, MIB) == target.regions[0][17 * MIB : 18 * MIB].tobytes()
 
@@ -84,7 +84,7 @@ class TestConformance(TransportSuite):
         source.write(Write(waiting, 1, WHOLE))
         deliver(source, other, Write(remote, 2, WHOLE))
         silent.process.resume()
-        assert source.wait(num_ended=1).ended == [(1, None, "")]
+        assert source.wait(num_ended=1) == [(1, None, "")]
 
 
 @pytest.fixture

@@ -143,8 +143,8 @@ class TestMemory:
         data = np.arange(40, dtype=np.uint8)
         ours.register([region_of(data)], writable=False)
         pieces = [Piece(10 * i, i, 10, target_region=i) for i in range(4)]
-        ours.write(ours.connect(theirs.metadata()), Op(1), binding_of(pieces), b"")
-        assert ours.poll() == ([(1, None, "")], [])
+        ours.write(ours.connect(theirs.metadata()), Op(1), binding_of(pieces))
+        assert ours.poll() == [(1, None, "")]
         for i, part in enumerate(parts):
             assert part[i : i + 10].tolist() == list(range(10 * i, 10 * i + 10))
 
@@ -176,11 +176,11 @@ class TestLife:
         ours.register([region_of(np.ones(PAGE, dtype=np.uint8))], writable=False)
         remote = ours.connect(theirs.metadata())
         ours.disconnect(remote)
-        ours.write(remote, Op(1), binding_of([Piece(0, 0, 10)]), b"")
+        ours.write(remote, Op(1), binding_of([Piece(0, 0, 10)]))
         remote = ours.connect(theirs.metadata())
         ours.close()
-        ours.write(remote, Op(2), binding_of([Piece(0, 0, 10)]), b"")
-        assert [ended.fate for ended in ours.poll().ended] == [Fate.FAILED, Fate.FAILED]
+        ours.write(remote, Op(2), binding_of([Piece(0, 0, 10)]))
+        assert [ended.fate for ended in ours.poll()] == [Fate.FAILED, Fate.FAILED]
         assert not array.any()
 
     def test_whoever_is_killed_leaves_nothing_behind(self) -> None:
@@ -347,9 +347,9 @@ def test_a_copy_that_raises_fails_its_write_alone(theirs: ShmTransport) -> None:
     called: list[int] = []
     ours.on_news = lambda: called.append(len(called))
     remote = ours.connect(theirs.metadata())
-    ours.write(remote, Op(1), binding_of([Piece(0, 0, 13)]), b"")
-    ours.write(remote, Op(2), binding_of([Piece(0, 0, 14)]), b"")
-    assert ours.poll().ended == [
+    ours.write(remote, Op(1), binding_of([Piece(0, 0, 13)]))
+    ours.write(remote, Op(2), binding_of([Piece(0, 0, 14)]))
+    assert ours.poll() == [
         (1, Fate.FAILED, "copying failed (ArithmeticError: thirteen)"),
         (2, None, ""),
     ]

@@ -3,8 +3,8 @@
 Frames of one link are numbered. A frame that comes after a later one is
 dropped, so reordering becomes loss, and loss is repaired by repeating what
 still matters. That is why an Offer that was overtaken by its own Abort can do
-no harm. Arrival notes travel with the data and are not numbered; they may come
-in any order and any number of times.
+no harm. Arrival notes leave when their writes have ended and are not numbered;
+they may come in any order and any number of times.
 
 Sans-IO: no clock, no randomness, no thread. One owner calls ``handle``.
 """
@@ -21,14 +21,17 @@ from typing import ClassVar
 import msgspec
 
 from kvferry.config import ProtocolConfig
+from kvferry.errors import Misuse
 from kvferry.ids import Peer, Session
 from kvferry.layout.layout import Layout
 from kvferry.plan.plan import Plan
 from kvferry.protocol.events import (
     Action,
+    Connect,
     Disconnect,
     Disconnected,
     Event,
+    Forget,
     Received,
     Send,
     Tick,
@@ -83,6 +86,7 @@ class Link:
     metadata: bytes = b""
     seq_out: int = 0
     seq_in: int = 0
+    connected: bool = False
 
     def __repr__(self) -> str:
         return f"<Link {self.peer} {self.session} {self.state}>"
@@ -91,14 +95,8 @@ class Link:
 class Endpoint(ABC):
     """Links to peers, and the frame around every step of a machine."""
 
-    # Which method takes which event or message; subclasses add theirs.
-    EVENTS: ClassVar[dict[type[Event], str]] = {
-        Tick: "_on_tick",
-        Received: "_on_received",
-        Disconnected: "_on_disconnected",
-        WrongVersion: "_on_wrong_version",
-    }
-    MESSAGES: ClassVar[dict[type, str]] = {Heartbeat: "_on_heartbeat"}
+    # Whether peers write into this endpoint's memory: then only their end proves that none does.
+    exposed: ClassVar[bool]
 
     def __init__(self, identity: Identity, config: ProtocolConfig) -> None:
         self.me = identity.peer
@@ -118,10 +116,31 @@ class Endpoint(ABC):
         """Take one step. A step that raises ``Misuse`` has changed nothing."""
         self._now = max(self._now, now)
         self._out = []
-        getattr(self, self.EVENTS[type(event)])(event)
+        self._take(event)
         self._settle()
         actions, self._out = self._out, []
         return actions
+
+    def _take(self, event: Event) -> None:
+        """What an event means; machines have events of their own before these."""
+        match event:
+            case Received():
+                self._on_received(event)
+            case Tick():
+                self._on_tick()
+            case Disconnected():
+                self._on_disconnected(event)
+            case WrongVersion():
+                self._on_wrong_version(event)
+            case _:
+                raise Misuse(f"{type(self).__name__} does not know {type(event).__name__}")
+
+    def _take_message(self, link: Link, body: Body) -> None:
+        """What a message means; machines have messages of their own before these."""
+        if isinstance(body, Heartbeat):
+            self.counts["heartbeats"] += 1
+        else:
+            self.counts["misdirected"] += 1
 
     def wakeup(self) -> float | None:
         """When the next ``Tick`` has something to do; None if there is nothing to wait for."""
@@ -199,11 +218,7 @@ class Endpoint(ABC):
         self._heard_from(link)
         if link.session not in self.links:
             return
-        handler = self.MESSAGES.get(type(envelope.body))
-        if handler is None:
-            self.counts["misdirected"] += 1
-            return
-        getattr(self, handler)(link, envelope.body)
+        self._take_message(link, envelope.body)
 
     def _heard_from(self, link: Link) -> None:
         link.heard_at = self._now
@@ -259,9 +274,6 @@ class Endpoint(ABC):
         link.seq_in = envelope.seq
         return True
 
-    def _on_heartbeat(self, link: Link, body: Heartbeat) -> None:
-        self.counts["heartbeats"] += 1
-
     # ------------------------------------------------------------ losing a peer
 
     def _lose(self, link: Link, code: FailureCode, message: str = "") -> None:
@@ -279,7 +291,17 @@ class Endpoint(ABC):
 
     def _drop_if_unneeded(self, link: Link) -> None:
         if link.state is LinkState.LOST and not self._link_needed(link):
-            self.links.pop(link.session, None)
+            self._unlink(link)
+
+    def _connected(self, link: Link) -> None:
+        """The peer has said who it is: its memory may be reached from now on."""
+        assert link.incarnation is not None
+        link.connected = True
+        self._do(Connect(link.peer, link.incarnation, link.session, link.metadata))
+
+    def _unlink(self, link: Link) -> None:
+        if self.links.pop(link.session, None) is not None and link.connected:
+            self._do(Forget(link.session))
 
     def _on_disconnected(self, event: Disconnected) -> None:
         for link in list(self.links.values()):
@@ -291,12 +313,12 @@ class Endpoint(ABC):
     def _gone(self, link: Link) -> None:
         """Proof came that nothing of a lost link's session is in flight."""
         link.state = advance(LINK, link.state, LinkStep.GONE)
-        self.links.pop(link.session, None)
+        self._unlink(link)
         self._link_gone(link)
 
     # ------------------------------------------------------------ time
 
-    def _on_tick(self, event: Tick) -> None:
+    def _on_tick(self) -> None:
         for link in list(self.links.values()):
             self._tick_link(link)
         self._tick_rooms()

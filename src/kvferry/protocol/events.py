@@ -173,11 +173,26 @@ class Send(Action, frozen=True):
     envelope: Envelope
 
 
-class Disconnect(Action, frozen=True):
-    """Tear the connection down, and say ``Disconnected`` once nothing can land any more."""
+class Connect(Action, frozen=True):
+    """A peer has a session: reach its memory. ``metadata`` is what it says of itself."""
 
     peer: Peer
     incarnation: int
+    session: Session
+    metadata: bytes
+
+
+class Disconnect(Action, frozen=True):
+    """Let nothing more start, and say ``Disconnected`` once nothing can land any more."""
+
+    peer: Peer
+    incarnation: int
+    session: Session
+
+
+class Forget(Action, frozen=True):
+    """Nobody waits for anything of a session that was connected. Said once."""
+
     session: Session
 
 

@@ -23,6 +23,7 @@ from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.endpoint import Endpoint, Identity, Link
 from kvferry.protocol.events import Barred, Event, Received, Send
 from kvferry.protocol.messages import (
+    Body,
     Envelope,
     Heartbeat,
     Hello,
@@ -38,11 +39,7 @@ from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
 class Greeter(Endpoint):
     """The target's half."""
 
-    EVENTS: ClassVar[dict[type[Event], str]] = Endpoint.EVENTS | {Barred: "_on_barred"}
-    MESSAGES: ClassVar[dict[type, str]] = Endpoint.MESSAGES | {
-        Welcome: "_on_welcome",
-        Refuse: "_on_refuse",
-    }
+    exposed: ClassVar[bool] = True
 
     def __init__(
         self, identity: Identity, config: ProtocolConfig, pools: PoolMap, staging: Staging
@@ -51,6 +48,21 @@ class Greeter(Endpoint):
         self.pools = pools
         self.staging = staging
         self._sessions = 0
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Barred):
+            self._on_barred(event)
+        else:
+            super()._take(event)
+
+    def _take_message(self, link: Link, body: Body) -> None:
+        match body:
+            case Welcome():
+                self._on_welcome(link, body)
+            case Refuse():
+                self._on_refuse(link, body)
+            case _:
+                super()._take_message(link, body)
 
     @abstractmethod
     def _link_up(self, link: Link) -> None:
@@ -107,6 +119,7 @@ class Greeter(Endpoint):
             return
         link.metadata = body.metadata
         link.state = advance(LINK, link.state, LinkStep.FITS)
+        self._connected(link)
         before = link.seq_out
         self._link_up(link)
         if link.seq_out == before:
@@ -151,7 +164,7 @@ class Greeter(Endpoint):
 class Welcomer(Endpoint):
     """The source's half."""
 
-    MESSAGES: ClassVar[dict[type, str]] = Endpoint.MESSAGES | {Refuse: "_on_refuse"}
+    exposed: ClassVar[bool] = False
 
     def __init__(self, identity: Identity, config: ProtocolConfig) -> None:
         super().__init__(identity, config)
@@ -200,7 +213,14 @@ class Welcomer(Endpoint):
         )
         link.metadata, link.seq_in = hello.metadata, envelope.seq
         self.links[session] = link
+        self._connected(link)
         return link
+
+    def _take_message(self, link: Link, body: Body) -> None:
+        if isinstance(body, Refuse):
+            self._on_refuse(link, body)
+        else:
+            super()._take_message(link, body)
 
     def _heard_from(self, link: Link) -> None:
         super()._heard_from(link)

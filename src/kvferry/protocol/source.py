@@ -10,7 +10,6 @@ its pages are released when the last write that reads them has ended.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
 from kvferry.digest import MAX_DIGEST
@@ -42,6 +41,7 @@ from kvferry.protocol.messages import (
     MAX_METADATA,
     Abort,
     Accept,
+    Body,
     Close,
     Complete,
     Drained,
@@ -68,21 +68,6 @@ from kvferry.protocol.writes import Writer
 class SourceMachine(Writer):
     """Every room of one source rank."""
 
-    EVENTS: ClassVar[dict[type[Event], str]] = Writer.EVENTS | {
-        Open: "_on_open",
-        Prepare: "_on_prepare",
-        Push: "_on_push",
-        Finish: "_on_finish",
-        Cancel: "_on_cancel",
-    }
-    MESSAGES: ClassVar[dict[type, str]] = Writer.MESSAGES | {
-        Offer: "_on_offer",
-        Grant: "_on_grant",
-        Nudge: "_on_nudge",
-        Complete: "_on_complete",
-        Abort: "_on_abort",
-    }
-
     def __init__(
         self,
         identity: Identity,
@@ -91,6 +76,36 @@ class SourceMachine(Writer):
     ) -> None:
         super().__init__(identity, config, stages)
         self.rooms: dict[Room, SourceRoom] = {}
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Push():
+                self._on_push(event)
+            case Open():
+                self._on_open(event)
+            case Finish():
+                self._on_finish(event)
+            case Prepare():
+                self._on_prepare(event)
+            case Cancel():
+                self._on_cancel(event)
+            case _:
+                super()._take(event)
+
+    def _take_message(self, link: Link, body: Body) -> None:
+        match body:
+            case Offer():
+                self._on_offer(link, body)
+            case Grant():
+                self._on_grant(link, body)
+            case Complete():
+                self._on_complete(link, body)
+            case Nudge():
+                self._on_nudge(link, body)
+            case Abort():
+                self._on_abort(link, body)
+            case _:
+                super()._take_message(link, body)
 
     # ------------------------------------------------------------ what a caller sees
 

@@ -8,7 +8,6 @@ released when every leg is quiet and every scatter has ended, and not before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
 from kvferry.digest import MAX_DIGEST
@@ -40,6 +39,7 @@ from kvferry.protocol.messages import (
     Abort,
     Accept,
     Arrived,
+    Body,
     Close,
     Complete,
     Credit,
@@ -59,20 +59,6 @@ from kvferry.protocol.states import LEG, LegState, LegStep, LinkState, advance
 class TargetMachine(Greeter):
     """Every room of one target rank."""
 
-    EVENTS: ClassVar[dict[type[Event], str]] = Greeter.EVENTS | {
-        Receive: "_on_receive",
-        Cancel: "_on_cancel",
-        Scattered: "_on_scattered",
-    }
-    MESSAGES: ClassVar[dict[type, str]] = Greeter.MESSAGES | {
-        Accept: "_on_accept",
-        Want: "_on_want",
-        Arrived: "_on_arrived",
-        Close: "_on_close",
-        Abort: "_on_abort",
-        Drained: "_on_drained",
-    }
-
     def __init__(
         self, identity: Identity, config: ProtocolConfig, pools: PoolMap, staging: Staging
     ) -> None:
@@ -82,6 +68,34 @@ class TargetMachine(Greeter):
         self.credits = CreditBook(staging.num_slots, config.credits_per_source)
         self._generations = 0
         self._ops = 0
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Receive():
+                self._on_receive(event)
+            case Scattered():
+                self._on_scattered(event)
+            case Cancel():
+                self._on_cancel(event)
+            case _:
+                super()._take(event)
+
+    def _take_message(self, link: Link, body: Body) -> None:
+        match body:
+            case Arrived():
+                self._on_arrived(link, body)
+            case Close():
+                self._on_close(link, body)
+            case Accept():
+                self._on_accept(link, body)
+            case Want():
+                self._on_want(link, body)
+            case Abort():
+                self._on_abort(link, body)
+            case Drained():
+                self._on_drained(link, body)
+            case _:
+                super()._take_message(link, body)
 
     # ------------------------------------------------------------ what a caller sees
 

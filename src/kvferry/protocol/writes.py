@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable
-from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, SlotIndex
@@ -29,11 +28,6 @@ MAX_BLOCKS_PER_WRITE = 256
 class Writer(Welcomer):
     """The part of a source machine that starts and ends writes."""
 
-    EVENTS: ClassVar[dict[type[Event], str]] = Welcomer.EVENTS | {
-        Sent: "_on_sent",
-        SendFailed: "_on_send_failed",
-    }
-
     def __init__(self, identity: Identity, config: ProtocolConfig, stages: StagePolicy) -> None:
         super().__init__(identity, config)
         self.stages = stages
@@ -46,6 +40,15 @@ class Writer(Welcomer):
         self._starved: dict[Lane, None] = {}
         self._touched: dict[Lane, None] = {}
         self._ops = 0
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Sent():
+                self._on_sent(event)
+            case SendFailed():
+                self._on_send_failed(event)
+            case _:
+                super()._take(event)
 
     @abstractmethod
     def _fail(self, room: SourceRoom, failure: Failure) -> None:

@@ -30,7 +30,6 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     constants: Constants | None = None
     deadline_s: float = 30.0
     lease_s: float = 10.0
-    tick_s: float = 0.02
     stalled_s: float = 5.0
     protocol: ProtocolConfig = ProtocolConfig()
     options: Mapping[str, str] = {}
@@ -40,6 +39,6 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"a port is a number from 0 to 65535, not {self.port}")
         if self.staging_bytes < 0 or (self.slot_bytes is not None and self.slot_bytes <= 0):
             raise InputError("staging_bytes is 0 or more, and slot_bytes above 0")
-        for name in ("deadline_s", "lease_s", "tick_s", "stalled_s"):
+        for name in ("deadline_s", "lease_s", "stalled_s"):
             if getattr(self, name) <= 0:
                 raise InputError(f"{name} must be above 0, not {getattr(self, name)}")

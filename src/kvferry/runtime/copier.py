@@ -2,7 +2,7 @@
 
 The owner never copies and never waits for a copy. Jobs run in order; a GPU runs
 them on a stream of its own, so a job is started when it is its turn and told of
-when the GPU has done it.
+when the GPU has done it. A gather that has ended goes straight on to the mover.
 """
 
 from __future__ import annotations
@@ -18,41 +18,63 @@ from typing import Any, NamedTuple
 
 from kvferry.copy.cpu import copy_binding
 from kvferry.errors import KvferryError
+from kvferry.ids import Op, Session
 from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
+from kvferry.plan.choose import Path
+from kvferry.plan.places import Base
 from kvferry.regions import Device
+from kvferry.runtime.mover.mover import Posting, ThreadBroke
 from kvferry.runtime.pulse import Pulse
 
 GPU_POLL_S = 20e-6
 MAX_BATCH = 32
 
 
-# Told which thread ended, and of what.
-Broke = Callable[[str, Exception], None]
+class BulkWrite(NamedTuple):
+    """Where a slot that has been filled is to be written."""
+
+    session: Session
+    source: Base
+    target: Base
 
 
 class CopyJob(NamedTuple):
-    """Bind, copy between regions at those addresses, and say so. ``then`` gets the problem.
+    """Bind, and copy between regions at those addresses.
 
-    ``keep``: what is written will be read again at once.
+    ``then``: what was gathered is written in bulk, and will be read again at once. Without
+    it, the end of the copy is told.
     """
 
+    op: Op
     bind: Callable[[], Binding]
     sources: tuple[int, ...]
     targets: tuple[int, ...]
-    then: Callable[[Binding | None, str], None]
-    keep: bool = False
+    then: BulkWrite | None = None
+
+
+class Copied(NamedTuple):
+    """A copy is over and touches nothing any more; ``problem`` is empty if it went well."""
+
+    op: Op
+    problem: str = ""
+
+
+CopierNews = Copied | ThreadBroke
 
 
 class Copier(ABC):
     """One thread that does the copies of one endpoint.
 
-    ``broke`` hears of a bug that ended the thread; what it had in hand is not told of.
+    Calls ``tell`` and ``post`` on its thread; neither may wait.
     """
 
-    def __init__(self, name: str, broke: Broke) -> None:
+    def __init__(
+        self, name: str, tell: Callable[[CopierNews], None], post: Callable[[Posting], None]
+    ) -> None:
         self._jobs: Mailbox[CopyJob | None] = Mailbox()
-        self._broke = broke
+        self._tell = tell
+        self._post = post
         self.pulse = Pulse("copier", lambda: len(self._jobs) > 0)
         self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
         self._thread.start()
@@ -70,7 +92,7 @@ class Copier(ABC):
         try:
             self._run()
         except Exception as error:
-            self._broke("copier", error)
+            self._tell(ThreadBroke("copier", error))
         finally:
             self.pulse.beat(inf)
 
@@ -80,11 +102,18 @@ class Copier(ABC):
 
     def _next(self, timeout_s: float | None = None) -> CopyJob | None:
         """Wait for a job, and show that somebody does. Raises ``queue.Empty``."""
-        now = time.monotonic()
-        self.pulse.beat(inf if timeout_s is None else now + timeout_s)
+        self.pulse.beat(inf if timeout_s is None else time.monotonic() + timeout_s)
         job = self._jobs.take(timeout_s)
         self.pulse.beat(time.monotonic())
         return job
+
+    def _done(self, job: CopyJob, binding: Binding) -> None:
+        if job.then is None:
+            self._tell(Copied(job.op))
+            return
+        session, source, target = job.then
+        bulk = Binding.bulk(source, target, binding.num_bytes)
+        self._post(Posting(job.op, session, bulk, Path.STAGED))
 
 
 class HostCopier(Copier):
@@ -94,23 +123,29 @@ class HostCopier(Copier):
         while (job := self._next()) is not None:
             try:
                 binding = job.bind()
-                copy_binding(binding, job.sources, job.targets, keep=job.keep)
+                copy_binding(binding, job.sources, job.targets, keep=job.then is not None)
             except KvferryError as error:
-                job.then(None, str(error))
+                self._tell(Copied(job.op, str(error)))
             else:
-                job.then(binding, "")
+                self._done(job, binding)
 
 
 class GpuJobs(Copier):
     """Copies with a GPU: whatever waits is started as one copy, and told of when it ends."""
 
-    def __init__(self, name: str, device: Device, broke: Broke) -> None:
+    def __init__(
+        self,
+        name: str,
+        tell: Callable[[CopierNews], None],
+        post: Callable[[Posting], None],
+        device: Device,
+    ) -> None:
         from kvferry.copy.gpu import GpuCopier, Job  # noqa: PLC0415 - needs torch and a GPU
 
         self._gpu = GpuCopier(device)
         self._gpu.warm_up()
         self._make = Job
-        super().__init__(name, broke)
+        super().__init__(name, tell, post)
 
     def _run(self) -> None:
         running: deque[tuple[Any, list[_Bound]]] = deque()
@@ -118,9 +153,9 @@ class GpuJobs(Copier):
             if jobs:
                 self._start(jobs, running)
             while running and _is_over(running[0][0]):
-                _tell(*running.popleft())
+                self._end(*running.popleft())
         for event, done in running:
-            _tell(event, done)
+            self._end(event, done)
 
     def _take(self, *, wait: bool) -> list[CopyJob] | None:
         """The jobs that wait, none after a moment; None at the end."""
@@ -146,10 +181,21 @@ class GpuJobs(Copier):
             try:
                 bound.append((job, job.bind()))
             except KvferryError as error:
-                job.then(None, str(error))
+                self._tell(Copied(job.op, str(error)))
         if bound:
             copies = [self._make(binding, job.sources, job.targets) for job, binding in bound]
             running.append((self._gpu.copy(copies), bound))
+
+    def _end(self, event: Any, done: list[_Bound]) -> None:
+        """Say how a copy ended. After a CUDA error nothing runs on the device any more."""
+        try:
+            event.synchronize()
+        except RuntimeError as error:
+            for job, _ in done:
+                self._tell(Copied(job.op, f"the GPU failed: {error}"))
+        else:
+            for job, binding in done:
+                self._done(job, binding)
 
 
 _Bound = tuple[CopyJob, Binding]
@@ -163,18 +209,13 @@ def _is_over(event: Any) -> bool:
         return True
 
 
-def _tell(event: Any, done: list[_Bound]) -> None:
-    """Say how a copy ended. After a CUDA error nothing runs on the device any more."""
-    try:
-        event.synchronize()
-    except RuntimeError as error:
-        for job, _ in done:
-            job.then(None, f"the GPU failed: {error}")
-    else:
-        for job, binding in done:
-            job.then(binding, "")
-
-
-def copier_for(device: Device, name: str, broke: Broke) -> Copier:
+def copier_for(
+    device: Device,
+    name: str,
+    tell: Callable[[CopierNews], None],
+    post: Callable[[Posting], None],
+) -> Copier:
     """The copier of memory on that device."""
-    return HostCopier(name, broke) if device.is_host else GpuJobs(name, device, broke)
+    if device.is_host:
+        return HostCopier(name, tell, post)
+    return GpuJobs(name, tell, post, device)

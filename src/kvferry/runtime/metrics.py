@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from kvferry.plan.choose import Path
 from kvferry.protocol.outcome import Failure, Outcome
-from kvferry.runtime.mover import Ending
+from kvferry.runtime.mover.mover import WriteEnd
 
 LABELS = ("endpoint", "transport")
 
@@ -110,7 +110,7 @@ class Meter:
         word = "failed" if failed else "done"
         self._metrics.rooms.labels(*self._labels, word, reason).inc()
 
-    def wrote(self, ending: Ending) -> None:
+    def wrote(self, ending: WriteEnd) -> None:
         """A write has ended."""
         metrics, labels = self._metrics, self._labels
         if ending.fate is not None:

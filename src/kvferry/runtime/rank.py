@@ -1,53 +1,124 @@
-"""What source and target endpoints have in common, as an engine sees them."""
+"""One rank's endpoint: what sources and targets have in common, as an engine sees them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
+
+from prometheus_client import CollectorRegistry
 
 from kvferry.ids import Peer, Room
+from kvferry.layout.layout import Layout
+from kvferry.protocol.events import Event
 from kvferry.protocol.outcome import Status
 from kvferry.rendezvous.client import RendezvousClient
+from kvferry.runtime.config import EndpointConfig
+from kvferry.runtime.driver.driver import PeerGone
+from kvferry.runtime.handles import Handle
+from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.lifeline import Address
-from kvferry.runtime.metrics import Stats
-from kvferry.runtime.owner import CLOSE_S, Owner
+from kvferry.runtime.memory import Memory, PoolArrays
+from kvferry.runtime.metrics import Meter, Stats
+from kvferry.runtime.owner.loop import CLOSE_S, Aborted, Owner
+from kvferry.runtime.owner.outfit import Outfit, outfit_of
+from kvferry.runtime.setup import Member, lay_ground
+from kvferry.runtime.tables import Shelf
+from kvferry.transport.base import Transport
 
-OwnerT = TypeVar("OwnerT", bound=Owner[Any])
+H = TypeVar("H", bound=Handle)
 
 
-class RankEndpoint(Generic[OwnerT]):
-    """One rank's end of every transfer that it takes part in. For any thread."""
+class RankEndpoint(ABC, Generic[H]):
+    """One rank's end of every transfer that it takes part in. For any thread.
 
-    def __init__(self, owner: OwnerT, client: RendezvousClient | None) -> None:
-        self._owner = owner
+    ``pools`` are arrays by group, tensor and layer, or a ``Memory``. ``model`` is
+    what both sides must agree on beside the layout, such as a checkpoint's hash.
+    """
+
+    # Whether peers write into the pools.
+    writable: ClassVar[bool]
+
+    def __init__(  # noqa: PLR0913 - what an engine has to say, by keyword
+        self,
+        layout: Layout,
+        pools: Memory | PoolArrays,
+        *,
+        name: str,
+        rank: int = 0,
+        model: str,
+        transport: str | Transport = "shm",
+        rendezvous: str | None = None,
+        key: ClusterKey | None = None,
+        config: EndpointConfig | None = None,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        config = config or EndpointConfig()
+        member = Member(name, rank, layout, model)
+        with ExitStack() as undo:
+            self._listen(config, key, undo)
+            slots = self._most_slots(config)
+            ground = lay_ground(
+                member, pools, transport, config, writable=self.writable, most_slots=slots
+            )
+            undo.callback(ground.close)
+            meter = Meter(str(member.peer), ground.transport.name, registry)
+            client = RendezvousClient(rendezvous, key) if rendezvous else None
+            undo.pop_all()
+        self._ground = ground
         self._client = client
+        self._deadline_s = config.deadline_s
+        self._shelf = Shelf(layout, rank, ground.memory.map)
+        self._owner = self._own(outfit_of(ground, config, key, client, meter))
+        self._owner.outfit.mover.start()
+        self._owner.start()
+
+    @abstractmethod
+    def _listen(self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack) -> None:
+        """Open what others knock at, before anything else is taken."""
+
+    @abstractmethod
+    def _most_slots(self, config: EndpointConfig) -> int:
+        """How many slots may be handed out."""
+
+    @abstractmethod
+    def _own(self, outfit: Outfit[H]) -> Owner:
+        """Join everything to a driver that has not begun."""
+
+    def _take(self, event: Event) -> None:
+        """What ports answer with, on the owner's thread."""
+        self._owner.take(event)
 
     @property
     def stats(self) -> Stats:
         """What was carried and how, since the start."""
-        return self._owner.stats
+        return self._owner.outfit.meter.stats
 
     @property
     def staging_bytes(self) -> int:
         """Memory taken beside the pools."""
-        return self._owner.staging_bytes
+        return self._ground.staging_bytes
 
     @property
     def lifeline(self) -> Address:
         """Where peers ask whether this life of the endpoint goes on."""
-        return self._owner.lifeline_address
+        return self._ground.card.address
 
     def statuses(self, rooms: Iterable[Room]) -> list[Status | None]:
         """Where many rooms stand, for a scheduler's loop; None once they are released."""
-        return self._owner.statuses(rooms)
+        return self._owner.rooms.statuses(rooms)
 
     def vouch_gone(self, peer: Peer, incarnation: int) -> None:
         """The caller knows that this life of a peer is over, such as after a power cut.
 
         Releases what waits for it. Never say this of a process that may only be stopped.
         """
-        self._owner.told_gone(peer, incarnation)
+        self._owner.tell(PeerGone(peer, incarnation))
+
+    def _abort(self, handle: H) -> None:
+        self._owner.tell(Aborted(handle))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Abort what goes on, end the threads, and say whether all memory is free.

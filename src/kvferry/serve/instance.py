@@ -34,7 +34,7 @@ from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import RankRecord
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.keys import bindable, numeric
-from kvferry.runtime.owner import new_incarnation
+from kvferry.runtime.setup import new_incarnation
 from kvferry.runtime.signing import Guard
 from kvferry.serve.api.bodies import Serving
 from kvferry.serve.api.routes import Api

@@ -20,11 +20,11 @@ from kvferry.errors import KvferryError
 from kvferry.ids import Room
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome, Status
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.ground import make_transport
 from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.outgoing import Outgoing
+from kvferry.runtime.setup import make_transport
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint
 from kvferry.serve.cache import Cache

@@ -1,13 +1,15 @@
 """What a transport is: one endpoint's means of writing into its peers' memory.
 
-A transport belongs to one thread (the endpoint's mover), which calls everything
-here but ``missing``. It knows regions and bytes, never rooms, credits or plans.
-Foreign exceptions end here: set-up errors leave as ``TransportError``, and what
+A transport belongs to one thread, which calls everything here but ``missing`` and
+``write_now``. It knows regions and bytes, never rooms, credits or plans, and tells the
+target nothing: that something has arrived, the endpoint says itself once the write has
+ended. Foreign exceptions end here: set-up errors leave as ``TransportError``, and what
 becomes of a write is told by ``poll``, once per write, as an ``Ended``.
 
-The promise behind ``Ended``, on which every release of memory rests:
+The promise behind ``Ended``, on which every arrival note and every release of memory rests:
 
-- ``fate`` None: the bytes are in the target's memory and ours is no longer read.
+- ``fate`` None: the bytes are in the target's memory, where whoever is told of it by any
+  other way will find them, and ours is no longer read.
 - BUSY: never submitted; nothing was written and nothing will be.
 - FAILED: over. Some bytes may have been written; none will be, and ours is no
   longer read.
@@ -81,24 +83,17 @@ class Ended(NamedTuple):
     detail: str = ""
 
 
-class News(NamedTuple):
-    """What has happened since the last ``poll``."""
-
-    ended: list[Ended]
-    notes: list[bytes]
-
-
 class Transport(ABC):
     """Registered memory, connected peers, and writes under way."""
 
     name: ClassVar[str]
     # The source copies straight into the target's mapped memory: nothing to stage.
     maps_peer: ClassVar[bool] = False
-    # ``note`` travels with the data and comes out of the target's ``poll``.
-    # Without it, the endpoint sends the note itself once the write has ended.
-    carries_notes: ClassVar[bool] = False
-    # ``poll`` makes things happen, so it must be called while anything is expected.
-    # Without it, ``on_news`` is called when there is something to poll for.
+    # ``write_now`` may be called: a small write costs less than handing it to another thread.
+    writes_at_once: ClassVar[bool] = False
+    # ``poll`` makes things happen, so it must be called while anything is expected: our own
+    # writes, or those of peers into our memory. Without it, ``on_news`` is called when there
+    # is something to poll for.
     needs_polling: ClassVar[bool] = False
 
     def __init__(self, setup: Setup) -> None:
@@ -140,16 +135,24 @@ class Transport(ABC):
         """Reach a peer's memory. Raises ``TransportError``, also for garbage."""
 
     @abstractmethod
-    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes | None) -> None:
+    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
         """Start a write from our regions into the peer's. ``poll`` tells how it ended.
 
-        Without a ``note`` the peer hears nothing of it.
         A piece outside a region of either side is FAILED before anything is written.
         """
 
+    def write_now(self, remote: Remote, pieces: Binding) -> tuple[Fate | None, str]:
+        """Write here and now, and say how it ended: the fate, as of ``Ended``, and its detail.
+
+        May be called on any thread, also while the transport's own thread is inside any other
+        method, but not for a remote that is being disconnected, as all are by ``close``.
+        ``poll`` tells nothing of it. Bounds are those of ``write``.
+        """
+        raise TransportError("this transport does not write at once")
+
     @abstractmethod
-    def poll(self) -> News:
-        """What has ended and which notes have come since the last call. Never waits."""
+    def poll(self) -> list[Ended]:
+        """What has ended since the last call. Never waits."""
 
     @abstractmethod
     def disconnect(self, remote: Remote) -> None:

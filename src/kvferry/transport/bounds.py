@@ -43,7 +43,10 @@ _NOTHING = _Extent(1, 0)
 
 
 class Limits:
-    """The sizes of one side's regions, and how far around their bases parts may reach."""
+    """The sizes of one side's regions, and how far around their bases parts may reach.
+
+    Several threads may ask at once: what is remembered is never changed, only forgotten.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes

@@ -28,7 +28,7 @@ from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Device, Region
 from kvferry.transport import bounds, cuda_driver, descriptors, options
-from kvferry.transport.base import DeviceCopier, Ended, News, Remote, Setup, Transport
+from kvferry.transport.base import DeviceCopier, Ended, Remote, Setup, Transport
 from kvferry.transport.boot import boot
 from kvferry.transport.bounds import Limits
 from kvferry.transport.cuda_driver import DriverError, Gpu
@@ -171,7 +171,7 @@ class CudaTransport(Transport):
 
     # ------------------------------------------------------------ writes
 
-    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes | None) -> None:
+    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
         """Launch the copy."""
         assert isinstance(remote, _MappedPeer)
         assert not remote.is_left, "a write comes before disconnect"
@@ -203,13 +203,13 @@ class CudaTransport(Transport):
     def _nudge(self) -> None:
         self.on_news()
 
-    def poll(self) -> News:
+    def poll(self) -> list[Ended]:
         """What has ended since the last call."""
         if self._waiter is not None:
             for copying, problem in self._waiter.take():
                 self._end(copying, copying.problem or problem)
         ended, self._ended = self._ended, []
-        return News(ended, [])
+        return ended
 
     def _end(self, copying: _Copying, problem: str) -> None:
         remote, fate = copying.remote, Fate.FAILED if problem else None

@@ -27,7 +27,7 @@ from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Region
 from kvferry.transport import bounds, mooncake_package, options
-from kvferry.transport.base import Ended, News, Remote, Setup, Transport
+from kvferry.transport.base import Ended, Remote, Setup, Transport
 from kvferry.transport.mooncake_courier import Courier, Job, Lane, Piece
 from kvferry.transport.single import single
 
@@ -157,7 +157,7 @@ class MooncakeTransport(Transport):
 
     # ------------------------------------------------------------ writes
 
-    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes | None) -> None:
+    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
         """Give it to the courier."""
         assert isinstance(remote, _Connected)
         assert not remote.is_left, "a write comes before disconnect"
@@ -190,9 +190,9 @@ class MooncakeTransport(Transport):
         self._news.put(ended)
         self.on_news()
 
-    def poll(self) -> News:
+    def poll(self) -> list[Ended]:
         """What the courier has told."""
-        return News(self._news.drain(0), [])
+        return self._news.drain(0)
 
     # ------------------------------------------------------------ the end
 

@@ -1,8 +1,12 @@
 """NIXL: RDMA, GPUs and, between processes of one host, one copy by the kernel.
 
-``poll`` drives everything, notes included; NIXL's own progress thread is off, because
-it takes a whole core. Descriptors are handed over as our own merged arrays: preparing
-lists first costs twice as much and merges nothing more.
+``poll`` drives everything, over some networks also what peers write into our memory;
+NIXL's own progress thread is off, because it takes a whole core. Descriptors are handed
+over as our own merged arrays: preparing lists first costs twice as much and merges nothing
+more.
+
+Writes have no notifications: a write with one ends only once the target has polled, twice,
+also where the kernel has copied its bytes before ``transfer`` returns (ADR 15).
 
 NIXL can't cancel. A write that a stopped peer holds up stays under way for as long as
 that takes; after ``disconnect`` it is watched in silence, because the connection may
@@ -34,7 +38,7 @@ from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Region
 from kvferry.transport import bounds, nixl_package, options
-from kvferry.transport.base import Ended, News, Remote, Setup, Transport
+from kvferry.transport.base import Ended, Remote, Setup, Transport
 from kvferry.transport.nixl_batches import Batch, Memory, batch_of, batches, kind
 from kvferry.transport.nixl_peers import Connected, Metadata, Peer, decode, encode
 from kvferry.transport.nixl_writes import Write
@@ -44,8 +48,8 @@ from kvferry.transport.single import single
 # of the environment (UCX_TLS and so on) come before them.
 OPTIONS = {"ucx": ""}
 
-# NIXL does not send an empty note, so each has a byte before it.
-_NOTE, _GREETING = b"n", b"g"
+# A notification that makes the connection, and says nothing.
+_GREETING = b"g"
 # Between processes of one host the kernel copies. Asked for half a megabyte at a time, as UCX
 # does by itself, it takes half as long again.
 _LONG_COPIES = "CMA_SEG_SIZE=16m"
@@ -57,7 +61,6 @@ class NixlTransport(Transport):
     """One NIXL agent."""
 
     name: ClassVar[str] = "nixl"
-    carries_notes: ClassVar[bool] = True
     needs_polling: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
@@ -133,7 +136,7 @@ class NixlTransport(Transport):
 
     # ------------------------------------------------------------ writes
 
-    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes | None) -> None:
+    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
         """Submit the first batch. Between processes of one host, that is its copy."""
         assert isinstance(remote, Connected)
         assert not remote.is_left, "a write comes before disconnect"
@@ -141,7 +144,7 @@ class NixlTransport(Transport):
         if isinstance(todo, str):
             self._ended.append(Ended(op, Fate.FAILED, todo))
             return
-        write = Write(remote, op, todo, b"" if note is None else _NOTE + note)
+        write = Write(remote, op, todo)
         remote.peer.num_writes += 1
         self._writes[write] = None
         self._step(write)
@@ -156,11 +159,11 @@ class NixlTransport(Transport):
             return [batch_of(only, ours, theirs)]
         return bounds.problem(pieces, ours.sizes, theirs.sizes) or batches(pieces, ours, theirs)
 
-    def poll(self) -> News:
+    def poll(self) -> list[Ended]:
         """Move everything on, for a few milliseconds at most."""
         if self._agent is None:
-            return News([], [])
-        notes = self._notes()
+            return []
+        self._let_arrive()
         enough = time.monotonic() + _POLL_S
         moving = list(self._writes)
         while moving:
@@ -168,16 +171,12 @@ class NixlTransport(Transport):
             if time.monotonic() >= enough:
                 break
         ended, self._ended = self._ended, []
-        return News(ended, notes)
+        return ended
 
-    def _notes(self) -> list[bytes]:
-        """What has come. Asking is also what lets peers' writes arrive."""
-        try:
-            come = self._agent.get_new_notifs()
-        except Exception:  # Some peer's trouble; its writes will tell.
-            return []
-        notes = (note for notes in come.values() for note in notes)
-        return [note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)]
+    def _let_arrive(self) -> None:
+        """Move peers' writes into our memory on. Greetings come out of this, and are dropped."""
+        with suppress(Exception):  # Some peer's trouble; its writes will tell.
+            self._agent.get_new_notifs()
 
     def _step(self, write: Write) -> bool:
         """Move a write on; whether it has more to do at once."""

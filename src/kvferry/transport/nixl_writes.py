@@ -1,4 +1,4 @@
-"""One write through NIXL: batch after batch, the note with the last."""
+"""One write through NIXL, batch after batch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from kvferry.transport.nixl_peers import Connected
 class Write:
     """A write under way: at most one of its batches is NIXL's at any time.
 
-    So the note, which goes with the last, comes after all of them; and when a batch
-    can't be made, nothing is under way.
+    So when a batch can't be made, nothing is under way.
     """
 
-    def __init__(self, remote: Connected, op: Op, batches: list[Batch], note: bytes) -> None:
+    def __init__(self, remote: Connected, op: Op, batches: list[Batch]) -> None:
         self.remote = remote
         self.op = op
         self._todo = batches[::-1]
-        self._note = note
         self._handle: Any = None
         self._act: Any = None
 
@@ -40,15 +38,12 @@ class Write:
             agent.get_xfer_descs(batch.source, batch.source_kind),
             agent.get_xfer_descs(batch.target, batch.target_kind),
             self.remote.peer.name,
-            b"" if self._todo else self._note,
         )
         self._act = agent.transfer
 
     def go_on(self, agent: Any) -> bool:
-        """Submit the batch or look after it; whether it is done. An empty write is its note."""
+        """Submit the batch or look after it; whether it is done, as an empty write always is."""
         if self._handle is None:
-            if self._note:
-                agent.send_notif(self.remote.peer.name, self._note)
             return True
         state = self._act(self._handle)
         self._act = agent.check_xfer_state

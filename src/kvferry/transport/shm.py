@@ -22,7 +22,7 @@ from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Region
 from kvferry.transport import bounds, segments
-from kvferry.transport.base import Ended, News, Remote, Setup, Transport
+from kvferry.transport.base import Ended, Remote, Setup, Transport
 from kvferry.transport.bounds import Limits
 from kvferry.transport.segments import Mapping, Segment
 
@@ -94,6 +94,7 @@ class ShmTransport(Transport):
 
     name: ClassVar[str] = "shm"
     maps_peer: ClassVar[bool] = True
+    writes_at_once: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -163,26 +164,27 @@ class ShmTransport(Transport):
         self._remotes.add(remote)
         return remote
 
-    def write(self, remote: Remote, op: Op, pieces: Binding, note: bytes | None) -> None:
-        """Copy, here and now."""
-        assert isinstance(remote, _Mapped)
-        self._ended.append(self._copied(remote, op, pieces))
+    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+        """Copy, here and now, and tell of it later."""
+        self._ended.append(Ended(op, *self.write_now(remote, pieces)))
         self.on_news()
 
-    def _copied(self, remote: _Mapped, op: Op, pieces: Binding) -> Ended:
+    def write_now(self, remote: Remote, pieces: Binding) -> tuple[Fate | None, str]:
+        """Copy. Nothing of ours changes by it, so any number of threads may."""
+        assert isinstance(remote, _Mapped)
         outside = bounds.problem(pieces, self._limits, remote.limits)
         if outside:
-            return Ended(op, Fate.FAILED, outside)
+            return Fate.FAILED, outside
         try:
             self.setup.copy(pieces, self._addresses, remote.addresses)
         except Exception as error:  # One write fails, whatever the copy ran into.
-            return Ended(op, Fate.FAILED, f"copying failed ({type(error).__name__}: {error})")
-        return Ended(op, None)
+            return Fate.FAILED, f"copying failed ({type(error).__name__}: {error})"
+        return None, ""
 
-    def poll(self) -> News:
+    def poll(self) -> list[Ended]:
         """What was copied since the last call."""
         ended, self._ended = self._ended, []
-        return News(ended, [])
+        return ended
 
     def disconnect(self, remote: Remote) -> None:
         """Unmap the peer's segments."""

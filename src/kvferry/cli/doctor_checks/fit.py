@@ -30,8 +30,8 @@ from kvferry.plan import (
 )
 from kvferry.plan.units import human_bytes, human_seconds
 from kvferry.regions import HOST, Device
-from kvferry.runtime.gauge import SCRATCH_BYTES
-from kvferry.runtime.ground import SLOT_S, preset_for
+from kvferry.runtime.mover.gauge import SCRATCH_BYTES
+from kvferry.runtime.setup import SLOT_S, preset_for
 from kvferry.staging.pool import DEFAULT_BUDGET_BYTES, DEFAULT_SLOT_BYTES, ENOUGH_SLOTS, slots_for
 
 AREA = "layouts"

@@ -25,7 +25,7 @@ MIB = 1 << 20
 def transport(name: str, device: str) -> Document:
     """Start a transport, let it take memory of that device, and end it."""
     from kvferry.errors import KvferryError  # noqa: PLC0415
-    from kvferry.runtime.ground import make_transport  # noqa: PLC0415
+    from kvferry.runtime.setup import make_transport  # noqa: PLC0415
 
     begin = time.perf_counter()
     try:

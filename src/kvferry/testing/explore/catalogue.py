@@ -1,9 +1,9 @@
 """Everything that paths have in common, each thing once and under a number.
 
-A machine is deterministic and sans-IO, so what it answers depends on its state,
-the event and its clock alone. The catalogue asks the real machine once for each
+A driver with its machine is deterministic and without IO, so what it answers depends on
+its state, the event and its clock alone. The catalogue asks the real one once for each
 such triple and remembers the answer; a world then is a handful of numbers, and
-millions of steps through the same machine states cost one ``handle`` each.
+millions of steps through the same states cost one ``take`` each.
 """
 
 from __future__ import annotations
@@ -11,28 +11,26 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from kvferry.ids import Op
+from kvferry.ids import Op, Peer, Room, Session
 from kvferry.plan.plan import Block, Plan
 from kvferry.plan.reshard import reshard
 from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
-    Action,
-    Disconnect,
+    Connect,
     Event,
     Received,
-    Release,
-    Report,
     Scatter,
-    Send,
     Write,
 )
 from kvferry.protocol.messages import Arrived, Envelope
-from kvferry.protocol.outcome import Done
+from kvferry.protocol.outcome import Done, Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine
+from kvferry.runtime.driver.driver import Driver, Ports
+from kvferry.runtime.driver.sessions import Record
 from kvferry.testing.explore.model import METADATA, PEERS, SOURCE, Model
 from kvferry.testing.explore.snapshot import copy_of, key_of
 
@@ -73,7 +71,6 @@ class Writing(NamedTuple):
     slot: int | None
     serial: int | None
     local_slot: int | None
-    note: int
 
     def shares_a_slot_with(self, other: Writing) -> bool:
         """Whether both use one slot, at the target or here."""
@@ -101,7 +98,8 @@ class Kind(Enum):
     FRAME = "frame"
     WRITE = "write"
     SCATTER = "scatter"
-    DISCONNECT = "disconnect"
+    SUSPECT = "suspect"
+    ACQUIT = "acquit"
     DONE = "done"
     FAILED = "failed"
     RELEASE = "release"
@@ -126,8 +124,78 @@ class Numbers(Generic[T]):
         return number
 
 
+class Recorder:
+    """All the ports of whichever driver is asked: what it wants from the world."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._driver: Driver[Any] | None = None
+        self._effects: list[Effect] = []
+
+    def of(self, driver: Driver[Any], event: Event, now: float) -> tuple[Effect, ...]:
+        """What a driver asks for."""
+        self._driver, self._effects = driver, []
+        driver.take(event, now)
+        return tuple(self._effects)
+
+    @property
+    def _machine(self) -> Endpoint:
+        assert self._driver is not None
+        machine: Endpoint = self._driver.machine
+        return machine
+
+    def send(self, peer: Peer, envelope: Envelope) -> None:
+        """A frame is under way."""
+        frame = Frame(PEERS.index(peer), envelope)
+        self._effects.append((Kind.FRAME, self._catalogue.frames.of(frame)))
+
+    def write(self, action: Write) -> None:
+        """A write is under way."""
+        self._effects.append((Kind.WRITE, self._catalogue.number_write(action)))
+
+    def scatter(self, action: Scatter) -> None:
+        """A scatter is under way."""
+        self._effects.append(
+            (Kind.SCATTER, self._catalogue.number_scatter(self._machine.me, action))
+        )
+
+    def report(self, room: Room, outcome: Outcome) -> None:
+        """The room has ended for its caller."""
+        if not isinstance(outcome, Done):
+            self._effects.append((Kind.FAILED, 0))
+            return
+        me = self._machine.me
+        if me != PEERS[SOURCE] and outcome.metadata != METADATA:
+            raise Broken(f"{me} is Done without the metadata")
+        self._effects.append((Kind.DONE, 0))
+
+    def release(self, room: Room) -> None:
+        """The room's pages are the caller's again."""
+        self._effects.append((Kind.RELEASE, 0))
+
+    def suspect(self, record: Record) -> None:
+        """Somebody wants to know whether a peer is gone."""
+        self._effects.append((Kind.SUSPECT, PEERS.index(record.peer)))
+
+    def acquit(self, peer: Peer, incarnation: int) -> None:
+        """Nobody wants to know any more."""
+        self._effects.append((Kind.ACQUIT, PEERS.index(peer)))
+
+    def connect(self, action: Connect) -> None:
+        """Memory is reached at once here."""
+
+    def cut(self, session: Session) -> None:
+        """What was handed over goes on to its end."""
+
+    def forget(self, session: Session) -> None:
+        """Nothing is kept of a session here."""
+
+    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+        """The world tells of deaths at any time, asked or not."""
+
+
 class Catalogue:
-    """Machine states, events, frames, writes and scatters of one exploration."""
+    """States of drivers, events, frames, writes and scatters of one exploration."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -137,7 +205,8 @@ class Catalogue:
         self.scatters: Numbers[Scattering] = Numbers([], {})
         self.events: Numbers[Event] = Numbers([], {})
         self.scripts = tuple(tuple(map(self.events.of, script)) for script in model.scripts())
-        self.machines: list[Endpoint] = []
+        self.drivers: list[Driver[Any]] = []
+        self._recorder = Recorder(self)
         self._keys: dict[Hashable, int] = {}
         self._answers: dict[tuple[int, int, float], Answer] = {}
         self._arrivals: dict[int, int] = {}
@@ -146,17 +215,23 @@ class Catalogue:
             rank: frozenset(self.atoms(self.plan.blocks(0, rank, model.request))) for rank in (0, 1)
         }
 
-    def add(self, machine: Endpoint) -> int:
-        """The number of a machine's state. The machine is kept and must not be stepped again."""
-        number = self._keys.setdefault(key_of(machine), len(self.machines))
-        if number == len(self.machines):
-            if isinstance(machine, TargetMachine):
-                machine.credits.check()
-            self.machines.append(machine)
+    def first(self) -> tuple[int, ...]:
+        """The states before anything has happened."""
+        recorder = self._recorder
+        ports = Ports(recorder, recorder, recorder, recorder, recorder)
+        return tuple(map(self.add, self.model.drivers(ports)))
+
+    def add(self, driver: Driver[Any]) -> int:
+        """The number of a driver's state. It is kept and must not be stepped again."""
+        number = self._keys.setdefault(key_of(driver), len(self.drivers))
+        if number == len(self.drivers):
+            if isinstance(driver.machine, TargetMachine):
+                driver.machine.credits.check()
+            self.drivers.append(driver)
         return number
 
     def step(self, state: int, event: int, now: float) -> Answer:
-        """What a machine in that state answers. Whatever it raises breaks a promise."""
+        """What a driver in that state answers. Whatever it raises breaks a promise."""
         question = (state, event, now)
         answer = self._answers.get(question)
         if answer is None:
@@ -164,55 +239,35 @@ class Catalogue:
         return answer
 
     def _ask(self, state: int, event: Event, now: float) -> Answer:
-        machine = copy_of(self.machines[state])
+        driver = copy_of(self.drivers[state])
         try:
-            actions = machine.handle(event, now)
-            number = self.add(machine)
+            effects = self._recorder.of(driver, event, now)
+            return self.add(driver), effects
+        except Broken:
+            raise
         except Exception as error:
-            raise Broken(f"{machine.me} raised {type(error).__name__}: {error}") from error
-        return number, tuple(self._effect(machine, action) for action in actions)
+            me = driver.machine.me
+            raise Broken(f"{me} raised {type(error).__name__}: {error}") from error
 
-    def _effect(self, machine: Endpoint, action: Action) -> Effect:
-        match action:
-            case Send(peer, envelope):
-                return Kind.FRAME, self.frames.of(Frame(PEERS.index(peer), envelope))
-            case Write():
-                return Kind.WRITE, self.writes.of(self._writing(action))
-            case Scatter():
-                return Kind.SCATTER, self.scatters.of(self._scattering(machine, action))
-            case Disconnect(peer, _):
-                return Kind.DISCONNECT, PEERS.index(peer)
-            case Report(_, outcome):
-                return self._report(machine, outcome), 0
-            case Release():
-                return Kind.RELEASE, 0
-            case _:
-                raise Broken(f"{machine.me} asked for {action!r}, which nobody knows")
-
-    def _report(self, machine: Endpoint, outcome: object) -> Kind:
-        if not isinstance(outcome, Done):
-            return Kind.FAILED
-        if machine.me != PEERS[SOURCE] and outcome.metadata != METADATA:
-            raise Broken(f"{machine.me} is Done without the metadata")
-        return Kind.DONE
-
-    def _writing(self, write: Write) -> Writing:
+    def number_write(self, write: Write) -> int:
+        """The number of a write."""
         note, to = write.note, PEERS.index(write.peer)
         assert isinstance(note.body, Arrived)
-        return Writing(
-            write.op,
-            to,
-            self.atoms(write.blocks),
-            write.slot,
-            note.body.serial,
-            write.local_slot,
-            self.frames.of(Frame(to, note)),
+        return self.writes.of(
+            Writing(
+                write.op,
+                to,
+                self.atoms(write.blocks),
+                write.slot,
+                note.body.serial,
+                write.local_slot,
+            )
         )
 
-    def _scattering(self, machine: Endpoint, scatter: Scatter) -> Scattering:
-        at = PEERS.index(machine.me)
-        atoms = self.atoms(scatter.blocks)
-        return Scattering(scatter.op, at, atoms, scatter.slot, scatter.serial)
+    def number_scatter(self, me: Peer, scatter: Scatter) -> int:
+        """The number of a scatter."""
+        at, atoms = PEERS.index(me), self.atoms(scatter.blocks)
+        return self.scatters.of(Scattering(scatter.op, at, atoms, scatter.slot, scatter.serial))
 
     # ------------------------------------------------------------ what worlds ask about
 
@@ -232,12 +287,12 @@ class Catalogue:
         frame = self.frames.things[number]
         if frame.envelope.seq or frame.to == SOURCE:
             return False
-        return frame.envelope.session not in self.machines[machines[frame.to]].links
+        return frame.envelope.session not in self.drivers[machines[frame.to]].machine.links
 
     def wakeup(self, state: int) -> float | None:
         """When a machine in that state wants to be woken."""
         if state not in self._wakeups:
-            self._wakeups[state] = self.machines[state].wakeup()
+            self._wakeups[state] = self.drivers[state].machine.wakeup()
         return self._wakeups[state]
 
     def owed(self, index: int) -> frozenset[Atom]:
@@ -257,14 +312,14 @@ class Catalogue:
 
     def promised(self, state: int, slot: int, serial: int | None) -> bool:
         """Whether a target in that state has promised the slot to the source under that serial."""
-        machine = self.machines[state]
+        machine = self.drivers[state].machine
         assert isinstance(machine, TargetMachine)
         accounts = machine.credits.accounts.values()
         return any((serial, slot) in account.outstanding.items() for account in accounts)
 
     def leftovers(self, state: int) -> list[str]:
         """Tables that should be empty and are not."""
-        machine = self.machines[state]
+        machine = self.drivers[state].machine
         tables: dict[str, object] = {
             "rooms": getattr(machine, "rooms", None),
             "lost links": [x for x in machine.links.values() if x.state is LinkState.LOST],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer
@@ -23,6 +24,7 @@ from kvferry.protocol.lanes import Lane, StagePolicy, never_stage
 from kvferry.protocol.messages import Staging, Table
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
+from kvferry.runtime.driver.driver import Driver, Ports
 
 ROOM = "room"
 METADATA = b"first token"
@@ -89,8 +91,8 @@ class Model:
     ``faults_at`` says which endpoints faults may touch. The two targets differ in
     nothing but their names, which no machine compares, so faults at the source
     and at one target are all faults up to swapping the targets.
-    ``source`` and ``target`` are the machines' classes, so that a test can put
-    a broken one in. ``wanted`` is the digest that the targets' engines give; if it is
+    ``source``, ``target`` and ``driver`` are classes, so that a test can put a
+    broken one in. ``wanted`` is the digest that the targets' engines give; if it is
     another than the source's, nobody may ever be Done. ``horizon_s`` is when a path that
     has not ended is a hang.
     """
@@ -113,6 +115,7 @@ class Model:
     faults_at: frozenset[int] = frozenset({SOURCE, *TARGETS})
     source: type[SourceMachine] = field(default=SourceMachine)
     target: type[TargetMachine] = field(default=TargetMachine)
+    driver: type[Driver[Any]] = field(default=Driver)
 
     @property
     def is_mixed_up(self) -> bool:
@@ -131,8 +134,12 @@ class Model:
             Layout(self.spec, Parallel(tp=2), page_tokens=1),
         )
 
-    def machines(self) -> tuple[Endpoint, ...]:
+    def drivers(self, ports: Ports) -> tuple[Driver[Any], ...]:
         """The source and its two targets, before anything has happened."""
+        return tuple(self.driver(machine, ports) for machine in self.machines())
+
+    def machines(self) -> tuple[Endpoint, ...]:
+        """What they drive."""
         prefill, decode = self.layouts()
         me = Identity(PEERS[SOURCE], INCARNATIONS[SOURCE], prefill, FINGERPRINT)
         source = self.source(me, self.times, self.stages)

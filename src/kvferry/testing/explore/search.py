@@ -116,7 +116,7 @@ class Search:
             states=len(self.parents),
             steps=self.num_steps,
             terminals=self.num_terminals,
-            machine_states=len(self.catalogue.machines),
+            machine_states=len(self.catalogue.drivers),
             complete=complete,
             violation=violation,
         )

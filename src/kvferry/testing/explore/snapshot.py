@@ -1,10 +1,10 @@
-"""Copies of a machine and keys of its state, by walking what it holds.
+"""Copies of a driver with its machine, and keys of their state, by walking what they hold.
 
-Two machines with equal keys answer every event alike, because the key is made
-of everything that a machine has except what it never reads again: its counters,
-its cache of plans and the actions it has handed out. Objects that something
-refers to twice stay one object, in the copy as in the key. The order of dicts
-is part of the key, since machines take turns in that order.
+Two with equal keys answer every event alike, because the key is made of everything that
+they have except what is never read again: counters, the cache of plans, the actions that
+were handed out, the ports, and when the driver would tick, which the world decides here.
+Objects that something refers to twice stay one object, in the copy as in the key. The
+order of dicts is part of the key, since machines take turns in that order.
 
 Frozen structs, plans and functions are shared and never copied.
 """
@@ -20,25 +20,27 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvferry.plan.plan import Plan
-from kvferry.protocol.endpoint import Endpoint
+from kvferry.runtime.driver.driver import Ports
 
-M = TypeVar("M", bound=Endpoint)
+T = TypeVar("T")
 
-_SHARED = (int, float, str, bytes, type(None), Enum, msgspec.Struct, Plan, FunctionType, type)
-_UNREAD = frozenset({"counts", "_plans", "_out"})
+_SHARED = (
+    *(int, float, str, bytes, type(None), Enum, msgspec.Struct, Plan, FunctionType, type, Ports),
+)
+_UNREAD = frozenset({"counts", "_plans", "_out", "ports", "_tick_at", "_least_s"})
 _shared_types: dict[type, bool] = {}
 
 
-def copy_of(machine: M) -> M:
-    """A machine in the same state that shares nothing mutable with it."""
-    copied = _copy(machine, {})
-    assert type(copied) is type(machine)
+def copy_of(thing: T) -> T:
+    """A driver or a machine in the same state that shares nothing mutable with it."""
+    copied = _copy(thing, {})
+    assert type(copied) is type(thing)
     return copied
 
 
-def key_of(machine: Endpoint) -> Hashable:
-    """What decides how the machine will answer. Equal keys, equal answers."""
-    return _key(machine, {})
+def key_of(thing: object) -> Hashable:
+    """What decides how it will answer. Equal keys, equal answers."""
+    return _key(thing, {})
 
 
 def _is_shared(kind: type) -> bool:

@@ -26,10 +26,9 @@ _FATES = {Fault.BUSY: Fate.BUSY, Fault.FAILED: Fate.FAILED, Fault.UNKNOWN: Fate.
 
 def first_world(catalogue: Catalogue) -> World:
     """Before anything has happened."""
-    machines = catalogue.model.machines()
     num_slots = catalogue.model.staging.num_slots
     return World(
-        machines=tuple(map(catalogue.add, machines)),
+        machines=catalogue.first(),
         clocks=(0.0,) * len(PEERS),
         scripts=(0,) * len(PEERS),
         stages=(Stage.UNBEGUN,) * len(PEERS),
@@ -65,7 +64,8 @@ def due(catalogue: Catalogue, world: World) -> Iterator[Step]:
         if world.is_asked(target) and target not in world.cut:
             yield "cut", target, None
     for index, peer in world.told:
-        if (peer if index == SOURCE else index) in world.cut:
+        target = peer if index == SOURCE else index
+        if target in world.cut and (index != SOURCE or world.is_settled(catalogue, target)):
             yield "disconnected", index * len(PEERS) + peer, None
 
 

@@ -19,7 +19,8 @@ from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
-from kvferry.protocol.events import Disconnected, Fate, Scattered, SendFailed, Sent, Tick
+from kvferry.protocol.events import Fate, Scattered, SendFailed, Sent, Tick
+from kvferry.runtime.driver.driver import PeerGone
 from kvferry.testing.explore.catalogue import Atom, Broken, Catalogue, Effect, Kind
 from kvferry.testing.explore.model import INCARNATIONS, PEERS, SOURCE, TARGETS
 
@@ -81,6 +82,14 @@ class World(NamedTuple):
     def alive(self, index: int) -> bool:
         """Whether that endpoint lives."""
         return self.machines[index] != DEAD
+
+    def is_settled(self, catalogue: Catalogue, target: int) -> bool:
+        """Whether every write to that target has ended, or will never be told of again."""
+        return all(
+            phase in (Phase.DOUBTED, Phase.DOUBTED_LANDED, Phase.ORPHAN)
+            for number, phase in self.writes
+            if catalogue.writes.things[number].to == target
+        )
 
     def is_asked(self, target: int) -> bool:
         """Whether somebody has asked for the connection to that target to be torn down."""
@@ -158,8 +167,10 @@ class Draft:
                 self._submit(number)
             case Kind.SCATTER:
                 self._start_scatter(number)
-            case Kind.DISCONNECT:
+            case Kind.SUSPECT:
                 self.told.add((index, number))
+            case Kind.ACQUIT:
+                self.told.discard((index, number))
             case Kind.DONE:
                 self._report(index, Stage.DONE)
             case Kind.FAILED:
@@ -211,7 +222,7 @@ class Draft:
         self.writes[number] = phase
 
     def land(self, number: int) -> None:
-        """The bytes of a write, and then its note."""
+        """The bytes of a write."""
         writing = self.catalogue.writes.things[number]
         target = writing.to
         if self.machines[target] == DEAD:
@@ -223,7 +234,6 @@ class Draft:
             if not promised:
                 raise Broken(f"{writing} landed in a slot that is not promised to it")
             self._set_slot(target, writing.slot, number)
-        self.frames.append(writing.note)
 
     def _fill_pages(self, target: int, atoms: tuple[Atom, ...], what: str) -> None:
         if self.stages[target] is Stage.UNBEGUN or self.released[target]:
@@ -302,7 +312,7 @@ class Draft:
             for number in list(self.writes):
                 if self.catalogue.writes.things[number].to == peer:
                     del self.writes[number]
-        event = Disconnected(PEERS[peer], INCARNATIONS[peer])
+        event = PeerGone(PEERS[peer], INCARNATIONS[peer])
         self.tell(index, self.catalogue.events.of(event))
 
     def kill(self, index: int) -> None:

@@ -36,11 +36,11 @@ class Insight:
 
         def call() -> None:
             try:
-                found.set_result(look(self._owner.machine))
+                found.set_result(look(self._owner.driver.machine))
             except Exception as error:
                 found.set_exception(error)
 
-        self._owner._inbox.put(call)
+        self._owner.look(call)
         return found.result(LOOK_S)
 
     # ------------------------------------------------------------ a room
@@ -109,9 +109,9 @@ class Insight:
 
     def instances(self) -> set[str]:
         """The prefill instances of which a target keeps anything."""
-        owner = self._owner
+        role = self._owner.role
         return self._look(
-            lambda _: {p.instance for p in owner._clients} | {*owner._views} | {*owner._watches}
+            lambda _: {peer.instance for peer in role._channel.peers} | role._directory.names
         )
 
     def tables(self) -> dict[str, int]:
@@ -121,20 +121,21 @@ class Insight:
 
     def _source_tables(self, machine: Any) -> dict[str, int]:
         return {
-            "handles": len(self._owner._handles),
+            "handles": len(self._owner.rooms),
             # Not counting notes of failed rooms, which are kept for a while.
             "rooms": sum(room.known_to_engine for room in machine.rooms.values()),
             "writing": len(machine.writing),
-            "writes": len(self._owner._writes),
+            "writes": len(self._owner.role._writes._flying),
+            "in flight": self._owner.driver.sessions.num_flying,
             "slots": machine.config.local_slots - len(machine.local_slots),
         }
 
     def _target_tables(self, machine: Any) -> dict[str, int]:
         return {
-            "handles": len(self._owner._handles),
+            "handles": len(self._owner.rooms),
             "rooms": len(machine.rooms),
             "scattering": len(machine.scattering),
-            "unresolved": len(self._owner._asked_for),
+            "unresolved": len(self._owner.role._directory._waiting),
             "slots": machine.staging.num_slots - len(machine.credits.free),
             "accounts": len(machine.credits.accounts),
         }

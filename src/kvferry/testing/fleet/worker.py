@@ -26,11 +26,11 @@ from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Outcome
 from kvferry.regions import Device
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.ground import make_transport
 from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.outgoing import Outgoing
+from kvferry.runtime.setup import make_transport
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint
 from kvferry.testing.fleet.insight import Insight

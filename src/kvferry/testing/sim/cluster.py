@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer
@@ -30,6 +31,7 @@ from kvferry.protocol.messages import Staging
 from kvferry.protocol.outcome import Done, Failure
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
+from kvferry.runtime.driver.driver import Driver
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.memory import Memory
 from kvferry.testing.sim.nodes import Job, Node, SourceNode, TargetNode
@@ -77,10 +79,11 @@ SMALL = Staging(slot_bytes=16, num_slots=2)
 
 @dataclass(frozen=True)
 class Machines:
-    """Which machines to run: the real ones, or deliberately broken ones."""
+    """Which machines to run, and what drives them: the real ones, or deliberately broken ones."""
 
     source: type[SourceMachine] = SourceMachine
     target: type[TargetMachine] = TargetMachine
+    driver: type[Driver[Any]] = Driver
 
 
 @dataclass(frozen=True)
@@ -179,9 +182,9 @@ class Cluster:
     def _source(self, peer: Peer) -> SourceNode:
         memory = self._memory(self.prefill, peer.rank, CONFIG.local_slots)
         node = SourceNode(self.world, self.wire, peer, memory)
-        node.machine = self.machines.source(
-            Identity(peer, 1000 + self._lives, self.prefill, MODEL), CONFIG, self.shape.policy
-        )
+        identity = Identity(peer, 1000 + self._lives, self.prefill, MODEL)
+        machine = self.machines.source(identity, CONFIG, self.shape.policy)
+        node.drive(machine, self.machines.driver)
         return node
 
     def _target(self, peer: Peer) -> TargetNode:
@@ -192,9 +195,9 @@ class Cluster:
         # A stranger believes that it fits. The handshake must tell it otherwise.
         prefill = Instance(PREFILL, model, self.prefill)
         node = TargetNode(self.world, self.wire, peer, memory, prefill)
-        node.machine = self.machines.target(
-            Identity(peer, 1000 + self._lives, layout, model), CONFIG, memory.pools, staging
-        )
+        identity = Identity(peer, 1000 + self._lives, layout, model)
+        machine = self.machines.target(identity, CONFIG, memory.pools, staging)
+        node.drive(machine, self.machines.driver)
         node.stranger = stranger
         node.on_failure = lambda room: self.give_up(peer.instance, room)
         return node
@@ -208,12 +211,31 @@ class Cluster:
         for other in self.nodes:
             if other is not node and world.rng.random() < 0.5:
                 delay = 0.01 + world.rng.random() * 0.2
-                world.at(delay, self._prove(other, node))
+                world.at(delay, self._hint(other, node))
         if revive_after is not None:
             world.at(revive_after, lambda: self._revive(node))
 
-    def _prove(self, other: Node, dead: Node) -> Callable[[], None]:
-        return lambda: self.wire.prove_gone(other, dead.peer, dead.incarnation)
+    def leave(self, node: Node) -> None:
+        """A process closes its endpoint, and ends a while later."""
+        node.leave()
+        self.world.at(1.0, lambda: self.kill(node, 0.05) if node.alive else None)
+
+    def restart_doubted(self) -> None:
+        """What an operator does about quarantined memory: end the process that may write it."""
+        for node in self.nodes:
+            for record in node.driver.sessions.doubted():
+                other = self.world.nodes[record.peer]
+                if other.alive and other.incarnation == record.incarnation:
+                    self.kill(other, 0.05)
+
+    def _hint(self, other: Node, dead: Node) -> Callable[[], None]:
+        """A connection that ended is a sign, and no proof."""
+
+        def hint() -> None:
+            if other.alive and not other.stalled_for and not other.has_left:
+                other.driver.ask_after(lambda link: link.peer == dead.peer)
+
+        return hint
 
     def _revive(self, node: Node) -> None:
         if self.world.nodes[node.peer] is node:

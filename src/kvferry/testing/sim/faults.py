@@ -38,7 +38,7 @@ class Faults:
     replays: int = 0
     strangers: int = 0
     tight_pools: int = 0
-    no_cut: int = 0
+    leaves: int = 0
 
     @staticmethod
     def draw(rng: random.Random) -> Faults:

@@ -7,20 +7,23 @@ they compute them, give rooms up, and reuse pages the moment they get them back.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
-from kvferry.ids import Peer, Room
+from kvferry.ids import Peer, Room, Session
 from kvferry.layout.intervals import Span
 from kvferry.plan.bind import Image, Pair, Side, bind
 from kvferry.plan.plan import Request
-from kvferry.protocol.codec import BadFrame, FrameFault
+from kvferry.protocol.codec import BadFrame
 from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
-    Action,
     Cancel,
-    Disconnect,
+    Connect,
     Event,
+    Fate,
     Finish,
     Instance,
     Open,
@@ -33,18 +36,24 @@ from kvferry.protocol.events import (
     Scatter,
     Scattered,
     Send,
-    Tick,
+    SendFailed,
     Write,
-    WrongVersion,
 )
 from kvferry.protocol.messages import Envelope, Offer, Table
-from kvferry.protocol.outcome import Done, Outcome
+from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine
+from kvferry.runtime.driver.driver import Driver, Ports, frame_event
+from kvferry.runtime.driver.sessions import Record
 from kvferry.testing.sim.memory import Allocation, Memory, fetch
-from kvferry.testing.sim.wire import Flight, Wire
+from kvferry.testing.sim.wire import RETRY_S, Flight, Wire
 from kvferry.testing.sim.world import World
+
+# How long a sign of death is followed, and how long an endpoint takes to close.
+SIGN_S = 0.5
+LEAVE_S = 0.3
+NOBODY = Peer("nobody", 0)
 
 
 @dataclass(frozen=True)
@@ -67,9 +76,9 @@ class Job:
 
 
 class Node(ABC):
-    """One process: alive, stopped or dead."""
+    """One process, alive, stopped or dead; to its driver, all the ports."""
 
-    machine: Endpoint
+    driver: Driver[Any]
 
     def __init__(self, world: World, wire: Wire, peer: Peer, memory: Memory) -> None:
         self.world = world
@@ -77,17 +86,32 @@ class Node(ABC):
         self.peer = peer
         self.memory = memory
         self.alive = True
+        self.has_left = False
         self.stalled_until = 0.0
         self.outcomes: dict[Room, Outcome] = {}
         self.allocations: dict[Room, Allocation] = {}
         self.due: dict[Room, float] = {}
+        self.suspects: set[tuple[Peer, int]] = set()
         self._tick_at: float | None = None
         self._backlog: list[Callable[[], None]] = []
+        self._together: list[Event] | None = None
+        self._unread: Counter[Peer] = Counter()
+        self._taking: Event | None = None
+
+    def drive(self, machine: Endpoint, driver: type[Driver[Any]]) -> None:
+        """Get a machine."""
+        self.driver = driver(machine, Ports(self, self, self, self, self))
+
+    @property
+    def machine(self) -> Any:
+        """The machine that is driven."""
+        return self.driver.machine
 
     @property
     def incarnation(self) -> int:
         """The machine's id of this life."""
-        return self.machine.incarnation
+        incarnation: int = self.driver.machine.incarnation
+        return incarnation
 
     @property
     def stalled_for(self) -> float:
@@ -96,38 +120,45 @@ class Node(ABC):
 
     # ------------------------------------------------------------ steps
 
-    def receive(self, envelope: Envelope) -> None:
+    def arrive(self, message: Envelope | BadFrame) -> None:
         """A frame came."""
-        self.deliver(Received(envelope))
-
-    def refuse(self, bad: BadFrame) -> None:
-        """Bytes came that are no message."""
-        self.world.happened[f"refused-{bad.fault}"] += 1
-        if bad.fault is FrameFault.VERSION and bad.header is not None:
-            header = bad.header
-            answered = header.seq == 0
-            self.deliver(WrongVersion(header.sender, header.session, header.version, answered))
+        if isinstance(message, BadFrame):
+            self.world.happened[f"refused-{message.fault}"] += 1
+        event = frame_event(message)
+        if event is not None:
+            self.deliver(event)
 
     def deliver(self, event: Event) -> None:
-        """Let the machine take a step, and carry out what it says."""
-        if not self.alive:
+        """Let the driver take what has come, and the time."""
+        if not self.alive or self.has_left:
             return
+        if self._together is not None:
+            self._together.append(event)
+            return
+        if self.stalled_for:
+            self._unread[_sender(event)] += 1
         if self.put_off(lambda: self.deliver(event)):
             return
+        self._turn([event])
+
+    def _turn(self, events: list[Event]) -> None:
         self.world.steps += 1
-        if not isinstance(event, Tick):
-            self.world.remember(self.peer, "<", event)
-        for action in self.machine.handle(event, self.world.now):
-            self.world.remember(self.peer, ">", action)
-            self.perform(action)
+        self.driver.turn(self._remembered(events), self.world.now)
         self.check()
-        if isinstance(event, Tick):
-            self._check_deadlines()
+        self._check_deadlines()
         self._schedule_tick()
 
+    def _remembered(self, events: list[Event]) -> Iterator[Event]:
+        for event in events:
+            self.world.remember(self.peer, "<", event)
+            self._taking = event
+            yield event
+            self._unread[_sender(event)] -= 1
+            self._taking = None
+
     def _schedule_tick(self) -> None:
-        wakeup = self.machine.wakeup()
-        if wakeup is None or (self._tick_at is not None and self._tick_at <= wakeup):
+        wakeup = self.driver.wakeup()
+        if wakeup == inf or (self._tick_at is not None and self._tick_at <= wakeup):
             return
         self._tick_at = wakeup
         # Never at once: a machine that asks for the past must not stop the clock.
@@ -137,50 +168,77 @@ class Node(ABC):
         if planned != self._tick_at:
             return  # an earlier one was planned meanwhile
         self._tick_at = None
-        wakeup = self.machine.wakeup()
-        if wakeup is not None and wakeup > self.world.now:
-            self._schedule_tick()  # what it was for has been done or put off meanwhile
-        else:
-            self.deliver(Tick())
+        if self.alive and not self.has_left and not self.stalled_for:
+            self._turn([])
 
-    def perform(self, action: Action) -> None:
-        """Carry out one action."""
-        match action:
-            case Send(peer=peer, envelope=envelope):
-                self.world.send(self.peer, peer, envelope)
-            case Disconnect():
-                self.wire.disconnect(self, action)
-            case Report(room=room, outcome=outcome):
-                self._report(room, outcome)
-            case Release(room=room):
-                self._release(room)
-            case _:
-                self.move(action)
+    # ------------------------------------------------------------ ports
 
-    @abstractmethod
-    def move(self, action: Action) -> None:
-        """Carry out a write or a scatter."""
+    def send(self, peer: Peer, envelope: Envelope) -> None:
+        """Put a frame on the wire."""
+        self.world.remember(self.peer, ">", Send(peer, envelope))
+        self.world.send(self.peer, peer, envelope)
 
-    def check(self) -> None:  # noqa: B027
-        """What must hold after every step."""
+    def connect(self, action: Connect) -> None:  # noqa: B027
+        """Memory is reached at once here."""
 
-    def _check_deadlines(self) -> None:
-        """A process that was stopped learns the time with its next tick, like any other."""
-        for room, due in self.due.items():
-            if self.world.now > due + 3e-3 and room not in self.outcomes:
-                self.world.violate("never hangs", f"{self.peer} is past its deadline", room)
+    def write(self, action: Write) -> None:
+        """Only a source writes."""
+        raise AssertionError(f"{self.peer} writes")
 
-    def _report(self, room: Room, outcome: Outcome) -> None:
+    def scatter(self, action: Scatter) -> None:
+        """Only a target scatters."""
+        raise AssertionError(f"{self.peer} scatters")
+
+    def cut(self, session: Session) -> None:
+        """What was handed over goes on to its end."""
+        self.world.remember(self.peer, ">", f"cut {session}")
+
+    def forget(self, session: Session) -> None:
+        """Nothing is kept of a session here."""
+        if any(flight.session == session and flight.source is self for flight in self.wire.flights):
+            self.world.happened["forgotten-in-doubt"] += 1
+
+    def suspect(self, record: Record) -> None:
+        """Ask after a peer until it is gone or acquitted."""
+        self.world.remember(self.peer, ">", f"suspects {record.peer}")
+        if record.life not in self.suspects:
+            self.suspects.add(record.life)
+            self.world.at(RETRY_S, lambda: self.wire.ask(self, record.life))
+
+    def acquit(self, peer: Peer, incarnation: int) -> None:
+        """Nobody waits for that proof."""
+        self.suspects.discard((peer, incarnation))
+
+    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+        """Ask after a peer for a while."""
+        if isinstance(self._taking, SendFailed) and self._taking.fate is Fate.BUSY:
+            self.world.violate("never hangs", f"{self.peer} takes back-pressure for death")
+        until = self.world.now + SIGN_S
+        self.world.at(0.01, lambda: self.wire.ask(self, (peer, incarnation), until=until))
+
+    def report(self, room: Room, outcome: Outcome) -> None:
+        """An engine hears how a room ended, once."""
+        self.world.remember(self.peer, ">", Report(room, outcome))
         if room in self.outcomes:
             self.world.violate("never hangs", f"{self.peer} reported twice", room)
         self.outcomes[room] = outcome
         self.due.pop(room, None)
+        if isinstance(outcome, Failure) and outcome.code is FailureCode.PEER_SILENT:
+            self._demand_silence(room, outcome)
         self.reported(room, outcome)
+
+    def _demand_silence(self, room: Room, failure: Failure) -> None:
+        for peer, count in self._unread.items():
+            if count > 0 and str(peer) in failure.message.split():
+                text = f"{self.peer} takes {peer} for silent with its words unread"
+                self.world.violate("never hangs", text, room)
 
     def reported(self, room: Room, outcome: Outcome) -> None:  # noqa: B027
         """The engine hears how a room ended."""
 
-    def _release(self, room: Room) -> None:
+    def release(self, room: Room) -> None:
+        """An engine has its pages back, and uses them again."""
+        self.world.remember(self.peer, ">", Release(room))
         allocation = self.allocations.pop(room, None)
         if allocation is None or room not in self.outcomes:
             self.world.violate("never leaks", f"{self.peer} released a room not reported", room)
@@ -191,6 +249,15 @@ class Node(ABC):
     def before_release(self, room: Room) -> None:  # noqa: B027
         """A last look at memory that is about to be reused."""
 
+    def check(self) -> None:  # noqa: B027
+        """What must hold after every step."""
+
+    def _check_deadlines(self) -> None:
+        """A process that was stopped learns the time with its next turn, like any other."""
+        for room, due in self.due.items():
+            if self.world.now > due + 3e-3 and room not in self.outcomes:
+                self.world.violate("never hangs", f"{self.peer} is past its deadline", room)
+
     # ------------------------------------------------------------ life and death
 
     def stall(self, seconds: float) -> None:
@@ -199,13 +266,18 @@ class Node(ABC):
         self.world.at(seconds, self.resume)
 
     def resume(self) -> None:
-        """Go on, with everything that came meanwhile, in its order."""
-        if self.stalled_for > 1e-9:
+        """Go on, with everything that came meanwhile, in its order, and then the time."""
+        if self.stalled_for > 1e-9 or not self.alive:
             return
         self.stalled_until = 0.0
         backlog, self._backlog = self._backlog, []
+        self._together = []
         for then in backlog:
             then()
+        events, self._together = self._together, None
+        if not self.has_left:
+            self._turn(events)
+        self._unread.clear()
 
     def put_off(self, then: Callable[[], None]) -> bool:
         """Whether the process is stopped; if so, it does that when it goes on, in order."""
@@ -218,6 +290,16 @@ class Node(ABC):
         self.alive = False
         self.wire.bury(self)
 
+    def leave(self) -> None:
+        """Give every room up, and close the endpoint soon after; the process lives on."""
+        for room in list(self.due):
+            self.deliver(Cancel(room))
+        self.world.at(LEAVE_S, self._close)
+
+    def _close(self) -> None:
+        """A closed lifeline is proof for others, so it closes only when all memory is free."""
+        self.has_left = self.alive and not self.stalled_for and self.driver.may_leave
+
     def leftovers(self) -> list[str]:
         """What a machine and an engine still hold when nothing is going on."""
         names = [f"room {room!r}" for room in [*self.allocations, *self.due]]
@@ -226,7 +308,12 @@ class Node(ABC):
     def tables(self) -> dict[str, int]:
         """Sizes of the machine's tables, all 0 when nothing is going on."""
         lost = [link for link in self.machine.links.values() if link.state is LinkState.LOST]
-        return {"lost links": len(lost)}
+        return {
+            "lost links": len(lost),
+            "writes in flight": self.driver.sessions.num_flying,
+            "dead sessions": len(self.driver.sessions) - len(self.machine.links),
+            "suspects": len(self.suspects),
+        }
 
     def _too_late(self, job: Job) -> bool:
         """Whoever still waits for pages when the faults stop gives up: probes come next."""
@@ -259,7 +346,7 @@ class Node(ABC):
 class SourceNode(Node):
     """A prefill rank."""
 
-    machine: SourceMachine
+    driver: Driver[SourceMachine]
 
     def begin(self, job: Job, allocation: Allocation) -> None:
         """Open the room, then push chunk after chunk."""
@@ -297,9 +384,9 @@ class SourceNode(Node):
             self.memory.compute(allocation, Span(0, job.request.num_tokens), states=True)
             self.deliver(Finish(job.room, job.request.num_tokens, job.metadata, job.digest))
 
-    def move(self, action: Action) -> None:
+    def write(self, action: Write) -> None:
         """Start a write."""
-        assert isinstance(action, Write)
+        self.world.remember(self.peer, ">", action)
         self.wire.write(self, action)
 
     def submit(self, action: Write) -> Flight:
@@ -329,7 +416,7 @@ class SourceNode(Node):
 class TargetNode(Node):
     """A decode rank."""
 
-    machine: TargetMachine
+    driver: Driver[TargetMachine]
 
     def __init__(
         self, world: World, wire: Wire, peer: Peer, memory: Memory, prefill: Instance
@@ -349,16 +436,16 @@ class TargetNode(Node):
         if self.world.strikes("cancel_target"):
             self.world.at(self.world.rng.random() * 0.2, lambda: self.deliver(Cancel(job.room)))
 
-    def perform(self, action: Action) -> None:
+    def send(self, peer: Peer, envelope: Envelope) -> None:
         """Remember which attempt the pages were offered to."""
-        if isinstance(action, Send) and isinstance(action.envelope.body, Offer):
-            offer = action.envelope.body
+        offer = envelope.body
+        if isinstance(offer, Offer) and offer.room in self.allocations:
             self.allocations[offer.room].generation = offer.generation
-        super().perform(action)
+        super().send(peer, envelope)
 
-    def move(self, action: Action) -> None:
+    def scatter(self, action: Scatter) -> None:
         """Copy a slot into pages, after a while."""
-        assert isinstance(action, Scatter)
+        self.world.remember(self.peer, ">", action)
         delay = 0.001 + self.world.rng.random() * 0.02
         self.world.at(delay, lambda: self._scatter(action))
 
@@ -416,3 +503,7 @@ class TargetNode(Node):
             "accounts": len(machine.credits.accounts),
             "slots in use": machine.staging.num_slots - len(machine.credits.free),
         }
+
+
+def _sender(event: Event) -> Peer:
+    return event.envelope.sender if isinstance(event, Received) else NOBODY

@@ -18,6 +18,7 @@ from kvferry.testing.sim.world import Violation
 REAL = Machines()
 
 CALM_AT = 2.5
+DOUBTS_S = 1.2
 PROBES_AT = CALM_AT + 2.1
 END_AT = PROBES_AT + 5.5
 
@@ -92,7 +93,7 @@ def _disturb(cluster: Cluster) -> None:
     if world.faults.strangers:
         world.happened["strangers"] += 1
         cluster.start(cluster.draw_job(decode=STRANGER))
-    for kind in ("stalls", "kills", "cuts", "foreign", "replays"):
+    for kind in ("stalls", "kills", "leaves", "cuts", "foreign", "replays"):
         for _ in range(getattr(world.faults, kind)):
             world.at(rng.random() * CALM_AT * 0.9, lambda kind=kind: _strike(cluster, kind))  # type: ignore[misc]
 
@@ -106,6 +107,9 @@ def _strike(cluster: Cluster, kind: str) -> None:
         node.stall(rng.choice([0.2, 1.0, 3.0]))
     elif kind == "kills":
         cluster.kill(node, rng.choice([None, 0.05, 0.5]))
+    elif kind == "leaves":
+        world.remember(node.peer, "!", "leaves")
+        cluster.leave(node)
     elif kind == "foreign":
         noise = bytes(rng.randrange(256) for _ in range(rng.randint(0, 40)))
         world.arrive(node.peer, noise)
@@ -140,10 +144,8 @@ def _calm_down(cluster: Cluster) -> None:
         node.stalled_until = 0.0
         node.resume()
         if not node.alive:
-            for other in cluster.nodes:
-                if other.alive:
-                    cluster.wire.prove_gone(other, node.peer, node.incarnation)
             cluster.boot(node.peer)
+    cluster.world.at(DOUBTS_S, cluster.restart_doubted)
 
 
 def _run_to_the_end(cluster: Cluster, probes: list[Job]) -> None:

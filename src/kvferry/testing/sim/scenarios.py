@@ -418,7 +418,7 @@ SCENARIOS: dict[str, Scenario] = {
         ),
         quarantine_was_used,
         Shape(prefill=Parallel(tp=1), policy=Policy("none")),
-        Faults(no_cut=1),
+        Faults(),
     ),
     "L7": Scenario(
         "offers for rooms that never open expire",

@@ -1,14 +1,15 @@
 """The simulated transport: writes that take time, tear, fail, and land late.
 
 A write reads its source when it lands, not when it is asked for, so memory that
-was given up too early shows. A torn-down session lets nothing land any more;
-only then is ``Disconnected`` said. A stopped process cannot always be cut off,
-just as in life.
+was given up too early shows. Nothing cuts a write off: it lands, fails or vanishes
+when it likes, just as in life, and whoever asks after a peer hears that it is gone
+only when its process is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy as np
 from kvferry.ids import Peer, Session
 from kvferry.plan.bind import Descriptors, Image, Pair, Side, bind
 from kvferry.plan.plan import Plan
-from kvferry.protocol.events import Disconnect, Disconnected, Fate, SendFailed, Sent, Write
+from kvferry.protocol.events import Fate, SendFailed, Sent, Write
+from kvferry.runtime.driver.driver import PeerGone
 from kvferry.testing.sim.memory import fetch
 
 if TYPE_CHECKING:
@@ -64,13 +66,11 @@ class Flight:
 
 
 class Wire:
-    """Every write in flight, and every session that was torn down."""
+    """Every write in flight, and who asks whether somebody still lives."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.flights: list[Flight] = []
-        self.torn: set[Session] = set()
-        self.gone: set[tuple[Peer, int]] = set()
         self.extra_s = 0.0  # every write takes so much longer
 
     # ------------------------------------------------------------ writing
@@ -78,9 +78,6 @@ class Wire:
     def write(self, source: SourceNode, action: Write) -> None:
         """Start a write and decide how it will go."""
         world = self.world
-        if self._is_cut(action):
-            self._answer(source, SendFailed(action.op, Fate.FAILED))
-            return
         if world.strikes("busy"):
             self._answer(source, SendFailed(action.op, Fate.BUSY))
             return
@@ -91,11 +88,6 @@ class Wire:
         self.flights.append(flight)
         self._gather(flight)
         self._schedule(flight)
-
-    def _is_cut(self, action: Write) -> bool:
-        """Whoever has proof that nothing is in flight must also let nothing start."""
-        session = action.note.session
-        return session in self.torn or (action.peer, session.target) in self.gone
 
     def _gather(self, flight: Flight) -> None:
         """Fill the local slot of a staged write."""
@@ -127,7 +119,7 @@ class Wire:
         self.world.at(self.world.rng.random() * 0.004, lambda: source.deliver(event))
 
     def _land(self, flight: Flight, part: int = 0) -> None:
-        """The data arrives, maybe in two parts, then the note and the answer."""
+        """The data arrives, maybe in two parts, and then the answer."""
         if flight.over:
             return
         wait = flight.source.stalled_for if flight.source.alive else 0.0
@@ -152,7 +144,6 @@ class Wire:
         if flight.fate is Fate.FAILED:
             self._answer(flight.source, SendFailed(flight.action.op, Fate.FAILED))
         elif flight.fate is None:
-            self.world.send(flight.source.peer, flight.action.peer, flight.action.note)
             self._answer(flight.source, Sent(flight.action.op))
 
     def _end(self, flight: Flight) -> None:
@@ -191,42 +182,29 @@ class Wire:
             part = Descriptors(*(column[chosen] for column in pieces))
             target.memory.store(part, data[chosen])
 
-    # ------------------------------------------------------------ tearing down
+    # ------------------------------------------------------------ lives
 
-    def disconnect(self, node: Node, action: Disconnect) -> None:
-        """Tear a session down, and say so when nothing can land any more."""
-        self.world.at(0.002 + self.world.rng.random() * 0.02, lambda: self._tear(node, action))
-
-    def _tear(self, node: Node, action: Disconnect) -> None:
-        if not node.alive:
+    def ask(self, node: Node, life: tuple[Peer, int], *, until: float = inf) -> None:
+        """Ask after a life, again and again while somebody wants to know."""
+        world = self.world
+        if not node.alive or not (life in node.suspects or world.now < until):
             return
-        other = self.world.nodes.get(action.peer)
-        if other is None or not other.alive or other.incarnation != action.incarnation:
-            self.prove_gone(node, action.peer, action.incarnation)
-            return
-        if self._uncuttable(node, other, action.session):
-            self.world.at(RETRY_S, lambda: self._tear(node, action))
-            return
-        self.torn.add(action.session)
-        for flight in [f for f in self.flights if f.session == action.session]:
-            self._end(flight)
-            if flight.source is not node and flight.fate is not Fate.UNKNOWN:
-                self._answer(flight.source, SendFailed(flight.action.op, Fate.FAILED))
-        node.deliver(Disconnected(action.peer, action.incarnation, action.session))
-
-    def _uncuttable(self, node: Node, other: Node, session: Session) -> bool:
-        """A stopped process whose writes go through its own hands can't be cut off."""
-        busy = any(f.session == session for f in self.flights)
-        return bool(self.world.faults.no_cut and busy and (other.stalled_for or node.stalled_for))
-
-    def prove_gone(self, node: Node, peer: Peer, incarnation: int) -> None:
-        """Say that an incarnation is gone, once its last write has landed or vanished."""
-        mine = (f for f in self.flights if f.touches(node.peer, node.incarnation))
-        if any(f.touches(peer, incarnation) for f in mine):
-            self.world.at(RETRY_S, lambda: self.prove_gone(node, peer, incarnation))
+        if node.stalled_for or not self._is_gone(life):
+            world.at(RETRY_S, lambda: self.ask(node, life, until=until))
         else:
-            self.gone.add((peer, incarnation))
-            node.deliver(Disconnected(peer, incarnation))
+            node.suspects.discard(life)
+            node.deliver(PeerGone(*life))
+
+    def _is_gone(self, life: tuple[Peer, int]) -> bool:
+        """Whether a process is over and what it had sent has arrived or vanished."""
+        peer, incarnation = life
+        other = self.world.nodes.get(peer)
+        if other is not None and other.incarnation == incarnation and other.has_left:
+            # Its lifeline is closed. Nobody can see what is in flight.
+            return True
+        if other is not None and other.alive and other.incarnation == incarnation:
+            return False
+        return not any(flight.touches(peer, incarnation) for flight in self.flights)
 
     def bury(self, node: Node) -> None:
         """A process was killed: its writes land late or never; writes to it fail."""

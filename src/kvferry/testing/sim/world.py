@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvferry.ids import Peer
-from kvferry.protocol.codec import BadFrame, decode, encode
+from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.messages import Arrived, Envelope
 from kvferry.testing.sim.faults import Faults
 
@@ -106,11 +106,7 @@ class World:
         node = self.nodes.get(to)
         if node is None or not node.alive:
             return
-        message = decode(frame)
-        if isinstance(message, BadFrame):
-            node.refuse(message)
-        else:
-            node.receive(message)
+        node.arrive(decode(frame))
 
     # ------------------------------------------------------------ judgement
 

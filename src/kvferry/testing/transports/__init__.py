@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Piece", "TransportSuite", "binding_of", "copy_by_memmove", "grid"]
 
-_CASES = [f"{__name__}.{name}" for name in ("moving", "refusing", "failing", "living", "crew")]
+_MODULES = ("moving", "refusing", "failing", "living", "at_once", "crew")
+_CASES = [f"{__name__}.{name}" for name in _MODULES]
 
 
 def __getattr__(name: str) -> Any:

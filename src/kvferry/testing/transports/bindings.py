@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -80,11 +79,6 @@ def grid(
 def pattern(seed: int, num_bytes: int) -> Bytes:
     """Bytes that are alike in every process."""
     return np.frombuffer(np.random.default_rng(seed).bytes(num_bytes), dtype=np.uint8).copy()
-
-
-def checksum(region: Bytes) -> int:
-    """Something short that differs where the bytes differ."""
-    return zlib.crc32(region.data)
 
 
 def after(binding: Binding, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> list[Bytes]:

@@ -85,7 +85,7 @@ class Crew:
         process.resume()
         for peer in process.peers:
             leftover = peer.close(limit_s=20)
-            assert not leftover.ended, f"told more than once, or unasked: {leftover.ended}"
+            assert not leftover, f"told more than once, or unasked: {leftover}"
         self._pool.give_back(process)
 
 
@@ -98,7 +98,7 @@ def all_well(ended: Iterable[Ended], writes: Iterable[Write]) -> None:
 def deliver(source: Peer, target: Peer, *writes: Write, limit_s: float = 30.0) -> None:
     """Write to one target, await the end, and check that all has arrived and nothing else."""
     source.write(*writes)
-    all_well(source.wait(num_ended=len(writes), limit_s=limit_s).ended, writes)
+    all_well(source.wait(num_ended=len(writes), limit_s=limit_s), writes)
     for write in writes:
         target.regions = after(write.binding, source.regions, target.regions)
     target.check()

@@ -48,7 +48,7 @@ class FailingCases(Cases):
         victim.process.kill()
         source.write(Write(dead, 2, WHOLE))
         early = deliver_among(source, other, Write(alive, 3, WHOLE), limit_s=10)
-        late = [] if early else source.wait(num_ended=1, limit_s=self.patience_s).ended
+        late = [] if early else source.wait(num_ended=1, limit_s=self.patience_s)
         all_over([*early, *late], 1)
         assert self.kind.maps_peer or None not in {one.fate for one in (*early, *late)}
         source.disconnect(dead)
@@ -62,7 +62,7 @@ class FailingCases(Cases):
         until_written(victim, 0)
         victim.process.kill()
         source.answer(self.patience_s)
-        ended = source.wait(num_ended=80, limit_s=self.patience_s).ended
+        ended = source.wait(num_ended=80, limit_s=self.patience_s)
         all_over(ended, 80)
         assert [one for one in ended if one.op % 2 and one.fate is not None] == []
         other.regions = after(LARGE, source.regions, other.regions)
@@ -80,7 +80,7 @@ class FailingCases(Cases):
         victim.process.kill()
         write = Write(source.connect(target.metadata), 1, WHOLE)
         source.write(write)
-        all_well(source.wait(num_ended=1).ended, [write])
+        all_well(source.wait(num_ended=1), [write])
         assert target.peek(0, 0, MIB) == source.regions[0].tobytes()
 
     def test_connecting_to_the_dead(self, crew: Crew) -> None:
@@ -92,7 +92,7 @@ class FailingCases(Cases):
         except TransportError:
             return
         source.write(Write(remote, 1, WHOLE))
-        ended = source.wait(num_ended=1, limit_s=self.patience_s).ended
+        ended = source.wait(num_ended=1, limit_s=self.patience_s)
         all_over(ended, 1)
 
     @pytest.mark.parametrize("acquainted", [True, False])
@@ -107,7 +107,7 @@ class FailingCases(Cases):
         source.write(write)
         early = deliver_among(source, other, Write(alive, 3, WHOLE), limit_s=10)
         victim.process.resume()
-        late = [] if early else source.wait(num_ended=1).ended
+        late = [] if early else source.wait(num_ended=1)
         all_well([*early, *late], [write])
         victim.regions = after(WHOLE, source.regions, victim.regions)
         victim.check()
@@ -142,7 +142,7 @@ def deliver_among(source: Peer, target: Peer, write: Write, limit_s: float) -> l
     deadline = time.monotonic() + limit_s
     while True:
         assert time.monotonic() < deadline, "a write was held up by another peer"
-        ended = source.wait(num_ended=1, limit_s=limit_s).ended
+        ended = source.wait(num_ended=1, limit_s=limit_s)
         others += [one for one in ended if one.op != write.op]
         mine = [one for one in ended if one.op == write.op]
         if mine:

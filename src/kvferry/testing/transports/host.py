@@ -5,7 +5,8 @@ Started as ``python -m kvferry.testing.transports TRANSPORT DEVICE FD...`` by
 of its own, so that several transports can be at work in one process. A request
 is the name of a method with its arguments, a reply its result or its error.
 Between requests the transport is polled as an endpoint would poll it: all the
-time if it needs that, otherwise when it has called ``on_news``.
+time if it needs that, otherwise when it has called ``on_news``. It can also be told to rest:
+then it answers, and does not poll.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvferry.ids import Op
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Device
-from kvferry.testing.transports.bindings import checksum, copy_by_memmove, pattern
+from kvferry.testing.transports.bindings import copy_by_memmove, pattern
 from kvferry.testing.transports.memory import GpuMemory, HostMemory, RegionMemory
 from kvferry.transport.base import Ended, Remote, Setup, Transport
 from kvferry.transport.registry import transport_class
@@ -37,26 +38,11 @@ PACE_S = 0.001
 
 
 class Write(NamedTuple):
-    """One write: into which connection, its number, what, and its note."""
+    """One write: into which connection, its number, and what."""
 
     remote: int
     op: int
     binding: Binding
-    note: bytes = b""
-
-
-class Arrival(NamedTuple):
-    """A note, with a checksum of every region taken at the moment it was polled."""
-
-    note: bytes
-    checksums: tuple[int, ...]
-
-
-class Told(NamedTuple):
-    """What was polled since the last time it was asked for."""
-
-    ended: list[Ended]
-    arrivals: list[Arrival]
 
 
 class Life:
@@ -67,7 +53,8 @@ class Life:
         self._memory = memory
         self._remotes: list[Remote] = []
         self._writes: dict[Op, Write] = {}
-        self._told = Told([], [])
+        self._told: list[Ended] = []
+        self._is_resting = False
         self._news = threading.Event()
         transport.on_news = self._news.set
 
@@ -110,37 +97,49 @@ class Life:
     def _submit(self, write: Write) -> None:
         op = Op(write.op)
         self._writes[op] = write
-        self.transport.write(self._remotes[write.remote], op, write.binding, write.note)
+        self.transport.write(self._remotes[write.remote], op, write.binding)
 
-    def wait(self, num_ended: int, num_notes: int, limit_s: float) -> Told:
-        """What was polled, once it is that much or the time is up."""
+    def write_now(
+        self, shares: Sequence[Sequence[Write]], meanwhile: Sequence[Write]
+    ) -> list[Ended]:
+        """Make these writes at once, each share on a thread of its own; how they ended.
+
+        This thread, the transport's own, starts others ``meanwhile`` and polls.
+        """
+        with ThreadPoolExecutor(len(shares)) as threads:
+            begun = [threads.submit(self._written_now, share) for share in shares]
+            self.write(meanwhile)
+            while not all(share.done() for share in begun):
+                self.idle()
+        return [ended for share in begun for ended in share.result()]
+
+    def _written_now(self, writes: Sequence[Write]) -> list[Ended]:
+        to, now = self._remotes, self.transport.write_now
+        return [Ended(Op(one.op), *now(to[one.remote], one.binding)) for one in writes]
+
+    def wait(self, num_ended: int, limit_s: float) -> list[Ended]:
+        """What has ended and was not told yet, once it is that much or the time is up."""
         deadline = time.monotonic() + limit_s
-        while not self._has(num_ended, num_notes) and time.monotonic() < deadline:
+        while len(self._told) < num_ended and time.monotonic() < deadline:
+            self._news.wait(PACE_S)
             self.idle()
-            time.sleep(PACE_S)
-        told, self._told = self._told, Told([], [])
+        told, self._told = self._told, []
         return told
 
-    def _has(self, num_ended: int, num_notes: int) -> bool:
-        return len(self._told.ended) >= num_ended and len(self._told.arrivals) >= num_notes
+    def rest(self, resting: bool) -> None:
+        """Poll no more, or again."""
+        self._is_resting = resting
 
     def idle(self) -> None:
         """Poll if an endpoint would."""
-        if not (self.transport.needs_polling or self._news.is_set()):
+        if self._is_resting or not (self.transport.needs_polling or self._news.is_set()):
             return
         self._news.clear()
-        news = self.transport.poll()
-        for note in news.notes:
-            checksums = tuple(self._checksum(memory) for memory in self._memory)
-            self._told.arrivals.append(Arrival(note, checksums))
-        for ended in news.ended:
+        for ended in self.transport.poll():
             if ended.fate is Fate.BUSY:
                 self._submit(self._writes[ended.op])
             else:
-                self._told.ended.append(ended)
-
-    def _checksum(self, memory: RegionMemory) -> int:
-        return checksum(np.frombuffer(memory.peek(0, memory.region.num_bytes), dtype=np.uint8))
+                self._told.append(ended)
 
 
 class Host:
@@ -186,16 +185,16 @@ class Host:
             Setup(agent=agent, copy=copy_by_memmove, copies_on=copier_on, options=options)
         )
 
-    def close(self) -> Told:
+    def close(self) -> list[Ended]:
         """End the life; what was polled and not asked for."""
         if self._life is None:
-            return Told([], [])
+            return []
         life, self._life = self._life, None
         self._past = life
         life.idle()
         life.transport.close()
         life.transport.close()
-        return life.wait(0, 0, 0)
+        return life.wait(0, 0)
 
     def idle(self) -> None:
         """Poll if an endpoint would."""

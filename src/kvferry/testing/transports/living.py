@@ -41,7 +41,7 @@ class LivingCases(Cases):
         for peer in pair.peers:
             peer.answer()
         for peer, writes in zip(pair.peers, asked, strict=True):
-            all_well(peer.wait(num_ended=64).ended, writes)
+            all_well(peer.wait(num_ended=64), writes)
         for peer in (*pair.peers, third):
             peer.check()
 
@@ -75,7 +75,7 @@ class LivingCases(Cases):
         source.ask("write", [Write(remote, op, LARGE) for op in range(16)])
         target.close(limit_s=20)
         source.answer(self.patience_s)
-        ended = source.wait(num_ended=16, limit_s=self.patience_s).ended
+        ended = source.wait(num_ended=16, limit_s=self.patience_s)
         assert sorted(one.op for one in ended) == list(range(16)), "one end each"
 
     def test_a_source_that_ends_takes_nothing_with_it(self, crew: Crew) -> None:
@@ -90,5 +90,5 @@ class LivingCases(Cases):
         """Also with a peer connected. (Every close of this suite is done twice.)"""
         source, target = crew.source(KIB), crew.target(KIB)
         source.connect(target.metadata)
-        assert source.close() == ([], [])
-        assert target.close() == ([], [])
+        assert source.close() == []
+        assert target.close() == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import accumulate
 
 import numpy as np
-import pytest
 
 from kvferry.layout import CacheSpec, DType, Group, Layout, Order, Paged, Parallel, Tensor
 from kvferry.plan import PageTable, Pair, Request, Side, bind, contiguous_pools, reshard
@@ -13,9 +12,11 @@ from kvferry.plan.bind import Binding
 from kvferry.plan.coalesce import Stride
 from kvferry.plan.places import Base
 from kvferry.testing.transports.base import Cases
-from kvferry.testing.transports.bindings import Piece, after, binding_of, checksum, grid
+from kvferry.testing.transports.bindings import Piece, after, binding_of, grid
 from kvferry.testing.transports.crew import Crew, all_well, deliver
 from kvferry.testing.transports.host import Write
+from kvferry.testing.transports.process import Peer
+from kvferry.transport.base import Ended
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -38,8 +39,28 @@ def scattered(seed: int, num_pieces: int, num_regions: int, region_bytes: int) -
     )
 
 
+def stripes(remote: int, num_writes: int) -> list[Write]:
+    """Large writes, writes of many pieces and tiny ones, each into a MiB of its own."""
+    shapes = [(1, MIB), (256, 3 * KIB), (1, 1)]
+    writes = []
+    for op in range(num_writes):
+        num_rows, length = shapes[op % 3]
+        base = [Base(0, 0, op * MIB)]
+        binding = grid(num_rows, length, Stride(4 * KIB, 4 * KIB), base, base)
+        writes.append(Write(remote, op, binding))
+    return writes
+
+
+def all_there(target: Peer, ended: list[Ended]) -> None:
+    """The stripes whose end was told are in the target's memory by now."""
+    for one in ended:
+        expected = target.regions[0][one.op * MIB : (one.op + 1) * MIB]
+        found = target.peek(0, one.op * MIB, MIB)
+        assert found == expected.tobytes(), f"the end of write {one.op} was told before it landed"
+
+
 class MovingCases(Cases):
-    """The right bytes in the right places, and a note after them."""
+    """The right bytes in the right places, before their end is told."""
 
     def test_pieces_of_any_size_between_several_regions(self, crew: Crew) -> None:
         """Odd lengths, odd offsets, three regions on either side."""
@@ -103,42 +124,49 @@ class MovingCases(Cases):
         for op in range(64):
             which, at = op % 2, op // 2 * 128 * KIB
             pieces = [Piece(op * 60 * KIB + i * 5000, at + i * 8000, 3000) for i in range(12)]
-            note = f"note {op}".encode()
-            writes.append(Write(remotes[which], op, binding_of(pieces), note))
+            writes.append(Write(remotes[which], op, binding_of(pieces)))
         source.write(*writes)
-        all_well(source.wait(num_ended=64).ended, writes)
+        all_well(source.wait(num_ended=64), writes)
         for which, target in enumerate(targets):
-            theirs = writes[which::2]
-            for write in theirs:
+            for write in writes[which::2]:
                 target.regions = after(write.binding, source.regions, target.regions)
             target.check()
-            notes = [write.note for write in theirs] if self.kind.carries_notes else []
-            arrivals = target.wait(num_notes=len(notes)).arrivals
-            assert sorted(arrival.note for arrival in arrivals) == sorted(notes)
 
-    def test_a_note_comes_after_its_data(self, crew: Crew) -> None:
-        """When a note is polled, its bytes are there. Who carries none is never heard to."""
-        source, target = crew.source(16 * MIB), crew.target(4 * MIB)
-        remote = source.connect(target.metadata)
-        for op in range(8):
-            binding = grid(1024, 3 * KIB, Stride(4 * KIB + op, 4 * KIB))
-            note = f"note {op}".encode()
-            write = Write(remote, op, binding, note)
-            source.write(write)
-            target.regions = after(binding, source.regions, target.regions)
-            if self.kind.carries_notes:
-                (arrival,) = target.wait(num_notes=1).arrivals
-                assert arrival == (note, (checksum(target.regions[0]),))
-            all_well(source.wait(num_ended=1).ended, [write])
-            target.check()
-        assert not target.wait(limit_s=0.1).arrivals
+    def test_what_has_ended_is_there(self, crew: Crew) -> None:
+        """Of many at once, in whatever order their ends are told: each is looked for then."""
+        source, target = crew.source(48 * MIB), crew.target(48 * MIB)
+        writes = stripes(source.connect(target.metadata), 48)
+        for write in writes:
+            target.regions = after(write.binding, source.regions, target.regions)
+        source.write(*writes)
+        told: list[Ended] = []
+        while len(told) < 48:
+            ended = source.wait(num_ended=1)
+            assert ended, f"of 48 writes only {len(told)} have ended"
+            all_there(target, ended)
+            told += ended
+        all_well(told, writes)
+        target.check()
 
-    @pytest.mark.parametrize("note", [b"", b"\0", bytes(range(256)), bytes(range(256)) * 1024])
-    def test_notes_of_any_bytes(self, crew: Crew, note: bytes) -> None:
-        """Empty, binary and a quarter of a MiB long."""
+    def test_what_has_ended_is_there_also_if_the_target_rests(self, crew: Crew) -> None:
+        """A target that does not poll may hold a write up. Then its end is not told either."""
+        source, target = crew.source(24 * MIB), crew.target(24 * MIB)
+        first, *writes = stripes(source.connect(target.metadata), 24)
+        deliver(source, target, first)
+        for write in writes:
+            target.regions = after(write.binding, source.regions, target.regions)
+        with target.resting():
+            source.write(*writes)
+            early = source.wait(num_ended=len(writes), limit_s=0.3)
+            all_there(target, early)
+        late = source.wait(num_ended=len(writes) - len(early))
+        all_well([*early, *late], writes)
+        target.check()
+
+    def test_empty_writes(self, crew: Crew) -> None:
+        """No pieces, or pieces of nothing: they end well, like those around them."""
         source, target = crew.source(KIB), crew.target(KIB)
         remote = source.connect(target.metadata)
-        deliver(source, target, Write(remote, 7, binding_of([Piece(0, 0, KIB)]), note))
-        notes = [note] if self.kind.carries_notes else []
-        arrivals = target.wait(num_notes=len(notes)).arrivals
-        assert [arrival.note for arrival in arrivals] == notes
+        nothing = [[], [Piece(0, 0, 0)], [Piece(KIB, KIB, 0), Piece(5, 3, 0)]]
+        bindings = [binding_of(pieces) for pieces in (*nothing, [Piece(0, 0, KIB)], *nothing)]
+        deliver(source, target, *(Write(remote, op, each) for op, each in enumerate(bindings)))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +23,8 @@ import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.testing.transports.bindings import Bytes, pattern
-from kvferry.testing.transports.host import Told, Write
+from kvferry.testing.transports.host import Write
+from kvferry.transport.base import Ended
 
 ANSWER_S = 60.0
 _serial = itertools.count()
@@ -105,14 +106,28 @@ class Peer:
         """Start these writes."""
         self.call("write", writes)
 
-    def wait(self, num_ended: int = 0, num_notes: int = 0, limit_s: float = 30.0) -> Told:
-        """What was polled, once it is that much or the time is up."""
-        told = self.call("wait", num_ended, num_notes, limit_s, limit_s=limit_s + ANSWER_S)
-        return cast("Told", told)
+    def write_now(self, *shares: Sequence[Write], meanwhile: Sequence[Write] = ()) -> list[Ended]:
+        """Make these writes at once, each share on a thread of its own; how they ended.
 
-    def close(self, limit_s: float = ANSWER_S) -> Told:
+        ``meanwhile`` others are started on the transport's own thread; ``wait`` for those.
+        """
+        return cast("list[Ended]", self.call("write_now", shares, meanwhile))
+
+    def wait(self, num_ended: int, limit_s: float = 30.0) -> list[Ended]:
+        """What has ended and was not told yet, once it is that much or the time is up."""
+        told = self.call("wait", num_ended, limit_s, limit_s=limit_s + ANSWER_S)
+        return cast("list[Ended]", told)
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """It answers, and does not poll."""
+        self.call("rest", True)
+        yield
+        self.call("rest", False)
+
+    def close(self, limit_s: float = ANSWER_S) -> list[Ended]:
         """End the transport; what was polled before and not asked for."""
-        return cast("Told", self.call("close", limit_s=limit_s))
+        return cast("list[Ended]", self.call("close", limit_s=limit_s))
 
     # ------------------------------------------------------------ questions and answers
 

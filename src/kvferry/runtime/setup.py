@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvferry.copy.cpu import copy_binding, warm_up
 from kvferry.copy.devices import copier_on
 from kvferry.errors import InputError
-from kvferry.ids import MAX_NAME, Peer
+from kvferry.ids import MAX_ID, MAX_NAME, Peer
 from kvferry.layout.layout import Layout
 from kvferry.plan.choose import PRESETS, Constants
 from kvferry.plan.places import Base
@@ -26,10 +26,9 @@ from kvferry.regions import Device, Region
 from kvferry.rendezvous.records import Name
 from kvferry.runtime.card import Card
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.gauge import PIECE_BYTES, SCRATCH_BYTES, scattered
 from kvferry.runtime.lifeline import Lifeline
 from kvferry.runtime.memory import Memory, PoolArrays
-from kvferry.runtime.owner import new_incarnation
+from kvferry.runtime.mover.gauge import PIECE_BYTES, SCRATCH_BYTES, scattered
 from kvferry.staging import SlotPool, allocate, slots_for
 from kvferry.staging.pool import DEFAULT_SLOT_BYTES
 from kvferry.transport.base import Setup, Transport
@@ -40,6 +39,11 @@ MAX_MODEL = 512
 # What a slot costs beside its bytes: a gather, a write, a note and a scatter through two
 # processes' queues. Seen on 2 shared cores; a transport's own constants are measured.
 SLOT_S = 250e-6
+
+
+def new_incarnation() -> int:
+    """A random id for one life of an endpoint."""
+    return secrets.randbelow(MAX_ID) + 1
 
 
 def make_transport(

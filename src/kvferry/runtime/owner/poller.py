@@ -8,6 +8,7 @@ short waits. Belongs to one thread.
 from __future__ import annotations
 
 import select
+from math import inf
 
 import zmq
 
@@ -42,7 +43,8 @@ class Poller:
         if timeout_s < SHORT_S:
             self._wait_briefly(timeout_s)
             timeout_s = 0.0
-        return {which for which, _ in self._poller.poll(int(timeout_s * 1000))}
+        milliseconds = None if timeout_s == inf else int(timeout_s * 1000)
+        return {which for which, _ in self._poller.poll(milliseconds)}
 
     def _wait_briefly(self, timeout_s: float) -> None:
         # A ZeroMQ socket's file tells of changes only, so what is there already must be asked for.

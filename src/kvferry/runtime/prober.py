@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from kvferry.ids import Peer
+from kvferry.runtime.driver.driver import PeerGone
 from kvferry.runtime.lifeline import Address, Life, probe
 
 PROBE_S = 0.5
@@ -27,7 +28,7 @@ Suspect = tuple[Peer, int]
 class Prober:
     """Asks after suspects until they are gone or acquitted."""
 
-    def __init__(self, on_gone: Callable[[Peer, int], None], name: str) -> None:
+    def __init__(self, on_gone: Callable[[PeerGone], None], name: str) -> None:
         self._on_gone = on_gone
         self._suspects: dict[Suspect, Address] = {}
         self._signs: dict[Suspect, tuple[Address, float]] = {}
@@ -48,11 +49,11 @@ class Prober:
             self._signs[peer, incarnation] = address, time.monotonic() + SIGN_S
             self._changed.notify()
 
-    def keep(self, wanted: Callable[[Suspect], bool]) -> None:
-        """Forget the suspects that nobody waits for."""
-        with self._changed:
-            for suspect in [s for s in self._suspects if not wanted(s)]:
-                del self._suspects[suspect]
+    def acquit(self, peer: Peer, incarnation: int) -> None:
+        """Nobody waits for that proof any more."""
+        if self._suspects:
+            with self._changed:
+                self._suspects.pop((peer, incarnation), None)
 
     def close(self) -> None:
         """End the thread."""
@@ -85,4 +86,4 @@ class Prober:
                 self._suspects.pop(suspect, None)
         if life is Life.GONE:
             time.sleep(GRACE_S)
-            self._on_gone(*suspect)
+            self._on_gone(PeerGone(*suspect))

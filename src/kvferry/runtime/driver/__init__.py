@@ -1,0 +1,1 @@
+"""What drives a machine, without a thread: the same in endpoints, simulator and explorer."""

@@ -1,0 +1,334 @@
+"""The driver: one machine, its ports, and the order in which things are taken.
+
+An event goes to the machine, the machine's actions go to the ports, and what a port
+answers at once is taken as the next event. The driver adds what no machine can know:
+which sessions have something in flight (``sessions``), and therefore when a connection
+that was given up is proven to be quiet.
+
+Frames and answers are taken before time is: whoever was stopped for a while must hear
+what others said meanwhile before it concludes that they were silent.
+
+No thread, no clock, no socket. The endpoints, the simulator and the explorer run this
+same driver, each with its own ports; its broken versions are in ``testing/sim``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from kvferry.ids import Op, Peer, Room, Session
+from kvferry.protocol.codec import BadFrame, FrameFault
+from kvferry.protocol.endpoint import Endpoint, Link
+from kvferry.protocol.events import (
+    Action,
+    Connect,
+    Disconnect,
+    Disconnected,
+    Event,
+    Fate,
+    Forget,
+    Open,
+    Receive,
+    Received,
+    Release,
+    Report,
+    Scatter,
+    Send,
+    SendFailed,
+    Sent,
+    Tick,
+    Write,
+    WrongVersion,
+)
+from kvferry.protocol.messages import Accept, Arrived, Close, Envelope, RoomMessage
+from kvferry.protocol.outcome import Outcome
+from kvferry.runtime.driver.sessions import Record, Sessions
+
+M = TypeVar("M", bound=Endpoint)
+
+
+class PeerGone(Event, frozen=True):
+    """Proof: that life of a peer is over, and its process writes and reads nothing."""
+
+    peer: Peer
+    incarnation: int
+
+
+class Control(Protocol):
+    """Where frames go out."""
+
+    def send(self, peer: Peer, envelope: Envelope) -> None:
+        """It may be lost."""
+
+
+class Data(Protocol):
+    """Peers' memory. Answers each write with ``Sent`` or ``SendFailed``, once."""
+
+    def connect(self, action: Connect) -> None:
+        """Reach a peer's memory."""
+
+    def write(self, action: Write) -> None:
+        """Write, and say how it ended."""
+
+    def cut(self, session: Session) -> None:
+        """Let nothing more of a session start; what has not begun fails."""
+
+    def forget(self, session: Session) -> None:
+        """Nothing of a session is in flight: give up what it took."""
+
+
+class Copies(Protocol):
+    """Copies inside our memory. Answers with ``Scattered``."""
+
+    def scatter(self, action: Scatter) -> None:
+        """Copy a slot into its pages."""
+
+
+class Peers(Protocol):
+    """Who asks whether peers live. Answers with ``PeerGone``, when that is proven."""
+
+    def suspect(self, record: Record) -> None:
+        """Ask after that life until it is proven gone, or acquitted."""
+
+    def acquit(self, peer: Peer, incarnation: int) -> None:
+        """Nobody waits for that proof any more."""
+
+    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+        """There was a sign that it may be gone: ask for a short while."""
+
+
+class Rooms(Protocol):
+    """Who hears how rooms end."""
+
+    def report(self, room: Room, outcome: Outcome) -> None:
+        """A room has ended for its caller."""
+
+    def release(self, room: Room) -> None:
+        """A room's memory is the caller's again."""
+
+
+class Ports(NamedTuple):
+    """Everything that a machine can ask for."""
+
+    control: Control
+    data: Data
+    copies: Copies
+    peers: Peers
+    rooms: Rooms
+
+
+class Driver(Generic[M]):
+    """A machine that is turned by somebody else's hand."""
+
+    def __init__(self, machine: M, ports: Ports) -> None:
+        self.machine = machine
+        self.ports = ports
+        self.sessions = Sessions(exposed=machine.exposed)
+        self._events: deque[Event] = deque()
+        self._frames: list[Send] = []
+        self._writes: dict[Op, Write] = {}
+        self._held: set[Room] = set()
+        self._turning = False
+        self._tick_at = inf
+        times = machine.config
+        # No timer of a machine begins with less, but for deadlines.
+        self._least_s = min(
+            times.resend_s / 4, times.nudge_s, times.heartbeat_s, times.credit_patience_s
+        )
+
+    # ------------------------------------------------------------ events
+
+    def take(self, event: Event, now: float) -> None:
+        """Let the machine take a step, and carry out what it says.
+
+        From a port, while it carries something out: take this next.
+        """
+        self._events.append(event)
+        if self._turning:
+            return
+        self._turning = True
+        try:
+            while self._events:
+                self._step(self._events.popleft(), now)
+        finally:
+            self._turning = False
+            self._say()
+
+    def turn(self, arrived: Iterable[Event], now: float) -> None:
+        """Take all that has come, and then the time."""
+        for event in arrived:
+            self.take(event, now)
+        self.pass_time(now)
+
+    def pass_time(self, now: float) -> None:
+        """Tick if a timer may be due."""
+        if now < self._tick_at:
+            return
+        self.take(Tick(), now)
+        self._tick_at = self._exact_wakeup()
+
+    def wakeup(self) -> float:
+        """When to turn again although nothing comes: never after the machine's own wakeup.
+
+        It may be earlier. Asking every room after every event would cost more than a tick
+        now and then that finds nothing to do.
+        """
+        return self._tick_at
+
+    def _exact_wakeup(self) -> float:
+        wakeup = self.machine.wakeup()
+        return inf if wakeup is None else wakeup
+
+    # ------------------------------------------------------------ one step
+
+    def _step(self, event: Event, now: float) -> None:
+        match event:
+            case PeerGone():
+                self._bury(event)
+            case Sent(op=op):
+                self._end(op, None)
+                self._note(op)
+                self._handle(event, now)
+            case SendFailed(op=op, fate=fate):
+                record = self._end(op, fate)
+                self._handle(event, now)
+                if record is not None and fate is not Fate.BUSY:
+                    self._sign(record)
+            case _:
+                self._handle(event, now)
+        self._settle()
+
+    def _handle(self, event: Event, now: float) -> None:
+        due = now + self._least_s
+        if isinstance(event, Open | Receive):
+            self._held.add(event.room)
+            due = min(due, event.deadline)
+        self._tick_at = min(self._tick_at, due)
+        for action in self.machine.handle(event, now):
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        ports = self.ports
+        match action:
+            case Send():
+                self._frames.append(action)
+            case Write():
+                self._write(action)
+            case Scatter():
+                ports.copies.scatter(action)
+            case Report(room=room, outcome=outcome):
+                ports.rooms.report(room, outcome)
+            case Release(room=room):
+                self._held.discard(room)
+                ports.rooms.release(room)
+            case Connect(peer=peer, incarnation=incarnation, session=session, metadata=metadata):
+                self.sessions.add(peer, incarnation, session, metadata)
+                ports.data.connect(action)
+            case Disconnect(session=session):
+                self._disconnect(session)
+            case Forget(session=session):
+                self.sessions.unwant(session)
+            case _:
+                raise AssertionError(f"nobody carries out {action!r}")
+
+    def _write(self, action: Write) -> None:
+        if self.sessions.start(action.op, action.note.session):
+            self._writes[action.op] = action
+            self.ports.data.write(action)
+        else:
+            # Whoever has proof that nothing is in flight must also let nothing start.
+            self._events.append(SendFailed(action.op, Fate.FAILED))
+
+    def _end(self, op: Op, fate: Fate | None) -> Record | None:
+        if fate is not None:
+            self._writes.pop(op, None)
+        return self.sessions.end(op, doubtful=fate is Fate.UNKNOWN)
+
+    def _note(self, op: Op) -> None:
+        """The data is there: now its note may leave, before anything that builds on it."""
+        action = self._writes.pop(op, None)
+        if action is not None:
+            self._frames.append(Send(action.peer, action.note))
+
+    def _say(self) -> None:
+        """Send what these steps had to say, without what is said again by what follows it."""
+        frames, self._frames = self._frames, []
+        for frame in without_needless(frames) if len(frames) > 1 else frames:
+            self.ports.control.send(frame.peer, frame.envelope)
+
+    # ------------------------------------------------------------ proof
+
+    def _disconnect(self, session: Session) -> None:
+        record = self.sessions.cut(session)
+        if record is not None:
+            self.ports.data.cut(session)
+            if not record.is_over:
+                # Where a write's fate is unknown, or the peer writes here, only the end of its
+                # process settles it.
+                self.ports.peers.suspect(record)
+
+    def _bury(self, event: PeerGone) -> None:
+        for record in self.sessions.bury(event.peer, event.incarnation):
+            self.ports.data.cut(record.session)
+
+    def _settle(self) -> None:
+        """Say what is proven, and let go of what nobody waits for."""
+        proven, dropped = self.sessions.settle()
+        for record in proven:
+            self._events.append(Disconnected(record.peer, record.incarnation, record.session))
+        for record in dropped:
+            self.ports.data.forget(record.session)
+        for record in (*proven, *dropped):
+            if not self.sessions.awaits(record.peer, record.incarnation):
+                self.ports.peers.acquit(record.peer, record.incarnation)
+
+    def _sign(self, record: Record) -> None:
+        self.ports.peers.sign(record.peer, record.incarnation, record.metadata)
+
+    def ask_after(self, whom: Callable[[Link], bool] = lambda _: True) -> None:
+        """There was a sign that some peer may be gone: ask, rather than wait for its silence."""
+        for link in list(self.machine.links.values()):
+            record = self.sessions.get(link.session)
+            if record is not None and whom(link):
+                self._sign(record)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether no memory is held for anybody, so that others may be told of our end."""
+        return not self._held
+
+
+def without_needless(frames: list[Send]) -> list[Send]:
+    """Leave out what a later frame of the same room to the same peer says too.
+
+    A Close names all that was written without credits, and accepts the offer that it
+    answers; so does anything else about the room.
+    """
+    later: set[tuple[Peer, Room, int]] = set()
+    closed: set[tuple[Peer, Room, int]] = set()
+    kept = []
+    for frame in reversed(frames):
+        body = frame.envelope.body
+        if isinstance(body, RoomMessage):
+            key = (frame.peer, body.room, body.generation)
+            direct = isinstance(body, Arrived) and body.serial is None
+            if (isinstance(body, Accept) and key in later) or (direct and key in closed):
+                continue
+            later.add(key)
+            if isinstance(body, Close):
+                closed.add(key)
+        kept.append(frame)
+    return kept[::-1]
+
+
+def frame_event(message: Envelope | BadFrame) -> Event | None:
+    """What a decoded frame is to a machine; None if it is nothing."""
+    if not isinstance(message, BadFrame):
+        return Received(message)
+    header = message.header
+    if message.fault is not FrameFault.VERSION or header is None:
+        return None
+    return WrongVersion(header.sender, header.session, header.version, header.seq == 0)

@@ -1,0 +1,1 @@
+"""What runs on the mover's thread: everything that touches a transport."""

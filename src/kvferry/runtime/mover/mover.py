@@ -1,0 +1,283 @@
+"""The mover: the one thread that touches a transport.
+
+It is handed writes and tells how they ended. A transport that must be polled is polled
+often while something is expected and rarely otherwise; one that need not be costs nothing
+while it is idle. It decides nothing: which sessions may be written to, and what the end of
+a write means, is the driver's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from math import inf
+from queue import Empty
+from typing import NamedTuple
+
+from kvferry.errors import KvferryError
+from kvferry.ids import Op, Session
+from kvferry.mailbox import Mailbox
+from kvferry.plan.bind import Binding
+from kvferry.plan.choose import Constants, Path
+from kvferry.protocol.events import Fate
+from kvferry.runtime.mover.gauge import Gauge
+from kvferry.runtime.pulse import Pulse
+from kvferry.transport.base import Ended, Remote, Transport
+
+log = logging.getLogger("kvferry.runtime")
+
+# Those that this process may use, which in a container or under taskset are not all.
+_NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+_CORES_TO_SPARE = (_NUM_CORES or 1) >= 8
+# How often to look while something is about to happen: polling costs a core that may be needed.
+BUSY_POLL_S = 50e-6 if _CORES_TO_SPARE else 250e-6
+PATIENT_POLL_S = 1e-3
+IDLE_POLL_S = 20e-3
+LONG_JOB_S = 1e-3
+# After so long without news, the end of a write is not about to come any moment.
+EAGER_S = 20e-3 if _CORES_TO_SPARE else 2e-3
+
+
+class Posting(NamedTuple):
+    """A write to make. ``path`` is None where the binding tells whether it is runs or slices."""
+
+    op: Op
+    session: Session
+    binding: Binding
+    path: Path | None = None
+
+
+class WriteEnd(NamedTuple):
+    """How a write went, and what it was."""
+
+    op: Op
+    fate: Fate | None
+    detail: str = ""
+    path: Path = Path.SLICES
+    num_bytes: int = 0
+    num_pieces: int = 0
+    seconds: float = 0.0
+
+
+class Reached(NamedTuple):
+    """A peer's memory can be written to."""
+
+    session: Session
+    remote: Remote
+
+
+class Unreached(NamedTuple):
+    """A peer's memory can't be reached; writes to it fail with the same words."""
+
+    session: Session
+    problem: str
+
+
+class Measured(NamedTuple):
+    """What the transport costs."""
+
+    constants: Constants
+
+
+class ThreadBroke(NamedTuple):
+    """A bug has ended a thread, and nothing that it had in hand will be told of."""
+
+    thread: str
+    error: Exception
+
+
+class _Flight(NamedTuple):
+    started: float
+    path: Path
+    num_bytes: int
+    num_pieces: int
+
+
+# What the owner hears. Told on the mover's thread; whoever listens must not wait.
+MoverNews = WriteEnd | Reached | Unreached | Measured | ThreadBroke
+
+
+class Mover:
+    """Owns a transport from ``start`` to ``close``."""
+
+    def __init__(self, transport: Transport, tell: Callable[[MoverNews], None], name: str) -> None:
+        self.transport = transport
+        self._tell = tell
+        self._jobs: Mailbox[Callable[[], None]] = Mailbox()
+        self._remotes: dict[Session, Remote] = {}
+        self._problems: dict[Session, str] = {}
+        self._cut: set[Session] = set()
+        self._flights: dict[Op, _Flight] = {}
+        self._gauges: dict[Op, tuple[Session, Gauge, Constants]] = {}
+        self._own_ops = 0
+        self._expecting = False
+        self._closing = False
+        self._news_at = 0.0
+        self.pulse = Pulse("mover", lambda: len(self._jobs) > 0)
+        transport.on_news = self._nudge
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # ------------------------------------------------------------ from any thread
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def reach(self, session: Session, metadata: bytes) -> None:
+        """Reach the memory of a session's peer."""
+        self._jobs.put(lambda: self._reach(session, metadata))
+
+    def measure(self, session: Session, gauge: Gauge, before: Constants) -> None:
+        """Time a few writes to the peer of a session."""
+        self._jobs.put(lambda: self._measure(session, gauge, before))
+
+    def write(self, posting: Posting) -> None:
+        """Make a write."""
+        self._jobs.put(lambda: self._write(posting))
+
+    def cut(self, session: Session) -> None:
+        """Let nothing more of a session start: what waits here fails."""
+        self._jobs.put(lambda: self._cut.add(session))
+
+    def forget(self, session: Session) -> None:
+        """Nothing of a session is in flight: let its peer's memory go."""
+        self._jobs.put(lambda: self._forget(session))
+
+    def expect(self, expecting: bool, *, soon: bool = False) -> None:
+        """Whether peers may write here, so that helping them along is worth a little time."""
+        self._expecting = expecting
+        if soon and self.transport.needs_polling and not self._is_eager():
+            self._nudge()
+
+    def close(self) -> None:
+        """End the thread and give the transport back."""
+        self._jobs.put(self._close)
+        self._thread.join()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._take(self._pause())
+                if not self._closing:
+                    self._poll()
+        except Exception as error:
+            self._tell(ThreadBroke("mover", error))
+        finally:
+            self.pulse.beat(inf)
+            self.transport.close()
+
+    def _close(self) -> None:
+        self._closing = True
+
+    def _nudge(self) -> None:
+        """There is something to poll for. The mover itself polls after every job anyway."""
+        if threading.current_thread() is not self._thread:
+            self._jobs.put(lambda: None)
+
+    def _pause(self) -> float | None:
+        """How long there is nothing to do; None until something is asked."""
+        if not self.transport.needs_polling:
+            return None
+        if not (self._flights or self._gauges or self._expecting):
+            return IDLE_POLL_S
+        return BUSY_POLL_S if self._is_eager() else PATIENT_POLL_S
+
+    def _is_eager(self) -> bool:
+        return time.monotonic() - self._news_at < EAGER_S
+
+    def _take(self, pause_s: float | None) -> None:
+        self.pulse.beat(inf if pause_s is None else time.monotonic() + pause_s)
+        try:
+            job = self._jobs.take(pause_s)
+            self._news_at = time.monotonic()
+            self.pulse.beat(self._news_at)
+            job()
+            # Whoever waits for the end of a long write must not wait for the next one too.
+            while time.monotonic() - self._news_at < LONG_JOB_S:
+                job = self._jobs.take_now()
+                job()
+        except Empty:
+            return
+
+    def _poll(self) -> None:
+        """Take all ends. Taking some may be what lets the next come."""
+        while ended := self.transport.poll():
+            for each in ended:
+                self._end(each)
+            self._news_at = time.monotonic()
+
+    # ------------------------------------------------------------ peers
+
+    def _reach(self, session: Session, metadata: bytes) -> None:
+        try:
+            remote = self._remotes[session] = self.transport.connect(metadata)
+        except KvferryError as error:
+            self._problems[session] = str(error)
+            self._tell(Unreached(session, str(error)))
+        else:
+            self._tell(Reached(session, remote))
+
+    def _forget(self, session: Session) -> None:
+        self._cut.discard(session)
+        self._problems.pop(session, None)
+        remote = self._remotes.pop(session, None)
+        if remote is not None:
+            self.transport.disconnect(remote)
+
+    # ------------------------------------------------------------ writes
+
+    def _write(self, posting: Posting) -> None:
+        op, session, binding, path = posting
+        remote = self._remotes.get(session)
+        if remote is None or session in self._cut:
+            problem = self._problems.get(session, "the session is over")
+            self._tell(WriteEnd(op, Fate.FAILED, problem))
+            return
+        direct = Path.RUNS if binding.contiguous else Path.SLICES
+        if not self.transport.maps_peer and path is None:
+            binding = binding.merged()
+        self._flights[op] = _Flight(
+            time.monotonic(), path or direct, binding.num_bytes, binding.num_pieces
+        )
+        self.transport.write(remote, op, binding)
+
+    def _end(self, ended: Ended) -> None:
+        if ended.op in self._gauges:
+            self._gauge_ended(ended)
+            return
+        flight = self._flights.pop(ended.op, None)
+        if flight is None:
+            log.error("write-ended-twice op=%d fate=%s", ended.op, ended.fate)
+            return
+        seconds = time.monotonic() - flight.started
+        self._tell(WriteEnd(ended.op, ended.fate, ended.detail, *flight[1:], seconds))
+
+    # ------------------------------------------------------------ measuring
+
+    def _measure(self, session: Session, gauge: Gauge, before: Constants) -> None:
+        """Into scratch memory that is nobody's, so nobody waits for these ends."""
+        remote, binding = self._remotes.get(session), gauge.next()
+        if remote is None or session in self._cut or binding is None:
+            return
+        # A number below zero, where no write of the machine's is.
+        self._own_ops -= 1
+        op = Op(self._own_ops)
+        self._flights[op] = _Flight(time.monotonic(), Path.SLICES, 0, 0)
+        self._gauges[op] = session, gauge, before
+        self.transport.write(remote, op, binding)
+
+    def _gauge_ended(self, ended: Ended) -> None:
+        session, gauge, before = self._gauges.pop(ended.op)
+        flight = self._flights.pop(ended.op)
+        if ended.fate is not None:
+            return
+        gauge.took(time.monotonic() - flight.started)
+        if gauge.next() is None:
+            self._tell(Measured(gauge.constants(before)))
+        else:
+            self._measure(session, gauge, before)

@@ -1,0 +1,114 @@
+"""The directory of a target: prefill instances as far as they are known, and who waits for one.
+
+An instance comes from the rendezvous, which is watched while somebody needs it, or with a
+room, from an engine that knows better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import NamedTuple
+
+from kvferry.ids import Peer, Room
+from kvferry.rendezvous.client import RendezvousClient
+from kvferry.rendezvous.records import InstanceView
+from kvferry.runtime.incoming import Incoming
+
+
+class Viewed(NamedTuple):
+    """The rendezvous has something to say of an instance: None if it has ended."""
+
+    name: str
+    view: InstanceView | None
+
+
+class Directory:
+    """``tell`` is called on the rendezvous client's thread, everything else on the owner's."""
+
+    def __init__(self, client: RendezvousClient | None, tell: Callable[[Viewed], None]) -> None:
+        self._client = client
+        self._tell = tell
+        self._views: dict[str, InstanceView] = {}
+        self._watches: dict[str, Callable[[InstanceView | None], None]] = {}
+        self._waiting: dict[str, dict[Room, Incoming]] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """The instances of which anything is kept."""
+        return {*self._views, *self._watches}
+
+    def address_of(self, peer: Peer) -> str | None:
+        """Where a source listens."""
+        view = self._views.get(peer.instance)
+        if view is None or peer.rank >= len(view.ranks):
+            return None
+        return view.ranks[peer.rank].control
+
+    def find(self, handle: Incoming) -> InstanceView | None:
+        """The instance that a room wants; None if it has to wait for it."""
+        prefill = handle.asked.prefill
+        if isinstance(prefill, InstanceView):
+            self._views[prefill.name] = prefill
+            return prefill
+        view = self._views.get(prefill)
+        if view is None:
+            self._wait(prefill, handle)
+        return view
+
+    def _wait(self, name: str, handle: Incoming) -> None:
+        assert self._client is not None
+        self._waiting.setdefault(name, {})[handle.room] = handle
+        if name not in self._watches:
+            self._watches[name] = partial(self._told, name)
+            self._client.watch(name, self._watches[name])
+
+    def _told(self, name: str, view: InstanceView | None) -> None:
+        self._tell(Viewed(name, view))
+
+    def learn(self, news: Viewed) -> list[Incoming]:
+        """An instance is complete, has changed, or has ended: who need not wait any longer?"""
+        if news.name not in self._watches:
+            # Said while we stopped listening. It would never be taken back.
+            return []
+        if news.view is None:
+            self._views.pop(news.name, None)
+            return []
+        self._views[news.name] = news.view
+        return list(self._waiting.pop(news.name, {}).values())
+
+    def give_up(self, handle: Incoming) -> bool:
+        """A room ends before its instance was found; whether it was waiting."""
+        name = str(handle.asked.prefill)
+        waiting = self._waiting.get(name, {})
+        if waiting.get(handle.room) is not handle:
+            return False
+        del waiting[handle.room]
+        if not waiting:
+            del self._waiting[name]
+        return True
+
+    def overdue(self, now: float) -> list[Incoming]:
+        """Rooms whose instance was not found in time."""
+        waiting = (handle for rooms in self._waiting.values() for handle in rooms.values())
+        return [handle for handle in waiting if now >= handle.deadline]
+
+    def wakeup(self) -> float:
+        """When the first of the waiting rooms has to end."""
+        waiting = (handle for rooms in self._waiting.values() for handle in rooms.values())
+        return min((handle.deadline for handle in waiting), default=inf)
+
+    def forget_ended(self, linked: set[str]) -> set[str]:
+        """Let go of what nobody needs; the instances that are still needed.
+
+        Instances come and go; what is kept of one goes when it has left and has no links.
+        """
+        for name in self._views.keys() - self._watches.keys() - linked:
+            # Given by the engine, which gives it again.
+            del self._views[name]
+        needed = {*linked, *self._views, *self._waiting}
+        for name in self._watches.keys() - needed:
+            assert self._client is not None
+            self._client.unwatch(name, self._watches.pop(name))
+        return needed

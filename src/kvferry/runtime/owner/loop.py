@@ -1,0 +1,266 @@
+"""The owner: one thread that turns a driver.
+
+Everything that touches the machine happens on this thread: frames from the control
+channel, values from other threads through the inbox, and time, in this order. It never
+waits for a copy or a transport, copies no more than a few pages, and never calls into an
+engine except through the callbacks of a handle.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple
+
+from kvferry.errors import Misuse
+from kvferry.ids import Peer
+from kvferry.protocol.endpoint import Link
+from kvferry.protocol.events import Cancel, Event, Tick
+from kvferry.protocol.outcome import Failure, FailureCode
+from kvferry.protocol.states import LinkState
+from kvferry.runtime.driver.driver import Driver
+from kvferry.runtime.handles import Handle
+from kvferry.runtime.mover.mover import ThreadBroke
+from kvferry.runtime.owner.channels import Channel, Dropped
+from kvferry.runtime.owner.outfit import Outfit
+from kvferry.runtime.owner.roles import AFTER_POLL_S, Role
+from kvferry.runtime.pulse import WATCHMAN, Patient, Pulse
+
+log = logging.getLogger("kvferry.runtime")
+
+# How often what nobody needs is let go of, while there is anything.
+TIDY_S, IDLE_TIDY_S = 0.25, 1.0
+# How long a closing endpoint lets its last words leave.
+CLOSE_S = 5.0
+
+
+class Aborted(NamedTuple):
+    """An engine gives a room up."""
+
+    handle: Handle
+
+
+class Looked(NamedTuple):
+    """Somebody wants to look at what the owner has, where nothing changes meanwhile."""
+
+    look: Callable[[], None]
+
+
+class Closing(NamedTuple):
+    """The endpoint closes: give every room up."""
+
+
+class Stopping(NamedTuple):
+    """The thread ends."""
+
+
+class Owner:
+    """A driver with a thread of its own."""
+
+    def __init__(
+        self, driver: Driver[Any], role: Role, channel: Channel, outfit: Outfit[Any]
+    ) -> None:
+        self.driver = driver
+        self.outfit = outfit
+        self.rooms = outfit.rooms
+        self.me: Peer = outfit.me
+        self.role = role
+        self.channel = channel
+        self._inbox = outfit.inbox
+        self._poller = outfit.poller
+        self._lifeline = outfit.ground.lifeline
+        self._meter = outfit.meter
+        self._tidy_at = 0.0
+        for fd in (self._inbox, self._lifeline):
+            self._poller.watch(fd.fileno())
+        self._pulse = Pulse("owner", lambda: len(self._inbox) > 0)
+        pulses = [self._pulse, outfit.mover.pulse, outfit.copier.pulse]
+        self._patient = Patient(pulses, outfit.config.stalled_s, self._told_of_stall)
+        self._closing = False
+        self._stopped = False
+        self._empty = threading.Event()
+        self.rooms.on_empty = self._on_empty
+        self._thread = threading.Thread(target=self._run, name=f"kvferry-{self.me}", daemon=True)
+
+    # ------------------------------------------------------------ for any thread
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def tell(self, item: object) -> None:
+        """Give the owner something. Never waits."""
+        self._inbox.put(item)
+
+    def look(self, look: Callable[[], None]) -> None:
+        """Have this called on the owner's thread, to look and change nothing."""
+        self._inbox.put(Looked(look))
+
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Abort what goes on, end the threads, and say whether all memory is free."""
+        if self._stopped:
+            return not len(self.rooms)
+        self.rooms.shut("this endpoint is closing")
+        self._inbox.put(Closing())
+        # The wait also ends with a thread that breaks.
+        free = self._empty.wait(timeout_s) and not len(self.rooms)
+        self._inbox.put(Stopping())
+        self._thread.join()
+        WATCHMAN.leave(self._patient)
+        for thread in (self.outfit.prober, self.outfit.copier, self.outfit.mover):
+            thread.close()
+        if free and self.driver.may_leave:
+            self._lifeline.close()
+        else:
+            # A closed one is proof for others, so it must be true.
+            self._lifeline.leave_open()
+        self._inbox.close()
+        self._meter.close()
+        return free
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        WATCHMAN.watch(self._patient)
+        try:
+            while not self._stopped:
+                self._turn()
+        except Exception as error:
+            self._tell_broken("owner", error)
+            self.rooms.break_all(f"an internal error stopped this endpoint: {error!r}")
+        finally:
+            self._stopped = True
+            self._pulse.beat(inf)
+            self.channel.flush()
+            self.channel.close()
+            self._empty.set()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        until = max(now, self._wakeup(now))
+        self._pulse.beat(until)
+        ready = self._poller.wait(until - now)
+        self._pulse.beat(time.monotonic())
+        for item in self._inbox.drain():
+            self._take(item)
+        for event in self.channel.receive(ready):
+            self._take(event)
+        if self._lifeline.fileno() in ready:
+            self._lifeline.answer()
+        self._pass_time(time.monotonic())
+        self.channel.flush()
+
+    def _wakeup(self, now: float) -> float:
+        """When to turn again although nothing comes."""
+        role = self.role.wakeup()
+        tidy = self._tidy_at if self._has_something else inf
+        return min(self.driver.wakeup(), tidy, max(role, now + AFTER_POLL_S))
+
+    @property
+    def _has_something(self) -> bool:
+        return bool(len(self.rooms) or self.driver.machine.links)
+
+    def _pass_time(self, now: float) -> None:
+        due = now >= self.driver.wakeup()
+        self.driver.pass_time(now)
+        if due:
+            self.rooms.refresh(Tick(), self.driver.machine.status)
+        self.role.advance(now)
+        if now >= self._tidy_at:
+            self._tidy_at = now + (TIDY_S if len(self.rooms) else IDLE_TIDY_S)
+            self.role.tidy()
+            self._measure(now)
+
+    def _take(self, item: object) -> None:
+        match item:
+            case Event():
+                self.take(item)
+            case Aborted(handle=handle):
+                self._cancel(handle)
+            case Dropped(peer=peer):
+                self.driver.ask_after(partial(_is_with, peer))
+            case ThreadBroke():
+                self._thread_broke(item)
+            case Looked(look=look):
+                look()
+            case Closing():
+                self._begin_close()
+            case Stopping():
+                self._stopped = True
+            case _:
+                taken = self.role.take(item)
+                assert taken, f"nobody takes {item!r}"
+
+    def take(self, event: Event) -> None:
+        """Let the machine take a step. A misuse fails its room and nothing else."""
+        try:
+            self.driver.take(event, time.monotonic())
+        except Misuse as error:
+            room = getattr(event, "room", None)
+            if room is None:
+                raise
+            failure = Failure.of(FailureCode.INTERNAL, str(error))
+            self.driver.take(Cancel(room, failure), time.monotonic())
+        self.rooms.refresh(event, self.driver.machine.status)
+
+    def _cancel(self, handle: Handle) -> None:
+        if self.rooms.holds(handle) and not self.role.cancel(handle):
+            self.take(Cancel(handle.room))
+
+    def _measure(self, now: float) -> None:
+        machine, meter = self.driver.machine, self._meter
+        up = [link for link in machine.links.values() if link.state is LinkState.UP]
+        age_s = max((now - link.heard_at for link in up), default=0.0)
+        meter.now(open_rooms=len(self.rooms), quarantined=machine.num_quarantined, age_s=age_s)
+        for what in ("refused", "impatient", "misdirected", "other-incarnation"):
+            meter.total(what, machine.counts[what])
+
+    # ------------------------------------------------------------ the end
+
+    def _begin_close(self) -> None:
+        self._closing = True
+        for handle in self.rooms:
+            self._cancel(handle)
+        self._on_empty()
+
+    def _on_empty(self) -> None:
+        if self._closing and not len(self.rooms):
+            self._empty.set()
+
+    # ------------------------------------------------------------ threads that fail us
+
+    def _thread_broke(self, item: ThreadBroke) -> None:
+        """Fail every room with that reason. What the thread had in hand is never released."""
+        self._tell_broken(item.thread, item.error)
+        why = f"an internal error stopped the {item.thread} of {self.me}: {item.error!r}"
+        failure = Failure.of(FailureCode.INTERNAL, f"{why}; restart the process")
+        self.rooms.shut(failure.message)
+        for handle in self.rooms:
+            self.take(Cancel(handle.room, failure))
+
+    def _tell_broken(self, thread: str, error: Exception) -> None:
+        log.error("thread-broken endpoint=%s thread=%s", self.me, thread, exc_info=error)
+        self._meter.broke(thread)
+
+    def _told_of_stall(self, thread: str, silent_s: float) -> None:
+        """On the watchman's thread: a thread of ours shows no life, or does again."""
+        self._meter.stalled(thread, silent_s)
+        stalled = self.rooms.stalled
+        if not silent_s:
+            stalled.pop(thread, None)
+            log.warning("thread-alive endpoint=%s thread=%s", self.me, thread)
+            return
+        if thread not in stalled:
+            log.error("thread-stalled endpoint=%s thread=%s for_s=%.1f", self.me, thread, silent_s)
+        stalled[thread] = silent_s
+        if thread == "owner":
+            why = f"the owner thread of {self.me} has shown no life for {silent_s:.0f} s"
+            self.rooms.end_overdue(time.monotonic(), why)
+
+
+def _is_with(peer: Peer | None, link: Link) -> bool:
+    return peer in (None, link.peer)

@@ -1,0 +1,64 @@
+"""The outfit of an owner: threads, tables and sockets that both kinds of endpoint have."""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar
+
+from kvferry.ids import Peer
+from kvferry.rendezvous.client import RendezvousClient
+from kvferry.runtime.config import EndpointConfig
+from kvferry.runtime.copier import Copier, copier_for
+from kvferry.runtime.handles import Handle
+from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.metrics import Meter
+from kvferry.runtime.mover.mover import Mover
+from kvferry.runtime.owner.inbox import Inbox
+from kvferry.runtime.owner.poller import Poller
+from kvferry.runtime.owner.rooms import RoomTable
+from kvferry.runtime.prober import Prober
+from kvferry.runtime.setup import Ground
+
+H = TypeVar("H", bound=Handle)
+
+
+class Outfit(NamedTuple, Generic[H]):
+    """Everything that both kinds of endpoint are made of."""
+
+    ground: Ground
+    config: EndpointConfig
+    key: ClusterKey | None
+    client: RendezvousClient | None
+    meter: Meter
+    rooms: RoomTable[H]
+    inbox: Inbox[object]
+    poller: Poller
+    mover: Mover
+    copier: Copier
+    prober: Prober
+
+    @property
+    def me(self) -> Peer:
+        """Which rank this is."""
+        return self.ground.member.peer
+
+
+def outfit_of(
+    ground: Ground,
+    config: EndpointConfig,
+    key: ClusterKey | None,
+    client: RendezvousClient | None,
+    meter: Meter,
+) -> Outfit[H]:
+    """Make it. The copier and the prober begin at once, and wait."""
+    me = ground.member.peer
+    inbox: Inbox[object] = Inbox()
+    mover = Mover(ground.transport, inbox.put, f"kvferry-mover-{me}")
+    return Outfit(
+        *(ground, config, key, client, meter),
+        RoomTable(me, meter),
+        inbox,
+        Poller(),
+        mover,
+        copier_for(ground.memory.device, f"kvferry-copier-{me}", inbox.put, mover.write),
+        Prober(inbox.put, f"kvferry-prober-{me}"),
+    )

@@ -1,0 +1,261 @@
+"""Roles: what a source and a target each do on their owner's thread, beside being driven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any, NamedTuple, Protocol
+
+from kvferry.ids import Peer, Room
+from kvferry.protocol.endpoint import Link
+from kvferry.protocol.events import Event, Instance, Receive
+from kvferry.protocol.legs import TargetRoom
+from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
+from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.target import TargetMachine
+from kvferry.rendezvous.records import InstanceView
+from kvferry.runtime.copier import Copied
+from kvferry.runtime.driver.driver import Driver
+from kvferry.runtime.incoming import Incoming, bad_pages
+from kvferry.runtime.mover.mover import Measured, Reached, Unreached, WriteEnd
+from kvferry.runtime.outgoing import Outgoing, Waitable
+from kvferry.runtime.owner.channels import SourceChannel, TargetChannel
+from kvferry.runtime.owner.directory import Directory, Viewed
+from kvferry.runtime.owner.outfit import Outfit
+from kvferry.runtime.owner.scatters import Scatters
+from kvferry.runtime.owner.writes import Writes
+
+# How long a push that waits for a GPU lets the owner sleep.
+AFTER_POLL_S = 200e-6
+
+
+class Role(Protocol):
+    """What the loop turns beside the driver."""
+
+    def take(self, item: object) -> bool:
+        """Something came from another thread; whether it was for this role."""
+
+    def cancel(self, handle: Any) -> bool:
+        """Give up a room that has not come to the machine; False if it has."""
+
+    def advance(self, now: float) -> None:
+        """At the end of a turn: what was waiting for something else than an event."""
+
+    def wakeup(self) -> float:
+        """When to look again although nothing came."""
+
+    def tidy(self) -> None:
+        """Now and then: let go of what nobody needs, and count what is in use."""
+
+
+class Begun(NamedTuple):
+    """An engine wants a room's cache."""
+
+    handle: Incoming
+
+
+class Stepped(NamedTuple):
+    """An engine asks for a step of a room: after that event, with what is to be learnt first."""
+
+    handle: Outgoing
+    after: Waitable | None
+    learn: Callable[[], None]
+    event: Event
+
+
+class SourceRole:
+    """A prefill rank."""
+
+    def __init__(
+        self,
+        driver: Driver[SourceMachine],
+        take: Callable[[Event], None],
+        outfit: Outfit[Outgoing],
+        writes: Writes,
+        channel: SourceChannel,
+    ) -> None:
+        self._driver = driver
+        self._take = take
+        self._rooms = outfit.rooms
+        self._writes = writes
+        self._channel = channel
+        self._slots = outfit.ground.slots
+        self._meter = outfit.meter
+        self._waiting: dict[Outgoing, None] = {}
+
+    def take(self, item: object) -> bool:
+        """From the mover, the copier, or an engine."""
+        match item:
+            case WriteEnd():
+                self._writes.ended(item)
+            case Stepped(handle=handle):
+                handle.steps.append((item.after, item.learn, item.event))
+                self._advance(handle)
+            case Copied():
+                self._writes.copied(item)
+            case Reached():
+                self._writes.reached(item)
+            case Unreached(session=session, problem=problem):
+                self._writes.unreached(session, problem)
+            case Measured(constants=constants):
+                self._writes.measured(constants)
+            case _:
+                return False
+        return True
+
+    def cancel(self, handle: Outgoing) -> bool:
+        """Every room of a source comes to the machine."""
+        return False
+
+    def _advance(self, handle: Outgoing) -> None:
+        """Take the steps that a room was asked for, as far as the GPU has come."""
+        while handle.steps:
+            after, learn, event = handle.steps[0]
+            if after is not None and handle.outcome is None and not after.query():
+                self._waiting[handle] = None
+                return
+            handle.steps.popleft()
+            if self._rooms.holds(handle):
+                learn()
+                self._take(event)
+        self._waiting.pop(handle, None)
+
+    def advance(self, now: float) -> None:
+        """Look at the pushes that wait for a GPU."""
+        for handle in list(self._waiting):
+            self._advance(handle)
+
+    def wakeup(self) -> float:
+        """Soon, while a push waits."""
+        return 0.0 if self._waiting else inf
+
+    def tidy(self) -> None:
+        """Routes, and staging in use."""
+        machine = self._driver.machine
+        self._channel.keep(machine.links)
+        if self._slots:
+            pool, total = self._slots.pool, self._slots.region.num_bytes
+            self._meter.staging(
+                (pool.num_slots - len(machine.local_slots)) * pool.slot_bytes, total
+            )
+
+
+class TargetRole:
+    """A decode rank."""
+
+    def __init__(
+        self,
+        driver: Driver[TargetMachine],
+        take: Callable[[Event], None],
+        outfit: Outfit[Incoming],
+        scatters: Scatters,
+        channel: TargetChannel,
+        directory: Directory,
+    ) -> None:
+        self._driver = driver
+        self._take = take
+        self._rooms = outfit.rooms
+        self._scatters = scatters
+        self._channel = channel
+        self._directory = directory
+        self._mover = outfit.mover
+        self._slots = outfit.ground.slots
+        self._meter = outfit.meter
+        # As the machine has them, for a last look after it has forgotten one.
+        self._received: dict[Room, TargetRoom] = {}
+        outfit.rooms.before_end = self._before_end
+        outfit.rooms.on_release = self._released
+
+    def take(self, item: object) -> bool:
+        """From the copier, the rendezvous, or an engine."""
+        match item:
+            case Begun(handle=handle):
+                self._receive(handle)
+            case Copied():
+                self._scatters.copied(item)
+            case Viewed():
+                self._learn(item)
+            case _:
+                return False
+        return True
+
+    def _receive(self, handle: Incoming) -> None:
+        self._mover.expect(True, soon=True)
+        view = self._directory.find(handle)
+        if view is not None:
+            self._begin(handle, view)
+
+    def _begin(self, handle: Incoming, view: InstanceView) -> None:
+        asked = handle.asked
+        instance = Instance(view.name, view.fingerprint, view.layout)
+        wanted = asked.request, asked.tables, asked.deadline, asked.digest
+        self._take(Receive(handle.room, instance, *wanted))
+        room = self._driver.machine.rooms.get(handle.room)
+        if room:
+            self._received[handle.room] = room
+
+    def _learn(self, news: Viewed) -> None:
+        for handle in self._directory.learn(news):
+            assert news.view is not None
+            self._begin(handle, news.view)
+        # Ask after ranks that the rendezvous no longer has in the life that we know.
+        view = news.view
+        lives = {Peer(view.name, one.rank): one.incarnation for one in view.ranks} if view else {}
+        self._driver.ask_after(
+            lambda link: link.peer.instance == news.name and _differs(link, lives)
+        )
+
+    # ------------------------------------------------------------ rooms that never began
+
+    def cancel(self, handle: Incoming) -> bool:
+        """Give up a room that still waits for its instance."""
+        waited = self._directory.give_up(handle)
+        if waited:
+            self._never_began(handle, FailureCode.ABORTED, "given up at decode")
+        return waited
+
+    def _never_began(self, handle: Incoming, code: FailureCode, text: str) -> None:
+        self._rooms.report(handle.room, Failure.of(code, text))
+        self._rooms.release(handle.room)
+
+    def advance(self, now: float) -> None:
+        """End the rooms whose instance did not come."""
+        for handle in self._directory.overdue(now):
+            self._directory.give_up(handle)
+            name = handle.asked.prefill
+            text = f"instance {name!r} is not at the rendezvous with all its ranks"
+            self._never_began(handle, FailureCode.UNREACHABLE, text)
+
+    def wakeup(self) -> float:
+        """When the first of these has to end."""
+        return self._directory.wakeup()
+
+    # ------------------------------------------------------------ ends
+
+    def _before_end(self, handle: Incoming, outcome: Outcome) -> None:
+        room = self._received.get(handle.room)
+        if isinstance(outcome, Done) or room is None:
+            return
+        me, layout = self._driver.machine.me, self._driver.machine.layout
+        handle.bad_pages = bad_pages(layout, me.rank, handle.asked.tables, room.unusable())
+
+    def _released(self, room: Room) -> None:
+        self._received.pop(room, None)
+
+    def tidy(self) -> None:
+        """Instances and connections, and staging in use."""
+        machine = self._driver.machine
+        linked = {link.peer.instance for link in machine.links.values()}
+        needed = self._directory.forget_ended(linked)
+        for peer in self._channel.peers:
+            if peer.instance not in needed:
+                self._channel.drop(peer)
+        self._mover.expect(len(self._rooms) > 0)
+        if self._slots:
+            pool = self._slots.pool
+            used = pool.num_slots - len(machine.credits.free)
+            self._meter.staging(used * pool.slot_bytes, self._slots.region.num_bytes)
+
+
+def _differs(link: Link, lives: dict[Peer, int]) -> bool:
+    return lives.get(link.peer) != link.incarnation

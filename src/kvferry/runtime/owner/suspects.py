@@ -1,0 +1,34 @@
+"""Suspects: to a driver, the port through which it asks whether peers live.
+
+The asking is the prober's, on a thread of its own; what it finds comes as ``PeerGone``.
+"""
+
+from __future__ import annotations
+
+from kvferry.ids import Peer
+from kvferry.runtime.card import Card
+from kvferry.runtime.driver.sessions import Record
+from kvferry.runtime.prober import Prober
+
+
+class Suspects:
+    """Who is asked after, at the lifelines that they told us of."""
+
+    def __init__(self, prober: Prober) -> None:
+        self._prober = prober
+
+    def suspect(self, record: Record) -> None:
+        """Ask after that life until it is proven gone, or acquitted."""
+        address = Card.address_in(record.metadata)
+        if address:
+            self._prober.suspect(record.peer, record.incarnation, address)
+
+    def acquit(self, peer: Peer, incarnation: int) -> None:
+        """Nobody waits for that proof any more."""
+        self._prober.acquit(peer, incarnation)
+
+    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+        """There was a sign that it may be gone: ask until it answers, for a short while."""
+        address = Card.address_in(metadata)
+        if address:
+            self._prober.sign(peer, incarnation, address)

@@ -1,0 +1,213 @@
+"""Writes: to a source's driver, the port to its peers' memory.
+
+A small write into mapped memory is made here and now, because handing it to another
+thread would cost more. Everything else goes to the mover, or to the copier first, which
+fills a slot and passes it on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from math import inf
+
+from kvferry.errors import KvferryError, TransportError
+from kvferry.ids import Op, Peer, Session
+from kvferry.plan.bind import Binding, Image, Pair, Side, bind
+from kvferry.plan.choose import Constants, Path
+from kvferry.plan.places import Base
+from kvferry.protocol.events import Connect, Event, Fate, Scatter, SendFailed, Sent, Write
+from kvferry.protocol.source import SourceMachine
+from kvferry.runtime.card import Card
+from kvferry.runtime.copier import BulkWrite, Copied, Copier, CopyJob
+from kvferry.runtime.metrics import Meter
+from kvferry.runtime.mover.gauge import Gauge
+from kvferry.runtime.mover.mover import Mover, Posting, Reached, WriteEnd
+from kvferry.runtime.outgoing import Outgoing
+from kvferry.runtime.owner.paths import Course, PathPolicy, Sides
+from kvferry.runtime.owner.rooms import RoomTable
+from kvferry.runtime.setup import Ground
+from kvferry.transport.base import Remote
+
+log = logging.getLogger("kvferry.runtime")
+
+# A transport's costs are measured when a peer connects, but not more often than this.
+REMEASURE_S = 30.0
+# What copying may keep the owner from its other work: about 20 µs.
+AT_ONCE_BYTES = 128 << 10
+NOBODY = Card("", b"", ("", 0))
+
+
+class Writes:
+    """What is being written, and how each of it goes."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        rooms: RoomTable[Outgoing],
+        mover: Mover,
+        copier: Copier,
+        meter: Meter,
+        *,
+        measures: bool,
+    ) -> None:
+        self._ground = ground
+        self._rooms = rooms
+        self._mover = mover
+        self._copier = copier
+        self._meter = meter
+        self._measures = measures
+        self._measured_at = -inf
+        self._cards: dict[Session, Card] = {}
+        self._remotes: dict[Session, Remote] = {}
+        self._flying: dict[Op, Write] = {}
+
+    def attach(
+        self, machine: SourceMachine, policy: PathPolicy, answer: Callable[[Event], None]
+    ) -> None:
+        """Whom this writes for, and who hears how it went."""
+        self._machine = machine
+        self._policy = policy
+        self._answer = answer
+
+    def sides_of(self, course: Course) -> Sides:
+        """Where a room's pages are, here and at a target; made once for all writes of an offer."""
+        handle = self._rooms.get(course.room)
+        ours = Side(self._ground.memory.map, handle.tables.tables() if handle else {})
+        key = (course.session, course.generation)
+        theirs = handle.sides.get(key) if handle else None
+        if theirs is None:
+            hello = self._machine.links[course.session].hello
+            assert hello is not None
+            theirs = Side(hello.pools, {t.group: t.as_page_table() for t in course.tables})
+            if handle:
+                handle.sides[key] = theirs
+        return Sides(ours, theirs)
+
+    # ------------------------------------------------------------ peers
+
+    def connect(self, action: Connect) -> None:
+        """A target has greeted us: reach its memory while the engine still computes."""
+        try:
+            card = Card.decode(action.metadata)
+        except TransportError as error:
+            self.unreached(action.session, str(error))
+            card = NOBODY
+        self._cards[action.session] = card
+        self._mover.reach(action.session, card.payload)
+        now = time.monotonic()
+        if self._measurable(card) and now >= self._measured_at + REMEASURE_S:
+            self._measured_at = now
+            self._mover.measure(action.session, self._gauge(card), self._policy.constants)
+
+    def unreached(self, session: Session, problem: str) -> None:
+        """Writes to that peer will fail with the same words."""
+        me = self._ground.member.peer
+        log.warning("not-connected endpoint=%s session=%s problem=%s", me, session, problem)
+
+    def reached(self, news: Reached) -> None:
+        """A peer's memory is there."""
+        if self._ground.transport.writes_at_once and news.session in self._cards:
+            self._remotes[news.session] = news.remote
+
+    def measured(self, constants: Constants) -> None:
+        """The transport costs this."""
+        self._policy.constants = constants
+
+    def cut(self, session: Session) -> None:
+        """Let nothing more of a session start."""
+        self._remotes.pop(session, None)
+        self._mover.cut(session)
+
+    def forget(self, session: Session) -> None:
+        """Nothing of a session is in flight."""
+        self._remotes.pop(session, None)
+        self._cards.pop(session, None)
+        self._mover.forget(session)
+
+    def _measurable(self, card: Card) -> bool:
+        both = self._ground.slots is not None and card.staging_region is not None
+        return self._measures and both
+
+    def _gauge(self, card: Card) -> Gauge:
+        slots = self._ground.slots
+        assert slots is not None
+        assert card.staging_region is not None
+        ours = Base(0, len(self._ground.memory.regions), slots.scratch_offset)
+        return Gauge(ours, Base(0, card.staging_region, card.scratch_offset))
+
+    # ------------------------------------------------------------ writes
+
+    def write(self, action: Write) -> None:
+        """Make a write, or have it made."""
+        self._flying[action.op] = action
+        if action.slot is not None:
+            self._gather(action)
+            return
+        session = action.note.session
+        try:
+            binding = self._policy.binding(self._machine.links[session].plan, action)
+        except KvferryError as error:
+            self.ended(WriteEnd(action.op, Fate.FAILED, str(error)))
+            return
+        remote = self._remotes.get(session)
+        if remote is not None and binding.num_bytes <= AT_ONCE_BYTES:
+            self._write_now(action.op, remote, binding)
+        else:
+            self._mover.write(Posting(action.op, session, binding))
+
+    def _write_now(self, op: Op, remote: Remote, binding: Binding) -> None:
+        begin = time.monotonic()
+        fate, detail = self._ground.transport.write_now(remote, binding)
+        path = Path.RUNS if binding.contiguous else Path.SLICES
+        size = binding.num_bytes, binding.num_pieces
+        self.ended(WriteEnd(op, fate, detail, path, *size, time.monotonic() - begin))
+
+    def scatter(self, action: Scatter) -> None:
+        """Never asked for: what comes to a source is its engine's."""
+        raise AssertionError(f"a source was asked for {action!r}")
+
+    def _gather(self, action: Write) -> None:
+        """Fill the local slot, then write it in bulk."""
+        slots, link = self._ground.slots, self._machine.links[action.note.session]
+        card = self._cards[link.session]
+        assert slots is not None
+        assert link.hello is not None
+        if card.staging_region is None or action.slot is None or action.local_slot is None:
+            problem = f"{action.peer} granted a slot that it does not have"
+            self.ended(WriteEnd(action.op, Fate.FAILED, problem))
+            return
+        handle = self._rooms.get(action.room)
+        ours = Side(self._ground.memory.map, handle.tables.tables() if handle else {})
+        pair = Pair(self._ground.member.rank, action.peer.rank)
+        make = partial(bind, link.plan, pair, action.request, ours, Image(), action.blocks)
+        from_ = Base(0, len(self._ground.memory.regions), slots.pool.offset(action.local_slot))
+        to = Base(0, card.staging_region, action.slot * link.hello.staging.slot_bytes)
+        into = (slots.address(action.local_slot),)
+        then = BulkWrite(link.session, from_, to)
+        self._copier.submit(CopyJob(action.op, make, self._ground.addresses, into, then))
+
+    def copied(self, news: Copied) -> None:
+        """A gather has failed; one that went well is the mover's by now."""
+        self.ended(WriteEnd(news.op, Fate.FAILED, news.problem))
+
+    def ended(self, end: WriteEnd) -> None:
+        """A write has ended, or nobody knows whether."""
+        action = self._flying.pop(end.op)
+        self._meter.wrote(end)
+        if end.fate is None:
+            handle = self._rooms.get(action.room)
+            if handle is not None:
+                handle.carried[end.path] = handle.carried.get(end.path, 0) + end.num_bytes
+            self._answer(Sent(end.op))
+            return
+        self._log(action.peer, action, end)
+        self._answer(SendFailed(end.op, end.fate))
+
+    def _log(self, peer: Peer, action: Write, end: WriteEnd) -> None:
+        log.warning(
+            "write-failed endpoint=%s room=%r peer=%s fate=%s detail=%r",
+            *(self._ground.member.peer, action.room, peer, end.fate, end.detail),
+        )

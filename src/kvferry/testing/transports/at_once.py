@@ -1,0 +1,59 @@
+"""Cases for transports that can write at once, on any thread."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.protocol.events import Fate
+from kvferry.testing.transports.base import Cases
+from kvferry.testing.transports.bindings import Piece, after, binding_of
+from kvferry.testing.transports.crew import Crew, all_well
+from kvferry.testing.transports.host import Write
+from kvferry.testing.transports.moving import scattered, stripes
+from kvferry.testing.transports.refusing import KIB, OUTSIDE
+
+MIB = 1 << 20
+
+
+class AtOnceCases(Cases):
+    """``write_now`` is over when it returns, and is in nobody's way."""
+
+    @pytest.fixture
+    def at_once(self, crew: Crew) -> Crew:
+        """The processes of one test, of a transport that can."""
+        if not self.kind.writes_at_once:
+            pytest.skip(f"{self.transport} does not write at once")
+        return crew
+
+    def test_written_at_once(self, at_once: Crew) -> None:
+        """When it returns, the bytes are there; nothing more is told of it."""
+        source, target = at_once.source(*[MIB] * 3), at_once.target(*[MIB] * 3)
+        remote = source.connect(target.metadata)
+        bindings = [scattered(1, 200, 3, MIB), binding_of([]), scattered(2, 200, 3, MIB)]
+        for op, binding in enumerate(bindings):
+            assert source.write_now([Write(remote, op, binding)]) == [(op, None, "")]
+            target.regions = after(binding, source.regions, target.regions)
+            target.check()
+
+    def test_a_piece_outside_its_region_is_refused_at_once(self, at_once: Crew) -> None:
+        """Not one byte is written, also not of its good pieces."""
+        source, target = at_once.source(64 * KIB), at_once.target(64 * KIB, 64 * KIB)
+        remote, good = source.connect(target.metadata), Piece(0, 0, 32 * KIB)
+        for where, piece in OUTSIDE.items():
+            (ended,) = source.write_now([Write(remote, 1, binding_of([good, piece]))])
+            assert (ended.op, ended.fate) == (1, Fate.FAILED), where
+            assert ended.detail, "a failure must say what is wrong"
+            target.check()
+
+    def test_two_threads_at_once(self, at_once: Crew) -> None:
+        """And the transport's own thread, which writes meanwhile, to the same peer."""
+        source, target = at_once.source(48 * MIB), at_once.target(48 * MIB)
+        remote = source.connect(target.metadata)
+        writes = stripes(remote, 48)
+        ours, shares = writes[::3], (writes[1::3], writes[2::3])
+        ended = source.write_now(*shares, meanwhile=ours)
+        all_well(ended, [*shares[0], *shares[1]])
+        all_well(source.wait(num_ended=len(ours)), ours)
+        for write in writes:
+            target.regions = after(write.binding, source.regions, target.regions)
+        target.check()
