@@ -29,6 +29,8 @@ class Level(msgspec.Struct):
     rooms_per_s: float
     p50_ms: float
     p99_ms: float
+    source_cpu_ms: float
+    target_cpu_ms: float
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,10 +64,13 @@ def measure(levels: list[int], num_rooms: int, transport: str, *, tell: bool) ->
 def _level(fleet: Fleet, concurrency: int, num_rooms: int) -> Level:
     """Both sides play their part by themselves; the target times each room."""
     source, target = fleet.sources[0], fleet.targets["decode"][0]
+    before = [rank.ask("cpu_s") for rank in (source, target)]
     source.begin("serve_rooms", concurrency, num_rooms, concurrency)
     target.begin("ask_rooms", fleet.prefill.name, concurrency, num_rooms, concurrency)
     seconds, total_s = target.answer(300.0)
     source.answer(300.0)
+    after = [rank.ask("cpu_s") for rank in (source, target)]
+    cpu_ms = [1e3 * (b - a) / num_rooms for a, b in zip(before, after, strict=True)]
     ordered = sorted(1e3 * s for s in seconds)
     return Level(
         concurrency,
@@ -73,12 +78,13 @@ def _level(fleet: Fleet, concurrency: int, num_rooms: int) -> Level:
         num_rooms / total_s,
         statistics.median(ordered),
         ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))],
+        *cpu_ms,
     )
 
 
 def _print(levels: list[Level]) -> None:
     table = Table(box=None)
-    for name in ("at once", "rooms", "rooms/s", "p50 ms", "p99 ms"):
+    for name in ("at once", "rooms", "rooms/s", "p50 ms", "p99 ms", "CPU ms a room"):
         table.add_column(name, justify="right")
     for level in levels:
         table.add_row(
@@ -87,5 +93,6 @@ def _print(levels: list[Level]) -> None:
             f"{level.rooms_per_s:.0f}",
             f"{level.p50_ms:.2f}",
             f"{level.p99_ms:.2f}",
+            f"{level.source_cpu_ms:.2f} + {level.target_cpu_ms:.2f}",
         )
     Console().print(table)

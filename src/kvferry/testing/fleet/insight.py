@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -156,6 +157,10 @@ class Insight:
         """Memory taken beside the pools."""
         size: int = self.endpoint.staging_bytes
         return size
+
+    def cpu_s(self) -> float:
+        """Seconds that this process has computed, in all its threads."""
+        return time.process_time()
 
     def resources(self) -> dict[str, int]:
         """What this process has of the machine's: Linux only."""
