@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
+from kvferry.ids import Op
 from kvferry.regions import Device, Region
 from kvferry.testing.transports import binding_of, copy_by_memmove
 from kvferry.transport import descriptors
@@ -137,7 +138,7 @@ class TestRefusing:
         """The GPU writes, which takes longer than handing the write over."""
         assert not CudaTransport.writes_at_once
         with pytest.raises(TransportError, match="does not write at once"):
-            transport().write_now(Remote(), binding_of([]))
+            transport().write_now(Remote(), Op(1), binding_of([]))
 
     @pytest.mark.parametrize(
         ("spans", "place", "sentence"),

@@ -90,30 +90,30 @@ TRANSPORTS = """
     class EarlyEnd(ShmTransport):
         name = "early-end"
 
-        def write_now(self, remote, pieces):
-            nothing = super().write_now(remote, Binding(()))
-            threading.Timer(1, super().write_now, (remote, pieces)).start()
+        def write_now(self, remote, op, pieces):
+            nothing = super().write_now(remote, op, Binding(()))
+            threading.Timer(1, super().write_now, (remote, op, pieces)).start()
             return nothing
 
 
     class ChecksTooLate(ShmTransport):
         name = "checks-too-late"
 
-        def write_now(self, remote, pieces):
+        def write_now(self, remote, op, pieces):
             for part in pieces.parts:
-                fate, detail = super().write_now(remote, Binding((part,)))
-                if fate:
+                ended = super().write_now(remote, op, Binding((part,)))
+                if ended.fate:
                     break
-            return fate, detail
+            return ended
 
 
     class OneThreadOnly(ShmTransport):
         name = "one-thread-only"
 
-        def write_now(self, remote, pieces):
+        def write_now(self, remote, op, pieces):
             self.doing = pieces
             time.sleep(0.001)
-            return super().write_now(remote, self.doing)
+            return super().write_now(remote, op, self.doing)
 
 
     class TellsTwice(ShmTransport):

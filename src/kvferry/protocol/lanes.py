@@ -15,7 +15,7 @@ from kvferry.layout.spec import Slot
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Finish
-from kvferry.protocol.messages import Arrived, Credit, Offer, Table
+from kvferry.protocol.messages import Arrived, Credit, Table
 from kvferry.protocol.outcome import Failure
 from kvferry.protocol.parcels import cut_to_slots, within
 from kvferry.protocol.states import LaneState, RoomState
@@ -113,12 +113,6 @@ StagePolicy = Callable[[Lane, Block], bool]
 def never_stage(lane: Lane, block: Block) -> bool:
     """Write everything straight into the target's pages."""
     return False
-
-
-def new_lane(room: SourceRoom, link: Link, source: int, offer: Offer, now: float) -> Lane:
-    """The lane that an offer asks for."""
-    owed = link.plan.blocks(source, link.peer.rank, offer.request)
-    return Lane(room, link, offer.generation, offer.request, offer.tables, owed, now)
 
 
 def paged(lane: Lane) -> list[Block]:

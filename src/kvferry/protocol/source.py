@@ -15,6 +15,7 @@ from kvferry.config import ProtocolConfig
 from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse
 from kvferry.ids import Peer, Room
+from kvferry.plan.plan import Block
 from kvferry.protocol.checks import offer_problem
 from kvferry.protocol.endpoint import Identity, Link
 from kvferry.protocol.events import (
@@ -33,7 +34,6 @@ from kvferry.protocol.lanes import (
     StagePolicy,
     chunk,
     never_stage,
-    new_lane,
     states,
 )
 from kvferry.protocol.messages import (
@@ -226,20 +226,22 @@ class SourceMachine(Writer):
         if lane and lane.link is link and lane.generation == offer.generation:
             self._say(link, Accept(offer.room, offer.generation))
             return
-        failure = self._why_not(link, room, offer)
+        owed = link.plan.blocks(self.me.rank, link.peer.rank, offer.request)
+        failure = self._why_not(link, room, offer, owed)
         if failure:
             self._say_drained(link, offer, failure)
             return
         room = self._room_for(offer, room)
-        self._add_lane(room, link, offer)
+        self._add_lane(room, link, offer, owed)
 
-    def _why_not(self, link: Link, room: SourceRoom | None, offer: Offer) -> Failure | None:
+    def _why_not(
+        self, link: Link, room: SourceRoom | None, offer: Offer, owed: tuple[Block, ...]
+    ) -> Failure | None:
         """Why an offer can't be taken."""
         if link.state is LinkState.LOST:
             # Kept only until its last write has ended. A lane on it would outlive it.
             text = f"the session with {link.peer} is over"
             return Failure.of(FailureCode.SESSION_REPLACED, text)
-        owed = link.plan.blocks(self.me.rank, link.peer.rank, offer.request)
         assert link.hello is not None
         problem = offer_problem(link.plan, link.hello, link.peer.rank, offer, owed)
         if problem:
@@ -280,8 +282,11 @@ class SourceMachine(Writer):
             room.heard.clear()
         return room
 
-    def _add_lane(self, room: SourceRoom, link: Link, offer: Offer) -> None:
-        lane = new_lane(room, link, self.me.rank, offer, self._now)
+    def _add_lane(
+        self, room: SourceRoom, link: Link, offer: Offer, owed: tuple[Block, ...]
+    ) -> None:
+        named = offer.generation, offer.request, offer.tables
+        lane = Lane(room, link, *named, owed, self._now)
         room.lanes[link.peer.rank] = lane
         room.heard.add(link.peer.rank)
         room.plan, room.instance = link.plan, link.peer.instance

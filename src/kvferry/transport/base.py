@@ -141,12 +141,13 @@ class Transport(ABC):
         A piece outside a region of either side is FAILED before anything is written.
         """
 
-    def write_now(self, remote: Remote, pieces: Binding) -> tuple[Fate | None, str]:
-        """Write here and now, and say how it ended: the fate, as of ``Ended``, and its detail.
+    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:
+        """Write here and now, and say how it ended; None: it goes on, and ``poll`` will tell.
 
-        May be called on any thread, also while the transport's own thread is inside any other
-        method, but not for a remote that is being disconnected, as all are by ``close``.
-        ``poll`` tells nothing of it. Bounds are those of ``write``.
+        BUSY: nothing was submitted, because the transport's own thread is at work; let it do
+        this one too. May be called on any thread, also while the transport's own thread is
+        inside any other method, but not for a remote that is being disconnected, as all are
+        by ``close``. What was told here is not told by ``poll``. Bounds are those of ``write``.
         """
         raise TransportError("this transport does not write at once")
 

@@ -27,10 +27,12 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar
+from functools import wraps
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from kvferry.errors import TransportError
 from kvferry.ids import Op
@@ -57,17 +59,38 @@ _LONG_COPIES = "CMA_SEG_SIZE=16m"
 _POLL_S = 0.005
 
 
+# How long a write that is made at once is looked after before that is left to ``poll``.
+_AT_ONCE_S = 30e-6
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_turn(method: Callable[Concatenate[NixlTransport, P], R]) -> Callable[..., R]:
+    """NIXL has no locks of its own here, and a small write may come from another thread."""
+
+    @wraps(method)
+    def locked(self: NixlTransport, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
 class NixlTransport(Transport):
-    """One NIXL agent."""
+    """One NIXL agent, which one thread at a time may use."""
 
     name: ClassVar[str] = "nixl"
     needs_polling: ClassVar[bool] = True
+    writes_at_once: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         # NIXL keeps peers by name, so one that comes back must have another.
         self._name = f"{setup.agent}.{secrets.token_hex(4)}"
         self._agent: Any = _agent(self._name, setup)
+        self._turn = threading.Lock()
         self._memory = Memory(())
         self._registered: list[Any] = []
         self._public: tuple[Region, ...] = ()
@@ -82,6 +105,7 @@ class NixlTransport(Transport):
 
     # ------------------------------------------------------------ memory and peers
 
+    @_in_turn
     def register(self, regions: Sequence[Region], *, writable: bool) -> None:
         """Take memory of the host and of GPUs."""
         for name in ("DRAM", "VRAM"):
@@ -94,6 +118,7 @@ class NixlTransport(Transport):
         self._memory = Memory(regions)
         self._public = self.regions if writable else ()
 
+    @_in_turn
     def metadata(self) -> bytes:
         """How to reach the agent, and its regions if peers may write them."""
         with _translated("NIXL has no metadata for its peers"):
@@ -105,6 +130,7 @@ class NixlTransport(Transport):
                 agent = self._agent.get_partial_agent_metadata(nothing, inc_conn_info=True)
         return encode(self._name, agent, self._public)
 
+    @_in_turn
     def connect(self, metadata: bytes) -> Remote:
         """Get to know a peer's agent. The connection itself is made in the background."""
         theirs = decode(metadata)
@@ -136,18 +162,37 @@ class NixlTransport(Transport):
 
     # ------------------------------------------------------------ writes
 
+    @_in_turn
     def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
         """Submit the first batch. Between processes of one host, that is its copy."""
+        self._begin(remote, op, pieces)
+
+    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:
+        """Submit, and look after it for a moment, unless the agent is in use."""
+        if not self._turn.acquire(blocking=False):
+            return Ended(op, Fate.BUSY, "the agent is in use")
+        try:
+            write = self._begin(remote, op, pieces)
+            enough = time.monotonic() + _AT_ONCE_S
+            while write in self._writes and time.monotonic() < enough:
+                self._step(write)
+            return None if write in self._writes else self._ended.pop()
+        finally:
+            self._turn.release()
+
+    def _begin(self, remote: Remote, op: Op, pieces: Binding) -> Write | None:
+        """Begin a write; None if it has failed, which is in ``_ended`` then."""
         assert isinstance(remote, Connected)
         assert not remote.is_left, "a write comes before disconnect"
         todo = self._batches(remote.peer, pieces)
         if isinstance(todo, str):
             self._ended.append(Ended(op, Fate.FAILED, todo))
-            return
+            return None
         write = Write(remote, op, todo)
         remote.peer.num_writes += 1
         self._writes[write] = None
         self._step(write)
+        return write
 
     def _batches(self, peer: Peer, pieces: Binding) -> list[Batch] | str:
         """What to hand to NIXL, or why nothing can be."""
@@ -159,6 +204,7 @@ class NixlTransport(Transport):
             return [batch_of(only, ours, theirs)]
         return bounds.problem(pieces, ours.sizes, theirs.sizes) or batches(pieces, ours, theirs)
 
+    @_in_turn
     def poll(self) -> list[Ended]:
         """Move everything on, for a few milliseconds at most."""
         if self._agent is None:
@@ -206,6 +252,7 @@ class NixlTransport(Transport):
 
     # ------------------------------------------------------------ the end
 
+    @_in_turn
     def disconnect(self, remote: Remote) -> None:
         """Say no more of its writes, and let the connection go once they are over."""
         assert isinstance(remote, Connected)
@@ -225,6 +272,7 @@ class NixlTransport(Transport):
             del self._peers[peer.name]
             self._forget(peer.name)
 
+    @_in_turn
     def close(self) -> None:
         """End the agent. Nothing reads our memory after that."""
         if self._agent is None:

@@ -166,20 +166,20 @@ class ShmTransport(Transport):
 
     def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
         """Copy, here and now, and tell of it later."""
-        self._ended.append(Ended(op, *self.write_now(remote, pieces)))
+        self._ended.append(self.write_now(remote, op, pieces))
         self.on_news()
 
-    def write_now(self, remote: Remote, pieces: Binding) -> tuple[Fate | None, str]:
+    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended:
         """Copy. Nothing of ours changes by it, so any number of threads may."""
         assert isinstance(remote, _Mapped)
         outside = bounds.problem(pieces, self._limits, remote.limits)
         if outside:
-            return Fate.FAILED, outside
+            return Ended(op, Fate.FAILED, outside)
         try:
             self.setup.copy(pieces, self._addresses, remote.addresses)
         except Exception as error:  # One write fails, whatever the copy ran into.
-            return Fate.FAILED, f"copying failed ({type(error).__name__}: {error})"
-        return None, ""
+            return Ended(op, Fate.FAILED, f"copying failed ({type(error).__name__}: {error})")
+        return Ended(op, None)
 
     def poll(self) -> list[Ended]:
         """What was copied since the last call."""

@@ -8,7 +8,6 @@ a write means, is the driver's.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -26,8 +25,6 @@ from kvferry.protocol.events import Fate
 from kvferry.runtime.mover.gauge import Gauge
 from kvferry.runtime.pulse import Pulse
 from kvferry.transport.base import Ended, Remote, Transport
-
-log = logging.getLogger("kvferry.runtime")
 
 # Those that this process may use, which in a container or under taskset are not all.
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -89,11 +86,18 @@ class ThreadBroke(NamedTuple):
     error: Exception
 
 
-class _Flight(NamedTuple):
+class Flight(NamedTuple):
+    """A write that has begun."""
+
     started: float
     path: Path
     num_bytes: int
     num_pieces: int
+
+    def end(self, ended: Ended) -> WriteEnd:
+        """What is told of it."""
+        seconds = time.monotonic() - self.started
+        return WriteEnd(ended.op, ended.fate, ended.detail, *self[1:], seconds)
 
 
 # What the owner hears. Told on the mover's thread; whoever listens must not wait.
@@ -110,7 +114,9 @@ class Mover:
         self._remotes: dict[Session, Remote] = {}
         self._problems: dict[Session, str] = {}
         self._cut: set[Session] = set()
-        self._flights: dict[Op, _Flight] = {}
+        self._flights: dict[Op, Flight] = {}
+        # Ends of writes that somebody else has begun and not yet told us of.
+        self._early: dict[Op, Ended] = {}
         self._gauges: dict[Op, tuple[Session, Gauge, Constants]] = {}
         self._own_ops = 0
         self._expecting = False
@@ -137,6 +143,10 @@ class Mover:
     def write(self, posting: Posting) -> None:
         """Make a write."""
         self._jobs.put(lambda: self._write(posting))
+
+    def follow(self, op: Op, flight: Flight) -> None:
+        """Look after a write that has begun on another thread, and tell how it ends."""
+        self._jobs.put(lambda: self._follow(op, flight))
 
     def cut(self, session: Session) -> None:
         """Let nothing more of a session start: what waits here fails."""
@@ -241,10 +251,16 @@ class Mover:
         direct = Path.RUNS if binding.contiguous else Path.SLICES
         if not self.transport.maps_peer and path is None:
             binding = binding.merged()
-        self._flights[op] = _Flight(
-            time.monotonic(), path or direct, binding.num_bytes, binding.num_pieces
-        )
+        size = binding.num_bytes, binding.num_pieces
+        self._flights[op] = Flight(time.monotonic(), path or direct, *size)
         self.transport.write(remote, op, binding)
+
+    def _follow(self, op: Op, flight: Flight) -> None:
+        ended = self._early.pop(op, None)
+        if ended is None:
+            self._flights[op] = flight
+        else:
+            self._tell(flight.end(ended))
 
     def _end(self, ended: Ended) -> None:
         if ended.op in self._gauges:
@@ -252,10 +268,9 @@ class Mover:
             return
         flight = self._flights.pop(ended.op, None)
         if flight is None:
-            log.error("write-ended-twice op=%d fate=%s", ended.op, ended.fate)
-            return
-        seconds = time.monotonic() - flight.started
-        self._tell(WriteEnd(ended.op, ended.fate, ended.detail, *flight[1:], seconds))
+            self._early[ended.op] = ended
+        else:
+            self._tell(flight.end(ended))
 
     # ------------------------------------------------------------ measuring
 
@@ -267,7 +282,7 @@ class Mover:
         # A number below zero, where no write of the machine's is.
         self._own_ops -= 1
         op = Op(self._own_ops)
-        self._flights[op] = _Flight(time.monotonic(), Path.SLICES, 0, 0)
+        self._flights[op] = Flight(time.monotonic(), Path.SLICES, 0, 0)
         self._gauges[op] = session, gauge, before
         self.transport.write(remote, op, binding)
 

@@ -12,7 +12,7 @@ from math import inf
 
 import zmq
 
-from kvferry.runtime.control import ZmqSocket
+from kvferry.runtime.control import ZmqSocket, has_message
 
 SHORT_S = 1e-3
 
@@ -48,16 +48,10 @@ class Poller:
 
     def _wait_briefly(self, timeout_s: float) -> None:
         # A ZeroMQ socket's file tells of changes only, so what is there already must be asked for.
-        if timeout_s <= 0 or any(map(_has_something, self._sockets)):
+        if timeout_s <= 0 or any(map(has_message, self._sockets)):
             return
         try:
             select.select([*self._files, *self._sockets.values()], (), (), timeout_s)
         except ValueError:
             # A file number above what select can take: a whole millisecond, then.
             self._poller.poll(1)
-
-
-def _has_something(socket: ZmqSocket) -> bool:
-    events = socket.getsockopt(zmq.EVENTS)
-    assert isinstance(events, int)
-    return bool(events & zmq.POLLIN)

@@ -24,7 +24,7 @@ from kvferry.runtime.card import Card
 from kvferry.runtime.copier import BulkWrite, Copied, Copier, CopyJob
 from kvferry.runtime.metrics import Meter
 from kvferry.runtime.mover.gauge import Gauge
-from kvferry.runtime.mover.mover import Mover, Posting, Reached, WriteEnd
+from kvferry.runtime.mover.mover import Flight, Mover, Posting, Reached, WriteEnd
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.paths import Course, PathPolicy, Sides
 from kvferry.runtime.owner.rooms import RoomTable
@@ -35,8 +35,8 @@ log = logging.getLogger("kvferry.runtime")
 
 # A transport's costs are measured when a peer connects, but not more often than this.
 REMEASURE_S = 30.0
-# What copying may keep the owner from its other work: about 20 µs.
-AT_ONCE_BYTES = 128 << 10
+# What a write may keep the owner from its other work: some 50 µs.
+AT_ONCE_BYTES, AT_ONCE_PIECES = 128 << 10, 64
 NOBODY = Card("", b"", ("", 0))
 
 
@@ -152,18 +152,26 @@ class Writes:
         except KvferryError as error:
             self.ended(WriteEnd(action.op, Fate.FAILED, str(error)))
             return
+        posting = Posting(action.op, session, binding)
         remote = self._remotes.get(session)
-        if remote is not None and binding.num_bytes <= AT_ONCE_BYTES:
-            self._write_now(action.op, remote, binding)
+        if remote is not None and _is_small(binding):
+            self._write_now(posting, remote)
         else:
-            self._mover.write(Posting(action.op, session, binding))
+            self._mover.write(posting)
 
-    def _write_now(self, op: Op, remote: Remote, binding: Binding) -> None:
-        begin = time.monotonic()
-        fate, detail = self._ground.transport.write_now(remote, binding)
+    def _write_now(self, posting: Posting, remote: Remote) -> None:
+        transport, binding = self._ground.transport, posting.binding
         path = Path.RUNS if binding.contiguous else Path.SLICES
-        size = binding.num_bytes, binding.num_pieces
-        self.ended(WriteEnd(op, fate, detail, path, *size, time.monotonic() - begin))
+        if not transport.maps_peer:
+            binding = binding.merged()
+        flight = Flight(time.monotonic(), path, binding.num_bytes, binding.num_pieces)
+        ended = transport.write_now(remote, posting.op, binding)
+        if ended is None:
+            self._mover.follow(posting.op, flight)
+        elif ended.fate is Fate.BUSY:
+            self._mover.write(posting)
+        else:
+            self.ended(flight.end(ended))
 
     def scatter(self, action: Scatter) -> None:
         """Never asked for: what comes to a source is its engine's."""
@@ -211,3 +219,7 @@ class Writes:
             "write-failed endpoint=%s room=%r peer=%s fate=%s detail=%r",
             *(self._ground.member.peer, action.room, peer, end.fate, end.detail),
         )
+
+
+def _is_small(binding: Binding) -> bool:
+    return binding.num_bytes <= AT_ONCE_BYTES and binding.num_pieces <= AT_ONCE_PIECES

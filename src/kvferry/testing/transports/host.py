@@ -114,8 +114,21 @@ class Life:
         return [ended for share in begun for ended in share.result()]
 
     def _written_now(self, writes: Sequence[Write]) -> list[Ended]:
-        to, now = self._remotes, self.transport.write_now
-        return [Ended(Op(one.op), *now(to[one.remote], one.binding)) for one in writes]
+        """Again and again where the transport is busy; what goes on is told by ``wait``."""
+        told = []
+        for one in writes:
+            ended = self._write_now(one)
+            while ended is not None and ended.fate is Fate.BUSY:
+                time.sleep(PACE_S)
+                ended = self._write_now(one)
+            if ended is None:
+                self._writes[Op(one.op)] = one
+            else:
+                told.append(ended)
+        return told
+
+    def _write_now(self, one: Write) -> Ended | None:
+        return self.transport.write_now(self._remotes[one.remote], Op(one.op), one.binding)
 
     def wait(self, num_ended: int, limit_s: float) -> list[Ended]:
         """What has ended and was not told yet, once it is that much or the time is up."""
