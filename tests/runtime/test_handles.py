@@ -354,6 +354,15 @@ def test_a_closed_endpoint_takes_no_rooms_and_ends_those_it_has(pair: Pair) -> N
 # ---------------------------------------------------------------- small parts
 
 
+def test_a_room_that_never_began_has_no_good_page(pair: Pair) -> None:
+    into = pair.target.receive(
+        "too-late", prefill=pair.view, tokens=10, prefix=4, pages=[5, 3, 1], deadline_s=1e-9
+    )
+    assert isinstance(into.wait(WAIT_S), Failure)
+    # The first page holds the prefix, which was here before.
+    assert into.bad_pages == {"kv": [3, 1]}
+
+
 def test_the_inbox_keeps_order_and_wakes_its_owner() -> None:
     inbox: Inbox[int] = Inbox()
     seen: list[int] = []

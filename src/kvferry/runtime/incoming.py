@@ -27,16 +27,33 @@ class Asked(NamedTuple):
 
 
 class Incoming(Handle):
-    """One room. ``bad_pages`` says what must not be used after a failure."""
+    """One room of one rank."""
 
     def __init__(
-        self, room: Room, asked: Asked, side: Side, abort: Callable[[Incoming], None]
+        self,
+        room: Room,
+        asked: Asked,
+        side: Side,
+        abort: Callable[[Incoming], None],
+        everything: Callable[[], dict[str, list[int]]],
     ) -> None:
         super().__init__(room, asked.deadline)
         self._abort = abort
+        self._everything = everything
         self.asked = asked
         self.side = side
-        self.bad_pages: dict[str, list[int]] = {}
+        self._bad: dict[str, list[int]] | None = None
+
+    @property
+    def bad_pages(self) -> dict[str, list[int]]:
+        """After a failure, what must not be used: all that was asked for, unless more is known."""
+        if self.failure is None:
+            return {}
+        return self._everything() if self._bad is None else self._bad
+
+    def know_bad(self, pages: dict[str, list[int]]) -> None:
+        """For the owner, before the end: just these pages lack something."""
+        self._bad = pages
 
     @property
     def metadata(self) -> bytes:
@@ -47,6 +64,17 @@ class Incoming(Handle):
     def abort(self) -> None:
         """Give the room up. Its pages stay held until ``released``."""
         self._abort(self)
+
+
+def wanted_pages(layout: Layout, rank: int, asked: Asked) -> dict[str, list[int]]:
+    """Per group, every page that was to be written: those behind the prefix."""
+    tokens, prefix = asked.request.num_tokens, asked.request.prefix
+    owed = [
+        Block(held.group, held.layers, layout.spec.group(held.group).owed(tokens, prefix))
+        for held in layout.rank_holdings(rank)
+    ]
+    wanted = [block for block in owed if len(block.tokens)]
+    return bad_pages(layout, rank, asked.tables, wanted)
 
 
 def bad_pages(

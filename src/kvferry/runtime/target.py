@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import ClassVar
 
 from kvferry.digest import checked_digest
@@ -15,7 +16,7 @@ from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.driver.driver import Driver, Ports
-from kvferry.runtime.incoming import Asked, Incoming
+from kvferry.runtime.incoming import Asked, Incoming, wanted_pages
 from kvferry.runtime.keys import ClusterKey, bindable
 from kvferry.runtime.owner.channels import TargetChannel
 from kvferry.runtime.owner.directory import Directory
@@ -80,7 +81,9 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         deadline = time.monotonic() + seconds
         asked = Asked(prefill, request, tables, deadline, checked_digest(digest))
         groups = {table.group: table.as_page_table() for table in tables}
-        handle = Incoming(room, asked, Side(self._ground.memory.map, groups), self._abort)
+        member, side = self._ground.member, Side(self._ground.memory.map, groups)
+        everything = partial(wanted_pages, member.layout, member.rank, asked)
+        handle = Incoming(room, asked, side, self._abort, everything)
         self._owner.rooms.add(handle)
         self._owner.tell(Begun(handle))
         return handle

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -144,15 +145,25 @@ class Owner:
         until = max(now, self._wakeup(now))
         self._pulse.beat(until)
         ready = self._poller.wait(until - now)
-        self._pulse.beat(time.monotonic())
-        for item in self._inbox.drain():
-            self._take(item)
-        for event in self.channel.receive(ready):
-            self._take(event)
+        now = time.monotonic()
+        self._pulse.beat(now)
+        self.driver.turn(self._arrived(ready), now)
         if self._lifeline.fileno() in ready:
             self._lifeline.answer()
-        self._pass_time(time.monotonic())
+        self._tidy(now)
         self.channel.flush()
+
+    def _arrived(self, ready: set[object]) -> Iterator[Event]:
+        """All that has come from other threads and from peers. The driver takes the time after it.
+
+        What is no event goes where it belongs on the way.
+        """
+        for item in chain(self._inbox.drain(), self.channel.receive(ready)):
+            if isinstance(item, Event):
+                yield item
+                self.rooms.refresh(item, self.driver.machine.status)
+            else:
+                self._take(item)
 
     def _wakeup(self, now: float) -> float:
         """When to turn again although nothing comes."""
@@ -164,21 +175,16 @@ class Owner:
     def _has_something(self) -> bool:
         return bool(len(self.rooms) or self.driver.machine.links)
 
-    def _pass_time(self, now: float) -> None:
-        due = now >= self.driver.wakeup()
-        self.driver.pass_time(now)
-        if due:
-            self.rooms.refresh(Tick(), self.driver.machine.status)
+    def _tidy(self, now: float) -> None:
         self.role.advance(now)
         if now >= self._tidy_at:
+            self.rooms.refresh(Tick(), self.driver.machine.status)
             self._tidy_at = now + (TIDY_S if len(self.rooms) else IDLE_TIDY_S)
             self.role.tidy()
             self._measure(now)
 
     def _take(self, item: object) -> None:
         match item:
-            case Event():
-                self.take(item)
             case Aborted(handle=handle):
                 self._cancel(handle)
             case Dropped(peer=peer):

@@ -237,7 +237,7 @@ class TargetRole:
         if isinstance(outcome, Done) or room is None:
             return
         me, layout = self._driver.machine.me, self._driver.machine.layout
-        handle.bad_pages = bad_pages(layout, me.rank, handle.asked.tables, room.unusable())
+        handle.know_bad(bad_pages(layout, me.rank, handle.asked.tables, room.unusable()))
 
     def _released(self, room: Room) -> None:
         self._received.pop(room, None)

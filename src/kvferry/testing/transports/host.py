@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -221,6 +222,10 @@ class Host:
             return True, getattr(who, name)(*arguments)
         except TransportError as error:
             return False, str(error)
+        except Exception:
+            # Ends this thread: whoever asked shows what was printed.
+            traceback.print_exc()
+            raise
 
 
 def serve(transport: str, device: Device, descriptor: int) -> None:
