@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import socket
@@ -90,8 +91,13 @@ class Served:
     async def start(self) -> None:
         await self.site.start(self._listener)
 
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.getsockname()
+        return host, port
+
     async def client(self, data: bytes = b"") -> Client:
-        address = self._listener.getsockname()
+        address = self.address
         client = Client(*await asyncio.open_connection(*address))
         self.clients.append(client)
         await client.send(data)
@@ -111,8 +117,6 @@ async def served(**limits: Any) -> AsyncIterator[Served]:
         for client in here.clients:
             client.close()
         await here.site.stop()
-        # A transport is closed in the loop's next turns.
-        await asyncio.sleep(0.01)
 
 
 @bounded
@@ -179,6 +183,21 @@ async def test_who_comes_to_a_full_server_is_told_so() -> None:
         here.go.set()
         for client in busy:
             assert (await client.answer()).endswith(b"slow")
+
+
+@bounded
+async def test_who_comes_as_a_server_stops_is_closed_too() -> None:
+    async with served() as here:
+        # In the kernel's hands; the loop's next turn accepts them, and those after it take them in.
+        knocking = [socket.create_connection(here.address) for _ in range(20)]
+        await asyncio.sleep(0)
+        await here.site.stop()
+        # The loop may end now: what is still open would stay so.
+        assert len(here.connections) == 0
+    for one in knocking:
+        one.settimeout(ENOUGH_S)
+        with one, contextlib.suppress(ConnectionResetError):
+            assert one.recv(1) == b""
 
 
 @bounded

@@ -24,6 +24,9 @@ from kvferry.http.limits import HttpLimits
 
 log = logging.getLogger("kvferry.http")
 
+# From accepting a connection to having closed it: a loop that ends sooner leaves it open.
+CLOSING_TURNS = 8
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -44,6 +47,7 @@ class Connections:
         self._open: set[Connection] = set()
         # Those without a request, the longest first.
         self._unused: dict[Connection, None] = {}
+        self._closing = False
         self._refused = Counter(
             "kvferry_http_refused",
             "Connections that were closed and requests that were not read, by reason",
@@ -64,6 +68,8 @@ class Connections:
 
     def admit(self, new: Connection) -> bool:
         """Take a connection in, if need be in place of one that is of no use."""
+        if self._closing:
+            return False
         if len(self._open) >= self.limits.connections and not self._displace():
             self.count(Why.FULL)
             log.warning("connections-full most=%d", self.limits.connections)
@@ -95,6 +101,14 @@ class Connections:
         """It is closed, or about to be."""
         self._open.discard(connection)
         self._unused.pop(connection, None)
+
+    async def close(self) -> None:
+        """Close all, also those that are being accepted at this moment."""
+        self._closing = True
+        for _ in range(CLOSING_TURNS):
+            for one in list(self._open):
+                one.abort()
+            await asyncio.sleep(0)
 
     @web.middleware
     async def watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:

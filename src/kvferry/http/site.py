@@ -53,6 +53,7 @@ class HttpSite:
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()
+        await self._connections.close()
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):

@@ -22,8 +22,6 @@ log = logging.getLogger("kvferry.rendezvous")
 # Ranks renew every few seconds and wait at most five after an error.
 SETTLE_S = 30.0
 SHUTDOWN_S = 1.0
-# For connections that were accepted while the server was being stopped, too.
-CLOSING_S = 0.01
 JOIN_S = 10.0
 # A request needs no file but its connection.
 FILES_EACH = 1
@@ -112,5 +110,3 @@ class RendezvousServer:
         await self._stop.wait()
         service.stop_waiting()
         await site.stop()
-        # A connection is closed in the loop's next turn; without one it would stay open.
-        await asyncio.sleep(CLOSING_S)
