@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvferry.serve.cache import TORCH_DTYPES
-from kvferry.serve.engine import Engine, EngineOptions
-from kvferry.serve.models import find_model
-from kvferry.serve.requests import Produced, Request, Role
-from kvferry.serve.steps import Sample, Sampling
+from kvferry.serve.engine.cache import TORCH_DTYPES
+from kvferry.serve.engine.engine import Engine, EngineOptions
+from kvferry.serve.engine.requests import Produced, Request, Role
+from kvferry.serve.engine.steps import Sample, Sampling
+from kvferry.serve.models.find import find_model
 
 CONTEXTS = (64, 512, 1600)
 BATCHES = (1, 4, 8)

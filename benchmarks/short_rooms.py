@@ -18,7 +18,7 @@ from typing import Any
 
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Request
-from kvferry.testing.fleet import Fleet, RankError, Side
+from kvferry.testing.fleet import Fleet, FleetSide, RankError
 
 # 9 ranks hold 3 heads three times over, as in the room that once hung.
 SPEC = attention(layers=2, kv_heads=3, head_dim=16)
@@ -61,7 +61,7 @@ def play(pair: tuple[int, int], transport: str, num_rooms: int, total: dict[str,
     source, target = (Layout(SPEC, Parallel(tp=tp), page_tokens=PAGE) for tp in pair)
     pages = 2 * (TOKENS // PAGE)
     total["fleets"] += 1
-    sides = Side("prefill", source, pages), Side("decode", target, pages)
+    sides = FleetSide("prefill", source, pages), FleetSide("decode", target, pages)
     with Fleet(*sides, transport=transport) as fleet:
         for number in range(num_rooms):
             begin = time.monotonic()

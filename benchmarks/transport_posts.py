@@ -26,7 +26,7 @@ from kvferry.plan.bind import Binding, Part
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
 from kvferry.regions import Region
-from kvferry.testing.transports import Piece, binding_of, copy_by_memmove
+from kvferry.testing.transports import PlacedPiece, binding_of, copy_by_memmove
 from kvferry.transport.base import Remote, Setup, Transport
 from kvferry.transport.registry import available, transport_class
 
@@ -45,12 +45,12 @@ def pages(count: int, num_bytes: int) -> Binding:
 
 
 CASES = {
-    "slot 16 KiB": (binding_of([Piece(0, 0, 16 * KIB)]), 100),
-    "slot 1 MiB": (binding_of([Piece(0, 0, MIB)]), 100),
-    "slot 2 MiB": (binding_of([Piece(0, 0, 2 * MIB)]), 100),
-    "slot 4 MiB": (binding_of([Piece(0, 0, 4 * MIB)]), 100),
-    "bulk 64 MiB": (binding_of([Piece(0, 0, 64 * MIB)]), 7),
-    "bulk 256 MiB": (binding_of([Piece(0, 0, 256 * MIB)]), 5),
+    "slot 16 KiB": (binding_of([PlacedPiece(0, 0, 16 * KIB)]), 100),
+    "slot 1 MiB": (binding_of([PlacedPiece(0, 0, MIB)]), 100),
+    "slot 2 MiB": (binding_of([PlacedPiece(0, 0, 2 * MIB)]), 100),
+    "slot 4 MiB": (binding_of([PlacedPiece(0, 0, 4 * MIB)]), 100),
+    "bulk 64 MiB": (binding_of([PlacedPiece(0, 0, 64 * MIB)]), 7),
+    "bulk 256 MiB": (binding_of([PlacedPiece(0, 0, 256 * MIB)]), 5),
     "8192 pages of 32 KiB": (pages(8192, 32 * KIB), 5),
     "16384 pieces of 1 KiB": (pages(16384, KIB), 5),
     "16384 pieces of 512 B": (pages(16384, 512), 5),
@@ -141,7 +141,7 @@ def measure(name: str) -> dict[str, dict[str, float]]:
     remote = transport.connect(ours.recv())
     expected = np.zeros(POOL_BYTES, dtype=np.uint8)
     results = {}
-    first = bench.write(remote, binding_of([Piece(0, 0, KIB)]))
+    first = bench.write(remote, binding_of([PlacedPiece(0, 0, KIB)]))
     results["first write"] = {"ended_us": first.ended * 1e6}
     for case, (binding, repeat) in CASES.items():
         times = [bench.write(remote, binding) for _ in range(repeat)]

@@ -11,12 +11,11 @@ import multiprocessing
 
 import numpy as np
 
-from kvferry import SourceEndpoint, TargetEndpoint, digest_of, make_transport
-from kvferry.layout import Layout, attention
-from kvferry.rendezvous.server import RendezvousServer
+import kvferry
+from kvferry import Layout, RendezvousServer, SourceEndpoint, TargetEndpoint, attention
 
-TRANSPORT = make_transport("shm")
-PROMPT = {"digest": digest_of(range(40), model="demo", dtype="uint16")}  # what both sides mean
+TRANSPORT = kvferry.make_transport("shm")
+DIGEST = kvferry.digest_of(range(40), model="demo", dtype="uint16")  # what both sides mean
 
 
 def new_cache(num_pages, page_tokens):
@@ -36,7 +35,7 @@ def prefill(url):
         for first, end, pages in [(0, 24, [7, 0, 5]), (24, 40, [2, 4])]:
             kv[:, :, pages] = np.arange(first, end).reshape(-1, 8, 1, 1)  # a model would run here
             room.push((first, end), pages)
-        room.close(b"the first token", **PROMPT)
+        room.close(b"the first token", digest=DIGEST)
         room.wait(timeout_s=30)
 
 
@@ -46,7 +45,7 @@ def decode(url):
     its = {"name": "decode", "model": "demo", "transport": TRANSPORT, "rendezvous": url}
     with TargetEndpoint(layout, pools, **its) as target:
         asked = {"prefill": "prefill", "tokens": 40, "pages": [3, 0, 1]}
-        room = target.receive("request-1", **asked, **PROMPT)
+        room = target.receive("request-1", **asked, digest=DIGEST)
         print(room.wait(timeout_s=30))
         print("K of each token:", *kv[0, 0, [3, 0, 1], :, 0, 0].reshape(-1)[:40])
 

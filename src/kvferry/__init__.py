@@ -1,4 +1,9 @@
-"""kvferry carries a request's KV cache between workers that shard it differently."""
+"""kvferry carries a request's KV cache between workers that shard it differently.
+
+What an engine needs is here: layouts, endpoints, how rooms end, how ranks agree, the
+rendezvous. ``kvferry.http``, ``kvferry.logs``, ``kvferry.mailbox`` and ``kvferry.sse`` help
+servers; ``kvferry.testing`` helps tests. Whatever else is inside may change at any time.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +11,190 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvferry.config import ProtocolConfig
+    from kvferry.copy.cpu import warm_up
     from kvferry.digest import digest_of
+    from kvferry.errors import (
+        BrokenPlan,
+        InputError,
+        KvferryError,
+        Misuse,
+        Reason,
+        ReasonCode,
+        Refused,
+        TransportError,
+    )
+    from kvferry.ids import MAX_NAME, Peer, Room
+    from kvferry.layout.hf import spec_from_config
+    from kvferry.layout.intervals import Span, Tokens
+    from kvferry.layout.layout import Holding, Layout, Order, Parallel, Stated, find_holding
+    from kvferry.layout.spec import (
+        CacheSpec,
+        DType,
+        Group,
+        Paged,
+        Slot,
+        Tensor,
+        Window,
+        attention,
+        attention_group,
+    )
+    from kvferry.model_config import config_as, config_bytes, read_config
+    from kvferry.plan.choose import PRESETS, Constants, Path
+    from kvferry.plan.places import Base, Placement, PoolMap, Pools, contiguous_pools
+    from kvferry.plan.plan import Plan, Request
+    from kvferry.plan.reshard import reshard
+    from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
+    from kvferry.regions import Device, Region
+    from kvferry.rendezvous.address import checked_address
+    from kvferry.rendezvous.client import RendezvousClient
+    from kvferry.rendezvous.records import InstanceView, RankRecord, RendezvousError, Summaries
+    from kvferry.rendezvous.server import RendezvousServer
+    from kvferry.rendezvous.signer import RequestSigner
+    from kvferry.runtime.agreement import Agreement
     from kvferry.runtime.config import EndpointConfig
-    from kvferry.runtime.keys import ClusterKey
-    from kvferry.runtime.memory import Memory
-    from kvferry.runtime.setup import make_transport
+    from kvferry.runtime.incoming import Incoming
+    from kvferry.runtime.keys import ClusterKey, bindable, numeric
+    from kvferry.runtime.memory import Memory, PoolArrays
+    from kvferry.runtime.metrics import PathStats, Stats
+    from kvferry.runtime.outgoing import Outgoing, Waitable
+    from kvferry.runtime.setup import make_transport, new_incarnation
     from kvferry.runtime.source import SourceEndpoint
     from kvferry.runtime.target import TargetEndpoint
+    from kvferry.transport.base import Setup, Transport
+    from kvferry.transport.registry import transport_class
 
 __all__ = [
+    "MAX_NAME",
+    "PRESETS",
+    "Agreement",
+    "Base",
+    "BrokenPlan",
+    "CacheSpec",
     "ClusterKey",
+    "Constants",
+    "DType",
+    "Device",
+    "Done",
     "EndpointConfig",
+    "Failure",
+    "FailureCode",
+    "Group",
+    "Holding",
+    "Incoming",
+    "InputError",
+    "InstanceView",
+    "KvferryError",
+    "Layout",
     "Memory",
+    "Misuse",
+    "Order",
+    "Outcome",
+    "Outgoing",
+    "Paged",
+    "Parallel",
+    "Path",
+    "PathStats",
+    "Peer",
+    "Placement",
+    "Plan",
+    "PoolArrays",
+    "PoolMap",
+    "Pools",
+    "ProtocolConfig",
+    "RankRecord",
+    "Reason",
+    "ReasonCode",
+    "Refused",
+    "Region",
+    "RendezvousClient",
+    "RendezvousError",
+    "RendezvousServer",
+    "Request",
+    "RequestSigner",
+    "Room",
+    "Setup",
+    "Slot",
     "SourceEndpoint",
+    "Span",
+    "Stated",
+    "Stats",
+    "Status",
+    "Summaries",
     "TargetEndpoint",
+    "Tensor",
+    "Tokens",
+    "Transport",
+    "TransportError",
+    "Waitable",
+    "Window",
+    "attention",
+    "attention_group",
+    "bindable",
+    "checked_address",
+    "config_as",
+    "config_bytes",
+    "contiguous_pools",
     "digest_of",
+    "find_holding",
     "make_transport",
+    "new_incarnation",
+    "numeric",
+    "read_config",
+    "reshard",
+    "spec_from_config",
+    "transport_class",
+    "warm_up",
 ]
 __version__ = "0.1.0"
 
-# What an engine needs, found when it is asked for: planning alone needs none of it.
-_PUBLIC = {
-    "ClusterKey": "kvferry.runtime.keys",
-    "EndpointConfig": "kvferry.runtime.config",
-    "Memory": "kvferry.runtime.memory",
-    "SourceEndpoint": "kvferry.runtime.source",
-    "TargetEndpoint": "kvferry.runtime.target",
-    "digest_of": "kvferry.digest",
-    "make_transport": "kvferry.runtime.setup",
+# Where each name is, looked up when it is asked for: what is not used costs nothing.
+_HOMES = {
+    "config": "ProtocolConfig",
+    "copy.cpu": "warm_up",
+    "digest": "digest_of",
+    "errors": "BrokenPlan InputError KvferryError Misuse Reason ReasonCode Refused TransportError",
+    "ids": "MAX_NAME Peer Room",
+    "layout.hf": "spec_from_config",
+    "layout.intervals": "Span Tokens",
+    "layout.layout": "Holding Layout Order Parallel Stated find_holding",
+    "layout.spec": "CacheSpec DType Group Paged Slot Tensor Window attention attention_group",
+    "model_config": "config_as config_bytes read_config",
+    "plan.choose": "PRESETS Constants Path",
+    "plan.places": "Base Placement PoolMap Pools contiguous_pools",
+    "plan.plan": "Plan Request",
+    "plan.reshard": "reshard",
+    "protocol.outcome": "Done Failure FailureCode Outcome Status",
+    "regions": "Device Region",
+    "rendezvous.address": "checked_address",
+    "rendezvous.client": "RendezvousClient",
+    "rendezvous.records": "InstanceView RankRecord RendezvousError Summaries",
+    "rendezvous.server": "RendezvousServer",
+    "rendezvous.signer": "RequestSigner",
+    "runtime.agreement": "Agreement",
+    "runtime.config": "EndpointConfig",
+    "runtime.incoming": "Incoming",
+    "runtime.keys": "ClusterKey bindable numeric",
+    "runtime.memory": "Memory PoolArrays",
+    "runtime.metrics": "PathStats Stats",
+    "runtime.outgoing": "Outgoing Waitable",
+    "runtime.setup": "make_transport new_incarnation",
+    "runtime.source": "SourceEndpoint",
+    "runtime.target": "TargetEndpoint",
+    "transport.base": "Setup Transport",
+    "transport.registry": "transport_class",
 }
+_PUBLIC = {name: f"kvferry.{home}" for home, names in _HOMES.items() for name in names.split()}
+
+if not TYPE_CHECKING:  # A type checker would take any name for one that is found here.
+
+    def __getattr__(name: str) -> object:
+        if name not in _PUBLIC:
+            raise AttributeError(f"kvferry has no {name!r}")
+        value: object = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
 
 
-def __getattr__(name: str) -> object:
-    if name not in _PUBLIC:
-        raise AttributeError(f"kvferry has no {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -13,24 +13,30 @@ from typing import Any
 import pytest
 from serve.clusters import demand_gone, family, segments, wait_until
 
-from kvferry.cli.bench_compare import (
+from kvferry.cli.bench.compare import (
     NO_STAGING,
-    Outcome,
+    VariantOutcome,
     as_document,
     failure_of,
     measure,
     show,
     variants_of,
 )
-from kvferry.cli.bench_load import Bar
+from kvferry.cli.bench.load import Bar
 from kvferry.cli.main import main
 from kvferry.errors import InputError
 from kvferry.load.client import Reply
 from kvferry.load.stats import summarise
 from kvferry.load.sweep import Load, Sweep
 from kvferry.plan import Path as TransferPath
-from kvferry.serve.cluster import Cluster, Model, WorkerSection, check, worker_options
-from kvferry.serve.tiny import make_tiny
+from kvferry.serve.cluster.description import (
+    Cluster,
+    ModelFolder,
+    WorkerSection,
+    check,
+    worker_options,
+)
+from kvferry.serve.models.tiny import make_tiny
 
 ENOUGH_S = 240
 LOAD = Load(concurrency=(1, 4), input_tokens=128, output_tokens=16, seed=1)
@@ -99,7 +105,7 @@ def test_decode_stays_and_prefill_changes() -> None:
     assert sections[0].cache_tokens >= 4 * (128 + 16)
     for one, section in zip((equal, slices, staged), sections, strict=True):
         prefill, decode = one.cluster.workers()
-        model = Model(Path("x"), "m")
+        model = ModelFolder(Path("x"), "m")
         told = [worker_options(one.cluster, w, model, None)["endpoint"] for w in (prefill, decode)]
         assert told == [{"path": str(section.path)}, {"path": None}]
 
@@ -141,13 +147,13 @@ def test_a_cluster_that_does_not_start_is_an_outcome(tmp_path: Path) -> None:
     cluster = Cluster(transport="pigeon", rendezvous=CLUSTER.rendezvous, decode=CLUSTER.decode)
     variant = variants_of(CLUSTER, LOAD, can_stage=True)[0]._replace(cluster=cluster)
     with Bar() as bar:
-        outcome = measure(variant, Model(make_tiny(tmp_path), "tiny"), LOAD, bar)
+        outcome = measure(variant, ModelFolder(make_tiny(tmp_path), "tiny"), LOAD, bar)
     assert outcome.sweep is None
     assert outcome.error is not None
     assert "decode-0: there is no transport 'pigeon'" in outcome.error
 
 
-def outcomes() -> list[Outcome]:
+def outcomes() -> list[VariantOutcome]:
     """One that worked, one that half worked, one that did not start."""
     equal, slices, staged = variants_of(CLUSTER, LOAD, can_stage=True)
     fields: dict[str, Any] = {"finish": "length", "ttft_s": 0.5, "total_s": 2.0}
@@ -161,9 +167,9 @@ def outcomes() -> list[Outcome]:
         Sweep(model="m", form="token ids", levels=[summarise(1, [good, lost])]),
     ]
     return [
-        Outcome(equal, sweeps[0], None, 1.0),
-        Outcome(slices, sweeps[1], sweeps[1].failure, 1.0),
-        Outcome(staged, None, "prefill-0 did not start", 1.0),
+        VariantOutcome(equal, sweeps[0], None, 1.0),
+        VariantOutcome(slices, sweeps[1], sweeps[1].failure, 1.0),
+        VariantOutcome(staged, None, "prefill-0 did not start", 1.0),
     ]
 
 
@@ -174,7 +180,7 @@ def test_what_failed_is_told() -> None:
         "different TP, slices: 1 of 2 requests failed; the first: the cache did not come; "
         "different TP, staged: prefill-0 did not start"
     )
-    document = as_document(outcomes(), Model(Path("x"), "m"), LOAD, None)
+    document = as_document(outcomes(), ModelFolder(Path("x"), "m"), LOAD, None)
     assert [bool(one["error"]) for one in document["variants"]] == [False, True, True]
     assert [one["bytes"] for one in document["variants"]] == [4096, 2048, 0]
     assert [one["paths"] for one in document["variants"]] == [{"runs": 1}, {"runs": 1}, {}]
@@ -194,4 +200,4 @@ def test_what_failed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_path_is_prefills_to_choose() -> None:
     staged = WorkerSection(path=TransferPath.STAGED)
     with pytest.raises(InputError, match=r"put it into a \[\[prefill\]\] section"):
-        check(Cluster(decode=(staged,)), Model(Path("x"), "m"))
+        check(Cluster(decode=(staged,)), ModelFolder(Path("x"), "m"))

@@ -14,7 +14,7 @@ from serve.working import hosted, options_for
 
 from kvferry.cli.main import main
 from kvferry.layout.layout import Parallel
-from kvferry.serve.tiny import make_tiny
+from kvferry.serve.models.tiny import make_tiny
 
 SMALL = "--concurrency 1,3 --requests 4 --input-tokens 24 --output-tokens 5"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.demo_ask import Answer
-from kvferry.cli.demo_check import Result, compare
-from kvferry.cli.demo_output import Show, as_document
+from kvferry.cli.demo.ask import Answer
+from kvferry.cli.demo.check import CheckedAnswer, compare
+from kvferry.cli.demo.output import Show, as_document
 from kvferry.cli.main import main
 from kvferry.layout.spec import DType
-from kvferry.serve.cluster import Cluster, Model, WorkerSection
-from kvferry.serve.tiny import make_tiny
+from kvferry.serve.cluster.description import Cluster, ModelFolder, WorkerSection
+from kvferry.serve.models.tiny import make_tiny
 
 ENOUGH_S = 240
 CLUSTER = Cluster(prefill=(WorkerSection(tp=3),), decode=(WorkerSection(),))
@@ -85,7 +85,7 @@ def test_a_single_wrong_token_is_found(folder: Path) -> None:
     results = compare(folder, answers, 6, DType.FLOAT32)
     assert [result.exact for result in results] == [True, False, True]
     assert [result.differs_at for result in results] == [None, 3, None]
-    document = as_document(CLUSTER, Model(folder, "m"), results, 1.0)
+    document = as_document(CLUSTER, ModelFolder(folder, "m"), results, 1.0)
     assert document["token_exact"] is False
 
 
@@ -93,27 +93,27 @@ def test_a_single_wrong_token_is_found(folder: Path) -> None:
     ("tokens", "at"), [([1, 2, 3], None), ([1, 2], 2), ([1, 2, 3, 4], 3), ([], 0), ([2, 2, 3], 0)]
 )
 def test_an_answer_that_is_too_short_or_too_long_is_wrong(tokens: list[int], at: int) -> None:
-    result = Result(Answer("q", tokens=tokens), [1, 2, 3])
+    result = CheckedAnswer(Answer("q", tokens=tokens), [1, 2, 3])
     assert (result.exact, result.differs_at) == (at is None, at)
 
 
 def test_nothing_is_not_exact() -> None:
     """No answer where none was expected proves nothing."""
-    assert not Result(Answer("q"), []).exact
-    assert as_document(CLUSTER, Model(Path("x"), "m"), [], 1.0)["token_exact"] is False
+    assert not CheckedAnswer(Answer("q"), []).exact
+    assert as_document(CLUSTER, ModelFolder(Path("x"), "m"), [], 1.0)["token_exact"] is False
 
 
 def test_what_it_prints_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     good = Answer("why?", text="\x1b[2Jbecause", tokens=[1, 2], ttft_s=0.25, total_s=1.0)
     good.take({"kvferry": {"bytes": 2048, "path": "runs", "seconds": 0.1}, "choices": []}, 1.0)
     lost = Answer("how?", error="the worker is gone")
-    results = [Result(good, [1, 2]), Result(lost, [1])]
+    results = [CheckedAnswer(good, [1, 2]), CheckedAnswer(lost, [1])]
     with Show(quiet=False) as show:
         show.says("asking")
         for number, result in enumerate(results):
             show.grew([result.answer])
             show.ended(number, result.answer)
-        show.results(results, as_document(CLUSTER, Model(Path("x"), "m"), results, 1.0))
+        show.results(results, as_document(CLUSTER, ModelFolder(Path("x"), "m"), results, 1.0))
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "·[2Jbecause" in out

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from running import SHAPE
 
-from kvferry.cli.doctor_checks import gpus
-from kvferry.cli.doctor_checks.check import Asked, State
-from kvferry.cli.doctor_checks.children import Children, ProbeFailed
+from kvferry.cli.doctor.checks import gpus
+from kvferry.cli.doctor.checks.check import Asked, State
+from kvferry.cli.doctor.checks.children import Children, ProbeFailed
 from kvferry.cli.main import main
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.runtime.keys import KEY_FILE_VARIABLE, ClusterKey

@@ -18,7 +18,7 @@ import pytest
 import zmq
 from running import SHAPE
 
-from kvferry.cli.doctor_checks import (
+from kvferry.cli.doctor.checks import (
     control,
     copies,
     fit,
@@ -29,8 +29,8 @@ from kvferry.cli.doctor_checks import (
     rdma,
     rights,
 )
-from kvferry.cli.doctor_checks.capabilities import Capability, has_capability
-from kvferry.cli.doctor_checks.check import Asked, Check, Look, State, findings
+from kvferry.cli.doctor.checks.capabilities import Capability, has_capability
+from kvferry.cli.doctor.checks.check import Asked, Check, Look, State, findings
 from kvferry.cli.main import build_parser
 from kvferry.errors import Reason, TransportError
 from kvferry.rendezvous.server import RendezvousServer
@@ -235,7 +235,7 @@ def test_a_process_that_hides_its_memory_is_not_written() -> None:
 
     code = (
         "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n"  # PR_SET_DUMPABLE
-        "from kvferry.cli.doctor_checks import rights; print(rights.attempt().stranger)"
+        "from kvferry.cli.doctor.checks import rights; print(rights.attempt().stranger)"
     )
     # What is dropped from the bounding set is lost with the next program (PR_CAPBSET_DROP).
     launch = (

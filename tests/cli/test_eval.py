@@ -22,7 +22,7 @@ from kvferry.cli.main import main
 from kvferry.evals.problems import read_problems
 from kvferry.evals.prompt import INSTRUCTION
 from kvferry.layout.layout import Parallel
-from kvferry.serve.tiny import make_tiny
+from kvferry.serve.models.tiny import make_tiny
 
 OWN = Path(__file__).parents[1] / "data" / "gsm8k-like.jsonl"
 PROBLEMS = read_problems(str(OWN))

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from kvferry.evals.problems import Problem
-from kvferry.evals.results import Failure, Outcome, judge, tally
+from kvferry.evals.results import QuestionOutcome, SharedReason, judge, tally
 from kvferry.load.client import Reply
 
 
-def outcome(line: int, text: str = "#### 7", **fields: object) -> Outcome:
+def outcome(line: int, text: str = "#### 7", **fields: object) -> QuestionOutcome:
     reply = Reply(text=text, finish="stop", usage={"completion_tokens": 10}, total_s=1.0)
     for name, value in fields.items():
         setattr(reply, name, value)
@@ -64,7 +64,7 @@ def test_failures_are_counted_apart_and_named() -> None:
     assert totals.score == 0.5
     assert totals.standard_error == pytest.approx(math.sqrt(0.25 / 4))
     assert (totals.no_number, totals.cut) == (1, 1)
-    assert totals.failures == (Failure("full", (5, 9)), Failure("gone", (4,)))
+    assert totals.failures == (SharedReason("full", (5, 9)), SharedReason("gone", (4,)))
     assert (totals.output_tokens, totals.output_tokens_per_s) == (40, 20.0)
     assert totals.latency_s is not None
     assert totals.latency_s.p50 == 1.0
@@ -72,7 +72,7 @@ def test_failures_are_counted_apart_and_named() -> None:
 
 
 @pytest.mark.parametrize("outcomes", [[], [outcome(1, error="gone")]])
-def test_without_an_answer_there_is_no_score(outcomes: list[Outcome]) -> None:
+def test_without_an_answer_there_is_no_score(outcomes: list[QuestionOutcome]) -> None:
     totals = tally(outcomes, 0.0)
     assert (totals.score, totals.standard_error, totals.latency_s) == (None, None, None)
     assert totals.output_tokens_per_s == 0

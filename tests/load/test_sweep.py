@@ -11,7 +11,7 @@ from load.endpoints import counted_stream, event, refusal, served, stream
 
 from kvferry.errors import InputError, KvferryError
 from kvferry.load.client import Reply
-from kvferry.load.prompts import FORMS, Asker, Form, Kind
+from kvferry.load.prompts import FORMS, Asker, Form, PromptKind
 from kvferry.load.sweep import Load, run_sweep
 
 PAUSE_S = 0.02
@@ -112,10 +112,10 @@ def test_the_most_exact_form_that_is_taken_is_found(form: Form) -> None:
             ids = isinstance(body.get("prompt"), list)
             wide = ids and max(body["prompt"]) >= 250
             fits = {
-                Kind.IDS: wide,
-                Kind.SMALL_IDS: ids and not wide,
-                Kind.TEXT: isinstance(body.get("prompt"), str),
-                Kind.CHAT: "messages" in body,
+                PromptKind.IDS: wide,
+                PromptKind.SMALL_IDS: ids and not wide,
+                PromptKind.TEXT: isinstance(body.get("prompt"), str),
+                PromptKind.CHAT: "messages" in body,
             }
             return None if fits[form.kind] else refusal("not like this", 400)
 
@@ -126,9 +126,9 @@ def test_the_most_exact_form_that_is_taken_is_found(form: Form) -> None:
 
 def test_words_are_as_many_as_tokens() -> None:
     asker = Asker("m", 40, 2, seed=3)
-    body = asker.body(Form(Kind.TEXT, exact=False))
+    body = asker.body(Form(PromptKind.TEXT, exact=False))
     assert len(body["prompt"].split()) == 40
-    assert body["prompt"] != asker.body(Form(Kind.TEXT, exact=False))["prompt"]
+    assert body["prompt"] != asker.body(Form(PromptKind.TEXT, exact=False))["prompt"]
 
 
 def test_what_no_form_mends_is_told_in_the_words_of_the_first() -> None:

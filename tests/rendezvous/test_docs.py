@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvferry.rendezvous import bell, client, http, records, server, service
-from kvferry.runtime import signing
+from kvferry.http import signing
+from kvferry.rendezvous import client, http, records, server, service, waiters
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rendezvous.md").read_text()
 
@@ -34,7 +34,7 @@ def test_records_and_views_are_described_in_full() -> None:
 
 def test_the_limits_are_those_of_the_code() -> None:
     assert f"{service.MAX_INSTANCES}, {service.MAX_RECORDS}" in TEXT
-    assert f"{http.MAX_WAIT_S:g} s, {bell.MAX_WAITING}" in TEXT
+    assert f"{http.MAX_WAIT_S:g} s, {waiters.MAX_WAITING}" in TEXT
     assert http.MAX_BODY_BYTES == 1 << 20
     assert signing.MAX_NONCES == 1 << 20
     assert signing.TOLERANCE_S == 300

@@ -22,7 +22,7 @@ from kvferry.ids import MAX_ID, Room
 from kvferry.layout.layout import Layout, Order
 from kvferry.plan.choose import Path
 from kvferry.plan.plan import Request
-from kvferry.testing.fleet import Fleet, Side
+from kvferry.testing.fleet import Fleet, FleetSide
 
 NUM_TOKENS = 75
 
@@ -74,9 +74,9 @@ WHOLE, INSIDE, AT_END, CACHED, SHORTEST = (
 
 
 def fleet_of(way: Way, source: Layout, *targets: Layout, num_rooms: int = 1) -> Fleet:
-    def side(name: str, its: Layout) -> Side:
+    def side(name: str, its: Layout) -> FleetSide:
         pages = (num_rooms + 1) * -(-NUM_TOKENS // its.page_tokens)
-        return Side(name, its, pages, way.config)
+        return FleetSide(name, its, pages, way.config)
 
     decodes = [side(f"decode-{number}", target) for number, target in enumerate(targets)]
     return Fleet(side("prefill", source), *decodes, transport=way.transport)

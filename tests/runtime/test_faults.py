@@ -19,7 +19,7 @@ from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.runtime.config import EndpointConfig
-from kvferry.testing.fleet import Fleet, RankError, RankProcess, Side
+from kvferry.testing.fleet import Fleet, FleetSide, RankError, RankProcess
 
 REQUEST = Request(60, prefix=5)
 FIRST = (0, 20)
@@ -54,9 +54,9 @@ STAGES = [
 ]
 
 
-def side(name: str, way: Way, tp: int, page: int) -> Side:
+def side(name: str, way: Way, tp: int, page: int) -> FleetSide:
     config = replace(way.config, protocol=QUICK, lease_s=1.0)
-    return Side(name, layout(HEADS, page, tp=tp), 64, config)
+    return FleetSide(name, layout(HEADS, page, tp=tp), 64, config)
 
 
 def hurt(rank: RankProcess, blow: Blow) -> None:
@@ -270,7 +270,7 @@ def test_while_slots_are_gathered_written_and_scattered(
     transport: str, victim_is: str, blow: Blow
 ) -> None:
     config = replace(STAGED, protocol=QUICK, lease_s=1.0)
-    sides = [Side(name, layout(HEADS, 8), 400, config) for name in ("prefill", "decode")]
+    sides = [FleetSide(name, layout(HEADS, 8), 400, config) for name in ("prefill", "decode")]
     with Fleet(*sides, transport=transport) as fleet:
         (source,), (target,) = fleet.sources, fleet.targets["decode"]
         victim, other = (source, target) if victim_is == "source" else (target, source)

@@ -18,7 +18,7 @@ from kvferry.plan.choose import Path as Way
 from kvferry.protocol.codec import FrameFault
 from kvferry.protocol.events import Fate
 from kvferry.protocol.outcome import Done
-from kvferry.rendezvous.metrics import Metrics
+from kvferry.rendezvous.metrics import RendezvousMetrics
 from kvferry.rendezvous.service import Registry
 from kvferry.runtime.metrics import LABELS, Meter
 from kvferry.runtime.mover.mover import WriteEnd
@@ -92,7 +92,7 @@ def test_every_metric_of_an_endpoint_has_its_row() -> None:
 
 
 def test_every_metric_of_the_rendezvous_has_its_row() -> None:
-    metrics = Metrics(Registry("epoch"))
+    metrics = RendezvousMetrics(Registry("epoch"))
     metrics.requests.labels("GET /healthz", "200").inc()
     assert collected(metrics.collection) == documented("## The rendezvous")
 

@@ -31,7 +31,7 @@ from kvferry.runtime.memory import Memory
 from kvferry.runtime.setup import make_transport
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint
-from kvferry.testing.fleet import Fleet, Side
+from kvferry.testing.fleet import Fleet, FleetSide
 
 REQUEST = Request(30, prefix=3)
 CONFIG = EndpointConfig(protocol=QUICK)
@@ -39,7 +39,7 @@ LAYOUT = layout(HEADS, 8)
 
 
 def fleet_of(key_file: Path | None = None) -> Fleet:
-    sides = [Side(name, LAYOUT, 16, CONFIG) for name in ("prefill", "decode")]
+    sides = [FleetSide(name, LAYOUT, 16, CONFIG) for name in ("prefill", "decode")]
     return Fleet(*sides, key_file=str(key_file) if key_file else None)
 
 

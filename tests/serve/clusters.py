@@ -17,9 +17,9 @@ import msgspec
 from serve.driving import ask, engine_of
 from serve.working import is_idle
 
-from kvferry.serve.cluster import Cluster, Model
-from kvferry.serve.launch import Child, Launch
-from kvferry.serve.requests import Request
+from kvferry.serve.cluster.description import Cluster, ModelFolder
+from kvferry.serve.cluster.launch import Child, Launch
+from kvferry.serve.engine.requests import Request
 
 # The machine may be busy with other things.
 PATIENCE_S = 90.0
@@ -154,5 +154,5 @@ def running(folder: Path, **fields: Any) -> Iterator[Running]:
     described = {"router": {"port": 0, "poll_s": 0.2}, "rendezvous": {"port": 0}} | fields
     cluster = msgspec.convert(described, Cluster)
     with Launch() as launch:
-        url = launch.start_all(cluster, Model(folder, NAME), lambda *_: None)
+        url = launch.start_all(cluster, ModelFolder(folder, NAME), lambda *_: None)
         yield Running(launch, url, folder)

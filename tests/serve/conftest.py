@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from kvferry.serve.tiny import Kind
+    from kvferry.serve.models.tiny import TinyKind
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[TinyKind, Path]:
     """A small random model of every kind."""
-    from kvferry.serve.tiny import Kind, make_tiny  # noqa: PLC0415
+    from kvferry.serve.models.tiny import TinyKind, make_tiny  # noqa: PLC0415
 
-    return {kind: make_tiny(tmp_path_factory.mktemp(kind), kind, seed=7) for kind in Kind}
+    return {kind: make_tiny(tmp_path_factory.mktemp(kind), kind, seed=7) for kind in TinyKind}
 
 
 @pytest.fixture(scope="session")
 def smollm() -> Path:
     """The default model, in the user's own cache as the commands would have it."""
-    from kvferry.serve.smollm import default_model  # noqa: PLC0415
+    from kvferry.serve.models.smollm import default_model  # noqa: PLC0415
 
     return default_model()

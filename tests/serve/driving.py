@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.layout.layout import Parallel
-from kvferry.serve.engine import Engine, EngineOptions
-from kvferry.serve.requests import Admitted, Computed, Finish, Output, Produced, Request
-from kvferry.serve.steps import Sampling
-from kvferry.serve.worker import Extension, MakeExtension, no_extension
+from kvferry.serve.engine.engine import Engine, EngineOptions
+from kvferry.serve.engine.requests import Admitted, Computed, Finish, Output, Produced, Request
+from kvferry.serve.engine.steps import Sampling
+from kvferry.serve.ranks.rank import Extension, MakeExtension, no_extension
 
 MAX_STEPS = 2000
 ALL = Sampling(logprobs=257)

@@ -15,12 +15,12 @@ from serve.working import MODEL, PATIENCE_S, Caller, Reply, Worker, body_of, cal
 from serve.working import options_for as options_of
 
 from kvferry.layout.layout import Parallel
-from kvferry.serve.engine import Engine
-from kvferry.serve.requests import Request
-from kvferry.serve.steps import Sampling
-from kvferry.serve.tiny import Kind
+from kvferry.serve.engine.engine import Engine
+from kvferry.serve.engine.requests import Request
+from kvferry.serve.engine.steps import Sampling
+from kvferry.serve.models.tiny import TinyKind
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
@@ -28,7 +28,7 @@ HELLO: Any = [{"role": "user", "content": "Hello"}]
 @pytest.fixture(scope="module")
 def worker(models: Models) -> Iterator[Worker]:
     """Alone, without a rendezvous."""
-    with hosted(options_of("decode", models[Kind.LLAMA], None, Parallel())) as (running,):
+    with hosted(options_of("decode", models[TinyKind.LLAMA], None, Parallel())) as (running,):
         yield running
 
 
@@ -41,7 +41,7 @@ def client(worker: Worker) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def engine(models: Models) -> Iterator[Engine]:
-    with engine_of(models[Kind.LLAMA]) as made:
+    with engine_of(models[TinyKind.LLAMA]) as made:
         yield made
 
 
@@ -338,7 +338,7 @@ def test_leaving_callers_free_everything(worker: Worker) -> None:
 
 
 def test_a_worker_that_has_ended_says_so(models: Models) -> None:
-    with hosted(options_of("decode", models[Kind.LLAMA], None, Parallel())) as (worker,):
+    with hosted(options_of("decode", models[TinyKind.LLAMA], None, Parallel())) as (worker,):
         assert worker.loop is not None
         worker.loop.stop()
 

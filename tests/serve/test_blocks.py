@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import Misuse
-from kvferry.serve.blocks import Allocation, Blocks
+from kvferry.serve.engine.blocks import Allocation, Blocks
 
 SIZE = 4
 

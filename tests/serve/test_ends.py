@@ -11,8 +11,8 @@ from aiohttp import web
 from serve.router_fakes import bounded
 
 from kvferry.serve.api.rooms import RoomAsker, room_end
-from kvferry.serve.ends import MAX_ENDS, RoomEnds, TooManyWaiting
-from kvferry.serve.jobs import RoomEnd
+from kvferry.serve.worker.ends import MAX_ENDS, RoomEnds, TooManyWaiting
+from kvferry.serve.worker.jobs import RoomEnd
 
 LONG_S = 600.0
 END = RoomEnd(7, None, "runs", 64)

@@ -11,11 +11,11 @@ from serve.driving import ALL, PROMPTS, ask, demand_equal, drain, engine_of, req
 from kvferry.errors import InputError, Misuse
 from kvferry.layout.layout import Parallel
 from kvferry.layout.spec import DType
-from kvferry.serve.engine import Engine
-from kvferry.serve.requests import Computed, Finish, Produced, Request
-from kvferry.serve.tiny import Kind
+from kvferry.serve.engine.engine import Engine
+from kvferry.serve.engine.requests import Computed, Finish, Produced, Request
+from kvferry.serve.models.tiny import TinyKind
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 
 
 def many(number: int) -> list[Request]:
@@ -32,8 +32,8 @@ def many(number: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_eight_at_once_are_eight_one_by_one(models: Models, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", TinyKind)
+def test_eight_at_once_are_eight_one_by_one(models: Models, kind: TinyKind) -> None:
     with engine_of(models[kind], prefix_cache=False) as engine:
         together = ask(engine, many(8))
         apart = [ask(engine, [request])[0] for request in many(8)]
@@ -43,7 +43,7 @@ def test_eight_at_once_are_eight_one_by_one(models: Models, kind: Kind) -> None:
 
 def test_requests_join_and_leave_a_running_batch(models: Models) -> None:
     """Added one per step, in a cache that can't hold all of them at a time."""
-    with engine_of(models[Kind.LLAMA], cache_tokens=256, max_requests=5) as engine:
+    with engine_of(models[TinyKind.LLAMA], cache_tokens=256, max_requests=5) as engine:
         waited = 0
         outputs: dict[str, list[int]] = {}
         for request in many(8):
@@ -55,14 +55,14 @@ def test_requests_join_and_leave_a_running_batch(models: Models) -> None:
         for name, answer in drain(engine).items():
             outputs.setdefault(name, []).extend(answer.tokens)
         assert waited > 0
-    with engine_of(models[Kind.LLAMA]) as engine:
+    with engine_of(models[TinyKind.LLAMA]) as engine:
         alone = ask(engine, many(8))
     assert [outputs[f"m{i}"] for i in range(8)] == [answer.tokens for answer in alone]
 
 
 def test_decoding_goes_on_while_a_prompt_is_computed(models: Models) -> None:
     short, _, long = requests(max_tokens=20)
-    with engine_of(models[Kind.LLAMA], step_tokens=40) as engine:
+    with engine_of(models[TinyKind.LLAMA], step_tokens=40) as engine:
         engine.add(short)
         engine.step()
         engine.add(long)
@@ -74,7 +74,7 @@ def test_decoding_goes_on_while_a_prompt_is_computed(models: Models) -> None:
 
 
 def test_a_repeated_prompt_is_not_computed_again(models: Models) -> None:
-    with engine_of(models[Kind.QWEN3]) as engine:
+    with engine_of(models[TinyKind.QWEN3]) as engine:
         first = ask(engine, requests())
         again = ask(engine, requests())
     assert [answer.prefix for answer in first] == [0, 0, 0]
@@ -86,11 +86,11 @@ def test_a_repeated_prompt_is_not_computed_again(models: Models) -> None:
 
 def test_an_answer_can_be_the_beginning_of_the_next_prompt(models: Models) -> None:
     (_, _, long) = requests(max_tokens=30)
-    with engine_of(models[Kind.LLAMA]) as engine:
+    with engine_of(models[TinyKind.LLAMA]) as engine:
         (answer,) = ask(engine, [long])
         followed = Request(id="next", prompt=(*long.prompt, *answer.tokens, 1, 2), sampling=ALL)
         (cached,) = ask(engine, [followed])
-    with engine_of(models[Kind.LLAMA]) as engine:
+    with engine_of(models[TinyKind.LLAMA]) as engine:
         (fresh,) = ask(engine, [followed])
     assert cached.prefix == 176
     assert fresh.prefix == 0
@@ -98,14 +98,14 @@ def test_an_answer_can_be_the_beginning_of_the_next_prompt(models: Models) -> No
 
 
 def test_prefixes_stay_right_when_the_cache_is_too_small_to_keep_them(models: Models) -> None:
-    with engine_of(models[Kind.LLAMA], cache_tokens=256) as engine:
+    with engine_of(models[TinyKind.LLAMA], cache_tokens=256) as engine:
         rounds = [ask(engine, many(8)) for _ in range(3)]
     for later in rounds[1:]:
         demand_equal(rounds[0], later)
 
 
 def test_a_hybrid_shares_no_prefix(models: Models) -> None:
-    with engine_of(models[Kind.HYBRID]) as engine:
+    with engine_of(models[TinyKind.HYBRID]) as engine:
         first = ask(engine, requests())
         again = ask(engine, requests())
     assert [answer.prefix for answer in again] == [0, 0, 0]
@@ -114,7 +114,7 @@ def test_a_hybrid_shares_no_prefix(models: Models) -> None:
 
 def test_answers_end_where_they_should(models: Models) -> None:
     prompt = PROMPTS[0]
-    with engine_of(models[Kind.LLAMA]) as engine:
+    with engine_of(models[TinyKind.LLAMA]) as engine:
         (full,) = ask(engine, [Request(id="a", prompt=prompt, max_tokens=12, ignore_end=True)])
         third = full.tokens[2]
         (token,) = ask(
@@ -130,7 +130,7 @@ def test_answers_end_where_they_should(models: Models) -> None:
 
 def test_a_stop_string_ends_an_answer_and_is_not_shown(models: Models) -> None:
     prompt = PROMPTS[1]
-    with engine_of(models[Kind.QWEN3]) as engine:
+    with engine_of(models[TinyKind.QWEN3]) as engine:
         (full,) = ask(engine, [Request(id="a", prompt=prompt, max_tokens=30, ignore_end=True)])
         at = len(full.text) // 2
         stop = full.text[at : at + 2]
@@ -144,8 +144,10 @@ def test_a_stop_string_ends_an_answer_and_is_not_shown(models: Models) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 6])
-@pytest.mark.parametrize("kind", [Kind.LLAMA, Kind.HYBRID])
-def test_cancelling_frees_everything_at_any_time(models: Models, kind: Kind, steps: int) -> None:
+@pytest.mark.parametrize("kind", [TinyKind.LLAMA, TinyKind.HYBRID])
+def test_cancelling_frees_everything_at_any_time(
+    models: Models, kind: TinyKind, steps: int
+) -> None:
     with engine_of(models[kind], step_tokens=64) as engine:
         kept, _, cancelled = requests(max_tokens=10)
         engine.add(kept)
@@ -165,7 +167,7 @@ def test_cancelling_frees_everything_at_any_time(models: Models, kind: Kind, ste
 
 
 def test_what_can_never_run_is_refused_at_once(models: Models) -> None:
-    with engine_of(models[Kind.LLAMA], cache_tokens=64) as engine:
+    with engine_of(models[TinyKind.LLAMA], cache_tokens=64) as engine:
         for fields, words in (
             ({"prompt": ()}, "no tokens"),
             ({"prompt": (1,) * 2040}, "the model takes 2048"),
@@ -201,11 +203,11 @@ def test_options_that_do_not_fit_are_refused(
     models: Models, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        Engine(models[Kind.LLAMA], small(**changes))
+        Engine(models[TinyKind.LLAMA], small(**changes))
 
 
 def test_an_idle_engine_does_nothing(models: Models) -> None:
-    with engine_of(models[Kind.LLAMA]) as engine:
+    with engine_of(models[TinyKind.LLAMA]) as engine:
         assert engine.idle
         assert engine.step() == []
     engine.close()

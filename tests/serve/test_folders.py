@@ -16,17 +16,17 @@ from kvferry.errors import InputError
 from kvferry.layout.hf import spec_from_config
 from kvferry.layout.layout import Order, Parallel
 from kvferry.layout.spec import DType
-from kvferry.serve.cache import Cache
-from kvferry.serve.model.config import ModelConfig
-from kvferry.serve.spec import cache_spec, layout_for
-from kvferry.serve.tiny import Kind, make_tiny, tiny_config
-from kvferry.serve.tokenizer import Tokenizer
+from kvferry.serve.engine.cache import Cache
+from kvferry.serve.engine.layouts import cache_spec, layout_for
+from kvferry.serve.models.config import ModelConfig
+from kvferry.serve.models.tiny import TinyKind, make_tiny, tiny_config
+from kvferry.serve.models.tokenizer import Tokenizer
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 
 
 def write(folder: Path, **changes: object) -> Path:
-    config = tiny_config(Kind.LLAMA) | changes
+    config = tiny_config(TinyKind.LLAMA) | changes
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -67,7 +67,7 @@ def test_missing_files_are_one_sentence(tmp_path: Path, models: Models) -> None:
 
 
 def test_a_tensor_that_is_missing_is_named(tmp_path: Path, models: Models) -> None:
-    folder = shutil.copytree(models[Kind.LLAMA], tmp_path / "model")
+    folder = shutil.copytree(models[TinyKind.LLAMA], tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
@@ -76,7 +76,7 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path, models: Models) -> No
 
 
 def test_weights_in_several_files_are_the_same_weights(tmp_path: Path, models: Models) -> None:
-    folder = shutil.copytree(models[Kind.LLAMA], tmp_path / "model")
+    folder = shutil.copytree(models[TinyKind.LLAMA], tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -85,7 +85,7 @@ def test_weights_in_several_files_are_the_same_weights(tmp_path: Path, models: M
         save_file({name: tensors[name] for name in mine}, folder / file)
     index = {"weight_map": {name: file for file, mine in files.items() for name in mine}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with engine_of(models[Kind.LLAMA]) as engine:
+    with engine_of(models[TinyKind.LLAMA]) as engine:
         one = ask(engine, requests())
     with engine_of(folder) as engine:
         several = ask(engine, requests())
@@ -104,17 +104,17 @@ def test_chat_models_have_more_than_one_end(tmp_path: Path) -> None:
     assert ModelConfig.load(tmp_path).end_tokens == (7, 8, 9)
 
 
-@pytest.mark.parametrize("kind", [Kind.LLAMA, Kind.QWEN3])
-def test_the_cache_is_what_the_published_config_says(models: Models, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [TinyKind.LLAMA, TinyKind.QWEN3])
+def test_the_cache_is_what_the_published_config_says(models: Models, kind: TinyKind) -> None:
     raw = json.loads((models[kind] / "config.json").read_text())
     mine = cache_spec(ModelConfig.load(models[kind]))
     assert mine == spec_from_config(raw, dtype=DType.FLOAT32)
 
 
 def test_the_hybrid_keeps_what_a_published_hybrid_of_its_shape_keeps(models: Models) -> None:
-    raw: dict[str, Any] = json.loads((models[Kind.HYBRID] / "config.json").read_text())
+    raw: dict[str, Any] = json.loads((models[TinyKind.HYBRID] / "config.json").read_text())
     known = spec_from_config(raw | {"model_type": "qwen3_next", "dtype": "float32"})
-    mine = cache_spec(ModelConfig.load(models[Kind.HYBRID]))
+    mine = cache_spec(ModelConfig.load(models[TinyKind.HYBRID]))
     assert [group.tensors for group in mine.groups] == [group.tensors for group in known.groups]
     assert [group.layers for group in mine.groups] == [group.layers for group in known.groups]
 
@@ -122,7 +122,7 @@ def test_the_hybrid_keeps_what_a_published_hybrid_of_its_shape_keeps(models: Mod
 @pytest.mark.parametrize("order", Order)
 def test_views_of_the_cache_are_where_its_map_says(models: Models, order: Order) -> None:
     """Write through each view; find it at base + page, token and unit strides."""
-    config = ModelConfig.load(models[Kind.HYBRID])
+    config = ModelConfig.load(models[TinyKind.HYBRID])
     layout = layout_for(config, Parallel(pp=2), page_tokens=8, order=order)
     cache = Cache(layout, 1, num_pages=5, num_rows=3, device=torch.device("cpu"))
     floats = cache.memory.view(torch.float32)
@@ -143,7 +143,7 @@ def test_views_of_the_cache_are_where_its_map_says(models: Models, order: Order)
 
 def test_a_seed_makes_the_same_model_again(tmp_path: Path) -> None:
     files = [
-        (make_tiny(tmp_path / str(i), Kind.HYBRID, seed) / "model.safetensors").read_bytes()
+        (make_tiny(tmp_path / str(i), TinyKind.HYBRID, seed) / "model.safetensors").read_bytes()
         for i, seed in enumerate((1, 1, 2))
     ]
     assert files[0] == files[1] != files[2]

@@ -46,14 +46,14 @@ from serve.working import (
 from kvferry.layout.layout import Order, Parallel
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.runtime.outgoing import Waitable
-from kvferry.serve.cache import Cache
-from kvferry.serve.fingerprint import fingerprint
-from kvferry.serve.instance import InstanceOptions
-from kvferry.serve.spec import KV, STATE
-from kvferry.serve.steps import Sample, StepPlan, Work
-from kvferry.serve.tiny import Kind, make_tiny
-from kvferry.serve.transfer import EndpointSettings
-from kvferry.serve.transfer_prefill import PrefillExtension
+from kvferry.serve.engine.cache import Cache
+from kvferry.serve.engine.layouts import KV, STATE
+from kvferry.serve.engine.steps import Sample, StepPlan, Work
+from kvferry.serve.models.fingerprint import fingerprint
+from kvferry.serve.models.tiny import TinyKind, make_tiny
+from kvferry.serve.transfer.extension import EndpointSettings
+from kvferry.serve.transfer.prefill import PrefillExtension
+from kvferry.serve.worker.instance import InstanceOptions
 from kvferry.transport.registry import load
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ needs_nixl = pytest.mark.skipif(
     load("nixl").missing() is not None, reason="needs NIXL, which can write a GPU"
 )
 ONE = Parallel()
-KINDS = (Kind.LLAMA, Kind.HYBRID)
+KINDS = (TinyKind.LLAMA, TinyKind.HYBRID)
 # Chunks of three pages.
 CUDA = {"device": "cuda", "step_tokens": 48, "max_requests": 8, "prefix_cache": False}
 # Over several chunks each, one of them to the end of a page.
@@ -74,7 +74,7 @@ A_WHILE = 100_000_000
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[TinyKind, Path]:
     return {kind: make_tiny(tmp_path_factory.mktemp(kind), kind, seed=7) for kind in KINDS}
 
 
@@ -92,12 +92,12 @@ def neighbour() -> Iterator[Neighbour]:
 
 
 @pytest.fixture(scope="module")
-def alone(folders: dict[Kind, Path]) -> Alone:
+def alone(folders: dict[TinyKind, Path]) -> Alone:
     return Alone(folders)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_says_what_a_cpu_says(folders: dict[Kind, Path], kind: Kind) -> None:
+def test_a_gpu_says_what_a_cpu_says(folders: dict[TinyKind, Path], kind: TinyKind) -> None:
     with engine_of(folders[kind]) as engine:
         right = ask(engine, requests())
     with engine_of(folders[kind], device="cuda") as engine:
@@ -168,18 +168,22 @@ class Hasty(Late):
 @needs_nixl
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_push_waits_for_the_gpu(
-    folders: dict[Kind, Path], rendezvous: str, neighbour: Neighbour, alone: Alone, kind: Kind
+    folders: dict[TinyKind, Path],
+    rendezvous: str,
+    neighbour: Neighbour,
+    alone: Alone,
+    kind: TinyKind,
 ) -> None:
     assert carried_by(Late, folders[kind], rendezvous, neighbour) == alone(kind, PROMPTS)
 
 
 @needs_nixl
 def test_a_push_that_does_not_wait_sends_the_wrong_bytes(
-    folders: dict[Kind, Path], rendezvous: str, neighbour: Neighbour, alone: Alone
+    folders: dict[TinyKind, Path], rendezvous: str, neighbour: Neighbour, alone: Alone
 ) -> None:
     """The negative control."""
-    folder = folders[Kind.LLAMA]
-    assert carried_by(Hasty, folder, rendezvous, neighbour) != alone(Kind.LLAMA, PROMPTS)
+    folder = folders[TinyKind.LLAMA]
+    assert carried_by(Hasty, folder, rendezvous, neighbour) != alone(TinyKind.LLAMA, PROMPTS)
 
 
 def carried_by(

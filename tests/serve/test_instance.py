@@ -30,58 +30,22 @@ from serve.working import (
 
 from kvferry.errors import InputError, KvferryError
 from kvferry.layout.layout import Parallel
-from kvferry.protocol.outcome import Failure, FailureCode, Status
 from kvferry.rendezvous.calls import Calls
 from kvferry.rendezvous.records import RendezvousError
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.runtime.keys import ClusterKey
-from kvferry.serve.fingerprint import fingerprint
-from kvferry.serve.instance import InstanceOptions, run_instance
-from kvferry.serve.tiny import Kind, make_tiny
-from kvferry.serve.transfer import Agreement, Ended, Released
+from kvferry.serve.models.fingerprint import fingerprint
+from kvferry.serve.models.tiny import TinyKind, make_tiny
+from kvferry.serve.worker.instance import InstanceOptions, run_instance
 
-Models = dict[Kind, Path]
-
-
-# ---------------------------------------------------------------- agreement
-
-
-def test_ranks_agree_when_all_have_spoken() -> None:
-    agreement = Agreement(3)
-    seen = []
-    for rank, note in (
-        (2, Ended("r", metadata=b"first")),
-        (2, Released("r")),
-        (0, Ended("r")),
-        (0, Released("r")),
-        (1, Ended("r")),
-        (1, Released("r")),
-    ):
-        agreement.take(rank, note)
-        seen.append((agreement.status, agreement.released))
-    moving, done = (Status.MOVING, False), (Status.DONE, False)
-    assert seen == [moving, moving, moving, moving, done, (Status.DONE, True)]
-    assert agreement.metadata == b"first"
-
-
-def test_one_failure_fails_the_room_and_the_first_cause_is_told() -> None:
-    agreement = Agreement(3)
-    agreement.take(0, Ended("r"))
-    followed = Failure(FailureCode.ABORTED, "given up at decode")
-    cause = Failure(FailureCode.PEER_GONE, "prefill/1 is gone")
-    agreement.take(1, Ended("r", followed))
-    assert (agreement.status, agreement.failure) == (Status.FAILED, followed)
-    agreement.take(2, Ended("r", cause))
-    # Said twice is said once.
-    agreement.take(2, Ended("r"))
-    assert (agreement.status, agreement.failure) == (Status.FAILED, cause)
+Models = dict[TinyKind, Path]
 
 
 # ---------------------------------------------------------------- options
 
 
 def test_options_can_be_written_down(models: Models) -> None:
-    options = options_for("decode", models[Kind.LLAMA], "http://127.0.0.1:1", Parallel(tp=3))
+    options = options_for("decode", models[TinyKind.LLAMA], "http://127.0.0.1:1", Parallel(tp=3))
     assert msgspec.json.decode(msgspec.json.encode(options), type=InstanceOptions) == options
 
 
@@ -99,7 +63,7 @@ def test_bad_options_are_one_sentence(
     models: Models, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        options_for("decode", models[Kind.LLAMA], None, Parallel(), **changes)
+        options_for("decode", models[TinyKind.LLAMA], None, Parallel(), **changes)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +83,7 @@ def test_bad_options_are_one_sentence(
 def test_what_cannot_start_is_one_sentence(
     models: Models, changes: dict[str, Any], message: str
 ) -> None:
-    folder = Path(changes.pop("folder", models[Kind.LLAMA]))
+    folder = Path(changes.pop("folder", models[TinyKind.LLAMA]))
     rendezvous = changes.pop("rendezvous", None)
     options = options_for("decode", folder, rendezvous, Parallel(), **changes)
     with pytest.raises(KvferryError, match=message) as raised:
@@ -131,7 +95,7 @@ def test_with_a_key_a_worker_may_be_reached_from_elsewhere(models: Models, tmp_p
     """On all addresses only if it says under which one it is reached."""
     ClusterKey.new().write(tmp_path / "key")
     fields = {"host": "0.0.0.0", "key_file": str(tmp_path / "key")}
-    folder = models[Kind.LLAMA]
+    folder = models[TinyKind.LLAMA]
     with pytest.raises(InputError, match="says nothing to others"):
         run_instance(options_for("decode", folder, None, Parallel(), **fields))
     reached = options_for("decode", folder, None, Parallel(), advertise="127.0.0.1", **fields)
@@ -150,9 +114,9 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(models: Models) -> Non
 
 
 def test_checkpoints_differ_by_their_weights(models: Models, tmp_path: Path) -> None:
-    same = make_tiny(tmp_path / "same", Kind.LLAMA, seed=7)
-    other = make_tiny(tmp_path / "other", Kind.LLAMA, seed=8)
-    assert fingerprint(same) == fingerprint(models[Kind.LLAMA])
+    same = make_tiny(tmp_path / "same", TinyKind.LLAMA, seed=7)
+    other = make_tiny(tmp_path / "other", TinyKind.LLAMA, seed=8)
+    assert fingerprint(same) == fingerprint(models[TinyKind.LLAMA])
     assert fingerprint(other) != fingerprint(same)
 
 
@@ -176,7 +140,7 @@ def test_workers_say_where_they_are_and_leave(models: Models, tmp_path: Path) ->
         options = [
             options_for(
                 role,
-                models[Kind.LLAMA],
+                models[TinyKind.LLAMA],
                 server.url,
                 Parallel(),
                 key_file=str(tmp_path / "key"),
@@ -209,11 +173,11 @@ async def gone(url: str, key: ClusterKey, name: str) -> None:
 
 def test_another_model_is_refused_in_words(models: Models, tmp_path: Path) -> None:
     """Weights that differ are no partners, whatever the names say."""
-    other = make_tiny(tmp_path / "other", Kind.LLAMA, seed=8)
+    other = make_tiny(tmp_path / "other", TinyKind.LLAMA, seed=8)
     with RendezvousServer() as server:
         options = [
             options_for("prefill", other, server.url, Parallel()),
-            options_for("decode", models[Kind.LLAMA], server.url, Parallel()),
+            options_for("decode", models[TinyKind.LLAMA], server.url, Parallel()),
         ]
         with hosted(*options) as (prefill, decode):
             body = body_of(PROMPTS[1]) | {
@@ -228,7 +192,7 @@ def test_another_model_is_refused_in_words(models: Models, tmp_path: Path) -> No
 
 
 def test_sigterm_ends_a_worker_and_tells_its_callers(models: Models) -> None:
-    options = options_for("decode", models[Kind.LLAMA], None, Parallel())
+    options = options_for("decode", models[TinyKind.LLAMA], None, Parallel())
 
     async def talk(caller: Caller, url: str, pid: int) -> bytes:
         body = body_of(PROMPTS[1], max_tokens=1900) | {"stream": True}
@@ -250,7 +214,7 @@ def test_sigterm_ends_a_worker_and_tells_its_callers(models: Models) -> None:
 
 
 def test_sigterm_while_it_starts_leaves_no_process(models: Models) -> None:
-    options = options_for("decode", models[Kind.LLAMA], None, Parallel(tp=3))
+    options = options_for("decode", models[TinyKind.LLAMA], None, Parallel(tp=3))
     process, pipe = started(options)
     deadline = time.monotonic() + PATIENCE_S
     while len(ranks := descendants(process.pid)) < 3 and not pipe.poll():
@@ -286,9 +250,9 @@ def test_a_killed_worker_costs_its_requests_and_nothing_else(models: Models) -> 
     with RendezvousServer() as server:
         slow = {"step_tokens": 32}
         prefill_options = options_for(
-            "prefill", models[Kind.LLAMA], server.url, Parallel(), engine=slow
+            "prefill", models[TinyKind.LLAMA], server.url, Parallel(), engine=slow
         )
-        decode_options = options_for("decode", models[Kind.LLAMA], server.url, Parallel())
+        decode_options = options_for("decode", models[TinyKind.LLAMA], server.url, Parallel())
 
         async def talk(caller: Caller, prefill: Any, decode: Any) -> Reply:
             body = body_of(long, max_tokens=4) | {
@@ -308,4 +272,4 @@ def test_a_killed_worker_costs_its_requests_and_nothing_else(models: Models) -> 
             reply = call(partial(talk, prefill=prefill, decode=decode))
     assert reply.status == 200
     assert reply.told["source"] == "recomputed"
-    assert [reply.tokens] == Alone(models)(Kind.LLAMA, [long], max_tokens=4)
+    assert [reply.tokens] == Alone(models)(TinyKind.LLAMA, [long], max_tokens=4)

@@ -25,8 +25,8 @@ from serve.clusters import (
 )
 
 from kvferry.errors import InputError
-from kvferry.serve.cluster import Cluster, Model, RendezvousSection, WorkerSection
-from kvferry.serve.launch import Launch
+from kvferry.serve.cluster.description import Cluster, ModelFolder, RendezvousSection, WorkerSection
+from kvferry.serve.cluster.launch import Launch
 from kvferry.serve.router.options import RouterOptions
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -149,5 +149,5 @@ def test_a_port_in_use_is_said_before_anything_starts(part: str) -> None:
         )
         with Launch() as launch:
             with pytest.raises(InputError, match=f"^{part}: cannot listen on 127.0.0.1:{port}"):
-                launch.start_all(cluster, Model(Path("/nowhere"), "none"), lambda *_: None)
+                launch.start_all(cluster, ModelFolder(Path("/nowhere"), "none"), lambda *_: None)
             assert launch.children == []

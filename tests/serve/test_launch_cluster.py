@@ -10,12 +10,18 @@ import pytest
 
 from kvferry.cli.main import main
 from kvferry.errors import InputError
-from kvferry.serve.cluster import Cluster, Model, check, read_cluster, worker_options
-from kvferry.serve.instance import InstanceOptions
+from kvferry.serve.cluster.description import (
+    Cluster,
+    ModelFolder,
+    check,
+    read_cluster,
+    worker_options,
+)
+from kvferry.serve.models.tiny import TinyKind
 from kvferry.serve.router.options import OnFailure
-from kvferry.serve.tiny import Kind
+from kvferry.serve.worker.instance import InstanceOptions
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.toml"
 
 
@@ -70,7 +76,7 @@ def test_a_worker_gets_what_its_section_says(models: Models) -> None:
         decode=[{"tp": 3, "page": 32, "order": "hnd", "dtype": "bfloat16", "cache_tokens": 512}],
     )
     (worker,) = cluster.workers()
-    fields = worker_options(cluster, worker, Model(models[Kind.LLAMA], "m"), "http://h:1")
+    fields = worker_options(cluster, worker, ModelFolder(models[TinyKind.LLAMA], "m"), "http://h:1")
     options = msgspec.convert(fields, InstanceOptions)
     assert (options.engine.parallel.tp, options.engine.page_tokens) == (3, 32)
     assert (options.engine.order, options.engine.dtype) == ("hnd", "bfloat16")
@@ -111,7 +117,7 @@ def test_a_bad_file_is_one_sentence(
 
 
 def test_sides_that_do_not_fit_are_refused(models: Models) -> None:
-    llama = Model(models[Kind.LLAMA], "m")
+    llama = ModelFolder(models[TinyKind.LLAMA], "m")
     with pytest.raises(InputError, match="tp=12 is more ranks than the model's 6 query heads"):
         check(cluster_of(decode=[{"tp": 12}]), llama)
     with pytest.raises(InputError, match="tp=2 neither divides nor is divided by the 3 units"):

@@ -29,10 +29,10 @@ from serve.clusters import (
     wait_until,
 )
 
-from kvferry.serve.launch import Child
-from kvferry.serve.tiny import Kind
+from kvferry.serve.cluster.launch import Child
+from kvferry.serve.models.tiny import TinyKind
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 # Over several pages and chunks.
 PROMPTS = [f"{i}: " + "The quick brown fox jumps over the lazy dog. " * (3 + i) for i in range(6)]
@@ -52,7 +52,7 @@ def cluster(models: Models) -> Iterator[Running]:
         "prefill": [{"tp": 3, **small}, small],
         "decode": [{"instances": 2, **small}],
     }
-    with running(models[Kind.LLAMA], **fields) as here:
+    with running(models[TinyKind.LLAMA], **fields) as here:
         yield here
         pids = here.pids(*(child.name for child in here.launch.children))
         files = segments(pids)

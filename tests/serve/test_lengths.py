@@ -15,11 +15,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from kvferry.serve.api.bodies import Ask, Serving, parse_chat, parse_completion
-from kvferry.serve.api.errors import ApiError
-from kvferry.serve.api.lanes import LARGE_BYTES, Lane, Lanes
-from kvferry.serve.requests import Role
-from kvferry.serve.tiny import END, TEMPLATE, byte_tokenizer
-from kvferry.serve.tokenizer import Settings, Tokenizer, TooLong
+from kvferry.serve.api.readers import LARGE_BYTES, BodyReaders, ReaderThreads
+from kvferry.serve.engine.requests import Role
+from kvferry.serve.errors import ApiError
+from kvferry.serve.models.tiny import END, TEMPLATE, byte_tokenizer
+from kvferry.serve.models.tokenizer import Settings, Tokenizer, TooLong
 
 MAX_TOKENS = 100
 PATIENCE_S = 30
@@ -118,7 +118,7 @@ def test_letters_count_as_bytes_only_where_they_are() -> None:
 
 def test_a_small_body_does_not_wait_for_large_ones() -> None:
     async def talk() -> str:
-        lanes, go = Lanes(), threading.Event()
+        lanes, go = BodyReaders(), threading.Event()
         running = threading.Semaphore(0)
 
         def book() -> str:
@@ -140,7 +140,7 @@ def test_a_small_body_does_not_wait_for_large_ones() -> None:
 
 def test_the_line_in_front_of_a_lane_is_bounded_also_by_callers_that_left() -> None:
     async def talk() -> None:
-        lane, go = Lane("test", num_threads=1, most=2), threading.Event()
+        lane, go = ReaderThreads("test", num_threads=1, most=2), threading.Event()
         began = threading.Event()
 
         def stay() -> bool:

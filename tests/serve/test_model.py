@@ -11,15 +11,15 @@ from serve.plain import plain_logprobs
 
 from kvferry.layout.layout import Order
 from kvferry.layout.spec import DType
-from kvferry.serve.model.linear_attention import fade_and_add
-from kvferry.serve.requests import Request
-from kvferry.serve.tiny import Kind
+from kvferry.serve.engine.requests import Request
+from kvferry.serve.models.compute.linear_attention import fade_and_add
+from kvferry.serve.models.tiny import TinyKind
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_logits_are_those_of_the_definition(models: Models, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", TinyKind)
+def test_logits_are_those_of_the_definition(models: Models, kind: TinyKind) -> None:
     with engine_of(models[kind]) as engine:
         answers = ask(engine, requests(max_tokens=4))
     for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -29,10 +29,10 @@ def test_logits_are_those_of_the_definition(models: Models, kind: Kind) -> None:
         assert (got - expected).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", TinyKind)
 @pytest.mark.parametrize("step_tokens", [33, 64])
 def test_a_prompt_in_chunks_is_the_same_prompt(
-    models: Models, kind: Kind, step_tokens: int
+    models: Models, kind: TinyKind, step_tokens: int
 ) -> None:
     with engine_of(models[kind], step_tokens=512) as engine:
         whole = ask(engine, requests())
@@ -43,8 +43,8 @@ def test_a_prompt_in_chunks_is_the_same_prompt(
     demand_equal(whole, chunked)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_pages_of_any_size_and_order_hold_the_same(models: Models, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", TinyKind)
+def test_pages_of_any_size_and_order_hold_the_same(models: Models, kind: TinyKind) -> None:
     with engine_of(models[kind]) as engine:
         one = ask(engine, requests())
     with engine_of(models[kind], page_tokens=5, order=Order.HND) as engine:
@@ -54,7 +54,7 @@ def test_pages_of_any_size_and_order_hold_the_same(models: Models, kind: Kind) -
 
 def test_another_precision_stays_near(models: Models) -> None:
     """Not bfloat16: its instructions are missing on some hosts that claim to have them."""
-    for kind in Kind:
+    for kind in TinyKind:
         with engine_of(models[kind]) as engine:
             single = ask(engine, requests())
         with engine_of(models[kind], dtype=DType.FLOAT64) as engine:
@@ -66,9 +66,9 @@ def test_another_precision_stays_near(models: Models) -> None:
 def test_a_state_row_forgets_its_last_request(models: Models) -> None:
     """With one row, the second request gets the row of the first."""
     one, two, _ = requests()
-    with engine_of(models[Kind.HYBRID], max_requests=1) as engine:
+    with engine_of(models[TinyKind.HYBRID], max_requests=1) as engine:
         after_another = ask(engine, [one, two])[1]
-    with engine_of(models[Kind.HYBRID], max_requests=1) as engine:
+    with engine_of(models[TinyKind.HYBRID], max_requests=1) as engine:
         alone = ask(engine, [two])[0]
     demand_equal([after_another], [alone], tolerance=1e-6)
 
@@ -94,7 +94,7 @@ def test_answers_depend_on_every_token_of_the_prompt(models: Models) -> None:
         Request(id=str(i), prompt=p, max_tokens=12, sampling=ALL)
         for i, p in enumerate([prompt, *changed])
     ]
-    for kind in Kind:
+    for kind in TinyKind:
         with engine_of(models[kind]) as engine:
             first, *others = ask(engine, asked)
         for other in others:

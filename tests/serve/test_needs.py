@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.cli.main import main
 from kvferry.errors import TransportError
-from kvferry.serve.needs import INSTALL, INSTALL_MODEL, MODEL_PACKAGE, lacking
+from kvferry.serve.cluster.needs import INSTALL, INSTALL_MODEL, MODEL_PACKAGE, lacking
 from kvferry.transport.registry import transport_class
 
 ALL = {"torch", "safetensors", "tokenizers", "jinja2", "gguf", MODEL_PACKAGE}

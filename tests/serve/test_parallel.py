@@ -10,20 +10,20 @@ from serve.driving import Answer, ask, demand_equal, engine_of, requests
 
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Parallel, find_holding
-from kvferry.serve.model.config import ModelConfig
-from kvferry.serve.model.shard import even_share, shard_of
-from kvferry.serve.spec import KV, STATE, layout_for
-from kvferry.serve.tiny import Kind
+from kvferry.serve.engine.layouts import KV, STATE, layout_for
+from kvferry.serve.models.compute.shard import even_share, shard_of
+from kvferry.serve.models.config import ModelConfig
+from kvferry.serve.models.tiny import TinyKind
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 
 
 @pytest.fixture(scope="module")
-def alone(models: Models) -> Callable[[Kind], list[Answer]]:
+def alone(models: Models) -> Callable[[TinyKind], list[Answer]]:
     """What a single rank answers."""
-    known: dict[Kind, list[Answer]] = {}
+    known: dict[TinyKind, list[Answer]] = {}
 
-    def answers(kind: Kind) -> list[Answer]:
+    def answers(kind: TinyKind) -> list[Answer]:
         if kind not in known:
             with engine_of(models[kind]) as engine:
                 known[kind] = ask(engine, requests())
@@ -35,17 +35,17 @@ def alone(models: Models) -> Callable[[Kind], list[Answer]]:
 @pytest.mark.parametrize(
     ("kind", "parallel"),
     [
-        (Kind.LLAMA, Parallel(tp=3)),
-        (Kind.LLAMA, Parallel(tp=6)),
-        (Kind.LLAMA, Parallel(pp=2)),
-        (Kind.QWEN3, Parallel(tp=2, pp=2)),
-        (Kind.HYBRID, Parallel(tp=4)),
-        (Kind.HYBRID, Parallel(pp=3, stages=(1, 2, 3))),
+        (TinyKind.LLAMA, Parallel(tp=3)),
+        (TinyKind.LLAMA, Parallel(tp=6)),
+        (TinyKind.LLAMA, Parallel(pp=2)),
+        (TinyKind.QWEN3, Parallel(tp=2, pp=2)),
+        (TinyKind.HYBRID, Parallel(tp=4)),
+        (TinyKind.HYBRID, Parallel(pp=3, stages=(1, 2, 3))),
     ],
     ids=str,
 )
 def test_ranks_agree_with_one_rank(
-    models: Models, alone: Callable[[Kind], list[Answer]], kind: Kind, parallel: Parallel
+    models: Models, alone: Callable[[TinyKind], list[Answer]], kind: TinyKind, parallel: Parallel
 ) -> None:
     with engine_of(models[kind], parallel) as engine:
         answers = ask(engine, requests())
@@ -55,16 +55,16 @@ def test_ranks_agree_with_one_rank(
 @pytest.mark.parametrize(
     ("kind", "parallel"),
     [
-        (Kind.LLAMA, Parallel(tp=3, pp=3)),
-        (Kind.LLAMA, Parallel(tp=6)),
-        (Kind.QWEN3, Parallel(tp=4, pp=2)),
-        (Kind.HYBRID, Parallel(tp=2, pp=6)),
-        (Kind.HYBRID, Parallel(tp=6)),
+        (TinyKind.LLAMA, Parallel(tp=3, pp=3)),
+        (TinyKind.LLAMA, Parallel(tp=6)),
+        (TinyKind.QWEN3, Parallel(tp=4, pp=2)),
+        (TinyKind.HYBRID, Parallel(tp=2, pp=6)),
+        (TinyKind.HYBRID, Parallel(tp=6)),
     ],
     ids=str,
 )
 def test_shares_follow_the_layout_and_cover_everything_once(
-    models: Models, kind: Kind, parallel: Parallel
+    models: Models, kind: TinyKind, parallel: Parallel
 ) -> None:
     config = ModelConfig.load(models[kind])
     layout = layout_for(config, parallel)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InputError
-from kvferry.serve.rank_sockets import RankSockets, meet, peers_of
+from kvferry.serve.ranks.sockets import RankSockets, meet, peers_of
 
 PATIENCE_S = 60.0
 

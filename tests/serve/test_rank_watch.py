@@ -16,13 +16,13 @@ from serve.working import PATIENCE_S, Caller, Worker, apart, body_of, call, host
 
 from kvferry.errors import InputError
 from kvferry.layout.layout import Parallel
-from kvferry.serve.rank_watch import Signs
-from kvferry.serve.ranks import RankLost
-from kvferry.serve.steps import StepPlan
-from kvferry.serve.tiny import Kind
-from kvferry.serve.worker import Extension
+from kvferry.serve.engine.steps import StepPlan
+from kvferry.serve.models.tiny import TinyKind
+from kvferry.serve.ranks.processes import RankLost
+from kvferry.serve.ranks.rank import Extension
+from kvferry.serve.ranks.watch import Signs
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 # Long enough that a busy machine is not taken for a stopped rank.
 LOST_S = 8.0
 
@@ -106,7 +106,7 @@ class Hanging(Extension):
 
 
 def test_a_step_that_hangs_ends_the_engine(models: Models) -> None:
-    with engine_of(models[Kind.LLAMA], Parallel(tp=3), Hanging, lost_s=LOST_S / 2) as engine:
+    with engine_of(models[TinyKind.LLAMA], Parallel(tp=3), Hanging, lost_s=LOST_S / 2) as engine:
         ask(engine, requests(max_tokens=1))
         engine.post(b"hang")
         engine.add(requests()[0])
@@ -116,7 +116,7 @@ def test_a_step_that_hangs_ends_the_engine(models: Models) -> None:
 
 
 def test_a_rank_that_goes_on_in_time_costs_nothing(models: Models) -> None:
-    with engine_of(models[Kind.LLAMA], Parallel(tp=3), lost_s=LOST_S) as engine:
+    with engine_of(models[TinyKind.LLAMA], Parallel(tp=3), lost_s=LOST_S) as engine:
         before = ask(engine, requests(max_tokens=2))
         (stopped, *_) = [child.pid for child in multiprocessing.active_children() if child.pid]
         stop(stopped)
@@ -135,7 +135,7 @@ def stop(pid: int) -> None:
 def test_a_stopped_rank_ends_its_worker_and_what_it_was_asked(models: Models) -> None:
     """In the middle of an answer, within ``lost_s``; the stopped process does not stay either."""
     options = options_for(
-        "decode", models[Kind.LLAMA], None, Parallel(pp=2), engine={"lost_s": LOST_S}
+        "decode", models[TinyKind.LLAMA], None, Parallel(pp=2), engine={"lost_s": LOST_S}
     )
     with apart(options) as (worker,):
         assert worker.process is not None
@@ -170,7 +170,7 @@ def only_rank(pid: int) -> int:
 def test_health_says_which_rank_and_why(models: Models) -> None:
     """While nothing runs, so that no step could find it."""
     options = options_for(
-        "prefill", models[Kind.LLAMA], None, Parallel(pp=2), engine={"lost_s": LOST_S}
+        "prefill", models[TinyKind.LLAMA], None, Parallel(pp=2), engine={"lost_s": LOST_S}
     )
 
     async def talk(caller: Caller, url: str) -> tuple[int, dict[str, object]]:
@@ -191,4 +191,4 @@ def test_health_says_which_rank_and_why(models: Models) -> None:
 
 def test_a_limit_of_nothing_is_refused(models: Models) -> None:
     with pytest.raises(InputError, match="lost_s must be above 0"):
-        engine_of(models[Kind.LLAMA], lost_s=0)
+        engine_of(models[TinyKind.LLAMA], lost_s=0)

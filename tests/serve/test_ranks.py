@@ -16,15 +16,15 @@ from serve.driving import PROMPTS, ask, engine_of, requests, small
 
 from kvferry.errors import InputError
 from kvferry.layout.layout import Parallel
-from kvferry.serve.cache import Cache
-from kvferry.serve.engine import Engine
-from kvferry.serve.ranks import RankLost
-from kvferry.serve.requests import Noted, Request
-from kvferry.serve.steps import Sample, StepPlan
-from kvferry.serve.tiny import Kind
-from kvferry.serve.worker import Extension
+from kvferry.serve.engine.cache import Cache
+from kvferry.serve.engine.engine import Engine
+from kvferry.serve.engine.requests import Noted, Request
+from kvferry.serve.engine.steps import Sample, StepPlan
+from kvferry.serve.models.tiny import TinyKind
+from kvferry.serve.ranks.processes import RankLost
+from kvferry.serve.ranks.rank import Extension
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 TCP, LISTEN = ("/proc/net/tcp", "/proc/net/tcp6"), "0A"
 
 
@@ -62,7 +62,7 @@ def said(outputs: Sequence[object]) -> dict[int, list[bytes]]:
 
 def test_extensions_hear_every_step_on_every_rank(models: Models) -> None:
     parallel = Parallel(tp=2, pp=2)
-    with engine_of(models[Kind.QWEN3], parallel, Reporting) as engine:
+    with engine_of(models[TinyKind.QWEN3], parallel, Reporting) as engine:
         started = said(engine.step(poll=True))
         assert [notes[0].split()[:2] for notes in started.values()] == [
             [b"start", str(rank).encode()] for rank in range(4)
@@ -80,7 +80,7 @@ def test_extensions_hear_every_step_on_every_rank(models: Models) -> None:
 
 @pytest.mark.parametrize("order", [b"die 2", b"die 1", b"fail 2"])
 def test_a_lost_rank_is_noticed_and_nothing_is_left(models: Models, order: bytes) -> None:
-    engine = engine_of(models[Kind.LLAMA], Parallel(tp=3), Reporting, timeout_s=20)
+    engine = engine_of(models[TinyKind.LLAMA], Parallel(tp=3), Reporting, timeout_s=20)
     try:
         for request in requests():
             engine.add(request)
@@ -96,7 +96,7 @@ def test_a_lost_rank_is_noticed_and_nothing_is_left(models: Models, order: bytes
 
 
 def test_the_rank_says_why(models: Models) -> None:
-    engine = engine_of(models[Kind.LLAMA], Parallel(tp=3), Reporting, timeout_s=20)
+    engine = engine_of(models[TinyKind.LLAMA], Parallel(tp=3), Reporting, timeout_s=20)
     engine.post(b"fail 1")
     with pytest.raises(RankLost, match="rank 1 failed: this rank was told to fail"):
         engine.step(poll=True)
@@ -107,7 +107,7 @@ KILLED = """
 import multiprocessing, sys, time
 from pathlib import Path
 from kvferry.layout.layout import Parallel
-from kvferry.serve.engine import Engine, EngineOptions
+from kvferry.serve.engine.engine import Engine, EngineOptions
 
 if __name__ == "__main__":
     engine = Engine(Path(sys.argv[1]), EngineOptions(parallel=Parallel(tp=3)))
@@ -119,7 +119,7 @@ if __name__ == "__main__":
 def test_ranks_end_when_their_driver_is_killed(models: Models, tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(KILLED)
-    command = [sys.executable, str(script), str(models[Kind.LLAMA])]
+    command = [sys.executable, str(script), str(models[TinyKind.LLAMA])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
@@ -153,16 +153,16 @@ class Unready(Extension):
 
 def test_a_rank_that_cannot_start_leaves_the_way_free(models: Models) -> None:
     with pytest.raises(InputError, match="plug it in"):
-        engine_of(models[Kind.LLAMA], Parallel(tp=3), Unready, timeout_s=20)
+        engine_of(models[TinyKind.LLAMA], Parallel(tp=3), Unready, timeout_s=20)
     assert not multiprocessing.active_children()
-    with engine_of(models[Kind.LLAMA], Parallel(tp=3)) as engine:
+    with engine_of(models[TinyKind.LLAMA], Parallel(tp=3)) as engine:
         ask(engine, requests(max_tokens=1))
 
 
 def test_instances_live_side_by_side_in_one_process(models: Models) -> None:
-    with engine_of(models[Kind.LLAMA], Parallel(tp=3)) as engine:
+    with engine_of(models[TinyKind.LLAMA], Parallel(tp=3)) as engine:
         first = ask(engine, requests(max_tokens=2))
-        with engine_of(models[Kind.LLAMA], Parallel(pp=2)) as other:
+        with engine_of(models[TinyKind.LLAMA], Parallel(pp=2)) as other:
             beside = ask(other, requests(max_tokens=2))
         again = ask(engine, requests(max_tokens=2))
     assert [a.tokens for a in first] == [a.tokens for a in again] == [a.tokens for a in beside]
@@ -171,7 +171,7 @@ def test_instances_live_side_by_side_in_one_process(models: Models) -> None:
 def test_ranks_listen_nowhere(models: Models) -> None:
     """A port of theirs would be open to every user of the machine."""
     before = listening(os.getpid())
-    with engine_of(models[Kind.LLAMA], Parallel(tp=3)):
+    with engine_of(models[TinyKind.LLAMA], Parallel(tp=3)):
         children = [child.pid for child in multiprocessing.active_children() if child.pid]
         assert len(children) == 2
         assert listening(os.getpid()) - before == set()
@@ -188,7 +188,7 @@ def listening(pid: int) -> set[str]:
 def test_a_broken_model_is_one_sentence_and_leaves_no_process(
     models: Models, tmp_path: Path
 ) -> None:
-    for path in models[Kind.LLAMA].iterdir():
+    for path in models[TinyKind.LLAMA].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(InputError, match="download the model again"):

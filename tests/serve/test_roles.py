@@ -27,14 +27,14 @@ from kvferry.errors import InputError, Misuse
 from kvferry.layout.layout import Order, Parallel
 from kvferry.plan import PageTable, Pair, Side, bind, check, contiguous_pools, reshard
 from kvferry.plan import Request as Length
-from kvferry.serve.cache import one_region
-from kvferry.serve.engine import Engine
-from kvferry.serve.requests import Admitted, Computed, Produced, Request, Role
-from kvferry.serve.spec import KV, STATE
-from kvferry.serve.steps import Sample
-from kvferry.serve.tiny import Kind
+from kvferry.serve.engine.cache import one_region
+from kvferry.serve.engine.engine import Engine
+from kvferry.serve.engine.layouts import KV, STATE
+from kvferry.serve.engine.requests import Admitted, Computed, Produced, Request, Role
+from kvferry.serve.engine.steps import Sample
+from kvferry.serve.models.tiny import TinyKind
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 
 
 class Ferry(NamedTuple):
@@ -131,11 +131,11 @@ def ferried(
 # Other shardings are in test_transfer.py, where endpoints carry them.
 @pytest.mark.parametrize(
     ("kind", "source"),
-    [(Kind.LLAMA, Parallel()), (Kind.QWEN3, Parallel(pp=2)), (Kind.HYBRID, Parallel())],
+    [(TinyKind.LLAMA, Parallel()), (TinyKind.QWEN3, Parallel(pp=2)), (TinyKind.HYBRID, Parallel())],
     ids=str,
 )
 def test_a_carried_cache_is_as_good_as_ones_own(
-    models: Models, tmp_path: Path, kind: Kind, source: Parallel
+    models: Models, tmp_path: Path, kind: TinyKind, source: Parallel
 ) -> None:
     files, into = files_in(tmp_path / "source"), files_in(tmp_path / "target")
     with (
@@ -149,8 +149,10 @@ def test_a_carried_cache_is_as_good_as_ones_own(
     demand_equal([alone], [answer])
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_without_the_copy_the_answer_is_wrong(models: Models, tmp_path: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", TinyKind)
+def test_without_the_copy_the_answer_is_wrong(
+    models: Models, tmp_path: Path, kind: TinyKind
+) -> None:
     """The negative control: the comparison above can fail."""
     files, into = files_in(tmp_path / "source"), files_in(tmp_path / "target")
     with (
@@ -168,8 +170,8 @@ def test_a_repeated_prompt_needs_only_what_is_new(models: Models, tmp_path: Path
     files, into = files_in(tmp_path / "source"), files_in(tmp_path / "target")
     aligned = PROMPTS[2][:144]
     with (
-        engine_of(models[Kind.LLAMA], extend=files) as here,
-        engine_of(models[Kind.LLAMA], extend=into) as there,
+        engine_of(models[TinyKind.LLAMA], extend=files) as here,
+        engine_of(models[TinyKind.LLAMA], extend=into) as there,
     ):
         answers, sizes = [], []
         for name, prompt in (("a", aligned), ("b", aligned), ("c", (*aligned, 5))):
@@ -183,7 +185,7 @@ def test_a_repeated_prompt_needs_only_what_is_new(models: Models, tmp_path: Path
             answers.append(answer.tokens)
     token_bytes = 6 * 3 * 16 * 2 * 4
     assert sizes == [(0, 144 * token_bytes), (144, 0), (144, token_bytes)]
-    with engine_of(models[Kind.LLAMA]) as engine:
+    with engine_of(models[TinyKind.LLAMA]) as engine:
         alone = ask(
             engine, [half(Role.WHOLE, n, p) for n, p in (("a", aligned), ("c", (*aligned, 5)))]
         )
@@ -191,7 +193,7 @@ def test_a_repeated_prompt_needs_only_what_is_new(models: Models, tmp_path: Path
 
 
 def test_a_prefix_that_prefill_has_is_not_computed_again(models: Models, tmp_path: Path) -> None:
-    with engine_of(models[Kind.LLAMA]) as engine:
+    with engine_of(models[TinyKind.LLAMA]) as engine:
         ask(engine, [half(Role.WHOLE, "before")])
         engine.add(half(Role.PREFILL))
         outputs = engine.step()
@@ -201,9 +203,9 @@ def test_a_prefix_that_prefill_has_is_not_computed_again(models: Models, tmp_pat
 
 
 def test_when_nothing_comes_the_prompt_is_computed_here(models: Models) -> None:
-    with engine_of(models[Kind.QWEN3]) as engine:
+    with engine_of(models[TinyKind.QWEN3]) as engine:
         (alone,) = ask(engine, [half(Role.WHOLE)])
-    with engine_of(models[Kind.QWEN3]) as engine:
+    with engine_of(models[TinyKind.QWEN3]) as engine:
         admit(engine, half(Role.DECODE))
         engine.recompute("r")
         demand_equal([alone], [drain(engine)["r"]])
@@ -211,7 +213,7 @@ def test_when_nothing_comes_the_prompt_is_computed_here(models: Models) -> None:
 
 
 def test_pages_that_a_transfer_may_touch_outlive_a_cancel(models: Models) -> None:
-    with engine_of(models[Kind.LLAMA], step_tokens=64) as engine:
+    with engine_of(models[TinyKind.LLAMA], step_tokens=64) as engine:
         blocks = engine.scheduler.blocks
         engine.add(half(Role.PREFILL, "prefill"))
         engine.add(half(Role.DECODE, "decode"))
@@ -232,7 +234,7 @@ def test_pages_that_a_transfer_may_touch_outlive_a_cancel(models: Models) -> Non
 
 
 def test_steps_that_do_not_fit_are_refused(models: Models) -> None:
-    with engine_of(models[Kind.LLAMA]) as engine:
+    with engine_of(models[TinyKind.LLAMA]) as engine:
         admit(engine, half(Role.DECODE))
         with pytest.raises(InputError, match="first token"):
             engine.arrived("r", Sample("r", 999))
@@ -247,7 +249,7 @@ def test_steps_that_do_not_fit_are_refused(models: Models) -> None:
 
 
 def test_a_first_token_can_be_the_whole_answer(models: Models) -> None:
-    with engine_of(models[Kind.LLAMA]) as engine:
+    with engine_of(models[TinyKind.LLAMA]) as engine:
         for first, finish in ((256, "stop"), (65, "length")):
             engine.add(Request(id="r", prompt=(1, 2), max_tokens=1, role=Role.DECODE))
             engine.step()

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError
-from kvferry.serve.router.answers import ApiError
+from kvferry.serve.errors import ApiError
 from kvferry.serve.router.bodies import Defaults, read_ask
 from kvferry.serve.router.forward import Tried, next_try
 from kvferry.serve.router.options import OnFailure, Policy, RouterOptions
-from kvferry.serve.router.roster import Announced, Health, Part, Roster, Worker
-from kvferry.serve.router.streams import Events
+from kvferry.serve.router.roster import Announced, Health, Roster, Worker, WorkerPart
+from kvferry.serve.router.streams import WholeEvents
 from kvferry.serve.router.upstream import Blame, Failed
 
 LOST_S = 10.0
@@ -35,11 +35,11 @@ def roster_of(num_workers: int, policy: Policy = Policy.LEAST_LOADED) -> Roster:
 
 
 def listed(num_workers: int) -> list[Announced]:
-    return [Announced(f"w{i}", Part.DECODE) for i in range(num_workers)]
+    return [Announced(f"w{i}", WorkerPart.DECODE) for i in range(num_workers)]
 
 
 def choose(roster: Roster, avoid: set[str] = frozenset()) -> str | None:  # type: ignore[assignment]
-    worker = roster.choose(Part.DECODE, "m", avoid)
+    worker = roster.choose(WorkerPart.DECODE, "m", avoid)
     return worker.url if worker else None
 
 
@@ -47,13 +47,13 @@ def choose(roster: Roster, avoid: set[str] = frozenset()) -> str | None:  # type
 
 
 def test_nobody_is_used_before_they_say_that_they_are_well() -> None:
-    roster = Roster(Policy.ROUND_ROBIN, LOST_S, [Announced("w", Part.DECODE)])
+    roster = Roster(Policy.ROUND_ROBIN, LOST_S, [Announced("w", WorkerPart.DECODE)])
     assert choose(roster) is None
     (worker,) = roster.workers
     roster.well(worker, health(worker), 0.0)
     assert choose(roster) == "w"
-    assert roster.choose(Part.PREFILL, "m") is None
-    assert roster.choose(Part.DECODE, "other") is None
+    assert roster.choose(WorkerPart.PREFILL, "m") is None
+    assert roster.choose(WorkerPart.DECODE, "other") is None
 
 
 def test_round_robin_does_not_look_at_load() -> None:
@@ -116,7 +116,7 @@ def test_who_has_left_the_rendezvous_is_forgotten_when_nothing_is_under_way() ->
 
 
 def test_a_given_address_is_never_forgotten() -> None:
-    roster = Roster(Policy.ROUND_ROBIN, LOST_S, [Announced("w", Part.DECODE)])
+    roster = Roster(Policy.ROUND_ROBIN, LOST_S, [Announced("w", WorkerPart.DECODE)])
     roster.missed(roster.workers[0], "gone", 1.0, sure=True)
     roster.hear([])
     assert len(roster.workers) == 1
@@ -125,28 +125,28 @@ def test_a_given_address_is_never_forgotten() -> None:
 # ---------------------------------------------------------------- what is tried next
 
 
-def failure(part: Part, blame: Blame) -> Failed:
+def failure(part: WorkerPart, blame: Blame) -> Failed:
     return Failed(Worker("u", part, "n", fixed=True), blame, "why")
 
 
 @pytest.mark.parametrize(
     ("part", "blame", "on_failure", "again", "local"),
     [
-        (Part.PREFILL, Blame.WORKER, OnFailure.RETRY, True, False),
-        (Part.PREFILL, Blame.WORKER, OnFailure.LOCAL, True, True),
-        (Part.PREFILL, Blame.WORKER, OnFailure.FAIL, False, False),
-        (Part.DECODE, Blame.TRANSFER, OnFailure.RETRY, True, False),
-        (Part.DECODE, Blame.TRANSFER, OnFailure.LOCAL, True, True),
-        (Part.DECODE, Blame.TRANSFER, OnFailure.FAIL, False, False),
-        (Part.DECODE, Blame.WORKER, OnFailure.RETRY, True, False),
-        (Part.DECODE, Blame.WORKER, OnFailure.LOCAL, True, False),
-        (Part.DECODE, Blame.WORKER, OnFailure.FAIL, False, False),
-        (Part.DECODE, Blame.REQUEST, OnFailure.RETRY, False, False),
-        (Part.PREFILL, Blame.REQUEST, OnFailure.LOCAL, False, False),
+        (WorkerPart.PREFILL, Blame.WORKER, OnFailure.RETRY, True, False),
+        (WorkerPart.PREFILL, Blame.WORKER, OnFailure.LOCAL, True, True),
+        (WorkerPart.PREFILL, Blame.WORKER, OnFailure.FAIL, False, False),
+        (WorkerPart.DECODE, Blame.TRANSFER, OnFailure.RETRY, True, False),
+        (WorkerPart.DECODE, Blame.TRANSFER, OnFailure.LOCAL, True, True),
+        (WorkerPart.DECODE, Blame.TRANSFER, OnFailure.FAIL, False, False),
+        (WorkerPart.DECODE, Blame.WORKER, OnFailure.RETRY, True, False),
+        (WorkerPart.DECODE, Blame.WORKER, OnFailure.LOCAL, True, False),
+        (WorkerPart.DECODE, Blame.WORKER, OnFailure.FAIL, False, False),
+        (WorkerPart.DECODE, Blame.REQUEST, OnFailure.RETRY, False, False),
+        (WorkerPart.PREFILL, Blame.REQUEST, OnFailure.LOCAL, False, False),
     ],
 )
 def test_what_is_tried_next(
-    part: Part, blame: Blame, on_failure: OnFailure, again: bool, local: bool
+    part: WorkerPart, blame: Blame, on_failure: OnFailure, again: bool, local: bool
 ) -> None:
     tried = Tried(attempts=1)
     assert next_try(tried, failure(part, blame), on_failure, 2) is again
@@ -184,7 +184,7 @@ def test_what_the_router_does_not_know_is_left_as_it_is() -> None:
 @given(st.lists(st.binary(min_size=1, max_size=8)), st.lists(st.integers(1, 9)))
 def test_events_are_passed_on_whole_and_unchanged(parts: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(b"data: " + part.replace(b"\n", b"") + b"\n\n" for part in parts)
-    events, sent, rest = Events(), b"", stream + b"data: half"
+    events, sent, rest = WholeEvents(), b"", stream + b"data: half"
     for cut in [*cuts, len(rest)]:
         whole = events.take(rest[:cut])
         assert whole == b"" or whole.endswith(b"\n\n")
@@ -192,12 +192,37 @@ def test_events_are_passed_on_whole_and_unchanged(parts: list[bytes], cuts: list
     assert sent == stream
 
 
-def test_the_end_of_a_stream_is_known() -> None:
-    events = Events()
-    events.take(b"data: 1\n\ndata: [DO")
-    assert not events.ended
-    events.take(b"NE]\n\n")
+@pytest.mark.parametrize(
+    ("stream", "ended"),
+    [
+        (b"data: 1\n\ndata: [DONE]", False),
+        (b"data: 1\n\ndata: [DONE]\n\n", True),
+        (b'data: 1\n\ndata: {"error": {}}\n\n', True),
+        # What only keeps the connection open says nothing else.
+        (b"data: [DONE]\n\n: still here\n\n", True),
+        (b"data: [DONE]\n\ndata: 2\n\n", False),
+    ],
+)
+def test_the_end_of_a_stream_is_known(stream: bytes, ended: bool) -> None:
+    events = WholeEvents()
+    for byte in stream:
+        events.take(bytes([byte]))
+    assert events.ended is ended
+
+
+def test_events_may_end_as_windows_does() -> None:
+    events = WholeEvents()
+    assert events.take(b"data: 1\r\n\r\ndata: [DONE]\r\n\r\ndata") == (
+        b"data: 1\r\n\r\ndata: [DONE]\r\n\r\n"
+    )
     assert events.ended
+
+
+def test_an_event_without_an_end_fills_no_memory() -> None:
+    events = WholeEvents(most_bytes=100)
+    events.take(b"data: " + b"x" * 90)
+    with pytest.raises(ValueError, match="above 100 bytes"):
+        events.take(b"x" * 90)
 
 
 # ---------------------------------------------------------------- options

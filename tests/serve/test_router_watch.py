@@ -12,7 +12,7 @@ import pytest
 from serve.router_fakes import MODEL, bounded, site
 
 from kvferry.serve.router.options import Policy, RouterOptions
-from kvferry.serve.router.roster import Announced, Health, Part, Roster
+from kvferry.serve.router.roster import Announced, Health, Roster, WorkerPart
 from kvferry.serve.router.watch import Watch
 
 URL = "http://127.0.0.1:1"
@@ -60,7 +60,7 @@ class Mute:
 async def falls_silent(options: RouterOptions, at: float) -> tuple[float, float]:
     """Seconds from a worker's falling silent until it is left out, and until it is lost."""
     roster, worker = (
-        Roster(Policy.ROUND_ROBIN, options.lost_s, [Announced(URL, Part.DECODE)]),
+        Roster(Policy.ROUND_ROBIN, options.lost_s, [Announced(URL, WorkerPart.DECODE)]),
         Mute(),
     )
     watching = asyncio.create_task(Watch(options, roster, None, worker).run())
@@ -114,7 +114,7 @@ async def test_a_worker_that_calls_itself_unwell_is_left_out_at_once_with_its_re
 def test_one_word_of_its_own_is_enough() -> None:
     """Where two misses would be, if it had merely been slow."""
     for sure in (True, False):
-        roster = Roster(Policy.ROUND_ROBIN, 20, [Announced(URL, Part.DECODE)])
+        roster = Roster(Policy.ROUND_ROBIN, 20, [Announced(URL, WorkerPart.DECODE)])
         (worker,) = roster.workers
         roster.well(worker, Health("decode", "d0", MODEL), 0.0)
         roster.missed(worker, "it is not well", 1.0, sure=sure)

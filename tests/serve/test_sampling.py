@@ -12,11 +12,11 @@ import torch
 from serve.driving import PROMPTS, ask, engine_of, requests
 
 from kvferry.errors import InputError
-from kvferry.serve.sampling import draw, penalised, sample, uniform
-from kvferry.serve.steps import Past, Sampling, Work
-from kvferry.serve.tiny import Kind
+from kvferry.serve.engine.sampling import draw, penalised, sample, uniform
+from kvferry.serve.engine.steps import Past, Sampling, Work
+from kvferry.serve.models.tiny import TinyKind
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 LOGITS = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 
 
@@ -127,7 +127,7 @@ def test_what_makes_no_sense_is_refused(field: dict[str, Any]) -> None:
 
 def test_a_seed_gives_the_same_answer_alone_and_in_company(models: Models) -> None:
     hot = Sampling(temperature=1.5, seed=11)
-    with engine_of(models[Kind.LLAMA], prefix_cache=False) as engine:
+    with engine_of(models[TinyKind.LLAMA], prefix_cache=False) as engine:
         first = ask(engine, requests(sampling=hot))
         alone = [ask(engine, [request])[0] for request in requests(sampling=hot)]
         other = ask(engine, requests(sampling=Sampling(temperature=1.5, seed=12)))
@@ -140,7 +140,7 @@ def test_a_seed_gives_the_same_answer_alone_and_in_company(models: Models) -> No
 def test_an_engine_looks_back_over_prompt_and_answer(models: Models) -> None:
     """With a penalty that nothing outweighs no token comes twice, nor any of the prompt."""
     never = Sampling(repetition_penalty=100, presence_penalty=2, frequency_penalty=2)
-    with engine_of(models[Kind.LLAMA], prefix_cache=False) as engine:
+    with engine_of(models[TinyKind.LLAMA], prefix_cache=False) as engine:
         (plain,) = ask(engine, requests()[:1])
         (varied,) = ask(engine, requests(sampling=never)[:1])
     assert len(set(plain.tokens)) < len(plain.tokens) or set(plain.tokens) & set(PROMPTS[0])

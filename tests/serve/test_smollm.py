@@ -13,11 +13,11 @@ from serve.driving import ask
 
 from kvferry.errors import InputError
 from kvferry.layout.layout import Parallel
-from kvferry.serve.engine import Engine, EngineOptions
-from kvferry.serve.folders import DEFAULT
-from kvferry.serve.requests import Finish, Request
-from kvferry.serve.smollm import default_model, unpermuted
-from kvferry.serve.tokenizer import Tokenizer
+from kvferry.serve.engine.engine import Engine, EngineOptions
+from kvferry.serve.engine.requests import Finish, Request
+from kvferry.serve.models.folders import DEFAULT
+from kvferry.serve.models.smollm import default_model, unpermuted
+from kvferry.serve.models.tokenizer import Tokenizer
 
 
 def ids(text: str) -> list[int]:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError
-from kvferry.serve.text import StopFilter, TextStream
-from kvferry.serve.tiny import TEMPLATE, byte_tokenizer
-from kvferry.serve.tokenizer import Settings, Tokenizer
+from kvferry.serve.engine.text import StopFilter, TextStream
+from kvferry.serve.models.tiny import TEMPLATE, byte_tokenizer
+from kvferry.serve.models.tokenizer import Settings, Tokenizer
 
 
 def decode(tokens: Sequence[int]) -> str:

@@ -30,14 +30,14 @@ from serve.working import (
 
 from kvferry.layout.layout import Order, Parallel
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.serve.fingerprint import fingerprint
-from kvferry.serve.tiny import Kind, make_tiny
-from kvferry.serve.transfer import EndpointSettings
-from kvferry.serve.transfer_prefill import PrefillExtension
+from kvferry.serve.models.fingerprint import fingerprint
+from kvferry.serve.models.tiny import TinyKind, make_tiny
+from kvferry.serve.transfer.extension import EndpointSettings
+from kvferry.serve.transfer.prefill import PrefillExtension
 from kvferry.transport.base import Setup, Transport
 from kvferry.transport.shm import ShmTransport
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 
 # Sixteen: those of other tests, and more of other lengths.
 MANY = (
@@ -110,11 +110,11 @@ async def twice(
 
 
 PAIRS = {
-    "TP3 to 1": (Kind.LLAMA, TP3, ONE),
-    "TP1 to 3": (Kind.LLAMA, ONE, TP3),
-    "PP2 to TP3": (Kind.LLAMA, Parallel(pp=2), TP3),
-    "hybrid TP2 to 1": (Kind.HYBRID, Parallel(tp=2), ONE),
-    "hybrid TP1 to 2": (Kind.HYBRID, ONE, Parallel(tp=2)),
+    "TP3 to 1": (TinyKind.LLAMA, TP3, ONE),
+    "TP1 to 3": (TinyKind.LLAMA, ONE, TP3),
+    "PP2 to TP3": (TinyKind.LLAMA, Parallel(pp=2), TP3),
+    "hybrid TP2 to 1": (TinyKind.HYBRID, Parallel(tp=2), ONE),
+    "hybrid TP1 to 2": (TinyKind.HYBRID, ONE, Parallel(tp=2)),
 }
 
 
@@ -138,10 +138,10 @@ def test_the_answer_is_what_one_engine_says(
     assert [reply.tokens for reply in first] == right
     assert [reply.tokens for reply in second] == right[:AGAIN]
     # A hybrid's state has no prefix to share.
-    whole = [0 if kind is Kind.HYBRID else len(prompt) // 32 * 32 for prompt in MANY[:AGAIN]]
+    whole = [0 if kind is TinyKind.HYBRID else len(prompt) // 32 * 32 for prompt in MANY[:AGAIN]]
     assert [reply.told["prefix"] for reply in first] == [0] * len(MANY)
     assert [reply.told["prefix"] for reply in second] == whole
-    assert kind is Kind.HYBRID or any(whole)
+    assert kind is TinyKind.HYBRID or any(whole)
 
 
 @pytest.mark.parametrize("transport", ["shm", "nixl"])
@@ -157,7 +157,7 @@ def test_nine_ranks_hold_three_heads(
     parallels = Parallel(tp=sizes[0]), Parallel(tp=sizes[1])
     with pair_of(nine_heads, rendezvous, neighbour, parallels, transport) as pair:
         replies = call(partial(twice, pair=pair, prompts=PROMPTS))
-    right = Alone({Kind.LLAMA: nine_heads})(Kind.LLAMA, PROMPTS)
+    right = Alone({TinyKind.LLAMA: nine_heads})(TinyKind.LLAMA, PROMPTS)
     assert [[reply.tokens for reply in both] for both in replies] == [right, right]
 
 
@@ -179,7 +179,7 @@ def test_only_what_is_new_is_sent(
             seen.append((reply.told["prefix"], size // TOKEN_BYTES, reply.tokens))
         return seen
 
-    with pair_of(models[Kind.LLAMA], rendezvous, neighbour, (TP3, ONE)) as pair:
+    with pair_of(models[TinyKind.LLAMA], rendezvous, neighbour, (TP3, ONE)) as pair:
         seen = call(partial(talk, pair=pair))
     # Decode's pages have 32 tokens. What fills them is there the next time.
     assert [(prefix, sent) for prefix, sent, _ in seen] == [
@@ -189,7 +189,7 @@ def test_only_what_is_new_is_sent(
         (128, 0),
         (96, 54),
     ]
-    answers = alone(Kind.LLAMA, [aligned, longer, long])
+    answers = alone(TinyKind.LLAMA, [aligned, longer, long])
     assert [tokens for *_, tokens in seen] == [
         *(answers[0], answers[0]),
         *(answers[1], answers[1]),
@@ -243,7 +243,7 @@ def test_without_the_copy_the_answer_is_wrong(
     models: Models, rendezvous: str, alone: Alone
 ) -> None:
     """The comparison above can fail."""
-    folder = models[Kind.LLAMA]
+    folder = models[TinyKind.LLAMA]
     source = options_for("prefill", folder, rendezvous, ONE, name="careless")
     target = options_for("decode", folder, rendezvous, ONE)
     settings = Careless(name="careless", model=fingerprint(folder), rendezvous=rendezvous)
@@ -252,6 +252,6 @@ def test_without_the_copy_the_answer_is_wrong(
         hosted(target) as (decode,),
     ):
         (reply,) = call(lambda caller: all_at_once(caller, [prefill, decode], PROMPTS[2:]))
-    (right,) = alone(Kind.LLAMA, PROMPTS[2:])
+    (right,) = alone(TinyKind.LLAMA, PROMPTS[2:])
     assert reply.tokens[0] == right[0]
     assert reply.tokens != right

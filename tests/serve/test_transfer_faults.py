@@ -30,11 +30,11 @@ from serve.working import (
 
 from kvferry.layout.layout import Parallel
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.serve.instance import InstanceOptions, run_instance
-from kvferry.serve.ranks import RankLost
-from kvferry.serve.tiny import Kind
+from kvferry.serve.models.tiny import TinyKind
+from kvferry.serve.ranks.processes import RankLost
+from kvferry.serve.worker.instance import InstanceOptions, run_instance
 
-Models = dict[Kind, Path]
+Models = dict[TinyKind, Path]
 
 ONE, TP3 = Parallel(), Parallel(tp=3)
 # Nearly the whole cache, and a hundred steps where each computes little.
@@ -56,7 +56,7 @@ def alone(models: Models) -> Alone:
 @pytest.fixture(scope="module")
 def pair(models: Models, rendezvous: str) -> Iterator[list[Worker]]:
     options = [
-        options_for(role, models[Kind.LLAMA], rendezvous, ONE, engine=engine)
+        options_for(role, models[TinyKind.LLAMA], rendezvous, ONE, engine=engine)
         for role, engine in (("prefill", SLOW), ("decode", {}))
     ]
     with hosted(*options) as running:
@@ -104,7 +104,7 @@ def test_leaving_in_the_middle_of_a_stream_frees_both_sides(
         await both_idle(caller, pair)
         return await right_again(caller, pair, 2)
 
-    assert [call(talk).tokens] == alone(Kind.LLAMA, PROMPTS[2:])
+    assert [call(talk).tokens] == alone(TinyKind.LLAMA, PROMPTS[2:])
 
 
 def test_leaving_before_the_first_token_frees_both_sides(pair: list[Worker]) -> None:
@@ -197,7 +197,7 @@ def test_a_prefill_that_is_not_there(pair: list[Worker], alone: Alone) -> None:
     assert failed.document["error"]["code"] == "kv_transfer_failed"
     assert "'nobody' is not at the rendezvous" in failed.document["error"]["message"]
     assert local.told["source"] == "recomputed"
-    assert [local.tokens] == alone(Kind.LLAMA, PROMPTS[2:])
+    assert [local.tokens] == alone(TinyKind.LLAMA, PROMPTS[2:])
 
 
 def test_a_router_that_does_not_even_try_is_told_so(pair: list[Worker], alone: Alone) -> None:
@@ -211,7 +211,7 @@ def test_a_router_that_does_not_even_try_is_told_so(pair: list[Worker], alone: A
 
     replies = call(talk)
     assert {reply.told["source"] for reply in replies} == {"recomputed"}
-    assert [reply.tokens for reply in replies] == alone(Kind.LLAMA, PROMPTS[1:2]) * 2
+    assert [reply.tokens for reply in replies] == alone(TinyKind.LLAMA, PROMPTS[1:2]) * 2
     assert replies[1].told["prefix"] == 16
     assert "room" not in replies[0].told
 
@@ -254,7 +254,7 @@ def test_another_prompt_of_the_same_length_under_the_same_room(
         return (*replies, after[1])
 
     _, answer, after = call(talk)
-    expected = alone(Kind.LLAMA, [b])
+    expected = alone(TinyKind.LLAMA, [b])
     if fallback == "fail":
         assert answer.status == 503
         assert answer.document["error"]["message"].startswith("content-differs")
@@ -308,11 +308,11 @@ def test_no_pages_in_time(pair: list[Worker], alone: Alone, fallback: str) -> No
         assert "no free pages in time" in reply.document["error"]["message"]
     else:
         assert reply.told["source"] == "recomputed"
-        assert [reply.tokens] == alone(Kind.LLAMA, PROMPTS[2:])
+        assert [reply.tokens] == alone(TinyKind.LLAMA, PROMPTS[2:])
 
 
 def test_a_request_has_a_deadline(models: Models) -> None:
-    options = options_for("decode", models[Kind.LLAMA], None, ONE, request_s=0.4)
+    options = options_for("decode", models[TinyKind.LLAMA], None, ONE, request_s=0.4)
 
     async def talk(caller: Caller, url: str) -> tuple[Reply, bytes]:
         body = body_of(PROMPTS[2], max_tokens=1800)
@@ -352,7 +352,7 @@ def in_thread(options: InstanceOptions) -> tuple[Worker, Future[BaseException | 
 
 
 def test_a_killed_prefill_rank(models: Models, rendezvous: str, alone: Alone) -> None:
-    folder = models[Kind.LLAMA]
+    folder = models[TinyKind.LLAMA]
 
     def prefill_with(parallel: Parallel) -> InstanceOptions:
         engine = SLOW | {"timeout_s": 20.0, "cache_tokens": 4096}
@@ -383,11 +383,11 @@ def test_a_killed_prefill_rank(models: Models, rendezvous: str, alone: Alone) ->
         assert failed.status == 503
         assert failed.document["error"]["code"] == "kv_transfer_failed"
         assert local.told["source"] == "recomputed"
-        assert [local.tokens] == alone(Kind.LLAMA, [LONG])
+        assert [local.tokens] == alone(TinyKind.LLAMA, [LONG])
         # The next life of that name, on other ranks, is as good.
         with hosted(prefill_with(ONE)) as (again,):
             reply = call(lambda caller: right_again(caller, [again, decode], 73))
-    assert [reply.tokens] == alone(Kind.LLAMA, PROMPTS[2:])
+    assert [reply.tokens] == alone(TinyKind.LLAMA, PROMPTS[2:])
 
 
 def test_idle_means_nothing_is_left() -> None:

@@ -27,19 +27,19 @@ import msgspec
 from serve.driving import ask, engine_of, small
 
 from kvferry.errors import KvferryError
+from kvferry.http.signing import Introduction, new_nonce, sign
 from kvferry.layout.layout import Parallel
 from kvferry.runtime.keys import ClusterKey
-from kvferry.runtime.signing import Introduction, new_nonce, sign
-from kvferry.serve.instance import Instance, InstanceOptions, WorkerRole, run_instance
-from kvferry.serve.loop import EngineLoop
-from kvferry.serve.requests import Request
-from kvferry.serve.tiny import Kind
-from kvferry.serve.worker import MakeExtension
+from kvferry.serve.engine.requests import Request
+from kvferry.serve.models.tiny import TinyKind
+from kvferry.serve.ranks.rank import MakeExtension
+from kvferry.serve.worker.instance import Instance, InstanceOptions, WorkerRole, run_instance
+from kvferry.serve.worker.loop import EngineLoop
 
 # The machine may be busy with other things.
 PATIENCE_S = 90.0
 MODEL = "model"
-PRELOAD = ["kvferry.serve.instance", "kvferry.serve.preloaded"]
+PRELOAD = ["kvferry.serve.worker.instance", "kvferry.serve.ranks.preload"]
 T = TypeVar("T")
 
 
@@ -198,12 +198,12 @@ def neighbour_main(pipe: Connection) -> None:
 class Alone:
     """What an engine of one rank answers, which never saw the others."""
 
-    def __init__(self, models: Mapping[Kind, Path]) -> None:
+    def __init__(self, models: Mapping[TinyKind, Path]) -> None:
         self._models = models
-        self._known: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
+        self._known: dict[tuple[TinyKind, tuple[int, ...]], list[int]] = {}
 
     def __call__(
-        self, kind: Kind, prompts: Sequence[tuple[int, ...]], max_tokens: int = 12
+        self, kind: TinyKind, prompts: Sequence[tuple[int, ...]], max_tokens: int = 12
     ) -> list[list[int]]:
         new = [prompt for prompt in dict.fromkeys(prompts) if (kind, prompt) not in self._known]
         if new:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.plan.bind import Binding, Part
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
-from kvferry.testing.transports import Piece, binding_of
+from kvferry.testing.transports import PlacedPiece, binding_of
 from kvferry.transport.bounds import Limits, problem
 
 NUM_REGIONS = 3
@@ -117,28 +117,28 @@ def test_the_smallest_regions_that_hold_it_are_enough(binding: Binding) -> None:
     ("piece", "sentence"),
     [
         (
-            Piece(0, 90, 20),
+            PlacedPiece(0, 90, 20),
             "raw.piece0 of layer 0 takes the bytes 90 to 110 of target region 0, which has 100",
         ),
         (
-            Piece(-1, 0, 1),
+            PlacedPiece(-1, 0, 1),
             "raw.piece0 of layer 0 takes the bytes -1 to 0 of source region 0, which has 100",
         ),
         (
-            Piece(0, 0, 1, source_region=4),
+            PlacedPiece(0, 0, 1, source_region=4),
             "raw.piece0 of layer 0 names region 4 of the source, which has 1",
         ),
         (
-            Piece(0, (1 << 63) - 1, 1),
+            PlacedPiece(0, (1 << 63) - 1, 1),
             "raw.piece0 of layer 0 has target offsets, strides or lengths that no region can hold",
         ),
         (
-            Piece(0, 0, -1),
+            PlacedPiece(0, 0, -1),
             "raw.piece0 of layer 0 has source offsets, strides or lengths that no region can hold",
         ),
     ],
 )
-def test_the_sentence(piece: Piece, sentence: str) -> None:
+def test_the_sentence(piece: PlacedPiece, sentence: str) -> None:
     assert problem(binding_of([piece]), [100], [100]) == sentence
 
 

@@ -15,13 +15,13 @@ import pytest
 from kvferry.errors import TransportError
 from kvferry.plan.coalesce import Stride
 from kvferry.protocol.events import Fate
-from kvferry.testing.transports import Piece, TransportSuite, binding_of, grid
+from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, grid
 from kvferry.testing.transports.base import Cases
 from kvferry.testing.transports.crew import Crew, deliver
 from kvferry.testing.transports.failing import KIB, MIB, WHOLE
-from kvferry.testing.transports.host import Write
+from kvferry.testing.transports.host import HostWrite
 from kvferry.testing.transports.moving import MovingCases
-from kvferry.testing.transports.process import Peer
+from kvferry.testing.transports.process import PeerProcess
 from kvferry.transport.cuda_driver import missing
 
 pytestmark = [
@@ -53,14 +53,14 @@ class ForgingCases(Cases):
     device = "cuda"
 
     @contextlib.contextmanager
-    def forged(self, crew: Crew) -> Iterator[tuple[Peer, dict[str, Any]]]:
+    def forged(self, crew: Crew) -> Iterator[tuple[PeerProcess, dict[str, Any]]]:
         """A source, and metadata to spoil; afterwards the true one still works."""
         source, target = crew.source(MIB), crew.target(4 * MIB, MIB)
         yield source, msgspec.msgpack.decode(target.metadata)
         remote = source.connect(target.metadata)
-        deliver(source, target, Write(remote, 1, WHOLE))
+        deliver(source, target, HostWrite(remote, 1, WHOLE))
 
-    def refuse(self, source: Peer, told: dict[str, Any], sentence: str) -> None:
+    def refuse(self, source: PeerProcess, told: dict[str, Any], sentence: str) -> None:
         with pytest.raises(TransportError, match=sentence):
             source.connect(msgspec.msgpack.encode(told))
 
@@ -78,7 +78,7 @@ class ForgingCases(Cases):
         source, target = crew.source(MIB), crew.target(MIB)
         remote = source.connect(target.metadata)
         for offset in (-1, 1, 2 * MIB, 1 << 40):
-            source.write(Write(remote, 1, binding_of([Piece(0, offset, MIB)])))
+            source.write(HostWrite(remote, 1, binding_of([PlacedPiece(0, offset, MIB)])))
             (ended,) = source.wait(num_ended=1)
             assert ended.fate is Fate.FAILED
         target.check()
@@ -87,17 +87,17 @@ class ForgingCases(Cases):
         source, target = crew.source(MIB), crew.target(MIB)
         first, second = (source.connect(target.metadata) for _ in range(2))
         source.disconnect(first)
-        deliver(source, target, Write(second, 1, WHOLE))
+        deliver(source, target, HostWrite(second, 1, WHOLE))
         source.disconnect(second)
         third = source.connect(target.metadata)
-        deliver(source, target, Write(third, 2, WHOLE))
+        deliver(source, target, HostWrite(third, 2, WHOLE))
 
     def test_disconnecting_with_writes_under_way(self, crew: Crew) -> None:
         """They end well; the memory is unmapped after them."""
         source, target = crew.source(64 * MIB), crew.target(64 * MIB)
         remote = source.connect(target.metadata)
         large = grid(1024, 64 * KIB - 1, Stride(64 * KIB, 64 * KIB))
-        source.write(*(Write(remote, op, large) for op in range(64)))
+        source.write(*(HostWrite(remote, op, large) for op in range(64)))
         source.disconnect(remote)
         ended = source.wait(num_ended=64)
         assert [(one.op, one.fate) for one in ended] == [(op, None) for op in range(64)]
@@ -105,7 +105,7 @@ class ForgingCases(Cases):
         target.regions = [source.regions[0].copy()]
         target.regions[0][64 * KIB - 1 :: 64 * KIB] = 0
         target.check()
-        source.write(Write(again, 99, WHOLE))
+        source.write(HostWrite(again, 99, WHOLE))
         assert source.wait(num_ended=1) == [(99, None, "")]
 
 
@@ -168,7 +168,7 @@ class TestExpandable(ForgingCases, MovingCases):
         (_, sizes, descriptors) = told["spans"][0]
         spans = [("vmm", sizes, descriptors[::-1])]
         remote = source.connect(msgspec.msgpack.encode({**told, "spans": spans}))
-        source.write(Write(remote, 1, WHOLE))
+        source.write(HostWrite(remote, 1, WHOLE))
         assert source.wait(num_ended=1) == [(1, None, "")]
 
     def test_a_peer_that_dies(self, crew: Crew) -> None:
@@ -176,9 +176,9 @@ class TestExpandable(ForgingCases, MovingCases):
         source, late = crew.source(MIB), crew.source(MIB)
         victim = crew.target(MIB)
         remote = source.connect(victim.metadata)
-        deliver(source, victim, Write(remote, 1, WHOLE))
+        deliver(source, victim, HostWrite(remote, 1, WHOLE))
         victim.process.kill()
-        source.write(Write(remote, 2, WHOLE))
+        source.write(HostWrite(remote, 2, WHOLE))
         assert source.wait(num_ended=1) == [(2, None, "")]
         with pytest.raises(TransportError, match=r"has ended|can't be found"):
             late.connect(victim.metadata)

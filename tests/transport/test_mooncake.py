@@ -16,17 +16,17 @@ from kvferry.ids import Op
 from kvferry.plan.coalesce import Stride
 from kvferry.protocol.events import Fate
 from kvferry.regions import Device, Region
-from kvferry.testing.transports import Piece, TransportSuite, binding_of, grid
+from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, grid
 from kvferry.testing.transports.bindings import after, copy_by_memmove
 from kvferry.testing.transports.crew import Crew, deliver
-from kvferry.testing.transports.host import Write
+from kvferry.testing.transports.host import HostWrite
 from kvferry.transport import mooncake_package
 from kvferry.transport.base import Setup
 from kvferry.transport.mooncake import MooncakeTransport
 
 MIB = 1 << 20
-WHOLE = binding_of([Piece(0, 0, MIB)])
-LARGE = binding_of([Piece(0, 0, 16 * MIB)])
+WHOLE = binding_of([PlacedPiece(0, 0, MIB)])
+LARGE = binding_of([PlacedPiece(0, 0, 16 * MIB)])
 
 
 class TestConformance(TransportSuite):
@@ -37,13 +37,13 @@ class TestConformance(TransportSuite):
         source, victim = crew.source(MIB), crew.target(MIB)
         remote = source.connect(victim.metadata)
         many = grid(1024, 512, Stride(1024, 1024))
-        source.write(*(Write(remote, op, many) for op in range(40)))
+        source.write(*(HostWrite(remote, op, many) for op in range(40)))
         victim.process.kill()
         fates = {one.op: one.fate for one in source.wait(num_ended=40)}
         assert set(fates) == set(range(40))
         assert fates[Op(39)] is Fate.FAILED
         assert Fate.UNKNOWN in fates.values()
-        source.write(Write(remote, 40, WHOLE))
+        source.write(HostWrite(remote, 40, WHOLE))
         (refused,) = source.wait(num_ended=1)
         assert (refused.fate, "earlier" in refused.detail) == (Fate.FAILED, True)
 
@@ -51,16 +51,16 @@ class TestConformance(TransportSuite):
         """What was under way is of unknown fate, once; and a new connection works."""
         source, target = crew.source(16 * MIB), crew.target(18 * MIB)
         remote = source.connect(target.metadata)
-        deliver(source, target, Write(remote, 1, binding_of([Piece(0, 0, 10)])))
+        deliver(source, target, HostWrite(remote, 1, binding_of([PlacedPiece(0, 0, 10)])))
         target.process.stop()
-        source.write(Write(remote, 2, LARGE), Write(remote, 3, LARGE))
+        source.write(HostWrite(remote, 2, LARGE), HostWrite(remote, 3, LARGE))
         assert source.wait(num_ended=1, limit_s=0.2) == []
         source.disconnect(remote)
         told = source.wait(num_ended=2)
         assert sorted((one.op, one.fate) for one in told) == [(2, "unknown"), (3, "unknown")]
         again = source.connect(target.metadata)
-        far = binding_of([Piece(0, 17 * MIB, MIB)])
-        source.write(Write(again, 4, far))
+        far = binding_of([PlacedPiece(0, 17 * MIB, MIB)])
+        source.write(HostWrite(again, 4, far))
         target.process.resume()
         assert source.wait(num_ended=1) == [(4, None, "")]
         target.regions = after(far, source.regions, target.regions)
@@ -70,19 +70,19 @@ class TestConformance(TransportSuite):
         """Mooncake would take it for the earlier one."""
         source, target = crew.source(MIB), crew.target(MIB)
         remote = source.connect(target.metadata)
-        deliver(source, target, Write(remote, 1, WHOLE))
+        deliver(source, target, HostWrite(remote, 1, WHOLE))
         told = msgspec.msgpack.decode(target.metadata) | {"agent": "another"}
         for op in range(2, 4):
             remote = source.connect(msgspec.msgpack.encode(told))
-            deliver(source, target, Write(remote, op, binding_of([Piece(op, 0, 1000)])))
+            deliver(source, target, HostWrite(remote, op, binding_of([PlacedPiece(op, 0, 1000)])))
 
     def test_a_peer_that_never_answers(self, crew: Crew) -> None:
         """It was stopped before it was met: others are served, and so is it later."""
         source, silent, other = crew.source(MIB), crew.target(MIB), crew.target(MIB)
         silent.process.stop()
         waiting, remote = source.connect(silent.metadata), source.connect(other.metadata)
-        source.write(Write(waiting, 1, WHOLE))
-        deliver(source, other, Write(remote, 2, WHOLE))
+        source.write(HostWrite(waiting, 1, WHOLE))
+        deliver(source, other, HostWrite(remote, 2, WHOLE))
         silent.process.resume()
         assert source.wait(num_ended=1) == [(1, None, "")]
 

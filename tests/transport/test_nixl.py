@@ -10,17 +10,17 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.protocol.events import Fate
-from kvferry.testing.transports import Piece, TransportSuite, binding_of
+from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of
 from kvferry.testing.transports.bindings import after, copy_by_memmove
 from kvferry.testing.transports.crew import Crew, deliver
 from kvferry.testing.transports.failing import until_written
-from kvferry.testing.transports.host import Write
-from kvferry.testing.transports.process import Peer
+from kvferry.testing.transports.host import HostWrite
+from kvferry.testing.transports.process import PeerProcess
 from kvferry.transport.base import Ended, Setup
 from kvferry.transport.nixl import NixlTransport
 
 MIB = 1 << 20
-LARGE = binding_of([Piece(0, 0, 16 * MIB)])
+LARGE = binding_of([PlacedPiece(0, 0, 16 * MIB)])
 
 
 class NixlSuite(TransportSuite):
@@ -32,9 +32,9 @@ class NixlSuite(TransportSuite):
         """What was under way is of unknown fate, once; and a new connection works."""
         source, target = crew.source(16 * MIB), crew.target(18 * MIB)
         remote = source.connect(target.metadata)
-        deliver(source, target, Write(remote, 1, binding_of([Piece(0, 0, 10)])))
+        deliver(source, target, HostWrite(remote, 1, binding_of([PlacedPiece(0, 0, 10)])))
         target.process.stop()
-        source.write(Write(remote, 2, LARGE), Write(remote, 3, LARGE))
+        source.write(HostWrite(remote, 2, LARGE), HostWrite(remote, 3, LARGE))
         early = source.wait(num_ended=2, limit_s=0.2)
         source.disconnect(remote)
         told = [*early, *source.wait(num_ended=2 - len(early))]
@@ -44,8 +44,8 @@ class NixlSuite(TransportSuite):
         again = source.connect(target.metadata)
         target.process.resume()
         target.regions = after(LARGE, source.regions, target.regions)
-        far = binding_of([Piece(0, 17 * MIB, MIB)])
-        source.write(Write(again, 4, far))
+        far = binding_of([PlacedPiece(0, 17 * MIB, MIB)])
+        source.write(HostWrite(again, 4, far))
         assert source.wait(num_ended=1) == [(4, None, "")]
         until_written(target, 16 * MIB - 16)
         target.regions = after(far, source.regions, target.regions)
@@ -54,9 +54,9 @@ class NixlSuite(TransportSuite):
     def test_a_peer_that_lives_and_breaks_the_connection_leaves_doubt(self, crew: Crew) -> None:
         """It might still take what was sent. Nothing more is, until it is connected again."""
         source, target = crew.source(MIB), crew.target(MIB)
-        whole = binding_of([Piece(0, 0, MIB)])
+        whole = binding_of([PlacedPiece(0, 0, MIB)])
         remote = source.connect(target.metadata)
-        deliver(source, target, Write(remote, 1, whole))
+        deliver(source, target, HostWrite(remote, 1, whole))
         target.close()
         target.open_target([MIB])
         ops = iter(range(2, 100))
@@ -66,23 +66,23 @@ class NixlSuite(TransportSuite):
         refused = self._one(source, remote, next(ops))
         assert (refused.fate, refused.detail[-9:]) == (Fate.FAILED, "is broken")
         source.disconnect(remote)
-        deliver(source, target, Write(source.connect(target.metadata), 100, whole))
+        deliver(source, target, HostWrite(source.connect(target.metadata), 100, whole))
 
-    def _one(self, source: Peer, remote: int, op: int) -> Ended:
-        source.write(Write(remote, op, binding_of([Piece(0, 0, 1)])))
+    def _one(self, source: PeerProcess, remote: int, op: int) -> Ended:
+        source.write(HostWrite(remote, op, binding_of([PlacedPiece(0, 0, 1)])))
         (ended,) = source.wait(num_ended=1)
         return ended
 
     def test_the_next_life_is_reached_while_the_last_is_still_connected(self, crew: Crew) -> None:
         """The two have different names, whatever their endpoint is called."""
         source, target = crew.source(MIB), crew.target(MIB)
-        whole = binding_of([Piece(0, 0, MIB)])
+        whole = binding_of([PlacedPiece(0, 0, MIB)])
         remote = source.connect(target.metadata)
-        deliver(source, target, Write(remote, 1, whole))
+        deliver(source, target, HostWrite(remote, 1, whole))
         target.close()
         target.open_target([MIB])
         again = source.connect(target.metadata)
-        deliver(source, target, Write(again, 2, whole))
+        deliver(source, target, HostWrite(again, 2, whole))
 
 
 class TestConformance(NixlSuite):

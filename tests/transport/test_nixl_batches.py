@@ -6,7 +6,7 @@ import numpy as np
 
 from kvferry.plan.coalesce import Stride
 from kvferry.regions import HOST, Device, Region
-from kvferry.testing.transports import Piece, binding_of, grid
+from kvferry.testing.transports import PlacedPiece, binding_of, grid
 from kvferry.transport.nixl_batches import Batch, Memory, batches
 
 MIB = 1 << 20
@@ -26,7 +26,9 @@ def test_addresses_lengths_and_devices() -> None:
     source = Memory([Region(1 << 40, 100), Region((1 << 47) + 7, 100, GPU)])
     target = Memory([Region(5000, 100, GPU), Region(9000, 100)])
     made = batches(
-        binding_of([Piece(1, 2, 3, 0, 1), Piece(4, 5, 6, 1, 0), Piece(9, 9, 1, 0, 1)]),
+        binding_of(
+            [PlacedPiece(1, 2, 3, 0, 1), PlacedPiece(4, 5, 6, 1, 0), PlacedPiece(9, 9, 1, 0, 1)]
+        ),
         source,
         target,
     )
@@ -42,7 +44,7 @@ def test_addresses_lengths_and_devices() -> None:
 def test_memory_of_different_kinds_is_never_in_one_batch() -> None:
     source = Memory([Region(0, MIB), Region(MIB, MIB, GPU)])
     target = Memory([Region(0, MIB, GPU), Region(MIB, MIB)])
-    pieces = [Piece(8 * i, 8 * i, 8, i % 2, i // 2 % 2) for i in range(64)]
+    pieces = [PlacedPiece(8 * i, 8 * i, 8, i % 2, i // 2 % 2) for i in range(64)]
     made = batches(binding_of(pieces), source, target)
     assert sorted(len(batch.source) for batch in made) == [16] * 4
     assert len({(batch.source_kind, batch.target_kind) for batch in made}) == 4
@@ -52,7 +54,7 @@ def test_neighbours_are_merged_and_empty_pieces_left_out() -> None:
     memory = Memory([Region(0, MIB)])
     together = grid(1, 512, Stride(512, 512))
     assert rows(batches(together, memory, memory)) == [(0, 0, 512, 0, 0)]
-    assert batches(binding_of([Piece(5, 5, 0)]), memory, memory) == []
+    assert batches(binding_of([PlacedPiece(5, 5, 0)]), memory, memory) == []
     assert batches(binding_of([]), memory, memory) == []
 
 
@@ -71,6 +73,6 @@ def test_many_pieces_and_many_bytes_are_cut() -> None:
 
 def test_tables_are_what_nixl_reads() -> None:
     memory = Memory([Region(4096, MIB)])
-    (batch,) = batches(binding_of([Piece(0, 8, 16)]), memory, memory)
+    (batch,) = batches(binding_of([PlacedPiece(0, 8, 16)]), memory, memory)
     assert batch.source.dtype == np.uint64
     assert batch.source.shape == (1, 3)

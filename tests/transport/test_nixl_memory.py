@@ -11,13 +11,13 @@ import pytest
 
 from kvferry.ids import Op
 from kvferry.regions import Device, Region
-from kvferry.testing.transports import Piece, binding_of, copy_by_memmove
+from kvferry.testing.transports import PlacedPiece, binding_of, copy_by_memmove
 from kvferry.transport.base import Ended, Setup
 from kvferry.transport.nixl import NixlTransport
 
 torch = pytest.importorskip("torch")
 NUM_BYTES = 1 << 20
-PIECES = binding_of(Piece(at, NUM_BYTES - 1000 - at, 777) for at in range(0, 512_000, 1000))
+PIECES = binding_of(PlacedPiece(at, NUM_BYTES - 1000 - at, 777) for at in range(0, 512_000, 1000))
 
 
 def tensor(device: str, first: int) -> Any:

@@ -20,7 +20,7 @@ from kvferry.ids import Op
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Device, Region
-from kvferry.testing.transports import Piece, TransportSuite, binding_of, copy_by_memmove
+from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, copy_by_memmove
 from kvferry.transport import segments
 from kvferry.transport.base import Copy, Setup
 from kvferry.transport.shm import ShmTransport
@@ -142,7 +142,7 @@ class TestMemory:
         theirs.register([region_of(part) for part in parts], writable=True)
         data = np.arange(40, dtype=np.uint8)
         ours.register([region_of(data)], writable=False)
-        pieces = [Piece(10 * i, i, 10, target_region=i) for i in range(4)]
+        pieces = [PlacedPiece(10 * i, i, 10, target_region=i) for i in range(4)]
         ours.write(ours.connect(theirs.metadata()), Op(1), binding_of(pieces))
         assert ours.poll() == [(1, None, "")]
         for i, part in enumerate(parts):
@@ -176,10 +176,10 @@ class TestLife:
         ours.register([region_of(np.ones(PAGE, dtype=np.uint8))], writable=False)
         remote = ours.connect(theirs.metadata())
         ours.disconnect(remote)
-        ours.write(remote, Op(1), binding_of([Piece(0, 0, 10)]))
+        ours.write(remote, Op(1), binding_of([PlacedPiece(0, 0, 10)]))
         remote = ours.connect(theirs.metadata())
         ours.close()
-        ours.write(remote, Op(2), binding_of([Piece(0, 0, 10)]))
+        ours.write(remote, Op(2), binding_of([PlacedPiece(0, 0, 10)]))
         assert [ended.fate for ended in ours.poll()] == [Fate.FAILED, Fate.FAILED]
         assert not array.any()
 
@@ -347,8 +347,8 @@ def test_a_copy_that_raises_fails_its_write_alone(theirs: ShmTransport) -> None:
     called: list[int] = []
     ours.on_news = lambda: called.append(len(called))
     remote = ours.connect(theirs.metadata())
-    ours.write(remote, Op(1), binding_of([Piece(0, 0, 13)]))
-    ours.write(remote, Op(2), binding_of([Piece(0, 0, 14)]))
+    ours.write(remote, Op(1), binding_of([PlacedPiece(0, 0, 13)]))
+    ours.write(remote, Op(2), binding_of([PlacedPiece(0, 0, 14)]))
     assert ours.poll() == [
         (1, Fate.FAILED, "copying failed (ArithmeticError: thirteen)"),
         (2, None, ""),

@@ -16,11 +16,18 @@ from collections.abc import Sequence
 import msgspec
 
 import kvferry
-from kvferry.cli import bench, demo, doctor, key, plan, serve, sim
-from kvferry.cli import eval as evaluate
+from kvferry.cli import key
+from kvferry.cli.bench import command as bench
+from kvferry.cli.demo import command as demo
+from kvferry.cli.doctor import command as doctor
+from kvferry.cli.eval import command as evaluate
 from kvferry.cli.parsing import Parser, one_line
+from kvferry.cli.plan import command as plan
+from kvferry.cli.serve import command as serve
+from kvferry.cli.sim import command as sim
 from kvferry.errors import InputError, KvferryError
 
+DESCRIPTION = "kvferry carries a request's KV cache between workers that shard it differently."
 EXIT_NO_OUTPUT = EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -28,7 +35,7 @@ EXIT_INTERRUPTED = 130
 
 def build_parser() -> Parser:
     """All commands and their flags."""
-    parser = Parser(prog="kvferry", description=kvferry.__doc__)
+    parser = Parser(prog="kvferry", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"kvferry {kvferry.__version__}")
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=Parser

@@ -18,7 +18,7 @@ from kvferry.load.client import Reply
 from kvferry.load.stats import Spread, spread
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class QuestionOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """One question's line in the log. ``right`` is None where there is no answer.
 
     ``line`` is the question's line in the data, ``got`` the number found in the answer, and
@@ -40,7 +40,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     kvferry: dict[str, Any] = {}
 
 
-class Failure(msgspec.Struct, frozen=True):
+class SharedReason(msgspec.Struct, frozen=True):
     """Questions that failed for the same reason, by their lines in the data."""
 
     reason: str
@@ -66,13 +66,13 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     output_tokens_per_s: float
     seconds: float
-    failures: tuple[Failure, ...]
+    failures: tuple[SharedReason, ...]
 
 
-def judge(problem: Problem, reply: Reply) -> Outcome:
+def judge(problem: Problem, reply: Reply) -> QuestionOutcome:
     """Whether a reply is right, and what it cost."""
     got = answered_number(reply.text)
-    return Outcome(
+    return QuestionOutcome(
         line=problem.line,
         right=None if reply.error else got == problem.expected,
         expected=problem.expected,
@@ -89,7 +89,7 @@ def judge(problem: Problem, reply: Reply) -> Outcome:
     )
 
 
-def tally(outcomes: Sequence[Outcome], seconds: float) -> Tally:
+def tally(outcomes: Sequence[QuestionOutcome], seconds: float) -> Tally:
     """Everything together; ``seconds`` is how long all of it took."""
     answered = [one for one in outcomes if not one.error]
     right = sum(one.right is True for one in answered)
@@ -111,11 +111,11 @@ def tally(outcomes: Sequence[Outcome], seconds: float) -> Tally:
     )
 
 
-def failures_of(outcomes: Sequence[Outcome]) -> tuple[Failure, ...]:
+def failures_of(outcomes: Sequence[QuestionOutcome]) -> tuple[SharedReason, ...]:
     """By reason, the most frequent first."""
     lines: dict[str, list[int]] = {}
     for one in outcomes:
         if one.error:
             lines.setdefault(one.error, []).append(one.line)
-    found = [Failure(reason, tuple(sorted(which))) for reason, which in lines.items()]
+    found = [SharedReason(reason, tuple(sorted(which))) for reason, which in lines.items()]
     return tuple(sorted(found, key=lambda failure: -len(failure.lines)))

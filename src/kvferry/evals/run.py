@@ -12,7 +12,7 @@ import msgspec
 from kvferry.errors import InputError
 from kvferry.evals.problems import Problem, Quiz
 from kvferry.evals.prompt import request_body
-from kvferry.evals.results import Outcome, judge
+from kvferry.evals.results import QuestionOutcome, judge
 from kvferry.load.client import CHAT, COMPLETIONS, ask, find_model, session_for
 
 
@@ -27,17 +27,17 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 600.0
 
 
-class Watcher:
+class EvalWatcher:
     """Who looks on; does nothing by itself."""
 
     def begins(self, model: str) -> None:
         """The endpoint answers, and the first questions are about to be asked."""
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: QuestionOutcome) -> None:
         """One question has its answer, or never will."""
 
 
-async def run_quiz(quiz: Quiz, endpoint: Endpoint, concurrency: int, watcher: Watcher) -> None:
+async def run_quiz(quiz: Quiz, endpoint: Endpoint, concurrency: int, watcher: EvalWatcher) -> None:
     """Ask everything; cancelling it leaves what the watcher was told.
 
     ``InputError`` if a first request, of one token, is refused: then all others would be, too.
@@ -72,7 +72,9 @@ class _Examinee:
         self._model, self._shots = model, shots
         self._path = CHAT if endpoint.chat else COMPLETIONS
 
-    async def work(self, waiting: Iterator[Problem], ended: Callable[[Outcome], None]) -> None:
+    async def work(
+        self, waiting: Iterator[Problem], ended: Callable[[QuestionOutcome], None]
+    ) -> None:
         for problem in waiting:
             body = self._body(problem, self._endpoint.max_tokens)
             reply = await ask(

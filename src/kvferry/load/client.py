@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import msgspec
 from yarl import URL
 
 from kvferry.errors import InputError
-from kvferry.load.events import EventReader
+from kvferry.sse import EventReader, ServerEvent
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -196,10 +196,14 @@ async def _stream(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
     reader = EventReader(MAX_BODY_BYTES)
     # By what arrives and not by lines: aiohttp refuses lines above 64 KiB.
     async for data in response.content.iter_any():
-        for event in reader.feed(data):
-            yield event
-    for event in reader.end():
-        yield event
+        for text in _texts(reader.feed(data)):
+            yield text
+    for text in _texts(reader.end()):
+        yield text
+
+
+def _texts(events: Iterator[ServerEvent]) -> Iterator[str]:
+    return (event.data for event in events if event.data is not None)
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

@@ -24,7 +24,7 @@ WORDS = (
 )
 
 
-class Kind(StrEnum):
+class PromptKind(StrEnum):
     """What a prompt is made of."""
 
     IDS = "token ids"
@@ -36,20 +36,20 @@ class Kind(StrEnum):
 class Form(NamedTuple):
     """How an endpoint is asked; ``exact`` asks it not to end early, which OpenAI's API has not."""
 
-    kind: Kind
+    kind: PromptKind
     exact: bool
 
     @property
     def path(self) -> str:
         """Where questions of this form go."""
-        return CHAT if self.kind is Kind.CHAT else COMPLETIONS
+        return CHAT if self.kind is PromptKind.CHAT else COMPLETIONS
 
     def __str__(self) -> str:
         return f"{self.kind}{'' if self.exact else ', without ignore_eos'}"
 
 
 # What is tried in turn until an endpoint takes it, the most exact first.
-FORMS = tuple(Form(kind, exact) for exact in (True, False) for kind in Kind)
+FORMS = tuple(Form(kind, exact) for exact in (True, False) for kind in PromptKind)
 
 
 class Asker:
@@ -75,14 +75,14 @@ class Asker:
             body |= {"ignore_eos": True, "return_token_ids": True}
         return body | self._prompt(form.kind)
 
-    def _prompt(self, kind: Kind) -> dict[str, Any]:
+    def _prompt(self, kind: PromptKind) -> dict[str, Any]:
         match kind:
-            case Kind.IDS | Kind.SMALL_IDS:
-                ids = WIDE if kind is Kind.IDS else NARROW
+            case PromptKind.IDS | PromptKind.SMALL_IDS:
+                ids = WIDE if kind is PromptKind.IDS else NARROW
                 return {"prompt": self._random.choices(ids, k=self._input_tokens)}
-            case Kind.TEXT:
+            case PromptKind.TEXT:
                 return {"prompt": self._words()}
-            case Kind.CHAT:
+            case PromptKind.CHAT:
                 return {"messages": [{"role": "user", "content": self._words()}]}
 
     def _words(self) -> str:

@@ -64,7 +64,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
         return f"{failed} of {asked} requests failed; the first: {first}"
 
 
-class Watcher(Protocol):
+class SweepWatcher(Protocol):
     """Who looks on while it runs."""
 
     def level(self, concurrency: int, num_requests: int) -> None:
@@ -74,7 +74,7 @@ class Watcher(Protocol):
         """One request has ended."""
 
 
-def run_sweep(url: str, load: Load, watcher: Watcher, *, api_key: str | None = None) -> Sweep:
+def run_sweep(url: str, load: Load, watcher: SweepWatcher, *, api_key: str | None = None) -> Sweep:
     """Measure an endpoint. Raises ``KvferryError`` with a sentence if it takes no request."""
 
     async def run() -> Sweep:
@@ -84,7 +84,7 @@ def run_sweep(url: str, load: Load, watcher: Watcher, *, api_key: str | None = N
     return asyncio.run(run())
 
 
-async def sweep(session: aiohttp.ClientSession, load: Load, watcher: Watcher) -> Sweep:
+async def sweep(session: aiohttp.ClientSession, load: Load, watcher: SweepWatcher) -> Sweep:
     """Find out how to ask, warm the endpoint up, then measure every concurrency."""
     model = load.model or await find_model(session)
     asker = Asker(model, load.input_tokens, load.output_tokens, load.seed)
@@ -104,7 +104,7 @@ class _Runner:
     """Asks one endpoint."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, load: Load, asker: Asker, watcher: Watcher
+        self, session: aiohttp.ClientSession, load: Load, asker: Asker, watcher: SweepWatcher
     ) -> None:
         self._session = session
         self._load = load

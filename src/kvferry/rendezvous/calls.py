@@ -14,7 +14,6 @@ import msgspec
 from yarl import URL
 
 from kvferry.errors import KvferryError
-from kvferry.rendezvous.acquaintance import Acquaintance
 from kvferry.rendezvous.address import checked_address
 from kvferry.rendezvous.records import (
     ErrorDocument,
@@ -25,6 +24,7 @@ from kvferry.rendezvous.records import (
     RendezvousError,
     Renewal,
 )
+from kvferry.rendezvous.signer import RequestSigner
 from kvferry.runtime.keys import ClusterKey
 
 CALL_S = 5.0
@@ -66,7 +66,7 @@ class Calls:
 
     def __init__(self, url: str, key: ClusterKey | None) -> None:
         self._base = checked_address(url, "rendezvous address", "http://10.0.0.1:7077")
-        self._service = Acquaintance(self._base, key)
+        self._signer = RequestSigner(self._base, key)
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -108,7 +108,7 @@ class Calls:
             if error.fault is not Fault.OTHER_LIFE:
                 raise
         # It has restarted, and nothing was done. Its new life is asked once.
-        self._service.forget()
+        self._signer.forget()
         return await self._send(method, path, body, timeout_s)
 
     async def _send(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes | None:
@@ -119,7 +119,7 @@ class Calls:
         headers = {"Content-Type": "application/json"} if body else {}
         try:
             async with asyncio.timeout(CALL_S):
-                headers |= await self._service.authorization(self._session, method, path, body)
+                headers |= await self._signer.authorization(self._session, method, path, body)
             async with self._session.request(
                 method,
                 URL(self._base + path, encoded=True),

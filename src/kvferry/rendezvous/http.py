@@ -20,9 +20,9 @@ import msgspec
 from aiohttp import web
 
 from kvferry.errors import KvferryError
+from kvferry.http.signing import Doubt, Guard, Introduction
 from kvferry.ids import MAX_ID
-from kvferry.rendezvous.bell import Bell
-from kvferry.rendezvous.metrics import Metrics
+from kvferry.rendezvous.metrics import RendezvousMetrics
 from kvferry.rendezvous.records import (
     ErrorBody,
     ErrorDocument,
@@ -34,7 +34,7 @@ from kvferry.rendezvous.records import (
     Summaries,
 )
 from kvferry.rendezvous.service import Registry
-from kvferry.runtime.signing import Doubt, Guard, Introduction
+from kvferry.rendezvous.waiters import Waiters
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -91,10 +91,10 @@ class Service:
 
     def __init__(self, signing_key: bytes | None, settle_s: float) -> None:
         self.registry = Registry(secrets.token_hex(4))
-        self.metrics = Metrics(self.registry)
+        self.metrics = RendezvousMetrics(self.registry)
         self._guard = Guard(signing_key) if signing_key is not None else None
         self._settled_at = time.monotonic() + settle_s
-        self._bell = Bell()
+        self._waiters = Waiters()
 
     def application(self) -> web.Application:
         """The routes, and the expiry of leases for as long as the application runs."""
@@ -116,7 +116,7 @@ class Service:
 
     def stop_waiting(self) -> None:
         """Answer everybody who waits; from now on nobody waits."""
-        self._bell.close()
+        self._waiters.close()
 
     # ------------------------------------------------------------ around every request
 
@@ -190,7 +190,7 @@ class Service:
             for name, rank in self.registry.expire(now):
                 log.info("lease-ended instance=%s rank=%d", name, rank)
                 self.metrics.expired.inc()
-                self._bell.ring(name)
+                self._waiters.wake(name)
 
     # ------------------------------------------------------------ requests of ranks
 
@@ -203,7 +203,7 @@ class Service:
                 Fault.MALFORMED, f"the record is of {record.peer}, and the path names {name}/{rank}"
             )
         if self.registry.register(record, time.monotonic(), body.lease_s):
-            self._bell.ring(name)
+            self._waiters.wake(name)
         log.info("registered instance=%s rank=%d incarnation=%x", name, rank, record.incarnation)
         return web.Response(status=204)
 
@@ -217,7 +217,7 @@ class Service:
         name, rank = _place(request)
         incarnation = _whole(request.query.get("incarnation", ""), "incarnation", MAX_ID)
         if self.registry.leave(name, rank, incarnation):
-            self._bell.ring(name)
+            self._waiters.wake(name)
         log.info("left instance=%s rank=%d incarnation=%x", name, rank, incarnation)
         return web.Response(status=204)
 
@@ -236,7 +236,7 @@ class Service:
             if ended or now >= deadline:
                 break
             until = min(deadline, self._settled_at) if self._unsettled(had) else deadline
-            await self._bell.wait(name, until - now)
+            await self._waiters.wait(name, until - now)
         return self._no_news(name, had, view)
 
     def _unsettled(self, had: str) -> bool:

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from kvferry.rendezvous.service import Registry
 
 
-class Metrics:
+class RendezvousMetrics:
     """What one service counts, in a collection of its own."""
 
     def __init__(self, registry: Registry) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from kvferry.errors import InputError
-from kvferry.runtime.keys import ClusterKey
+from kvferry import ClusterKey, InputError
 
 
 def key_in(file: str | None) -> ClusterKey | None:

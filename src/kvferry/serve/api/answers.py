@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from kvferry.serve.api.bodies import Ask
-from kvferry.serve.jobs import Piece, Report
-from kvferry.serve.steps import Sample
-from kvferry.serve.tokenizer import Tokenizer
+from kvferry.serve.engine.steps import Sample
+from kvferry.serve.models.tokenizer import Tokenizer
+from kvferry.serve.worker.jobs import AnswerPiece, TransferAccount
 
 Document = dict[str, Any]
 
@@ -27,9 +27,9 @@ class Writer(ABC):
         self._tokenizer = tokenizer
         self._head: Document = {"id": ask.request.id, "created": created, "model": model}
         self._num_tokens = 0
-        self._report: Report | None = None
+        self._report: TransferAccount | None = None
 
-    def whole(self, pieces: Sequence[Piece]) -> Document:
+    def whole(self, pieces: Sequence[AnswerPiece]) -> Document:
         """The answer at once."""
         self._count(pieces)
         last = pieces[-1]
@@ -38,7 +38,7 @@ class Writer(ABC):
         answer = {**self._head, "object": self.NAME, "choices": [choice], "usage": self._usage()}
         return answer | self._kvferry()
 
-    def chunks(self, piece: Piece) -> list[Document]:
+    def chunks(self, piece: AnswerPiece) -> list[Document]:
         """What a piece adds to a stream; nothing where there is nothing to show yet."""
         is_first = self._num_tokens == 0
         self._count([piece])
@@ -51,7 +51,7 @@ class Writer(ABC):
             documents[-1] |= self._kvferry()
         return documents
 
-    def _delta(self, piece: Piece) -> Document:
+    def _delta(self, piece: AnswerPiece) -> Document:
         finish = None if piece.finish is None else str(piece.finish)
         choice = self._part(piece.text) | {"index": 0, "finish_reason": finish}
         return choice | self._extras([piece])
@@ -63,7 +63,7 @@ class Writer(ABC):
         usage = {"usage": None} if self._ask.usage else {}
         return {**self._head, "object": self.CHUNK_NAME, "choices": choices, **usage}
 
-    def _count(self, pieces: Sequence[Piece]) -> None:
+    def _count(self, pieces: Sequence[AnswerPiece]) -> None:
         self._num_tokens += len(pieces)
         self._report = pieces[-1].report or self._report
 
@@ -81,7 +81,7 @@ class Writer(ABC):
         told = msgspec.to_builtins(self._report)
         return {"kvferry": {name: value for name, value in told.items() if value is not None}}
 
-    def _extras(self, pieces: Sequence[Piece]) -> Document:
+    def _extras(self, pieces: Sequence[AnswerPiece]) -> Document:
         samples = [piece.sample for piece in pieces]
         extras: Document = {"logprobs": self._logprobs(samples) if self._ask.logprobs else None}
         if self._ask.token_ids:

@@ -17,12 +17,12 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvferry.errors import InputError
-from kvferry.serve.api.errors import ApiError, invalid
-from kvferry.serve.jobs import Ticket
-from kvferry.serve.requests import MAX_STOPS, Request, Role
-from kvferry.serve.steps import Sampling
-from kvferry.serve.tokenizer import Tokenizer, TooLong
+from kvferry import InputError
+from kvferry.serve.engine.requests import MAX_STOPS, Request, Role
+from kvferry.serve.engine.steps import Sampling
+from kvferry.serve.errors import ApiError, invalid
+from kvferry.serve.models.tokenizer import Tokenizer, TooLong
+from kvferry.serve.worker.jobs import Ticket
 
 COMPLETION_TOKENS = 16
 CHAT_TOKENS = 256
@@ -91,7 +91,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     suffix: str | None = None
 
 
-class Part(msgspec.Struct, frozen=True):
+class ContentPart(msgspec.Struct, frozen=True):
     """A piece of a message."""
 
     type: str
@@ -102,7 +102,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
 
 
 class ChatBody(Body, frozen=True, kw_only=True):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, generate_latest
 
-from kvferry.serve.loop import Snapshot
+from kvferry.serve.worker.loop import Snapshot
 
 
-class Metrics:
+class WorkerMetrics:
     """One worker's figures. Belongs to the HTTP thread."""
 
     def __init__(self, instance: str) -> None:

@@ -18,12 +18,11 @@ import msgspec
 from aiohttp import web
 from yarl import URL
 
-from kvferry.ids import Room
+from kvferry import ClusterKey, Room
+from kvferry.http.signing import sign
 from kvferry.logs.context import onward
-from kvferry.runtime.keys import ClusterKey
-from kvferry.runtime.signing import sign
-from kvferry.serve.ends import RoomEnds
-from kvferry.serve.jobs import RoomEnd
+from kvferry.serve.worker.ends import RoomEnds
+from kvferry.serve.worker.jobs import RoomEnd
 
 # How long a prefill worker waits for the end of a room that it is asked about.
 ASK_S = 30.0

@@ -16,20 +16,20 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
+from kvferry import ClusterKey
+from kvferry.http.signing import Guard
 from kvferry.logs.context import in_room
-from kvferry.runtime.keys import ClusterKey
-from kvferry.runtime.signing import Guard
+from kvferry.serve.api.access import UNSIGNED, AccessCheck, refused
 from kvferry.serve.api.answers import Document, Writer, writer_for
 from kvferry.serve.api.bodies import Ask, Serving, parse_chat, parse_completion
-from kvferry.serve.api.door import UNSIGNED, Door, refused
-from kvferry.serve.api.errors import ApiError, ErrorType
-from kvferry.serve.api.lanes import Lanes
-from kvferry.serve.api.metrics import Metrics
+from kvferry.serve.api.metrics import WorkerMetrics
+from kvferry.serve.api.pending import PendingAnswer
+from kvferry.serve.api.readers import BodyReaders
 from kvferry.serve.api.rooms import ASK_S, RoomAsker, room_end
-from kvferry.serve.api.talk import Talk
-from kvferry.serve.ends import TooManyWaiting
-from kvferry.serve.jobs import Piece
-from kvferry.serve.loop import EngineLoop
+from kvferry.serve.errors import ApiError, json_response, of_refusal
+from kvferry.serve.worker.ends import TooManyWaiting
+from kvferry.serve.worker.jobs import AnswerPiece
+from kvferry.serve.worker.loop import EngineLoop
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +60,10 @@ class Api:
         self._deadline_s = deadline_s
         self._request_s = request_s
         self._created = int(time.time())
-        self.metrics = Metrics(str(about["name"]))
+        self.metrics = WorkerMetrics(str(about["name"]))
         self._asker = RoomAsker(key)
-        self._door = Door(guard)
-        self._lanes = Lanes()
+        self._access = AccessCheck(guard)
+        self._readers = BodyReaders()
 
     def application(self) -> web.Application:
         """The routes."""
@@ -86,7 +86,7 @@ class Api:
 
     async def _reading(self, app: web.Application) -> AsyncIterator[None]:
         yield
-        self._lanes.close()
+        self._readers.close()
 
     # ------------------------------------------------------------ around every request
 
@@ -100,9 +100,9 @@ class Api:
             log.log(
                 level, "refused path=%s status=%d why=%r", request.path, error.status, str(error)
             )
-            response = _error(error)
+            response = error.response()
         except web.HTTPException as error:
-            response = _error(_translated(error))
+            response = of_refusal(error, MAX_BODY_BYTES).response()
         except (ConnectionError, web.RequestPayloadError) as error:
             # The caller has left in the middle, and nobody reads this.
             log.info("client-left path=%s why=%r", request.path, error)
@@ -110,7 +110,7 @@ class Api:
         except Exception:
             log.exception("request-failed path=%s", request.path)
             message = "this server has a bug; see its log"
-            response = _error(ApiError(500, message, type=ErrorType.SERVER, code="internal"))
+            response = ApiError(500, message, code="internal").response()
         resource = request.match_info.route.resource
         path = resource.canonical if resource is not None else "other"
         self.metrics.answered(path, response.status)
@@ -122,11 +122,11 @@ class Api:
         gone = self._loop.died.done()
         told = msgspec.to_builtins(self._loop.snapshot)
         status = {"status": "ended" if gone else "ok"}
-        who = msgspec.structs.asdict(self._door.introduce(request.query.get("nonce", "")))
+        who = msgspec.structs.asdict(self._access.introduce(request.query.get("nonce", "")))
         status |= {name: said for name, said in who.items() if said}
         if gone and (reason := self._loop.died.result()) is not None:
             status["problem"] = str(reason)
-        return _json({**status, **self._about, **told}, 503 if gone else 200)
+        return json_response({**status, **self._about, **told}, 503 if gone else 200)
 
     async def _figures(self, request: web.Request) -> web.Response:
         content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
@@ -134,30 +134,30 @@ class Api:
 
     async def _room(self, request: web.Request) -> web.Response:
         """How a room ended; waits a little, because its end is about to be known."""
-        self._door.demand_signed(request)
+        self._access.demand_signed(request)
         room = request.match_info["room"]
         try:
-            return _json(await room_end(self._loop.ends, room, ASK_S))
+            return json_response(await room_end(self._loop.ends, room, ASK_S))
         except TimeoutError:
             raise ApiError(404, f"no room {room:.200} has ended here lately") from None
         except TooManyWaiting as error:
-            raise ApiError(503, str(error), type=ErrorType.SERVER, code="busy") from None
+            raise ApiError(503, str(error), code="busy") from None
 
     async def _give_up(self, request: web.Request) -> web.Response:
         """The router has no use for a room any more; its pages need not wait for the deadline."""
-        self._door.demand_signed(request)
+        self._access.demand_signed(request)
         self._loop.abandon(request.match_info["room"])
         return web.Response(status=204)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name != self._serving.model:
             message = f"The model {name!r:.200} does not exist; see /v1/models"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return _json(self._card())
+        return json_response(self._card())
 
     def _card(self) -> Document:
         name = self._serving.model
@@ -174,17 +174,17 @@ class Api:
     async def _answer(
         self, request: web.Request, parse: Callable[[bytes, Serving], Ask]
     ) -> web.StreamResponse:
-        self._door.knock(request)
+        self._access.demand_tried(request)
         body = await _read(request)
-        is_signed = self._door.is_signed(request, body)
-        ask = await self._lanes.read(len(body), partial(parse, body, self._serving))
+        is_signed = self._access.is_signed(request, body)
+        ask = await self._readers.read(len(body), partial(parse, body, self._serving))
         if ask.ticket is not None:
             if not is_signed:
                 raise refused(UNSIGNED)
             in_room(ask.ticket.room)
         created = int(time.time())
         writer = writer_for(ask, self._serving.model, self._serving.tokenizer, created)
-        talk = Talk(
+        answer = PendingAnswer(
             self._loop,
             self._asker,
             ask,
@@ -193,14 +193,14 @@ class Api:
         )
         try:
             if ask.stream:
-                return await _stream(request, writer, talk.pieces())
-            return _json(writer.whole([piece async for piece in talk.pieces()]))
+                return await _stream(request, writer, answer.pieces())
+            return json_response(writer.whole([piece async for piece in answer.pieces()]))
         finally:
-            talk.end()
+            answer.end()
 
 
 async def _stream(
-    request: web.Request, writer: Writer, pieces: AsyncIterator[Piece]
+    request: web.Request, writer: Writer, pieces: AsyncIterator[AnswerPiece]
 ) -> web.StreamResponse:
     first = await anext(pieces)
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -213,7 +213,7 @@ async def _stream(
         await response.write(END)
     except ApiError as error:
         # The status has been sent; the error is the stream's last word.
-        await response.write(b"data: " + error.document + b"\n\n")
+        await response.write(error.event())
     await response.write_eof()
     return response
 
@@ -229,26 +229,3 @@ async def _write(response: web.StreamResponse, documents: list[Document]) -> Non
     if documents:
         lines = (b"data: " + msgspec.json.encode(document) for document in documents)
         await response.write(b"\n\n".join(lines) + b"\n\n")
-
-
-def _json(content: object, status: int = 200) -> web.Response:
-    body = msgspec.json.encode(content)
-    return web.Response(body=body, status=status, content_type="application/json")
-
-
-def _error(error: ApiError) -> web.Response:
-    return web.Response(body=error.document, status=error.status, content_type="application/json")
-
-
-def _translated(error: web.HTTPException) -> ApiError:
-    """What aiohttp itself refuses, in OpenAI's form."""
-    match error:
-        case web.HTTPRequestEntityTooLarge():
-            message = f"a body may have {MAX_BODY_BYTES} bytes; shorten the prompt"
-        case web.HTTPMethodNotAllowed():
-            message = f"this path takes {', '.join(sorted(error.allowed_methods))}"
-        case web.HTTPNotFound():
-            message = "there is no such path; see /v1/models for what is served"
-        case _:
-            message = error.reason
-    return ApiError(error.status, message)

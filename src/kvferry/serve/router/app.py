@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 
-from kvferry.runtime.keys import ClusterKey
-from kvferry.serve.router.answers import ApiError, json_response
+from kvferry import ClusterKey
+from kvferry.serve.errors import ApiError, json_response, of_refusal
 from kvferry.serve.router.bodies import Defaults, new_id, read_ask
 from kvferry.serve.router.forward import Forwarder
-from kvferry.serve.router.metrics import Metrics
+from kvferry.serve.router.metrics import RouterMetrics
 from kvferry.serve.router.options import RouterOptions
-from kvferry.serve.router.roster import Announced, Part, Roster, Worker
+from kvferry.serve.router.roster import Announced, Roster, Worker, WorkerPart
 from kvferry.serve.router.upstream import ended
 from kvferry.serve.router.watch import Watch
 
@@ -36,14 +36,14 @@ class Router:
         fixed = [
             Announced(url.rstrip("/"), part)
             for part, urls in (
-                (Part.PREFILL, options.prefill_urls),
-                (Part.DECODE, options.decode_urls),
+                (WorkerPart.PREFILL, options.prefill_urls),
+                (WorkerPart.DECODE, options.decode_urls),
             )
             for url in urls
         ]
         self._options = options
         self.roster = Roster(options.policy, options.lost_s, fixed)
-        self.metrics = Metrics(self.roster)
+        self.metrics = RouterMetrics(self.roster)
         self._forwarder = Forwarder(options, self.roster, self.metrics, key)
         self._watch = Watch(options, self.roster, key)
         self._since = int(time.time())
@@ -96,14 +96,14 @@ class Router:
             )
             return error.response()
         except web.HTTPException as error:
-            return _translated(error).response()
+            return of_refusal(error, MAX_BODY_BYTES).response()
         except (ConnectionError, web.RequestPayloadError) as error:
             # The client has left in the middle, and nobody reads this.
             log.info("client-left path=%s why=%r", request.path, error)
             return web.Response(status=CLIENT_LEFT)
         except Exception:
             log.exception("request-failed path=%s", request.path)
-            return ApiError(500, "internal", "the router has a bug; see its log").response()
+            return ApiError(500, "the router has a bug; see its log", code="internal").response()
 
     # ------------------------------------------------------------ what clients ask
 
@@ -112,7 +112,7 @@ class Router:
             async with asyncio.timeout(BODY_S):
                 data = await request.read()
         except TimeoutError:
-            raise ApiError(408, "slow", "the body did not come in time") from None
+            raise ApiError(408, "the body did not come in time", code="slow") from None
         header = request.headers.get(FAILURE_HEADER)
         defaults = Defaults(self._model, self._options.on_failure, new_id())
         ask = read_ask(request.path, data, header, defaults)
@@ -122,14 +122,15 @@ class Router:
         """The model that is meant: the one that is named, or the only one."""
         models = self.roster.models()
         if not models:
-            raise ApiError(503, "no_decode_worker", "no decode worker is up; start one, or wait")
+            message = "no decode worker is up; start one, or wait"
+            raise ApiError(503, message, code="no_decode_worker")
         if asked is None and len(models) == 1:
             return models[0]
         if asked in models:
             return str(asked)
         status, what = (400, "give a model") if asked is None else (404, f"no model {asked!r:.200}")
         message = f"{what}; there is {', '.join(models)}"
-        raise ApiError(status, "model_not_found", message, param="model")
+        raise ApiError(status, message, code="model_not_found", param="model")
 
     async def _list_models(self, request: web.Request) -> web.Response:
         data = [self._described(model) for model in self.roster.models()]
@@ -162,17 +163,3 @@ def _shown(worker: Worker) -> dict[str, object]:
         "in_flight": worker.in_flight,
         "problem": worker.problem,
     }
-
-
-def _translated(error: web.HTTPException) -> ApiError:
-    """What aiohttp itself refuses, in the common form."""
-    match error:
-        case web.HTTPRequestEntityTooLarge():
-            return ApiError(413, "too_large", f"a body may have {MAX_BODY_BYTES} bytes")
-        case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(error.allowed_methods))
-            return ApiError(405, "method_not_allowed", f"this path takes {allowed}")
-        case web.HTTPNotFound():
-            return ApiError(404, "not_found", "there is no such path; see docs/serving.md")
-        case _:
-            return ApiError(error.status, "bad_request", error.reason)

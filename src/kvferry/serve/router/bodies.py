@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvferry.serve.router.answers import ApiError
+from kvferry.serve.errors import ApiError
 from kvferry.serve.router.options import OnFailure
 
 OWN_FIELD = "kvferry"
@@ -22,7 +22,7 @@ STREAM_FIELDS = ("stream", "stream_options")
 ID_BITS = 63
 
 
-class Ask(msgspec.Struct, frozen=True):
+class ClientAsk(msgspec.Struct, frozen=True):
     """One request of a client, checked as far as the router cares.
 
     ``body`` is what the client sent, with a model and a seed in any case.
@@ -63,7 +63,7 @@ class Defaults(NamedTuple):
     seed: int
 
 
-def read_ask(path: str, data: bytes, header: str | None, defaults: Defaults) -> Ask:
+def read_ask(path: str, data: bytes, header: str | None, defaults: Defaults) -> ClientAsk:
     """A client's request, or an ``ApiError`` with what is wrong."""
     body = _read_object(data)
     model = defaults.model(_optional(body, "model", str, "a string"))
@@ -71,20 +71,22 @@ def read_ask(path: str, data: bytes, header: str | None, defaults: Defaults) -> 
     on_failure = _on_failure(body.pop(OWN_FIELD, None), header, defaults.on_failure)
     if body.get("seed") is None:
         body["seed"] = defaults.seed
-    return Ask(path, body | {"model": model}, model, bool(stream), on_failure)
+    return ClientAsk(path, body | {"model": model}, model, bool(stream), on_failure)
 
 
 def _read_object(data: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, "invalid_json", f"the body is not a JSON object: {error}") from None
+        raise ApiError(
+            400, f"the body is not a JSON object: {error}", code="invalid_json"
+        ) from None
 
 
 def _optional(body: dict[str, Any], key: str, kind: type, what: str) -> Any:
     value = body.get(key)
     if value is not None and not isinstance(value, kind):
-        raise ApiError(400, "invalid_value", f"{key} must be {what}", param=key)
+        raise ApiError(400, f"{key} must be {what}", code="invalid_value", param=key)
     return value
 
 
@@ -94,7 +96,7 @@ def _on_failure(own: object, header: str | None, default: OnFailure) -> OnFailur
     if own is not None:
         if not isinstance(own, dict) or not set(own) <= {"on_failure"}:
             raise ApiError(
-                400, "invalid_value", f"{OWN_FIELD} takes on_failure only", param=OWN_FIELD
+                400, f"{OWN_FIELD} takes on_failure only", code="invalid_value", param=OWN_FIELD
             )
         text = own.get("on_failure", header)
     if text is None:
@@ -104,7 +106,7 @@ def _on_failure(own: object, header: str | None, default: OnFailure) -> OnFailur
     except ValueError:
         raise ApiError(
             400,
-            "invalid_value",
             f"on_failure must be {', '.join(OnFailure)}, not {str(text)!r:.40}",
             param=f"{OWN_FIELD}.on_failure",
+            code="invalid_value",
         ) from None

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 
+from kvferry import ClusterKey
 from kvferry.logs.context import in_room
-from kvferry.runtime.keys import ClusterKey
-from kvferry.serve.router.answers import JSON, ApiError
-from kvferry.serve.router.bodies import Ask, new_id
-from kvferry.serve.router.metrics import Metrics
+from kvferry.serve.errors import JSON, ApiError
+from kvferry.serve.router.bodies import ClientAsk, new_id
+from kvferry.serve.router.metrics import RouterMetrics
 from kvferry.serve.router.options import OnFailure, RouterOptions
-from kvferry.serve.router.roster import Part, Roster, Worker
+from kvferry.serve.router.roster import Roster, Worker, WorkerPart
 from kvferry.serve.router.streams import relay
 from kvferry.serve.router.upstream import (
     Blame,
@@ -63,19 +63,19 @@ def next_try(tried: Tried, failure: Failed, on_failure: OnFailure, most_attempts
     return tried.attempts < most_attempts
 
 
-def choose(roster: Roster, ask: Ask, tried: Tried) -> Pair:
+def choose(roster: Roster, ask: ClientAsk, tried: Tried) -> Pair:
     """The next pair, or an ``ApiError`` that says why there is none."""
-    decode = roster.choose(Part.DECODE, ask.model, tried.avoid)
+    decode = roster.choose(WorkerPart.DECODE, ask.model, tried.avoid)
     if decode is None:
-        raise _no_worker(tried, Part.DECODE, "start one, or wait until one is up")
+        raise _no_worker(tried, WorkerPart.DECODE, "start one, or wait until one is up")
     if tried.local:
         return Pair(None, decode)
-    prefill = roster.choose(Part.PREFILL, ask.model, tried.avoid)
+    prefill = roster.choose(WorkerPart.PREFILL, ask.model, tried.avoid)
     if prefill is None and ask.on_failure is OnFailure.RETRY and _lost_the_cache(tried):
         # Its ranks may have just restarted, and the next room meets the new ones.
-        prefill = roster.choose(Part.PREFILL, ask.model)
+        prefill = roster.choose(WorkerPart.PREFILL, ask.model)
     if prefill is None and ask.on_failure is not OnFailure.LOCAL:
-        raise _no_worker(tried, Part.PREFILL, "start one, or allow on_failure=local")
+        raise _no_worker(tried, WorkerPart.PREFILL, "start one, or allow on_failure=local")
     return Pair(prefill, decode)
 
 
@@ -83,15 +83,15 @@ def _lost_the_cache(tried: Tried) -> bool:
     return tried.failure is not None and tried.failure.blame is Blame.TRANSFER
 
 
-def _no_worker(tried: Tried, part: Part, remedy: str) -> ApiError:
+def _no_worker(tried: Tried, part: WorkerPart, remedy: str) -> ApiError:
     if tried.failure is not None:
         return given_up(tried.failure)
-    return ApiError(503, f"no_{part}_worker", f"no {part} worker is up; {remedy}")
+    return ApiError(503, f"no {part} worker is up; {remedy}", code=f"no_{part}_worker")
 
 
 def given_up(failure: Failed) -> ApiError:
     """What a client is told of the last failure."""
-    return ApiError(failure.status, failure.code, failure.message, document=failure.document)
+    return ApiError(failure.status, failure.message, code=failure.code, document=failure.document)
 
 
 class Forwarder:
@@ -101,7 +101,7 @@ class Forwarder:
         self,
         options: RouterOptions,
         roster: Roster,
-        metrics: Metrics,
+        metrics: RouterMetrics,
         key: ClusterKey | None = None,
     ) -> None:
         self._options = options
@@ -117,7 +117,7 @@ class Forwarder:
         if self._session is not None:
             await self._session.close()
 
-    async def answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+    async def answer(self, request: web.Request, ask: ClientAsk) -> web.StreamResponse:
         """The whole way of one request, before its deadline."""
         self._session = self._session or new_session()
         deadline = asyncio.get_running_loop().time() + self._options.deadline_s
@@ -127,10 +127,10 @@ class Forwarder:
                     pair, opened = await self._open(upstream, ask)
             except TimeoutError:
                 seconds = f"{self._options.deadline_s:g} s"
-                raise ApiError(504, "deadline", f"no answer came within {seconds}") from None
+                raise ApiError(504, f"no answer came within {seconds}", code="deadline") from None
             return await _pass_on(request, ask, pair, opened, deadline)
 
-    async def _open(self, upstream: Upstream, ask: Ask) -> tuple[Pair, Opened]:
+    async def _open(self, upstream: Upstream, ask: ClientAsk) -> tuple[Pair, Opened]:
         """Try until an answer begins; an ``ApiError`` when there is nothing left to try."""
         tried = Tried()
         while True:
@@ -152,7 +152,7 @@ class Forwarder:
             if not next_try(tried, outcome, ask.on_failure, self._options.attempts):
                 raise given_up(outcome)
 
-    async def _attempt(self, upstream: Upstream, ask: Ask, pair: Pair) -> Opened | Failed:
+    async def _attempt(self, upstream: Upstream, ask: ClientAsk, pair: Pair) -> Opened | Failed:
         if pair.prefill is None:
             in_room(None)
             return await upstream.ask(pair.decode, ask.path, ask.whole(), stream=ask.stream)
@@ -206,7 +206,7 @@ def _at_fault(pair: Pair, failure: Failed) -> Worker:
 
 
 async def _pass_on(
-    request: web.Request, ask: Ask, pair: Pair, opened: Opened, deadline: float
+    request: web.Request, ask: ClientAsk, pair: Pair, opened: Opened, deadline: float
 ) -> web.StreamResponse:
     headers = {DECODE_HEADER: pair.decode.name}
     if pair.prefill is not None:

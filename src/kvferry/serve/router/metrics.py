@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvferry.serve.router.roster import Part, Roster
+from kvferry.serve.router.roster import Roster, WorkerPart
 from kvferry.serve.router.upstream import Failed, Opened
 
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
-class Metrics:
+class RouterMetrics:
     """Counters of one router, in a registry of its own."""
 
     def __init__(self, roster: Roster) -> None:
@@ -55,7 +55,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of them, with the workers of this moment."""
-        for part in Part:
+        for part in WorkerPart:
             workers = [worker for worker in self._roster.workers if worker.part is part]
             num_up = sum(worker.up for worker in workers)
             self._workers.labels(part, "up").set(num_up)

@@ -6,8 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvferry.errors import InputError
-from kvferry.rendezvous.address import checked_address
+from kvferry import InputError, checked_address
 
 
 class Policy(StrEnum):

@@ -19,7 +19,7 @@ import msgspec
 from kvferry.serve.router.options import MOST_MISSES, Policy
 
 
-class Part(StrEnum):
+class WorkerPart(StrEnum):
     """Which half of a request a worker computes."""
 
     PREFILL = "prefill"
@@ -30,7 +30,7 @@ class Announced(msgspec.Struct, frozen=True):
     """A worker as it was announced; of one given by its address only that is known."""
 
     url: str
-    part: Part
+    part: WorkerPart
     name: str = ""
 
 
@@ -52,7 +52,7 @@ class Worker:
     """One worker. ``in_flight`` are this router's requests, ``others`` those of anybody else."""
 
     url: str
-    part: Part
+    part: WorkerPart
     name: str
     fixed: bool
     model: str = ""
@@ -107,7 +107,7 @@ class Roster:
 
     def models(self) -> list[str]:
         """The models that decode workers have, whether they are up or not."""
-        found = {worker.model for worker in self.workers if worker.part is Part.DECODE}
+        found = {worker.model for worker in self.workers if worker.part is WorkerPart.DECODE}
         return sorted(found - {""})
 
     # ------------------------------------------------------------ what was seen
@@ -157,7 +157,7 @@ class Roster:
 
     # ------------------------------------------------------------ who is next
 
-    def choose(self, part: Part, model: str, avoid: Collection[str] = ()) -> Worker | None:
+    def choose(self, part: WorkerPart, model: str, avoid: Collection[str] = ()) -> Worker | None:
         """The next worker of a model; None if there is none but those to avoid."""
         fitting = [
             worker

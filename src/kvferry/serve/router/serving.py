@@ -8,10 +8,10 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable
 
+from kvferry import bindable
 from kvferry.http.connections import Connections
 from kvferry.http.limits import limits_here
 from kvferry.http.site import HttpSite
-from kvferry.runtime.keys import bindable
 from kvferry.serve.listening import bound, http_url, key_in
 from kvferry.serve.router.app import Router
 from kvferry.serve.router.options import RouterOptions

@@ -1,4 +1,4 @@
-"""Passing a stream of events on, whole events only, so that an error can be added to it."""
+"""A relay of a stream of events: whole events only, so that an error can be added to it."""
 
 from __future__ import annotations
 
@@ -6,32 +6,39 @@ import asyncio
 
 from aiohttp import web
 
-from kvferry.serve.router.answers import ApiError
-from kvferry.serve.router.upstream import Opened, Upstream, WorkerBroke, unless_lost
+from kvferry.serve.errors import ApiError
+from kvferry.serve.router.upstream import (
+    MAX_ANSWER_BYTES,
+    Opened,
+    Upstream,
+    WorkerBroke,
+    translated,
+    unless_lost,
+)
+from kvferry.sse import EventReader
 
-SEPARATOR = b"\n\n"
-DONE = b"data: [DONE]"
-ERROR = b'data: {"error"'
+DONE = "[DONE]"
+ERROR = '{"error"'
 
 
-class Events:
-    """Cuts bytes where an event ends, and remembers the last event. Pure."""
+class WholeEvents:
+    """The events of a stream, each passed on when it is complete. Pure."""
 
-    def __init__(self) -> None:
-        self._rest = b""
-        self.last = b""
+    def __init__(self, most_bytes: int = MAX_ANSWER_BYTES) -> None:
+        self._reader = EventReader(most_bytes)
+        self._last = ""
 
     def take(self, data: bytes) -> bytes:
-        """The whole events that are there now."""
-        whole, separator, self._rest = (self._rest + data).rpartition(SEPARATOR)
-        if separator:
-            self.last = whole.rpartition(SEPARATOR)[2].lstrip()
-        return whole + separator
+        """What these bytes complete; ``ValueError`` if an event has no end."""
+        events = list(self._reader.feed(data))
+        for event in events:
+            self._last = self._last if event.data is None else event.data
+        return b"".join(event.raw for event in events)
 
     @property
     def ended(self) -> bool:
         """Whether the stream has said that it is complete, or why not."""
-        return self.last == DONE or self.last.startswith(ERROR)
+        return self._last == DONE or self._last.startswith(ERROR)
 
 
 async def relay(
@@ -42,31 +49,32 @@ async def relay(
     response = web.StreamResponse(headers=headers | {"Content-Type": kind})
     response.headers["Cache-Control"] = "no-cache"
     await response.prepare(request)
-    events = Events()
+    events = WholeEvents()
     error = await _send(opened, events, response, deadline)
     if not events.ended:
-        broken = ApiError(502, "worker_failed", f"the {opened.worker} ended its answer early")
+        broken = ApiError(502, f"the {opened.worker} ended its answer early", code="worker_failed")
         await response.write((error or broken).event())
     await response.write_eof()
     return response
 
 
 async def _send(
-    opened: Opened, events: Events, response: web.StreamResponse, deadline: float
+    opened: Opened, events: WholeEvents, response: web.StreamResponse, deadline: float
 ) -> ApiError | None:
     try:
         async with asyncio.timeout_at(deadline):
             with opened.worker.asked():
                 await unless_lost(opened.worker, _copy(opened, events, response))
     except TimeoutError:
-        return ApiError(504, "deadline", "the answer was not complete at its deadline")
+        return ApiError(504, "the answer was not complete at its deadline", code="deadline")
     except WorkerBroke as broke:
-        return ApiError(502, "worker_failed", str(broke))
+        return ApiError(502, str(broke), code="worker_failed")
     return None
 
 
-async def _copy(opened: Opened, events: Events, response: web.StreamResponse) -> None:
+async def _copy(opened: Opened, events: WholeEvents, response: web.StreamResponse) -> None:
     async for data in Upstream.rest(opened):
-        whole = events.take(data)
+        with translated(opened.worker):
+            whole = events.take(data)
         if whole:
             await response.write(whole)

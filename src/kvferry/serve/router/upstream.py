@@ -16,12 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
-from kvferry.errors import KvferryError
+from kvferry import ClusterKey, KvferryError
+from kvferry.http.signing import sign
 from kvferry.logs.context import onward
-from kvferry.runtime.keys import ClusterKey
-from kvferry.runtime.signing import sign
-from kvferry.serve.router.answers import JSON, told
-from kvferry.serve.router.roster import Part, Worker
+from kvferry.serve.errors import JSON, told
+from kvferry.serve.router.roster import Worker, WorkerPart
 
 T = TypeVar("T")
 
@@ -206,4 +205,4 @@ def _refusal(worker: Worker, status: int, document: bytes) -> Failed:
 
 def is_prefills(failure: Failed) -> bool:
     """Whether another prefill worker, or none, may help."""
-    return failure.blame is Blame.TRANSFER or failure.worker.part is Part.PREFILL
+    return failure.blame is Blame.TRANSFER or failure.worker.part is WorkerPart.PREFILL

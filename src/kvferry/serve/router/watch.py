@@ -15,13 +15,10 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from kvferry.errors import InputError, KvferryError
-from kvferry.rendezvous.acquaintance import Acquaintance
-from kvferry.rendezvous.records import InstanceView, Summaries
-from kvferry.runtime.keys import ClusterKey
-from kvferry.runtime.signing import Introduction, new_nonce
+from kvferry import ClusterKey, InputError, InstanceView, KvferryError, RequestSigner, Summaries
+from kvferry.http.signing import Introduction, new_nonce
 from kvferry.serve.router.options import RouterOptions, checked_url
-from kvferry.serve.router.roster import Announced, Health, Part, Roster, Worker
+from kvferry.serve.router.roster import Announced, Health, Roster, Worker, WorkerPart
 from kvferry.serve.router.upstream import ended, new_session
 
 log = logging.getLogger("kvferry.router")
@@ -52,7 +49,7 @@ class Watch:
         self._ask = ask or ask_health
         self._roster = roster
         self._key = key.http if key is not None else None
-        self._service = Acquaintance((options.rendezvous or "").rstrip("/"), key)
+        self._signer = RequestSigner((options.rendezvous or "").rstrip("/"), key)
         self._known: dict[str, tuple[str, Announced | None]] = {}
         self._away = False
         self._asking: dict[object, asyncio.Task[None]] = {}
@@ -114,13 +111,13 @@ class Watch:
         return [entry for _, entry in self._known.values() if entry is not None]
 
     async def _get(self, session: aiohttp.ClientSession, base: str, path: str) -> bytes:
-        headers = await self._service.authorization(session, "GET", path)
+        headers = await self._signer.authorization(session, "GET", path)
         url = URL(base.rstrip("/") + path, encoded=True)
         async with session.get(url, headers=headers, allow_redirects=False) as response:
             data = await response.content.read(MAX_BYTES)
             if response.status == 401:
                 # It may have restarted; the next look asks who is there.
-                self._service.forget()
+                self._signer.forget()
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {data[:200]!r}")
             return data
@@ -176,10 +173,10 @@ def announced(view: InstanceView) -> Announced | None:
     """What an instance says of itself, if it is a worker with an address."""
     for rank in view.ranks:
         url, role = rank.metadata.get("http"), rank.metadata.get("role")
-        if url and role in set(Part):
+        if url and role in set(WorkerPart):
             try:
                 name = rank.metadata.get("instance", view.name)
-                return Announced(checked_url(url), Part(role), name)
+                return Announced(checked_url(url), WorkerPart(role), name)
             except InputError:
                 log.warning("bad-address instance=%s url=%r", view.name, url)
     return None

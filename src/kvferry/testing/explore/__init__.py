@@ -18,7 +18,7 @@ Single-threaded, no clock, no randomness.
 
 from kvferry.testing.explore.cases import Case, cases
 from kvferry.testing.explore.model import CHUNKED, DIRECT, MODELS, STAGED, STATE, Fault, Model
-from kvferry.testing.explore.search import Result, Violation, explore
+from kvferry.testing.explore.search import SearchResult, Violation, explore
 
 __all__ = [
     "CHUNKED",
@@ -29,7 +29,7 @@ __all__ = [
     "Case",
     "Fault",
     "Model",
-    "Result",
+    "SearchResult",
     "Violation",
     "cases",
     "explore",

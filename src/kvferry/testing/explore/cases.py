@@ -16,7 +16,7 @@ from kvferry.testing.explore.model import (
     Fault,
     Model,
 )
-from kvferry.testing.explore.search import Result, explore
+from kvferry.testing.explore.search import SearchResult, explore
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Case:
     model: Model
     faults: tuple[Fault, ...] = ()
 
-    def run(self, max_states: int = 300_000) -> Result:
+    def run(self, max_states: int = 300_000) -> SearchResult:
         """Explore it."""
         return explore(self.model, self.faults, max_states)
 

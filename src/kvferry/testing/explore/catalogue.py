@@ -92,7 +92,7 @@ class Scattering(NamedTuple):
     serial: int
 
 
-class Kind(Enum):
+class EffectKind(Enum):
     """What an action means for the world."""
 
     FRAME = "frame"
@@ -105,7 +105,7 @@ class Kind(Enum):
     RELEASE = "release"
 
 
-Effect = tuple[Kind, int]
+Effect = tuple[EffectKind, int]
 Answer = tuple[int, tuple[Effect, ...]]
 
 
@@ -147,39 +147,39 @@ class Recorder:
     def send(self, peer: Peer, envelope: Envelope) -> None:
         """A frame is under way."""
         frame = Frame(PEERS.index(peer), envelope)
-        self._effects.append((Kind.FRAME, self._catalogue.frames.of(frame)))
+        self._effects.append((EffectKind.FRAME, self._catalogue.frames.of(frame)))
 
     def write(self, action: Write) -> None:
         """A write is under way."""
-        self._effects.append((Kind.WRITE, self._catalogue.number_write(action)))
+        self._effects.append((EffectKind.WRITE, self._catalogue.number_write(action)))
 
     def scatter(self, action: Scatter) -> None:
         """A scatter is under way."""
         self._effects.append(
-            (Kind.SCATTER, self._catalogue.number_scatter(self._machine.me, action))
+            (EffectKind.SCATTER, self._catalogue.number_scatter(self._machine.me, action))
         )
 
     def report(self, room: Room, outcome: Outcome) -> None:
         """The room has ended for its caller."""
         if not isinstance(outcome, Done):
-            self._effects.append((Kind.FAILED, 0))
+            self._effects.append((EffectKind.FAILED, 0))
             return
         me = self._machine.me
         if me != PEERS[SOURCE] and outcome.metadata != METADATA:
             raise Broken(f"{me} is Done without the metadata")
-        self._effects.append((Kind.DONE, 0))
+        self._effects.append((EffectKind.DONE, 0))
 
     def release(self, room: Room) -> None:
         """The room's pages are the caller's again."""
-        self._effects.append((Kind.RELEASE, 0))
+        self._effects.append((EffectKind.RELEASE, 0))
 
     def suspect(self, record: Record) -> None:
         """Somebody wants to know whether a peer is gone."""
-        self._effects.append((Kind.SUSPECT, PEERS.index(record.peer)))
+        self._effects.append((EffectKind.SUSPECT, PEERS.index(record.peer)))
 
     def acquit(self, peer: Peer, incarnation: int) -> None:
         """Nobody wants to know any more."""
-        self._effects.append((Kind.ACQUIT, PEERS.index(peer)))
+        self._effects.append((EffectKind.ACQUIT, PEERS.index(peer)))
 
     def connect(self, action: Connect) -> None:
         """Memory is reached at once here."""

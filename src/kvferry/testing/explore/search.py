@@ -40,7 +40,7 @@ class Violation:
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     """What an exploration saw. ``complete``: every reachable world was, and none was bad."""
 
     states: int
@@ -62,7 +62,7 @@ class Search:
         self.num_steps = 0
         self.num_terminals = 0
 
-    def run(self, max_states: int) -> Result:
+    def run(self, max_states: int) -> SearchResult:
         """Explore until all is seen, a promise is broken, or there are too many worlds."""
         # Worlds are values that stay, and looking for cycles among them takes a fifth of the time.
         collecting = gc.isenabled()
@@ -73,7 +73,7 @@ class Search:
             if collecting:
                 gc.enable()
 
-    def _run(self, max_states: int) -> Result:
+    def _run(self, max_states: int) -> SearchResult:
         queue = deque([self.first])
         while queue:
             if len(self.parents) > max_states:
@@ -111,8 +111,8 @@ class Search:
         trace = tuple(describe(self.catalogue, one) for one in reversed(path))
         return Violation(str(broken), trace)
 
-    def _result(self, complete: bool, violation: Violation | None = None) -> Result:
-        return Result(
+    def _result(self, complete: bool, violation: Violation | None = None) -> SearchResult:
+        return SearchResult(
             states=len(self.parents),
             steps=self.num_steps,
             terminals=self.num_terminals,
@@ -122,6 +122,6 @@ class Search:
         )
 
 
-def explore(model: Model, faults: Iterable[Fault] = (), max_states: int = 300_000) -> Result:
+def explore(model: Model, faults: Iterable[Fault] = (), max_states: int = 300_000) -> SearchResult:
     """Every interleaving of the model with at most ``model.max_faults`` of those faults."""
     return Search(model, faults).run(max_states)

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 from kvferry.protocol.events import Fate, Scattered, SendFailed, Sent, Tick
 from kvferry.runtime.driver.driver import PeerGone
-from kvferry.testing.explore.catalogue import Atom, Broken, Catalogue, Effect, Kind
+from kvferry.testing.explore.catalogue import Atom, Broken, Catalogue, Effect, EffectKind
 from kvferry.testing.explore.model import INCARNATIONS, PEERS, SOURCE, TARGETS
 
 # Numbers, or pairs of them.
@@ -160,22 +160,22 @@ class Draft:
     def _carry_out(self, index: int, effect: Effect) -> None:
         kind, number = effect
         match kind:
-            case Kind.FRAME:
+            case EffectKind.FRAME:
                 if self.machines[self.catalogue.frames.things[number].to] != DEAD:
                     self.frames.append(number)
-            case Kind.WRITE:
+            case EffectKind.WRITE:
                 self._submit(number)
-            case Kind.SCATTER:
+            case EffectKind.SCATTER:
                 self._start_scatter(number)
-            case Kind.SUSPECT:
+            case EffectKind.SUSPECT:
                 self.told.add((index, number))
-            case Kind.ACQUIT:
+            case EffectKind.ACQUIT:
                 self.told.discard((index, number))
-            case Kind.DONE:
+            case EffectKind.DONE:
                 self._report(index, Stage.DONE)
-            case Kind.FAILED:
+            case EffectKind.FAILED:
                 self._report(index, Stage.FAILED)
-            case Kind.RELEASE:
+            case EffectKind.RELEASE:
                 self._release(index)
 
     def _report(self, index: int, stage: Stage) -> None:

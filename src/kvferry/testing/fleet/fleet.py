@@ -26,7 +26,7 @@ CARRY_S = 35.0
 RELEASE_S = 10.0
 
 
-class Side(NamedTuple):
+class FleetSide(NamedTuple):
     """An instance to start: its layout, and how many pages each rank has."""
 
     name: str
@@ -44,9 +44,9 @@ class Fleet:
 
     def __init__(
         self,
-        prefill: Side,
-        *decodes: Side,
-        spares: Sequence[Side] = (),
+        prefill: FleetSide,
+        *decodes: FleetSide,
+        spares: Sequence[FleetSide] = (),
         transport: str = "shm",
         seed: int = 0,
         key_file: str | None = None,
@@ -85,7 +85,7 @@ class Fleet:
             raise
 
     @property
-    def prefill(self) -> Side:
+    def prefill(self) -> FleetSide:
         """The first prefill instance."""
         return next(iter(self.prefills.values()))
 
@@ -104,11 +104,11 @@ class Fleet:
         """Every process."""
         return [rank for ranks in self.members.values() for rank in ranks]
 
-    def _start_all(self, side: Side) -> list[RankProcess]:
+    def _start_all(self, side: FleetSide) -> list[RankProcess]:
         role = "source" if side.name in self.prefills else "target"
         return [self._start(role, side, rank) for rank in range(side.layout.num_ranks)]
 
-    def _start(self, role: str, side: Side, rank: int) -> RankProcess:
+    def _start(self, role: str, side: FleetSide, rank: int) -> RankProcess:
         return RankProcess(
             msgspec.structs.replace(
                 self._template,

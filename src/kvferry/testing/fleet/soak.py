@@ -18,8 +18,7 @@ import msgspec
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Room
-from kvferry.layout.layout import Layout, Parallel
-from kvferry.layout.layout import Order as PageOrder
+from kvferry.layout.layout import Layout, Order, Parallel
 from kvferry.layout.spec import (
     CacheSpec,
     DType,
@@ -33,10 +32,10 @@ from kvferry.layout.spec import (
 from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Done, Outcome
 from kvferry.runtime.config import EndpointConfig
-from kvferry.testing.fleet.fleet import Fleet, Side
+from kvferry.testing.fleet.fleet import Fleet, FleetSide
 from kvferry.testing.fleet.pools import Content
 from kvferry.testing.fleet.process import RankProcess
-from kvferry.testing.fleet.turns import News, Order, Work
+from kvferry.testing.fleet.turns import News, RoomOrder, Work
 
 MAX_TOKENS = 120
 DEADLINE_S = 4.0
@@ -111,7 +110,7 @@ class _Later(NamedTuple):
 
     at: float
     key: Key
-    order: Order
+    order: RoomOrder
 
 
 class Soak:
@@ -124,7 +123,7 @@ class Soak:
         self._report = SoakReport(transport=plan.transport)
         self._ends: Counter[str] = Counter()
         self._open: dict[Room, _Open] = {}
-        self._orders: dict[Key, list[Order]] = {}
+        self._orders: dict[Key, list[RoomOrder]] = {}
         self._later: list[_Later] = []
         self._asleep: dict[Key, tuple[float, float]] = {}  # since when, until when
         self._dead: dict[Key, float] = {}  # until when
@@ -260,14 +259,14 @@ class Soak:
             keys = [(side, rank) for rank in range(self._fleet.sides[side].layout.num_ranks)]
             for key in [key for key in keys if key not in self._dead]:
                 verb = "begin" if side == PREFILL else "receive"
-                self._later.append(_Later(later[side], key, Order(verb, work)))
+                self._later.append(_Later(later[side], key, RoomOrder(verb, work)))
                 if side == PREFILL:
                     rest = later[side] + rng.choice((0.0, rng.uniform(0, 0.2)))
-                    self._later.append(_Later(rest, key, Order("rest", work)))
+                    self._later.append(_Later(rest, key, RoomOrder("rest", work)))
                 room.due[key] = now + DEADLINE_S + GRACE_S
             if aborts and rng.random() < 0.5:
                 at = now + rng.uniform(0, 0.2)
-                self._later += [_Later(at, key, Order("abort", work)) for key in keys]
+                self._later += [_Later(at, key, RoomOrder("abort", work)) for key in keys]
 
     def _due_orders(self, now: float) -> None:
         ready = sorted(one for one in self._later if one.at <= now)
@@ -381,13 +380,13 @@ def _fleet(plan: SoakPlan) -> Fleet:
     """One prefill instance, two decode instances of other sizes, other pages, another order."""
     config = EndpointConfig(protocol=PROTOCOL, lease_s=1.0, deadline_s=DEADLINE_S)
 
-    def side(name: str, layout: Layout) -> Side:
+    def side(name: str, layout: Layout) -> FleetSide:
         pages = -(-MAX_TOKENS // layout.page_tokens) * plan.at_once
-        return Side(name, layout, pages, config, num_rows=2 * plan.at_once)
+        return FleetSide(name, layout, pages, config, num_rows=2 * plan.at_once)
 
     return Fleet(
         side(PREFILL, Layout(SPEC, Parallel(tp=2), page_tokens=4)),
-        side("decode-a", Layout(SPEC, Parallel(tp=1), page_tokens=8, order=PageOrder.HND)),
+        side("decode-a", Layout(SPEC, Parallel(tp=1), page_tokens=8, order=Order.HND)),
         side("decode-b", Layout(SPEC, Parallel(tp=3), page_tokens=16)),
         transport=plan.transport,
         seed=plan.seed,

@@ -36,7 +36,7 @@ class Work(NamedTuple):
         return self.content.request
 
 
-class Order(NamedTuple):
+class RoomOrder(NamedTuple):
     """Something to do: ``receive``, ``begin``, ``rest`` or ``abort``."""
 
     verb: str
@@ -67,7 +67,7 @@ class Turns:
         self._seals: dict[RoomPages, int] = {}
         self._problems: list[News] = []
 
-    def turn(self, orders: Iterable[Order]) -> list[News]:
+    def turn(self, orders: Iterable[RoomOrder]) -> list[News]:
         """Do these things, and tell what has happened since the last turn."""
         for verb, work in orders:
             try:

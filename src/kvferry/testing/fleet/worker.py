@@ -36,7 +36,7 @@ from kvferry.runtime.target import TargetEndpoint
 from kvferry.testing.fleet.insight import Insight
 from kvferry.testing.fleet.mirror import Mirror, allocate_on
 from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
-from kvferry.testing.fleet.turns import News, Order, Turns
+from kvferry.testing.fleet.turns import News, RoomOrder, Turns
 from kvferry.transport.base import Transport
 
 
@@ -115,7 +115,7 @@ class RankWorker(Insight):
         for table in (self.handles, self.ended_at, self.where):
             table.pop(room, None)
 
-    def turn(self, orders: list[Order]) -> list[News]:
+    def turn(self, orders: list[RoomOrder]) -> list[News]:
         """Do many things, and tell of many rooms."""
         return self._turns.turn(orders)
 

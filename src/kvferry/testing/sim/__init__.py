@@ -7,7 +7,7 @@ what the simulator would notice.
 
 from kvferry.testing.sim.breaks import BREAKS
 from kvferry.testing.sim.faults import Faults
-from kvferry.testing.sim.run import Result, hunt, run_scenario, run_seed, run_seeds
+from kvferry.testing.sim.run import SimResult, hunt, run_scenario, run_seed, run_seeds
 from kvferry.testing.sim.scenarios import SCENARIOS
 from kvferry.testing.sim.world import Violation, World
 
@@ -15,7 +15,7 @@ __all__ = [
     "BREAKS",
     "SCENARIOS",
     "Faults",
-    "Result",
+    "SimResult",
     "Violation",
     "World",
     "hunt",

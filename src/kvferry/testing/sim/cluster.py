@@ -33,8 +33,8 @@ from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.driver.driver import Driver
 from kvferry.testing.sim.faults import Faults
-from kvferry.testing.sim.memory import Memory
-from kvferry.testing.sim.nodes import Job, Node, SourceNode, TargetNode
+from kvferry.testing.sim.memory import SimMemory
+from kvferry.testing.sim.nodes import Node, SimJob, SourceNode, TargetNode
 from kvferry.testing.sim.wire import Wire
 from kvferry.testing.sim.world import World
 
@@ -142,7 +142,7 @@ class Cluster:
         self.wire = Wire(self.world)
         self.shape = shape
         self.machines = machines
-        self.jobs: list[Job] = []
+        self.jobs: list[SimJob] = []
         self._lives = 0
         self.prefill = Layout(
             shape.spec, shape.prefill, page_tokens=shape.pages[0], order=shape.orders[0]
@@ -173,9 +173,9 @@ class Cluster:
         self.world.nodes[peer] = node
         return node
 
-    def _memory(self, layout: Layout, rank: int, num_slots: int) -> Memory:
+    def _memory(self, layout: Layout, rank: int, num_slots: int) -> SimMemory:
         slot_bytes = self.shape.staging.slot_bytes
-        return Memory(
+        return SimMemory(
             layout, rank, self.shape.num_pages, self.shape.num_rows, num_slots, slot_bytes
         )
 
@@ -250,7 +250,7 @@ class Cluster:
         cached: bool = True,
         deadline_s: float | None = None,
         probe: bool = False,
-    ) -> Job:
+    ) -> SimJob:
         """A request of a few tokens, cut into chunks; some of it may be cached at decode."""
         world, rng = self.world, self.world.rng
         number = len(self.jobs)
@@ -260,7 +260,7 @@ class Cluster:
         edges = [0, *cuts, tokens]
         chunks = tuple(Span(a, b) for a, b in itertools.pairwise(edges))
         short = world.strikes("short_deadline")
-        job = Job(
+        job = SimJob(
             room=number if number % 2 else f"room-{number}",
             number=number,
             request=Request(tokens, prefix),
@@ -273,7 +273,7 @@ class Cluster:
         self.jobs.append(job)
         return job
 
-    def start(self, job: Job) -> None:
+    def start(self, job: SimJob) -> None:
         """Both engines take the job on, in any order, every rank for itself."""
         rng = self.world.rng
         late = rng.random() * 1.0 if self.world.strikes("late_decode") else 0.0
@@ -290,7 +290,7 @@ class Cluster:
             its = job if prefills else wanted
             self.world.at(delay, lambda node=node, its=its: node.start(its))  # type: ignore[misc]
 
-    def another(self, job: Job) -> Job:
+    def another(self, job: SimJob) -> SimJob:
         """A request of the same length that was given the same room by mistake, or on purpose."""
         number = job.number + OTHERS
         return replace(job, number=number, metadata=f"token {number}".encode())
@@ -301,12 +301,12 @@ class Cluster:
             if node.peer.instance == instance and node.peer in self.world.nodes:
                 self.world.at(0.01, lambda node=node: node.deliver(Cancel(room)))  # type: ignore[misc,arg-type]
 
-    def outcome_is_done(self, job: Job) -> bool:
+    def outcome_is_done(self, job: SimJob) -> bool:
         """Whether every rank that took part says that a job is done."""
         nodes = [n for n in self.nodes if n.peer.instance in (PREFILL, job.decode)]
         return all(isinstance(node.outcomes.get(job.room), Done) for node in nodes)
 
-    def failures(self, job: Job) -> list[str]:
+    def failures(self, job: SimJob) -> list[str]:
         """What each rank says of a job that is not done."""
         return [
             f"{node.peer}: {node.outcomes.get(job.room)}"

@@ -39,7 +39,7 @@ class Allocation:
 
 
 @dataclass(eq=False)
-class Memory:
+class SimMemory:
     """One rank's pools and staging slots."""
 
     layout: Layout

@@ -46,7 +46,7 @@ from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.driver.driver import Driver, Ports, frame_event
 from kvferry.runtime.driver.sessions import Record
-from kvferry.testing.sim.memory import Allocation, Memory, fetch
+from kvferry.testing.sim.memory import Allocation, SimMemory, fetch
 from kvferry.testing.sim.wire import RETRY_S, Flight, Wire
 from kvferry.testing.sim.world import World
 
@@ -57,7 +57,7 @@ NOBODY = Peer("nobody", 0)
 
 
 @dataclass(frozen=True)
-class Job:
+class SimJob:
     """One request: its room, what prefill will push, and which decode wants it."""
 
     room: Room
@@ -80,7 +80,7 @@ class Node(ABC):
 
     driver: Driver[Any]
 
-    def __init__(self, world: World, wire: Wire, peer: Peer, memory: Memory) -> None:
+    def __init__(self, world: World, wire: Wire, peer: Peer, memory: SimMemory) -> None:
         self.world = world
         self.wire = wire
         self.peer = peer
@@ -315,11 +315,11 @@ class Node(ABC):
             "suspects": len(self.suspects),
         }
 
-    def _too_late(self, job: Job) -> bool:
+    def _too_late(self, job: SimJob) -> bool:
         """Whoever still waits for pages when the faults stop gives up: probes come next."""
         return self.world.calm and not job.probe
 
-    def _start_when_pages_are_free(self, job: Job, until: float) -> None:
+    def _start_when_pages_are_free(self, job: SimJob, until: float) -> None:
         if not self.alive or self.world.now > until or self._too_late(job):
             return
         if self.put_off(lambda: self._start_when_pages_are_free(job, until)):
@@ -334,10 +334,10 @@ class Node(ABC):
         self.begin(job, allocation)
 
     @abstractmethod
-    def begin(self, job: Job, allocation: Allocation) -> None:
+    def begin(self, job: SimJob, allocation: Allocation) -> None:
         """Pages are held: tell the machine."""
 
-    def start(self, job: Job) -> None:
+    def start(self, job: SimJob) -> None:
         """Take on a job as soon as there are pages for it."""
         if not self.stalled_for:
             self._start_when_pages_are_free(job, self.world.now + job.deadline_s)
@@ -348,7 +348,7 @@ class SourceNode(Node):
 
     driver: Driver[SourceMachine]
 
-    def begin(self, job: Job, allocation: Allocation) -> None:
+    def begin(self, job: SimJob, allocation: Allocation) -> None:
         """Open the room, then push chunk after chunk."""
         self.deliver(Open(job.room, self.due.get(job.room, self.world.now)))
         delay = 0.0
@@ -363,21 +363,21 @@ class SourceNode(Node):
         if self.world.strikes("cancel_source"):
             self.world.at(self.world.rng.random() * 0.2, lambda: self.deliver(Cancel(job.room)))
 
-    def _working(self, job: Job) -> bool:
+    def _working(self, job: SimJob) -> bool:
         return self.alive and job.room in self.allocations and job.room not in self.outcomes
 
-    def _prepare(self, job: Job, span: Span) -> None:
+    def _prepare(self, job: SimJob, span: Span) -> None:
         if self._working(job) and not self.stalled_for:
             self.deliver(Prepare(job.room, span))
 
-    def _push(self, job: Job, allocation: Allocation, span: Span) -> None:
+    def _push(self, job: SimJob, allocation: Allocation, span: Span) -> None:
         if self._working(job):
             if self.put_off(lambda: self._push(job, allocation, span)):
                 return
             self.memory.compute(allocation, span, states=False)
             self.deliver(Push(job.room, span))
 
-    def _finish(self, job: Job, allocation: Allocation) -> None:
+    def _finish(self, job: SimJob, allocation: Allocation) -> None:
         if self._working(job):
             if self.put_off(lambda: self._finish(job, allocation)):
                 return
@@ -419,15 +419,15 @@ class TargetNode(Node):
     driver: Driver[TargetMachine]
 
     def __init__(
-        self, world: World, wire: Wire, peer: Peer, memory: Memory, prefill: Instance
+        self, world: World, wire: Wire, peer: Peer, memory: SimMemory, prefill: Instance
     ) -> None:
         super().__init__(world, wire, peer, memory)
         self.prefill = prefill
         self.stranger = False
         self.on_failure: Callable[[Room], None] = lambda room: None
-        self.jobs: dict[Room, Job] = {}
+        self.jobs: dict[Room, SimJob] = {}
 
-    def begin(self, job: Job, allocation: Allocation) -> None:
+    def begin(self, job: SimJob, allocation: Allocation) -> None:
         """Ask for the room's cache."""
         self.jobs[job.room] = job
         tables = tuple(Table(name, tuple(pages)) for name, pages in allocation.pages.items())

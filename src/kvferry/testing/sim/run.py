@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from kvferry.testing.sim.breaks import BREAKS
 from kvferry.testing.sim.cluster import STRANGER, Cluster, Machines, Shape
 from kvferry.testing.sim.faults import Faults
-from kvferry.testing.sim.nodes import Job
+from kvferry.testing.sim.nodes import SimJob
 from kvferry.testing.sim.scenarios import SCENARIOS
 from kvferry.testing.sim.world import Violation
 
@@ -24,7 +24,7 @@ END_AT = PROBES_AT + 5.5
 
 
 @dataclass
-class Result:
+class SimResult:
     """What was played, and what was found."""
 
     seeds: int = 0
@@ -34,7 +34,7 @@ class Result:
     faults: Counter[str] = field(default_factory=Counter)
     violations: list[tuple[int, str]] = field(default_factory=list)
 
-    def add(self, other: Result) -> None:
+    def add(self, other: SimResult) -> None:
         """Take in another result."""
         self.seeds += other.seeds
         self.rooms += other.rooms
@@ -46,7 +46,7 @@ class Result:
 
 def run_seed(
     seed: int, machines: Machines = REAL, emphasis: dict[str, float] | None = None
-) -> Result:
+) -> SimResult:
     """Play one seed: a time of faults, then calm, then rooms that must succeed."""
     rng = random.Random(seed ^ 0x5EED)
     faults = replace(Faults.draw(rng), **(emphasis or {}))  # type: ignore[arg-type]
@@ -56,9 +56,9 @@ def run_seed(
 
 def play(
     cluster: Cluster, disturb: Callable[[], None], demand: Callable[[Cluster], None] | None = None
-) -> Result:
+) -> SimResult:
     """Play a cluster to its end and judge it."""
-    result = Result(seeds=1)
+    result = SimResult(seeds=1)
     try:
         disturb()
         cluster.world.run(CALM_AT)
@@ -148,7 +148,7 @@ def _calm_down(cluster: Cluster) -> None:
     cluster.world.at(DOUBTS_S, cluster.restart_doubted)
 
 
-def _run_to_the_end(cluster: Cluster, probes: list[Job]) -> None:
+def _run_to_the_end(cluster: Cluster, probes: list[SimJob]) -> None:
     """Play on until nothing is left to happen but heartbeats."""
     while cluster.world.now < END_AT:
         cluster.world.run(cluster.world.now + 0.25)
@@ -157,7 +157,7 @@ def _run_to_the_end(cluster: Cluster, probes: list[Job]) -> None:
             return
 
 
-def _judge(cluster: Cluster, probes: list[Job]) -> None:
+def _judge(cluster: Cluster, probes: list[SimJob]) -> None:
     """What must hold when everything is over."""
     world = cluster.world
     for job in probes:
@@ -172,12 +172,12 @@ def _judge(cluster: Cluster, probes: list[Job]) -> None:
             world.violate("never leaks", f"{node.peer} still has {node.leftovers()}")
 
 
-def run_seeds(seeds: range, machines: Machines = REAL) -> Iterator[Result]:
+def run_seeds(seeds: range, machines: Machines = REAL) -> Iterator[SimResult]:
     """Play many seeds, one result at a time."""
     return (run_seed(seed, machines) for seed in seeds)
 
 
-def run_scenario(name: str, seed: int = 0, machines: Machines = REAL) -> Result:
+def run_scenario(name: str, seed: int = 0, machines: Machines = REAL) -> SimResult:
     """Play one named situation."""
     scenario = SCENARIOS[name]
     cluster = Cluster(seed, scenario.faults, scenario.shape, machines, CALM_AT)

@@ -42,7 +42,7 @@ from kvferry.testing.sim.cluster import (
     Shape,
 )
 from kvferry.testing.sim.faults import Faults
-from kvferry.testing.sim.nodes import Job, SourceNode
+from kvferry.testing.sim.nodes import SimJob, SourceNode
 
 Script = Callable[[Cluster], None]
 Demand = Callable[[Cluster], None]
@@ -283,7 +283,7 @@ def quarantine_was_used(cluster: Cluster) -> None:
         cluster.world.violate("never reuses", f"pages were released after {waited}")
 
 
-def _report_and_release(cluster: Cluster, job: Job) -> list[tuple[float, float]]:
+def _report_and_release(cluster: Cluster, job: SimJob) -> list[tuple[float, float]]:
     times: dict[Peer, list[float]] = {}
     for t, who, _, thing in cluster.world.history:
         if type(thing).__name__ in ("Report", "Release") and thing.room == job.room:  # type: ignore[attr-defined]

@@ -21,12 +21,12 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvferry.testing.transports.bindings import Piece, binding_of, copy_by_memmove, grid
+from kvferry.testing.transports.bindings import PlacedPiece, binding_of, copy_by_memmove, grid
 
 if TYPE_CHECKING:
     from kvferry.testing.transports.suite import TransportSuite
 
-__all__ = ["Piece", "TransportSuite", "binding_of", "copy_by_memmove", "grid"]
+__all__ = ["PlacedPiece", "TransportSuite", "binding_of", "copy_by_memmove", "grid"]
 
 _MODULES = ("moving", "refusing", "failing", "living", "at_once", "crew")
 _CASES = [f"{__name__}.{name}" for name in _MODULES]

@@ -6,9 +6,9 @@ import pytest
 
 from kvferry.protocol.events import Fate
 from kvferry.testing.transports.base import Cases
-from kvferry.testing.transports.bindings import Piece, after, binding_of
+from kvferry.testing.transports.bindings import PlacedPiece, after, binding_of
 from kvferry.testing.transports.crew import Crew, all_well
-from kvferry.testing.transports.host import Write
+from kvferry.testing.transports.host import HostWrite
 from kvferry.testing.transports.moving import scattered, stripes
 from kvferry.testing.transports.refusing import KIB, OUTSIDE
 
@@ -31,7 +31,7 @@ class AtOnceCases(Cases):
         remote = source.connect(target.metadata)
         bindings = [scattered(1, 200, 3, MIB), binding_of([]), scattered(2, 200, 3, MIB)]
         for op, binding in enumerate(bindings):
-            told = source.write_now([Write(remote, op, binding)]) or source.wait(num_ended=1)
+            told = source.write_now([HostWrite(remote, op, binding)]) or source.wait(num_ended=1)
             assert told == [(op, None, "")]
             target.regions = after(binding, source.regions, target.regions)
             target.check()
@@ -39,9 +39,9 @@ class AtOnceCases(Cases):
     def test_a_piece_outside_its_region_is_refused_at_once(self, at_once: Crew) -> None:
         """Not one byte is written, also not of its good pieces."""
         source, target = at_once.source(64 * KIB), at_once.target(64 * KIB, 64 * KIB)
-        remote, good = source.connect(target.metadata), Piece(0, 0, 32 * KIB)
+        remote, good = source.connect(target.metadata), PlacedPiece(0, 0, 32 * KIB)
         for where, piece in OUTSIDE.items():
-            (ended,) = source.write_now([Write(remote, 1, binding_of([good, piece]))])
+            (ended,) = source.write_now([HostWrite(remote, 1, binding_of([good, piece]))])
             assert (ended.op, ended.fate) == (1, Fate.FAILED), where
             assert ended.detail, "a failure must say what is wrong"
             target.check()

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from kvferry.testing.transports.crew import Crew, Pool
-from kvferry.testing.transports.process import Kind
+from kvferry.testing.transports.process import TransportKind
 from kvferry.transport.base import Transport
 from kvferry.transport.registry import load
 
@@ -37,7 +37,7 @@ class Cases:
         missing = cls.kind.missing()
         if missing:
             pytest.skip(missing)
-        cls.pool = Pool(Kind(cls.transport, cls.options, cls.environment, cls.device))
+        cls.pool = Pool(TransportKind(cls.transport, cls.options, cls.environment, cls.device))
 
     @classmethod
     def teardown_class(cls) -> None:

@@ -17,7 +17,7 @@ from kvferry.plan.places import Base, Int64s
 Bytes = NDArray[np.uint8]
 
 
-class Piece(NamedTuple):
+class PlacedPiece(NamedTuple):
     """One contiguous piece: where it is read and where it is written."""
 
     source_offset: int
@@ -27,12 +27,12 @@ class Piece(NamedTuple):
     target_region: int = 0
 
 
-def binding_of(pieces: Iterable[Piece]) -> Binding:
+def binding_of(pieces: Iterable[PlacedPiece]) -> Binding:
     """A binding of just those pieces, which may lie anywhere, also outside."""
     return Binding(tuple(_part(index, piece) for index, piece in enumerate(pieces)))
 
 
-def _part(index: int, piece: Piece) -> Part:
+def _part(index: int, piece: PlacedPiece) -> Part:
     return Part(
         "raw",
         f"piece{index}",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvferry.testing.transports.bindings import after
-from kvferry.testing.transports.host import Write
-from kvferry.testing.transports.process import Broken, Kind, Peer, Process
+from kvferry.testing.transports.host import HostWrite
+from kvferry.testing.transports.process import Broken, PeerProcess, Process, TransportKind
 from kvferry.transport.base import Ended
 
 MARGIN = 4096
@@ -15,7 +15,7 @@ MARGIN = 4096
 class Pool:
     """Processes that wait for the next test. What was killed or is broken is replaced."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: TransportKind) -> None:
         self.kind = kind
         self._spare: list[Process] = []
 
@@ -49,14 +49,14 @@ class Crew:
         self._processes.append(process)
         return process
 
-    def source(self, *sizes: int) -> Peer:
+    def source(self, *sizes: int) -> PeerProcess:
         """A peer that writes to others."""
         peer = self.process().peers[0]
         peer.open_source(sizes)
         peer.fill(seed=len(self._processes))
         return peer
 
-    def target(self, *sizes: int) -> Peer:
+    def target(self, *sizes: int) -> PeerProcess:
         """A peer that others write to."""
         peer = self.process().peers[0]
         peer.open_target(sizes, MARGIN)
@@ -89,13 +89,15 @@ class Crew:
         self._pool.give_back(process)
 
 
-def all_well(ended: Iterable[Ended], writes: Iterable[Write]) -> None:
+def all_well(ended: Iterable[Ended], writes: Iterable[HostWrite]) -> None:
     """Each of these writes was told once, and each as a success."""
     told = sorted((one.op, one.fate or "well", one.detail) for one in ended)
     assert told == sorted((write.op, "well", "") for write in writes)
 
 
-def deliver(source: Peer, target: Peer, *writes: Write, limit_s: float = 30.0) -> None:
+def deliver(
+    source: PeerProcess, target: PeerProcess, *writes: HostWrite, limit_s: float = 30.0
+) -> None:
     """Write to one target, await the end, and check that all has arrived and nothing else."""
     source.write(*writes)
     all_well(source.wait(num_ended=len(writes), limit_s=limit_s), writes)

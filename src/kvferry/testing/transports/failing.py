@@ -12,18 +12,18 @@ from kvferry.plan.coalesce import Stride
 from kvferry.plan.places import Base
 from kvferry.protocol.events import Fate
 from kvferry.testing.transports.base import Cases
-from kvferry.testing.transports.bindings import Piece, after, binding_of, grid
+from kvferry.testing.transports.bindings import PlacedPiece, after, binding_of, grid
 from kvferry.testing.transports.crew import Crew, all_well, deliver
-from kvferry.testing.transports.host import Write
-from kvferry.testing.transports.process import Peer
+from kvferry.testing.transports.host import HostWrite
+from kvferry.testing.transports.process import PeerProcess
 from kvferry.transport.base import Ended
 
 KIB, MIB = 1 << 10, 1 << 20
-WHOLE = binding_of([Piece(0, 0, MIB)])
+WHOLE = binding_of([PlacedPiece(0, 0, MIB)])
 LARGE = grid(128, 64 * KIB - 1, Stride(64 * KIB, 64 * KIB))
 
 
-def until_written(target: Peer, offset: int) -> None:
+def until_written(target: PeerProcess, offset: int) -> None:
     """Wait until something has been written there in region 0."""
     deadline = time.monotonic() + 30
     while not any(target.peek(0, offset, 16)):
@@ -44,21 +44,21 @@ class FailingCases(Cases):
         """It fails in time, unless its memory outlives it; others are served."""
         source, victim, other = crew.source(MIB), crew.target(MIB), crew.target(MIB)
         dead, alive = source.connect(victim.metadata), source.connect(other.metadata)
-        deliver(source, victim, Write(dead, 1, WHOLE))
+        deliver(source, victim, HostWrite(dead, 1, WHOLE))
         victim.process.kill()
-        source.write(Write(dead, 2, WHOLE))
-        early = deliver_among(source, other, Write(alive, 3, WHOLE), limit_s=10)
+        source.write(HostWrite(dead, 2, WHOLE))
+        early = deliver_among(source, other, HostWrite(alive, 3, WHOLE), limit_s=10)
         late = [] if early else source.wait(num_ended=1, limit_s=self.patience_s)
         all_over([*early, *late], 1)
         assert self.kind.maps_peer or None not in {one.fate for one in (*early, *late)}
         source.disconnect(dead)
-        deliver(source, other, Write(alive, 4, WHOLE))
+        deliver(source, other, HostWrite(alive, 4, WHOLE))
 
     def test_a_peer_that_dies_during_many_writes(self, crew: Crew) -> None:
         """All of them end, and those to another peer succeed."""
         source, victim, other = crew.source(8 * MIB), crew.target(8 * MIB), crew.target(8 * MIB)
         dead, alive = source.connect(victim.metadata), source.connect(other.metadata)
-        source.ask("write", [Write((dead, alive)[op % 2], op, LARGE) for op in range(80)])
+        source.ask("write", [HostWrite((dead, alive)[op % 2], op, LARGE) for op in range(80)])
         until_written(victim, 0)
         victim.process.kill()
         source.answer(self.patience_s)
@@ -75,10 +75,10 @@ class FailingCases(Cases):
         base = [Base(0, 0, MIB)]
         large = grid(112, 64 * KIB - 1, Stride(64 * KIB, 64 * KIB), base, base)
         remote = victim.connect(target.metadata)
-        victim.ask("write", [Write(remote, op, large) for op in range(40)])
+        victim.ask("write", [HostWrite(remote, op, large) for op in range(40)])
         until_written(target, MIB)
         victim.process.kill()
-        write = Write(source.connect(target.metadata), 1, WHOLE)
+        write = HostWrite(source.connect(target.metadata), 1, WHOLE)
         source.write(write)
         all_well(source.wait(num_ended=1), [write])
         assert target.peek(0, 0, MIB) == source.regions[0].tobytes()
@@ -91,7 +91,7 @@ class FailingCases(Cases):
             remote = source.connect(victim.metadata)
         except TransportError:
             return
-        source.write(Write(remote, 1, WHOLE))
+        source.write(HostWrite(remote, 1, WHOLE))
         ended = source.wait(num_ended=1, limit_s=self.patience_s)
         all_over(ended, 1)
 
@@ -101,11 +101,11 @@ class FailingCases(Cases):
         source, victim, other = crew.source(MIB), crew.target(MIB), crew.target(MIB)
         stopped, alive = source.connect(victim.metadata), source.connect(other.metadata)
         if acquainted:
-            deliver(source, victim, Write(stopped, 1, binding_of([Piece(0, 5, 1000)])))
+            deliver(source, victim, HostWrite(stopped, 1, binding_of([PlacedPiece(0, 5, 1000)])))
         victim.process.stop()
-        write = Write(stopped, 2, WHOLE)
+        write = HostWrite(stopped, 2, WHOLE)
         source.write(write)
-        early = deliver_among(source, other, Write(alive, 3, WHOLE), limit_s=10)
+        early = deliver_among(source, other, HostWrite(alive, 3, WHOLE), limit_s=10)
         victim.process.resume()
         late = [] if early else source.wait(num_ended=1)
         all_well([*early, *late], [write])
@@ -116,26 +116,28 @@ class FailingCases(Cases):
         """A new life has new metadata; the old one's is useless and harmless."""
         source, victim = crew.source(MIB), crew.target(MIB)
         old = source.connect(victim.metadata)
-        deliver(source, victim, Write(old, 1, WHOLE))
+        deliver(source, victim, HostWrite(old, 1, WHOLE))
         victim.process.kill()
         source.disconnect(old)
         successor = crew.target(MIB)
         assert successor.metadata != victim.metadata
         remote = source.connect(successor.metadata)
-        deliver(source, successor, Write(remote, 2, WHOLE))
+        deliver(source, successor, HostWrite(remote, 2, WHOLE))
 
     def test_a_new_transport_in_the_same_process(self, crew: Crew) -> None:
         """A target that closes and opens again is reached like a new one."""
         source, target = crew.source(MIB), crew.target(MIB)
         for op in range(3):
             remote = source.connect(target.metadata)
-            deliver(source, target, Write(remote, op, WHOLE))
+            deliver(source, target, HostWrite(remote, op, WHOLE))
             source.disconnect(remote)
             target.close()
             target.open_target([MIB])
 
 
-def deliver_among(source: Peer, target: Peer, write: Write, limit_s: float) -> list[Ended]:
+def deliver_among(
+    source: PeerProcess, target: PeerProcess, write: HostWrite, limit_s: float
+) -> list[Ended]:
     """Deliver one write while others are under way; which of those have ended meanwhile."""
     source.write(write)
     others: list[Ended] = []

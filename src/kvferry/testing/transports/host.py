@@ -38,7 +38,7 @@ from kvferry.transport.registry import transport_class
 PACE_S = 0.001
 
 
-class Write(NamedTuple):
+class HostWrite(NamedTuple):
     """One write: into which connection, its number, and what."""
 
     remote: int
@@ -53,7 +53,7 @@ class Life:
         self.transport = transport
         self._memory = memory
         self._remotes: list[Remote] = []
-        self._writes: dict[Op, Write] = {}
+        self._writes: dict[Op, HostWrite] = {}
         self._told: list[Ended] = []
         self._is_resting = False
         self._news = threading.Event()
@@ -90,18 +90,18 @@ class Life:
         """Forget a peer."""
         self.transport.disconnect(self._remotes[remote])
 
-    def write(self, writes: Sequence[Write]) -> None:
+    def write(self, writes: Sequence[HostWrite]) -> None:
         """Start these writes."""
         for write in writes:
             self._submit(write)
 
-    def _submit(self, write: Write) -> None:
+    def _submit(self, write: HostWrite) -> None:
         op = Op(write.op)
         self._writes[op] = write
         self.transport.write(self._remotes[write.remote], op, write.binding)
 
     def write_now(
-        self, shares: Sequence[Sequence[Write]], meanwhile: Sequence[Write]
+        self, shares: Sequence[Sequence[HostWrite]], meanwhile: Sequence[HostWrite]
     ) -> list[Ended]:
         """Make these writes at once, each share on a thread of its own; how they ended.
 
@@ -114,7 +114,7 @@ class Life:
                 self.idle()
         return [ended for share in begun for ended in share.result()]
 
-    def _written_now(self, writes: Sequence[Write]) -> list[Ended]:
+    def _written_now(self, writes: Sequence[HostWrite]) -> list[Ended]:
         """Again and again where the transport is busy; what goes on is told by ``wait``."""
         told = []
         for one in writes:
@@ -128,7 +128,7 @@ class Life:
                 told.append(ended)
         return told
 
-    def _write_now(self, one: Write) -> Ended | None:
+    def _write_now(self, one: HostWrite) -> Ended | None:
         return self.transport.write_now(self._remotes[one.remote], Op(one.op), one.binding)
 
     def wait(self, num_ended: int, limit_s: float) -> list[Ended]:

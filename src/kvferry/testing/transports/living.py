@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvferry.plan.coalesce import Stride
 from kvferry.testing.transports.base import Cases
-from kvferry.testing.transports.bindings import Piece, after, binding_of, grid
+from kvferry.testing.transports.bindings import PlacedPiece, after, binding_of, grid
 from kvferry.testing.transports.crew import MARGIN, Crew, all_well, deliver
-from kvferry.testing.transports.host import Write
+from kvferry.testing.transports.host import HostWrite
 
 KIB, MIB = 1 << 10, 1 << 20
-WHOLE = binding_of([Piece(0, 0, MIB)])
+WHOLE = binding_of([PlacedPiece(0, 0, MIB)])
 LARGE = grid(128, 64 * KIB - 1, Stride(64 * KIB, 64 * KIB))
 
 
@@ -19,7 +19,7 @@ class LivingCases(Cases):
     def test_two_transports_in_two_threads(self, crew: Crew) -> None:
         """Both write and are written to, into each other and into another process."""
         pair, third = crew.process(num_peers=2), crew.target(4 * MIB, 4 * MIB)
-        asked: list[list[Write]] = []
+        asked: list[list[HostWrite]] = []
         for seed, peer in enumerate(pair.peers):
             peer.open_target([4 * MIB, 4 * MIB], MARGIN)
             peer.fill(seed=10 * seed)
@@ -29,10 +29,10 @@ class LivingCases(Cases):
             writes = []
             for op in range(32):
                 # Read from region 0, which nobody writes; the third has a region for each.
-                piece = Piece(op * 100 * KIB, op * 128 * KIB, 100 * KIB, 0, 1)
-                writes.append(Write(near, 2 * op, binding_of([piece])))
+                piece = PlacedPiece(op * 100 * KIB, op * 128 * KIB, 100 * KIB, 0, 1)
+                writes.append(HostWrite(near, 2 * op, binding_of([piece])))
                 piece = piece._replace(target_region=index)
-                writes.append(Write(far, 2 * op + 1, binding_of([piece])))
+                writes.append(HostWrite(far, 2 * op + 1, binding_of([piece])))
             peer.ask("write", writes)
             asked.append(writes)
             for write in writes:
@@ -49,21 +49,21 @@ class LivingCases(Cases):
         """It returns, the process lives on, and the target serves the next source."""
         source, target = crew.source(8 * MIB), crew.target(8 * MIB)
         remote = source.connect(target.metadata)
-        source.write(*(Write(remote, op, LARGE) for op in range(16)))
+        source.write(*(HostWrite(remote, op, LARGE) for op in range(16)))
         source.close(limit_s=20)
         source.open_source([MIB])
         source.fill(77)
         target.close()
         target.open_target([MIB])
-        deliver(source, target, Write(source.connect(target.metadata), 1, WHOLE))
+        deliver(source, target, HostWrite(source.connect(target.metadata), 1, WHOLE))
 
     def test_close_while_the_target_is_stopped(self, crew: Crew) -> None:
         """It returns without the target's help."""
         source, target = crew.source(MIB), crew.target(MIB)
         remote = source.connect(target.metadata)
-        deliver(source, target, Write(remote, 1, binding_of([Piece(0, 0, KIB)])))
+        deliver(source, target, HostWrite(remote, 1, binding_of([PlacedPiece(0, 0, KIB)])))
         target.process.stop()
-        source.write(Write(remote, 2, WHOLE))
+        source.write(HostWrite(remote, 2, WHOLE))
         source.close(limit_s=20)
         target.process.resume()
         assert target.peek(0, 0, 1) == target.regions[0][:1].tobytes()
@@ -72,7 +72,7 @@ class LivingCases(Cases):
         """The source's writes end in one way or another, and both processes live on."""
         source, target = crew.source(8 * MIB), crew.target(8 * MIB)
         remote = source.connect(target.metadata)
-        source.ask("write", [Write(remote, op, LARGE) for op in range(16)])
+        source.ask("write", [HostWrite(remote, op, LARGE) for op in range(16)])
         target.close(limit_s=20)
         source.answer(self.patience_s)
         ended = source.wait(num_ended=16, limit_s=self.patience_s)
@@ -83,7 +83,7 @@ class LivingCases(Cases):
         target = crew.target(MIB)
         for _ in range(2):
             source = crew.source(MIB)
-            deliver(source, target, Write(source.connect(target.metadata), 1, WHOLE))
+            deliver(source, target, HostWrite(source.connect(target.metadata), 1, WHOLE))
             assert source.process.end() == 0
 
     def test_close_without_having_done_anything(self, crew: Crew) -> None:

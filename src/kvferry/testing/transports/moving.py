@@ -12,10 +12,10 @@ from kvferry.plan.bind import Binding
 from kvferry.plan.coalesce import Stride
 from kvferry.plan.places import Base
 from kvferry.testing.transports.base import Cases
-from kvferry.testing.transports.bindings import Piece, after, binding_of, grid
+from kvferry.testing.transports.bindings import PlacedPiece, after, binding_of, grid
 from kvferry.testing.transports.crew import Crew, all_well, deliver
-from kvferry.testing.transports.host import Write
-from kvferry.testing.transports.process import Peer
+from kvferry.testing.transports.host import HostWrite
+from kvferry.testing.transports.process import PeerProcess
 from kvferry.transport.base import Ended
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -28,7 +28,7 @@ def scattered(seed: int, num_pieces: int, num_regions: int, region_bytes: int) -
     starts = list(accumulate(lengths, initial=0))
     assert starts[-1] < region_bytes, "the pieces must fit into a region"
     return binding_of(
-        Piece(
+        PlacedPiece(
             int(rng.integers(region_bytes - length)),
             start,
             length,
@@ -39,7 +39,7 @@ def scattered(seed: int, num_pieces: int, num_regions: int, region_bytes: int) -
     )
 
 
-def stripes(remote: int, num_writes: int) -> list[Write]:
+def stripes(remote: int, num_writes: int) -> list[HostWrite]:
     """Large writes, writes of many pieces and tiny ones, each into a MiB of its own."""
     shapes = [(1, MIB), (256, 3 * KIB), (1, 1)]
     writes = []
@@ -47,11 +47,11 @@ def stripes(remote: int, num_writes: int) -> list[Write]:
         num_rows, length = shapes[op % 3]
         base = [Base(0, 0, op * MIB)]
         binding = grid(num_rows, length, Stride(4 * KIB, 4 * KIB), base, base)
-        writes.append(Write(remote, op, binding))
+        writes.append(HostWrite(remote, op, binding))
     return writes
 
 
-def all_there(target: Peer, ended: list[Ended]) -> None:
+def all_there(target: PeerProcess, ended: list[Ended]) -> None:
     """The stripes whose end was told are in the target's memory by now."""
     for one in ended:
         expected = target.regions[0][one.op * MIB : (one.op + 1) * MIB]
@@ -66,21 +66,21 @@ class MovingCases(Cases):
         """Odd lengths, odd offsets, three regions on either side."""
         source, target = crew.source(*[MIB] * 3), crew.target(*[MIB] * 3)
         remote = source.connect(target.metadata)
-        deliver(source, target, Write(remote, 1, scattered(1, 200, 3, MIB)))
-        deliver(source, target, Write(remote, 2, scattered(2, 200, 3, MIB)))
+        deliver(source, target, HostWrite(remote, 1, scattered(1, 200, 3, MIB)))
+        deliver(source, target, HostWrite(remote, 2, scattered(2, 200, 3, MIB)))
 
     def test_one_large_piece(self, crew: Crew) -> None:
         """64 MiB at once."""
         source, target = crew.source(64 * MIB), crew.target(64 * MIB)
         remote = source.connect(target.metadata)
-        deliver(source, target, Write(remote, 1, binding_of([Piece(0, 0, 64 * MIB)])))
+        deliver(source, target, HostWrite(remote, 1, binding_of([PlacedPiece(0, 0, 64 * MIB)])))
 
     def test_many_small_pieces(self, crew: Crew) -> None:
         """16,384 pieces of 512 bytes, apart on both sides."""
         source, target = crew.source(16 * MIB), crew.target(32 * MIB)
         remote = source.connect(target.metadata)
         binding = grid(16384, 512, Stride(1024, 2048))
-        deliver(source, target, Write(remote, 1, binding), limit_s=60)
+        deliver(source, target, HostWrite(remote, 1, binding), limit_s=60)
 
     def test_many_layers_in_many_regions(self, crew: Crew) -> None:
         """One set of pieces, thirty-two bases, some of them in one region."""
@@ -89,7 +89,7 @@ class MovingCases(Cases):
         ours = [Base(layer, 31 - layer, 128) for layer in range(32)]
         theirs = [Base(layer, layer % 16, layer // 16 * 128 * KIB) for layer in range(32)]
         binding = grid(16, 1000, Stride(2048, 4096), ours, theirs)
-        deliver(source, target, Write(remote, 1, binding))
+        deliver(source, target, HostWrite(remote, 1, binding))
 
     def test_a_resharded_cache(self, crew: Crew) -> None:
         """What a plan binds for one source and two targets with larger pages, heads first."""
@@ -106,15 +106,15 @@ class MovingCases(Cases):
             target = crew.target(*into.region_bytes)
             take = Side(into.map, {"kv": PageTable(rng.permutation(10)[:5])})
             binding = bind(plan, Pair(0, rank), request, give, take)
-            deliver(source, target, Write(source.connect(target.metadata), rank, binding))
+            deliver(source, target, HostWrite(source.connect(target.metadata), rank, binding))
 
     def test_a_later_write_wins(self, crew: Crew) -> None:
         """Writes that follow each other's end leave the last bytes."""
         source, target = crew.source(MIB), crew.target(MIB)
         remote = source.connect(target.metadata)
         for op in range(8):
-            piece = Piece(op * 100 * KIB, 5, 100 * KIB)
-            deliver(source, target, Write(remote, op, binding_of([piece])))
+            piece = PlacedPiece(op * 100 * KIB, 5, 100 * KIB)
+            deliver(source, target, HostWrite(remote, op, binding_of([piece])))
 
     def test_many_writes_in_flight_to_several_peers(self, crew: Crew) -> None:
         """64 writes, submitted at once and in turn, each told once."""
@@ -123,8 +123,8 @@ class MovingCases(Cases):
         writes = []
         for op in range(64):
             which, at = op % 2, op // 2 * 128 * KIB
-            pieces = [Piece(op * 60 * KIB + i * 5000, at + i * 8000, 3000) for i in range(12)]
-            writes.append(Write(remotes[which], op, binding_of(pieces)))
+            pieces = [PlacedPiece(op * 60 * KIB + i * 5000, at + i * 8000, 3000) for i in range(12)]
+            writes.append(HostWrite(remotes[which], op, binding_of(pieces)))
         source.write(*writes)
         all_well(source.wait(num_ended=64), writes)
         for which, target in enumerate(targets):
@@ -167,6 +167,6 @@ class MovingCases(Cases):
         """No pieces, or pieces of nothing: they end well, like those around them."""
         source, target = crew.source(KIB), crew.target(KIB)
         remote = source.connect(target.metadata)
-        nothing = [[], [Piece(0, 0, 0)], [Piece(KIB, KIB, 0), Piece(5, 3, 0)]]
-        bindings = [binding_of(pieces) for pieces in (*nothing, [Piece(0, 0, KIB)], *nothing)]
-        deliver(source, target, *(Write(remote, op, each) for op, each in enumerate(bindings)))
+        nothing = [[], [PlacedPiece(0, 0, 0)], [PlacedPiece(KIB, KIB, 0), PlacedPiece(5, 3, 0)]]
+        bindings = [binding_of(pieces) for pieces in (*nothing, [PlacedPiece(0, 0, KIB)], *nothing)]
+        deliver(source, target, *(HostWrite(remote, op, each) for op, each in enumerate(bindings)))

@@ -23,7 +23,7 @@ import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.testing.transports.bindings import Bytes, pattern
-from kvferry.testing.transports.host import Write
+from kvferry.testing.transports.host import HostWrite
 from kvferry.transport.base import Ended
 
 ANSWER_S = 60.0
@@ -34,7 +34,7 @@ class Broken(AssertionError):
     """A process died or does not answer; the message says where and what it printed."""
 
 
-class Kind(NamedTuple):
+class TransportKind(NamedTuple):
     """Which transport, and how it is set up."""
 
     transport: str
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
     device: str = "cpu"
 
 
-class Peer:
+class PeerProcess:
     """One transport in another process: each method asks for it and waits.
 
     ``regions`` is what its memory must hold, kept up to date by whoever writes to it.
@@ -102,11 +102,13 @@ class Peer:
         """Forget a peer."""
         self.call("disconnect", remote)
 
-    def write(self, *writes: Write) -> None:
+    def write(self, *writes: HostWrite) -> None:
         """Start these writes."""
         self.call("write", writes)
 
-    def write_now(self, *shares: Sequence[Write], meanwhile: Sequence[Write] = ()) -> list[Ended]:
+    def write_now(
+        self, *shares: Sequence[HostWrite], meanwhile: Sequence[HostWrite] = ()
+    ) -> list[Ended]:
         """Make these writes at once, each share on a thread of its own; how they ended.
 
         ``meanwhile`` others are started on the transport's own thread; ``wait`` for those.
@@ -167,7 +169,7 @@ class Peer:
 class Process:
     """A process with one or more peers in it, each in its own thread."""
 
-    def __init__(self, kind: Kind, num_peers: int = 1) -> None:
+    def __init__(self, kind: TransportKind, num_peers: int = 1) -> None:
         self.kind = kind
         self._ended = False
         self._killed = False
@@ -186,7 +188,7 @@ class Process:
         )
         for _, their in pairs:
             their.close()
-        self.peers = [Peer(self, Connection(ours.detach())) for ours, _ in pairs]
+        self.peers = [PeerProcess(self, Connection(ours.detach())) for ours, _ in pairs]
 
     @property
     def alive(self) -> bool:

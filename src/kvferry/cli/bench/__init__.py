@@ -1,0 +1,1 @@
+"""``kvferry bench``: measurements of transfers, the control path, and what serves."""

@@ -1,0 +1,195 @@
+"""``kvferry bench``: measure transfers, the control path, and what serves."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvferry.cli.serve.flags import DECODE, PREFILL, add_model
+from kvferry.cli.sides import add_flags
+from kvferry.plan import Path
+
+TRANSFER_EXAMPLE = """example:
+  kvferry bench transfer --transport nixl --prefill tp=1,page=16 --decode tp=2,page=16 \\
+      --layers 16 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 4096 --path auto --json
+
+One process per rank, fragmented pages, every byte verified. `memcpy_seconds` is a plain copy of
+as many bytes, in the same run: the ceiling of what this machine's memory can do.
+"""
+
+CONTROL_EXAMPLE = """example:
+  kvferry bench control --transport shm --concurrency 1,8,64 --json
+
+Rooms of one page, from the target's request to its end, with all messages and both processes.
+"""
+
+SERVE_EXAMPLE = """example:
+  kvferry bench serve --url http://127.0.0.1:8000 --concurrency 1,2,4,8,16 \\
+      --input-tokens 256 --output-tokens 32 --plot sweep.png
+
+Any endpoint with OpenAI's API. A closed loop: so many requests are under way at any time. Prompts
+are random token ids where the endpoint takes them, and no two begin alike, so that no prefix cache
+flatters it. TTFT is the time to the first token, TPOT the time of each one after it.
+
+exit status: 0 if every request was answered, 1 if one failed, 2 bad input.
+"""
+
+COMPARE_EXAMPLE = """example:
+  kvferry bench compare --plot compare.png
+  kvferry bench compare --prefill tp=1 --decode tp=3 --transport nixl --json
+
+Starts three clusters on this machine, one after the other: both sides like decode, then prefill as
+it is by slices, then staged. Over shm there is nothing to stage, and there are two.
+
+exit status: 0 if every request was answered, 1 if one failed, 2 bad input.
+"""
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the command and its subcommands."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure transfers, and what serves",
+        description="Measure real transfers between real processes, or an endpoint under load.",
+    )
+    kinds = parser.add_subparsers(
+        title="what to measure", metavar="WHAT", required=True, parser_class=type(parser)
+    )
+    _add_transfer(kinds)
+    _add_control(kinds)
+    _add_serve(kinds)
+    _add_compare(kinds)
+
+
+def _add_transfer(kinds: argparse._SubParsersAction[Any]) -> None:
+    parser = kinds.add_parser(
+        "transfer",
+        help="one request's cache between two layouts",
+        description="Carry one request's cache from one layout to another and time it.",
+        epilog=TRANSFER_EXAMPLE,
+    )
+    add_flags(parser, required=True, tokens=4096)
+    parser.add_argument(
+        "--path", choices=["auto", *(p.value for p in Path)], default="auto", help="force a path"
+    )
+    parser.add_argument("--repeat", default="5", metavar="N", help="timed repetitions (5)")
+    parser.add_argument("--chunk", metavar="N", help="tokens in each push (all at once)")
+    parser.add_argument("--staging-mib", metavar="N", help="staging memory in MiB (64)")
+    parser.add_argument("--slot-mib", metavar="N", help="size of a staging slot in MiB")
+    parser.add_argument("--device", default="cpu", help="where the pools are: cpu or cuda")
+    _add_common(parser, run_transfer)
+
+
+def _add_control(kinds: argparse._SubParsersAction[Any]) -> None:
+    parser = kinds.add_parser(
+        "control",
+        help="rooms of one page: latency and rooms per second",
+        description="Carry rooms of one page, so that only messages and threads count.",
+        epilog=CONTROL_EXAMPLE,
+    )
+    parser.add_argument(
+        "--concurrency", default="1,8,64", metavar="LIST", help="rooms at once (1,8,64)"
+    )
+    parser.add_argument("--rooms", default="400", metavar="N", help="rooms for each (400)")
+    _add_common(parser, run_control)
+
+
+def _add_serve(kinds: argparse._SubParsersAction[Any]) -> None:
+    parser = kinds.add_parser(
+        "serve",
+        help="any OpenAI endpoint under load: TTFT, time per token, throughput",
+        description="Put load on an endpoint with OpenAI's API and measure its answers.",
+        epilog=SERVE_EXAMPLE,
+    )
+    parser.add_argument("--url", required=True, metavar="URL", help="as in http://127.0.0.1:8000")
+    parser.add_argument("--model", metavar="NAME", help="(the first that the endpoint has)")
+    parser.add_argument("--api-key", metavar="KEY", help="(what OPENAI_API_KEY says, or none)")
+    _add_load(parser, run_serve, concurrency="1,2,4,8,16", tokens=("256", "32"))
+
+
+def _add_compare(kinds: argparse._SubParsersAction[Any]) -> None:
+    parser = kinds.add_parser(
+        "compare",
+        help="equal TP, different TP by slices, and staged, under the same load",
+        description="Serve on this machine in three ways and put the same load on each.",
+        epilog=COMPARE_EXAMPLE,
+    )
+    add_model(parser)
+    for name, default in (("prefill", PREFILL), ("decode", DECODE)):
+        parser.add_argument(
+            f"--{name}", metavar="SIDE", help=f"tp, pp, page, order, dtype ({default})"
+        )
+    parser.add_argument(
+        "--transport", metavar="NAME", help="(nixl, else mooncake, else shm: what is installed)"
+    )
+    _add_load(parser, run_compare, concurrency="1,2,4", tokens=("128", "16"), requests="8")
+    # A cluster's description has these; a comparison has no need of them.
+    parser.set_defaults(host=None, port="0", key=None, policy=None, on_failure=None)
+
+
+def _add_load(
+    parser: argparse.ArgumentParser,
+    run: Any,
+    *,
+    concurrency: str,
+    tokens: tuple[str, str],
+    requests: str | None = None,
+) -> None:
+    parser.add_argument(
+        "--concurrency",
+        default=concurrency,
+        metavar="LIST",
+        help=f"requests at once, one level after the other ({concurrency})",
+    )
+    for name, default in zip(("input", "output"), tokens, strict=True):
+        parser.add_argument(
+            f"--{name}-tokens", default=default, metavar="N", help=f"of each request ({default})"
+        )
+    told = requests or "4 for each at once, at least 8"
+    parser.add_argument(
+        "--requests", default=requests, metavar="N", help=f"for each level ({told})"
+    )
+    parser.add_argument("--seed", metavar="N", help="of the prompts (another in each run)")
+    parser.add_argument(
+        "--deadline", default="300", metavar="S", help="seconds for a request (300)"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw a figure: .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:
+    parser.add_argument(
+        "--transport", default="shm", metavar="NAME", help="shm (default), nixl, mooncake, ..."
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run_transfer(args: argparse.Namespace) -> int:
+    """Measure a transfer."""
+    # Endpoints and transports are large, and the other commands must not wait for them.
+    from kvferry.cli.bench import transfer as bench_transfer  # noqa: PLC0415
+
+    return bench_transfer.run(args)
+
+
+def run_control(args: argparse.Namespace) -> int:
+    """Measure the control path."""
+    from kvferry.cli.bench import control as bench_control  # noqa: PLC0415
+
+    return bench_control.run(args)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Measure an endpoint."""
+    from kvferry.cli.bench import serve as bench_serve  # noqa: PLC0415
+
+    return bench_serve.run(args)
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Measure clusters of ours side by side."""
+    from kvferry.cli.bench import compare as bench_compare  # noqa: PLC0415
+
+    return bench_compare.run(args)

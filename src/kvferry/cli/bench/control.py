@@ -1,0 +1,98 @@
+"""``kvferry bench control``: rooms of one page, so that only messages and threads count."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.cli.parsing import show, whole
+from kvferry.cli.printing import print_document
+from kvferry.errors import InputError
+from kvferry.layout import Layout, Parallel, attention
+from kvferry.plan import Request
+from kvferry.serve.cluster.needs import demand_transport
+from kvferry.testing.fleet import Fleet, FleetSide
+
+PAGE_TOKENS = 16
+MAX_CONCURRENCY = 1024
+
+
+class ControlLevel(msgspec.Struct):
+    """What was measured at one concurrency."""
+
+    concurrency: int
+    rooms: int
+    rooms_per_s: float
+    p50_ms: float
+    p99_ms: float
+    source_cpu_ms: float
+    target_cpu_ms: float
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, measure, print."""
+    levels = [whole("--concurrency")(text) for text in args.concurrency.split(",")]
+    if max(levels) > MAX_CONCURRENCY:
+        raise InputError(
+            f"--concurrency goes up to {MAX_CONCURRENCY}, not {show(args.concurrency)}"
+        )
+    demand_transport(args.transport)
+    measured = measure(levels, whole("--rooms")(args.rooms), args.transport, tell=not args.json)
+    if args.json:
+        document = {"transport": args.transport, "levels": msgspec.to_builtins(measured)}
+        print_document(document)
+    else:
+        _print(measured)
+    return 0
+
+
+def measure(levels: list[int], num_rooms: int, transport: str, *, tell: bool) -> list[ControlLevel]:
+    """One source process and one target process, at one concurrency after the other."""
+    spec = attention(layers=2, kv_heads=2, head_dim=64)
+    layout = Layout(spec, Parallel(), page_tokens=PAGE_TOKENS)
+    sides = [FleetSide(name, layout, 2 * max(levels) + 2) for name in ("prefill", "decode")]
+    status = Console(stderr=True, quiet=not tell)
+    with status.status("starting two processes"), Fleet(*sides, transport=transport) as fleet:
+        fleet.carry("first", Request(PAGE_TOKENS), seed=0)
+        return [_level(fleet, level, max(num_rooms, 2 * level)) for level in levels]
+
+
+def _level(fleet: Fleet, concurrency: int, num_rooms: int) -> ControlLevel:
+    """Both sides play their part by themselves; the target times each room."""
+    source, target = fleet.sources[0], fleet.targets["decode"][0]
+    before = [rank.ask("cpu_s") for rank in (source, target)]
+    source.begin("serve_rooms", concurrency, num_rooms, concurrency)
+    target.begin("ask_rooms", fleet.prefill.name, concurrency, num_rooms, concurrency)
+    seconds, total_s = target.answer(300.0)
+    source.answer(300.0)
+    after = [rank.ask("cpu_s") for rank in (source, target)]
+    cpu_ms = [1e3 * (b - a) / num_rooms for a, b in zip(before, after, strict=True)]
+    ordered = sorted(1e3 * s for s in seconds)
+    return ControlLevel(
+        concurrency,
+        num_rooms,
+        num_rooms / total_s,
+        statistics.median(ordered),
+        ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))],
+        *cpu_ms,
+    )
+
+
+def _print(levels: list[ControlLevel]) -> None:
+    table = Table(box=None)
+    for name in ("at once", "rooms", "rooms/s", "p50 ms", "p99 ms", "CPU ms a room"):
+        table.add_column(name, justify="right")
+    for level in levels:
+        table.add_row(
+            str(level.concurrency),
+            str(level.rooms),
+            f"{level.rooms_per_s:.0f}",
+            f"{level.p50_ms:.2f}",
+            f"{level.p99_ms:.2f}",
+            f"{level.source_cpu_ms:.2f} + {level.target_cpu_ms:.2f}",
+        )
+    Console().print(table)

@@ -1,0 +1,269 @@
+"""``kvferry bench transfer``: one request's cache, real processes, verified bytes."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from kvferry.cli.parsing import whole
+from kvferry.cli.printing import EXIT_REFUSED, print_document, print_refusal
+from kvferry.cli.sides import Sides, both_sides, read_side, read_spec
+from kvferry.errors import InputError, Refused
+from kvferry.plan import PRESETS, Path, Plan, Request, check, estimate, reshard
+from kvferry.protocol.outcome import Status
+from kvferry.runtime.config import EndpointConfig
+from kvferry.serve.cluster.needs import demand_transport
+from kvferry.staging.pool import MIB
+from kvferry.testing.fleet import Fleet, FleetSide, RankProcess
+from kvferry.units import human_bytes, human_seconds
+
+TIMEOUT_S = 120.0
+READY_S = 30.0
+
+
+class TransferReport(msgspec.Struct, kw_only=True):
+    """What was measured."""
+
+    transport: str
+    prefill: str
+    decode: str
+    device: str
+    tokens: int
+    path: str
+    bytes: int
+    seconds: dict[str, Any]
+    first_seconds: float
+    gb_per_s: float
+    memcpy_seconds: float
+    memcpy_ratio: float
+    pieces: int
+    staging_bytes: int
+    verified: bool
+
+
+class TransferJob(NamedTuple):
+    """What is to be measured."""
+
+    plan: Plan
+    request: Request
+    transport: str
+    device: str
+    chunk: int
+    repeat: int
+    config: EndpointConfig
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, measure, print."""
+    job = _read(args)
+    if isinstance(job, int):
+        return job
+    report = measure(job, show=not args.json)
+    if args.json:
+        print_document(msgspec.to_builtins(report))
+    else:
+        _print(report)
+    return 0 if report.verified else 1
+
+
+def _read(args: argparse.Namespace) -> TransferJob | int:
+    prefill = read_side(args.prefill, "--prefill")
+    decode = read_side(args.decode, "--decode", extra={"prefix": whole("prefix", least=0)})
+    request = Request(whole("--tokens")(args.tokens), decode.prefix)
+    sides = both_sides(lambda side: read_spec(args, side.dtype), prefill, decode)
+    try:
+        if not isinstance(sides, Sides):
+            raise Refused(sides)
+        plan = reshard(*sides)
+    except Refused as refused:
+        print_refusal(refused.reasons, heading="This can't work:", as_json=args.json)
+        return EXIT_REFUSED
+    check(plan)
+    demand_transport(args.transport)
+    path = None if args.path == "auto" else Path(args.path)
+    # Says early, and in one sentence, where a path is not open.
+    estimate(plan, request, PRESETS["nixl-host"], override=path)
+    sizes = {
+        name: whole(flag)(text) * MIB
+        for name, flag, text in (
+            ("staging_bytes", "--staging-mib", args.staging_mib),
+            ("slot_bytes", "--slot-mib", args.slot_mib),
+        )
+        if text
+    }
+    config = msgspec.structs.replace(EndpointConfig(path=path, deadline_s=TIMEOUT_S), **sizes)
+    chunk = whole("--chunk")(args.chunk) if args.chunk else request.num_tokens
+    repeat = whole("--repeat")(args.repeat)
+    return TransferJob(plan, request, args.transport, args.device, chunk, repeat, config)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def measure(job: TransferJob, *, show: bool) -> TransferReport:
+    """Start a process per rank and carry the request again and again."""
+    tokens = job.request.num_tokens
+    sides = [
+        FleetSide(name, layout, 2 * (-(-tokens // layout.page_tokens)), job.config)
+        for name, layout in (("prefill", job.plan.source), ("decode", job.plan.target))
+    ]
+    with Progress(transient=True, disable=not show, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting a process per rank", total=job.repeat + 3)
+        with Fleet(*sides, transport=job.transport, device=job.device) as fleet:
+            course = _Course(job, fleet, lambda text: progress.update(task, description=text))
+            progress.advance(task)
+            first_s, good = course.carry(0, verify=True)
+            progress.advance(task)
+            before = course.carried()
+            ceiling = Ceiling(job.plan.payload_bytes(job.request))
+            all_s, copies_s = [], []
+            for number in range(1, job.repeat + 1):
+                copies_s.append(ceiling.seconds())
+                seconds, right = course.carry(number, verify=number == job.repeat)
+                all_s.append(seconds)
+                good = good and right
+                progress.advance(task)
+            return _report(
+                job, fleet, course.carried().minus(before), first_s, all_s, copies_s, good
+            )
+
+
+class Ceiling:
+    """A plain copy of as many bytes, in memory that is warm."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._source = np.ones(num_bytes, dtype=np.uint8)
+        self._target = np.zeros(num_bytes, dtype=np.uint8)
+
+    def seconds(self) -> float:
+        """How long it takes now."""
+        begin = time.perf_counter()
+        np.copyto(self._target, self._source)
+        return time.perf_counter() - begin
+
+
+class Carried(NamedTuple):
+    """What the sources have written, by path."""
+
+    pieces: dict[Path, int]
+    num_bytes: dict[Path, int]
+
+    def minus(self, other: Carried) -> Carried:
+        """What was written since."""
+        return Carried(
+            {path: self.pieces[path] - other.pieces[path] for path in Path},
+            {path: self.num_bytes[path] - other.num_bytes[path] for path in Path},
+        )
+
+    @property
+    def path(self) -> Path:
+        """The path that carried the most."""
+        return max(Path, key=lambda path: self.num_bytes[path])
+
+
+class _Course:
+    """The same request, carried repeatedly."""
+
+    def __init__(self, job: TransferJob, fleet: Fleet, tell: Callable[[str], None]) -> None:
+        self._job = job
+        self._fleet = fleet
+        self._targets = fleet.targets["decode"]
+        self._tell = tell
+
+    def carry(self, number: int, *, verify: bool) -> tuple[float, bool]:
+        """Seconds from the first push to the last target's end, and whether it was right."""
+        job, fleet, room = self._job, self._fleet, f"bench-{number}"
+        tokens = job.request.num_tokens
+        self._tell(f"repetition {number} of {job.repeat}" if number else "first transfer")
+        if verify:
+            fleet.all(self._targets, "clear")
+            fleet.fill(room, number, tokens)
+        else:
+            fleet.place(room, tokens)
+        fleet.receive(room, "decode", job.request, TIMEOUT_S)
+        fleet.all(fleet.sources, "open", room, TIMEOUT_S)
+        if number:
+            _until_offered(room, fleet.sources)
+        began = min(fleet.all(fleet.sources, "push_all", room, tokens, job.chunk, b"first token"))
+        fleet.demand_done(room, [*self._targets, *fleet.sources], TIMEOUT_S)
+        ended = max(fleet.all(self._targets, "ended", room))
+        good = True
+        if verify:
+            self._tell("comparing every byte")
+            problems = fleet.all(self._targets, "problem", room, number, job.request)
+            good = not any(problems)
+        fleet.all([*self._targets, *fleet.sources], "wait_released", room, TIMEOUT_S)
+        fleet.forget(room, "decode")
+        return ended - began, good
+
+    def carried(self) -> Carried:
+        """What all sources have written so far."""
+        stats = self._fleet.all(self._fleet.sources, "stats")
+        return Carried(
+            {path: sum(one.paths[path].pieces for one in stats) for path in Path},
+            {path: sum(one.paths[path].num_bytes for one in stats) for path in Path},
+        )
+
+
+def _until_offered(room: str, sources: list[RankProcess]) -> None:
+    """In a running system the offer comes while prefill computes; so here it comes first."""
+    give_up = time.monotonic() + READY_S
+    while any(source.ask("status", room) == Status.CONNECTING for source in sources):
+        if time.monotonic() > give_up:
+            raise InputError(
+                f"the targets made no offer within {READY_S:g} s; is the machine busy?"
+            )
+        time.sleep(0.002)
+
+
+def _report(
+    job: TransferJob,
+    fleet: Fleet,
+    carried: Carried,
+    first_s: float,
+    all_s: list[float],
+    copies_s: list[float],
+    verified: bool,
+) -> TransferReport:
+    num_bytes = job.plan.payload_bytes(job.request)
+    median, memcpy_s = statistics.median(all_s), statistics.median(copies_s)
+    return TransferReport(
+        transport=job.transport,
+        prefill=str(job.plan.source),
+        decode=str(job.plan.target),
+        device=job.device,
+        tokens=job.request.num_tokens,
+        path=str(carried.path),
+        bytes=num_bytes,
+        seconds={"median": median, "all": all_s},
+        first_seconds=first_s,
+        gb_per_s=num_bytes / median / 1e9,
+        memcpy_seconds=memcpy_s,
+        memcpy_ratio=median / memcpy_s,
+        pieces=sum(carried.pieces.values()) // job.repeat,
+        staging_bytes=max(fleet.all(fleet.ranks, "staging_bytes")),
+        verified=verified,
+    )
+
+
+def _print(report: TransferReport) -> None:
+    all_s = report.seconds["all"]
+    spread = f"{human_seconds(min(all_s))} to {human_seconds(max(all_s))}"
+    print(f"{report.prefill}  →  {report.decode}, {report.tokens} tokens over {report.transport}")
+    print(f"  {human_bytes(report.bytes)} by {report.path} in {report.pieces:,} pieces")
+    print(f"  {human_seconds(report.seconds['median'])} ({spread}), {report.gb_per_s:.2f} GB/s")
+    print(f"  first transfer {human_seconds(report.first_seconds)}")
+    print(
+        f"  a plain copy of as much takes {human_seconds(report.memcpy_seconds)}: "
+        f"{report.memcpy_ratio:.2f} times that"
+    )
+    print(f"  staging {human_bytes(report.staging_bytes)} for each endpoint at most")
+    print("  every byte was right" if report.verified else "  BYTES WERE WRONG")

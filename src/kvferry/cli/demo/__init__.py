@@ -1,0 +1,1 @@
+"""``kvferry demo``: a cluster on this machine, a few questions, and the proof of the answers."""

@@ -1,0 +1,1 @@
+"""``kvferry doctor``: findings about this machine, and what to do about them."""

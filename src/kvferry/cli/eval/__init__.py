@@ -1,0 +1,1 @@
+"""``kvferry eval``: scores of any endpoint that speaks OpenAI's API."""

@@ -1,0 +1,1 @@
+"""``kvferry plan``: who sends what to whom for a pair of layouts."""

@@ -1,0 +1,126 @@
+"""``kvferry plan``: show who sends what to whom for a pair of layouts."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvferry.cli.files import write_text
+from kvferry.cli.parsing import fields, given, number, show, whole
+from kvferry.cli.plan.output import as_document, print_plan
+from kvferry.cli.printing import EXIT_REFUSED, print_document, print_refusal
+from kvferry.cli.sides import Sides, add_flags, both_sides, read_side, read_spec
+from kvferry.errors import InputError, Refused
+from kvferry.pictures import as_html, as_svg
+from kvferry.plan import PRESETS, Constants, Path, Request, check, estimate, reshard
+
+EXAMPLE = """example:
+  kvferry plan --prefill tp=4 --decode tp=1,dp=4,page=16 \\
+      --layers 64 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 8192
+  kvferry plan --prefill tp=4,pp=2 --decode tp=8,prefix=1000 --model path/to/config.json \\
+      --html plan.html
+
+side keys: tp, pp, cp (token interleaving), dp (replicas), page (tokens), order (nhd or hnd),
+stages (layers of each pipeline stage, as in stages=10+22), dtype (of that side's cache),
+and for decode also prefix (tokens already cached there).
+
+paths: runs (a descriptor for each page, neighbouring pages merged; open only where a full page
+is one piece on both sides), slices (one for each contiguous piece), staged (gathered into slots).
+In --json each path has "pieces", also one that is not open; then "open" is false.
+"""
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the command and its flags."""
+    parser = commands.add_parser(
+        "plan",
+        help="show who sends what to whom for a pair of layouts",
+        description="Show who sends what to whom when prefill and decode shard differently.",
+        epilog=EXAMPLE,
+    )
+    add_flags(parser, required=True, tokens=8192)
+    parser.add_argument(
+        "--link",
+        default="nixl-host",
+        metavar="NAME",
+        help=f"constants of the transport: {', '.join(PRESETS)}; any may be overridden, "
+        f"as in nixl-host,gb_per_s=46,copy_gb_per_s=1700,descriptor_us=1",
+    )
+    parser.add_argument(
+        "--path",
+        choices=["auto", *(path.value for path in Path)],
+        default="auto",
+        help="force a path",
+    )
+    parser.add_argument(
+        "--pages",
+        choices=["scattered", "neighbours"],
+        default="scattered",
+        help="whether a request's pages lie apart (a busy server) or side by side",
+    )
+    parser.add_argument("--all", action="store_true", help="show every move, however many")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture")
+    parser.add_argument("--html", metavar="FILE", help="write a picture with numbers on hover")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, prove, print."""
+    prefill = read_side(args.prefill, "--prefill")
+    decode = read_side(args.decode, "--decode", extra={"prefix": whole("prefix", least=0)})
+    request = Request(whole("--tokens", least=0)(args.tokens), decode.prefix)
+    constants = read_link(args.link)
+    pictures = [
+        (name, draw)
+        for flag, name, draw in (("--svg", args.svg, as_svg), ("--html", args.html, as_html))
+        if given(flag, name) is not None
+    ]
+    sides = both_sides(lambda side: read_spec(args, side.dtype), prefill, decode)
+    if not isinstance(sides, Sides):
+        print_refusal(sides, heading="This can't work:", as_json=args.json)
+        return EXIT_REFUSED
+    try:
+        plan = reshard(*sides)
+    except Refused as refused:
+        print_refusal(refused.reasons, heading="These two do not fit:", as_json=args.json)
+        return EXIT_REFUSED
+    check(plan)
+    costs = estimate(
+        plan,
+        request,
+        constants,
+        scattered=args.pages == "scattered",
+        override=None if args.path == "auto" else Path(args.path),
+    )
+    for name, draw in pictures:
+        write_text(name, draw(plan, request))
+    if args.json:
+        print_document(as_document(plan, request, costs))
+    else:
+        print_plan(plan, request, costs, link=args.link, show_all=args.all)
+        for name, _ in pictures:
+            print(f"picture: {name}")
+    return 0
+
+
+def read_link(text: str) -> Constants:
+    """A preset by name, with any of its constants overridden."""
+    name, _, rest = text.partition(",")
+    if name not in PRESETS:
+        raise InputError(f"no constants for the link {show(name)}; use one of {', '.join(PRESETS)}")
+    preset = PRESETS[name]
+    readers = {
+        "descriptor_us": number("descriptor_us", 1e-6, 1e6),
+        "gb_per_s": number("gb_per_s", 1e-6, 1e6),
+        "copy_gb_per_s": number("copy_gb_per_s", 1e-6, 1e6),
+    }
+    values = fields(rest, readers, "--link")
+    return Constants(
+        descriptor_s=values.get("descriptor_us", preset.descriptor_s * 1e6) / 1e6,
+        bytes_per_s=values.get("gb_per_s", preset.bytes_per_s / 1e9) * 1e9,
+        copy_bytes_per_s=values.get("copy_gb_per_s", preset.copy_bytes_per_s / 1e9) * 1e9,
+        slot_bytes=preset.slot_bytes,
+        slot_s=preset.slot_s,
+        maps_peer=preset.maps_peer,
+    )

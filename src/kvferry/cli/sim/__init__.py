@@ -1,0 +1,1 @@
+"""``kvferry sim``: the protocol played through faults."""

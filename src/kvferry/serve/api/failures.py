@@ -1,0 +1,19 @@
+"""Failures of jobs, as the callers of a worker are told of them."""
+
+from __future__ import annotations
+
+from kvferry.serve.errors import ApiError
+from kvferry.serve.worker.jobs import JobFailed, Trouble
+
+_STATUS = {
+    Trouble.INVALID: (400, None),
+    Trouble.TRANSFER: (503, "kv_transfer_failed"),
+    Trouble.TIMEOUT: (504, "timeout"),
+    Trouble.ENDED: (503, "worker_ended"),
+}
+
+
+def of_failure(failed: JobFailed) -> ApiError:
+    """What the caller of a job that failed is told."""
+    status, code = _STATUS[failed.trouble]
+    return ApiError(status, failed.message, code=code)

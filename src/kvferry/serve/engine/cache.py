@@ -1,0 +1,107 @@
+"""One rank's cache memory: a single block, and a tensor view of each layer in it.
+
+One block, so that a transport registers one region whatever the model's depth.
+The caller may provide it (shared memory for the shm transport); it must be zeroed,
+because attention reads pages that are not written yet, under a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvferry import (
+    Base,
+    Device,
+    DType,
+    Layout,
+    Order,
+    Placement,
+    PoolMap,
+    Pools,
+    Region,
+    Slot,
+    contiguous_pools,
+    find_holding,
+)
+
+Allocate = Callable[[int], NDArray[np.uint8]]
+
+# Each layer begins on a memory page: copies of whole pages are aligned on any host.
+ALIGNMENT = 4096
+TORCH_DTYPES = {
+    DType.FLOAT64: torch.float64,
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+}
+
+
+def zeroed(num_bytes: int) -> NDArray[np.uint8]:
+    """Plain host memory, for an engine whose cache nobody else writes."""
+    return np.zeros(num_bytes, dtype=np.uint8)
+
+
+class Cache:
+    """What one rank holds: ``pools`` says where everything is inside ``region``."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        *,
+        num_pages: int,
+        num_rows: int,
+        device: torch.device,
+        allocate: Allocate = zeroed,
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.pools = one_region(contiguous_pools(layout, rank, num_pages, num_rows))
+        (num_bytes,) = self.pools.region_bytes
+        if device.type == "cpu":
+            self.memory = torch.from_numpy(allocate(num_bytes))
+        else:
+            self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            # The zeros are only queued, and what a peer writes would not wait for them.
+            torch.cuda.synchronize(device)
+        place = Device(device.type, device.index or 0)
+        self.region = Region(self.memory.data_ptr(), num_bytes, place)
+
+    def layer(self, group: str, tensor: str, layer: int) -> Tensor:
+        """One layer of one tensor: [pages, tokens, units, elements], or [rows, units, elements].
+
+        The shape is the same in both orders; only the strides differ.
+        """
+        spec = self.layout.spec.group(group)
+        placement = self.pools.map.of(group, tensor)
+        units = len(find_holding(self.layout.rank_holdings(self.rank), group, layer).units)
+        (kind,) = (t for t in spec.tensors if t.name == tensor)
+        (base,) = placement.bases_of((layer,))
+        raw = self.memory[base.offset : base.offset + placement.num_pages * placement.page_stride]
+        flat = raw.view(TORCH_DTYPES[kind.dtype])
+        if isinstance(spec.kind, Slot):
+            return flat.view(placement.num_pages, units, kind.elements)
+        tokens = self.layout.page_tokens
+        if self.layout.order is Order.HND:
+            return flat.view(placement.num_pages, units, tokens, kind.elements).transpose(1, 2)
+        return flat.view(placement.num_pages, tokens, units, kind.elements)
+
+
+def one_region(pools: Pools) -> Pools:
+    """The same pools one behind the other in a single region."""
+    starts = [0]
+    for num_bytes in pools.region_bytes:
+        starts.append(starts[-1] + -(-num_bytes // ALIGNMENT) * ALIGNMENT)
+    placements = tuple(_moved(placement, starts) for placement in pools.map.placements)
+    return Pools(PoolMap(placements), (starts[-1],))
+
+
+def _moved(placement: Placement, starts: list[int]) -> Placement:
+    bases = tuple(Base(b.layer, 0, starts[b.region] + b.offset) for b in placement.bases)
+    return replace(placement, bases=bases)

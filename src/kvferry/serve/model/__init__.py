@@ -1,1 +1,0 @@
-"""Models: their configuration, one rank's share of them, and the arithmetic."""

@@ -1,0 +1,17 @@
+"""Imported by the server that forks a worker's ranks: what each of them would load by itself.
+
+Nine ranks then start as quickly as two. Nothing here may start a thread or use a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import kvferry.serve.ranks.processes
+import kvferry.serve.transfer.decode
+import kvferry.serve.transfer.prefill  # noqa: F401 - for those who are forked
+from kvferry import KvferryError, warm_up
+
+# A rank that copies and can't will say so itself.
+with contextlib.suppress(KvferryError):
+    warm_up()

@@ -1,0 +1,1 @@
+"""An engine's ranks as kvferry endpoints: what an integration has to write."""

@@ -1,0 +1,90 @@
+"""A prefill rank's end of transfers: each chunk is pushed when it has been computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvferry import Outgoing, SourceEndpoint, Waitable
+from kvferry.serve.engine.cache import Cache
+from kvferry.serve.engine.steps import Sample, StepPlan, Work
+from kvferry.serve.transfer.extension import EndpointSettings, RoomExtension
+from kvferry.serve.transfer.messages import First, Open, Receive, encode
+
+
+class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
+    """A source endpoint beside a prefill rank."""
+
+    def __init__(self, settings: EndpointSettings, rank: int) -> None:
+        super().__init__(SourceEndpoint, settings, rank)
+        self._begun: set[str] = set()
+
+    def start(self, cache: Cache) -> None:
+        """Make the endpoint over the rank's cache."""
+        self._page_tokens = cache.layout.page_tokens
+        self._device = cache.memory.device
+        super().start(cache)
+
+    def _begin(self, command: Open | Receive) -> Outgoing:
+        return self.endpoint.open(command.room, deadline_s=command.deadline_s)
+
+    def _moved(self, handle: Outgoing) -> dict[str, int]:
+        return {str(path): num_bytes for path, num_bytes in handle.carried.items()}
+
+    def before(self, plan: StepPlan) -> None:
+        """Announce what this step computes, so that credits are there when it is."""
+        super().before(plan)
+        for work in plan.works:
+            room = self.rooms.get(work.request)
+            if room is None:
+                continue
+            if work.request not in self._begun:
+                self._begun.add(work.request)
+                self._push_cached(room.handle, work)
+            room.handle.prepare((work.first, work.end), self._pages(work, work.first, work.end))
+
+    def _push_cached(self, room: Outgoing, work: Work) -> None:
+        """The prompt's beginning may be in the pages from an earlier request."""
+        if work.first:
+            pages = self._pages(work, 0, work.first)
+            room.push((0, work.first), pages, after=self._computed())
+
+    def after(self, plan: StepPlan, samples: Sequence[Sample]) -> list[bytes]:
+        """Push the step's chunks. With the last one of a prompt comes its first token."""
+        computed = self._computed()
+        firsts = {sample.request: sample for sample in samples}
+        for work in plan.works:
+            room = self.rooms.get(work.request)
+            if room is None:
+                continue
+            pages = self._pages(work, work.first, work.end)
+            room.handle.push((work.first, work.end), pages, after=computed)
+            if work.sampling is not None:
+                first = firsts.get(work.request)
+                metadata = self._metadata(first) if first else b""
+                room.handle.close(
+                    metadata,
+                    states=work.row,
+                    tokens=work.end,
+                    after=computed,
+                    digest=room.digest,
+                )
+        notes = super().after(plan, samples)
+        self._begun &= self.rooms.keys()
+        return notes
+
+    def _metadata(self, first: Sample) -> bytes:
+        return encode(First(first, self.settings.http, self.settings.life))
+
+    def _pages(self, work: Work, first: int, end: int) -> list[int]:
+        """The pages that these tokens touch."""
+        return work.pages[first // self._page_tokens : -(-end // self._page_tokens)]
+
+    def _computed(self) -> Waitable | None:
+        """What happens once the GPU has done all that it was given; None where it is done."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
