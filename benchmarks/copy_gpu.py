@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvferry.copy.gpu import GpuCopier, Job
+from kvferry.copy.gpu import GpuCopier, GpuCopy
 from kvferry.layout import CacheSpec, DType, Layout, Order, Parallel, attention
 from kvferry.plan import (
     Image,
@@ -196,7 +196,7 @@ class Memory:
         (move,) = self.plan.between(*pair)
         return move
 
-    def jobs(self, pages: Pages) -> list[Job]:
+    def jobs(self, pages: Pages) -> list[GpuCopy]:
         """Bind the request to these pages, for all peers."""
         jobs = []
         # A rank has one table for all peers. Theirs are in the same pages, but as they please.
@@ -205,7 +205,7 @@ class Memory:
             ends = (ours, peer.side(theirs)) if self.sends else (peer.side(theirs), ours)
             binding = bind(self.plan, pair, self.request, *ends)
             addresses = self.rank.addresses, peer.addresses
-            jobs.append(Job(binding, *(addresses if self.sends else addresses[::-1])))
+            jobs.append(GpuCopy(binding, *(addresses if self.sends else addresses[::-1])))
         return jobs
 
     def spoil(self) -> None:
@@ -255,7 +255,7 @@ class Times(NamedTuple):
     plain: float
 
 
-def turn(copier: GpuCopier, jobs: list[Job], plain: list[torch.Tensor]) -> Times:
+def turn(copier: GpuCopier, jobs: list[GpuCopy], plain: list[torch.Tensor]) -> Times:
     """Time a call and a plain copy of as many bytes."""
     torch.cuda.synchronize()
     begin = time.perf_counter()

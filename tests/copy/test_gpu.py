@@ -41,7 +41,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kvferry.copy.gpu import GpuCopier, Job
+from kvferry.copy.gpu import GpuCopier, GpuCopy
 
 pytestmark = pytest.mark.gpu
 
@@ -110,7 +110,7 @@ class Moving:
                 binding = bind(self.plan, Pair(source, target), self.request, ours, theirs)
                 binding = binding.merged() if merged else binding
                 held, memory = self.held[source], self.memory[target]
-                jobs.append(Job(binding, addresses(held), addresses(memory)))
+                jobs.append(GpuCopy(binding, addresses(held), addresses(memory)))
         copier.copy(jobs).synchronize()
 
     def assert_arrived(self) -> None:
@@ -124,15 +124,15 @@ class Moving:
         torch.cuda.synchronize()
         return slot
 
-    def _gather(self, pair: Pair, slot: torch.Tensor) -> Job:
+    def _gather(self, pair: Pair, slot: torch.Tensor) -> GpuCopy:
         ours = self.sources[pair.source].side
         binding = bind(self.plan, pair, self.request, ours, Image())
-        return Job(binding, addresses(self.held[pair.source]), (slot.data_ptr(),))
+        return GpuCopy(binding, addresses(self.held[pair.source]), (slot.data_ptr(),))
 
-    def _scatter(self, pair: Pair, slot: torch.Tensor) -> Job:
+    def _scatter(self, pair: Pair, slot: torch.Tensor) -> GpuCopy:
         theirs = self.targets[pair.target].side
         binding = bind(self.plan, pair, self.request, Image(), theirs)
-        return Job(binding, (slot.data_ptr(),), addresses(self.memory[pair.target]))
+        return GpuCopy(binding, (slot.data_ptr(),), addresses(self.memory[pair.target]))
 
     def _reference_slot(self, pair: Pair) -> Bytes:
         source = self.sources[pair.source]
@@ -245,7 +245,7 @@ def test_offsets_beyond_four_gib(copier: GpuCopier) -> None:
     gather = bind(plan, Pair(0, 0), request, side, Image())
     slot = torch.empty(gather.num_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    copier.copy([Job(gather, (pool.data_ptr(),), (slot.data_ptr(),))]).synchronize()
+    copier.copy([GpuCopy(gather, (pool.data_ptr(),), (slot.data_ptr(),))]).synchronize()
     index = torch.from_numpy(pages).cuda()
     view = pool.view(4, num_pages, page)
     assert torch.equal(view[:, index].reshape(-1), slot)
@@ -254,7 +254,7 @@ def test_offsets_beyond_four_gib(copier: GpuCopier) -> None:
     view[:, index] = MARK
     torch.cuda.synchronize()
     scatter = bind(plan, Pair(0, 0), request, Image(), side)
-    copier.copy([Job(scatter, (slot.data_ptr(),), (pool.data_ptr(),))]).synchronize()
+    copier.copy([GpuCopy(scatter, (slot.data_ptr(),), (pool.data_ptr(),))]).synchronize()
     assert torch.equal(view[:, index].reshape(-1), wanted)
 
 
@@ -282,13 +282,13 @@ def test_a_large_job_and_small_ones(copier: GpuCopier) -> None:
     for size, ours, theirs in zip(sizes, source, target, strict=True):
         pieces = Pieces(0 * one, 0 * one, size * one, one, one, NO_STRIDE, NO_STRIDE, False)
         part = Part("kv", "k", base, base, pieces)
-        jobs.append(Job(Binding((part,)), (ours.data_ptr(),), (theirs.data_ptr(),)))
+        jobs.append(GpuCopy(Binding((part,)), (ours.data_ptr(),), (theirs.data_ptr(),)))
     copier.copy(jobs).synchronize()
     for ours, theirs in zip(source, target, strict=True):
         assert torch.equal(ours, theirs)
 
 
-def _one_page(tokens: int = 64) -> tuple[Moving, list[Job], list[torch.Tensor]]:
+def _one_page(tokens: int = 64) -> tuple[Moving, list[GpuCopy], list[torch.Tensor]]:
     spec = attention(layers=2, kv_heads=4, head_dim=128)
     moving = Moving(plan_of(spec, (1, 2), (64, 64), ORDERS[0]), Request(tokens), seed=6)
     pairs = [Pair(0, 0), Pair(0, 1)]

@@ -15,7 +15,7 @@ from kvferry.copy.gpu_tables import (
     MAX_COUNT,
     MAX_KNOWN,
     AddressBook,
-    Job,
+    GpuCopy,
     Launch,
     Table,
     batches,
@@ -106,10 +106,10 @@ def jobs_between(
     at: list[tuple[int, ...]],
     to: list[tuple[int, ...]],
     request: Request,
-) -> list[Job]:
+) -> list[GpuCopy]:
     plan = reshard(sources[0].layout, targets[0].layout)
     return [
-        Job(bind(plan, Pair(i, k), request, source.side, target.side), at[i], to[k])
+        GpuCopy(bind(plan, Pair(i, k), request, source.side, target.side), at[i], to[k])
         for i, source in enumerate(sources)
         for k, target in enumerate(targets)
     ]
@@ -136,7 +136,7 @@ def test_any_layout_to_any_layout(
             np.testing.assert_array_equal(space.bytes[address : address + len(want)], want)
 
 
-def gathers(target_tp: int, v_head_dim: int = 128, slot: int = 1 << 30) -> list[Job]:
+def gathers(target_tp: int, v_head_dim: int = 128, slot: int = 1 << 30) -> list[GpuCopy]:
     """One source's gather for all its targets, with made-up addresses."""
     spec = attention(layers=4, kv_heads=4, head_dim=128, v_head_dim=v_head_dim)
     source = Layout(spec, page_tokens=16)
@@ -144,7 +144,7 @@ def gathers(target_tp: int, v_head_dim: int = 128, slot: int = 1 << 30) -> list[
     (rank,) = make_ranks(source, 64, np.random.default_rng(0))
     addresses = tuple(1 << 20 for _ in rank.regions)
     return [
-        Job(bind(plan, Pair(0, target), Request(64), rank.side, Image()), addresses, (slot,))
+        GpuCopy(bind(plan, Pair(0, target), Request(64), rank.side, Image()), addresses, (slot,))
         for target in plan.targets_of(0)
     ]
 
@@ -182,7 +182,7 @@ def test_tensors_with_the_same_pieces_become_one_part() -> None:
     rng = np.random.default_rng(1)
     source = space.add(rng.integers(0, 256, 16384, dtype=np.uint8))
     target = space.add(np.zeros(16384, dtype=np.uint8))
-    table = table_of([Job(Binding(parts), (source,), (target,))], AddressBook(), room)
+    table = table_of([GpuCopy(Binding(parts), (source,), (target,))], AddressBook(), room)
     assert [launch.num_parts for launch in table.launches] == [1]
     space.play(table)
     assert space.written.sum() == 4 * 2 * 512
@@ -222,7 +222,7 @@ def test_what_is_remembered_is_never_taken_for_something_else() -> None:
         for bases in base:
             for addresses in (tuple(regions), tuple(regions[::-1]), tuple(regions)):
                 part = Part("kv", "k", bases, bases, pieces([(0, 0, length), (2048, 4096, length)]))
-                job = Job(Binding((part,)), addresses, tuple(outs))
+                job = GpuCopy(Binding((part,)), addresses, tuple(outs))
                 for out in outs:
                     space.bytes[out : out + 8192] = 0
                 space.play(table_of([job], book, room))
@@ -253,7 +253,7 @@ def test_what_the_kernel_could_not_count_is_refused() -> None:
 
 
 def test_nothing_to_copy_is_no_launch() -> None:
-    table = table_of([Job(Binding(()), (), ())], AddressBook(), room)
+    table = table_of([GpuCopy(Binding(()), (), ())], AddressBook(), room)
     assert table.launches == ()
     assert len(table.numbers) == 0
 
@@ -274,6 +274,6 @@ def pieces(segments: list[tuple[int, int, int]], row_stride: Stride = NO_STRIDE)
     return Pieces(source, target, lengths, ones, ones, row_stride, NO_STRIDE, whole_pages=False)
 
 
-def a_job(its: Pieces, source: int = 1 << 20, target: int = 1 << 30) -> Job:
+def a_job(its: Pieces, source: int = 1 << 20, target: int = 1 << 30) -> GpuCopy:
     base = (Base(0, 0, 0),)
-    return Job(Binding((Part("kv", "k", base, base, its),)), (source,), (target,))
+    return GpuCopy(Binding((Part("kv", "k", base, base, its),)), (source,), (target,))

@@ -21,7 +21,7 @@ from kvferry.layout.spec import (
 )
 from kvferry.plan.choose import Path
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.mover.gauge import SCRATCH_BYTES
+from kvferry.runtime.mover.calibration import SCRATCH_BYTES
 
 # K and V differ in width, so that one can't pass for the other.
 HEADS = attention(layers=3, kv_heads=12, head_dim=8, v_head_dim=6)

@@ -20,7 +20,7 @@ from kvferry.copy.gpu_tables import (
     HEADER,
     TILES,
     AddressBook,
-    Job,
+    GpuCopy,
     Launch,
     Table,
     Tile,
@@ -47,7 +47,7 @@ except (ImportError, OSError) as error:
 
 _upload.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
-__all__ = ["GpuCopier", "Job"]
+__all__ = ["GpuCopier", "GpuCopy"]
 
 # Uploads hold so many numbers, or by this factor more, so that few sizes serve every table.
 SMALLEST_UPLOAD, UPLOAD_GROWTH = 4096, 4
@@ -86,7 +86,9 @@ class GpuCopier:
             table.numbers[::HEADER] = 1
             self._queue(table).synchronize()
 
-    def copy(self, jobs: Sequence[Job], after: torch.cuda.Event | None = None) -> torch.cuda.Event:
+    def copy(
+        self, jobs: Sequence[GpuCopy], after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event:
         """Queue the jobs as one copy that starts after ``after``; the event tells its end.
 
         No job may write what another of them reads or writes.
@@ -107,7 +109,7 @@ class GpuCopier:
         self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]
     ) -> Callable[[], None]:
         """Queue one copy. What is returned waits for its end, on any thread."""
-        return self.copy([Job(binding, sources, targets)]).synchronize
+        return self.copy([GpuCopy(binding, sources, targets)]).synchronize
 
     def drain(self) -> None:
         """Wait until nothing that was queued still runs."""

@@ -53,7 +53,7 @@ Sizes = tuple[tuple[int, int], ...]
 Strides = tuple[tuple[Stride, Stride], ...]
 
 
-class Job(NamedTuple):
+class GpuCopy(NamedTuple):
     """A binding and the addresses of the regions that it names on either side.
 
     Pass the same tuple of addresses again where it is the same: that is recognised fastest.
@@ -175,7 +175,7 @@ def _remember(known: dict[K, V], key: K, value: V) -> V:
     return value
 
 
-def batches(jobs: Sequence[Job]) -> list[Sequence[Job]]:
+def batches(jobs: Sequence[GpuCopy]) -> list[Sequence[GpuCopy]]:
     """Jobs to queue together: all of them, or first the first, if that one is large.
 
     Then the GPU has work while the table of the others is made. For a single other one
@@ -196,7 +196,7 @@ def _rough_bytes(binding: Binding) -> int:
     return len(binding.parts) * part.num_layers * len(lengths) * each
 
 
-def table_of(jobs: Sequence[Job], book: AddressBook, room: Callable[[int], Int64s]) -> Table:
+def table_of(jobs: Sequence[GpuCopy], book: AddressBook, room: Callable[[int], Int64s]) -> Table:
     """The table that carries out the jobs, in an array of at least that size from ``room``."""
     arrays, sizes, strides = _arrays(jobs, book)
     if not arrays:
@@ -216,7 +216,7 @@ def table_of(jobs: Sequence[Job], book: AddressBook, room: Callable[[int], Int64
     return Table(known.launches, table)
 
 
-def _arrays(jobs: Sequence[Job], book: AddressBook) -> tuple[list[Int64s], Sizes, Strides]:
+def _arrays(jobs: Sequence[GpuCopy], book: AddressBook) -> tuple[list[Int64s], Sizes, Strides]:
     """The arrays of every part, in the order of the table, and what the parts are like.
 
     Parts with the very same pieces, as K and V can have, become one with more layers.
@@ -349,7 +349,7 @@ def _uneven(numbers: Int64s, edges: Int64s, doubtful: tuple[int, ...]) -> bool:
     return any(len(column) * int(column.max()) > 2 * int(column.sum()) for column in columns)
 
 
-def _cut_job(job: Job) -> Job:
+def _cut_job(job: GpuCopy) -> GpuCopy:
     parts = (part._replace(pieces=_cut(part.pieces)) for part in job.binding.parts)
     return job._replace(binding=Binding(tuple(parts)))
 

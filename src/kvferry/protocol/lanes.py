@@ -13,11 +13,11 @@ from kvferry.ids import Generation, Op, Peer, Room, Serial, SlotIndex
 from kvferry.layout.intervals import Span, SpanSet
 from kvferry.layout.spec import Slot
 from kvferry.plan.plan import Block, Plan, Request
+from kvferry.protocol.cutting import cut_to_slots, within
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Finish
 from kvferry.protocol.messages import Arrived, Credit, Table
 from kvferry.protocol.outcome import Failure
-from kvferry.protocol.parcels import cut_to_slots, within
 from kvferry.protocol.states import LaneState, RoomState
 
 

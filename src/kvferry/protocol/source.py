@@ -17,6 +17,7 @@ from kvferry.errors import Misuse
 from kvferry.ids import Peer, Room
 from kvferry.plan.plan import Block
 from kvferry.protocol.checks import offer_problem
+from kvferry.protocol.cutting import merge
 from kvferry.protocol.endpoint import Identity, Link
 from kvferry.protocol.events import (
     Cancel,
@@ -51,7 +52,6 @@ from kvferry.protocol.messages import (
     RoomMessage,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
-from kvferry.protocol.parcels import merge
 from kvferry.protocol.states import (
     LANE,
     SOURCE_ROOM,

@@ -17,6 +17,7 @@ from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block
 from kvferry.protocol.checks import close_problem
 from kvferry.protocol.credits import CreditBook
+from kvferry.protocol.cutting import image_bytes
 from kvferry.protocol.endpoint import Identity, Link
 from kvferry.protocol.events import (
     Cancel,
@@ -52,7 +53,6 @@ from kvferry.protocol.messages import (
     Want,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
-from kvferry.protocol.parcels import image_bytes
 from kvferry.protocol.states import LEG, LegState, LegStep, LinkState, advance
 
 

@@ -140,11 +140,11 @@ class GpuJobs(Copier):
         post: Callable[[Posting], None],
         device: Device,
     ) -> None:
-        from kvferry.copy.gpu import GpuCopier, Job  # noqa: PLC0415 - needs torch and a GPU
+        from kvferry.copy.gpu import GpuCopier, GpuCopy  # noqa: PLC0415 - needs torch and a GPU
 
         self._gpu = GpuCopier(device)
         self._gpu.warm_up()
-        self._make = Job
+        self._make = GpuCopy
         super().__init__(name, tell, post)
 
     def _run(self) -> None:

@@ -24,7 +24,7 @@ from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.metrics import Meter, Stats
 from kvferry.runtime.owner.loop import CLOSE_S, Aborted, Owner
 from kvferry.runtime.owner.outfit import Outfit, outfit_of
-from kvferry.runtime.setup import Member, lay_ground
+from kvferry.runtime.setup import Member, set_up
 from kvferry.runtime.tables import Shelf
 from kvferry.transport.base import Transport
 
@@ -60,18 +60,18 @@ class RankEndpoint(ABC, Generic[H]):
         with ExitStack() as undo:
             self._listen(config, key, undo)
             slots = self._most_slots(config)
-            ground = lay_ground(
+            setup = set_up(
                 member, pools, transport, config, writable=self.writable, most_slots=slots
             )
-            undo.callback(ground.close)
-            meter = Meter(str(member.peer), ground.transport.name, registry)
+            undo.callback(setup.close)
+            meter = Meter(str(member.peer), setup.transport.name, registry)
             client = RendezvousClient(rendezvous, key) if rendezvous else None
             undo.pop_all()
-        self._ground = ground
+        self._setup = setup
         self._client = client
         self._deadline_s = config.deadline_s
-        self._shelf = Shelf(layout, rank, ground.memory.map)
-        self._owner = self._own(outfit_of(ground, config, key, client, meter))
+        self._shelf = Shelf(layout, rank, setup.memory.map)
+        self._owner = self._own(outfit_of(setup, config, key, client, meter))
         self._owner.outfit.mover.start()
         self._owner.start()
 
@@ -99,12 +99,12 @@ class RankEndpoint(ABC, Generic[H]):
     @property
     def staging_bytes(self) -> int:
         """Memory taken beside the pools."""
-        return self._ground.staging_bytes
+        return self._setup.staging_bytes
 
     @property
     def lifeline(self) -> Address:
         """Where peers ask whether this life of the endpoint goes on."""
-        return self._ground.card.address
+        return self._setup.metadata.address
 
     def statuses(self, rooms: Iterable[Room]) -> list[Status | None]:
         """Where many rooms stand, for a scheduler's loop; None once they are released."""

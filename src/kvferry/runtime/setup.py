@@ -1,44 +1,35 @@
-"""What both endpoints set up alike: memory, staging, transport, lifeline, card."""
+"""What both endpoints set up alike: memory, staging, transport, lifeline, metadata."""
 
 from __future__ import annotations
 
 import ipaddress
 import secrets
-import time
 from collections.abc import Mapping
-from functools import cache
 from typing import NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from kvferry.copy.cpu import copy_binding, warm_up
 from kvferry.copy.devices import copier_on
 from kvferry.errors import InputError
 from kvferry.ids import MAX_ID, MAX_NAME, Peer
 from kvferry.layout.layout import Layout
-from kvferry.plan.choose import PRESETS, Constants
-from kvferry.plan.places import Base
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.messages import Staging
-from kvferry.regions import Device, Region
+from kvferry.regions import Region
 from kvferry.rendezvous.records import Name
-from kvferry.runtime.card import Card
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.lifeline import Lifeline
 from kvferry.runtime.memory import Memory, PoolArrays
-from kvferry.runtime.mover.gauge import PIECE_BYTES, SCRATCH_BYTES, scattered
+from kvferry.runtime.mover.calibration import SCRATCH_BYTES
+from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.staging import SlotPool, allocate, slots_for
-from kvferry.staging.pool import DEFAULT_SLOT_BYTES
 from kvferry.transport.base import Setup, Transport
 from kvferry.transport.registry import transport_class
 
 # With its transport's realm, it must fit a frame's text.
 MAX_MODEL = 512
-# What a slot costs beside its bytes: a gather, a write, a note and a scatter through two
-# processes' queues. Seen on 2 shared cores; a transport's own constants are measured.
-SLOT_S = 250e-6
 
 
 def new_incarnation() -> int:
@@ -60,7 +51,7 @@ def make_transport(
     return transport_class(name)(setup)
 
 
-class Slots(NamedTuple):
+class StagingMemory(NamedTuple):
     """Staging memory: slots one after another, then scratch memory for measuring."""
 
     region: Region
@@ -91,16 +82,16 @@ class Member(NamedTuple):
         return Peer(self.name, self.rank)
 
 
-class Ground(NamedTuple):
+class EndpointSetup(NamedTuple):
     """Everything an endpoint stands on."""
 
     member: Member
     memory: Memory
-    slots: Slots | None
+    slots: StagingMemory | None
     transport: Transport
     incarnation: int
     lifeline: Lifeline
-    card: Card
+    metadata: PeerMetadata
     fingerprint: str
 
     @property
@@ -111,7 +102,7 @@ class Ground(NamedTuple):
             self.incarnation,
             self.member.layout,
             self.fingerprint,
-            self.card.encode(),
+            self.metadata.encode(),
         )
 
     @property
@@ -137,7 +128,7 @@ class Ground(NamedTuple):
         self.lifeline.close()
 
 
-def lay_ground(
+def set_up(
     member: Member,
     pools: Memory | PoolArrays,
     transport: str | Transport,
@@ -145,7 +136,7 @@ def lay_ground(
     *,
     writable: bool,
     most_slots: int,
-) -> Ground:
+) -> EndpointSetup:
     """Set everything up that has no thread. Raises errors that say what to change."""
     _demand_reachable(config.host)
     _demand_sayable(member)
@@ -168,9 +159,13 @@ def lay_ground(
         raise
     staging_region = len(memory.regions) if slots else None
     scratch = slots.scratch_offset if slots else 0
-    card = Card(transport.name, transport.metadata(), lifeline.address, staging_region, scratch)
+    metadata = PeerMetadata(
+        transport.name, transport.metadata(), lifeline.address, staging_region, scratch
+    )
     fingerprint = f"{member.model} over {transport.realm}"
-    return Ground(member, memory, slots, transport, incarnation, lifeline, card, fingerprint)
+    return EndpointSetup(
+        member, memory, slots, transport, incarnation, lifeline, metadata, fingerprint
+    )
 
 
 def _demand_reachable(host: str) -> None:
@@ -203,7 +198,7 @@ def _slots(
     memory: Memory,
     transport: Transport,
     most_slots: int,
-) -> Slots | None:
+) -> StagingMemory | None:
     if transport.maps_peer or not config.staging_bytes:
         return None
     unit_bytes = max(group.unit_bytes for group in layout.spec.groups)
@@ -214,41 +209,4 @@ def _slots(
         most_slots=most_slots,
     )
     buffer = allocate(pool.num_bytes + SCRATCH_BYTES, memory.device)
-    return Slots(buffer.region, pool, buffer)
-
-
-def preset_for(transport: str, device: Device) -> str:
-    """Whose figures are used before an endpoint has measured its own."""
-    where = "host" if device.is_host else "gpu"
-    names = (transport, f"{transport}-{where}", f"nixl-{where}")
-    return next(name for name in names if name in PRESETS)
-
-
-def first_constants(config: EndpointConfig, ground: Ground) -> Constants:
-    """What a transport is taken to cost until it was measured."""
-    if config.constants is not None:
-        return config.constants
-    transport, device = ground.transport, ground.memory.device
-    preset = PRESETS[preset_for(transport.name, device)]
-    return replace(
-        preset,
-        copy_bytes_per_s=copy_speed() if device.is_host else preset.copy_bytes_per_s,
-        slot_bytes=ground.slots.pool.slot_bytes if ground.slots else DEFAULT_SLOT_BYTES,
-        slot_s=SLOT_S,
-        maps_peer=transport.maps_peer,
-    )
-
-
-@cache
-def copy_speed() -> float:
-    """Bytes a second that the CPU gathers in small pieces, measured once for a process."""
-    from_, into = allocate(2 * SCRATCH_BYTES), allocate(2 * SCRATCH_BYTES)
-    pieces = scattered(Base(0, 0, 0), Base(0, 0, 0), SCRATCH_BYTES // PIECE_BYTES)
-    addresses = (from_.region.address,), (into.region.address,)
-    copy_binding(pieces, *addresses)
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        copy_binding(pieces, *addresses)
-        seconds.append(time.perf_counter() - begin)
-    return SCRATCH_BYTES / min(seconds)
+    return StagingMemory(buffer.region, pool, buffer)

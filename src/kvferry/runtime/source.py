@@ -17,18 +17,19 @@ from kvferry.protocol.source import SourceMachine
 from kvferry.rendezvous.records import RankRecord
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.control import ControlServer
+from kvferry.runtime.costs import first_constants
 from kvferry.runtime.driver.driver import Driver, Ports
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner.channels import SourceChannel
 from kvferry.runtime.owner.loop import CLOSE_S, Owner
 from kvferry.runtime.owner.outfit import Outfit
-from kvferry.runtime.owner.paths import PathPolicy
 from kvferry.runtime.owner.roles import SourceRole, Stepped
+from kvferry.runtime.owner.staging_policy import StagingPolicy
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.owner.writes import Writes
 from kvferry.runtime.rank import RankEndpoint
-from kvferry.runtime.setup import Ground, first_constants
+from kvferry.runtime.setup import EndpointSetup
 
 
 class SourceEndpoint(RankEndpoint[Outgoing]):
@@ -44,12 +45,12 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         return config.protocol.local_slots
 
     def _own(self, outfit: Outfit[Outgoing]) -> Owner:
-        ground, config, rooms, meter = outfit.ground, outfit.config, outfit.rooms, outfit.meter
+        setup, config, rooms, meter = outfit.setup, outfit.config, outfit.rooms, outfit.meter
         measures = config.constants is None
-        writes = Writes(*(ground, rooms, outfit.mover, outfit.copier, meter), measures=measures)
-        constants = first_constants(config, ground)
-        self._policy = PathPolicy(ground.member.rank, writes.sides_of, constants, config.path)
-        machine = SourceMachine(ground.identity, _with_slots(config, ground), self._policy)
+        writes = Writes(*(setup, rooms, outfit.mover, outfit.copier, meter), measures=measures)
+        constants = first_constants(config, setup)
+        self._policy = StagingPolicy(setup.member.rank, writes.sides_of, constants, config.path)
+        machine = SourceMachine(setup.identity, _with_slots(config, setup), self._policy)
         channel = SourceChannel(outfit.me, outfit.poller, meter, self._server)
         suspects = Suspects(outfit.prober)
         driver = Driver(machine, Ports(channel, writes, writes, suspects, rooms))
@@ -57,7 +58,7 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         channel.attach(self._take)
         rooms.on_release = self._policy.forget
         role = SourceRole(driver, self._take, outfit, writes, channel)
-        self.record = _record(ground, self._server.address)
+        self.record = _record(setup, self._server.address)
         if outfit.client:
             outfit.client.register(self.record, config.lease_s)
         return Owner(driver, role, channel, outfit)
@@ -93,22 +94,22 @@ def _nothing() -> None:
     """Nothing is to be learnt before a room opens."""
 
 
-def _record(ground: Ground, control: str) -> RankRecord:
+def _record(setup: EndpointSetup, control: str) -> RankRecord:
     """As the rendezvous shows it to targets."""
     return RankRecord(
-        instance=ground.member.name,
-        rank=ground.member.rank,
-        incarnation=ground.incarnation,
-        fingerprint=ground.fingerprint,
-        layout=ground.member.layout,
-        transport=ground.transport.name,
+        instance=setup.member.name,
+        rank=setup.member.rank,
+        incarnation=setup.incarnation,
+        fingerprint=setup.fingerprint,
+        layout=setup.member.layout,
+        transport=setup.transport.name,
         control=control,
     )
 
 
-def _with_slots(config: EndpointConfig, ground: Ground) -> ProtocolConfig:
+def _with_slots(config: EndpointConfig, setup: EndpointSetup) -> ProtocolConfig:
     """The machine hands out the slots that there are."""
-    slots = ground.slots
+    slots = setup.slots
     if slots is None:
         return config.protocol
     return replace(

@@ -43,11 +43,11 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         return MAX_SLOTS
 
     def _own(self, outfit: Outfit[Incoming]) -> Owner:
-        ground, config, rooms, meter = outfit.ground, outfit.config, outfit.rooms, outfit.meter
-        machine = TargetMachine(ground.identity, config.protocol, ground.memory.map, ground.staging)
+        setup, config, rooms, meter = outfit.setup, outfit.config, outfit.rooms, outfit.meter
+        machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
         directory = Directory(outfit.client, outfit.inbox.put)
         channel = TargetChannel(outfit.me, outfit.poller, meter, outfit.key, directory.address_of)
-        scatters = Scatters(ground, rooms, outfit.copier)
+        scatters = Scatters(setup, rooms, outfit.copier)
         driver = Driver(machine, Ports(channel, scatters, scatters, Suspects(outfit.prober), rooms))
         scatters.attach(machine, self._take)
         channel.attach(self._take)
@@ -81,7 +81,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         deadline = time.monotonic() + seconds
         asked = Asked(prefill, request, tables, deadline, checked_digest(digest))
         groups = {table.group: table.as_page_table() for table in tables}
-        member, side = self._ground.member, Side(self._ground.memory.map, groups)
+        member, side = self._setup.member, Side(self._setup.memory.map, groups)
         everything = partial(wanted_pages, member.layout, member.rank, asked)
         handle = Incoming(room, asked, side, self._abort, everything)
         self._owner.rooms.add(handle)

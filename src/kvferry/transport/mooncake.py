@@ -28,7 +28,7 @@ from kvferry.protocol.events import Fate
 from kvferry.regions import Region
 from kvferry.transport import bounds, mooncake_package, options
 from kvferry.transport.base import Ended, Remote, Setup, Transport
-from kvferry.transport.mooncake_courier import Courier, Job, Lane, Piece
+from kvferry.transport.mooncake_courier import Courier, CourierWrite, Lane, Piece
 from kvferry.transport.single import single
 
 MAX_REGIONS = 1 << 16
@@ -165,7 +165,7 @@ class MooncakeTransport(Transport):
         if isinstance(todo, str):
             self._tell(Ended(op, Fate.FAILED, todo))
         else:
-            self._courier.submit(remote.lane, Job(op, todo))
+            self._courier.submit(remote.lane, CourierWrite(op, todo))
 
     def _pieces(self, remote: _Connected, binding: Binding) -> list[Piece] | str:
         """By address, or which of them lies outside."""

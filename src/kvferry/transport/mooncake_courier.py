@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     length: int
 
 
-class Job:
+class CourierWrite:
     """A write: pieces to submit, and how many are under way."""
 
     def __init__(self, op: Op, pieces: list[Piece]) -> None:
@@ -78,9 +78,9 @@ class Lane:
         self.is_left = False
         # Why nothing more is submitted.
         self.refusal = ""
-        self.jobs: deque[Job] = deque()
+        self.jobs: deque[CourierWrite] = deque()
         # In the order of submission, in which they roughly end.
-        self.under_way: deque[tuple[int, Job]] = deque()
+        self.under_way: deque[tuple[int, CourierWrite]] = deque()
 
 
 class Courier:
@@ -104,7 +104,7 @@ class Courier:
         meeting.join(_MEETING_S)
         self._meetings = [one for one in (*self._meetings, meeting) if one.is_alive()]
 
-    def submit(self, lane: Lane, job: Job) -> None:
+    def submit(self, lane: Lane, job: CourierWrite) -> None:
         """Carry a write."""
         self._inbox.put(partial(self._accept, lane, job))
 
@@ -152,7 +152,7 @@ class Courier:
     def _opened(self, lane: Lane, refusal: str) -> None:
         lane.is_open, lane.refusal = True, lane.refusal or refusal
 
-    def _accept(self, lane: Lane, job: Job) -> None:
+    def _accept(self, lane: Lane, job: CourierWrite) -> None:
         lane.jobs.append(job)
 
     def _abandon(self, lane: Lane) -> None:
@@ -184,7 +184,7 @@ class Courier:
             moved = True
         return moved
 
-    def _submit(self, lane: Lane, job: Job) -> None:
+    def _submit(self, lane: Lane, job: CourierWrite) -> None:
         number = self._engine.transfer_submit_write(lane.name, *job.pieces.pop())
         if number:
             lane.under_way.append((number, job))
@@ -218,7 +218,7 @@ class Courier:
             job.give_up(lane.refusal)
             self._finish(job)
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: CourierWrite) -> None:
         """End a write when none of its pieces is under way.
 
         Then our memory is read no more, for Mooncake tells of a failure only after that.
@@ -229,7 +229,7 @@ class Courier:
             failed = Fate.UNKNOWN if job.in_doubt else Fate.FAILED
             self._end(job, failed if job.problem else None, job.problem)
 
-    def _end(self, job: Job, fate: Fate | None, detail: str) -> None:
+    def _end(self, job: CourierWrite, fate: Fate | None, detail: str) -> None:
         """Tell of a write, once."""
         if not job.is_told:
             job.is_told = True

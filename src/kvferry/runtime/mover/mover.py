@@ -22,7 +22,7 @@ from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Constants, Path
 from kvferry.protocol.events import Fate
-from kvferry.runtime.mover.gauge import Gauge
+from kvferry.runtime.mover.calibration import Calibration
 from kvferry.runtime.pulse import Pulse
 from kvferry.transport.base import Ended, Remote, Transport
 
@@ -117,7 +117,7 @@ class Mover:
         self._flights: dict[Op, Flight] = {}
         # Ends of writes that somebody else has begun and not yet told us of.
         self._early: dict[Op, Ended] = {}
-        self._gauges: dict[Op, tuple[Session, Gauge, Constants]] = {}
+        self._calibrations: dict[Op, tuple[Session, Calibration, Constants]] = {}
         self._own_ops = 0
         self._expecting = False
         self._closing = False
@@ -136,9 +136,9 @@ class Mover:
         """Reach the memory of a session's peer."""
         self._jobs.put(lambda: self._reach(session, metadata))
 
-    def measure(self, session: Session, gauge: Gauge, before: Constants) -> None:
+    def measure(self, session: Session, calibration: Calibration, before: Constants) -> None:
         """Time a few writes to the peer of a session."""
-        self._jobs.put(lambda: self._measure(session, gauge, before))
+        self._jobs.put(lambda: self._measure(session, calibration, before))
 
     def write(self, posting: Posting) -> None:
         """Make a write."""
@@ -193,7 +193,7 @@ class Mover:
         """How long there is nothing to do; None until something is asked."""
         if not self.transport.needs_polling:
             return None
-        if not (self._flights or self._gauges or self._expecting):
+        if not (self._flights or self._calibrations or self._expecting):
             return IDLE_POLL_S
         return BUSY_POLL_S if self._is_eager() else PATIENT_POLL_S
 
@@ -263,8 +263,8 @@ class Mover:
             self._tell(flight.end(ended))
 
     def _end(self, ended: Ended) -> None:
-        if ended.op in self._gauges:
-            self._gauge_ended(ended)
+        if ended.op in self._calibrations:
+            self._calibration_ended(ended)
             return
         flight = self._flights.pop(ended.op, None)
         if flight is None:
@@ -274,25 +274,25 @@ class Mover:
 
     # ------------------------------------------------------------ measuring
 
-    def _measure(self, session: Session, gauge: Gauge, before: Constants) -> None:
+    def _measure(self, session: Session, calibration: Calibration, before: Constants) -> None:
         """Into scratch memory that is nobody's, so nobody waits for these ends."""
-        remote, binding = self._remotes.get(session), gauge.next()
+        remote, binding = self._remotes.get(session), calibration.next()
         if remote is None or session in self._cut or binding is None:
             return
         # A number below zero, where no write of the machine's is.
         self._own_ops -= 1
         op = Op(self._own_ops)
         self._flights[op] = Flight(time.monotonic(), Path.SLICES, 0, 0)
-        self._gauges[op] = session, gauge, before
+        self._calibrations[op] = session, calibration, before
         self.transport.write(remote, op, binding)
 
-    def _gauge_ended(self, ended: Ended) -> None:
-        session, gauge, before = self._gauges.pop(ended.op)
+    def _calibration_ended(self, ended: Ended) -> None:
+        session, calibration, before = self._calibrations.pop(ended.op)
         flight = self._flights.pop(ended.op)
         if ended.fate is not None:
             return
-        gauge.took(time.monotonic() - flight.started)
-        if gauge.next() is None:
-            self._tell(Measured(gauge.constants(before)))
+        calibration.took(time.monotonic() - flight.started)
+        if calibration.next() is None:
+            self._tell(Measured(calibration.constants(before)))
         else:
-            self._measure(session, gauge, before)
+            self._measure(session, calibration, before)

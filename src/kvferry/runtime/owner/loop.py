@@ -73,7 +73,7 @@ class Owner:
         self.channel = channel
         self._inbox = outfit.inbox
         self._poller = outfit.poller
-        self._lifeline = outfit.ground.lifeline
+        self._lifeline = outfit.setup.lifeline
         self._meter = outfit.meter
         self._tidy_at = 0.0
         for fd in (self._inbox, self._lifeline):

@@ -16,7 +16,7 @@ from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.prober import Prober
-from kvferry.runtime.setup import Ground
+from kvferry.runtime.setup import EndpointSetup
 
 H = TypeVar("H", bound=Handle)
 
@@ -24,7 +24,7 @@ H = TypeVar("H", bound=Handle)
 class Outfit(NamedTuple, Generic[H]):
     """Everything that both kinds of endpoint are made of."""
 
-    ground: Ground
+    setup: EndpointSetup
     config: EndpointConfig
     key: ClusterKey | None
     client: RendezvousClient | None
@@ -39,26 +39,26 @@ class Outfit(NamedTuple, Generic[H]):
     @property
     def me(self) -> Peer:
         """Which rank this is."""
-        return self.ground.member.peer
+        return self.setup.member.peer
 
 
 def outfit_of(
-    ground: Ground,
+    setup: EndpointSetup,
     config: EndpointConfig,
     key: ClusterKey | None,
     client: RendezvousClient | None,
     meter: Meter,
 ) -> Outfit[H]:
     """Make it. The copier and the prober begin at once, and wait."""
-    me = ground.member.peer
+    me = setup.member.peer
     inbox: Inbox[object] = Inbox()
-    mover = Mover(ground.transport, inbox.put, f"kvferry-mover-{me}")
+    mover = Mover(setup.transport, inbox.put, f"kvferry-mover-{me}")
     return Outfit(
-        *(ground, config, key, client, meter),
+        *(setup, config, key, client, meter),
         RoomTable(me, meter),
         inbox,
         Poller(),
         mover,
-        copier_for(ground.memory.device, f"kvferry-copier-{me}", inbox.put, mover.write),
+        copier_for(setup.memory.device, f"kvferry-copier-{me}", inbox.put, mover.write),
         Prober(inbox.put, f"kvferry-prober-{me}"),
     )

@@ -79,7 +79,7 @@ class SourceRole:
         self._rooms = outfit.rooms
         self._writes = writes
         self._channel = channel
-        self._slots = outfit.ground.slots
+        self._slots = outfit.setup.slots
         self._meter = outfit.meter
         self._waiting: dict[Outgoing, None] = {}
 
@@ -159,7 +159,7 @@ class TargetRole:
         self._channel = channel
         self._directory = directory
         self._mover = outfit.mover
-        self._slots = outfit.ground.slots
+        self._slots = outfit.setup.slots
         self._meter = outfit.meter
         # As the machine has them, for a last look after it has forgotten one.
         self._received: dict[Room, TargetRoom] = {}

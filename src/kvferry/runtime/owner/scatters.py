@@ -14,16 +14,16 @@ from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.copier import Copied, Copier, CopyJob
 from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.owner.rooms import RoomTable
-from kvferry.runtime.setup import Ground
+from kvferry.runtime.setup import EndpointSetup
 
 log = logging.getLogger("kvferry.runtime")
 
 
 class Scatters:
-    """Slots whose bytes are on their way into pages. A target itself writes to nobody."""
+    """StagingMemory whose bytes are on their way into pages. A target itself writes to nobody."""
 
-    def __init__(self, ground: Ground, rooms: RoomTable[Incoming], copier: Copier) -> None:
-        self._ground = ground
+    def __init__(self, setup: EndpointSetup, rooms: RoomTable[Incoming], copier: Copier) -> None:
+        self._setup = setup
         self._rooms = rooms
         self._copier = copier
         self._room_of: dict[Op, Room] = {}
@@ -35,15 +35,15 @@ class Scatters:
 
     def scatter(self, action: Scatter) -> None:
         """Copy a slot into its pages."""
-        slots, handle = self._ground.slots, self._rooms.get(action.room)
+        slots, handle = self._setup.slots, self._rooms.get(action.room)
         assert slots is not None
         assert handle is not None
         plan = self._machine.rooms[action.room].plan
-        pair = Pair(action.source.rank, self._ground.member.rank)
+        pair = Pair(action.source.rank, self._setup.member.rank)
         make = partial(bind, plan, pair, action.request, Image(), handle.side, action.blocks)
         from_ = (slots.address(action.slot),)
         self._room_of[action.op] = action.room
-        self._copier.submit(CopyJob(action.op, make, from_, self._ground.addresses))
+        self._copier.submit(CopyJob(action.op, make, from_, self._setup.addresses))
 
     def copied(self, news: Copied) -> None:
         """Well or not, it is over and touches nothing any more."""

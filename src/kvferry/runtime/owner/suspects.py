@@ -6,8 +6,8 @@ The asking is the prober's, on a thread of its own; what it finds comes as ``Pee
 from __future__ import annotations
 
 from kvferry.ids import Peer
-from kvferry.runtime.card import Card
 from kvferry.runtime.driver.sessions import Record
+from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.runtime.prober import Prober
 
 
@@ -19,7 +19,7 @@ class Suspects:
 
     def suspect(self, record: Record) -> None:
         """Ask after that life until it is proven gone, or acquitted."""
-        address = Card.address_in(record.metadata)
+        address = PeerMetadata.address_in(record.metadata)
         if address:
             self._prober.suspect(record.peer, record.incarnation, address)
 
@@ -29,6 +29,6 @@ class Suspects:
 
     def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
         """There was a sign that it may be gone: ask until it answers, for a short while."""
-        address = Card.address_in(metadata)
+        address = PeerMetadata.address_in(metadata)
         if address:
             self._prober.sign(peer, incarnation, address)

@@ -20,15 +20,15 @@ from kvferry.plan.choose import Constants, Path
 from kvferry.plan.places import Base
 from kvferry.protocol.events import Connect, Event, Fate, Scatter, SendFailed, Sent, Write
 from kvferry.protocol.source import SourceMachine
-from kvferry.runtime.card import Card
 from kvferry.runtime.copier import BulkWrite, Copied, Copier, CopyJob
 from kvferry.runtime.metrics import Meter
-from kvferry.runtime.mover.gauge import Gauge
+from kvferry.runtime.mover.calibration import Calibration
 from kvferry.runtime.mover.mover import Flight, Mover, Posting, Reached, WriteEnd
 from kvferry.runtime.outgoing import Outgoing
-from kvferry.runtime.owner.paths import Course, PathPolicy, Sides
 from kvferry.runtime.owner.rooms import RoomTable
-from kvferry.runtime.setup import Ground
+from kvferry.runtime.owner.staging_policy import Course, Sides, StagingPolicy
+from kvferry.runtime.peer_metadata import PeerMetadata
+from kvferry.runtime.setup import EndpointSetup
 from kvferry.transport.base import Remote
 
 log = logging.getLogger("kvferry.runtime")
@@ -37,7 +37,7 @@ log = logging.getLogger("kvferry.runtime")
 REMEASURE_S = 30.0
 # What a write may keep the owner from its other work: some 50 µs.
 AT_ONCE_BYTES, AT_ONCE_PIECES = 128 << 10, 64
-NOBODY = Card("", b"", ("", 0))
+NOBODY = PeerMetadata("", b"", ("", 0))
 
 
 class Writes:
@@ -45,7 +45,7 @@ class Writes:
 
     def __init__(
         self,
-        ground: Ground,
+        setup: EndpointSetup,
         rooms: RoomTable[Outgoing],
         mover: Mover,
         copier: Copier,
@@ -53,19 +53,19 @@ class Writes:
         *,
         measures: bool,
     ) -> None:
-        self._ground = ground
+        self._setup = setup
         self._rooms = rooms
         self._mover = mover
         self._copier = copier
         self._meter = meter
         self._measures = measures
         self._measured_at = -inf
-        self._cards: dict[Session, Card] = {}
+        self._metadata: dict[Session, PeerMetadata] = {}
         self._remotes: dict[Session, Remote] = {}
         self._flying: dict[Op, Write] = {}
 
     def attach(
-        self, machine: SourceMachine, policy: PathPolicy, answer: Callable[[Event], None]
+        self, machine: SourceMachine, policy: StagingPolicy, answer: Callable[[Event], None]
     ) -> None:
         """Whom this writes for, and who hears how it went."""
         self._machine = machine
@@ -75,7 +75,7 @@ class Writes:
     def sides_of(self, course: Course) -> Sides:
         """Where a room's pages are, here and at a target; made once for all writes of an offer."""
         handle = self._rooms.get(course.room)
-        ours = Side(self._ground.memory.map, handle.tables.tables() if handle else {})
+        ours = Side(self._setup.memory.map, handle.tables.tables() if handle else {})
         key = (course.session, course.generation)
         theirs = handle.sides.get(key) if handle else None
         if theirs is None:
@@ -91,25 +91,25 @@ class Writes:
     def connect(self, action: Connect) -> None:
         """A target has greeted us: reach its memory while the engine still computes."""
         try:
-            card = Card.decode(action.metadata)
+            metadata = PeerMetadata.decode(action.metadata)
         except TransportError as error:
             self.unreached(action.session, str(error))
-            card = NOBODY
-        self._cards[action.session] = card
-        self._mover.reach(action.session, card.payload)
+            metadata = NOBODY
+        self._metadata[action.session] = metadata
+        self._mover.reach(action.session, metadata.payload)
         now = time.monotonic()
-        if self._measurable(card) and now >= self._measured_at + REMEASURE_S:
+        if self._measurable(metadata) and now >= self._measured_at + REMEASURE_S:
             self._measured_at = now
-            self._mover.measure(action.session, self._gauge(card), self._policy.constants)
+            self._mover.measure(action.session, self._calibration(metadata), self._policy.constants)
 
     def unreached(self, session: Session, problem: str) -> None:
         """Writes to that peer will fail with the same words."""
-        me = self._ground.member.peer
+        me = self._setup.member.peer
         log.warning("not-connected endpoint=%s session=%s problem=%s", me, session, problem)
 
     def reached(self, news: Reached) -> None:
         """A peer's memory is there."""
-        if self._ground.transport.writes_at_once and news.session in self._cards:
+        if self._setup.transport.writes_at_once and news.session in self._metadata:
             self._remotes[news.session] = news.remote
 
     def measured(self, constants: Constants) -> None:
@@ -124,19 +124,19 @@ class Writes:
     def forget(self, session: Session) -> None:
         """Nothing of a session is in flight."""
         self._remotes.pop(session, None)
-        self._cards.pop(session, None)
+        self._metadata.pop(session, None)
         self._mover.forget(session)
 
-    def _measurable(self, card: Card) -> bool:
-        both = self._ground.slots is not None and card.staging_region is not None
+    def _measurable(self, metadata: PeerMetadata) -> bool:
+        both = self._setup.slots is not None and metadata.staging_region is not None
         return self._measures and both
 
-    def _gauge(self, card: Card) -> Gauge:
-        slots = self._ground.slots
+    def _calibration(self, metadata: PeerMetadata) -> Calibration:
+        slots = self._setup.slots
         assert slots is not None
-        assert card.staging_region is not None
-        ours = Base(0, len(self._ground.memory.regions), slots.scratch_offset)
-        return Gauge(ours, Base(0, card.staging_region, card.scratch_offset))
+        assert metadata.staging_region is not None
+        ours = Base(0, len(self._setup.memory.regions), slots.scratch_offset)
+        return Calibration(ours, Base(0, metadata.staging_region, metadata.scratch_offset))
 
     # ------------------------------------------------------------ writes
 
@@ -160,7 +160,7 @@ class Writes:
             self._mover.write(posting)
 
     def _write_now(self, posting: Posting, remote: Remote) -> None:
-        transport, binding = self._ground.transport, posting.binding
+        transport, binding = self._setup.transport, posting.binding
         path = Path.RUNS if binding.contiguous else Path.SLICES
         if not transport.maps_peer:
             binding = binding.merged()
@@ -179,23 +179,23 @@ class Writes:
 
     def _gather(self, action: Write) -> None:
         """Fill the local slot, then write it in bulk."""
-        slots, link = self._ground.slots, self._machine.links[action.note.session]
-        card = self._cards[link.session]
+        slots, link = self._setup.slots, self._machine.links[action.note.session]
+        metadata = self._metadata[link.session]
         assert slots is not None
         assert link.hello is not None
-        if card.staging_region is None or action.slot is None or action.local_slot is None:
+        if metadata.staging_region is None or action.slot is None or action.local_slot is None:
             problem = f"{action.peer} granted a slot that it does not have"
             self.ended(WriteEnd(action.op, Fate.FAILED, problem))
             return
         handle = self._rooms.get(action.room)
-        ours = Side(self._ground.memory.map, handle.tables.tables() if handle else {})
-        pair = Pair(self._ground.member.rank, action.peer.rank)
+        ours = Side(self._setup.memory.map, handle.tables.tables() if handle else {})
+        pair = Pair(self._setup.member.rank, action.peer.rank)
         make = partial(bind, link.plan, pair, action.request, ours, Image(), action.blocks)
-        from_ = Base(0, len(self._ground.memory.regions), slots.pool.offset(action.local_slot))
-        to = Base(0, card.staging_region, action.slot * link.hello.staging.slot_bytes)
+        from_ = Base(0, len(self._setup.memory.regions), slots.pool.offset(action.local_slot))
+        to = Base(0, metadata.staging_region, action.slot * link.hello.staging.slot_bytes)
         into = (slots.address(action.local_slot),)
         then = BulkWrite(link.session, from_, to)
-        self._copier.submit(CopyJob(action.op, make, self._ground.addresses, into, then))
+        self._copier.submit(CopyJob(action.op, make, self._setup.addresses, into, then))
 
     def copied(self, news: Copied) -> None:
         """A gather has failed; one that went well is the mover's by now."""
@@ -217,7 +217,7 @@ class Writes:
     def _log(self, peer: Peer, action: Write, end: WriteEnd) -> None:
         log.warning(
             "write-failed endpoint=%s room=%r peer=%s fate=%s detail=%r",
-            *(self._ground.member.peer, action.room, peer, end.fate, end.detail),
+            *(self._setup.member.peer, action.room, peer, end.fate, end.detail),
         )
 
 

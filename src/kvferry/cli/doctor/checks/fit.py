@@ -28,8 +28,8 @@ from kvferry.plan import (
     reshard,
 )
 from kvferry.regions import HOST, Device
-from kvferry.runtime.mover.gauge import SCRATCH_BYTES
-from kvferry.runtime.setup import SLOT_S, preset_for
+from kvferry.runtime.costs import SLOT_S, preset_for
+from kvferry.runtime.mover.calibration import SCRATCH_BYTES
 from kvferry.staging.pool import DEFAULT_BUDGET_BYTES, DEFAULT_SLOT_BYTES, ENOUGH_SLOTS, slots_for
 from kvferry.units import human_bytes, human_seconds
 

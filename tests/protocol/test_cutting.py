@@ -13,7 +13,7 @@ from moving import make_ranks
 from kvferry.layout import DType, Layout, Paged, Parallel, Slot, Span, attention
 from kvferry.layout.spec import CacheSpec, Group, Tensor
 from kvferry.plan import Block, Image, Pair, Plan, Request, bind, reshard
-from kvferry.protocol.parcels import cut_to_slots, image_bytes, merge, within
+from kvferry.protocol.cutting import cut_to_slots, image_bytes, merge, within
 from kvferry.testing.strategies import MAX_TOKENS, pairs
 
 Cells = Counter[tuple[str, int, int]]

@@ -1,4 +1,4 @@
-"""What an endpoint tells every peer about itself beside the protocol: its card."""
+"""What an endpoint tells every peer about itself beside the protocol: its metadata."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.runtime.lifeline import Address
 _Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
-class Card(msgspec.Struct, frozen=True, array_like=True):
+class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
     """How to reach an endpoint's memory, and how to find out that it is gone.
 
     ``staging_region`` is the number of the region with its slots, and
@@ -30,18 +30,18 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.msgpack.encode(self)
 
     @staticmethod
-    def decode(data: bytes) -> Card:
-        """Raises ``TransportError`` for what is no card."""
+    def decode(data: bytes) -> PeerMetadata:
+        """Raises ``TransportError`` for what is no metadata."""
         try:
-            return msgspec.msgpack.decode(data, type=Card)
+            return msgspec.msgpack.decode(data, type=PeerMetadata)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-            raise TransportError(f"a peer's card can't be read: {error}") from None
+            raise TransportError(f"a peer's metadata can't be read: {error}") from None
 
     @staticmethod
     def address_in(data: bytes) -> Address | None:
-        """Where a peer's lifeline is; None for what is no card."""
+        """Where a peer's lifeline is; None for what is no metadata."""
         try:
-            return Card.decode(data).address
+            return PeerMetadata.decode(data).address
         except TransportError:
             return None
 

@@ -37,7 +37,7 @@ class Course(NamedTuple):
     tables: tuple[Table, ...]
 
 
-class PathPolicy:
+class StagingPolicy:
     """A staging policy with what it costs here. ``constants`` may change as they are measured."""
 
     def __init__(

@@ -20,7 +20,7 @@ NUM_PIECES = 64
 STEPS = ("first", *("bulk", "pieces") * 4)
 
 
-class Gauge:
+class Calibration:
     """The writes that are still to be made, and how long the others took."""
 
     def __init__(self, ours: Base, theirs: Base) -> None:
