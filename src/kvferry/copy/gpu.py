@@ -12,6 +12,7 @@ Importing this module needs torch, triton (3.3 or later) and a CUDA driver; noth
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ except (ImportError, OSError) as error:
         f"copies on a GPU need torch, triton and a CUDA driver ({error}); install what is missing"
     ) from error
 
+_compiling = threading.Lock()
 _upload.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 __all__ = ["GpuCopier", "GpuCopy"]
@@ -139,7 +141,9 @@ class GpuCopier:
         return done
 
     def _compile(self, tile: Tile) -> _Kernel:
-        kernel = self._kernels[tile] = _Kernel(tile)
+        # Triton compiles for one thread at a time; copiers of one process begin together.
+        with _compiling:
+            kernel = self._kernels[tile] = _Kernel(tile)
         return kernel
 
 

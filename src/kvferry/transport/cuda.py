@@ -180,7 +180,12 @@ class CudaTransport(Transport):
             self._ended.append(Ended(op, Fate.FAILED, outside))
             self.on_news()
             return
-        copier, waiter = self._engine()
+        try:
+            copier, waiter = self._engine()
+        except Exception as error:  # Nothing was launched.
+            self._ended.append(Ended(op, Fate.FAILED, f"the GPU can't copy ({error})"))
+            self.on_news()
+            return
         remote.num_writes += 1
         try:
             waiter.watch(
