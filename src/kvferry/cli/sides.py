@@ -1,4 +1,4 @@
-"""Both sides as the user typed them, built together so that every reason is told at once."""
+"""The two sides as the user typed them, built together so that every reason is told at once."""
 
 from __future__ import annotations
 

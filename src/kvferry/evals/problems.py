@@ -1,4 +1,4 @@
-"""GSM8K's public form: one problem a line, and the split into shots and questions.
+"""Problems in GSM8K's public form, one a line, and their split into shots and questions.
 
 A line is ``{"question": ..., "answer": "... #### 42"}``. What is not so is refused with the
 number of its line, because a problem that is quietly left out would change the score.

@@ -1,4 +1,4 @@
-"""What is sent for a question: a few-shot text to continue, or a conversation. Pure."""
+"""A question's prompt: a few-shot text to continue, or a conversation. Pure."""
 
 from __future__ import annotations
 

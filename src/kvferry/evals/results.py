@@ -1,4 +1,4 @@
-"""What became of each question, and of all of them together. Pure.
+"""Results: what became of each question, and of all of them together. Pure.
 
 A question that got no answer is a failure of the endpoint and not a wrong answer: it is counted
 apart, and the score is of those that were answered.

@@ -1,4 +1,4 @@
-"""Asks an endpoint all questions of a quiz, a few at once, and tells each outcome as it comes."""
+"""A run of a quiz: an endpoint is asked all questions, a few at once, and each outcome is told."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every HTTP server of ours has around its application: bounds on who may hold what."""
+"""HTTP servers of ours: what each has around its application, bounds on who may hold what."""

@@ -1,4 +1,4 @@
-"""How many connections a server may hold, and for how long without a request. Pure but for one."""
+"""Limits on connections: how many a server holds, and for how long when idle. Pure but for one."""
 
 from __future__ import annotations
 

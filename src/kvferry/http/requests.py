@@ -1,4 +1,4 @@
-"""Every request has an id: its caller's, or one of ours. The answer has it, and so has the log."""
+"""A request's id: its caller's, or one of ours. The answer has it, and so has the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One question to an endpoint with OpenAI's API, and its answer as it comes.
+"""A client: one question to an endpoint with OpenAI's API, and its answer as it comes.
 
 Whatever a server or the network does ends as a sentence in ``Reply.error``; nothing is raised
 for it, because one lost answer among many must not end a run.

@@ -1,4 +1,4 @@
-"""What a number of replies amounts to. Pure."""
+"""Statistics: what a number of replies amounts to. Pure."""
 
 from __future__ import annotations
 

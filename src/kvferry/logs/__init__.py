@@ -1,1 +1,1 @@
-"""How a process of ours writes its log. The library installs nothing; commands and parts do."""
+"""The log of a process of ours. The library installs nothing; commands and parts do."""

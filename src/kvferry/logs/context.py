@@ -1,4 +1,4 @@
-"""What a line of the log is about: the request and the room, kept for whoever logs meanwhile.
+"""The context of a log line: the request and the room, kept for whoever logs meanwhile.
 
 A request's id comes from its caller (``X-Request-Id``) or is made here, and goes on
 to every worker that is asked on its behalf.

@@ -1,4 +1,4 @@
-"""From moves to bands: where each begins, where it ends, in which colours."""
+"""Bands, made from moves: where each begins, where it ends, in which colours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the cards stand and what they show. Decides; writes nothing."""
+"""Cards: where they stand and what they show. Decides; writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sets the drawing in an HTML page: numbers on hover, a table of the moves.
+"""An HTML page around the drawing: numbers on hover, a table of the moves.
 
 The page needs nothing from elsewhere. Without scripts it is the static picture,
 whose own ``<title>`` elements give the numbers; the script replaces those with

@@ -1,4 +1,4 @@
-"""What a picture consists of: plain values with coordinates, no markup.
+"""The parts of a picture: plain values with coordinates, no markup.
 
 Each card shows what a rank holds twice. Its *map* has a column for every unit
 of the model and runs down through its layers, so one sees which part of the

@@ -1,4 +1,4 @@
-"""Puts the whole picture together: columns, bands, words. Still no markup."""
+"""The scene: the whole picture put together of columns, bands, words. Still no markup."""
 
 from __future__ import annotations
 

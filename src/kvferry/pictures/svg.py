@@ -1,4 +1,4 @@
-"""Writes a scene down as one ``<svg>`` element. Decides nothing but markup."""
+"""The SVG of a scene: one ``<svg>`` element. Decides nothing but markup."""
 
 from __future__ import annotations
 

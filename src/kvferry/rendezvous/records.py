@@ -1,4 +1,4 @@
-"""What is said at the rendezvous: frozen values, every field bounded, and one error.
+"""Records: what is said at the rendezvous. Frozen values, every field bounded, and one error.
 
 Nothing here acts. ``service`` keeps records, ``http`` and ``client`` carry them.
 """

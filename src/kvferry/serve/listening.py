@@ -1,4 +1,4 @@
-"""What every part that listens does alike: its key, its socket, its address."""
+"""Listening: what every part that does so has alike, its key, its socket, its address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``bench serve`` and ``bench compare`` share: the load's flags, progress, tables."""
+"""The load of ``bench serve`` and ``bench compare``: its flags, its progress, its tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``kvferry demo`` shows: answers as they grow, then what travelled, then the verdict."""
+"""The output of ``kvferry demo``: answers as they grow, then what travelled, then the verdict."""
 
 from __future__ import annotations
 

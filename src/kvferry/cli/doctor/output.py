@@ -1,4 +1,4 @@
-"""What ``kvferry doctor`` prints: findings by area for people, a document for programs."""
+"""The output of ``kvferry doctor``: findings by area for people, a document for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``kvferry eval`` shows: a bar while questions are asked, a log of each, then the score."""
+"""The output of ``kvferry eval``: a bar while questions are asked, a log of each, the score."""
 
 from __future__ import annotations
 

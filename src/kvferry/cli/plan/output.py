@@ -1,4 +1,4 @@
-"""What ``kvferry plan`` prints: a table for people, a document for programs."""
+"""The output of ``kvferry plan``: a table for people, a document for programs."""
 
 from __future__ import annotations
 

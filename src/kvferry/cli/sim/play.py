@@ -1,4 +1,4 @@
-"""What ``kvferry sim`` does: play worlds, show progress, print what was found."""
+"""The play of ``kvferry sim``: worlds, their progress, what was found."""
 
 from __future__ import annotations
 

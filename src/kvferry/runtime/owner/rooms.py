@@ -90,15 +90,22 @@ class RoomTable(Generic[H]):
         """A room has ended for its caller."""
         if isinstance(outcome, Failure):
             outcome = with_stalls(outcome, self.stalled)
-            log.warning(
-                "room-failed endpoint=%s room=%r code=%s reason=%r",
-                *(self._me, room, outcome.code, outcome.message),
-            )
+            self._log(room, outcome)
         self._meter.ended(outcome)
         handle = self._handles.get(room)
         if handle:
             self.before_end(handle, outcome)
             handle.end(outcome)
+
+    def _log(self, room: Room, failure: Failure) -> None:
+        if failure.code is FailureCode.ABORTED:
+            # Somebody has changed their mind, which is nobody's fault.
+            log.info("room-given-up endpoint=%s room=%r reason=%r", self._me, room, failure.message)
+        else:
+            log.warning(
+                "room-failed endpoint=%s room=%r code=%s reason=%r",
+                *(self._me, room, failure.code, failure.message),
+            )
 
     def release(self, room: Room) -> None:
         """A room's memory is the caller's again."""

@@ -1,4 +1,4 @@
-"""From a request's body to what the engine is asked. Pure; raises ``ApiError``.
+"""Bodies of requests, and what each asks of the engine. Pure; raises ``ApiError``.
 
 Fields that would change the answer and are not supported are refused. Others
 that are not known here are ignored, as clients send many. Beyond OpenAI's own

@@ -1,4 +1,4 @@
-"""Asks a prefill worker what was written for a room, and how: only the sources know.
+"""A room's end, asked of the prefill worker: only the sources know what was written, and how.
 
 The answer is wanted for the end of the caller's answer and asked for at its
 beginning, so it costs no time. A prefill worker knows it when all its ranks have

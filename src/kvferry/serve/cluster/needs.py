@@ -1,4 +1,4 @@
-"""What a cluster needs to be installed, asked before any process is started for it.
+"""The needs of a cluster: what must be installed, asked before any process is started for it.
 
 Imports nothing of what it looks for.
 """

@@ -1,4 +1,4 @@
-"""One rank's cache memory: a single block, and a tensor view of each layer in it.
+"""A rank's cache memory: a single block, and a tensor view of each layer in it.
 
 One block, so that a transport registers one region whatever the model's depth.
 The caller may provide it (shared memory for the shm transport); it must be zeroed,

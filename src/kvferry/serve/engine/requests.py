@@ -1,4 +1,4 @@
-"""What a caller asks of an engine, and what an engine tells its caller."""
+"""Requests: what a caller asks of an engine, and what an engine tells its caller."""
 
 from __future__ import annotations
 

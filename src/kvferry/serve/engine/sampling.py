@@ -1,4 +1,4 @@
-"""Choosing tokens from logits.
+"""Sampling: choosing tokens from logits.
 
 The chance in it is a hash of the request's seed and the token's position: there
 is no generator whose state would have to follow a request from engine to engine.

@@ -1,4 +1,4 @@
-"""Which tokens run in the next step. Pure: no tensors, processes or clocks.
+"""The scheduler: which tokens run in the next step. Pure: no tensors, processes or clocks.
 
 A request is admitted when pages for its prompt and its longest answer are there,
 so nothing that runs is ever preempted. In each step every decoding request runs

@@ -1,4 +1,4 @@
-"""What one step of an engine is: the plan that every rank gets, and what each answers.
+"""A step of an engine: the plan that every rank gets, and what each answers.
 
 A plan is complete: a rank keeps nothing about a request between steps but what
 is in its cache. That is why ranks can't disagree, and why a request can move to

@@ -1,4 +1,4 @@
-"""From tokens to text as it can be shown: whole characters, and nothing of a stop string."""
+"""Text out of tokens, as it can be shown: whole characters, and nothing of a stop string."""
 
 from __future__ import annotations
 

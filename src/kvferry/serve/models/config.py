@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about a model that this engine can run.
+"""A model's configuration: what a Hugging Face folder says of it, if this engine can run it.
 
 Two published families, Llama and dense Qwen3, and one of our own: a hybrid in
 which gated linear-attention layers stand between attention layers. What the

@@ -1,4 +1,4 @@
-"""Which model is meant: the default one, a small random one, or a folder."""
+"""The model that is meant: the default one, a small random one, or a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells one checkpoint from another, quickly: not every byte of it is read."""
+"""A checkpoint's fingerprint, taken quickly: not every byte of it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where models are kept, and what the files of one are called. Imports nothing large."""
+"""Folders where models are kept, and names of the files in them. Imports nothing large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and conversations to prompts, from a model folder."""
+"""A tokenizer, from a model folder: text to tokens and back, and conversations to prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of one instance add up, gather and pass on their tensors.
+"""Collectives: how the ranks of one instance add up, gather and pass on their tensors.
 
 The ranks of an instance are processes of one host, which talk through Unix sockets
 (``rank_sockets.py``), or its GPUs, which use nccl. A single rank has no peers. Plans

@@ -1,4 +1,4 @@
-"""Imported by the server that forks a worker's ranks: what each of them would load by itself.
+"""Preloaded modules: what each rank would load by itself, loaded by the server that forks them.
 
 Nine ranks then start as quickly as two. Nothing here may start a thread or use a GPU.
 """

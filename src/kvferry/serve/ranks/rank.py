@@ -1,4 +1,4 @@
-"""One rank of an engine: its weights, its cache, its peers, and one step at a time.
+"""A rank of an engine: its weights, its cache, its peers, and one step at a time.
 
 A rank decides nothing. It runs the plans it is given, in order, on the thread
 that calls ``execute``. An extension may accompany it: the part of an integration

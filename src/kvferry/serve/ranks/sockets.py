@@ -1,4 +1,4 @@
-"""Connections between the ranks of an instance on one host: Unix sockets in a private folder.
+"""Sockets between the ranks of an instance on one host: Unix sockets in a private folder.
 
 A port, even on loopback, would be open to every user of the machine. Here nobody
 but this user can reach the folder, and once the ranks have met nobody listens.

@@ -1,4 +1,4 @@
-"""Whether every rank of an instance is well, watched from the driver's process.
+"""The watch over the ranks of an instance: whether each is well, seen from the driver's process.
 
 Each rank but the first gives a sign of life now and then, from a thread of its own.
 A process that is stopped gives none. That thread does not prove that the rank gets

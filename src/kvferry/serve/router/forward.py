@@ -1,4 +1,4 @@
-"""One request of a client: choose workers, ask them, pass the answer on, or try again.
+"""The forwarder of a client's request: choose workers, ask them, pass the answer on, or try again.
 
 ``next_try`` and ``choose`` decide; ``Forwarder`` acts.
 """

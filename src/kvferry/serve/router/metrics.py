@@ -1,4 +1,4 @@
-"""What a router counts, for Prometheus."""
+"""The router's metrics, for Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router may be told: frozen, checked when made."""
+"""A router's options: frozen, checked when made."""
 
 from __future__ import annotations
 

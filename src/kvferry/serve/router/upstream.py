@@ -1,4 +1,4 @@
-"""One request to one worker: an answer that has begun, or why there is none.
+"""A request to one worker: an answer that has begun, or why there is none.
 
 Foreign exceptions end here. Each request has a connection of its own, so that a
 connection that breaks says something about this request and this worker.

@@ -1,4 +1,4 @@
-"""Keeps the roster true: asks the rendezvous who there is, and each worker how it is.
+"""The watch that keeps the roster true: asks the rendezvous who there is, each worker how it is.
 
 While the rendezvous is away, who was known stays known.
 """

@@ -1,4 +1,4 @@
-"""How rooms ended here, kept for whoever asks soon, and who waits for that.
+"""Ends of rooms, kept for whoever asks soon, and who waits for them.
 
 The engine's thread tells, others ask and wait; a lock is between them.
 """

@@ -1,4 +1,4 @@
-"""One worker: an engine on its ranks, its endpoints, and an HTTP API in front of it.
+"""A worker: an engine on its ranks, its endpoints, and an HTTP API in front of it.
 
 ``run_instance`` is the whole life of a worker's process. The engine runs in a
 thread of its own (``loop.py``), HTTP in the thread that calls; they talk through

@@ -1,4 +1,4 @@
-"""What an engine's driver does for requests whose cache travels. Runs on the engine's thread.
+"""Rooms at an engine: what its driver does when a cache travels. Runs on the engine's thread.
 
 Each side is told what happens to a job and acts on the engine and, by commands,
 on the ranks. It acts on what all ranks agree on: one failure aborts the room on

@@ -1,4 +1,4 @@
-"""Which explorations are run: a quick set with every test run, and a full one."""
+"""The cases that are explored: a quick set with every test run, and a full one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is explored: one room from one source rank to two target ranks, and which faults.
+"""A model that is explored: one room from one source rank to two target ranks, and its faults.
 
 The times are chosen so that a path is short and every timer still matters: a
 loss is repaired well before the deadline, and the deadline comes before silence

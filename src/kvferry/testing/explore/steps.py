@@ -1,4 +1,4 @@
-"""Which steps a world allows, and what each of them does.
+"""The steps that a world allows, and what each of them does.
 
 Steps are of three kinds. *Due* steps happen before time passes: a frame is
 delivered, an engine acts, a write lands. *Possible* steps may happen at any

@@ -1,4 +1,4 @@
-"""Which pages and state rows of an instance are taken, and by which room."""
+"""Allotment: which pages and state rows of an instance are taken, and by which room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test may want to know of a rank, beyond what an engine may: read, never changed."""
+"""Insight into a rank, beyond what an engine may want to know: read, never changed."""
 
 from __future__ import annotations
 

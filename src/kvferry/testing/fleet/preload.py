@@ -1,4 +1,4 @@
-"""What every rank's process needs, loaded once: ranks are forked from a server that has it.
+"""Preloaded modules: what every rank's process needs, loaded once by the server that forks them.
 
 Importing and compiling cost a second of processor time, a fork a few milliseconds.
 A transport's package is left to the rank, because some of them start threads when

@@ -1,4 +1,4 @@
-"""What can go wrong, and how likely. A seed draws a few kinds and leaves the others out.
+"""Faults, and how likely each is. A seed draws a few kinds and leaves the others out.
 
 Leaving kinds out matters: a world in which everything breaks at once hides the
 bugs that need most things to work.

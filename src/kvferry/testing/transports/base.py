@@ -1,4 +1,4 @@
-"""What all cases of the conformance suite share: hooks for subclasses, and a crew per test."""
+"""The base of all cases of the conformance suite: hooks for subclasses, and a crew per test."""
 
 from __future__ import annotations
 

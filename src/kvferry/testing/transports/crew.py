@@ -1,4 +1,4 @@
-"""Who takes part in one test: processes kept warm between tests, transports made for each."""
+"""The crew of one test: processes kept warm between tests, transports made for each."""
 
 from __future__ import annotations
 

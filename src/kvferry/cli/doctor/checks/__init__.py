@@ -1,1 +1,1 @@
-"""What ``kvferry doctor`` looks at: one module for each area, one value for each finding."""
+"""The checks of ``kvferry doctor``: one module for each area, one value for each finding."""

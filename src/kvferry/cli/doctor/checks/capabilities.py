@@ -1,4 +1,4 @@
-"""Which of Linux's capabilities this process has."""
+"""Linux's capabilities, and which of them this process has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the copy loop is here, beside a plain copy of as many bytes in the same run."""
+"""The speed of the copy loop, beside a plain copy of as many bytes in the same run."""
 
 from __future__ import annotations
 

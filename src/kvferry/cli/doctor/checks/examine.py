@@ -1,4 +1,4 @@
-"""All looks in their order. What takes long begins first; what is timed goes alone."""
+"""The examination: all looks in order. What takes long begins first; what is timed goes alone."""
 
 from __future__ import annotations
 

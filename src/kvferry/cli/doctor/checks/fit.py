@@ -1,4 +1,4 @@
-"""Whether two layouts and a transport fit together, and how a request would travel.
+"""The fit of two layouts and a transport, and how a request would travel.
 
 Pure: everything here follows from what was typed. What is wrong with the words
 themselves is an ``InputError``; what can't work is a finding.

@@ -1,4 +1,4 @@
-"""What the child processes do: ``python -m ... NAME WORDS`` prints one JSON document.
+"""The probes: what child processes do. ``python -m ... NAME WORDS`` prints one JSON document.
 
 Nothing is imported before a probe needs it, so that what is broken harms no other
 probe, and a small one starts quickly.

@@ -1,4 +1,4 @@
-"""Writing another process's memory with one copy by the kernel (CMA), really tried.
+"""The right to write another process's memory with one copy by the kernel (CMA), really tried.
 
 Between processes of one host, NIXL's UCX writes host memory this way if it may.
 A child tries it on this process, because that is the harder direction: Linux

@@ -1,4 +1,4 @@
-"""What the modules of a rank are built from."""
+"""The materials that the modules of a rank are built from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's share of a model, derived from its share of the cache.
+"""A rank's share of a model, derived from its share of the cache.
 
 Layers and KV heads are what the layout says. Query heads follow the KV heads
 they read; where several ranks hold the same KV head, they divide its query heads

@@ -1,0 +1,58 @@
+"""The house: names that tell, folders instead of prefixes."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).parents[1] / "src" / "kvferry"
+# More files than this side by side are a list, not a folder.
+MOST_FILES = 24
+# Whoever begins like this defines no noun.
+NO_NOUNS = (
+    *("What ", "How ", "Where ", "Which ", "Who ", "Whether ", "When ", "From ", "To "),
+    *("Asks ", "Keeps ", "Puts ", "Sets ", "Writes ", "Reads ", "Makes "),
+)
+NOUN_FIRST = (
+    *("cli", "evals", "http", "integrations", "load", "logs", "pictures", "rendezvous"),
+    *("serve", "testing"),
+)
+
+
+def modules(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (HOUSE / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("folder", NOUN_FIRST)
+def test_a_module_says_first_what_it_defines(folder: str) -> None:
+    for path in modules(folder):
+        said = ast.get_docstring(ast.parse(path.read_text()))
+        assert said, path
+        assert not said.startswith(NO_NOUNS), (path, said)
+
+
+def test_no_class_name_has_more_than_two_places() -> None:
+    places = defaultdict(list)
+    for path in modules("."):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(HOUSE)))
+    assert {name: where for name, where in places.items() if len(where) > 2} == {}
+
+
+def test_no_folder_is_a_mere_list() -> None:
+    sizes = {folder: len(list(folder.glob("*.py"))) for folder in HOUSE.rglob("*/")}
+    assert {folder: size for folder, size in sizes.items() if size > MOST_FILES} == {}
+
+
+@pytest.mark.parametrize("folder", ["serve", "cli", "load", "evals", "rendezvous"])
+def test_a_prefix_is_a_folder(folder: str) -> None:
+    """Two modules side by side with the same first word belong into a folder of that name."""
+    for place in {path.parent for path in modules(folder)}:
+        words = defaultdict(list)
+        for path in place.glob("[a-z]*_*.py"):
+            words[path.stem.partition("_")[0]].append(path.name)
+        assert {word: names for word, names in words.items() if len(names) > 1} == {}, place
