@@ -88,3 +88,8 @@ def test_every_setting_is_told() -> None:
     assert {
         name for name in EndpointConfig.__struct_fields__ if f"`{name}`" not in settings
     } == set()
+
+
+def test_the_guide_needs_only_what_is_public() -> None:
+    modules = re.findall(r"^(?:from|import) (kvferry[\w.]*)", program(TEXT), re.MULTILINE)
+    assert set(modules) == {"kvferry"}

@@ -84,11 +84,11 @@ def test_what_does_not_compute_does_not_wait_for_torch() -> None:
     """Importing it takes seconds on a small machine, and a router has no use for it."""
     parts = (
         "cli.main",
-        "cli.demo_output",
+        "cli.demo.output",
         "rendezvous.server",
-        "serve.launched",
-        "serve.models",
-        "serve.parts",
+        "serve.cluster.child",
+        "serve.models.find",
+        "serve.cluster.parts",
         "serve.router.serving",
     )
     program = f"import sys; import {', '.join(f'kvferry.{part}' for part in parts)}; " + (

@@ -74,7 +74,7 @@ def test_bad_options_are_one_sentence(
         ({"host": "no.such.host.invalid"}, "cannot find the host"),
         ({"port": 70000}, "a port is between 0 and 65535"),
         ({"folder": "/nowhere"}, "/nowhere"),
-        ({"folder": "/nowhere", "rendezvous": "http://127.0.0.1:1"}, "/nowhere has no config"),
+        ({"folder": "/nowhere", "rendezvous": "http://127.0.0.1:1"}, "cannot read '/nowhere'"),
         ({"engine": {"parallel": Parallel(tp=7)}}, "tp=7"),
         ({"transport": "pigeon", "rendezvous": "http://127.0.0.1:1"}, "pigeon"),
         ({"key_file": "/nowhere", "rendezvous": "http://127.0.0.1:1"}, "/nowhere"),

@@ -76,9 +76,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def load(folder: Path) -> ModelConfig:
         """Read ``config.json`` of a model folder, and the end tokens it has elsewhere."""
         config = _checked(config_as(folder, _Raw))
-        habits = folder / "generation_config.json"
-        more = _end_tokens(config_as(habits, _Habits).eos_token_id) if habits.is_file() else ()
-        return replace(config, end_tokens=tuple(dict.fromkeys(config.end_tokens + more)))
+        path = folder / "generation_config.json"
+        chat = config_as(path, _GenerationConfig) if path.is_file() else _GenerationConfig()
+        tokens = config.end_tokens + _end_tokens(chat.eos_token_id)
+        return replace(config, end_tokens=tuple(dict.fromkeys(tokens)))
 
 
 class _Raw(msgspec.Struct, kw_only=True):
@@ -110,7 +111,7 @@ class _Raw(msgspec.Struct, kw_only=True):
     linear_conv_kernel_dim: int = 0
 
 
-class _Habits(msgspec.Struct):
+class _GenerationConfig(msgspec.Struct):
     """What is used of ``generation_config.json``: chat models end their turns with more tokens."""
 
     eos_token_id: int | list[int] | None = None
