@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 PLAN_MODEL := tests/data/configs/llama-3.3-70b.json
 
-.PHONY: help install demo plan test unit lint format bench soak clean
+.PHONY: help install demo plan test unit lint format bench soak mutants clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,10 @@ bench: $(INSTALLED) ## measure planning, binding, the protocol, copies and trans
 soak: $(INSTALLED) ## 10,000 rooms while ranks are killed and stopped, then many short ones (10 min)
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/short_rooms.py
+
+# ARGS="--only runtime/driver", ARGS="--sample 100 --seed 7 --jobs 2", ARGS=--named
+mutants: $(INSTALLED) ## which small mistakes in runtime/ and protocol/ would no test notice?
+	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
 clean: ## remove everything that make made
 	rm -rf .venv .venv-* build

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from kvferry.ids import SlotIndex
+from kvferry.ids import Op, SlotIndex
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Report
+from kvferry.protocol.events import Event, Report, Sent
 from kvferry.protocol.lanes import Lane, SourceRoom
 from kvferry.protocol.legs import TargetRoom
 from kvferry.protocol.messages import Abort, Arrived, Close, Drained, Nudge
@@ -17,6 +18,7 @@ from kvferry.protocol.outcome import Failure
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LegState, RoomState
 from kvferry.protocol.target import TargetMachine
+from kvferry.runtime.driver.driver import Driver
 from kvferry.testing.explore import (
     CHUNKED,
     DIRECT,
@@ -30,6 +32,12 @@ from kvferry.testing.explore import (
 )
 from kvferry.testing.explore.model import METADATA
 from kvferry.testing.explore.snapshot import copy_of, key_of
+from kvferry.testing.sim.drivers import (
+    AsksNobody,
+    ForgetsDoubt,
+    NotesFirst,
+    ProvesTooEarly,
+)
 
 QUICK = list(cases())
 
@@ -189,6 +197,14 @@ class IgnoresDigest(TargetMachine):
         return None
 
 
+class ForgetsAnEnd(Driver[Any]):
+    """The machine is not told of the first write that has ended."""
+
+    def _handle(self, event: Event, now: float) -> None:
+        if event != Sent(Op(1)):
+            super()._handle(event, now)
+
+
 BROKEN: list[tuple[Model, Fault | None, str]] = [
     (replace(DIRECT, target=ReleasesAtAbort), Fault.CANCEL_TARGET, "pages that were released"),
     (replace(STAGED, target=FreesSlotsAtAbort), Fault.CANCEL_TARGET, "not promised to it"),
@@ -204,6 +220,11 @@ BROKEN: list[tuple[Model, Fault | None, str]] = [
     (replace(DIRECT, source=SaysCloseOnce), Fault.DROP, "not everybody is Done"),
     (replace(STAGED, source=SharesLocalSlot), None, "which is in flight"),
     (replace(MODELS["mixed"], target=IgnoresDigest), None, "with another request's cache"),
+    (replace(DIRECT, driver=ForgetsDoubt), Fault.UNKNOWN, "is in flight"),
+    (replace(DIRECT, driver=ForgetsAnEnd), None, "never ends"),
+    (replace(STAGED, driver=NotesFirst), None, "but its slot holds None"),
+    (replace(DIRECT, driver=ProvesTooEarly), Fault.CUT, "is in flight"),
+    (replace(DIRECT, driver=AsksNobody), Fault.KILL_SOURCE, "never ends"),
 ]
 
 

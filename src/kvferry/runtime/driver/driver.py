@@ -171,10 +171,11 @@ class Driver(Generic[M]):
         self._tick_at = self._exact_wakeup()
 
     def wakeup(self) -> float:
-        """When to turn again although nothing comes: never after the machine's own wakeup.
+        """When to turn again although nothing comes.
 
-        It may be earlier. Asking every room after every event would cost more than a tick
-        now and then that finds nothing to do.
+        It may be earlier than the machine's own wakeup, and later by no more than the
+        shortest of its timers takes. Asking every room after every event would cost more
+        than a tick now and then that finds nothing to do.
         """
         return self._tick_at
 

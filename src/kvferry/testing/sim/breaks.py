@@ -7,19 +7,17 @@ faults that make its mistake matter; the rest of a seed is drawn as always.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
-from kvferry.ids import Op, Serial, Session, SlotIndex
+from kvferry.ids import Op, Serial, SlotIndex
 from kvferry.layout.spec import Slot
 from kvferry.plan.plan import Block
 from kvferry.protocol.checks import close_problem
 from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Event, Fate, Send, SendFailed, Sent, Write
 from kvferry.protocol.lanes import Lane, SourceRoom
 from kvferry.protocol.legs import Leg, TargetRoom
 from kvferry.protocol.messages import (
@@ -38,9 +36,20 @@ from kvferry.protocol.outcome import Failure
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LegState
 from kvferry.protocol.target import TargetMachine
-from kvferry.runtime.driver.driver import Driver, PeerGone
-from kvferry.runtime.driver.sessions import Record
+from kvferry.runtime.driver.driver import Driver
 from kvferry.testing.sim.cluster import Machines
+from kvferry.testing.sim.drivers import (
+    AsksNobody,
+    BuriesTheLiving,
+    ForgetsDoubt,
+    KeepsAnEnd,
+    LeavesInTheMiddle,
+    NotesFirst,
+    Oversleeps,
+    ProvesTooEarly,
+    SuspectsTheBusy,
+    TakesTimeFirst,
+)
 
 
 @dataclass(frozen=True)
@@ -303,86 +312,7 @@ class KeepsEarlyOffers(SourceMachine):
             room.deadline = float("inf")
 
 
-# ---------------------------------------------------------------- driving
-
-
-class ForgetsDoubt(Driver[Any]):
-    """Takes a write of unknown fate for one that has ended."""
-
-    def _end(self, op: Op, fate: Fate | None) -> Record | None:
-        return super()._end(op, Fate.FAILED if fate is Fate.UNKNOWN else fate)
-
-
-class BuriesTheLiving(Driver[Any]):
-    """Takes the end of one life of a peer for the end of all."""
-
-    def _bury(self, event: PeerGone) -> None:
-        lives = {
-            link.incarnation for link in self.machine.links.values() if link.peer == event.peer
-        }
-        for incarnation in lives | {event.incarnation}:
-            super()._bury(PeerGone(event.peer, incarnation))
-
-
-class LeavesInTheMiddle(Driver[Any]):
-    """Tells others of its end although its memory is not free."""
-
-    @property
-    def may_leave(self) -> bool:
-        """At any time."""
-        return True
-
-
-class TakesTimeFirst(Driver[Any]):
-    """Looks at the clock before it reads what has come."""
-
-    def turn(self, arrived: Iterable[Event], now: float) -> None:
-        """Time, then frames."""
-        self.pass_time(now)
-        super().turn(arrived, now)
-
-
-class AsksNobody(Driver[Any]):
-    """Gives a session up and never asks whether its peer is gone."""
-
-    def _disconnect(self, session: Session) -> None:
-        if self.sessions.cut(session) is not None:
-            self.ports.data.cut(session)
-
-
-class SuspectsTheBusy(Driver[Any]):
-    """Takes a full transport for the sign of a death."""
-
-    def _step(self, event: Event, now: float) -> None:
-        record = self.sessions.flying(event.op) if isinstance(event, SendFailed) else None
-        super()._step(event, now)
-        if record is not None:
-            self._sign(record)
-
-
-class KeepsAnEnd(Driver[Any]):
-    """Does not tell the machine of every tenth write that has ended."""
-
-    def _handle(self, event: Event, now: float) -> None:
-        if not isinstance(event, Sent) or event.op % 10:
-            super()._handle(event, now)
-
-
-class NotesFirst(Driver[Any]):
-    """Sends a write's note when it is asked for, and not when it has landed."""
-
-    def _write(self, action: Write) -> None:
-        self._frames.append(Send(action.peer, action.note))
-        super()._write(action)
-
-
-class ProvesTooEarly(Driver[Any]):
-    """Calls a session that was given up quiet with writes still in flight."""
-
-    def _settle(self) -> None:
-        for record in self.sessions.ending():
-            record.flying.clear()
-        super()._settle()
+# ---------------------------------------------------------------- the list
 
 
 def _driven_by(driver: type[Driver[Any]]) -> Machines:
@@ -486,6 +416,7 @@ BREAKS: dict[str, Break] = {
         _driven_by(ProvesTooEarly),
         {"slow_write": 0.3, "cuts": 2, "stalls": 2},
     ),
+    "oversleep": Break("a timer of the machine slept through", _driven_by(Oversleeps)),
     "no-deadline": Break("no deadline", Machines(target=NoDeadline), {"one_sided": 0.3}),
     "keep-early-offers": Break(
         "early offers never expire", Machines(source=KeepsEarlyOffers), {"one_sided": 0.3}

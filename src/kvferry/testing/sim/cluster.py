@@ -33,8 +33,9 @@ from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.driver.driver import Driver
 from kvferry.testing.sim.faults import Faults
+from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.memory import SimMemory
-from kvferry.testing.sim.nodes import Node, SimJob, SourceNode, TargetNode
+from kvferry.testing.sim.nodes import Node, SourceNode, TargetNode
 from kvferry.testing.sim.wire import Wire
 from kvferry.testing.sim.world import World
 

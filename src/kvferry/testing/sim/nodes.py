@@ -9,14 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from kvferry.ids import Peer, Room, Session
 from kvferry.layout.intervals import Span
 from kvferry.plan.bind import Image, Pair, Side, bind
-from kvferry.plan.plan import Request
 from kvferry.protocol.codec import BadFrame
 from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
@@ -46,6 +44,7 @@ from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.driver.driver import Driver, Ports, frame_event
 from kvferry.runtime.driver.sessions import Record
+from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.memory import Allocation, SimMemory, fetch
 from kvferry.testing.sim.wire import RETRY_S, Flight, Wire
 from kvferry.testing.sim.world import World
@@ -54,25 +53,6 @@ from kvferry.testing.sim.world import World
 SIGN_S = 0.5
 LEAVE_S = 0.3
 NOBODY = Peer("nobody", 0)
-
-
-@dataclass(frozen=True)
-class SimJob:
-    """One request: its room, what prefill will push, and which decode wants it."""
-
-    room: Room
-    number: int
-    request: Request
-    chunks: tuple[Span, ...]
-    decode: str
-    deadline_s: float
-    metadata: bytes
-    probe: bool = False
-
-    @property
-    def digest(self) -> bytes:
-        """What tells this request from another, whatever room it was given."""
-        return f"request {self.number}".encode()
 
 
 class Node(ABC):
@@ -146,6 +126,7 @@ class Node(ABC):
         self.driver.turn(self._remembered(events), self.world.now)
         self.check()
         self._check_deadlines()
+        self._check_sleep()
         self._schedule_tick()
 
     def _remembered(self, events: list[Event]) -> Iterator[Event]:
@@ -251,6 +232,14 @@ class Node(ABC):
 
     def check(self) -> None:  # noqa: B027
         """What must hold after every step."""
+
+    def _check_sleep(self) -> None:
+        """Nothing else wakes a driver that sleeps past a timer of its machine."""
+        wakeup = self.machine.wakeup()
+        if wakeup is not None:
+            late = self.driver.wakeup() - max(wakeup, self.world.now)
+            if late > self.machine.config.resend_s / 4 + 1e-9:
+                self.world.violate("never hangs", f"{self.peer} sleeps past its machine's timer")
 
     def _check_deadlines(self) -> None:
         """A process that was stopped learns the time with its next turn, like any other."""

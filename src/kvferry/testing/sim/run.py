@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from kvferry.testing.sim.breaks import BREAKS
 from kvferry.testing.sim.cluster import STRANGER, Cluster, Machines, Shape
 from kvferry.testing.sim.faults import Faults
-from kvferry.testing.sim.nodes import SimJob
+from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.scenarios import SCENARIOS
 from kvferry.testing.sim.world import Violation
 

@@ -42,7 +42,8 @@ from kvferry.testing.sim.cluster import (
     Shape,
 )
 from kvferry.testing.sim.faults import Faults
-from kvferry.testing.sim.nodes import SimJob, SourceNode
+from kvferry.testing.sim.jobs import SimJob
+from kvferry.testing.sim.nodes import SourceNode
 
 Script = Callable[[Cluster], None]
 Demand = Callable[[Cluster], None]

@@ -1,0 +1,154 @@
+"""`make mutants`: which small mistakes in runtime/ and protocol/ would no test notice?
+
+make mutants ARGS="--only runtime/driver"
+make mutants ARGS="--sample 100 --seed 7 --jobs 2"
+make mutants ARGS="--named"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from mutants.mutate import Mutant, mutants
+from mutants.named import named_mutants
+from mutants.worker import Unfit, work
+
+ROWS = ("src/kvferry/runtime", "src/kvferry/protocol")
+Verdict = tuple[Mutant, str | None]
+
+
+@dataclass
+class Tally:
+    """Who noticed how many, and what nobody did."""
+
+    num_mutants: int
+    noticed: Counter[str] = field(default_factory=Counter)
+    survivors: list[Mutant] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_judged(self) -> int:
+        """How many have been judged."""
+        return self.noticed.total() + len(self.survivors)
+
+    def add(self, mutant: Mutant, judge: str | None) -> None:
+        """Take in a verdict, and tell of it."""
+        if judge is None:
+            self.survivors.append(mutant)
+            print(f"SURVIVES {mutant}", flush=True)
+        else:
+            self.noticed[judge] += 1
+        text = f"{self.num_judged}/{self.num_mutants} judged, {len(self.survivors)} survive"
+        print(f"\r{text} ", end="", file=sys.stderr, flush=True)
+
+    def document(self) -> dict[str, Any]:
+        """The last line."""
+        return {
+            "mutants": self.num_mutants,
+            "judged": self.num_judged,
+            "noticed": self.noticed.total(),
+            "by": dict(self.noticed),
+            "survivors": [f"{each.path}:{each.line} {each.kind}" for each in self.survivors],
+            "seconds": round(time.monotonic() - self.began, 1),
+        }
+
+
+def main(words: list[str]) -> int:
+    """Judge mutants; 1 if one survives."""
+    args = _parser().parse_args(words)
+    tree = Path.cwd()
+    chosen = list(named_mutants(tree)) if args.named else _drawn(tree, args)
+    if not chosen:
+        print(f"no module of {' or '.join(ROWS)} matches {args.only!r}", file=sys.stderr)
+        return 2
+    tally = Tally(len(chosen))
+    try:
+        for mutant, judge in _judged(tree, chosen, args):
+            tally.add(mutant, judge)
+            if args.named and judge:
+                print(f"{mutant.kind}: noticed by {judge}", flush=True)
+    except Unfit as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        pass
+    print(file=sys.stderr)
+    print(json.dumps(tally.document()))
+    return 1 if tally.survivors else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="modules whose path has one of these"
+    )
+    parser.add_argument("--sample", type=int, help="judge this many, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="what to draw the sample with")
+    parser.add_argument("--jobs", type=int, default=1, help="how many are judged at once")
+    parser.add_argument("--nice", type=int, default=10, help="how much to give way to others")
+    parser.add_argument("--named", action="store_true", help="only the mistakes with a name")
+    return parser
+
+
+def _drawn(tree: Path, args: argparse.Namespace) -> list[Mutant]:
+    modules = sorted(path for row in ROWS for path in (tree / row).rglob("*.py"))
+    names = [str(path.relative_to(tree)) for path in modules]
+    chosen = [
+        mutant
+        for name in names
+        if any(only in name for only in args.only)
+        for mutant in mutants(name, (tree / name).read_text())
+    ]
+    if args.sample is None or args.sample >= len(chosen):
+        return chosen
+    # In no order, so that one that was stopped is a smaller sample.
+    return random.Random(args.seed).sample(chosen, args.sample)
+
+
+def _judged(tree: Path, chosen: list[Mutant], args: argparse.Namespace) -> Iterator[Verdict]:
+    """Verdicts, as they are given."""
+    # A worker imports from its own copy, so it must not begin with what this process knows.
+    context = multiprocessing.get_context("spawn")
+    waiting = chosen[::-1]
+    at: dict[Connection, Mutant] = {}
+    processes = []
+    for _ in range(min(args.jobs, len(chosen))):
+        mine, theirs = context.Pipe()
+        process = context.Process(target=work, args=(tree, args.nice, theirs))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        at[mine] = waiting.pop()
+        mine.send(at[mine])
+    try:
+        while at:
+            for pipe in wait(list(at)):
+                assert isinstance(pipe, Connection)
+                answer = pipe.recv()
+                if isinstance(answer, Unfit):
+                    raise answer
+                yield at.pop(pipe), answer
+                if waiting:
+                    at[pipe] = waiting.pop()
+                    pipe.send(at[pipe])
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""Mistakes with a name: each was once made in a line of the driving code, and not noticed.
+
+They are texts, so that they follow the code only if somebody looks after them; a test does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from mutants.mutate import Mutant, mutant_of
+
+RUNTIME = "src/kvferry/runtime"
+
+
+class Named(NamedTuple):
+    """A mistake: what stands in a module, and what stands there instead."""
+
+    name: str
+    path: str
+    before: str
+    after: str
+
+
+NAMED = (
+    Named(
+        "a write of unknown fate does not make its session doubtful",
+        f"{RUNTIME}/driver/driver.py",
+        "doubtful=fate is Fate.UNKNOWN",
+        "doubtful=False",
+    ),
+    Named(
+        "a peer's end buries the sessions of its other lives",
+        f"{RUNTIME}/driver/sessions.py",
+        "if each.life == (peer, incarnation)]",
+        "if each.peer == peer]",
+    ),
+    Named(
+        "a driver that holds memory says that it may leave",
+        f"{RUNTIME}/driver/driver.py",
+        "return not self._held",
+        "return True",
+    ),
+    Named(
+        "a lifeline closes though memory is not free",
+        f"{RUNTIME}/owner/loop.py",
+        "if free and self.driver.may_leave:",
+        "if True:",
+    ),
+    Named(
+        "a driver takes time before what has come",
+        f"{RUNTIME}/driver/driver.py",
+        """        for event in arrived:
+            self.take(event, now)
+        self.pass_time(now)
+""",
+        """        self.pass_time(now)
+        for event in arrived:
+            self.take(event, now)
+""",
+    ),
+    Named(
+        "an owner takes time before what has come",
+        f"{RUNTIME}/owner/loop.py",
+        "        self.driver.turn(self._arrived(ready), now)\n",
+        "        self.driver.pass_time(now)\n        self.driver.turn(self._arrived(ready), now)\n",
+    ),
+    Named(
+        "nobody asks after the process of a lost session",
+        f"{RUNTIME}/driver/driver.py",
+        "if not record.is_over:",
+        "if False:",
+    ),
+    Named(
+        "the owner's port asks nobody",
+        f"{RUNTIME}/owner/suspects.py",
+        "            self._prober.suspect(record.peer, record.incarnation, address)",
+        "            pass",
+    ),
+    Named(
+        "a busy write raises suspicion",
+        f"{RUNTIME}/driver/driver.py",
+        "if record is not None and fate is not Fate.BUSY:",
+        "if record is not None:",
+    ),
+)
+
+
+def named_mutants(tree: Path) -> Iterator[Mutant]:
+    """Each mistake, made in the code as it is."""
+    for each in NAMED:
+        source = (tree / each.path).read_text()
+        assert source.count(each.before) == 1, f"{each.path} has no longer {each.before!r}"
+        mutated = source.replace(each.before, each.after)
+        mutant = mutant_of(each.path, source, each.name, mutated)
+        assert mutant is not None, each.name
+        yield mutant

@@ -1,0 +1,109 @@
+"""A machine that answers what a test says, and ports that write down what they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import ClassVar
+
+from kvferry.config import ProtocolConfig
+from kvferry.ids import Peer, Room, Session
+from kvferry.layout import Layout, Parallel, attention
+from kvferry.plan import Plan, reshard
+from kvferry.protocol.endpoint import Endpoint, Identity, Link
+from kvferry.protocol.events import Action, Connect, Event, Scatter, Write
+from kvferry.protocol.messages import Envelope
+from kvferry.protocol.outcome import Failure, Outcome, Status
+from kvferry.runtime.driver.sessions import Record
+
+ME = Peer("prefill", 0)
+LAYOUT = Layout(attention(layers=1, kv_heads=1, head_dim=1), Parallel(), page_tokens=1)
+PLAN = reshard(LAYOUT, LAYOUT)
+# The least of them is a quarter of resend_s, or another that a test makes smaller.
+TIMES = ProtocolConfig(
+    resend_s=4.0, nudge_s=5.0, heartbeat_s=6.0, credit_patience_s=7.0, silence_s=60.0
+)
+
+
+class Puppet(Endpoint):
+    """Answers what a test says, and has the timers that a test gives it."""
+
+    exposed: ClassVar[bool] = False
+    num_quarantined = 0
+
+    def __init__(self, config: ProtocolConfig = TIMES) -> None:
+        super().__init__(Identity(ME, 1, LAYOUT, "model"), config)
+        self.heard: list[Event] = []
+        self.answers: dict[Event, list[Action]] = {}
+        self.timers: list[float] = []
+        self.breaks_at: Event | None = None
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        self.heard.append(event)
+        if event == self.breaks_at:
+            raise ZeroDivisionError
+        return self.answers.pop(event, [])
+
+    def status(self, room: Room) -> Status | None:
+        return None
+
+    def _room_timers(self) -> Iterable[float]:
+        return self.timers
+
+    def _make_plan(self, other: Layout) -> Plan:
+        return PLAN
+
+    def _settle(self) -> None: ...
+    def _link_lost(self, link: Link, failure: Failure) -> None: ...
+    def _link_gone(self, link: Link) -> None: ...
+    def _tick_rooms(self) -> None: ...
+
+    def _link_needed(self, link: Link) -> bool:
+        return False
+
+
+class ExposedPuppet(Puppet):
+    """One whose peers write into its memory."""
+
+    exposed: ClassVar[bool] = True
+
+
+class Desk:
+    """All the ports, and what they were asked. ``on_write`` answers writes at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, object]] = []
+        self.on_write: Callable[[Write], None] = lambda _: None
+
+    def send(self, peer: Peer, envelope: Envelope) -> None:
+        self.asked.append(("send", envelope.body))
+
+    def connect(self, action: Connect) -> None:
+        self.asked.append(("connect", action.session))
+
+    def write(self, action: Write) -> None:
+        self.asked.append(("write", action.op))
+        self.on_write(action)
+
+    def cut(self, session: Session) -> None:
+        self.asked.append(("cut", session))
+
+    def forget(self, session: Session) -> None:
+        self.asked.append(("forget", session))
+
+    def scatter(self, action: Scatter) -> None:
+        self.asked.append(("scatter", action.op))
+
+    def suspect(self, record: Record) -> None:
+        self.asked.append(("suspect", record.life))
+
+    def acquit(self, peer: Peer, incarnation: int) -> None:
+        self.asked.append(("acquit", (peer, incarnation)))
+
+    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+        self.asked.append(("sign", (peer, incarnation, metadata)))
+
+    def report(self, room: Room, outcome: Outcome) -> None:
+        self.asked.append(("report", room))
+
+    def release(self, room: Room) -> None:
+        self.asked.append(("release", room))

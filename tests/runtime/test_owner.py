@@ -1,0 +1,147 @@
+"""An owner's thread with a puppet for a machine: the order of a turn, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from runtime.puppet import ME, PLAN, Desk, Puppet
+
+from kvferry.config import ProtocolConfig
+from kvferry.ids import Peer, Session
+from kvferry.protocol.endpoint import Link
+from kvferry.protocol.events import Cancel, Connect, Event, Open, Release, Tick
+from kvferry.protocol.states import LinkState
+from kvferry.runtime.driver.driver import Driver, Ports
+from kvferry.runtime.lifeline import Address, Life, Lifeline, probe
+from kvferry.runtime.owner.channels import Dropped
+from kvferry.runtime.owner.inbox import Inbox
+from kvferry.runtime.owner.loop import Owner
+from kvferry.runtime.pulse import Pulse
+
+LIFE = 7
+PROBE_S, WAIT_S = 0.5, 15.0
+# So that a timer is due in every turn.
+HASTY = ProtocolConfig(resend_s=1e-9)
+FRAME, ITEM = Cancel("a frame"), Cancel("an item")
+PEER, OTHER = Peer("decode", 0), Peer("decode", 1)
+
+# What comes from other threads, and from peers.
+Turn = tuple[list[Event], list[Event | Dropped]]
+
+
+class Nothing:
+    """A part of an owner that these tests do not look at: it does nothing and holds nothing."""
+
+    pulse = Pulse("another")
+    stalled_s = inf
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(())
+
+
+class Sleepy(Nothing):
+    """A role that never wants to be woken."""
+
+    def wakeup(self) -> float:
+        return inf
+
+
+class Script:
+    """A poller, and a channel: in each turn there is what the script says, and then the end."""
+
+    def __init__(self, inbox: Inbox[object], *turns: Turn) -> None:
+        self._inbox = inbox
+        self._turns = iter(turns)
+        self._frames: list[Event | Dropped] = []
+        self.played = threading.Event()
+
+    def watch(self, what: object) -> None: ...
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.played.set()
+
+    def wait(self, timeout_s: float) -> set[object]:
+        turn = next(self._turns, None)
+        if turn is None:
+            self.played.set()
+        items, self._frames = turn or ([], [])
+        for item in items:
+            self._inbox.put(item)
+        return set()
+
+    def receive(self, ready: object) -> Iterator[Event | Dropped]:
+        yield from self._frames
+
+
+def played(puppet: Puppet, *turns: Turn, desk: Desk | None = None) -> Address:
+    """Have an owner play these turns, close it, and forget it: where its lifeline was."""
+    inbox = Inbox[object]()
+    script, rest = Script(inbox, *turns), Nothing()
+    ground = SimpleNamespace(lifeline=Lifeline("127.0.0.1", LIFE))
+    parts = dict.fromkeys(("config", "meter", "rooms", "mover", "copier", "prober"), rest)
+    outfit: Any = SimpleNamespace(ground=ground, inbox=inbox, poller=script, me=ME, **parts)
+    channel: Any = script
+    owner = Owner(Driver(puppet, Ports(*[desk or Desk()] * 5)), Sleepy(), channel, outfit)
+    owner.start()
+    assert script.played.wait(WAIT_S)
+    owner.close()
+    address: Address = ground.lifeline.address
+    return address
+
+
+def is_told_of(address: Address) -> bool:
+    """Whether others take the endpoint with that lifeline for gone."""
+    # What nobody refers to any more is closed.
+    gc.collect()
+    return probe(address, LIFE, PROBE_S) is Life.GONE
+
+
+def test_what_has_come_is_taken_before_time() -> None:
+    puppet = Puppet(HASTY)
+    puppet.timers = [0.0]
+    played(puppet, ([Open("r", inf)], []), ([ITEM], [FRAME]))
+    taken = puppet.heard[: puppet.heard.index(FRAME) + 2]
+    assert taken == [Open("r", inf), ITEM, FRAME, Tick()]
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_others_are_told_of_an_end_only_when_memory_is_free(free: bool) -> None:
+    puppet = Puppet(HASTY)
+    puppet.answers[ITEM] = [Release("r")] if free else []
+    address = played(puppet, ([Open("r", inf)], []), ([ITEM], []))
+    assert is_told_of(address) == free
+
+
+def test_a_broken_owner_tells_nobody_of_its_end() -> None:
+    """Its mover may still be writing."""
+    puppet = Puppet(HASTY)
+    puppet.breaks_at = ITEM
+    assert not is_told_of(played(puppet, ([Open("r", inf)], []), ([ITEM], [])))
+
+
+@pytest.mark.parametrize(("peer", "concerns"), [(PEER, [PEER]), (None, [PEER, OTHER])])
+def test_a_connection_that_ends_is_a_sign_for_those_it_concerns(
+    peer: Peer | None, concerns: list[Peer]
+) -> None:
+    puppet, desk = Puppet(HASTY), Desk()
+    puppet.answers[ITEM] = []
+    for number, each in enumerate((PEER, OTHER)):
+        session = Session(LIFE, number)
+        puppet.links[session] = Link(each, session, LinkState.UP, PLAN, LIFE, inf, inf, 0.0)
+        puppet.answers[ITEM].append(Connect(each, LIFE, session, b"card"))
+    played(puppet, ([ITEM], []), ([], [Dropped(peer)]), desk=desk)
+    signs = [what for name, what in desk.asked if name == "sign"]
+    assert signs == [(each, LIFE, b"card") for each in concerns]

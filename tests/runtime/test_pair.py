@@ -1,0 +1,186 @@
+"""Two endpoints in one process, with all their threads: every byte, every way a room ends."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from runtime.fleets import HEADS, QUICK, eventually, layout
+from runtime.test_threads import view_of
+
+from kvferry.copy.cpu import copy_binding
+from kvferry.errors import Misuse
+from kvferry.plan.choose import Path
+from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
+from kvferry.rendezvous.records import InstanceView
+from kvferry.runtime.config import EndpointConfig
+from kvferry.runtime.memory import Memory
+from kvferry.runtime.source import SourceEndpoint
+from kvferry.runtime.target import TargetEndpoint
+from kvferry.transport.base import Setup
+from kvferry.transport.shm import ShmTransport
+
+LAYOUT = layout(HEADS, 4)
+NUM_PAGES = 16
+WAIT_S = 15.0
+
+
+class Moving(ShmTransport):
+    """Shared memory that leaves its writes to the mover."""
+
+    name: ClassVar[str] = "shm"
+    writes_at_once: ClassVar[bool] = False
+
+
+class Means(NamedTuple):
+    name: str
+    transport: type[ShmTransport]
+    config: EndpointConfig
+
+    def __str__(self) -> str:
+        return self.name
+
+
+AT_ONCE = Means("at-once", ShmTransport, EndpointConfig(protocol=QUICK))
+MOVED = Means("moved", Moving, EndpointConfig(protocol=QUICK))
+NUMBERS = itertools.count()
+
+
+class Pair(NamedTuple):
+    """A source and a target."""
+
+    source: SourceEndpoint
+    target: TargetEndpoint
+    view: InstanceView
+    pools: tuple[list[np.ndarray], list[np.ndarray]]
+    registry: CollectorRegistry
+
+    def of(self, metric: str, **labels: str) -> float:
+        labels |= {"endpoint": "p/0", "transport": "shm"}
+        return self.registry.get_sample_value(f"kvferry_{metric}", labels) or 0.0
+
+
+def _arrays(owners: Any) -> list[np.ndarray]:
+    return [np.asarray(each).view(np.uint8) for each in owners]
+
+
+@contextlib.contextmanager
+def pair_by(means: Means) -> Iterator[Pair]:
+    setups = [Setup(agent=f"pair-{next(NUMBERS)}", copy=copy_binding) for _ in range(2)]
+    ours, theirs = (means.transport(setup) for setup in setups)
+    memories = [Memory.allocate(LAYOUT, 0, NUM_PAGES, each.allocate) for each in (ours, theirs)]
+    pools = [_arrays(memory.owners) for memory in memories]
+    registry = CollectorRegistry()
+    with (
+        SourceEndpoint(
+            *(LAYOUT, memories[0]),
+            name="p",
+            model="m",
+            transport=ours,
+            config=means.config,
+            registry=registry,
+        ) as source,
+        TargetEndpoint(
+            *(LAYOUT, memories[1]), name="d", model="m", transport=theirs, config=means.config
+        ) as target,
+    ):
+        yield Pair(source, target, view_of(source.record), (pools[0], pools[1]), registry)
+
+
+@pytest.mark.parametrize("means", [AT_ONCE, MOVED], ids=str)
+def test_every_byte_arrives(means: Means) -> None:
+    with pair_by(means) as pair:
+        ours, theirs = pair.pools
+        for number, pool in enumerate(ours):
+            pool[:] = np.random.default_rng(number).integers(1, 255, pool.shape)
+        num_tokens, half = NUM_PAGES * 4, NUM_PAGES // 2
+        pages = list(range(NUM_PAGES))
+        into = pair.target.receive("r", prefill=pair.view, tokens=num_tokens, pages=pages)
+        out = pair.source.open("r")
+        out.prepare((0, num_tokens // 2), pages[:half])
+        out.push((0, num_tokens // 2), pages[:half])
+        out.push((num_tokens // 2, num_tokens), pages[half:])
+        out.close(b"first token")
+        assert into.wait(WAIT_S) == Done(b"first token")
+        assert into.metadata == b"first token"
+        assert isinstance(out.wait(WAIT_S), Done)
+        assert [each.status for each in (out, into)] == [Status.DONE] * 2
+        for sent, got in zip(ours, theirs, strict=True):
+            assert np.array_equal(sent, got)
+        for handle in (out, into):
+            handle.wait_released(WAIT_S)
+        num_bytes = sum(pool.nbytes for pool in ours)
+        assert sum(pair.of("bytes_total", path=path) for path in Path) == num_bytes
+        assert pair.of("rooms_total", outcome="done", reason="") == 1
+        # The next room finds everything as the first one did.
+        again = pair.target.receive("s", prefill=pair.view, tokens=4, pages=[0])
+        next_out = pair.source.open("s")
+        next_out.push((0, 4), [1])
+        next_out.close()
+        assert isinstance(again.wait(WAIT_S), Done)
+        assert isinstance(next_out.wait(WAIT_S), Done)
+        next_out.wait_released(WAIT_S)
+    assert pair.source.close()
+    assert pair.target.close()
+
+
+def code(outcome: object) -> FailureCode | None:
+    return outcome.code if isinstance(outcome, Failure) else None
+
+
+@pytest.mark.parametrize("who", ["source", "target"])
+def test_either_side_may_give_a_room_up(who: str) -> None:
+    with pair_by(MOVED) as pair:
+        into = pair.target.receive("r", prefill=pair.view, tokens=8, pages=[0, 1])
+        out = pair.source.open("r")
+        out.push((0, 4), [0])
+        eventually(lambda: out.status is not Status.CONNECTING)
+        (out if who == "source" else into).abort()
+        for handle in (out, into):
+            assert code(handle.wait(WAIT_S)) is FailureCode.ABORTED
+            handle.wait_released(WAIT_S)
+            assert handle.status is Status.FAILED
+
+
+def test_a_room_whose_sides_differ_fails_alone() -> None:
+    with pair_by(AT_ONCE) as pair:
+        both = [pair.target.receive(r, prefill=pair.view, tokens=4, pages=[0]) for r in "ab"]
+        wrong, right = pair.source.open("a"), pair.source.open("b")
+        wrong.push((0, 4), [0])
+        wrong.close(tokens=2)
+        for handle in (wrong, both[0]):
+            assert code(handle.wait(WAIT_S)) is FailureCode.TOKENS_DIFFER
+        right.push((0, 4), [1])
+        right.close()
+        assert isinstance(both[1].wait(WAIT_S), Done)
+        assert isinstance(right.wait(WAIT_S), Done)
+
+
+def test_a_room_that_nobody_fills_ends_with_its_deadline() -> None:
+    with pair_by(AT_ONCE) as pair:
+        into = pair.target.receive("r", prefill=pair.view, tokens=4, pages=[0], deadline_s=0.3)
+        out = pair.source.open("r", deadline_s=0.3)
+        assert code(into.wait(WAIT_S)) is FailureCode.DEADLINE
+        assert code(out.wait(WAIT_S)) is FailureCode.DEADLINE
+        for handle in (out, into):
+            handle.wait_released(WAIT_S)
+        pair.source.open("twice")
+        with pytest.raises(Misuse, match="open already"):
+            pair.source.open("twice")
+
+
+def test_whoever_has_closed_is_gone_for_the_other() -> None:
+    with pair_by(MOVED) as pair:
+        into = pair.target.receive("r", prefill=pair.view, tokens=4, pages=[0])
+        out = pair.source.open("r")
+        out.push((0, 4), [0])
+        eventually(lambda: out.status is not Status.CONNECTING)
+        assert pair.source.close()
+        assert isinstance(out.outcome, Failure)
+        assert isinstance(into.wait(WAIT_S), Failure)
+        into.wait_released(WAIT_S)
