@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from kvferry.runtime.card import Card
 
 from kvferry.ids import Peer, Session
 from kvferry.mailbox import Mailbox
@@ -15,6 +14,7 @@ from kvferry.runtime.driver.driver import PeerGone
 from kvferry.runtime.driver.sessions import Record
 from kvferry.runtime.lifeline import Address
 from kvferry.runtime.owner.suspects import Suspects
+from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.runtime.prober import Prober
 
 GONE, STUCK, OTHER = Peer("gone", 0), Peer("stuck", 0), Peer("other", 0)
@@ -117,21 +117,21 @@ def record_of(peer: Peer, metadata: bytes) -> Record:
     return Record(peer, LIFE, Session(LIFE, 1), metadata, exposed=True)
 
 
-def card(address: Address) -> bytes:
-    return Card("shm", b"", address).encode()
+def metadata_with(address: Address) -> bytes:
+    return PeerMetadata("shm", b"", address).encode()
 
 
-def test_a_driver_asks_through_the_cards_of_its_peers(
+def test_a_driver_asks_through_what_it_was_told_by_its_peers(
     prober: Prober, told: Mailbox[PeerGone], listener: socket.socket
 ) -> None:
     suspects = Suspects(prober)
     suspects.suspect(record_of(OTHER, b"no card"))
     suspects.sign(OTHER, LIFE, b"no card")
-    suspects.suspect(record_of(STUCK, card(listener.getsockname())))
+    suspects.suspect(record_of(STUCK, metadata_with(listener.getsockname())))
     asked(listener)
     suspects.acquit(STUCK, LIFE)
     nobody_asks(listener, prober, told)
-    suspects.suspect(record_of(GONE, card(refusing())))
+    suspects.suspect(record_of(GONE, metadata_with(refusing())))
     assert told.take(WAIT_S) == PeerGone(GONE, LIFE)
-    suspects.sign(GONE, LIFE + 1, card(refusing()))
+    suspects.sign(GONE, LIFE + 1, metadata_with(refusing()))
     assert told.take(WAIT_S) == PeerGone(GONE, LIFE + 1)

@@ -39,7 +39,7 @@ from kvferry.transport.cuda_waiter import Waiter
 _Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
-class _Metadata(msgspec.Struct, frozen=True, tag="cuda", forbid_unknown_fields=True):
+class _CudaMetadata(msgspec.Struct, frozen=True, tag="cuda", forbid_unknown_fields=True):
     """What peers may write: spans of the memory of one GPU of one process, and regions in them.
 
     ``life`` is a random number by which a process knows its own, and which it can prove.
@@ -61,7 +61,7 @@ _own: dict[bytes, Exports] = {}
 class _MappedPeer(Remote):
     """A peer's regions in our address space."""
 
-    def __init__(self, gpu: Gpu, theirs: _Metadata) -> None:
+    def __init__(self, gpu: Gpu, theirs: _CudaMetadata) -> None:
         self.num_writes = 0
         self.is_left = False
         self._mappings: list[MappedSpan] = []
@@ -71,7 +71,7 @@ class _MappedPeer(Remote):
             bases[place.span] + place.offset if place.num_bytes else 0 for place in theirs.regions
         )
 
-    def _bases(self, gpu: Gpu, theirs: _Metadata) -> list[int]:
+    def _bases(self, gpu: Gpu, theirs: _CudaMetadata) -> list[int]:
         own = _own.get(theirs.life)
         if own is not None and own.spans == theirs.spans:
             return own.addresses
@@ -150,12 +150,14 @@ class CudaTransport(Transport):
         ours = self._exports
         told = (ours.proof, ours.spans, ours.places) if ours else (0, (), ())
         proof, spans, places = told
-        return msgspec.msgpack.encode(_Metadata(self._life, proof, pid, began, gpu, spans, places))
+        return msgspec.msgpack.encode(
+            _CudaMetadata(self._life, proof, pid, began, gpu, spans, places)
+        )
 
     def connect(self, metadata: bytes) -> Remote:
         """Map the peer's memory."""
         try:
-            theirs = msgspec.msgpack.decode(metadata, type=_Metadata)
+            theirs = msgspec.msgpack.decode(metadata, type=_CudaMetadata)
         except msgspec.DecodeError as error:
             raise TransportError(
                 f"the peer's cuda metadata can't be read ({error}); run one version of kvferry"
@@ -269,7 +271,7 @@ def _device_of(regions: Sequence[Region]) -> Device:
     return devices.pop()
 
 
-def _demand_inside(theirs: _Metadata) -> None:
+def _demand_inside(theirs: _CudaMetadata) -> None:
     """Every region lies in a span that is there."""
     for place in theirs.regions:
         if place.num_bytes and place.span >= len(theirs.spans):

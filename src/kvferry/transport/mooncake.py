@@ -39,26 +39,26 @@ OPTIONS = {"protocol": "tcp", "device": ""}
 _Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _MooncakePlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A region."""
 
     address: _Size
     num_bytes: _Size
 
 
-class _Metadata(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown_fields=True):
+class _MooncakeMetadata(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown_fields=True):
     """What peers may write, and where the engine is."""
 
     agent: Annotated[str, Meta(max_length=512)]
     host: Annotated[str, Meta(min_length=1, max_length=256)]
     port: Annotated[int, Meta(gt=0, lt=1 << 16)]
-    regions: Annotated[tuple[_Place, ...], Meta(max_length=MAX_REGIONS)]
+    regions: Annotated[tuple[_MooncakePlace, ...], Meta(max_length=MAX_REGIONS)]
 
 
 class _Connected(Remote):
     """A peer's regions, and the lane to it."""
 
-    def __init__(self, theirs: _Metadata, lane: Lane) -> None:
+    def __init__(self, theirs: _MooncakeMetadata, lane: Lane) -> None:
         self.sizes = tuple(place.num_bytes for place in theirs.regions)
         self.addresses = np.array([place.address for place in theirs.regions], dtype=np.int64)
         self.lane = lane
@@ -128,14 +128,16 @@ class MooncakeTransport(Transport):
 
     def metadata(self) -> bytes:
         """Where the engine is, and the regions if peers may write them."""
-        places = tuple(_Place(at.address, at.num_bytes) for at in self._public)
+        places = tuple(_MooncakePlace(at.address, at.num_bytes) for at in self._public)
         port = self._engine.get_rpc_port()
-        return msgspec.msgpack.encode(_Metadata(self.setup.agent, self.setup.host, port, places))
+        return msgspec.msgpack.encode(
+            _MooncakeMetadata(self.setup.agent, self.setup.host, port, places)
+        )
 
     def connect(self, metadata: bytes) -> Remote:
         """Get to know a peer's engine. The connection itself is made in the background."""
         try:
-            theirs = msgspec.msgpack.decode(metadata, type=_Metadata)
+            theirs = msgspec.msgpack.decode(metadata, type=_MooncakeMetadata)
         except msgspec.DecodeError as error:
             raise TransportError(
                 f"the peer's mooncake metadata can't be read ({error}); run one version of kvferry"
@@ -144,7 +146,7 @@ class MooncakeTransport(Transport):
         self._courier.open(remote.lane)
         return remote
 
-    def _name_of(self, theirs: _Metadata) -> str:
+    def _name_of(self, theirs: _MooncakeMetadata) -> str:
         """What Mooncake knows the peer by: never what it knew another by.
 
         It remembers for ever what it found at a place. Somebody else who comes to be at

@@ -20,7 +20,7 @@ _MAX_AGENT_BYTES = 64 << 20
 _Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _NixlPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A region."""
 
     address: _Size
@@ -34,7 +34,7 @@ class Metadata(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=Tr
 
     name: Annotated[str, Meta(min_length=1, max_length=512)]
     agent: Annotated[bytes, Meta(max_length=_MAX_AGENT_BYTES)]
-    regions: Annotated[tuple[_Place, ...], Meta(max_length=MAX_REGIONS)]
+    regions: Annotated[tuple[_NixlPlace, ...], Meta(max_length=MAX_REGIONS)]
 
 
 def encode(name: str, agent: bytes, regions: Sequence[Region]) -> bytes:

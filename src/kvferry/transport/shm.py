@@ -36,7 +36,7 @@ _Name = Annotated[str, Meta(pattern=segments.NAME_PATTERN)]
 _Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _ShmPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A region: which segment, and where in it."""
 
     segment: Annotated[int, Meta(ge=0, lt=MAX_REGIONS)]
@@ -48,14 +48,14 @@ class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return self.offset + self.num_bytes
 
 
-class _Metadata(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=True):
+class _ShmMetadata(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=True):
     """What peers may write: segments by name, regions in their order."""
 
     segments: Annotated[tuple[_Name, ...], Meta(max_length=MAX_REGIONS)]
-    regions: Annotated[tuple[_Place, ...], Meta(max_length=MAX_REGIONS)]
+    regions: Annotated[tuple[_ShmPlace, ...], Meta(max_length=MAX_REGIONS)]
 
 
-def _lengths(metadata: _Metadata) -> list[int]:
+def _lengths(metadata: _ShmMetadata) -> list[int]:
     """How much of each segment the regions reach."""
     lengths = [0] * len(metadata.segments)
     for place in metadata.regions:
@@ -66,7 +66,7 @@ def _lengths(metadata: _Metadata) -> list[int]:
 class _Mapped(Remote):
     """A peer's segments in our memory."""
 
-    def __init__(self, metadata: _Metadata) -> None:
+    def __init__(self, metadata: _ShmMetadata) -> None:
         self.limits = Limits([place.num_bytes for place in metadata.regions])
         self._mappings: list[Mapping] = []
         try:
@@ -101,7 +101,7 @@ class ShmTransport(Transport):
         self._segments: list[Segment] = []
         self._remotes: set[_Mapped] = set()
         self._ended: list[Ended] = []
-        self._metadata = _Metadata((), ())
+        self._metadata = _ShmMetadata((), ())
         self._limits = Limits(())
         self._addresses: list[int] = []
 
@@ -128,7 +128,7 @@ class ShmTransport(Transport):
                 "the shm transport carries host memory only; use cuda or nixl for pools on a GPU"
             )
         if writable:
-            self._metadata = _Metadata(
+            self._metadata = _ShmMetadata(
                 tuple(segment.name for segment in self._segments),
                 tuple(self._place(region) for region in regions),
             )
@@ -136,11 +136,11 @@ class ShmTransport(Transport):
         self._limits = Limits([region.num_bytes for region in regions])
         self._addresses = [region.address for region in regions]
 
-    def _place(self, region: Region) -> _Place:
+    def _place(self, region: Region) -> _ShmPlace:
         for index, segment in enumerate(self._segments):
             offset = region.address - segment.mapping.address
             if offset >= 0 and offset + region.num_bytes <= segment.mapping.num_bytes:
-                return _Place(index, offset, region.num_bytes)
+                return _ShmPlace(index, offset, region.num_bytes)
         raise TransportError(
             f"a pool of {region.num_bytes} bytes is not in shared memory, so peers can't write "
             f"it; make it with the transport's allocate()"
@@ -153,7 +153,7 @@ class ShmTransport(Transport):
     def connect(self, metadata: bytes) -> Remote:
         """Map the peer's segments."""
         try:
-            theirs = msgspec.msgpack.decode(metadata, type=_Metadata)
+            theirs = msgspec.msgpack.decode(metadata, type=_ShmMetadata)
         except msgspec.DecodeError as error:
             raise TransportError(
                 f"the peer's shm metadata can't be read ({error}); run one version of kvferry"
