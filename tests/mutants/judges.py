@@ -42,8 +42,8 @@ def _tests(folder: str, names: str) -> tuple[str, ...]:
 
 
 _MACHINES = "machines machine_aborts machine_failures sessions lost_links limits regressions"
-_PARTS = "credits digests ledger parcels spanset handshake checks config codec docs"
-_PIECES = "tables handles keys lifeline control signing metrics memory threads closing"
+_PARTS = "credits digests ledger cutting spanset handshake checks config codec docs"
+_PIECES = "tables handles keys lifeline control agreement metrics memory threads closing"
 _CARRIED = "tests/runtime/test_carry.py::test_every_byte_arrives_and_no_other_is_touched"
 _PROCESSES = (
     *(f"{_CARRIED}[tp3-tp2-{way}]" for way in ("shm", "nixl")),
@@ -59,7 +59,7 @@ JUDGES = (
     Judge("sim", DRIVEN),
     Judge("machines", DRIVEN, _tests("protocol", _MACHINES)),
     Judge("parts", ("protocol",), _tests("protocol", _PARTS)),
-    Judge("pair", THREADS, _tests("runtime", "pair owner prober")),
+    Judge("pair", THREADS, _tests("runtime", "pair owner mover prober")),
     Judge("pieces", THREADS, _tests("runtime", _PIECES)),
     Judge("processes", THREADS, _PROCESSES),
 )

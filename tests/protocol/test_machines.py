@@ -12,7 +12,7 @@ from kvferry.ids import Peer
 from kvferry.layout import CacheSpec, DType, Layout, Paged, Parallel, Slot, Span, attention
 from kvferry.layout.spec import Group, Tensor, Window
 from kvferry.plan import Request
-from kvferry.protocol.events import Finish, Prepare, Push, Received, Sent, Tick
+from kvferry.protocol.events import Cancel, Finish, Prepare, Push, Received, Sent, Tick
 from kvferry.protocol.lanes import StagePolicy, never_stage
 from kvferry.protocol.messages import (
     Accept,
@@ -247,6 +247,34 @@ def test_without_credits_a_lane_loses_patience_and_writes_directly() -> None:
     assert w.outcomes(ROOM) == {"done"}
     assert w.source().counts["impatient"] > 0
     assert {b.serial for b in w.where(Arrived) if isinstance(b, Arrived)} == {None}
+    w.finish()
+
+
+def test_early_offers_of_all_targets_count() -> None:
+    w = world(layout(DENSE), layout(DENSE, tp=2))
+    w.receive(ROOM, Request(8))
+    w.run()
+    w.open(ROOM)
+    w.each_source(Cancel(ROOM))
+    w.run()
+    assert ROOM not in w.source().rooms, "it is kept only for offers that have not come"
+    w.finish()
+
+
+def test_patience_begins_with_the_first_block_that_waits() -> None:
+    w = world(layout(DENSE), layout(DENSE), staged=True)
+    w.drops = lambda _, envelope: isinstance(envelope.body, Grant)
+    w.open(ROOM)
+    w.receive(ROOM, Request(16))
+    w.run()
+    for first in (0, 4, 8):
+        w.each_source(Push(ROOM, Span(first, first + 4)))
+        w.wait(w.config.credit_patience_s * 0.4)
+    assert w.landed, "every push begins it anew"
+    w.drops = lambda _, __: False
+    w.prefill_all(ROOM, 16, first=12)
+    w.wait(4)
+    assert w.outcomes(ROOM) == {"done"}
     w.finish()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from wire import DENSE, MODEL, ROOM, World, always_stage, dense, let_go, moving
@@ -11,7 +12,7 @@ from wire import small_world as world
 
 from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse
-from kvferry.ids import Op, Peer, Serial
+from kvferry.ids import Generation, Op, Peer, Serial, Session
 from kvferry.layout import Layout, Span
 from kvferry.plan import Block, Request
 from kvferry.protocol.events import (
@@ -38,6 +39,7 @@ from kvferry.protocol.messages import (
     Arrived,
     Drained,
     Envelope,
+    Nudge,
     Offer,
     Staging,
     Table,
@@ -283,6 +285,39 @@ def test_a_note_may_not_name_more_than_its_slot_holds(tokens: int) -> None:
     w.tell(T0, Received(Envelope(S0, w.source().incarnation, link.session, 0, note)))
     assert not w.scatters, "it would read behind the slot"
     assert code(w, T0) is FailureCode.BAD_NOTE
+    let_go(w)
+    w.finish()
+
+
+def test_a_nudge_about_a_room_that_is_not_known_is_answered() -> None:
+    w = world()
+    moving(w, 16)
+    (link,) = w.target().links.values()
+    nudge = Envelope(T0, w.target().incarnation, link.session, 0, Nudge("another", Generation(1)))
+    w.tell(S0, Received(nudge))
+    (drained,) = w.where(Drained)
+    assert isinstance(drained, Drained)
+    assert (drained.room, drained.failure.code) == ("another", FailureCode.UNKNOWN_ROOM)
+    w.each_source(Cancel(ROOM))
+    let_go(w)
+    w.finish()
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_only_a_rooms_own_source_is_heard_about_it(rank: int) -> None:
+    w = world()
+    moving(w, 16)
+    target = w.target()
+    (link,) = target.links.values()
+    stranger, session = Peer("another", rank), Session(99, 1, 99, 1)
+    target.links[session] = replace(link, peer=stranger, session=session)
+    assert link.incarnation is not None
+    failure = Failure.of(FailureCode.ABORTED, "says a stranger")
+    abort = Abort(ROOM, target.rooms[ROOM].generation, failure)
+    w.tell(T0, Received(Envelope(stranger, link.incarnation, session, 0, abort)))
+    assert target.rooms[ROOM].failure is None
+    del target.links[session]
+    w.each_source(Cancel(ROOM))
     let_go(w)
     w.finish()
 

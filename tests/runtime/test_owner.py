@@ -16,12 +16,15 @@ from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer, Session
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Cancel, Connect, Event, Open, Release, Tick
+from kvferry.protocol.messages import Envelope, Heartbeat
 from kvferry.protocol.states import LinkState
 from kvferry.runtime.driver.driver import Driver, Ports
+from kvferry.runtime.handles import Handle
 from kvferry.runtime.lifeline import Address, Life, Lifeline, probe
-from kvferry.runtime.owner.channels import Dropped
+from kvferry.runtime.owner.channels import Dropped, TargetChannel
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.loop import Owner
+from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.pulse import Pulse
 
 LIFE = 7
@@ -90,15 +93,15 @@ def played(puppet: Puppet, *turns: Turn, desk: Desk | None = None) -> Address:
     """Have an owner play these turns, close it, and forget it: where its lifeline was."""
     inbox = Inbox[object]()
     script, rest = Script(inbox, *turns), Nothing()
-    ground = SimpleNamespace(lifeline=Lifeline("127.0.0.1", LIFE))
+    setup = SimpleNamespace(lifeline=Lifeline("127.0.0.1", LIFE))
     parts = dict.fromkeys(("config", "meter", "rooms", "mover", "copier", "prober"), rest)
-    outfit: Any = SimpleNamespace(ground=ground, inbox=inbox, poller=script, me=ME, **parts)
+    outfit: Any = SimpleNamespace(setup=setup, inbox=inbox, poller=script, me=ME, **parts)
     channel: Any = script
     owner = Owner(Driver(puppet, Ports(*[desk or Desk()] * 5)), Sleepy(), channel, outfit)
     owner.start()
     assert script.played.wait(WAIT_S)
     owner.close()
-    address: Address = ground.lifeline.address
+    address: Address = setup.lifeline.address
     return address
 
 
@@ -145,3 +148,46 @@ def test_a_connection_that_ends_is_a_sign_for_those_it_concerns(
     played(puppet, ([ITEM], []), ([], [Dropped(peer)]), desk=desk)
     signs = [what for name, what in desk.asked if name == "sign"]
     assert signs == [(each, LIFE, b"card") for each in concerns]
+
+
+def test_a_room_that_is_released_is_forgotten_by_all_who_kept_something_of_it() -> None:
+    meter: Any = Nothing()
+    rooms = RoomTable[Handle](ME, meter)
+    heard: list[object] = []
+    rooms.on_release = heard.append
+    rooms.on_empty = lambda: heard.append("empty")
+    handles = [Handle(name) for name in ("a", "b")]
+    for handle in handles:
+        rooms.add(handle)
+    for handle in handles:
+        rooms.release(handle.room)
+    assert heard == ["a", "b", "empty"]
+    assert [handle.released for handle in handles] == [True, True]
+    assert len(rooms) == 0
+
+
+class Watch(Nothing):
+    """A poller that knows what it watches."""
+
+    def __init__(self) -> None:
+        self.watched: set[object] = set()
+        self.watch = self.watched.add
+        self.unwatch = self.watched.remove
+
+
+def test_a_source_that_has_moved_is_reached_where_it_is_and_nowhere_else() -> None:
+    address = "tcp://127.0.0.1:1"
+    watch: Any = Watch()
+    rest: Any = Nothing()
+    channel = TargetChannel(ME, watch, rest, None, lambda _: address)
+    frame = Envelope(ME, LIFE, Session(LIFE, 1), 1, Heartbeat())
+    watched = []
+    for address in ("tcp://127.0.0.1:1", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"):  # noqa: B007
+        channel.send(PEER, frame)
+        watched.append(set(watch.watched))
+    assert watched[0] == watched[1]
+    assert len(watched[2]) == len(watched[0])
+    assert not watched[2] & watched[0]
+    assert channel.peers == {PEER}
+    channel.close()
+    assert not watch.watched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -184,3 +185,24 @@ def test_whoever_has_closed_is_gone_for_the_other() -> None:
         assert isinstance(out.outcome, Failure)
         assert isinstance(into.wait(WAIT_S), Failure)
         into.wait_released(WAIT_S)
+
+
+class Computing:
+    """A GPU's event that has happened when it was asked for often enough."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+        self.happened = threading.Event()
+
+    def query(self) -> bool:
+        self.left -= 1
+        if self.left <= 0:
+            self.happened.set()
+        return self.left <= 0
+
+
+def test_a_push_that_waits_is_looked_at_often_and_not_only_when_something_comes() -> None:
+    with pair_by(AT_ONCE) as pair:
+        after = Computing(300)
+        pair.source.open("r").push((0, 4), [0], after)
+        assert after.happened.wait(WAIT_S)

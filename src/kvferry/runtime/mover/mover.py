@@ -8,6 +8,7 @@ a write means, is the driver's.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -25,6 +26,8 @@ from kvferry.protocol.events import Fate
 from kvferry.runtime.mover.calibration import Calibration
 from kvferry.runtime.pulse import Pulse
 from kvferry.transport.base import Ended, Remote, Transport
+
+log = logging.getLogger("kvferry.runtime")
 
 # Those that this process may use, which in a container or under taskset are not all.
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -267,10 +270,12 @@ class Mover:
             self._calibration_ended(ended)
             return
         flight = self._flights.pop(ended.op, None)
-        if flight is None:
+        if flight is not None:
+            self._tell(flight.end(ended))
+        elif self.transport.writes_at_once:
             self._early[ended.op] = ended
         else:
-            self._tell(flight.end(ended))
+            log.error("write-ended-twice op=%d fate=%s", ended.op, ended.fate)
 
     # ------------------------------------------------------------ measuring
 

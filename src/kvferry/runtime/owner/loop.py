@@ -76,12 +76,15 @@ class Owner:
         self._lifeline = outfit.setup.lifeline
         self._meter = outfit.meter
         self._tidy_at = 0.0
+        # When this turn began: one time for all that came with it.
+        self._now = time.monotonic()
         for fd in (self._inbox, self._lifeline):
             self._poller.watch(fd.fileno())
         self._pulse = Pulse("owner", lambda: len(self._inbox) > 0)
         pulses = [self._pulse, outfit.mover.pulse, outfit.copier.pulse]
         self._patient = Patient(pulses, outfit.config.stalled_s, self._told_of_stall)
         self._closing = False
+        self._closed = False
         self._stopped = False
         self._empty = threading.Event()
         self.rooms.on_empty = self._on_empty
@@ -103,8 +106,9 @@ class Owner:
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Abort what goes on, end the threads, and say whether all memory is free."""
-        if self._stopped:
+        if self._closed:
             return not len(self.rooms)
+        self._closed = True
         self.rooms.shut("this endpoint is closing")
         self._inbox.put(Closing())
         # The wait also ends with a thread that breaks.
@@ -145,7 +149,7 @@ class Owner:
         until = max(now, self._wakeup(now))
         self._pulse.beat(until)
         ready = self._poller.wait(until - now)
-        now = time.monotonic()
+        now = self._now = time.monotonic()
         self._pulse.beat(now)
         self.driver.turn(self._arrived(ready), now)
         if self._lifeline.fileno() in ready:
@@ -204,13 +208,13 @@ class Owner:
     def take(self, event: Event) -> None:
         """Let the machine take a step. A misuse fails its room and nothing else."""
         try:
-            self.driver.take(event, time.monotonic())
+            self.driver.take(event, self._now)
         except Misuse as error:
             room = getattr(event, "room", None)
             if room is None:
                 raise
             failure = Failure.of(FailureCode.INTERNAL, str(error))
-            self.driver.take(Cancel(room, failure), time.monotonic())
+            self.driver.take(Cancel(room, failure), self._now)
         self.rooms.refresh(event, self.driver.machine.status)
 
     def _cancel(self, handle: Handle) -> None:

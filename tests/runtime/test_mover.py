@@ -1,0 +1,177 @@
+"""A mover's thread with a transport that writes down what it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, NamedTuple
+
+import pytest
+
+from kvferry.copy.cpu import copy_binding
+from kvferry.errors import TransportError
+from kvferry.ids import Op, Session
+from kvferry.mailbox import Mailbox
+from kvferry.plan.bind import Binding
+from kvferry.plan.choose import Constants, Path
+from kvferry.plan.places import Base
+from kvferry.protocol.events import Fate
+from kvferry.regions import Region
+from kvferry.runtime.mover.calibration import STEPS, Calibration
+from kvferry.runtime.mover.mover import (
+    Flight,
+    Measured,
+    Mover,
+    MoverNews,
+    Posting,
+    Reached,
+    Unreached,
+    WriteEnd,
+)
+from kvferry.transport.base import Ended, Remote, Setup, Transport
+
+ONE, TWO = Session(1, 1), Session(1, 2)
+BASES = Base(0, 0, 0), Base(0, 0, 0)
+BULK = Binding.bulk(*BASES, 4096)
+CONSTANTS = Constants(descriptor_s=1.0, bytes_per_s=1.0, copy_bytes_per_s=1.0)
+WAIT_S = 15.0
+
+
+class Diary(Transport):
+    """Ends every write with the next poll, in the way that a test says."""
+
+    name: ClassVar[str] = "diary"
+
+    def __init__(self) -> None:
+        super().__init__(Setup(agent="diary", copy=copy_binding))
+        self.asked: list[str] = []
+        self.fate: Fate | None = None
+        self.ended: list[Ended] = []
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None
+
+    def register(self, regions: Sequence[Region], *, writable: bool) -> None: ...
+
+    def metadata(self) -> bytes:
+        return b""
+
+    def connect(self, metadata: bytes) -> Remote:
+        if metadata == b"garbage":
+            raise TransportError("that is garbage")
+        return Remote()
+
+    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+        self.asked.append(f"write {op}")
+        self.ended.append(Ended(op, self.fate, "as told"))
+
+    def poll(self) -> list[Ended]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def disconnect(self, remote: Remote) -> None:
+        self.asked.append("disconnect")
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+class Desk(NamedTuple):
+    """A mover, its transport, and what it tells."""
+
+    mover: Mover
+    diary: Diary
+    told: Mailbox[MoverNews]
+
+    def reach(self, session: Session = ONE) -> None:
+        self.mover.reach(session, b"")
+        assert isinstance(self.told.take(WAIT_S), Reached)
+
+    def write(self, op: int, session: Session = ONE) -> WriteEnd:
+        self.mover.write(Posting(Op(op), session, BULK))
+        end = self.told.take(WAIT_S)
+        assert isinstance(end, WriteEnd)
+        return end
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    diary, told = Diary(), Mailbox[MoverNews]()
+    desk = Desk(Mover(diary, told.put, "mover"), diary, told)
+    desk.mover.start()
+    yield desk
+    desk.mover.close()
+    assert diary.asked[-1] == "close"
+
+
+@pytest.mark.parametrize("fate", [None, *Fate])
+def test_a_write_is_told_of_with_its_fate_and_size(desk: Desk, fate: Fate | None) -> None:
+    desk.reach()
+    desk.diary.fate = fate
+    end = desk.write(3)
+    assert (end.op, end.fate, end.detail) == (3, fate, "as told")
+    assert (end.path, end.num_bytes, end.num_pieces) == (Path.RUNS, 4096, 1)
+
+
+def test_nothing_of_a_session_starts_after_it_was_cut(desk: Desk) -> None:
+    for session in (ONE, TWO):
+        desk.reach(session)
+    desk.mover.cut(ONE)
+    assert desk.write(1).fate is Fate.FAILED
+    desk.mover.measure(ONE, Calibration(*BASES), CONSTANTS)
+    assert desk.write(2, TWO).fate is None
+    assert desk.diary.asked == ["write 2"]
+
+
+def test_a_peer_that_was_never_reached_says_why(desk: Desk) -> None:
+    desk.mover.reach(ONE, b"garbage")
+    assert desk.told.take(WAIT_S) == Unreached(ONE, "that is garbage")
+    assert desk.write(1)[1:3] == (Fate.FAILED, "that is garbage")
+    desk.mover.forget(ONE)
+    assert desk.write(1)[1:3] == (Fate.FAILED, "the session is over")
+    assert desk.diary.asked == []
+
+
+def test_a_peer_that_was_forgotten_is_let_go_and_may_be_reached_again(desk: Desk) -> None:
+    desk.reach()
+    desk.mover.cut(ONE)
+    desk.mover.forget(ONE)
+    desk.mover.forget(ONE)
+    assert desk.write(1).fate is Fate.FAILED
+    assert desk.diary.asked == ["disconnect"]
+    desk.reach()
+    assert desk.write(1).fate is None
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_write_that_began_elsewhere_is_told_of_once(desk: Desk, ends_first: bool) -> None:
+    flight = Flight(0.0, Path.SLICES, 12, 3)
+    if not ends_first:
+        desk.mover.follow(Op(5), flight)
+    desk.diary.ended.append(Ended(Op(5), None))
+    desk.diary.on_news()
+    if ends_first:
+        desk.mover.follow(Op(5), flight)
+    end = desk.told.take(WAIT_S)
+    assert isinstance(end, WriteEnd)
+    assert (end.op, end.fate, *end[3:6]) == (5, None, Path.SLICES, 12, 3)
+    desk.reach()
+    assert desk.write(6).op == 6
+
+
+def test_costs_are_measured_by_writes_of_its_own(desk: Desk) -> None:
+    desk.reach()
+    desk.mover.measure(ONE, Calibration(*BASES), CONSTANTS)
+    measured = desk.told.take(WAIT_S)
+    assert isinstance(measured, Measured)
+    assert measured.constants.copy_bytes_per_s == CONSTANTS.copy_bytes_per_s
+    assert desk.diary.asked == [f"write {-n}" for n in range(1, len(STEPS) + 1)]
+    assert desk.write(1).fate is None
+
+
+def test_a_measure_that_fails_ends_and_is_not_told_of(desk: Desk) -> None:
+    desk.reach()
+    desk.diary.fate = Fate.FAILED
+    desk.mover.measure(ONE, Calibration(*BASES), CONSTANTS)
+    assert desk.write(1).op == 1
+    assert desk.diary.asked == ["write -1", "write 1"]
