@@ -115,8 +115,11 @@ def test_everything_right(capsys: Capture, here: Path) -> None:
     assert found["output_tokens"] == tokens
     assert found["output_tokens_per_s"] == pytest.approx(tokens / found["seconds"])
     assert found["interrupted"] is False
-    # The shots are in every prompt and not asked; questions begin in the file's order.
-    assert server.asked == [problem.question for problem in PROBLEMS[8:]]
+    # The shots are in every prompt and not asked; questions begin in the file's order, and only
+    # those that are under way together may overtake each other.
+    wanted = [problem.question for problem in PROBLEMS[8:]]
+    assert sorted(server.asked) == sorted(wanted)
+    assert all(abs(server.asked.index(one) - place) < 3 for place, one in enumerate(wanted))
     for body in server.bodies:
         assert all(f"Answer: {problem.answer}\n\n" in body["prompt"] for problem in PROBLEMS[:8])
         assert body["stop"] == ["Question:"]

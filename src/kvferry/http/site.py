@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from kvferry.http.connections import Connection, Connections, Why
+from kvferry.http.connections import CLOSING_TURNS, Connection, Connections, Why
 from kvferry.http.limits import BACKLOG
 from kvferry.http.requests import identify
 
@@ -51,9 +51,22 @@ class HttpSite:
     async def stop(self) -> None:
         """Take no more connections, let handlers end in their time, close all. Idempotent."""
         if self._server is not None:
+            await self._stop_accepting(self._server)
             self._server.close()
         await self._runner.cleanup()
         await self._connections.close()
+
+    async def _stop_accepting(self, server: asyncio.Server) -> None:
+        """Let those in who have been accepted, and nobody else.
+
+        asyncio makes their connections in its next turns. If the server is closed by then it
+        fails to, since Python 3.12, and leaves their sockets open until they are collected.
+        """
+        loop = asyncio.get_running_loop()
+        for listener in server.sockets:
+            loop.remove_reader(listener.fileno())
+        for _ in range(CLOSING_TURNS):
+            await asyncio.sleep(0)
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):
