@@ -127,6 +127,12 @@ def test_everything_right(capsys: Capture, here: Path) -> None:
     assert server.most_under_way <= 3
 
 
+def test_one_at_a_time_questions_are_asked_in_the_files_order(capsys: Capture) -> None:
+    with answering(knows_all) as server:
+        document(capsys, 0, server, "--concurrency", "1")
+    assert server.asked == [problem.question for problem in PROBLEMS[8:]]
+
+
 def test_a_score_and_its_standard_error(capsys: Capture) -> None:
     with answering(knows_half) as server:
         found = document(capsys, 0, server, "--shots", "2", "--num", "10", "--log", "log.jsonl")
