@@ -24,7 +24,7 @@ from kvferry.serve.ranks.watch import Signs
 
 Models = dict[TinyKind, Path]
 # Long enough that a busy machine is not taken for a stopped rank.
-LOST_S = 8.0
+LOST_S = 6.0
 
 
 # ---------------------------------------------------------------- the decision
