@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from runtime.fleets import HEADS, QUICK, eventually, layout
 from runtime.test_threads import view_of
@@ -128,6 +129,28 @@ def test_every_byte_arrives(means: Means) -> None:
         next_out.wait_released(WAIT_S)
     assert pair.source.close()
     assert pair.target.close()
+
+
+def test_an_engine_that_allocated_its_cache_itself() -> None:
+    """Its tensors are moved into shared memory, and what it holds are views of them."""
+    kept, given = (torch.rand(3, NUM_PAGES, 4, 12, 14).to(torch.bfloat16) for _ in range(2))
+    ours, theirs = ({"kv": {"k": each[..., :8], "v": each[..., 8:]}} for each in (given, kept))
+    config = AT_ONCE.config
+    with (
+        SourceEndpoint(LAYOUT, ours, name="p", model="m", transport="shm", config=config) as source,
+        TargetEndpoint(
+            LAYOUT, theirs, name="d", model="m", transport="shm", config=config
+        ) as target,
+    ):
+        pages = list(range(NUM_PAGES))
+        into = target.receive(
+            "r", prefill=view_of(source.record), tokens=4 * NUM_PAGES, pages=pages[::-1]
+        )
+        out = source.open("r")
+        out.push((0, 4 * NUM_PAGES), pages)
+        out.close()
+        assert isinstance(into.wait(WAIT_S), Done)
+        assert torch.equal(kept, given.flip(1))
 
 
 def code(outcome: object) -> FailureCode | None:

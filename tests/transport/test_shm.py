@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from kvferry.errors import TransportError
 from kvferry.ids import Op
@@ -22,7 +23,8 @@ from kvferry.protocol.events import Fate
 from kvferry.regions import Device, Region
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, copy_by_memmove
 from kvferry.transport import segments
-from kvferry.transport.base import Copy, Setup
+from kvferry.transport.base import Copy, Ended, Setup
+from kvferry.transport.segments import Mapped
 from kvferry.transport.shm import ShmTransport
 
 PAGE = 4096
@@ -124,6 +126,43 @@ class TestMemory:
         address = ours.allocate(PAGE).ctypes.data
         with pytest.raises(TransportError, match="not in shared memory"):
             ours.register([Region(address + start, num_bytes)], writable=True)
+
+    def test_torch_tensors_are_moved_with_all_views_of_them(
+        self, ours: ShmTransport, theirs: ShmTransport
+    ) -> None:
+        cache = torch.arange(6 * PAGE, dtype=torch.int32)
+        low, high = cache[: 2 * PAGE], cache[3 * PAGE :].view(3, PAGE)[:, 5:]
+        theirs.adopt([low, high, np.zeros(3)])
+        assert torch.equal(cache, torch.arange(6 * PAGE, dtype=torch.int32))
+        address, num_bytes = low.data_ptr(), 4 * low.numel()
+        theirs.register([Region(address, num_bytes), Region(high.data_ptr(), 4)], writable=True)
+        assert len(names_of(theirs)) == 1
+        values = np.array([7, 8], dtype=np.int32)
+        ours.register([region_of(values.view(np.uint8))], writable=False)
+        pieces = binding_of([PlacedPiece(0, 8, 4), PlacedPiece(4, 0, 4, 0, 1)])
+        assert ours.write_now(ours.connect(theirs.metadata()), Op(1), pieces) == Ended(Op(1), None)
+        assert cache[[2, 3 * PAGE + 5]].tolist() == [7, 8]
+        before = high.data_ptr()
+        theirs.adopt([high])
+        assert high.data_ptr() == before, "what is shared already is not moved again"
+        name = names_of(theirs)[0]
+        theirs.close()
+        assert not exists(name)
+
+    def test_the_place_of_a_tensor_that_the_kernel_maps_in_pieces(self) -> None:
+        lines = [
+            "7f0000000000-7f0000002000 rw-s 00001000 00:1b 5    /dev/shm/torch_1",
+            "7f0000002000-7f0000004000 rw-s 00003000 00:1b 5    /dev/shm/torch_1",
+            "7f0000004000-7f0000005000 rw-s 00009000 00:1b 5    /dev/shm/torch_1",
+            "7f0000005000-7f0000006000 rw-s 00000000 00:1b 6    /dev/shm/torch_2 (deleted)",
+            "7f0000006000-7f0000007000 rw-p 00000000 00:1b 7    /dev/shm/torch_3",
+            "7f0000007000-7f0000008000 rw-p 00000000 00:00 0",
+        ]
+        start = 0x7F0000000000
+        found = Mapped(start, 4 * PAGE, PAGE, "/dev/shm/torch_1")
+        assert segments.find_mapped(lines, start + 5, 4 * PAGE - 5) == found
+        for offset in (4 * PAGE - 1, 5 * PAGE, 6 * PAGE, 7 * PAGE, 99 * PAGE, -1):
+            assert segments.find_mapped(lines, start + offset, 2) is None
 
     def test_a_source_may_use_any_host_memory(self, ours: ShmTransport) -> None:
         ours.register([region_of(np.zeros(100, dtype=np.uint8))], writable=False)

@@ -9,7 +9,7 @@ it. Views that overlap share one region.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +83,13 @@ class Memory(NamedTuple):
                 "the pools of one endpoint lie on several devices; use one endpoint each"
             )
         return devices.pop() if devices else HOST
+
+
+def arrays_of(pools: PoolArrays) -> Iterator[Any]:
+    """Every array among the pools."""
+    for tensors in pools.values():
+        for layers in tensors.values():
+            yield from layers.values() if isinstance(layers, Mapping) else layers
 
 
 def _region(entry: Region | tuple[int, int] | tuple[int, int, str]) -> Region:

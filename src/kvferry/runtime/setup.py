@@ -21,7 +21,7 @@ from kvferry.regions import Region
 from kvferry.rendezvous.records import Name
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.lifeline import Lifeline
-from kvferry.runtime.memory import Memory, PoolArrays
+from kvferry.runtime.memory import Memory, PoolArrays, arrays_of
 from kvferry.runtime.mover.calibration import SCRATCH_BYTES
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.staging import SlotPool, allocate, slots_for
@@ -140,15 +140,11 @@ def set_up(
     """Set everything up that has no thread. Raises errors that say what to change."""
     _demand_reachable(config.host)
     _demand_sayable(member)
-    layout, rank = member.layout, member.rank
-    memory = pools if isinstance(pools, Memory) else Memory.of(layout, rank, pools)
-    problem = pools_problem(layout, rank, memory.map)
-    if problem:
-        raise InputError(problem)
     if isinstance(transport, str):
         transport = make_transport(transport, config.host, config.options)
     try:
-        slots = _slots(config, layout, memory, transport, most_slots)
+        memory = _memory(member, pools, transport, writable=writable)
+        slots = _slots(config, member.layout, memory, transport, most_slots)
         transport.register([*memory.regions, *([slots.region] if slots else [])], writable=writable)
         if memory.device.is_host:
             warm_up()
@@ -166,6 +162,24 @@ def set_up(
     return EndpointSetup(
         member, memory, slots, transport, incarnation, lifeline, metadata, fingerprint
     )
+
+
+def _memory(
+    member: Member, pools: Memory | PoolArrays, transport: Transport, *, writable: bool
+) -> Memory:
+    """This rank's memory, looked at only when it lies where it will stay."""
+    layout, rank = member.layout, member.rank
+    if isinstance(pools, Memory):
+        memory = pools
+    else:
+        if writable:
+            Memory.of(layout, rank, pools)  # What does not fit is refused before it is moved.
+            transport.adopt(arrays_of(pools))
+        memory = Memory.of(layout, rank, pools)
+    problem = pools_problem(layout, rank, memory.map)
+    if problem:
+        raise InputError(problem)
+    return memory
 
 
 def _demand_reachable(host: str) -> None:

@@ -23,8 +23,8 @@ take as long as its bytes need, but never waits for a peer that is stopped.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -118,6 +118,12 @@ class Transport(ABC):
         raw = np.zeros(num_bytes + page, dtype=np.uint8)
         skip = -raw.ctypes.data % page
         return raw[skip : skip + num_bytes]
+
+    def adopt(self, arrays: Iterable[Any]) -> None:  # noqa: B027 - most take memory as it is
+        """Make an engine's own arrays fit to be written by peers, in place, before ``register``.
+
+        Their contents stay, their addresses may change.
+        """
 
     @abstractmethod
     def register(self, regions: Sequence[Region], *, writable: bool) -> None:

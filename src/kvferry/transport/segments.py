@@ -7,6 +7,9 @@ tracker that spawned workers share with their parent, so that the memory of a ki
 worker stays until the parent ends. And it complains at exit about views that are
 still alive. Here only the maker registers, with a tracker of its own: a small
 process that removes what its maker left behind, however it came to its end.
+
+An engine's own memory can be had as a segment too, if it is shared memory under a name
+already (``linked``): it gets a second name, of ours.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import weakref
 from contextlib import suppress
 from functools import cache
 from multiprocessing.resource_tracker import ResourceTracker
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +40,10 @@ _MADV_POPULATE_WRITE = 23
 _STEP_BYTES = 4 << 20
 # Memory is for this user alone.
 _MODE = 0o600
+
+# Where Linux shows segments as files.
+_FOLDER = "/dev/shm"
+_DELETED = " (deleted)"
 
 _posixshmem = importlib.import_module("_posixshmem")  # The type checker has no stubs for it.
 _tracker = ResourceTracker()
@@ -74,6 +83,18 @@ class Mapping:
             self._map.close()
 
 
+class Named(Protocol):
+    """Memory under a name by which others can map it."""
+
+    name: str
+    # Where in our memory what the name stands for begins, and how long it is.
+    address: int
+    num_bytes: int
+
+    def close(self) -> None:
+        """Take the name away. Who has it mapped keeps it."""
+
+
 class Segment:
     """Memory that we made, under a name by which others can map it."""
 
@@ -83,6 +104,7 @@ class Segment:
         try:
             _size(descriptor, max(1, num_bytes))
             self.mapping = Mapping(descriptor, num_bytes)
+            self.address, self.num_bytes = self.mapping.address, num_bytes
         except (OSError, ValueError, OverflowError) as error:
             self._unlink()
             raise TransportError(_refusal(num_bytes, error)) from error
@@ -93,6 +115,86 @@ class Segment:
         """Take the name away and unmap. Who has it mapped keeps it."""
         self._unlink()
         self.mapping.close()
+
+
+class Linked:
+    """Shared memory that somebody else made, under a second name, of ours."""
+
+    def __init__(self, mapped: Mapped) -> None:
+        self.name = _new_name()
+        self.address, self.num_bytes = mapped.start - mapped.offset, mapped.offset + mapped.length
+        self._unlink = weakref.finalize(self, _unlink, self.name, os.getpid())
+        try:
+            _tracker.register(self.name, "shared_memory")
+            os.link(mapped.path, f"{_FOLDER}{self.name}")
+        except OSError as error:
+            self._unlink()
+            raise TransportError(
+                f"the pool's shared memory {mapped.path} can't be named ({error.strerror}); "
+                f"make the pool with the transport's allocate()"
+            ) from error
+
+    def close(self) -> None:
+        """Take our name away. The memory is its maker's."""
+        self._unlink()
+
+
+class Mapped(NamedTuple):
+    """A file that is mapped in this process: where, from which of its bytes on, how much."""
+
+    start: int
+    length: int
+    offset: int
+    path: str
+
+
+def linked(address: int, num_bytes: int) -> Linked | None:
+    """This memory as a segment, if it is shared memory that has a name; else None."""
+    mapped = find_shared(address, num_bytes)
+    return Linked(mapped) if mapped else None
+
+
+def find_shared(address: int, num_bytes: int) -> Mapped | None:
+    """The shared, named segment that these bytes of this process lie in, if any."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:  # Not Linux.
+        return None
+    return find_mapped(lines, address, num_bytes)
+
+
+def find_mapped(lines: list[str], address: int, num_bytes: int) -> Mapped | None:
+    """The shared, named segment that these bytes lie in, among the lines of ``/proc/self/maps``."""
+    for mapped in _joined(lines):
+        if mapped.start <= address and address + num_bytes <= mapped.start + mapped.length:
+            return mapped
+    return None
+
+
+def _joined(lines: list[str]) -> list[Mapped]:
+    """Named segments; one that the kernel cut into several, such as for hugepages, is one."""
+    found: list[Mapped] = []
+    for line in lines:
+        span, rights, offset, _, _, *path = line.split(maxsplit=5)
+        if not _is_named("".join(path), rights):
+            continue
+        start, end = (int(word, 16) for word in span.split("-"))
+        part = Mapped(start, end - start, int(offset, 16), path[0])
+        last = found[-1] if found else None
+        if last and part == _next_to(last, part.length):
+            part = Mapped(last.start, last.length + part.length, last.offset, last.path)
+            found.pop()
+        found.append(part)
+    return found
+
+
+def _next_to(last: Mapped, length: int) -> Mapped:
+    """What would follow it both in memory and in its file."""
+    return Mapped(last.start + last.length, length, last.offset + last.length, last.path)
+
+
+def _is_named(path: str, rights: str) -> bool:
+    return rights.endswith("s") and path.startswith(f"{_FOLDER}/") and not path.endswith(_DELETED)
 
 
 def attach(name: str, num_bytes: int) -> Mapping:
@@ -145,9 +247,23 @@ def space() -> str:
         _unlink(name, os.getpid())
 
 
+def room_problem(num_bytes: int) -> str | None:
+    """Why so much shared memory can't be had now; None if there is room."""
+    try:
+        found = os.statvfs(_FOLDER)
+    except OSError:
+        return None
+    free = found.f_bavail * found.f_frsize
+    return None if num_bytes <= free else _refusal(num_bytes, OSError(errno.ENOSPC, ""))
+
+
+def _new_name() -> str:
+    return f"/kvferry-{secrets.token_hex(8)}"
+
+
 def _create() -> tuple[str, int]:
     """A new empty segment: its name and an open descriptor."""
-    name = f"/kvferry-{secrets.token_hex(8)}"
+    name = _new_name()
     try:
         # First, so that there is no moment at which our death would leave it behind.
         _tracker.register(name, "shared_memory")

@@ -8,8 +8,8 @@ what we write there harms nobody. Heartbeats notice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -21,10 +21,10 @@ from kvferry.ids import Op
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Region
-from kvferry.transport import bounds, segments
+from kvferry.transport import bounds, segments, torch_memory
 from kvferry.transport.base import Ended, Remote, Setup, Transport
 from kvferry.transport.bounds import Limits
-from kvferry.transport.segments import Mapping, Segment
+from kvferry.transport.segments import Mapping, Named, Segment
 
 MAX_REGIONS = 1 << 16
 
@@ -98,7 +98,7 @@ class ShmTransport(Transport):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._segments: list[Segment] = []
+        self._segments: list[Named] = []
         self._remotes: set[_Mapped] = set()
         self._ended: list[Ended] = []
         self._metadata = _ShmMetadata((), ())
@@ -121,30 +121,38 @@ class ShmTransport(Transport):
         self._segments.append(segment)
         return segment.mapping.array
 
+    def adopt(self, arrays: Iterable[Any]) -> None:
+        """Move torch tensors into shared memory, in place: views of them stay views."""
+        torch_memory.share(arrays)
+
     def register(self, regions: Sequence[Region], *, writable: bool) -> None:
-        """Take host memory; what peers write into must come from ``allocate``."""
+        """Take host memory; what peers write into must be shared memory."""
         if any(not region.device.is_host for region in regions):
             raise TransportError(
                 "the shm transport carries host memory only; use cuda or nixl for pools on a GPU"
             )
         if writable:
-            self._metadata = _ShmMetadata(
-                tuple(segment.name for segment in self._segments),
-                tuple(self._place(region) for region in regions),
-            )
+            places = tuple(self._place(region) for region in regions)
+            names = tuple(segment.name for segment in self._segments)
+            self._metadata = _ShmMetadata(names, places)
         self.regions = tuple(regions)
         self._limits = Limits([region.num_bytes for region in regions])
         self._addresses = [region.address for region in regions]
 
     def _place(self, region: Region) -> _ShmPlace:
         for index, segment in enumerate(self._segments):
-            offset = region.address - segment.mapping.address
-            if offset >= 0 and offset + region.num_bytes <= segment.mapping.num_bytes:
+            offset = region.address - segment.address
+            if offset >= 0 and offset + region.num_bytes <= segment.num_bytes:
                 return _ShmPlace(index, offset, region.num_bytes)
-        raise TransportError(
-            f"a pool of {region.num_bytes} bytes is not in shared memory, so peers can't write "
-            f"it; make it with the transport's allocate()"
-        )
+        linked = segments.linked(region.address, region.num_bytes)
+        if linked is None:
+            raise TransportError(
+                f"a pool of {region.num_bytes} bytes is not in shared memory, so peers can't write "
+                f"it; make it with the transport's allocate(), or give torch tensors as pools"
+            )
+        self._segments.append(linked)
+        offset = region.address - linked.address
+        return _ShmPlace(len(self._segments) - 1, offset, region.num_bytes)
 
     def metadata(self) -> bytes:
         """The names of our segments, and where the regions lie in them."""
