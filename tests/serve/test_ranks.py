@@ -120,9 +120,13 @@ def test_ranks_end_when_their_driver_is_killed(models: Models, tmp_path: Path) -
     script = tmp_path / "driver.py"
     script.write_text(KILLED)
     command = [sys.executable, str(script), str(models[TinyKind.LLAMA])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+    where = tmp_path / "folders"
+    where.mkdir()
+    env = {**os.environ, "TMPDIR": str(where)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as driver:
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert list(where.glob("kvferry-ranks-*"))
         assert len(pids) == 2
         assert all(alive(pid) for pid in pids)
         driver.kill()
@@ -130,6 +134,7 @@ def test_ranks_end_when_their_driver_is_killed(models: Models, tmp_path: Path) -
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank outlived its driver"
         time.sleep(0.05)
+    assert not list(where.glob("kvferry-ranks-*"))
 
 
 def alive(pid: int) -> bool:

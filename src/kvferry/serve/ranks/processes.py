@@ -11,10 +11,10 @@ stopped for so long is not waited for when it goes on.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -232,7 +232,7 @@ def rank_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = None
     started = threading.Event()
-    threading.Thread(target=_end_with_driver, args=(pipe, started), daemon=True).start()
+    threading.Thread(target=_end_with_driver, args=(pipe, started, folder), daemon=True).start()
     try:
         worker = RankWorker(setup, rank, folder)
         started.set()
@@ -243,18 +243,27 @@ def rank_main(
         worker.close()
     except (EOFError, BrokenPipeError):
         log.info("driver_gone rank=%d", rank)
+        _clear(folder)
     except Exception as error:
         log.exception("rank_failed rank=%d", rank)
         is_input = worker is None and isinstance(error, InputError)
-        with contextlib.suppress(BrokenPipeError):
+        try:
             pipe.send_bytes(_ENCODER.encode(RankFailure(str(error), is_input)))
+        except BrokenPipeError:
+            _clear(folder)
 
 
-def _end_with_driver(pipe: Connection, started: threading.Event) -> None:
+def _clear(folder: Path) -> None:
+    """Remove where the ranks met: the driver is gone and can't."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with_driver(pipe: Connection, started: threading.Event, folder: Path) -> None:
     """Until a rank has started it does not read its pipe, and it may wait long for the others.
 
     The driver says nothing in that time, so what comes is its end, or that it gives up.
     """
     while not started.wait(WATCH_S):
         if pipe.poll():
+            _clear(folder)
             os._exit(1)
