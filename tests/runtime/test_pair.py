@@ -17,14 +17,17 @@ from runtime.test_threads import view_of
 
 from kvferry.copy.cpu import copy_binding
 from kvferry.errors import Misuse
+from kvferry.ids import Op
+from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Path
+from kvferry.protocol.events import Fate
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
 from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint
-from kvferry.transport.base import Setup
+from kvferry.transport.base import Ended, Remote, Setup
 from kvferry.transport.shm import ShmTransport
 
 LAYOUT = layout(HEADS, 4)
@@ -39,6 +42,27 @@ class Moving(ShmTransport):
     writes_at_once: ClassVar[bool] = False
 
 
+class Occupied(ShmTransport):
+    """Shared memory whose own thread is always at work when a write is to be made at once."""
+
+    name: ClassVar[str] = "shm"
+
+    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+        self._ended.append(super().write_now(remote, op, pieces))
+        self.on_news()
+
+    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended:
+        return Ended(op, Fate.BUSY)
+
+
+class GoingOn(Occupied):
+    """Shared memory whose writes go on when they were begun at once."""
+
+    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:  # type: ignore[override]
+        self.write(remote, op, pieces)
+        return None
+
+
 class Means(NamedTuple):
     name: str
     transport: type[ShmTransport]
@@ -50,6 +74,8 @@ class Means(NamedTuple):
 
 AT_ONCE = Means("at-once", ShmTransport, EndpointConfig(protocol=QUICK))
 MOVED = Means("moved", Moving, EndpointConfig(protocol=QUICK))
+BUSY = Means("busy", Occupied, EndpointConfig(protocol=QUICK))
+GOING_ON = Means("going-on", GoingOn, EndpointConfig(protocol=QUICK))
 NUMBERS = itertools.count()
 
 
@@ -94,7 +120,7 @@ def pair_by(means: Means) -> Iterator[Pair]:
         yield Pair(source, target, view_of(source.record), (pools[0], pools[1]), registry)
 
 
-@pytest.mark.parametrize("means", [AT_ONCE, MOVED], ids=str)
+@pytest.mark.parametrize("means", [AT_ONCE, MOVED, BUSY, GOING_ON], ids=str)
 def test_every_byte_arrives(means: Means) -> None:
     with pair_by(means) as pair:
         ours, theirs = pair.pools

@@ -1,0 +1,67 @@
+"""What a source's owner does for its rooms: steps that wait for a GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+from kvferry.protocol.events import Event, Open
+from kvferry.runtime.owner.roles import SourceRole, Stepped
+
+FIRST, SECOND = Open("first", inf), Open("second", inf)
+
+
+class Happening:
+    """A GPU's event."""
+
+    def __init__(self, happened: bool = False) -> None:
+        self.happened = happened
+
+    def query(self) -> bool:
+        return self.happened
+
+
+def role_and_taken(*, held: bool = True) -> tuple[SourceRole, list[Event]]:
+    taken: list[Event] = []
+    rooms = SimpleNamespace(holds=lambda handle: held)
+    outfit: Any = SimpleNamespace(rooms=rooms, setup=SimpleNamespace(slots=None), meter=None)
+    nothing: Any = None
+    return SourceRole(nothing, taken.append, outfit, nothing, nothing), taken
+
+
+class RoomHandle:
+    """A handle as far as a role looks at it."""
+
+    def __init__(self) -> None:
+        self.steps: deque[Any] = deque()
+        self.outcome: object = None
+
+
+def handle() -> Any:
+    return RoomHandle()
+
+
+def nothing_to_learn() -> None: ...
+
+
+def test_steps_keep_their_order_and_nobody_is_woken_when_none_waits() -> None:
+    role, taken = role_and_taken()
+    room, gpu = handle(), Happening()
+    role.take(Stepped(room, gpu, nothing_to_learn, FIRST))
+    role.take(Stepped(room, None, nothing_to_learn, SECOND))
+    role.advance(0.0)
+    assert (taken, role.wakeup()) == ([], 0.0)
+    gpu.happened = True
+    role.advance(0.0)
+    assert (taken, role.wakeup()) == ([FIRST, SECOND], inf)
+
+
+def test_a_room_that_is_over_waits_for_no_gpu() -> None:
+    role, taken = role_and_taken(held=False)
+    room = handle()
+    role.take(Stepped(room, Happening(), nothing_to_learn, FIRST))
+    room.outcome = "failed"
+    role.advance(0.0)
+    assert (taken, role.wakeup()) == ([], inf)
