@@ -43,7 +43,9 @@ def _tests(folder: str, names: str) -> tuple[str, ...]:
 
 _MACHINES = "machines machine_aborts machine_failures sessions lost_links limits regressions"
 _PARTS = "credits digests ledger cutting spanset handshake checks config codec docs"
-_PIECES = "tables handles keys lifeline control agreement metrics memory threads closing"
+_PIECES = (
+    "roles directory tables handles keys lifeline control agreement metrics memory threads closing"
+)
 _CARRIED = "tests/runtime/test_carry.py::test_every_byte_arrives_and_no_other_is_touched"
 _PROCESSES = (
     *(f"{_CARRIED}[tp3-tp2-{way}]" for way in ("shm", "nixl")),

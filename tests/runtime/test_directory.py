@@ -1,0 +1,149 @@
+"""A target's directory: who waits for which instance, and what is kept when nobody does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.ids import Peer, Room
+from kvferry.protocol.outcome import FailureCode
+from kvferry.runtime.owner.directory import Directory, Viewed
+from kvferry.runtime.owner.roles import TargetRole
+
+
+def view_of(*lives: int) -> Any:
+    """An instance at the rendezvous, as far as these look at it."""
+    ranks = [SimpleNamespace(rank=rank, incarnation=life) for rank, life in enumerate(lives)]
+    return SimpleNamespace(name="prefill", ranks=ranks)
+
+
+VIEW = view_of(7, 8)
+
+
+class Client:
+    """A rendezvous' client that only remembers who watches what."""
+
+    def __init__(self) -> None:
+        self.watched: set[str] = set()
+
+    def watch(self, name: str, _: object) -> None:
+        self.watched.add(name)
+
+    def unwatch(self, name: str, _: object) -> None:
+        self.watched.remove(name)
+
+
+class Rooms:
+    """How rooms ended."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Room, FailureCode]] = []
+        self.released: list[Room] = []
+        self.before_end: object = None
+        self.on_release: object = None
+
+    def report(self, room: Room, failure: Any) -> None:
+        self.told.append((room, failure.code))
+
+    def release(self, room: Room) -> None:
+        self.released.append(room)
+
+    def __len__(self) -> int:
+        return 0
+
+
+def handle(room: Room, deadline: float = inf) -> Any:
+    return SimpleNamespace(room=room, deadline=deadline, asked=SimpleNamespace(prefill="prefill"))
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+@pytest.fixture
+def directory(client: Client) -> Directory:
+    knows: Any = client
+    return Directory(knows, lambda news: None)
+
+
+def test_an_instance_is_watched_while_somebody_waits_for_it(
+    directory: Directory, client: Client
+) -> None:
+    first, second = handle("1", 5.0), handle("2", 3.0)
+    assert directory.find(first) is directory.find(second) is None
+    assert (client.watched, directory.wakeup()) == ({"prefill"}, 3.0)
+    assert directory.give_up(second)
+    assert not directory.give_up(second)
+    assert directory.wakeup() == 5.0
+    assert directory.forget_ended(set()) == {"prefill"}
+    assert directory.give_up(first)
+    assert directory.wakeup() == inf
+    assert directory.forget_ended(set()) == set()
+    assert (client.watched, directory.names) == (set(), set())
+
+
+def test_who_waits_goes_on_when_the_instance_is_there(directory: Directory) -> None:
+    first, second = handle("1"), handle("2")
+    directory.find(first)
+    directory.find(second)
+    assert directory.learn(Viewed("prefill", None)) == []
+    assert directory.learn(Viewed("prefill", VIEW)) == [first, second]
+    assert directory.learn(Viewed("prefill", VIEW)) == []
+    assert directory.find(handle("3")) is VIEW
+    assert not directory.give_up(first)
+
+
+@pytest.mark.parametrize(("now", "overdue"), [(2.9, []), (3.0, ["2"]), (9.0, ["1", "2"])])
+def test_a_room_ends_at_its_deadline_if_its_instance_does_not_come(
+    directory: Directory, now: float, overdue: list[Room]
+) -> None:
+    rooms = Rooms()
+    role = role_of(directory, rooms)
+    for each in (handle("1", 5.0), handle("2", 3.0)):
+        directory.find(each)
+    role.advance(now)
+    role.advance(now)
+    assert rooms.told == [(room, FailureCode.UNREACHABLE) for room in overdue]
+    assert rooms.released == overdue
+
+
+def test_a_room_can_be_given_up_while_it_waits(directory: Directory) -> None:
+    rooms = Rooms()
+    role, room = role_of(directory, rooms), handle("1", 5.0)
+    directory.find(room)
+    assert role.cancel(room)
+    assert not role.cancel(room)
+    assert rooms.told == [("1", FailureCode.ABORTED)]
+    assert (rooms.released, role.wakeup()) == (["1"], inf)
+
+
+def test_lives_are_asked_after_only_where_the_rendezvous_has_spoken_of_their_instance(
+    directory: Directory,
+) -> None:
+    asked: list[Callable[[Any], bool]] = []
+    role = role_of(directory, Rooms(), asked)
+    links = [
+        SimpleNamespace(peer=Peer(name, rank), incarnation=life)
+        for name, rank, life in [("prefill", 0, 7), ("prefill", 1, 9), ("other", 0, 7)]
+    ]
+    role.take(Viewed("prefill", VIEW))
+    role.take(Viewed("prefill", None))
+    one_changed, all_left = ([look(link) for link in links] for look in asked)
+    assert one_changed == [False, True, False]
+    assert all_left == [True, True, False]
+
+
+def role_of(
+    directory: Directory, rooms: Rooms, asked: list[Callable[[Any], bool]] | None = None
+) -> TargetRole:
+    driver: Any = SimpleNamespace(ask_after=(asked if asked is not None else []).append)
+    outfit: Any = SimpleNamespace(
+        rooms=rooms, mover=None, setup=SimpleNamespace(slots=None), meter=None
+    )
+    nothing: Any = None
+    return TargetRole(driver, nothing, outfit, nothing, nothing, directory)
