@@ -28,6 +28,7 @@ from kvferry.protocol.events import (
     Finish,
     Forget,
     Instance,
+    MemoryReached,
     Open,
     Push,
     Receive,
@@ -43,7 +44,14 @@ from kvferry.protocol.events import (
     Write,
 )
 from kvferry.protocol.lanes import Lane, StagePolicy, never_stage
-from kvferry.protocol.messages import Body, Envelope, Staging, Table
+from kvferry.protocol.messages import (
+    Body,
+    Envelope,
+    Staging,
+    Table,
+    TransportOffer,
+    TransportOffers,
+)
 from kvferry.protocol.outcome import Done, Failure, Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LinkState
@@ -52,6 +60,7 @@ from kvferry.protocol.target import TargetMachine
 MODEL = "llama-tiny"
 NUM_PAGES = 64
 DEADLINE = 60.0
+TRANSPORTS = TransportOffers((TransportOffer("wire", "here"),))
 
 DENSE = attention(layers=2, kv_heads=4, head_dim=2)
 ROOM = "room-1"
@@ -79,6 +88,7 @@ class Held:
     notes: bool = False
     scatters: bool = False
     teardowns: bool = False
+    connects: bool = False
 
 
 @dataclass
@@ -91,6 +101,8 @@ class World:
     staging: Staging = field(default_factory=Staging)
     stages: StagePolicy = never_stage
     fingerprint: str = MODEL
+    # Of the sources, and of the targets.
+    transports: tuple[TransportOffers, TransportOffers] = (TRANSPORTS, TRANSPORTS)
     now: float = 100.0
     hold: Held = field(default_factory=Held)
     drops: Callable[[Peer, Envelope], bool] = lambda _, __: False
@@ -100,6 +112,7 @@ class World:
     writes: list[tuple[Peer, Write]] = field(default_factory=list)
     scatters: list[tuple[Peer, Scatter]] = field(default_factory=list)
     teardowns: list[tuple[Peer, Disconnect]] = field(default_factory=list)
+    connects: list[tuple[Peer, Connect]] = field(default_factory=list)
     frames: list[tuple[Peer, Envelope]] = field(default_factory=list)
     reports: dict[tuple[Peer, Room], list[Outcome]] = field(
         default_factory=lambda: defaultdict(list)
@@ -123,13 +136,15 @@ class World:
     def start_source(self, rank: int, incarnation: int) -> None:
         me = Peer("prefill", rank)
         self.sources[me] = SourceMachine(
-            Identity(me, incarnation, self.prefill, MODEL), self.config, self.stages
+            Identity(me, incarnation, self.prefill, MODEL, b"", self.transports[0]),
+            self.config,
+            self.stages,
         )
 
     def start_target(self, rank: int, decode_index: int, incarnation: int) -> None:
         me, layout = Peer(f"decode{decode_index}", rank), self.decodes[decode_index]
         pools = contiguous_pools(layout, rank, NUM_PAGES, num_rows=8).map
-        identity = Identity(me, incarnation, layout, self.fingerprint)
+        identity = Identity(me, incarnation, layout, self.fingerprint, b"", self.transports[1])
         self.targets[me] = TargetMachine(identity, self.config, pools, self.staging)
 
     def source(self, rank: int = 0) -> SourceMachine:
@@ -197,8 +212,13 @@ class World:
                     self._check_landed(me, room)
             case Release(room):
                 self.releases[me, room] += 1
-            case Connect() | Forget():
-                """Memory is at hand here, and nothing is kept of a session."""
+            case Connect():
+                if me in self.sources:
+                    self.connects.append((me, action))
+                if self.connects and not self.hold.connects:
+                    self.end_connect(self.connects.pop())
+            case Forget():
+                """Nothing is kept of a session."""
             case _:
                 raise AssertionError(f"no such action: {action!r}")
 
@@ -210,6 +230,12 @@ class World:
         decoded = decode(encode(envelope))
         assert decoded == envelope
         self.pending.append((to, Received(envelope)))
+
+    def end_connect(self, held: tuple[Peer, Connect]) -> None:
+        """The target's memory is reached, by the best of the transports."""
+        me, connect = held
+        reached = MemoryReached(connect.session, connect.transports[0].name)
+        self.pending.append((me, reached))
 
     def end_write(self, held: tuple[Peer, Write]) -> None:
         """The data lands, its note follows, and the source learns that it is over."""

@@ -58,11 +58,12 @@ if TYPE_CHECKING:
     from kvferry.runtime.memory import Memory, PoolArrays
     from kvferry.runtime.metrics import PathStats, Stats
     from kvferry.runtime.outgoing import Outgoing, Waitable
-    from kvferry.runtime.setup import make_transport, new_incarnation
+    from kvferry.runtime.setup import make_transport, make_transports, new_incarnation
     from kvferry.runtime.source import SourceEndpoint
     from kvferry.runtime.target import TargetEndpoint
     from kvferry.transport.base import Setup, Transport
-    from kvferry.transport.registry import transport_class
+    from kvferry.transport.registry import ready_transports, transport_class
+    from kvferry.transport.several import TransportSet
 
 __all__ = [
     "MAX_NAME",
@@ -126,6 +127,7 @@ __all__ = [
     "Tokens",
     "Transport",
     "TransportError",
+    "TransportSet",
     "Waitable",
     "Window",
     "attention",
@@ -138,9 +140,11 @@ __all__ = [
     "digest_of",
     "find_holding",
     "make_transport",
+    "make_transports",
     "new_incarnation",
     "numeric",
     "read_config",
+    "ready_transports",
     "reshard",
     "spec_from_config",
     "transport_class",
@@ -178,11 +182,12 @@ _HOMES = {
     "runtime.memory": "Memory PoolArrays",
     "runtime.metrics": "PathStats Stats",
     "runtime.outgoing": "Outgoing Waitable",
-    "runtime.setup": "make_transport new_incarnation",
+    "runtime.setup": "make_transport make_transports new_incarnation",
     "runtime.source": "SourceEndpoint",
     "runtime.target": "TargetEndpoint",
     "transport.base": "Setup Transport",
-    "transport.registry": "transport_class",
+    "transport.registry": "ready_transports transport_class",
+    "transport.several": "TransportSet",
 }
 _PUBLIC = {name: f"kvferry.{home}" for home, names in _HOMES.items() for name in names.split()}
 

@@ -44,6 +44,9 @@ from kvferry.protocol.messages import (
     Refuse,
     Staging,
     Table,
+    TransportLack,
+    TransportOffer,
+    TransportOffers,
     Want,
     Welcome,
 )
@@ -65,6 +68,11 @@ spans = st.tuples(st.integers(0, 1000), st.integers(0, 1000)).map(lambda p: Span
 blocks = st.lists(st.builds(Block, texts, spans, spans), max_size=4).map(tuple)
 failures = st.builds(Failure, st.sampled_from(FailureCode), texts)
 stagings = st.builds(Staging, counts, st.integers(0, 1 << 20))
+transports = st.builds(
+    TransportOffers,
+    st.lists(st.builds(TransportOffer, texts, texts, blobs), max_size=4).map(tuple),
+    st.lists(st.builds(TransportLack, texts, texts), max_size=4).map(tuple),
+)
 pages = st.lists(st.integers(0, (1 << 62) - 1), max_size=6).map(tuple)
 tables = st.lists(st.builds(Table, texts, pages, st.integers(0, MAX_TOKENS)), max_size=3)
 credits_ = st.builds(Credit, serials, st.integers(0, 1 << 20).map(SlotIndex))
@@ -80,12 +88,12 @@ def hellos(draw: st.DrawFn) -> Hello:
     layout = draw(some_layouts)
     rank = draw(st.integers(0, layout.num_ranks - 1))
     pools = contiguous_pools(layout, rank, draw(st.integers(1, 9))).map
-    return Hello(draw(texts), layout, pools, draw(stagings), draw(blobs))
+    return Hello(draw(texts), layout, pools, draw(stagings), draw(blobs), draw(transports))
 
 
 BODIES: dict[type, st.SearchStrategy[Any]] = {
     Hello: hellos(),
-    Welcome: st.builds(Welcome, texts, some_layouts, texts, blobs),
+    Welcome: st.builds(Welcome, texts, some_layouts, texts, blobs, texts),
     Refuse: st.builds(Refuse, st.sampled_from(RefusalCode), texts),
     NoSession: st.just(NoSession()),
     Heartbeat: st.just(Heartbeat()),

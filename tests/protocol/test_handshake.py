@@ -23,6 +23,7 @@ from kvferry.protocol.messages import (
     Offer,
     RefusalCode,
     Refuse,
+    TransportOffers,
     Welcome,
 )
 from kvferry.protocol.outcome import Failure, FailureCode
@@ -55,8 +56,9 @@ def changed_hello(w: World, change: dict[str, object]) -> None:
         ({"fingerprint": "another"}, RefusalCode.FINGERPRINT),
         ({"layout": OTHER}, RefusalCode.LAYOUT),
         ({"pools": PoolMap(())}, RefusalCode.POOLS),
+        ({"transports": TransportOffers()}, RefusalCode.TRANSPORT),
     ],
-    ids=["fingerprint", "layout", "pools"],
+    ids=["fingerprint", "layout", "pools", "transport"],
 )
 def test_a_source_refuses_with_a_code(change: dict[str, object], code: RefusalCode) -> None:
     w = world()

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvferry.config import ProtocolConfig
 from kvferry.http.connections import Connections, Why
 from kvferry.http.limits import HttpLimits
-from kvferry.ids import Op
+from kvferry.ids import Op, Peer
 from kvferry.plan.choose import Path as Way
 from kvferry.protocol.codec import FrameFault
 from kvferry.protocol.events import Fate
@@ -85,6 +85,7 @@ def test_every_metric_of_an_endpoint_has_its_row() -> None:
     meter.total("impatient", 1)
     meter.now(open_rooms=0, quarantined=0, age_s=0.0)
     meter.staging(0, 1)
+    meter.linked(Peer("decode", 0), "shm")
     meter.broke("mover")
     meter.stalled("mover", 0.0)
     assert collected(registry, LABELS) == documented("## Endpoints")

@@ -15,6 +15,7 @@ from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Constants, Path
 from kvferry.plan.places import Base
 from kvferry.protocol.events import Fate
+from kvferry.protocol.messages import TransportOffer
 from kvferry.regions import Region
 from kvferry.runtime.mover.calibration import STEPS, Calibration
 from kvferry.runtime.mover.mover import (
@@ -84,7 +85,7 @@ class Desk(NamedTuple):
     told: Mailbox[MoverNews]
 
     def reach(self, session: Session = ONE) -> None:
-        self.mover.reach(session, b"")
+        self.mover.reach(session, [TransportOffer("diary", "")])
         assert isinstance(self.told.take(WAIT_S), Reached)
 
     def write(self, op: int, session: Session = ONE) -> WriteEnd:
@@ -97,7 +98,7 @@ class Desk(NamedTuple):
 @pytest.fixture
 def desk() -> Iterator[Desk]:
     diary, told = Diary(), Mailbox[MoverNews]()
-    desk = Desk(Mover(diary, told.put, "mover"), diary, told)
+    desk = Desk(Mover([diary], told.put, "mover"), diary, told)
     desk.mover.start()
     yield desk
     desk.mover.close()
@@ -124,9 +125,9 @@ def test_nothing_of_a_session_starts_after_it_was_cut(desk: Desk) -> None:
 
 
 def test_a_peer_that_was_never_reached_says_why(desk: Desk) -> None:
-    desk.mover.reach(ONE, b"garbage")
-    assert desk.told.take(WAIT_S) == Unreached(ONE, "that is garbage")
-    assert desk.write(1)[1:3] == (Fate.FAILED, "that is garbage")
+    desk.mover.reach(ONE, [TransportOffer("diary", "", b"garbage")])
+    assert desk.told.take(WAIT_S) == Unreached(ONE, ("diary: that is garbage",))
+    assert desk.write(1)[1:3] == (Fate.FAILED, "diary: that is garbage")
     desk.mover.forget(ONE)
     assert desk.write(1)[1:3] == (Fate.FAILED, "the session is over")
     assert desk.diary.asked == []

@@ -118,7 +118,7 @@ def record_of(peer: Peer, metadata: bytes) -> Record:
 
 
 def metadata_with(address: Address) -> bytes:
-    return PeerMetadata("shm", b"", address).encode()
+    return PeerMetadata(address).encode()
 
 
 def test_a_driver_asks_through_what_it_was_told_by_its_peers(

@@ -46,6 +46,8 @@ from kvferry.protocol.messages import (
     NoSession,
     RefusalCode,
     Refuse,
+    TransportOffer,
+    TransportOffers,
 )
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
@@ -57,7 +59,7 @@ MAX_PLANS = 64
 class Identity(msgspec.Struct, frozen=True):
     """Who an endpoint is: which rank, which life of it, what it holds of which model.
 
-    ``metadata`` is what its transport wants every peer to know.
+    ``metadata`` is what the runtime wants every peer to know.
     """
 
     peer: Peer
@@ -65,13 +67,15 @@ class Identity(msgspec.Struct, frozen=True):
     layout: Layout
     fingerprint: str
     metadata: bytes = b""
+    transports: TransportOffers = TransportOffers()
 
 
 @dataclass(slots=True, eq=False)
 class Link:
     """What is known of one peer in one session.
 
-    ``incarnation`` is None until it speaks; ``metadata`` is its transport's.
+    ``incarnation`` is None until it speaks; ``metadata`` is its runtime's. ``transport``
+    is empty until memory was reached.
     """
 
     peer: Peer
@@ -84,6 +88,7 @@ class Link:
     begun_at: float
     hello: Hello | None = None
     metadata: bytes = b""
+    transport: str = ""
     seq_out: int = 0
     seq_in: int = 0
     connected: bool = False
@@ -104,6 +109,7 @@ class Endpoint(ABC):
         self.layout = identity.layout
         self.fingerprint = identity.fingerprint
         self.metadata = identity.metadata
+        self.transports = identity.transports
         self.config = config
         self.links: dict[Session, Link] = {}
         self.current: dict[Peer, Link] = {}
@@ -293,11 +299,11 @@ class Endpoint(ABC):
         if link.state is LinkState.LOST and not self._link_needed(link):
             self._unlink(link)
 
-    def _connected(self, link: Link) -> None:
-        """The peer has said who it is: its memory may be reached from now on."""
+    def _connected(self, link: Link, transports: tuple[TransportOffer, ...]) -> None:
+        """The peer has said who it is: its memory, or ours, may be reached from now on."""
         assert link.incarnation is not None
         link.connected = True
-        self._do(Connect(link.peer, link.incarnation, link.session, link.metadata))
+        self._do(Connect(link.peer, link.incarnation, link.session, link.metadata, transports))
 
     def _unlink(self, link: Link) -> None:
         if self.links.pop(link.session, None) is not None and link.connected:

@@ -15,7 +15,7 @@ from kvferry.ids import Generation, Op, Peer, Room, Serial, Session, SlotIndex
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
 from kvferry.plan.plan import Block, Request
-from kvferry.protocol.messages import Envelope, Table
+from kvferry.protocol.messages import Envelope, Table, TransportOffer
 from kvferry.protocol.outcome import Failure, Outcome
 
 
@@ -96,6 +96,20 @@ class Barred(Event, frozen=True):
     message: str
 
 
+class MemoryReached(Event, frozen=True):
+    """The memory of a session's target can be written, by that transport."""
+
+    session: Session
+    transport: str
+
+
+class MemoryUnreached(Event, frozen=True):
+    """No transport reaches the memory of a session's target; why, for each that was tried."""
+
+    session: Session
+    problems: tuple[str, ...]
+
+
 class Scattered(Event, frozen=True):
     """A scatter's bytes are usable."""
 
@@ -174,12 +188,17 @@ class Send(Action, frozen=True):
 
 
 class Connect(Action, frozen=True):
-    """A peer has a session: reach its memory. ``metadata`` is what it says of itself."""
+    """A peer has a session. ``metadata`` is what it says of itself.
+
+    To a source: reach its memory by the first of these ``transports`` that can, and say
+    ``MemoryReached`` or ``MemoryUnreached``. To a target: its memory is written by that one.
+    """
 
     peer: Peer
     incarnation: int
     session: Session
     metadata: bytes
+    transports: tuple[TransportOffer, ...] = ()
 
 
 class Disconnect(Action, frozen=True):

@@ -1,7 +1,8 @@
 """The handshake: everything that can't work is refused here, with a reason.
 
 A target greets a source with what it holds and where it may be written. The
-source derives the plan and answers with its digest; the target has derived the
+source derives the plan, reaches the target's memory by the best transport that both
+have, and answers with the plan's digest and the transport; the target has derived the
 same plan from what it knew of the source, and the two must agree. The answer
 completes the session's name, so nothing that was said in an earlier session can
 pass for this one, and a Hello that was delayed for ages leads nowhere.
@@ -21,7 +22,7 @@ from kvferry.plan.plan import Plan
 from kvferry.plan.reshard import reshard
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.endpoint import Endpoint, Identity, Link
-from kvferry.protocol.events import Barred, Event, Received, Send
+from kvferry.protocol.events import Barred, Event, MemoryReached, MemoryUnreached, Received, Send
 from kvferry.protocol.messages import (
     Body,
     Envelope,
@@ -30,10 +31,12 @@ from kvferry.protocol.messages import (
     RefusalCode,
     Refuse,
     Staging,
+    TransportOffer,
     Welcome,
 )
 from kvferry.protocol.outcome import MAX_TEXT, FailureCode
 from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
+from kvferry.protocol.transports import common_transports, none_common
 
 
 class Greeter(Endpoint):
@@ -84,8 +87,8 @@ class Greeter(Endpoint):
         return link
 
     def _greet(self, link: Link) -> None:
-        hello = Hello(self.fingerprint, self.layout, self.pools, self.staging, self.metadata)
-        self._say(link, hello)
+        what = self.fingerprint, self.layout, self.pools, self.staging
+        self._say(link, Hello(*what, self.metadata, self.transports))
 
     def _session_unknown(self, link: Link) -> None:
         """Proof: a source forgets a session only when none of its writes is in flight."""
@@ -117,9 +120,9 @@ class Greeter(Endpoint):
             self._note(link, problem)
             self._lose(link, FailureCode.REFUSED, f"{problem.code}: {problem.message}")
             return
-        link.metadata = body.metadata
+        link.metadata, link.transport = body.metadata, body.transport
         link.state = advance(LINK, link.state, LinkStep.FITS)
-        self._connected(link)
+        self._connected(link, self._offered(link.transport))
         before = link.seq_out
         self._link_up(link)
         if link.seq_out == before:
@@ -136,7 +139,13 @@ class Greeter(Endpoint):
         if body.digest != link.plan.digest:
             text = f"{link.peer} derived another plan; run one version on both sides"
             return Refuse(RefusalCode.DIGEST, text)
+        if not self._offered(body.transport):
+            text = f"{link.peer} writes by {body.transport}, which it was not offered"
+            return Refuse(RefusalCode.TRANSPORT, text)
         return None
+
+    def _offered(self, transport: str) -> tuple[TransportOffer, ...]:
+        return tuple(offer for offer in self.transports.held if offer.name == transport)
 
     def _on_refuse(self, link: Link, body: Refuse) -> None:
         self._lose(link, FailureCode.REFUSED, f"{body.code}: {body.message}")
@@ -170,6 +179,15 @@ class Welcomer(Endpoint):
         super().__init__(identity, config)
         self._answers = 0
 
+    def _take(self, event: Event) -> None:
+        match event:
+            case MemoryReached():
+                self._on_reached(event)
+            case MemoryUnreached():
+                self._on_unreached(event)
+            case _:
+                super()._take(event)
+
     def _make_plan(self, other: Layout) -> Plan:
         return reshard(self.layout, other)
 
@@ -190,9 +208,31 @@ class Welcomer(Endpoint):
             link = self._new_link(envelope, hello)
         elif link.peer != envelope.sender or not self._in_order(link, envelope):
             return
-        if link is not None and link.state is not LinkState.LOST:
-            digest = link.plan.digest
-            self._say(link, Welcome(self.fingerprint, self.layout, digest, self.metadata))
+        if link is not None and link.state is not LinkState.LOST and link.transport:
+            self._welcome(link)
+
+    def _welcome(self, link: Link) -> None:
+        what = self.fingerprint, self.layout, link.plan.digest
+        self._say(link, Welcome(*what, self.metadata, link.transport))
+
+    def _on_reached(self, event: MemoryReached) -> None:
+        """Now it is known that this pair works, and by what."""
+        link = self.links.get(event.session)
+        if link is not None and link.state is LinkState.GREETING:
+            link.transport = event.transport
+            self._welcome(link)
+
+    def _on_unreached(self, event: MemoryUnreached) -> None:
+        link = self.links.get(event.session)
+        if link is None or link.state is not LinkState.GREETING:
+            return
+        assert link.hello is not None
+        known = common_transports(self.transports, link.hello.transports).problems
+        text = none_common((*event.problems, *known))[:MAX_TEXT]
+        self.counts["refused"] += 1
+        refusal = Refuse(RefusalCode.TRANSPORT, text)
+        self._do(Send(link.peer, self._envelope(link.session.greeting, 0, refusal)))
+        self._lose(link, FailureCode.REFUSED, text)
 
     def _new_link(self, envelope: Envelope, hello: Hello) -> Link | None:
         """A link that counts once the target has answered; a late Hello never does."""
@@ -213,7 +253,7 @@ class Welcomer(Endpoint):
         )
         link.metadata, link.seq_in = hello.metadata, envelope.seq
         self.links[session] = link
-        self._connected(link)
+        self._connected(link, common_transports(self.transports, hello.transports).offers)
         return link
 
     def _take_message(self, link: Link, body: Body) -> None:
@@ -268,4 +308,9 @@ class Welcomer(Endpoint):
         except Refused as refused:
             return Refuse(RefusalCode.LAYOUT, str(refused)[:MAX_TEXT])
         problem = pools_problem(hello.layout, peer.rank, hello.pools)
-        return Refuse(RefusalCode.POOLS, problem[:MAX_TEXT]) if problem else None
+        if problem:
+            return Refuse(RefusalCode.POOLS, problem[:MAX_TEXT])
+        common = common_transports(self.transports, hello.transports)
+        if not common.offers:
+            return Refuse(RefusalCode.TRANSPORT, none_common(common.problems)[:MAX_TEXT])
+        return None

@@ -23,7 +23,7 @@ from kvferry.plan.places import PageTable, PoolMap
 from kvferry.plan.plan import Block, Request
 from kvferry.protocol.outcome import MAX_TEXT, Failure
 
-VERSION = 2
+VERSION = 3
 
 MAX_PAGES = 1 << 19
 MAX_TOKENS = 1 << 30
@@ -32,6 +32,8 @@ MAX_CREDITS = 1024
 MAX_METADATA = 1 << 20
 MAX_COUNT = 1 << 40
 MAX_TABLES = 64
+MAX_TRANSPORTS = 16
+MAX_WHY = 256
 MIN_REMAINING_S, MAX_REMAINING_S = 1e-3, 1e7
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -57,23 +59,53 @@ class Staging(msgspec.Struct, frozen=True, array_like=True):
     num_slots: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
 
 
+TransportName = Annotated[str, Meta(max_length=64)]
+
+
+class TransportOffer(msgspec.Struct, frozen=True, array_like=True):
+    """A transport that an endpoint holds. Only endpoints of one ``realm`` reach each other by it.
+
+    ``payload`` is what its peers need in order to write here.
+    """
+
+    name: TransportName
+    realm: Text
+    payload: Blob = b""
+
+
+class TransportLack(msgspec.Struct, frozen=True, array_like=True):
+    """A transport that an endpoint does not hold, and why."""
+
+    name: TransportName
+    why: Annotated[str, Meta(max_length=MAX_WHY)]
+
+
+class TransportOffers(msgspec.Struct, frozen=True, array_like=True):
+    """Every transport that an endpoint holds, best first, and those that it had to do without."""
+
+    held: Annotated[tuple[TransportOffer, ...], Meta(max_length=MAX_TRANSPORTS)] = ()
+    lacked: Annotated[tuple[TransportLack, ...], Meta(max_length=MAX_TRANSPORTS)] = ()
+
+
 class Hello(Message, frozen=True, array_like=True, tag="hello"):
-    """Target to source: who I am, what I hold, where it may be written."""
+    """Target to source: who I am, what I hold, where and by what it may be written."""
 
     fingerprint: Text
     layout: Layout
     pools: PoolMap
     staging: Staging = Staging()
     metadata: Blob = b""
+    transports: TransportOffers = TransportOffers()
 
 
 class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
-    """Source to target: we fit, and this is the plan that I derived."""
+    """Source to target: we fit, this is the plan that I derived, and I reach you by that."""
 
     fingerprint: Text
     layout: Layout
     digest: Text
     metadata: Blob = b""
+    transport: TransportName = ""
 
 
 class RefusalCode(StrEnum):
@@ -84,6 +116,7 @@ class RefusalCode(StrEnum):
     LAYOUT = "layout"
     POOLS = "pools"
     DIGEST = "digest"
+    TRANSPORT = "transport"
     TOO_MANY_PEERS = "too-many-peers"
 
 

@@ -1,4 +1,8 @@
-"""Numbers for Prometheus: one set of metrics per registry, one series per endpoint."""
+"""Numbers for Prometheus: one set of metrics per registry, one series per endpoint.
+
+The label ``transport`` is the one that carried, where something was carried or is connected,
+and else what the endpoint was told to use, such as ``auto``.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ import contextlib
 import threading
 import weakref
 from collections import Counter as Tally
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
+from kvferry.ids import Peer
 from kvferry.plan.choose import Path
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.runtime.mover.mover import WriteEnd
@@ -43,6 +49,7 @@ class _Metrics:
         self.staging_total = gauge("staging_bytes", "Staging memory there is")
         self.broken = counter("broken_threads", "Threads of ours that a bug has ended", "thread")
         self.stalled = gauge("stalled_seconds", "Since a thread of ours is overdue", "thread")
+        self.links = gauge("links", "Links that are up, by the transport that each took")
         self.heartbeat_age = gauge("heartbeat_age_seconds", "Since the quietest peer was heard")
 
 
@@ -79,6 +86,8 @@ class Stats:
     refusals: Tally[str] = field(default_factory=Tally)
     broken: Tally[str] = field(default_factory=Tally)
     stalled: dict[str, float] = field(default_factory=dict)
+    # The transport of every link that is up, by peer.
+    links: dict[str, str] = field(default_factory=dict)
 
 
 class Meter:
@@ -89,18 +98,23 @@ class Meter:
     ) -> None:
         self._metrics = _metrics_of(REGISTRY if registry is None else registry)
         self._labels = (endpoint, transport)
+        self._linked: set[str] = set()
         self._seen: Tally[str] = Tally()
         self.stats = Stats()
         # Looked up once: finding a series costs more than counting in it.
-        counters = (
-            self._metrics.writes,
-            self._metrics.bytes,
-            self._metrics.pieces,
-            self._metrics.seconds,
-        )
-        self._by_path = {
-            path: [counter.labels(*self._labels, path) for counter in counters] for path in Path
-        }
+        self._by_path: dict[tuple[str, Path], list[Counter]] = {}
+        for path in Path:
+            self._counters(transport, path)
+
+    def _counters(self, transport: str, path: Path) -> list[Counter]:
+        """Of what a transport has carried on a path: writes, bytes, pieces and seconds."""
+        found = self._by_path.get((transport, path))
+        if found is None:
+            metrics, labels = self._metrics, (self._labels[0], transport, path)
+            counters = metrics.writes, metrics.bytes, metrics.pieces, metrics.seconds
+            found = [counter.labels(*labels) for counter in counters]
+            self._by_path[transport, path] = found
+        return found
 
     def ended(self, outcome: Outcome) -> None:
         """A room has ended."""
@@ -112,16 +126,16 @@ class Meter:
 
     def wrote(self, ending: WriteEnd) -> None:
         """A write has ended."""
-        metrics, labels = self._metrics, self._labels
+        transport = ending.transport or self._labels[1]
         if ending.fate is not None:
-            metrics.failed.labels(*labels, ending.fate).inc()
+            self._metrics.failed.labels(self._labels[0], transport, ending.fate).inc()
             return
         stats = self.stats.paths[ending.path]
         stats.writes += 1
         stats.num_bytes += ending.num_bytes
         stats.pieces += ending.num_pieces
         stats.seconds += ending.seconds
-        counters = self._by_path[ending.path]
+        counters = self._counters(transport, ending.path)
         amounts = (1, ending.num_bytes, ending.num_pieces, ending.seconds)
         for counter, amount in zip(counters, amounts, strict=True):
             counter.inc(amount)
@@ -147,6 +161,20 @@ class Meter:
         self._metrics.open_rooms.labels(*self._labels).set(open_rooms)
         self._metrics.quarantined.labels(*self._labels).set(quarantined)
         self._metrics.heartbeat_age.labels(*self._labels).set(age_s)
+
+    def linked(self, peer: Peer, transport: str) -> None:
+        """A link has its transport."""
+        self.links({**self.stats.links, str(peer): transport})
+
+    def links(self, links: Mapping[str, str]) -> None:
+        """The transport of every link that is up, by peer."""
+        if links == self.stats.links:
+            return
+        self.stats.links = dict(links)
+        counts = Tally(links.values())
+        self._linked |= set(counts)
+        for transport in self._linked:
+            self._metrics.links.labels(self._labels[0], transport).set(counts[transport])
 
     def broke(self, thread: str) -> None:
         """A bug has ended a thread."""
@@ -175,6 +203,9 @@ class Meter:
         ):
             with contextlib.suppress(KeyError):
                 gauge.remove(*self._labels)
+        for transport in self._linked:
+            with contextlib.suppress(KeyError):
+                metrics.links.remove(self._labels[0], transport)
         for thread in self.stats.stalled:
             with contextlib.suppress(KeyError):
                 metrics.stalled.remove(*self._labels, thread)

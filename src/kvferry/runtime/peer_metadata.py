@@ -13,14 +13,12 @@ _Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
 class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach an endpoint's memory, and how to find out that it is gone.
+    """How to find out that an endpoint is gone, and where its staging memory is.
 
     ``staging_region`` is the number of the region with its slots, and
     ``scratch_offset`` where in it anybody may write at any time, to measure.
     """
 
-    transport: Annotated[str, msgspec.Meta(max_length=64)]
-    payload: bytes
     lifeline: tuple[Annotated[str, msgspec.Meta(max_length=64)], _Port]
     staging_region: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] | None = None
     scratch_offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0

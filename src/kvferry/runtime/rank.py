@@ -27,6 +27,7 @@ from kvferry.runtime.owner.outfit import Outfit, outfit_of
 from kvferry.runtime.setup import Member, set_up
 from kvferry.runtime.tables import Shelf
 from kvferry.transport.base import Transport
+from kvferry.transport.several import TransportSet
 
 H = TypeVar("H", bound=Handle)
 
@@ -36,6 +37,8 @@ class RankEndpoint(ABC, Generic[H]):
 
     ``pools`` are arrays by group, tensor and layer, or a ``Memory``. ``model`` is
     what both sides must agree on beside the layout, such as a checkpoint's hash.
+    ``transport`` is ``auto``, for the best that each peer can be reached by; one or several by
+    name; or what pools were allocated from (``make_transports``).
     """
 
     # Whether peers write into the pools.
@@ -49,7 +52,7 @@ class RankEndpoint(ABC, Generic[H]):
         name: str,
         rank: int = 0,
         model: str,
-        transport: str | Transport = "shm",
+        transport: str | Transport | TransportSet = "auto",
         rendezvous: str | None = None,
         key: ClusterKey | None = None,
         config: EndpointConfig | None = None,
@@ -64,7 +67,7 @@ class RankEndpoint(ABC, Generic[H]):
                 member, pools, transport, config, writable=self.writable, most_slots=slots
             )
             undo.callback(setup.close)
-            meter = Meter(str(member.peer), setup.transport.name, registry)
+            meter = Meter(str(member.peer), setup.transports.name, registry)
             client = RendezvousClient(rendezvous, key) if rendezvous else None
             undo.pop_all()
         self._setup = setup

@@ -1,4 +1,4 @@
-"""What both endpoints set up alike: memory, staging, transport, lifeline, metadata."""
+"""What both endpoints set up alike: memory, staging, transports, lifeline, metadata."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import msgspec
 
 from kvferry.copy.cpu import copy_binding, warm_up
 from kvferry.copy.devices import copier_on
-from kvferry.errors import InputError
+from kvferry.errors import InputError, TransportError
 from kvferry.ids import MAX_ID, MAX_NAME, Peer
 from kvferry.layout.layout import Layout
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.endpoint import Identity
-from kvferry.protocol.messages import Staging
+from kvferry.protocol.messages import Staging, TransportOffers
 from kvferry.regions import Region
 from kvferry.rendezvous.records import Name
 from kvferry.runtime.config import EndpointConfig
@@ -26,9 +26,10 @@ from kvferry.runtime.mover.calibration import SCRATCH_BYTES
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.staging import SlotPool, allocate, slots_for
 from kvferry.transport.base import Setup, Transport
-from kvferry.transport.registry import transport_class
+from kvferry.transport.registry import load, transport_class
+from kvferry.transport.several import TransportSet, asked_for
 
-# With its transport's realm, it must fit a frame's text.
+# It must fit a frame's text.
 MAX_MODEL = 512
 
 
@@ -49,6 +50,36 @@ def make_transport(
         options=options or {},
     )
     return transport_class(name)(setup)
+
+
+def make_transports(
+    name: str = "auto", host: str = "127.0.0.1", options: Mapping[str, str] | None = None
+) -> TransportSet:
+    """Transports: all that work here (``auto``), one, or several with commas between them.
+
+    Pools may be allocated from them before an endpoint is made. An option goes to whoever knows it.
+    """
+    given = dict(options or {})
+    names = asked_for(name)
+    if len(names) == 1:
+        return TransportSet.make(name, lambda each: make_transport(each, host, given))
+    known = {each: _options_of(each) for each in names}
+    strange = sorted(set(given).difference(*known.values()))
+    if strange:
+        raise TransportError(f"none of {', '.join(names)} has an option {strange[0]!r:.80}")
+
+    def make(each: str) -> Transport:
+        theirs = {key: value for key, value in given.items() if key in known[each]}
+        return make_transport(each, host, theirs)
+
+    return TransportSet.make(name, make)
+
+
+def _options_of(name: str) -> tuple[str, ...]:
+    try:
+        return load(name).option_names
+    except TransportError:
+        return ()  # Making it will tell.
 
 
 class StagingMemory(NamedTuple):
@@ -88,11 +119,11 @@ class EndpointSetup(NamedTuple):
     member: Member
     memory: Memory
     slots: StagingMemory | None
-    transport: Transport
+    transports: TransportSet
+    offers: TransportOffers
     incarnation: int
     lifeline: Lifeline
     metadata: PeerMetadata
-    fingerprint: str
 
     @property
     def identity(self) -> Identity:
@@ -101,8 +132,9 @@ class EndpointSetup(NamedTuple):
             self.member.peer,
             self.incarnation,
             self.member.layout,
-            self.fingerprint,
+            self.member.model,
             self.metadata.encode(),
+            self.offers,
         )
 
     @property
@@ -124,14 +156,14 @@ class EndpointSetup(NamedTuple):
 
     def close(self) -> None:
         """Give everything back, before anybody was told of it."""
-        self.transport.close()
+        self.transports.close()
         self.lifeline.close()
 
 
 def set_up(
     member: Member,
     pools: Memory | PoolArrays,
-    transport: str | Transport,
+    transport: str | Transport | TransportSet,
     config: EndpointConfig,
     *,
     writable: bool,
@@ -140,32 +172,35 @@ def set_up(
     """Set everything up that has no thread. Raises errors that say what to change."""
     _demand_reachable(config.host)
     _demand_sayable(member)
-    if isinstance(transport, str):
-        transport = make_transport(transport, config.host, config.options)
+    transports = _several(transport, config)
     try:
-        memory = _memory(member, pools, transport, writable=writable)
-        slots = _slots(config, member.layout, memory, transport, most_slots)
-        transport.register([*memory.regions, *([slots.region] if slots else [])], writable=writable)
+        memory = _memory(member, pools, transports, writable=writable)
+        slots = _slots(config, member.layout, memory, transports, most_slots)
+        transports.register(memory.regions, slots.region if slots else None, writable=writable)
+        offers = transports.offers(writable=writable)
         if memory.device.is_host:
             warm_up()
         incarnation = new_incarnation()
         lifeline = Lifeline(config.host, incarnation)
     except BaseException:
-        transport.close()
+        transports.close()
         raise
+    if slots and not transports.stages:
+        slots = None  # Whoever would have staged could not take the pools.
     staging_region = len(memory.regions) if slots else None
     scratch = slots.scratch_offset if slots else 0
-    metadata = PeerMetadata(
-        transport.name, transport.metadata(), lifeline.address, staging_region, scratch
-    )
-    fingerprint = f"{member.model} over {transport.realm}"
-    return EndpointSetup(
-        member, memory, slots, transport, incarnation, lifeline, metadata, fingerprint
-    )
+    metadata = PeerMetadata(lifeline.address, staging_region, scratch)
+    return EndpointSetup(member, memory, slots, transports, offers, incarnation, lifeline, metadata)
+
+
+def _several(transport: str | Transport | TransportSet, config: EndpointConfig) -> TransportSet:
+    if isinstance(transport, str):
+        return make_transports(transport, config.host, config.options)
+    return TransportSet.of(transport) if isinstance(transport, Transport) else transport
 
 
 def _memory(
-    member: Member, pools: Memory | PoolArrays, transport: Transport, *, writable: bool
+    member: Member, pools: Memory | PoolArrays, transports: TransportSet, *, writable: bool
 ) -> Memory:
     """This rank's memory, looked at only when it lies where it will stay."""
     layout, rank = member.layout, member.rank
@@ -174,7 +209,7 @@ def _memory(
     else:
         if writable:
             Memory.of(layout, rank, pools)  # What does not fit is refused before it is moved.
-            transport.adopt(arrays_of(pools))
+            transports.adopt([*arrays_of(pools)])
         memory = Memory.of(layout, rank, pools)
     problem = pools_problem(layout, rank, memory.map)
     if problem:
@@ -210,10 +245,10 @@ def _slots(
     config: EndpointConfig,
     layout: Layout,
     memory: Memory,
-    transport: Transport,
+    transports: TransportSet,
     most_slots: int,
 ) -> StagingMemory | None:
-    if transport.maps_peer or not config.staging_bytes:
+    if not transports.stages or not config.staging_bytes:
         return None
     unit_bytes = max(group.unit_bytes for group in layout.spec.groups)
     pool = slots_for(

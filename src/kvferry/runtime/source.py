@@ -17,7 +17,7 @@ from kvferry.protocol.source import SourceMachine
 from kvferry.rendezvous.records import RankRecord
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.control import ControlServer
-from kvferry.runtime.costs import first_constants
+from kvferry.runtime.costs import LinkCosts, first_constants
 from kvferry.runtime.driver.driver import Driver, Ports
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.outgoing import Outgoing, Waitable
@@ -47,16 +47,17 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
     def _own(self, outfit: Outfit[Outgoing]) -> Owner:
         setup, config, rooms, meter = outfit.setup, outfit.config, outfit.rooms, outfit.meter
         measures = config.constants is None
-        writes = Writes(*(setup, rooms, outfit.mover, outfit.copier, meter), measures=measures)
-        constants = first_constants(config, setup)
-        self._policy = StagingPolicy(setup.member.rank, writes.sides_of, constants, config.path)
-        machine = SourceMachine(setup.identity, _with_slots(config, setup), self._policy)
+        self._costs = costs = LinkCosts(first_constants(config, setup))
+        ours = setup, rooms, outfit.mover, outfit.copier, meter, costs
+        writes = Writes(*ours, measures=measures)
+        policy = StagingPolicy(setup.member.rank, writes.sides_of, costs.of, config.path)
+        machine = SourceMachine(setup.identity, _with_slots(config, setup), policy)
         channel = SourceChannel(outfit.me, outfit.poller, meter, self._server)
         suspects = Suspects(outfit.prober)
         driver = Driver(machine, Ports(channel, writes, writes, suspects, rooms))
-        writes.attach(machine, self._policy, self._take)
+        writes.attach(machine, policy, self._take)
         channel.attach(self._take)
-        rooms.on_release = self._policy.forget
+        rooms.on_release = policy.forget
         role = SourceRole(driver, self._take, outfit, writes, channel)
         self.record = _record(setup, self._server.address)
         if outfit.client:
@@ -86,8 +87,8 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
 
     @property
     def constants(self) -> Constants:
-        """What the transport costs, as far as it is known."""
-        return self._policy.constants
+        """What the link that was measured last costs; before that, what is assumed."""
+        return self._costs.latest
 
 
 def _nothing() -> None:
@@ -100,9 +101,9 @@ def _record(setup: EndpointSetup, control: str) -> RankRecord:
         instance=setup.member.name,
         rank=setup.member.rank,
         incarnation=setup.incarnation,
-        fingerprint=setup.fingerprint,
+        fingerprint=setup.member.model,
         layout=setup.member.layout,
-        transport=setup.transport.name,
+        transport=setup.transports.name,
         control=control,
     )
 

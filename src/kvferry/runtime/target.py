@@ -47,7 +47,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
         directory = Directory(outfit.client, outfit.inbox.put)
         channel = TargetChannel(outfit.me, outfit.poller, meter, outfit.key, directory.address_of)
-        scatters = Scatters(setup, rooms, outfit.copier)
+        scatters = Scatters(setup, rooms, outfit.mover, outfit.copier, meter)
         driver = Driver(machine, Ports(channel, scatters, scatters, Suspects(outfit.prober), rooms))
         scatters.attach(machine, self._take)
         channel.attach(self._take)

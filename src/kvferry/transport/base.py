@@ -87,6 +87,8 @@ class Transport(ABC):
     """Registered memory, connected peers, and writes under way."""
 
     name: ClassVar[str]
+    # The options that it knows.
+    option_names: ClassVar[tuple[str, ...]] = ()
     # The source copies straight into the target's mapped memory: nothing to stage.
     maps_peer: ClassVar[bool] = False
     # ``write_now`` may be called: a small write costs less than handing it to another thread.
@@ -109,7 +111,7 @@ class Transport(ABC):
 
     @property
     def realm(self) -> str:
-        """Peers whose realms differ can never reach each other. Part of the fingerprint."""
+        """Peers whose realms differ can never reach each other. Told in the greeting."""
         return self.name
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:

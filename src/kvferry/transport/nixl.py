@@ -82,6 +82,7 @@ class NixlTransport(Transport):
     """One NIXL agent, which one thread at a time may use."""
 
     name: ClassVar[str] = "nixl"
+    option_names: ClassVar[tuple[str, ...]] = tuple(OPTIONS)
     needs_polling: ClassVar[bool] = True
     writes_at_once: ClassVar[bool] = True
 

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from kvferry.errors import TransportError
 from kvferry.transport.base import Transport
+from kvferry.transport.several import AUTO, asked_for
 
 GROUP = "kvferry.transports"
 
@@ -24,6 +25,22 @@ def transport_class(name: str) -> type[Transport]:
     missing = found.missing()
     if missing is not None:
         raise TransportError(missing)
+    return found
+
+
+def ready_transports(name: str) -> tuple[type[Transport], ...]:
+    """Those that ``name`` means and that can be used here, best first.
+
+    Raises ``TransportError`` if there is none, or not one that was asked for by its own name.
+    """
+    names = asked_for(name)
+    if name != AUTO:
+        return tuple(transport_class(each) for each in names)
+    problems = {each: _problem(each) for each in names}
+    found = tuple(load(each) for each, problem in problems.items() if problem is None)
+    if not found:
+        whys = "; ".join(f"{each}: {problem}" for each, problem in problems.items())
+        raise TransportError(f"no transport can be used here: {whys}")
     return found
 
 

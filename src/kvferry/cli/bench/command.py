@@ -160,7 +160,10 @@ def _add_load(
 
 def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:
     parser.add_argument(
-        "--transport", default="shm", metavar="NAME", help="shm (default), nixl, mooncake, ..."
+        "--transport",
+        default="auto",
+        metavar="NAME",
+        help="auto (default): the best that works; or shm, cuda, nixl, mooncake, shm,nixl, ...",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)

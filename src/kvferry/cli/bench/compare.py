@@ -38,7 +38,7 @@ from kvferry.serve.cluster.description import Cluster, ModelFolder, check
 from kvferry.serve.cluster.launch import Launch
 from kvferry.serve.cluster.needs import demand_transport
 from kvferry.serve.models.find import find_model
-from kvferry.transport.registry import available, transport_class
+from kvferry.transport.registry import available, ready_transports
 from kvferry.units import human_bytes
 
 # Those that can stage, the better known one first; then the one that is always there.
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     figure = plot_of(args)
     args.transport = given("--transport", args.transport) or _best_transport()
     demand_transport(args.transport)
-    can_stage = not transport_class(args.transport).maps_peer
+    can_stage = any(not one.maps_peer for one in ready_transports(args.transport))
     variants = variants_of(cluster_of(args), load, can_stage=can_stage)
     model = find_model(variants[0].cluster.model)
     for variant in variants:

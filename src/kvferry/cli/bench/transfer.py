@@ -33,6 +33,7 @@ class TransferReport(msgspec.Struct, kw_only=True):
     """What was measured."""
 
     transport: str
+    chosen: str
     prefill: str
     decode: str
     device: str
@@ -234,9 +235,11 @@ def _report(
     verified: bool,
 ) -> TransferReport:
     num_bytes = job.plan.payload_bytes(job.request)
+    links: list[dict[str, str]] = fleet.all(fleet.sources, "links")
     median, memcpy_s = statistics.median(all_s), statistics.median(copies_s)
     return TransferReport(
         transport=job.transport,
+        chosen="+".join(sorted({name for one in links for name in one.values()})),
         prefill=str(job.plan.source),
         decode=str(job.plan.target),
         device=job.device,
@@ -257,7 +260,7 @@ def _report(
 def _print(report: TransferReport) -> None:
     all_s = report.seconds["all"]
     spread = f"{human_seconds(min(all_s))} to {human_seconds(max(all_s))}"
-    print(f"{report.prefill}  →  {report.decode}, {report.tokens} tokens over {report.transport}")
+    print(f"{report.prefill}  →  {report.decode}, {report.tokens} tokens over {report.chosen}")
     print(f"  {human_bytes(report.bytes)} by {report.path} in {report.pieces:,} pieces")
     print(f"  {human_seconds(report.seconds['median'])} ({spread}), {report.gb_per_s:.2f} GB/s")
     print(f"  first transfer {human_seconds(report.first_seconds)}")

@@ -74,7 +74,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_transport(parser: argparse.ArgumentParser) -> None:
     """What carries the cache."""
-    parser.add_argument("--transport", metavar="NAME", help="shm, nixl or mooncake (shm)")
+    parser.add_argument(
+        "--transport",
+        metavar="NAME",
+        help="auto: the best for each pair of workers; or shm, cuda, nixl, mooncake, or several "
+        "as in shm,nixl (auto)",
+    )
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +133,7 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
 def _described(args: argparse.Namespace) -> Cluster:
     return Cluster(
         model=_model(args),
-        transport=given("--transport", args.transport) or "shm",
+        transport=given("--transport", args.transport) or "auto",
         key=given("--key", args.key),
         rendezvous=RendezvousSection(port=0),
         router=_router(args),
@@ -188,7 +193,7 @@ def _single(args: argparse.Namespace, part: WorkerPart, name: str | None) -> Clu
         raise InputError("one process runs one instance; start dp of them, each with its --name")
     return Cluster(
         model=_model(args),
-        transport=given("--transport", args.transport) or "shm",
+        transport=given("--transport", args.transport) or "auto",
         key=given("--key", args.key),
         prefill=(section,) if part is WorkerPart.PREFILL else (),
         decode=(section,) if part is WorkerPart.DECODE else (),

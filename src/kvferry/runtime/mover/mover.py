@@ -1,9 +1,9 @@
-"""The mover: the one thread that touches a transport.
+"""The mover: the one thread that touches an endpoint's transports.
 
-It is handed writes and tells how they ended. A transport that must be polled is polled
-often while something is expected and rarely otherwise; one that need not be costs nothing
-while it is idle. It decides nothing: which sessions may be written to, and what the end of
-a write means, is the driver's.
+It is handed writes and tells how they ended. A transport that must be polled is polled from
+its first link on, often while something is expected and rarely otherwise; one that need not
+be costs nothing while it is idle. It decides nothing: which transports a link may have, which
+sessions may be written to, and what the end of a write means, is the driver's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from queue import Empty
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Constants, Path
 from kvferry.protocol.events import Fate
+from kvferry.protocol.messages import TransportOffer
 from kvferry.runtime.mover.calibration import Calibration
 from kvferry.runtime.pulse import Pulse
 from kvferry.transport.base import Ended, Remote, Transport
@@ -60,25 +61,29 @@ class WriteEnd(NamedTuple):
     num_bytes: int = 0
     num_pieces: int = 0
     seconds: float = 0.0
+    transport: str = ""
 
 
 class Reached(NamedTuple):
-    """A peer's memory can be written to."""
+    """A peer's memory can be written to; ``problems`` of better transports that were tried."""
 
     session: Session
+    transport: Transport
     remote: Remote
+    problems: tuple[str, ...] = ()
 
 
 class Unreached(NamedTuple):
-    """A peer's memory can't be reached; writes to it fail with the same words."""
+    """A peer's memory can't be reached, and why, for each transport that was tried."""
 
     session: Session
-    problem: str
+    problems: tuple[str, ...]
 
 
 class Measured(NamedTuple):
-    """What the transport costs."""
+    """What a link costs."""
 
+    session: Session
     constants: Constants
 
 
@@ -96,11 +101,13 @@ class Flight(NamedTuple):
     path: Path
     num_bytes: int
     num_pieces: int
+    transport: str = ""
 
     def end(self, ended: Ended) -> WriteEnd:
         """What is told of it."""
         seconds = time.monotonic() - self.started
-        return WriteEnd(ended.op, ended.fate, ended.detail, *self[1:], seconds)
+        what = self.path, self.num_bytes, self.num_pieces
+        return WriteEnd(ended.op, ended.fate, ended.detail, *what, seconds, self.transport)
 
 
 # What the owner hears. Told on the mover's thread; whoever listens must not wait.
@@ -108,13 +115,19 @@ MoverNews = WriteEnd | Reached | Unreached | Measured | ThreadBroke
 
 
 class Mover:
-    """Owns a transport from ``start`` to ``close``."""
+    """Owns transports from ``start`` to ``close``."""
 
-    def __init__(self, transport: Transport, tell: Callable[[MoverNews], None], name: str) -> None:
-        self.transport = transport
+    def __init__(
+        self, transports: Iterable[Transport], tell: Callable[[MoverNews], None], name: str
+    ) -> None:
+        self._transports = {transport.name: transport for transport in transports}
         self._tell = tell
         self._jobs: Mailbox[Callable[[], None]] = Mailbox()
-        self._remotes: dict[Session, Remote] = {}
+        self._remotes: dict[Session, tuple[Transport, Remote]] = {}
+        # Sessions whose peers write here, by a transport that must be polled for that.
+        self._written: set[Session] = set()
+        # Those that have had a link, and must be polled.
+        self._polled: set[Transport] = set()
         self._problems: dict[Session, str] = {}
         self._cut: set[Session] = set()
         self._flights: dict[Op, Flight] = {}
@@ -126,7 +139,8 @@ class Mover:
         self._closing = False
         self._news_at = 0.0
         self.pulse = Pulse("mover", lambda: len(self._jobs) > 0)
-        transport.on_news = self._nudge
+        for transport in self._transports.values():
+            transport.on_news = self._nudge
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # ------------------------------------------------------------ from any thread
@@ -135,9 +149,13 @@ class Mover:
         """Begin."""
         self._thread.start()
 
-    def reach(self, session: Session, metadata: bytes) -> None:
-        """Reach the memory of a session's peer."""
-        self._jobs.put(lambda: self._reach(session, metadata))
+    def reach(self, session: Session, offers: Sequence[TransportOffer]) -> None:
+        """Reach the memory of a session's peer by the first of these that can."""
+        self._jobs.put(lambda: self._reach(session, offers))
+
+    def let_write(self, session: Session, transport: str) -> None:
+        """The peer of a session writes here by that transport."""
+        self._jobs.put(lambda: self._let_write(session, self._transports[transport]))
 
     def measure(self, session: Session, calibration: Calibration, before: Constants) -> None:
         """Time a few writes to the peer of a session."""
@@ -162,11 +180,11 @@ class Mover:
     def expect(self, expecting: bool, *, soon: bool = False) -> None:
         """Whether peers may write here, so that helping them along is worth a little time."""
         self._expecting = expecting
-        if soon and self.transport.needs_polling and not self._is_eager():
+        if soon and self._written and not self._is_eager():
             self._nudge()
 
     def close(self) -> None:
-        """End the thread and give the transport back."""
+        """End the thread and give the transports back."""
         self._jobs.put(self._close)
         self._thread.join()
 
@@ -182,7 +200,8 @@ class Mover:
             self._tell(ThreadBroke("mover", error))
         finally:
             self.pulse.beat(inf)
-            self.transport.close()
+            for transport in self._transports.values():
+                transport.close()
 
     def _close(self) -> None:
         self._closing = True
@@ -194,9 +213,9 @@ class Mover:
 
     def _pause(self) -> float | None:
         """How long there is nothing to do; None until something is asked."""
-        if not self.transport.needs_polling:
+        if not self._polled:
             return None
-        if not (self._flights or self._calibrations or self._expecting):
+        if not (self._flights or self._calibrations or (self._expecting and self._written)):
             return IDLE_POLL_S
         return BUSY_POLL_S if self._is_eager() else PATIENT_POLL_S
 
@@ -218,45 +237,70 @@ class Mover:
             return
 
     def _poll(self) -> None:
-        """Take all ends. Taking some may be what lets the next come."""
-        while ended := self.transport.poll():
+        """Take all ends."""
+        for transport in self._transports.values():
+            if not transport.needs_polling or transport in self._polled:
+                self._poll_one(transport)
+
+    def _poll_one(self, transport: Transport) -> None:
+        """Taking some ends may be what lets the next come."""
+        while ended := transport.poll():
             for each in ended:
-                self._end(each)
+                self._end(each, transport)
             self._news_at = time.monotonic()
 
     # ------------------------------------------------------------ peers
 
-    def _reach(self, session: Session, metadata: bytes) -> None:
-        try:
-            remote = self._remotes[session] = self.transport.connect(metadata)
-        except KvferryError as error:
-            self._problems[session] = str(error)
-            self._tell(Unreached(session, str(error)))
-        else:
-            self._tell(Reached(session, remote))
+    def _reach(self, session: Session, offers: Sequence[TransportOffer]) -> None:
+        problems: list[str] = []
+        for offer in offers:
+            transport = self._transports[offer.name]
+            try:
+                remote = transport.connect(offer.payload)
+            except KvferryError as error:
+                problems.append(f"{offer.name}: {error}")
+                continue
+            self._remotes[session] = transport, remote
+            self._use(transport)
+            self._tell(Reached(session, transport, remote, tuple(problems)))
+            return
+        self._problems[session] = "; ".join(problems)
+        self._tell(Unreached(session, tuple(problems)))
+
+    def _let_write(self, session: Session, transport: Transport) -> None:
+        if transport.needs_polling:
+            self._written.add(session)
+            self._use(transport)
+
+    def _use(self, transport: Transport) -> None:
+        if transport.needs_polling:
+            self._polled.add(transport)
 
     def _forget(self, session: Session) -> None:
         self._cut.discard(session)
+        self._written.discard(session)
         self._problems.pop(session, None)
-        remote = self._remotes.pop(session, None)
-        if remote is not None:
-            self.transport.disconnect(remote)
+        reached = self._remotes.pop(session, None)
+        if reached is not None:
+            transport, remote = reached
+            transport.disconnect(remote)
 
     # ------------------------------------------------------------ writes
 
     def _write(self, posting: Posting) -> None:
         op, session, binding, path = posting
-        remote = self._remotes.get(session)
-        if remote is None or session in self._cut:
+        reached = self._remotes.get(session)
+        if reached is None or session in self._cut:
             problem = self._problems.get(session, "the session is over")
             self._tell(WriteEnd(op, Fate.FAILED, problem))
             return
+        transport, remote = reached
         direct = Path.RUNS if binding.contiguous else Path.SLICES
-        if not self.transport.maps_peer and path is None:
+        if not transport.maps_peer and path is None:
             binding = binding.merged()
         size = binding.num_bytes, binding.num_pieces
-        self._flights[op] = Flight(time.monotonic(), path or direct, *size)
-        self.transport.write(remote, op, binding)
+        self._flights[op] = Flight(time.monotonic(), path or direct, *size, transport.name)
+        transport.write(remote, op, binding)
 
     def _follow(self, op: Op, flight: Flight) -> None:
         ended = self._early.pop(op, None)
@@ -265,14 +309,14 @@ class Mover:
         else:
             self._tell(flight.end(ended))
 
-    def _end(self, ended: Ended) -> None:
+    def _end(self, ended: Ended, transport: Transport) -> None:
         if ended.op in self._calibrations:
             self._calibration_ended(ended)
             return
         flight = self._flights.pop(ended.op, None)
         if flight is not None:
             self._tell(flight.end(ended))
-        elif self.transport.writes_at_once:
+        elif transport.writes_at_once:
             self._early[ended.op] = ended
         else:
             log.error("write-ended-twice op=%d fate=%s", ended.op, ended.fate)
@@ -281,15 +325,16 @@ class Mover:
 
     def _measure(self, session: Session, calibration: Calibration, before: Constants) -> None:
         """Into scratch memory that is nobody's, so nobody waits for these ends."""
-        remote, binding = self._remotes.get(session), calibration.next()
-        if remote is None or session in self._cut or binding is None:
+        reached, binding = self._remotes.get(session), calibration.next()
+        if reached is None or session in self._cut or binding is None:
             return
+        transport, remote = reached
         # A number below zero, where no write of the machine's is.
         self._own_ops -= 1
         op = Op(self._own_ops)
         self._flights[op] = Flight(time.monotonic(), Path.SLICES, 0, 0)
         self._calibrations[op] = session, calibration, before
-        self.transport.write(remote, op, binding)
+        transport.write(remote, op, binding)
 
     def _calibration_ended(self, ended: Ended) -> None:
         session, calibration, before = self._calibrations.pop(ended.op)
@@ -298,6 +343,6 @@ class Mover:
             return
         calibration.took(time.monotonic() - flight.started)
         if calibration.next() is None:
-            self._tell(Measured(calibration.constants(before)))
+            self._tell(Measured(session, calibration.constants(before)))
         else:
             self._measure(session, calibration, before)

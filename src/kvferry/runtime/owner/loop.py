@@ -226,6 +226,7 @@ class Owner:
         up = [link for link in machine.links.values() if link.state is LinkState.UP]
         age_s = max((now - link.heard_at for link in up), default=0.0)
         meter.now(open_rooms=len(self.rooms), quarantined=machine.num_quarantined, age_s=age_s)
+        meter.links({str(link.peer): link.transport for link in up})
         for what in ("refused", "impatient", "misdirected", "other-incarnation"):
             meter.total(what, machine.counts[what])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Generic, NamedTuple, TypeVar
 
 from kvferry.ids import Peer
@@ -17,6 +18,8 @@ from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.prober import Prober
 from kvferry.runtime.setup import EndpointSetup
+
+log = logging.getLogger("kvferry.runtime")
 
 H = TypeVar("H", bound=Handle)
 
@@ -51,8 +54,13 @@ def outfit_of(
 ) -> Outfit[H]:
     """Make it. The copier and the prober begin at once, and wait."""
     me = setup.member.peer
+    held, lacked = setup.transports.names, setup.transports.lacked
+    log.info(
+        "transports endpoint=%s held=%s lacked=%r",
+        *(me, ",".join(held), "; ".join(f"{name}: {why}" for name, why in lacked.items())),
+    )
     inbox: Inbox[object] = Inbox()
-    mover = Mover(setup.transport, inbox.put, f"kvferry-mover-{me}")
+    mover = Mover(setup.transports, inbox.put, f"kvferry-mover-{me}")
     return Outfit(
         *(setup, config, key, client, meter),
         RoomTable(me, meter),

@@ -95,10 +95,10 @@ class SourceRole:
                 self._writes.copied(item)
             case Reached():
                 self._writes.reached(item)
-            case Unreached(session=session, problem=problem):
-                self._writes.unreached(session, problem)
-            case Measured(constants=constants):
-                self._writes.measured(constants)
+            case Unreached():
+                self._writes.unreached(item)
+            case Measured():
+                self._writes.measured(item)
             case _:
                 return False
         return True

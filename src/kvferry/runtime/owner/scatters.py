@@ -13,6 +13,8 @@ from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.copier import Copied, Copier, CopyJob
 from kvferry.runtime.incoming import Incoming
+from kvferry.runtime.metrics import Meter
+from kvferry.runtime.mover.mover import Mover
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.setup import EndpointSetup
 
@@ -22,10 +24,19 @@ log = logging.getLogger("kvferry.runtime")
 class Scatters:
     """StagingMemory whose bytes are on their way into pages. A target itself writes to nobody."""
 
-    def __init__(self, setup: EndpointSetup, rooms: RoomTable[Incoming], copier: Copier) -> None:
+    def __init__(
+        self,
+        setup: EndpointSetup,
+        rooms: RoomTable[Incoming],
+        mover: Mover,
+        copier: Copier,
+        meter: Meter,
+    ) -> None:
         self._setup = setup
         self._rooms = rooms
+        self._mover = mover
         self._copier = copier
+        self._meter = meter
         self._room_of: dict[Op, Room] = {}
 
     def attach(self, machine: TargetMachine, answer: Callable[[Event], None]) -> None:
@@ -57,7 +68,14 @@ class Scatters:
     # ------------------------------------------------------------ memory of others
 
     def connect(self, action: Connect) -> None:
-        """Sources write here; nothing of theirs is reached."""
+        """Sources write here, by what they chose; nothing of theirs is reached."""
+        (offer,) = action.transports
+        log.info(
+            "written-by endpoint=%s peer=%s transport=%s",
+            *(self._setup.member.peer, action.peer, offer.name),
+        )
+        self._meter.linked(action.peer, offer.name)
+        self._mover.let_write(action.session, offer.name)
 
     def write(self, action: Write) -> None:
         """Never asked for."""
@@ -67,4 +85,5 @@ class Scatters:
         """Nothing of ours is under way."""
 
     def forget(self, session: Session) -> None:
-        """Nothing was taken."""
+        """It is written by nobody any more."""
+        self._mover.forget(session)

@@ -38,35 +38,36 @@ class Course(NamedTuple):
 
 
 class StagingPolicy:
-    """A staging policy with what it costs here. ``constants`` may change as they are measured."""
+    """A staging policy. What a session's link costs may change as it is measured."""
 
     def __init__(
         self,
         rank: int,
         sides_of: Callable[[Course], Sides],
-        constants: Constants,
+        constants_of: Callable[[Session], Constants],
         override: Path | None = None,
     ) -> None:
         self._rank = rank
         self._sides_of = sides_of
+        self._constants_of = constants_of
         self._override = override
         # What was bound and is not yet written, by room.
         self._bound: dict[Room, dict[tuple[Session, int, Block], Binding]] = {}
-        self.constants = constants
 
     def __call__(self, lane: Lane, block: Block) -> bool:
         """Whether a block of a lane is staged."""
-        if self.constants.maps_peer:
+        constants = self._constants_of(lane.link.session)
+        if constants.maps_peer:
             return False
         if self._override is not None:
             return self._override is Path.STAGED
         try:
-            return self._choose(lane, block) is Path.STAGED
+            return self._choose(lane, block, constants) is Path.STAGED
         except InputError:
             # Its pages are not all known yet, or wrong; writing it will tell.
             return False
 
-    def _choose(self, lane: Lane, block: Block) -> Path:
+    def _choose(self, lane: Lane, block: Block, constants: Constants) -> Path:
         link = lane.link
         course = Course(
             room=lane.room.name,
@@ -81,7 +82,7 @@ class StagingPolicy:
         key = (link.session, lane.generation, block)
         # Credits may have been asked for before, when the block was announced.
         binding = bound.pop(key, None) or self._bind(course, (block,))
-        path = choose(shape_of(binding), self.constants).path
+        path = choose(shape_of(binding), constants).path
         if path is not Path.STAGED:
             bound[key] = binding
         return path

@@ -1,4 +1,4 @@
-"""Writes: to a source's driver, the port to its peers' memory.
+"""Writes: to a source's driver, the port to its peers' memory, whatever transport each has.
 
 A small write into mapped memory is made here and now, because handing it to another
 thread would cost more. Everything else goes to the mover, or to the copier first, which
@@ -11,33 +11,48 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from math import inf
 
 from kvferry.errors import KvferryError, TransportError
 from kvferry.ids import Op, Peer, Session
 from kvferry.plan.bind import Binding, Image, Pair, Side, bind
-from kvferry.plan.choose import Constants, Path
+from kvferry.plan.choose import Path
 from kvferry.plan.places import Base
-from kvferry.protocol.events import Connect, Event, Fate, Scatter, SendFailed, Sent, Write
+from kvferry.protocol.events import (
+    Connect,
+    Event,
+    Fate,
+    MemoryReached,
+    MemoryUnreached,
+    Scatter,
+    SendFailed,
+    Sent,
+    Write,
+)
 from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.transports import common_transports
 from kvferry.runtime.copier import BulkWrite, Copied, Copier, CopyJob
+from kvferry.runtime.costs import LinkCosts
 from kvferry.runtime.metrics import Meter
 from kvferry.runtime.mover.calibration import Calibration
-from kvferry.runtime.mover.mover import Flight, Mover, Posting, Reached, WriteEnd
+from kvferry.runtime.mover.mover import (
+    Flight,
+    Measured,
+    Mover,
+    Posting,
+    Reached,
+    Unreached,
+    WriteEnd,
+)
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.owner.staging_policy import Course, Sides, StagingPolicy
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.runtime.setup import EndpointSetup
-from kvferry.transport.base import Remote
 
 log = logging.getLogger("kvferry.runtime")
 
-# A transport's costs are measured when a peer connects, but not more often than this.
-REMEASURE_S = 30.0
 # What a write may keep the owner from its other work: some 50 µs.
 AT_ONCE_BYTES, AT_ONCE_PIECES = 128 << 10, 64
-NOBODY = PeerMetadata("", b"", ("", 0))
 
 
 class Writes:
@@ -50,6 +65,7 @@ class Writes:
         mover: Mover,
         copier: Copier,
         meter: Meter,
+        costs: LinkCosts,
         *,
         measures: bool,
     ) -> None:
@@ -58,10 +74,11 @@ class Writes:
         self._mover = mover
         self._copier = copier
         self._meter = meter
+        self._costs = costs
         self._measures = measures
-        self._measured_at = -inf
         self._metadata: dict[Session, PeerMetadata] = {}
-        self._remotes: dict[Session, Remote] = {}
+        # Links whose small writes are made at once.
+        self._at_once: dict[Session, Reached] = {}
         self._flying: dict[Op, Write] = {}
 
     def attach(
@@ -91,40 +108,55 @@ class Writes:
     def connect(self, action: Connect) -> None:
         """A target has greeted us: reach its memory while the engine still computes."""
         try:
-            metadata = PeerMetadata.decode(action.metadata)
+            self._metadata[action.session] = PeerMetadata.decode(action.metadata)
         except TransportError as error:
-            self.unreached(action.session, str(error))
-            metadata = NOBODY
-        self._metadata[action.session] = metadata
-        self._mover.reach(action.session, metadata.payload)
-        now = time.monotonic()
-        if self._measurable(metadata) and now >= self._measured_at + REMEASURE_S:
-            self._measured_at = now
-            self._mover.measure(action.session, self._calibration(metadata), self._policy.constants)
+            self.unreached(Unreached(action.session, (str(error),)))
+        else:
+            self._mover.reach(action.session, action.transports)
 
-    def unreached(self, session: Session, problem: str) -> None:
-        """Writes to that peer will fail with the same words."""
-        me = self._setup.member.peer
-        log.warning("not-connected endpoint=%s session=%s problem=%s", me, session, problem)
+    def unreached(self, news: Unreached) -> None:
+        """A peer's memory can't be reached: the handshake refuses it."""
+        me, why = self._setup.member.peer, "; ".join(news.problems)
+        log.warning("not-connected endpoint=%s session=%s problem=%s", me, news.session, why)
+        self._answer(MemoryUnreached(news.session, news.problems))
 
     def reached(self, news: Reached) -> None:
         """A peer's memory is there."""
-        if self._setup.transport.writes_at_once and news.session in self._metadata:
-            self._remotes[news.session] = news.remote
+        session, transport = news.session, news.transport
+        link, metadata = self._machine.links.get(session), self._metadata.get(session)
+        if link is None or metadata is None:
+            return  # It was given up meanwhile.
+        assert link.hello is not None
+        untried = common_transports(self._setup.offers, link.hello.transports).problems
+        log.info(
+            "connected endpoint=%s peer=%s transport=%s instead_of=%r",
+            *(self._setup.member.peer, link.peer, transport.name),
+            "; ".join((*news.problems, *untried)),
+        )
+        self._meter.linked(link.peer, transport.name)
+        if transport.writes_at_once:
+            self._at_once[session] = news
+        self._costs.reached(session, transport.name, metadata.lifeline[0])
+        self._answer(MemoryReached(session, transport.name))
+        measurable = self._measurable(metadata) and not transport.maps_peer
+        if measurable and self._costs.due(session, time.monotonic()):
+            calibration = self._calibration(metadata)
+            self._mover.measure(session, calibration, self._costs.of(session))
 
-    def measured(self, constants: Constants) -> None:
-        """The transport costs this."""
-        self._policy.constants = constants
+    def measured(self, news: Measured) -> None:
+        """A link costs this."""
+        self._costs.measured(news.session, news.constants)
 
     def cut(self, session: Session) -> None:
         """Let nothing more of a session start."""
-        self._remotes.pop(session, None)
+        self._at_once.pop(session, None)
         self._mover.cut(session)
 
     def forget(self, session: Session) -> None:
         """Nothing of a session is in flight."""
-        self._remotes.pop(session, None)
+        self._at_once.pop(session, None)
         self._metadata.pop(session, None)
+        self._costs.forget(session)
         self._mover.forget(session)
 
     def _measurable(self, metadata: PeerMetadata) -> bool:
@@ -153,19 +185,20 @@ class Writes:
             self.ended(WriteEnd(action.op, Fate.FAILED, str(error)))
             return
         posting = Posting(action.op, session, binding)
-        remote = self._remotes.get(session)
-        if remote is not None and _is_small(binding):
-            self._write_now(posting, remote)
+        reached = self._at_once.get(session)
+        if reached is not None and _is_small(binding):
+            self._write_now(posting, reached)
         else:
             self._mover.write(posting)
 
-    def _write_now(self, posting: Posting, remote: Remote) -> None:
-        transport, binding = self._setup.transport, posting.binding
+    def _write_now(self, posting: Posting, reached: Reached) -> None:
+        transport, binding = reached.transport, posting.binding
         path = Path.RUNS if binding.contiguous else Path.SLICES
         if not transport.maps_peer:
             binding = binding.merged()
-        flight = Flight(time.monotonic(), path, binding.num_bytes, binding.num_pieces)
-        ended = transport.write_now(remote, posting.op, binding)
+        size = binding.num_bytes, binding.num_pieces
+        flight = Flight(time.monotonic(), path, *size, transport.name)
+        ended = transport.write_now(reached.remote, posting.op, binding)
         if ended is None:
             self._mover.follow(posting.op, flight)
         elif ended.fate is Fate.BUSY:

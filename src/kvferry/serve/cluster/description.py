@@ -99,7 +99,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """All of it. An empty ``model`` is the default one."""
 
     model: str = ""
-    transport: str = "shm"
+    transport: str = "auto"
     key: str | None = None
     rendezvous: RendezvousSection = RendezvousSection()
     router: RouterOptions = RouterOptions()

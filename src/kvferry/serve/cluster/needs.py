@@ -32,12 +32,12 @@ def demand_installed(model: str, transport: str) -> None:
 
 
 def demand_transport(name: str) -> None:
-    """Refuse a transport that is not there, or that misses something."""
+    """Refuse a transport that is not there, or that misses something; ``auto`` takes what is."""
     # Transports are large, and commands that need none must not wait for them.
-    from kvferry import transport_class  # noqa: PLC0415
+    from kvferry import ready_transports  # noqa: PLC0415
 
     try:
-        transport_class(name)
+        ready_transports(name)
     except TransportError as error:
         raise InputError(str(error)) from None
 

@@ -20,7 +20,7 @@ class DecodeExtension(RoomExtension[Incoming, TargetEndpoint]):
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Memory that sources can write into."""
-        return self.transport.allocate(num_bytes)
+        return self.transports.allocate(num_bytes)
 
     def start(self, cache: Cache) -> None:
         """Make the endpoint over the rank's cache."""

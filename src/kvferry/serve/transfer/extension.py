@@ -25,8 +25,8 @@ from kvferry import (
     Outgoing,
     SourceEndpoint,
     TargetEndpoint,
-    Transport,
-    make_transport,
+    TransportSet,
+    make_transports,
 )
 from kvferry.serve.engine.cache import Cache
 from kvferry.serve.engine.steps import Sample, StepPlan
@@ -57,16 +57,16 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     model: str
-    transport: str = "shm"
+    transport: str = "auto"
     rendezvous: str | None = None
     key_file: str | None = None
     http: str = ""
     life: str = ""
     config: EndpointConfig = EndpointConfig()
 
-    def make_transport(self) -> Transport:
-        """A transport for one rank."""
-        return make_transport(self.transport, self.config.host, self.config.options)
+    def make_transports(self) -> TransportSet:
+        """The transports of one rank."""
+        return make_transports(self.transport, self.config.host, self.config.options)
 
     def key(self) -> ClusterKey | None:
         """The cluster's key, if there is one."""
@@ -89,7 +89,7 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
         self._kind: type[E] = kind
         self.settings = settings
         self.rank = rank
-        self.transport = settings.make_transport()
+        self.transports = settings.make_transports()
         # Called from an endpoint's thread when there is something to note; must not wait.
         self.on_news: Callable[[], None] = lambda: None
         self.rooms: dict[str, RankRoom[H]] = {}
@@ -105,7 +105,7 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
             name=settings.name,
             rank=self.rank,
             model=settings.model,
-            transport=self.transport,
+            transport=self.transports,
             rendezvous=settings.rendezvous,
             key=settings.key(),
             config=settings.config,
@@ -160,13 +160,13 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
         return {}
 
     def _released(self, request: str, moved: dict[str, int]) -> Released:
-        paths = self.endpoint.stats.paths
-        carried = {str(path): stats.num_bytes for path, stats in paths.items()}
-        return Released(request, moved, carried)
+        stats = self.endpoint.stats
+        carried = {str(path): one.num_bytes for path, one in stats.paths.items()}
+        return Released(request, moved, carried, stats.links)
 
     def close(self) -> None:
         """Abort every room and end the endpoint."""
         if self._endpoint is None:
-            self.transport.close()
+            self.transports.close()
         else:
             self._endpoint.close()

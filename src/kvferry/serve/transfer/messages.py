@@ -73,12 +73,13 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     """No transfer touches the rank's pages of the request any more.
 
     ``moved`` are the bytes that the rank has written for it by each path, ``carried``
-    those of all rooms since it started.
+    those of all rooms since it started, ``links`` the transport to each of its peers.
     """
 
     request: str
     moved: dict[str, int] = {}
     carried: dict[str, int] = {}
+    links: dict[str, str] = {}
 
 
 Note = Ended | Released

@@ -83,7 +83,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     model: str = ""
     engine: EngineOptions = EngineOptions()
-    transport: str = "shm"
+    transport: str = "auto"
     rendezvous: str | None = None
     key_file: str | None = None
     host: str = "127.0.0.1"

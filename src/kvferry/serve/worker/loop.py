@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -44,7 +44,8 @@ _TURN: dict[type[Output], int] = {Admitted: 0, Noted: 1, Computed: 2, Produced: 
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """How the engine stands. ``carried_bytes`` are what its ranks have sent, by path.
+    """How the engine stands. ``carried_bytes`` are what its ranks have sent, by path;
+    ``links`` the transport that they have to each of their peers.
 
     ``rooms`` counts requests whose pages a transfer may touch, also those whose
     callers have left.
@@ -57,6 +58,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     used_pages: int = 0
     used_rows: int = 0
     carried_bytes: dict[str, int] = {}
+    links: dict[str, str] = {}
 
 
 class EngineLoop:
@@ -71,6 +73,7 @@ class EngineLoop:
         self._coming: dict[str, ServeJob] = {}
         self._dying = threading.Lock()
         self._carried: dict[int, dict[str, int]] = {}
+        self._links: dict[int, dict[str, str]] = {}
         self.ends = RoomEnds()
         self._stopping = False
         self._lost = False
@@ -215,6 +218,7 @@ class EngineLoop:
             used_pages=blocks.num_used,
             used_rows=blocks.num_used_rows,
             carried_bytes=self._totals(),
+            links=_together(self._links.values()),
         )
 
     def _totals(self) -> dict[str, int]:
@@ -295,7 +299,7 @@ class EngineLoop:
     def _note(self, rank: int, data: bytes) -> None:
         note = decode_note(data)
         if isinstance(note, Released):
-            self._carried[rank] = note.carried
+            self._carried[rank], self._links[rank] = note.carried, note.links
         job = self._jobs.get(note.request)
         if job is not None and job.agreement is not None:
             take_note(job.agreement, rank, note)
@@ -310,3 +314,12 @@ class EngineLoop:
         room, moved = job.ticket.room, agreement.carried
         path = "+".join(path for path, num_bytes in moved.most_common() if num_bytes) or None
         self.ends.tell(RoomEnd(room, failure, path, moved.total()))
+
+
+def _together(ranks: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The transport to each peer; all that ranks have, where they differ."""
+    found: dict[str, set[str]] = {}
+    for links in ranks:
+        for peer, transport in links.items():
+            found.setdefault(peer, set()).add(transport)
+    return {peer: "+".join(sorted(transports)) for peer, transports in sorted(found.items())}

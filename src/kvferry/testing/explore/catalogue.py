@@ -20,6 +20,7 @@ from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Connect,
     Event,
+    MemoryReached,
     Received,
     Scatter,
     Write,
@@ -131,10 +132,11 @@ class Recorder:
         self._catalogue = catalogue
         self._driver: Driver[Any] | None = None
         self._effects: list[Effect] = []
+        self._now = 0.0
 
     def of(self, driver: Driver[Any], event: Event, now: float) -> tuple[Effect, ...]:
         """What a driver asks for."""
-        self._driver, self._effects = driver, []
+        self._driver, self._effects, self._now = driver, [], now
         driver.take(event, now)
         return tuple(self._effects)
 
@@ -183,6 +185,10 @@ class Recorder:
 
     def connect(self, action: Connect) -> None:
         """Memory is reached at once here."""
+        if not self._machine.exposed:
+            assert self._driver is not None
+            reached = MemoryReached(action.session, action.transports[0].name)
+            self._driver.take(reached, self._now)
 
     def cut(self, session: Session) -> None:
         """What was handed over goes on to its end."""

@@ -25,6 +25,7 @@ from kvferry.protocol.messages import Staging, Table
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.driver.driver import Driver, Ports
+from kvferry.testing.sim.wire import TRANSPORTS
 
 ROOM = "room"
 METADATA = b"first token"
@@ -141,11 +142,11 @@ class Model:
     def machines(self) -> tuple[Endpoint, ...]:
         """What they drive."""
         prefill, decode = self.layouts()
-        me = Identity(PEERS[SOURCE], INCARNATIONS[SOURCE], prefill, FINGERPRINT)
+        me = Identity(PEERS[SOURCE], INCARNATIONS[SOURCE], prefill, FINGERPRINT, b"", TRANSPORTS)
         source = self.source(me, self.times, self.stages)
         targets = (
             self.target(
-                Identity(PEERS[i], INCARNATIONS[i], decode, FINGERPRINT),
+                Identity(PEERS[i], INCARNATIONS[i], decode, FINGERPRINT, b"", TRANSPORTS),
                 self.times,
                 contiguous_pools(decode, PEERS[i].rank, self.num_tokens).map,
                 self.staging,

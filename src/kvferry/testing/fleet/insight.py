@@ -108,6 +108,12 @@ class Insight:
         """Who has a session here."""
         return self._look(lambda machine: [str(link.peer) for link in machine.links.values()])
 
+    def links(self) -> dict[str, str]:
+        """The transport of every session, by peer."""
+        return self._look(
+            lambda machine: {str(link.peer): link.transport for link in machine.links.values()}
+        )
+
     def instances(self) -> set[str]:
         """The prefill instances of which a target keeps anything."""
         role = self._owner.role

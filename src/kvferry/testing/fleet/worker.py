@@ -30,14 +30,14 @@ from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.outgoing import Outgoing
-from kvferry.runtime.setup import make_transport
+from kvferry.runtime.setup import make_transports
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint
 from kvferry.testing.fleet.insight import Insight
 from kvferry.testing.fleet.mirror import Mirror, allocate_on
 from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
 from kvferry.testing.fleet.turns import News, RoomOrder, Turns
-from kvferry.transport.base import Transport
+from kvferry.transport.several import TransportSet
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +62,8 @@ class RankWorker(Insight):
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
-        transport = make_transport(spec.transport, spec.config.host, spec.config.options)
-        memory, self._mirror = self._allocate(transport)
+        transports = make_transports(spec.transport, spec.config.host, spec.config.options)
+        memory, self._mirror = self._allocate(transports)
         self.pools = TestPools(spec.layout, spec.rank, memory, self._mirror.arrays)
         self.clear()
         kind = SourceEndpoint if spec.role == "source" else TargetEndpoint
@@ -74,7 +74,7 @@ class RankWorker(Insight):
                 name=spec.name,
                 rank=spec.rank,
                 model=spec.model,
-                transport=transport,
+                transport=transports,
                 rendezvous=spec.rendezvous,
                 key=ClusterKey.read(spec.key_file) if spec.key_file else None,
                 config=spec.config,
@@ -82,14 +82,14 @@ class RankWorker(Insight):
         )
         self._turns = Turns(self.endpoint, self.pools, self._pages)
 
-    def _allocate(self, transport: Transport) -> tuple[Memory, Mirror]:
+    def _allocate(self, transports: TransportSet) -> tuple[Memory, Mirror]:
         spec = self.spec
         if spec.device != "cpu":
             return allocate_on(
                 Device.parse(spec.device), spec.layout, spec.rank, spec.num_pages, spec.num_rows
             )
         memory = Memory.allocate(
-            spec.layout, spec.rank, spec.num_pages, transport.allocate, spec.num_rows
+            spec.layout, spec.rank, spec.num_pages, transports.allocate, spec.num_rows
         )
         assert isinstance(memory.owners, list)
         return memory, Mirror(memory.owners)

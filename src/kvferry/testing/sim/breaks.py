@@ -281,9 +281,10 @@ class IgnoresOrder(SourceMachine):
 class LetsAnyoneIn(SourceMachine):
     """Does not ask which model the other side serves."""
 
-    def _on_hello(self, envelope: Envelope, hello: Hello) -> None:
-        mine, self.fingerprint = self.fingerprint, hello.fingerprint
-        super()._on_hello(envelope, hello)
+    def _welcome(self, link: Link) -> None:
+        assert link.hello is not None
+        mine, self.fingerprint = self.fingerprint, link.hello.fingerprint
+        super()._welcome(link)
         self.fingerprint = mine
 
     def _refusal(self, peer: Any, hello: Hello) -> Refuse | None:

@@ -36,7 +36,7 @@ from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.memory import SimMemory
 from kvferry.testing.sim.nodes import Node, SourceNode, TargetNode
-from kvferry.testing.sim.wire import Wire
+from kvferry.testing.sim.wire import TRANSPORTS, Wire
 from kvferry.testing.sim.world import World
 
 MODEL = "model-1"
@@ -183,7 +183,7 @@ class Cluster:
     def _source(self, peer: Peer) -> SourceNode:
         memory = self._memory(self.prefill, peer.rank, CONFIG.local_slots)
         node = SourceNode(self.world, self.wire, peer, memory)
-        identity = Identity(peer, 1000 + self._lives, self.prefill, MODEL)
+        identity = Identity(peer, 1000 + self._lives, self.prefill, MODEL, b"", TRANSPORTS)
         machine = self.machines.source(identity, CONFIG, self.shape.policy)
         node.drive(machine, self.machines.driver)
         return node
@@ -196,7 +196,7 @@ class Cluster:
         # A stranger believes that it fits. The handshake must tell it otherwise.
         prefill = Instance(PREFILL, model, self.prefill)
         node = TargetNode(self.world, self.wire, peer, memory, prefill)
-        identity = Identity(peer, 1000 + self._lives, layout, model)
+        identity = Identity(peer, 1000 + self._lives, layout, model, b"", TRANSPORTS)
         machine = self.machines.target(identity, CONFIG, memory.pools, staging)
         node.drive(machine, self.machines.driver)
         node.stranger = stranger

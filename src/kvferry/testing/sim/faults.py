@@ -39,6 +39,7 @@ class Faults:
     strangers: int = 0
     tight_pools: int = 0
     leaves: int = 0
+    unreached: float = 0.0
 
     @staticmethod
     def draw(rng: random.Random) -> Faults:

@@ -159,8 +159,9 @@ class Node(ABC):
         self.world.remember(self.peer, ">", Send(peer, envelope))
         self.world.send(self.peer, peer, envelope)
 
-    def connect(self, action: Connect) -> None:  # noqa: B027
-        """Memory is reached at once here."""
+    def connect(self, action: Connect) -> None:
+        """Reach a peer's memory."""
+        self.wire.reach(self, action)
 
     def write(self, action: Write) -> None:
         """Only a source writes."""

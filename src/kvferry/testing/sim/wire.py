@@ -17,7 +17,16 @@ import numpy as np
 from kvferry.ids import Peer, Session
 from kvferry.plan.bind import Descriptors, Image, Pair, Side, bind
 from kvferry.plan.plan import Plan
-from kvferry.protocol.events import Fate, SendFailed, Sent, Write
+from kvferry.protocol.events import (
+    Connect,
+    Fate,
+    MemoryReached,
+    MemoryUnreached,
+    SendFailed,
+    Sent,
+    Write,
+)
+from kvferry.protocol.messages import TransportOffer, TransportOffers
 from kvferry.runtime.driver.driver import PeerGone
 from kvferry.testing.sim.memory import fetch
 
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
     from kvferry.testing.sim.world import World
 
 RETRY_S = 0.1
+TRANSPORTS = TransportOffers((TransportOffer("simulated", "this world"),))
 
 
 @dataclass(eq=False)
@@ -72,12 +82,28 @@ class Wire:
         self.world = world
         self.flights: list[Flight] = []
         self.extra_s = 0.0  # every write takes so much longer
+        self._reached: set[Session] = set()
+
+    def reach(self, node: Node, action: Connect) -> None:
+        """Reach a target's memory, which takes time and may not work."""
+        world, session = self.world, action.session
+        if node.machine.exposed:
+            return
+        event: MemoryReached | MemoryUnreached = MemoryReached(session, action.transports[0].name)
+        if world.strikes("unreached"):
+            event = MemoryUnreached(session, ("simulated: that is how it is",))
+        else:
+            self._reached.add(session)
+        world.at(world.rng.random() * 0.004, lambda: node.deliver(event))
 
     # ------------------------------------------------------------ writing
 
     def write(self, source: SourceNode, action: Write) -> None:
         """Start a write and decide how it will go."""
         world = self.world
+        if action.note.session not in self._reached:
+            text = f"{source.peer} was asked to write where it reaches nothing"
+            world.violate("says no early", text, action.room)
         if world.strikes("busy"):
             self._answer(source, SendFailed(action.op, Fate.BUSY))
             return
