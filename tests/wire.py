@@ -194,14 +194,8 @@ class World:
         match action:
             case Send(peer, envelope):
                 self.post(peer, envelope)
-            case Write():
-                self.writes.append((me, action))
-                if not self.hold.writes:
-                    self.end_write(self.writes.pop())
-            case Scatter():
-                self.scatters.append((me, action))
-                if not self.hold.scatters:
-                    self.end_scatter(self.scatters.pop())
+            case Write() | Scatter():
+                self._begin_copy(me, action)
             case Disconnect():
                 self.teardowns.append((me, action))
                 if not self.hold.teardowns:
@@ -213,10 +207,7 @@ class World:
             case Release(room):
                 self.releases[me, room] += 1
             case Connect():
-                if me in self.sources:
-                    self.connects.append((me, action))
-                if self.connects and not self.hold.connects:
-                    self.end_connect(self.connects.pop())
+                self._begin_connect(me, action)
             case Forget():
                 """Nothing is kept of a session."""
             case _:
@@ -230,6 +221,22 @@ class World:
         decoded = decode(encode(envelope))
         assert decoded == envelope
         self.pending.append((to, Received(envelope)))
+
+    def _begin_copy(self, me: Peer, action: Write | Scatter) -> None:
+        if isinstance(action, Scatter):
+            self.scatters.append((me, action))
+            if not self.hold.scatters:
+                self.end_scatter(self.scatters.pop())
+            return
+        self.writes.append((me, action))
+        if not self.hold.writes:
+            self.end_write(self.writes.pop())
+
+    def _begin_connect(self, me: Peer, action: Connect) -> None:
+        if me in self.sources:
+            self.connects.append((me, action))
+            if not self.hold.connects:
+                self.end_connect(self.connects.pop())
 
     def end_connect(self, held: tuple[Peer, Connect]) -> None:
         """The target's memory is reached, by the best of the transports."""

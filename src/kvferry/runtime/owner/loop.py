@@ -226,7 +226,8 @@ class Owner:
         up = [link for link in machine.links.values() if link.state is LinkState.UP]
         age_s = max((now - link.heard_at for link in up), default=0.0)
         meter.now(open_rooms=len(self.rooms), quarantined=machine.num_quarantined, age_s=age_s)
-        meter.links({str(link.peer): link.transport for link in up})
+        reached = [link for link in machine.links.values() if link.transport and _is_kept(link)]
+        meter.links({str(link.peer): link.transport for link in reached})
         for what in ("refused", "impatient", "misdirected", "other-incarnation"):
             meter.total(what, machine.counts[what])
 
@@ -275,3 +276,7 @@ class Owner:
 
 def _is_with(peer: Peer | None, link: Link) -> bool:
     return peer in (None, link.peer)
+
+
+def _is_kept(link: Link) -> bool:
+    return link.state in (LinkState.GREETING, LinkState.UP)
