@@ -13,7 +13,7 @@ from moving import make_ranks
 from kvferry.layout import DType, Layout, Paged, Parallel, Slot, Span, attention
 from kvferry.layout.spec import CacheSpec, Group, Tensor
 from kvferry.plan import Block, Image, Pair, Plan, Request, bind, reshard
-from kvferry.protocol.cutting import cut_to_slots, image_bytes, merge, within
+from kvferry.protocol.cutting import cut_to_slots, image_bytes, join_layers, merge, within
 from kvferry.testing.strategies import MAX_TOKENS, pairs
 
 Cells = Counter[tuple[str, int, int]]
@@ -96,27 +96,60 @@ def test_a_state_row_larger_than_a_slot_is_cut_by_layers() -> None:
 
 
 spans = st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda p: Span(p[0], sum(p)))
-blocks = st.lists(
-    st.builds(Block, st.sampled_from("ab"), st.sampled_from([Span(0, 1), Span(0, 2)]), spans),
-    max_size=8,
+layers = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(lambda p: Span(p[0], sum(p)))
+blocks = st.lists(st.builds(Block, st.sampled_from("ab"), layers, spans), max_size=8)
+TWO = CacheSpec(
+    7,
+    (
+        Group("a", Paged(), (0, 1, 2, 3, 4, 5, 6), 1, (Tensor("k", DType.UINT8, 1),)),
+        Group("b", Paged(), (1, 4, 5), 1, (Tensor("k", DType.UINT8, 1),)),
+    ),
 )
 
 
-def points(some: list[Block] | tuple[Block, ...]) -> set[tuple[str, Span, int]]:
-    return {(b.group, b.layers, t) for b in some for t in range(b.tokens.first, b.tokens.end)}
+def points(some: list[Block] | tuple[Block, ...]) -> set[tuple[str, int, int]]:
+    return {
+        (b.group, layer, token)
+        for b in some
+        for layer in TWO.group(b.group).layers_in(b.layers)
+        for token in range(b.tokens.first, b.tokens.end)
+    }
 
 
 @given(blocks)
-def test_merge_keeps_coverage_in_the_fewest_blocks(some: list[Block]) -> None:
-    merged = merge(some)
+def test_merge_keeps_coverage_and_names_nothing_twice(some: list[Block]) -> None:
+    merged = merge(TWO, some)
     assert points(merged) == points(some)
+    assert len(points(merged)) == sum(len(points([block])) for block in merged)
+    assert all(points([block]) for block in merged), "a block of nothing"
     for one, two in itertools.combinations(merged, 2):
         if (one.group, one.layers) == (two.group, two.layers):
             assert one.tokens.end < two.tokens.first or two.tokens.end < one.tokens.first
 
 
-@given(blocks, spans)
-def test_within_is_an_intersection(some: list[Block], span: Span) -> None:
-    clipped = within(some, span)
-    assert points(clipped) == {point for point in points(some) if point[2] in span}
-    assert all(len(block.tokens) for block in clipped)
+def test_a_chunk_that_went_layer_by_layer_is_one_block_again() -> None:
+    apart = [
+        Block(group, Span(layer, layer + 1), Span(at, at + 4))
+        for group, numbers in [("a", (2, 0, 1)), ("b", (5, 1, 4))]
+        for at in (4, 0)
+        for layer in numbers
+    ]
+    assert merge(TWO, apart) == (
+        Block("a", Span(0, 3), Span(0, 8)),
+        Block("b", Span(1, 6), Span(0, 8)),
+    )
+    assert join_layers(TWO, apart) == (
+        Block("a", Span(0, 3), Span(4, 8)),
+        Block("a", Span(0, 3), Span(0, 4)),
+        Block("b", Span(1, 6), Span(4, 8)),
+        Block("b", Span(1, 6), Span(0, 4)),
+    )
+
+
+@given(blocks, layers, spans)
+def test_within_is_an_intersection(some: list[Block], inside: Span, span: Span) -> None:
+    clipped = within(TWO, some, inside, span)
+    assert points(clipped) == {p for p in points(some) if p[1] in inside and p[2] in span}
+    assert all(points([block]) for block in clipped), "a block of nothing"
+    by_layers = {p for p in points(some) if p[1] in inside}
+    assert points(within(TWO, some, inside)) == by_layers

@@ -22,7 +22,7 @@ from kvferry.ids import MAX_ID, Room
 from kvferry.layout.layout import Layout, Order
 from kvferry.plan.choose import Path
 from kvferry.plan.plan import Request
-from kvferry.testing.fleet import Fleet, FleetSide
+from kvferry.testing.fleet import Cut, Fleet, FleetSide
 
 NUM_TOKENS = 75
 
@@ -89,6 +89,10 @@ def test_every_byte_arrives_and_no_other_is_touched(case: Case, way: Way) -> Non
         fleet.carry("whole", WHOLE, seed=1)
         fleet.carry("in-chunks", INSIDE, seed=2, chunk=16)
         fleet.carry("prefill-first", AT_END, seed=3, chunk=30, prefill_first=True)
+        fleet.carry("by-layers", INSIDE, seed=6, chunk=Cut(30, layers=1))
+        fleet.carry(
+            "by-layers-late", WHOLE, seed=7, chunk=Cut(NUM_TOKENS, layers=2), prefill_first=True
+        )
         fleet.carry("cached", CACHED, seed=4)
         fleet.carry("shortest", SHORTEST, seed=5)
         assert fleet.leftovers() == {}

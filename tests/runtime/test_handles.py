@@ -305,13 +305,26 @@ def test_pushes_are_checked_where_they_are_made(pair: Pair) -> None:
         out.close()
 
 
-def test_chunks_out_of_order_are_refused_where_they_are_pushed(pair: Pair) -> None:
+def test_chunks_may_come_in_any_order(pair: Pair) -> None:
+    into = pair.target.receive("room", prefill=pair.view, tokens=18, pages=[3, 1, 4, 0, 6])
     out = pair.source.open("room")
-    out.push((4, 8), [1])
-    for tokens, page in [((0, 4), 0), ((16, 20), 4)]:
-        with pytest.raises(InputError, match="in the order of their tokens"):
-            out.push(tokens, [page])
-    out.push((8, 12), [2])
+    out.push((14, 18), [5, 0])
+    with pytest.raises(InputError, match="names other pages for tokens that had some before"):
+        out.push((4, 14), [2, 3, 7])
+    out.push((4, 14), [2, 3, 5])
+    out.push((0, 4), [6])
+    out.close(b"token")
+    assert into.wait(WAIT_S) == Done(b"token")
+
+
+def test_layers_are_checked_where_they_are_pushed(pair: Pair) -> None:
+    out = pair.source.open("room")
+    for layers in [(0, 2), (1, 1), (-1, 1)]:
+        with pytest.raises(InputError, match="0 <= first < end <= 1, not"):
+            out.push((0, 4), [0], layers=layers)
+    out.push((0, 4), [0], layers=(0, 1))
+    with pytest.raises(Misuse, match=r"has had some of the tokens \[0, 4\) of layers \[0, 1\)"):
+        out.push((0, 4), [0])
 
 
 def test_a_name_needs_a_rendezvous(pair: Pair) -> None:

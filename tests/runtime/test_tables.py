@@ -14,7 +14,7 @@ from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Block, Request
 from kvferry.protocol.messages import MAX_PAGES, Table
 from kvferry.runtime.incoming import bad_pages
-from kvferry.runtime.tables import GrowingTables, Pages, Reach, Shelf
+from kvferry.runtime.tables import UNKNOWN, GrowingTables, Pages, Reach, Shelf
 
 NUM_PAGES = 20
 PLAIN = layout(HEADS, 4)
@@ -132,16 +132,44 @@ def test_chunks_may_begin_behind_what_decode_has_cached() -> None:
     assert (table.pages.tolist(), table.first_page) == ([3, 1], 2)
 
 
-def test_chunks_that_skip_pages_are_refused() -> None:
-    its, reach = shelf(), Reach()
-    reach.extend(its.chunk(Span(4, 8), [3]))
-    for span in (Span(12, 16), Span(0, 4)):
-        with pytest.raises(InputError, match="push its chunks in the order of their tokens"):
-            reach.extend(its.chunk(span, [5]))
-    reach.extend(its.chunk(Span(6, 10), [3, 5]))
-    reach.extend(its.chunk(Span(12, 13), [6]))
+def test_chunks_in_any_order() -> None:
+    its, reach, growing = shelf(), Reach(), GrowingTables()
+    for span, pages in [(Span(8, 12), [3]), (Span(16, 18), [5]), (Span(2, 6), [7, 0])]:
+        chunk = its.chunk(span, pages)
+        reach.extend(chunk)
+        growing.add(chunk)
+    table = growing.tables()["kv"]
+    assert (table.pages.tolist(), table.first_page) == ([7, 0, 3, UNKNOWN, 5], 0)
+    growing.add(its.chunk(Span(12, 16), [9]))
+    assert growing.tables()["kv"].pages.tolist() == [7, 0, 3, 9, 5]
     with pytest.raises(InputError, match="touch 2 pages of group 'kv', and 1 were given"):
         its.chunk(Span(7, 9), [3])
+
+
+def test_the_same_tokens_of_other_layers_are_in_the_same_pages() -> None:
+    its, reach, growing = shelf(), Reach(), GrowingTables()
+    for layers in (Span(2, 3), Span(0, 1)):
+        chunk = its.chunk(Span(4, 12), [3, 5], layers)
+        reach.extend(chunk)
+        growing.add(chunk)
+        table = growing.tables()["kv"]
+    # Bindings are found again by the table, so what is no news must not make another.
+    assert growing.tables()["kv"] is table
+    for span, pages in [(Span(4, 8), [5]), (Span(0, 5), [1, 2]), (Span(11, 13), [6, 7])]:
+        with pytest.raises(InputError, match="names other pages for tokens that had some before"):
+            reach.extend(its.chunk(span, pages))
+    reach.extend(its.chunk(Span(11, 13), [5, 7]))
+    with pytest.raises(InputError, match="too far apart"):
+        reach.extend(its.chunk(Span(1 << 30, (1 << 30) + 1), [1]))
+
+
+def test_pages_are_needed_of_groups_that_have_such_layers() -> None:
+    its = shelf(layout(HYBRID, 4))
+    assert its.chunk(Span(0, 4), {"full": [1]}, Span(0, 1)) == {"full": (0, (1,))}
+    assert its.chunk(Span(0, 4), {"near": [2]}, Span(1, 3)) == {"near": (0, (2,))}
+    assert its.chunk(Span(0, 4), {}, Span(2, 3)) == {}
+    with pytest.raises(InputError, match="group 'full' has no pages"):
+        its.chunk(Span(0, 4), {"near": [2]}, Span(1, 4))
 
 
 def test_a_chunk_without_a_token_of_this_rank() -> None:
@@ -156,6 +184,15 @@ def test_rows_come_with_the_close() -> None:
     assert growing.tables()["ssm"].pages.tolist() == [5]
     with pytest.raises(InputError, match="states="):
         its.rows(None)
+
+
+def test_rows_come_with_their_layers_too() -> None:
+    its = shelf(layout(HYBRID, 4))
+    assert its.rows(4, Span(0, 1)) == {}
+    assert its.rows(4, Span(0, 2)) == {"conv": 4}
+    assert its.rows({"ssm": 5}, known={"conv": 4}) == {"conv": 4, "ssm": 5}
+    with pytest.raises(InputError, match="'conv' was given the row 3, and 4 before"):
+        its.rows(3, known={"conv": 4})
 
 
 # ---------------------------------------------------------------- bad pages

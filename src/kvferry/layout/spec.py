@@ -157,6 +157,15 @@ class Group(msgspec.Struct, frozen=True):
             bisect_left(self.layers, span.first) : bisect_left(self.layers, span.end)
         ]
 
+    def places_in(self, span: Span) -> Span:
+        """Those layers counted by their places in the group."""
+        first = bisect_left(self.layers, span.first)
+        return Span(first, max(first, bisect_left(self.layers, span.end)))
+
+    def layers_at(self, places: Span) -> Span:
+        """The span of layer numbers that those places have; the way back from ``places_in``."""
+        return Span(self.layers[places.first], self.layers[places.end - 1] + 1)
+
     def owed(self, num_tokens: int, prefix: int = 0) -> Span:
         """The positions that must travel when the target already has ``prefix`` tokens.
 

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvferry.errors import InputError
-from kvferry.layout.intervals import Tokens
+from kvferry.layout.intervals import Span, Tokens
 from kvferry.layout.layout import Holding, Layout, find_holding
 from kvferry.layout.spec import Group, Slot
 from kvferry.plan.coalesce import Grain, Pieces, Stride, one_piece, pieces_of
@@ -60,6 +60,12 @@ class Part(NamedTuple):
     def num_layers(self) -> int:
         """Layers that share these pieces."""
         return len(self.source_bases)
+
+    def of_layers(self, layers: Span) -> Part | None:
+        """The part that lies in those layers; None where nothing does."""
+        ours = tuple(base for base in self.source_bases if base.layer in layers)
+        theirs = tuple(base for base in self.target_bases if base.layer in layers)
+        return self._replace(source_bases=ours, target_bases=theirs) if ours else None
 
 
 class Descriptors(NamedTuple):
@@ -101,6 +107,10 @@ class Binding(NamedTuple):
     def merged(self) -> Binding:
         """The same bytes with neighbouring pages merged."""
         return Binding(tuple(part._replace(pieces=part.pieces.merged()) for part in self.parts))
+
+    def of_layers(self, layers: Span) -> Binding:
+        """The part that lies in those layers, with nothing worked out anew."""
+        return Binding(tuple(part for whole in self.parts if (part := whole.of_layers(layers))))
 
     def descriptors(self) -> Descriptors:
         """Name every piece of every layer. The only step whose cost is that of its pieces."""

@@ -7,14 +7,25 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvferry.layout.intervals import Span, SpanSet
+from kvferry.layout.coverage import Coverage
+from kvferry.layout.intervals import Span
+from kvferry.layout.spec import CacheSpec
 from kvferry.plan.plan import Block, Plan, Request
 
 
-def within(blocks: Iterable[Block], span: Span) -> list[Block]:
-    """The parts of the blocks that a chunk contains."""
-    clipped = (replace(block, tokens=block.tokens.intersect(span)) for block in blocks)
-    return [block for block in clipped if len(block.tokens)]
+def within(
+    spec: CacheSpec, blocks: Iterable[Block], layers: Span, tokens: Span | None = None
+) -> list[Block]:
+    """The parts of the blocks that lie in those layers, and in those tokens if some are given."""
+    clipped = (
+        replace(
+            block,
+            layers=block.layers.intersect(layers),
+            tokens=block.tokens if tokens is None else block.tokens.intersect(tokens),
+        )
+        for block in blocks
+    )
+    return [b for b in clipped if len(b.tokens) and spec.group(b.group).layers_in(b.layers)]
 
 
 def cut_to_slots(
@@ -83,13 +94,24 @@ def _steps(span: Span, step: int) -> Iterable[tuple[int, int]]:
     return ((at, min(at + step, span.end)) for at in range(span.first, span.end, step))
 
 
-def merge(blocks: Iterable[Block]) -> tuple[Block, ...]:
-    """The same coverage in as few blocks as token spans allow."""
-    spans: dict[tuple[str, Span], SpanSet] = {}
+def merge(spec: CacheSpec, blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """The same coverage in few blocks, whatever order and cut it came in."""
+    covered: dict[str, Coverage] = {}
     for block in blocks:
-        spans.setdefault((block.group, block.layers), SpanSet()).add(block.tokens)
+        # By places, because a strip of numbers between two layers would be a block of nothing.
+        places = spec.group(block.group).places_in(block.layers)
+        covered.setdefault(block.group, Coverage()).add(places, block.tokens)
     return tuple(
-        Block(group, layers, span)
-        for (group, layers), covered in spans.items()
-        for span in covered.spans
+        Block(group, spec.group(group).layers_at(strip.layers), span)
+        for group, coverage in covered.items()
+        for strip in coverage.strips
+        for span in strip.tokens.spans
     )
+
+
+def join_layers(spec: CacheSpec, blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """The same blocks, with those of one chunk whose layers follow each other made one."""
+    joined: dict[tuple[str, Span], list[Block]] = {}
+    for block in blocks:
+        joined.setdefault((block.group, block.tokens), []).append(block)
+    return tuple(block for alike in joined.values() for block in merge(spec, alike))

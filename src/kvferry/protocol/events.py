@@ -134,14 +134,20 @@ class Prepare(Event, frozen=True):
 
 
 class Push(Event, frozen=True):
-    """These tokens are in the engine's pages and may be read."""
+    """These tokens of these layers are in the engine's pages and may be read.
+
+    Without ``layers`` they are of all layers. ``states``: the state rows of these layers too
+    are what they will be after the request's last token.
+    """
 
     room: Room
     tokens: Span
+    layers: Span | None = None
+    states: bool = False
 
 
 class Finish(Event, frozen=True):
-    """Everything was pushed, state rows too. ``metadata`` travels if this is the lead.
+    """Everything was pushed; state rows may be read, too. ``metadata`` travels if this is the lead.
 
     ``digest`` is that of what was computed, the same on every rank.
     """

@@ -6,16 +6,17 @@ Plain state with no decisions about messages; ``source`` makes those.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.ids import Generation, Op, Peer, Room, Serial, SlotIndex
+from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
 from kvferry.layout.spec import Slot
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.cutting import cut_to_slots, within
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Finish
+from kvferry.protocol.events import Finish, Push
 from kvferry.protocol.messages import Arrived, Credit, Table
 from kvferry.protocol.outcome import Failure
 from kvferry.protocol.states import LaneState, RoomState
@@ -35,7 +36,10 @@ class Lane:
     state: LaneState = LaneState.SENDING
     direct: deque[Block] = field(default_factory=deque)
     staged: deque[Block] = field(default_factory=deque)
-    asked: dict[Hashable, int] = field(default_factory=dict)
+    # Credits that were said to be needed over the lane's life, and of these, those for what
+    # was announced, chunk by chunk, and is not pushed yet.
+    wanted: int = 0
+    expected: dict[Span, int] = field(default_factory=dict)
     waiting_since: float = 0.0
     busy_until: float = 0.0
     credit: dict[Serial, SlotIndex] = field(default_factory=dict)
@@ -55,9 +59,30 @@ class Lane:
         return not (self.direct or self.staged or self.inflight)
 
     @property
-    def num_wanted(self) -> int:
+    def num_needed(self) -> int:
         """Credits that this lane needs over its life, as far as is known."""
-        return sum(self.asked.values())
+        return len(self.used) + len(self.staged) + sum(self.expected.values())
+
+    @property
+    def may_stage(self) -> bool:
+        """Whether the target has slots at all."""
+        return self.link.hello is not None and self.link.hello.staging.num_slots > 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a slot of the target holds."""
+        assert self.link.hello is not None
+        return self.link.hello.staging.slot_bytes
+
+    def expects(self, tokens: Span) -> bool:
+        """Whether some of those tokens were announced."""
+        return any(len(span.intersect(tokens)) for span in self.expected)
+
+    def met(self, tokens: Span, num_staged: int) -> None:
+        """So many fragments of what was expected wait for their credits now."""
+        for span, count in self.expected.items():
+            if len(span.intersect(tokens)):
+                self.expected[span] = max(0, count - num_staged)
 
     def drop_pending(self) -> None:
         """Forget what has not been submitted."""
@@ -74,8 +99,9 @@ class SourceRoom:
     deadline: float
     plan: Plan | None = None
     instance: str | None = None
-    pushes: list[Span] = field(default_factory=list)
-    pushed: SpanSet = field(default_factory=SpanSet)
+    pushes: list[Push] = field(default_factory=list)
+    pushed: Coverage = field(default_factory=Coverage)
+    rows: SpanSet = field(default_factory=SpanSet)  # layers whose state rows were pushed
     finish: Finish | None = None
     lanes: dict[int, Lane] = field(default_factory=dict)
     heard: set[int] = field(default_factory=set)
@@ -93,7 +119,20 @@ class SourceRoom:
 
     def lacks(self, lane: Lane) -> Block | None:
         """Something owed on the lane that was never pushed."""
-        return next((block for block in paged(lane) if not self.pushed.covers(block.tokens)), None)
+        return next(self._lacking(lane, paged(lane)), None)
+
+    def lacks_of(self, lane: Lane, tokens: Span) -> bool:
+        """Whether some layer of those tokens, as far as the lane owes it, was not pushed."""
+        whole = Span(0, lane.link.plan.spec.num_layers)
+        return any(True for _ in self._lacking(lane, chunk(lane, tokens, whole)))
+
+    def _lacking(self, lane: Lane, blocks: Iterable[Block]) -> Iterator[Block]:
+        spec = lane.link.plan.spec
+        for block in blocks:
+            for strip in self.pushed.gaps(block.layers, block.tokens):
+                # An engine need not push layers that have nothing of the group.
+                if spec.group(block.group).layers_in(strip.layers):
+                    yield Block(block.group, strip.layers, strip.tokens.spans[0])
 
 
 @dataclass(slots=True, eq=False)
@@ -121,24 +160,23 @@ def paged(lane: Lane) -> list[Block]:
     return [b for b in lane.owed if not isinstance(groups.group(b.group).kind, Slot)]
 
 
-def states(lane: Lane) -> list[Block]:
-    """State rows: available when the engine has finished."""
-    groups = lane.link.plan.spec
-    return [b for b in lane.owed if isinstance(groups.group(b.group).kind, Slot)]
+def states(lane: Lane, layers: Span) -> list[Block]:
+    """State rows of those layers."""
+    spec = lane.link.plan.spec
+    rows = (b for b in lane.owed if isinstance(spec.group(b.group).kind, Slot))
+    return within(spec, rows, layers)
 
 
 def cut(
     lane: Lane, source: int, blocks: Iterable[Block], stages: StagePolicy, local_bytes: int
 ) -> tuple[list[Block], list[Block]]:
     """Blocks to write directly, and fragments that each fit a slot of either side."""
-    assert lane.link.hello is not None
-    staging, plan, target = lane.link.hello.staging, lane.link.plan, lane.peer.rank
-    slot_bytes = min(staging.slot_bytes, local_bytes)
+    plan, target, slot_bytes = lane.link.plan, lane.peer.rank, min(lane.slot_bytes, local_bytes)
     direct: list[Block] = []
     staged: list[Block] = []
     for block in blocks:
         fragments = None
-        if staging.num_slots and stages(lane, block):
+        if lane.may_stage and stages(lane, block):
             fragments = cut_to_slots(plan, source, target, block, slot_bytes)
         if fragments is None:
             direct.append(block)
@@ -147,6 +185,19 @@ def cut(
     return direct, staged
 
 
-def chunk(lane: Lane, tokens: Span) -> list[Block]:
-    """What a push of those tokens means for the lane."""
-    return within(paged(lane), tokens)
+def chunk(lane: Lane, tokens: Span, layers: Span) -> list[Block]:
+    """What those tokens of those layers are of what the lane owes."""
+    return within(lane.link.plan.spec, paged(lane), layers, tokens)
+
+
+def num_expected(lane: Lane, tokens: Span, layers: Span, num_staged: int) -> int:
+    """Credits that the other layers of a chunk will need if those of its first push need so many.
+
+    They are likely to go the way that these go, because they have the same pages.
+    """
+    spec = lane.link.plan.spec
+    mine, whole = (
+        sum(len(spec.group(b.group).layers_in(b.layers)) for b in chunk(lane, tokens, some))
+        for some in (layers, Span(0, spec.num_layers))
+    )
+    return -(-num_staged * (whole - mine) // mine) if mine else 0

@@ -2,11 +2,10 @@
 
 What must arrive is derived from the plan, the same plan from which each source
 derives what it sends. Repeated, overlapping and reordered blocks are harmless,
-and how a source cut its chunks does not matter.
+and how a source cut its chunks, by tokens or by layers, does not matter.
 
-Coverage is kept per plot: some layers of a group that one source owes. A plot is
-split when a block arrives for only some of its layers, so whole chunks, which
-are the rule, cost one entry and not one per layer.
+A group's layers are counted by their places in the group here, not by their
+numbers in the model, so that neighbours are neighbours whatever lies between.
 """
 
 from __future__ import annotations
@@ -14,36 +13,50 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from kvferry.layout.intervals import Span, SpanSet, cut
+from kvferry.layout.coverage import Coverage
+from kvferry.layout.intervals import Span, SpanSet
 from kvferry.layout.spec import Group
 from kvferry.plan.plan import Block, Plan, Request
 
 
 @dataclass(slots=True, eq=False)
-class Plot:
-    """Layers whose tokens arrive together."""
+class Debt:
+    """What one source owes of one group: these tokens of these places, and what has come."""
 
-    layers: Span
-    owed: Span
-    arrived: SpanSet = field(default_factory=SpanSet)
+    group: Group
+    tokens: Span
+    places: SpanSet = field(default_factory=SpanSet)
+    arrived: Coverage = field(default_factory=Coverage)
 
     @property
     def complete(self) -> bool:
-        """Whether every token is there."""
-        return self.arrived.covers(self.owed)
+        """Whether all of it has come."""
+        return all(self.arrived.covers(places, self.tokens) for places in self.places.spans)
+
+    def lacking(self) -> list[tuple[Span, SpanSet]]:
+        """Places, and what each of them lacks."""
+        return [
+            (strip.layers, strip.tokens)
+            for places in self.places.spans
+            for strip in self.arrived.gaps(places, self.tokens)
+        ]
+
+    def block(self, places: Span, tokens: Span) -> Block:
+        """As the rest of the protocol names it."""
+        return Block(self.group.name, self.group.layers_at(places), tokens)
 
 
 class Ledger:
     """What each source owes one target in one room, and what of it has come."""
 
     def __init__(self, plan: Plan, target: int, request: Request) -> None:
-        self._groups: dict[str, Group] = {group.name: group for group in plan.spec.groups}
-        self._plots: dict[tuple[int, str], list[Plot]] = {}
+        self._debts: dict[tuple[int, str], Debt] = {}
         for source in plan.sources_of(target):
             for block in plan.blocks(source, target, request):
-                plots = self._plots.setdefault((source, block.group), [])
-                plots.append(Plot(block.layers, block.tokens))
-        self._open: set[tuple[int, str]] = set(self._plots)
+                group = plan.spec.group(block.group)
+                debt = self._debts.setdefault((source, group.name), Debt(group, block.tokens))
+                debt.places.add(group.places_in(block.layers))
+        self._open: set[tuple[int, str]] = set(self._debts)
         self.begun = False
 
     @property
@@ -53,58 +66,42 @@ class Ledger:
 
     def owes(self, source: int, block: Block) -> bool:
         """Whether the whole block is something that the source owes here."""
-        plots = self._touched(source, block)
-        if not plots or not all(plot.owed.covers(block.tokens) for plot in plots):
+        debt = self._debts.get((source, block.group))
+        if debt is None or not debt.tokens.covers(block.tokens):
             return False
-        group = self._groups[block.group]
-        mine = sum(len(group.layers_in(plot.layers.intersect(block.layers))) for plot in plots)
-        return mine == len(group.layers_in(block.layers))
+        places = debt.group.places_in(block.layers)
+        return len(places) > 0 and debt.places.covers(places)
 
     def add(self, source: int, block: Block) -> None:
         """Record that a block is in the target's pages."""
         key = (source, block.group)
-        for plot in self._touched(source, block):
-            if not block.layers.covers(plot.layers):
-                self._split(key, plot, block.layers)
-        for plot in self._touched(source, block):
-            plot.arrived.add(block.tokens)
-        if all(plot.complete for plot in self._plots[key]):
+        debt = self._debts[key]
+        debt.arrived.add(debt.group.places_in(block.layers), block.tokens)
+        if debt.complete:
             self._open.discard(key)
         self.begun = True
 
     def missing(self, source: int) -> int:
         """How many layers, over all groups, still lack something from that source."""
         return sum(
-            len(self._groups[key[1]].layers_in(plot.layers))
+            len(places)
             for key in self._open
             if key[0] == source
-            for plot in self._plots[key]
-            if not plot.complete
+            for places, _ in self._debts[key].lacking()
         )
 
     def lacking(self, doubted: Container[int] = ()) -> list[Block]:
         """What has not arrived, from whichever source, or came from one that is doubted."""
-        return [
-            Block(group, plot.layers, gap)
-            for source, group in sorted(self._plots)
-            for plot in self._plots[source, group]
-            for gap in ([plot.owed] if source in doubted else plot.arrived.gaps(plot.owed))
-        ]
-
-    def _touched(self, source: int, block: Block) -> list[Plot]:
-        """The plots that have one of the block's layers."""
-        group = self._groups.get(block.group)
-        plots = self._plots.get((source, block.group), ())
-        return [p for p in plots if group and group.layers_in(p.layers.intersect(block.layers))]
-
-    def _split(self, key: tuple[int, str], plot: Plot, layers: Span) -> None:
-        """Cut a plot where the layers of a block begin and end."""
-        plots = self._plots[key]
-        plots.remove(plot)
-        inside = layers.intersect(plot.layers)
-        for piece in cut([plot.layers, inside]):
-            plots.append(Plot(piece, plot.owed, plot.arrived.copy()))
+        blocks = []
+        for (source, _), debt in sorted(self._debts.items(), key=lambda item: item[0]):
+            if source in doubted:
+                blocks += [debt.block(places, debt.tokens) for places in debt.places.spans]
+            else:
+                blocks += [
+                    debt.block(places, gap) for places, gaps in debt.lacking() for gap in gaps.spans
+                ]
+        return blocks
 
     def __repr__(self) -> str:
-        sources = {source for source, _ in self._plots}
+        sources = {source for source, _ in self._debts}
         return f"<Ledger lacks {sum(map(self.missing, sources))} layers>"

@@ -33,15 +33,14 @@ from kvferry.protocol.lanes import (
     Lane,
     SourceRoom,
     StagePolicy,
-    chunk,
     never_stage,
-    states,
 )
 from kvferry.protocol.messages import (
     MAX_BLOCKS,
     MAX_METADATA,
     Abort,
     Accept,
+    Arrived,
     Body,
     Close,
     Complete,
@@ -175,19 +174,24 @@ class SourceMachine(Writer):
     def _on_prepare(self, event: Prepare) -> None:
         room = self._running(event.room, "prepare")
         for lane in room.lanes.values() if room else ():
-            _, staged = self._cut(lane, chunk(lane, event.tokens))
-            self._ask(lane, event.tokens, len(staged))
+            self._expect(lane, event.tokens)
 
     def _on_push(self, event: Push) -> None:
         room = self._running(event.room, "push")
         if room is None:
             return
-        if room.pushed.overlaps(event.tokens):
-            raise Misuse(f"room {event.room!r} has had some of the tokens {event.tokens} pushed")
-        room.pushes.append(event.tokens)
-        room.pushed.add(event.tokens)
+        layers = self._layers_of(event)
+        if room.pushed.overlaps(layers, event.tokens):
+            which = f"the tokens {event.tokens} of layers {layers}"
+            raise Misuse(f"room {event.room!r} has had some of {which} pushed")
+        if event.states and room.rows.overlaps(layers):
+            raise Misuse(f"room {event.room!r} has had state rows of the layers {layers} pushed")
+        room.pushes.append(event)
+        room.pushed.add(layers, event.tokens)
+        if event.states:
+            room.rows.add(layers)
         for lane in room.lanes.values():
-            self._enqueue(lane, chunk(lane, event.tokens), key=event.tokens)
+            self._send(lane, event)
 
     def _on_finish(self, event: Finish) -> None:
         if len(event.metadata) > MAX_METADATA:
@@ -200,7 +204,7 @@ class SourceMachine(Writer):
         room.state = advance(SOURCE_ROOM, room.state, RoomStep.FINISH)
         room.finish = event
         for lane in list(room.lanes.values()):
-            self._enqueue(lane, states(lane), key="state")
+            self._send_rest(lane)
         self._demand_all_pushed(room)
 
     def _on_cancel(self, event: Cancel) -> None:
@@ -291,10 +295,10 @@ class SourceMachine(Writer):
         room.heard.add(link.peer.rank)
         room.plan, room.instance = link.plan, link.peer.instance
         self._say(link, Accept(offer.room, offer.generation))
-        for tokens in room.pushes:
-            self._enqueue(lane, chunk(lane, tokens), key=tokens)
+        for push in room.pushes:
+            self._send(lane, push)
         if room.finish:
-            self._enqueue(lane, states(lane), key="state")
+            self._send_rest(lane)
             self._demand_all_pushed(room)
 
     # ------------------------------------------------------------ closing
@@ -308,12 +312,15 @@ class SourceMachine(Writer):
     def _say_close(self, lane: Lane) -> None:
         finish = lane.room.finish
         assert finish is not None
-        written = merge(lane.written)
-        assert len(written) <= MAX_BLOCKS
+        written = merge(lane.link.plan.spec, lane.written)
+        named, rest = written[:MAX_BLOCKS], written[MAX_BLOCKS:]
+        for at in range(0, len(rest), MAX_BLOCKS):
+            some = rest[at : at + MAX_BLOCKS]
+            self._note(lane.link, Arrived(lane.room.name, lane.generation, some))
         metadata = finish.metadata if self.me.rank == self.layout.lead else None
         lane.said_at = self._now
-        named = lane.room.name, lane.generation, finish.num_tokens
-        self._say(lane.link, Close(*named, written, metadata, finish.digest))
+        about = lane.room.name, lane.generation, finish.num_tokens
+        self._say(lane.link, Close(*about, named, metadata, finish.digest))
 
     def _lane(self, link: Link, body: RoomMessage) -> Lane | None:
         room = self.rooms.get(body.room)

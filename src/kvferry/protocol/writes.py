@@ -3,26 +3,43 @@
 Lanes take turns. A lane waits for a credit, for a local slot, for one of the
 writes in flight to end, or for a busy transport; it never holds one of these
 while it waits for another, except a credit, which its pages already back.
+
+What waits is written together: pushes of a few layers each cost as many writes as the
+transport has time for, and no more.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, SlotIndex
+from kvferry.layout.intervals import Span
 from kvferry.plan.plan import Block
+from kvferry.protocol.cutting import image_bytes, join_layers
 from kvferry.protocol.endpoint import Identity
-from kvferry.protocol.events import Event, Fate, SendFailed, Sent, Write
+from kvferry.protocol.events import Event, Fate, Push, SendFailed, Sent, Write
 from kvferry.protocol.handshake import Welcomer
-from kvferry.protocol.lanes import Lane, SourceRoom, StagePolicy, Writing, cut
+from kvferry.protocol.lanes import (
+    Lane,
+    SourceRoom,
+    StagePolicy,
+    Writing,
+    chunk,
+    cut,
+    num_expected,
+    states,
+)
 from kvferry.protocol.messages import Arrived, Credit, Want
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LaneState, RoomState
 
 # Blocks in one write. More go into the next one.
 MAX_BLOCKS_PER_WRITE = 256
+# Direct writes of one lane at a time: one under way and one behind it. What is pushed
+# meanwhile waits, and becomes one write.
+MAX_DIRECT_PER_LANE = 2
 
 
 class Writer(Welcomer):
@@ -62,27 +79,65 @@ class Writer(Welcomer):
     def _close_if_sent(self, lane: Lane) -> None:
         """Send Close if everything is written."""
 
-    def _enqueue(self, lane: Lane, blocks: Iterable[Block], key: Hashable) -> None:
+    # ------------------------------------------------------------ what is to be written
+
+    @property
+    def _all_layers(self) -> Span:
+        return Span(0, self.layout.spec.num_layers)
+
+    def _layers_of(self, push: Push) -> Span:
+        return self._all_layers if push.layers is None else push.layers
+
+    def _expect(self, lane: Lane, tokens: Span) -> None:
+        """These tokens will be pushed: ask for the credits that they need."""
+        if tokens not in lane.expected and lane.room.lacks_of(lane, tokens):
+            _, staged = self._cut(lane, chunk(lane, tokens, self._all_layers))
+            lane.expected[tokens] = len(staged)
+            self._ask(lane)
+
+    def _send(self, lane: Lane, push: Push) -> None:
+        """Have written what a push means for a lane; ask at once for what its rest will need."""
+        tokens, layers = push.tokens, self._layers_of(push)
+        rows = states(lane, layers) if push.states else []
+        num_staged = self._enqueue(lane, [*chunk(lane, tokens, layers), *rows])
+        if push.layers is not None and not lane.expects(tokens):
+            lane.expected[tokens] = num_expected(lane, tokens, layers, num_staged)
+        else:
+            lane.met(tokens, num_staged)
+        for span in [span for span in lane.expected if not lane.room.lacks_of(lane, span)]:
+            del lane.expected[span]
+        self._ask(lane)
+
+    def _send_rest(self, lane: Lane) -> None:
+        """All is pushed: state rows that did not go with their layers may be read too."""
+        gaps = lane.room.rows.gaps(self._all_layers)
+        self._enqueue(lane, [row for layers in gaps for row in states(lane, layers)])
+        self._ask(lane)
+
+    def _enqueue(self, lane: Lane, blocks: Iterable[Block]) -> int:
+        """Have blocks written; how many fragments of them wait for credits?"""
         direct, staged = self._cut(lane, blocks)
         lane.direct.extend(direct)
         if staged and not lane.staged:
             lane.waiting_since = self._now
         lane.staged.extend(staged)
-        self._ask(lane, key, len(staged))
         self._wake(lane)
+        return len(staged)
 
     def _cut(self, lane: Lane, blocks: Iterable[Block]) -> tuple[list[Block], list[Block]]:
         return cut(lane, self.me.rank, blocks, self.stages, self.config.local_slot_bytes)
 
-    def _ask(self, lane: Lane, key: Hashable, num_credits: int) -> None:
-        """Ask for credits, once for each part of the request."""
-        if num_credits and key not in lane.asked:
-            lane.asked[key] = num_credits
+    def _ask(self, lane: Lane) -> None:
+        """Ask for the credits that the lane needs, if they are more than it has asked for."""
+        if lane.num_needed > lane.wanted:
+            lane.wanted = lane.num_needed
             self._want(lane)
 
     def _want(self, lane: Lane) -> None:
         lane.said_at = self._now
-        self._say(lane.link, Want(lane.room.name, lane.generation, lane.num_wanted))
+        self._say(lane.link, Want(lane.room.name, lane.generation, lane.wanted))
+
+    # ------------------------------------------------------------ writes
 
     def _settle(self) -> None:
         """Start what can be started, lanes in turn, then close what has been sent."""
@@ -91,7 +146,7 @@ class Writer(Welcomer):
             del self._ready[lane]
             if not self._may_write(lane):
                 continue
-            if not lane.direct and not self.local_slots:
+            if not self._writes_directly(lane) and not self.local_slots:
                 self._starved[lane] = None
                 continue
             self._start(lane)
@@ -106,21 +161,42 @@ class Writer(Welcomer):
         self._touched[lane] = None
 
     def _start(self, lane: Lane) -> None:
-        """Start one write of the lane."""
-        if lane.direct:
+        """Start one write of the lane, with as much as waits and fits."""
+        if self._writes_directly(lane):
             count = min(len(lane.direct), MAX_BLOCKS_PER_WRITE)
-            self._write(lane, tuple(lane.direct.popleft() for _ in range(count)))
+            some = [lane.direct.popleft() for _ in range(count)]
+            self._write(lane, join_layers(lane.link.plan.spec, some))
         else:
             serial = min(lane.credit)
             lane.used.add(serial)
             lane.waiting_since = self._now
             credit = Credit(serial, lane.credit.pop(serial))
-            self._write(lane, (lane.staged.popleft(),), credit, self.local_slots.pop())
+            self._write(lane, self._fill_slot(lane), credit, self.local_slots.pop())
+
+    def _fill_slot(self, lane: Lane) -> tuple[Block, ...]:
+        """The fragments that wait, as many as a slot holds."""
+        room_bytes = min(lane.slot_bytes, self.config.local_slot_bytes)
+        blocks = [lane.staged.popleft()]
+        while lane.staged and len(blocks) < MAX_BLOCKS_PER_WRITE:
+            pair = self.me.rank, lane.peer.rank
+            more = [*blocks, lane.staged[0]]
+            if image_bytes(lane.link.plan, *pair, lane.request, more) > room_bytes:
+                break
+            blocks.append(lane.staged.popleft())
+        return join_layers(lane.link.plan.spec, blocks)
+
+    def _writes_directly(self, lane: Lane) -> bool:
+        if not lane.direct:
+            return False
+        direct = sum(self.writing[op].credit is None for op in lane.inflight)
+        return direct < MAX_DIRECT_PER_LANE
 
     def _may_write(self, lane: Lane) -> bool:
         running = lane.room.state in (RoomState.OPEN, RoomState.FINISHED)
         able = lane.state is LaneState.SENDING and self._now >= lane.busy_until
-        return running and able and bool(lane.direct or (lane.staged and lane.credit))
+        return (
+            running and able and (self._writes_directly(lane) or bool(lane.staged and lane.credit))
+        )
 
     def _write(
         self,

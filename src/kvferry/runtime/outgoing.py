@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from kvferry.digest import checked_digest
 from kvferry.errors import InputError, Misuse
 from kvferry.ids import Room, Session
+from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
 from kvferry.plan.bind import Side
 from kvferry.plan.choose import Path
 from kvferry.protocol.events import Event, Finish, Prepare, Push
 from kvferry.protocol.messages import MAX_METADATA
 from kvferry.runtime.handles import Handle
-from kvferry.runtime.tables import GrowingTables, Pages, Reach, Rows, Shelf
+from kvferry.runtime.tables import Chunk, GrowingTables, Pages, Reach, Rows, Shelf
 
 
 class Waitable(Protocol):
@@ -35,7 +37,7 @@ class Step(Protocol):
 
 
 class Outgoing(Handle):
-    """One room, for one thread at a time. Chunks are pushed in the order of their tokens."""
+    """One room, for one thread at a time. Each token of each layer is pushed once, in any order."""
 
     def __init__(
         self,
@@ -49,8 +51,12 @@ class Outgoing(Handle):
         self._shelf = shelf
         self._step = step
         self._abort = abort
-        self._pushed = SpanSet()
+        self._all = Span(0, shelf.num_layers)
+        self._pushed = Coverage()
         self._reach = Reach()
+        self._rows: dict[str, int] = {}
+        self._states = SpanSet()
+        self._state_ends: set[int] = set()
         self._closed = False
         # Bytes that were written for the room by each path; complete when it is released.
         self.carried: dict[Path, int] = {}
@@ -66,18 +72,45 @@ class Outgoing(Handle):
         self._reach.extend(chunk)
         self._step(self, None, lambda: self.tables.add(chunk), Prepare(self.room, span))
 
-    def push(self, tokens: tuple[int, int], pages: Pages, after: Waitable | None = None) -> None:
-        """These tokens are in these pages, now or when ``after`` has happened.
+    def push(
+        self,
+        tokens: tuple[int, int],
+        pages: Pages,
+        after: Waitable | None = None,
+        layers: tuple[int, int] | None = None,
+        states: Rows | None = None,
+    ) -> None:
+        """These tokens of these layers are in these pages, now or when ``after`` has happened.
 
-        ``pages`` are the ones that the tokens touch, in the order of the tokens.
+        ``pages`` are the ones that the tokens touch, in the order of the tokens. ``layers`` are
+        numbered over the whole model; without them it is all. With ``states``, the state rows of
+        these layers go too: then the tokens are the request's last.
         """
         span = self._span(tokens, "push")
-        if self._pushed.overlaps(span):
-            raise Misuse(f"room {self.room!r} has had some of the tokens {span} pushed")
-        chunk = self._shelf.chunk(span, pages)
+        some = None if layers is None else self._layers(layers)
+        chunk = self._shelf.chunk(span, pages, some)
+        rows = {} if states is None else self._shelf.rows(states, some, self._rows)
+        self._demand_new(span, some or self._all, bool(rows))
         self._reach.extend(chunk)
-        self._pushed.add(span)
-        self._step(self, after, lambda: self.tables.add(chunk), Push(self.room, span))
+        self._pushed.add(some or self._all, span)
+        if rows:
+            self._rows |= rows
+            self._states.add(some or self._all)
+            self._state_ends.add(span.end)
+        learn = partial(self._learn, chunk, rows)
+        self._step(self, after, learn, Push(self.room, span, some, bool(rows)))
+
+    def _learn(self, chunk: Chunk, rows: dict[str, int]) -> None:
+        """On the owner's thread, when the step is taken."""
+        self.tables.add(chunk)
+        self.tables.add_rows(rows)
+
+    def _demand_new(self, tokens: Span, layers: Span, states: bool) -> None:
+        if self._pushed.overlaps(layers, tokens):
+            which = f"the tokens {tokens} of layers {layers}"
+            raise Misuse(f"room {self.room!r} has had some of {which} pushed; push each once")
+        if states and self._states.overlaps(layers):
+            raise Misuse(f"room {self.room!r} has had state rows of layers {layers} pushed")
 
     def close(
         self,
@@ -96,9 +129,14 @@ class Outgoing(Handle):
         self._demand_open("close")
         if len(metadata) > MAX_METADATA:
             raise InputError(f"metadata has at most {MAX_METADATA} bytes, not {len(metadata)}")
-        rows = self._shelf.rows(states)
-        end = self._pushed.spans[-1].end if self._pushed.spans else 0
-        num_tokens = end if tokens is None else tokens
+        rows = self._shelf.rows(states, known=self._rows)
+        num_tokens = self._pushed.end if tokens is None else tokens
+        if self._state_ends - {num_tokens}:
+            early = f"tokens up to {min(self._state_ends)} of {num_tokens}"
+            raise InputError(
+                f"state rows were pushed with {early}; push them with the last tokens, or give "
+                f"them at the close"
+            )
         finish = Finish(self.room, num_tokens, metadata, checked_digest(digest))
         self._closed = True
         self._step(self, after, lambda: self.tables.add_rows(rows), finish)
@@ -112,6 +150,14 @@ class Outgoing(Handle):
         first, end = tokens
         if not 0 <= first < end:
             raise InputError(f"tokens are (first, end) with 0 <= first < end, not {tokens}")
+        return Span(first, end)
+
+    def _layers(self, layers: tuple[int, int]) -> Span:
+        first, end = layers
+        if not 0 <= first < end <= self._all.end:
+            raise InputError(
+                f"layers are (first, end) with 0 <= first < end <= {self._all.end}, not {layers}"
+            )
         return Span(first, end)
 
     def _demand_open(self, what: str) -> None:

@@ -19,6 +19,10 @@ from kvferry.protocol.messages import MAX_PAGES, Table
 Pages = Sequence[int] | Mapping[str, Sequence[int]]
 # The request's state row, in all slot groups or group by group.
 Rows = int | Mapping[str, int]
+# Per group, the place of a chunk's first page in the request, and the pages.
+Chunk = Mapping[str, tuple[int, tuple[int, ...]]]
+# Where no page was named yet. No binding takes it for one.
+UNKNOWN = -1
 
 
 class Shelf:
@@ -26,11 +30,18 @@ class Shelf:
 
     def __init__(self, layout: Layout, rank: int, pools: PoolMap) -> None:
         held = layout.rank_holdings(rank)
+        self.num_layers = layout.spec.num_layers
         self._page_tokens = layout.page_tokens
         self._holdings: dict[str, Holding] = {}
         for holding in held:
             self._holdings.setdefault(holding.group, holding)
         groups = [layout.spec.group(name) for name in self._holdings]
+        self._layers = {
+            group.name: [
+                n for h in held if h.group == group.name for n in group.layers_in(h.layers)
+            ]
+            for group in groups
+        }
         self._num_pages = {group.name: _num_pages(pools, group) for group in groups}
         self._slots = [group.name for group in groups if isinstance(group.kind, Slot)]
         self._paged = [group for group in groups if not isinstance(group.kind, Slot)]
@@ -66,10 +77,12 @@ class Shelf:
 
     # ------------------------------------------------------------ chunk by chunk
 
-    def chunk(self, tokens: Span, pages: Pages) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Per group, the first page of a chunk and the pages that the chunk touches."""
+    def chunk(self, tokens: Span, pages: Pages, layers: Span | None = None) -> Chunk:
+        """The pages that a chunk touches, in groups of which this rank holds such layers."""
         chunks = {}
         for group in self._paged:
+            if not self._has(group.name, layers):
+                continue
             local = self._local_pages(group.name, tokens)
             given = tuple(_pages_of(group.name, pages))
             if len(given) != len(local):
@@ -81,12 +94,27 @@ class Shelf:
             chunks[group.name] = (local.first, given)
         return chunks
 
-    def rows(self, rows: Rows | None) -> dict[str, int]:
-        """The state row of each slot group."""
-        found = {name: _row_of(name, rows) for name in self._slots}
+    def rows(
+        self, rows: Rows | None, layers: Span | None = None, known: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
+        """The state row of each slot group of which this rank holds such layers.
+
+        ``known`` are those that were named before.
+        """
+        known = known or {}
+        mine = [name for name in self._slots if self._has(name, layers)]
+        found = {name: _row_of(name, rows, known.get(name)) for name in mine}
         for name, row in found.items():
             self._demand_good(name, (row,))
+            if row != known.get(name, row):
+                raise InputError(
+                    f"group {name!r} was given the row {row}, and {known[name]} before; "
+                    f"a request has one row in each group"
+                )
         return found
+
+    def _has(self, group: str, layers: Span | None) -> bool:
+        return layers is None or any(layer in layers for layer in self._layers[group])
 
     def _local_pages(self, group: str, tokens: Span) -> Span:
         """The pages that hold this rank's share of those tokens."""
@@ -136,61 +164,90 @@ def _whole_numbers(group: str, pages: Sequence[int]) -> list[int]:
         raise InputError(f"pages of group {group!r} are whole numbers in a flat list") from None
 
 
-def _row_of(group: str, rows: Rows | None) -> int:
+def _row_of(group: str, rows: Rows | None, known: int | None = None) -> int:
     row = rows.get(group) if isinstance(rows, Mapping) else rows
+    row = known if row is None else row
     if row is None:
         raise InputError(f"group {group!r} holds state; pass the request's row as states=...")
     return row.__index__()
 
 
+class KnownPages:
+    """The pages of one group of one room, as far as they were named, in any order."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.pages: list[int] = []
+
+    def takes(self, first: int, pages: Sequence[int]) -> bool:
+        """Whether no other page was named before for one of these places."""
+        skip = first - self.first
+        known = self.pages[max(0, skip) : max(0, skip + len(pages))]
+        given = pages[max(0, -skip) :]
+        return all(one in (UNKNOWN, two) for one, two in zip(known, given, strict=False))
+
+    def put(self, first: int, pages: Sequence[int]) -> bool:
+        """Take in pages from that place on; whether one of them is new."""
+        if first < self.first:
+            self.pages[:0] = [UNKNOWN] * (self.first - first)
+            self.first = first
+        at = first - self.first
+        self.pages += [UNKNOWN] * (at - len(self.pages))
+        if self.pages[at : at + len(pages)] == list(pages):
+            return False
+        self.pages[at : at + len(pages)] = pages
+        return True
+
+
 class Reach:
-    """How far a room's tables reach, as its engine has said; checked before anything is done."""
+    """What an engine has said of a room's pages; checked before anything is done."""
 
     def __init__(self) -> None:
-        self._reach: dict[str, tuple[int, int]] = {}
+        self._known: dict[str, KnownPages] = {}
 
-    def extend(self, chunks: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+    def extend(self, chunk: Chunk) -> None:
         """Take in a chunk. Raises ``InputError``, and then nothing was taken in."""
-        reach = dict(self._reach)
-        for group, (first, pages) in chunks.items():
-            start, end = reach.get(group, (first, first))
-            if not pages:
+        for group, (first, pages) in chunk.items():
+            known = self._known.get(group)
+            if known is None or not pages:
                 continue
-            if not start <= first <= end:
+            if not known.takes(first, pages):
                 raise InputError(
-                    f"group {group!r} skips pages; push its chunks in the order of their tokens"
+                    f"group {group!r} names other pages for tokens that had some before; "
+                    f"all layers of a group have the same"
                 )
-            reach[group] = start, max(end, first + len(pages))
-        self._reach = reach
+            far = max(known.first + len(known.pages), first + len(pages))
+            if far - min(known.first, first) > MAX_PAGES:
+                raise InputError(f"group {group!r} names pages too far apart; push nearer tokens")
+        for group, (first, pages) in chunk.items():
+            if pages:
+                self._known.setdefault(group, KnownPages(first)).put(first, pages)
 
 
 class GrowingTables:
     """A source's tables of one room, as its engine fills them."""
 
     def __init__(self) -> None:
-        self._pages: dict[str, list[int]] = {}
-        self._first: dict[str, int] = {}
+        self._known: dict[str, KnownPages] = {}
         self._made: dict[str, PageTable] = {}
 
-    def add(self, chunks: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+    def add(self, chunk: Chunk) -> None:
         """Take in a chunk that fits. The page that two chunks share is named by both."""
-        for group, (first, pages) in chunks.items():
+        for group, (first, pages) in chunk.items():
             if not pages:
                 continue
-            known = self._pages.setdefault(group, [])
-            start = self._first.setdefault(group, first)
-            known[first - start : first - start + len(pages)] = pages
-            self._made.pop(group, None)
+            known = self._known.setdefault(group, KnownPages(first))
+            # What was bound before is found again by its table, so that one must stay.
+            if known.put(first, pages):
+                self._made.pop(group, None)
 
     def add_rows(self, rows: Mapping[str, int]) -> None:
         """Take in the state rows."""
-        for group, row in rows.items():
-            self._pages[group], self._first[group] = [row], 0
-            self._made.pop(group, None)
+        self.add({group: (0, (row,)) for group, row in rows.items()})
 
     def tables(self) -> dict[str, PageTable]:
         """As a binding takes them."""
-        for group, pages in self._pages.items():
+        for group, known in self._known.items():
             if group not in self._made:
-                self._made[group] = PageTable(pages, self._first[group])
+                self._made[group] = PageTable(known.pages, known.first)
         return dict(self._made)

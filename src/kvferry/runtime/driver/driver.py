@@ -43,7 +43,14 @@ from kvferry.protocol.events import (
     Write,
     WrongVersion,
 )
-from kvferry.protocol.messages import Accept, Arrived, Close, Envelope, RoomMessage
+from kvferry.protocol.messages import (
+    MAX_BLOCKS,
+    Accept,
+    Arrived,
+    Close,
+    Envelope,
+    RoomMessage,
+)
 from kvferry.protocol.outcome import Outcome
 from kvferry.runtime.driver.sessions import Record, Sessions
 
@@ -305,8 +312,8 @@ class Driver(Generic[M]):
 def without_needless(frames: list[Send]) -> list[Send]:
     """Leave out what a later frame of the same room to the same peer says too.
 
-    A Close names all that was written without credits, and accepts the offer that it
-    answers; so does anything else about the room.
+    A Close names all that was written without credits, unless that is more than it holds, and
+    accepts the offer that it answers; so does anything else about the room.
     """
     later: set[tuple[Peer, Room, int]] = set()
     closed: set[tuple[Peer, Room, int]] = set()
@@ -319,7 +326,7 @@ def without_needless(frames: list[Send]) -> list[Send]:
             if (isinstance(body, Accept) and key in later) or (direct and key in closed):
                 continue
             later.add(key)
-            if isinstance(body, Close):
+            if isinstance(body, Close) and len(body.written) < MAX_BLOCKS:
                 closed.add(key)
         kept.append(frame)
     return kept[::-1]

@@ -1,21 +1,29 @@
 """Which blocks go through staging: the chooser, asked with a room's own pages.
 
-A block is bound once: what was bound to choose its path is written with the same binding.
+A chunk is bound once: what was bound to choose its path is written with the same binding, and
+what of it comes layer by layer is cut out of it. A block of a few layers is looked at as what
+it is: it may go another way than the whole chunk would.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from kvferry.errors import InputError
 from kvferry.ids import Room, Session
-from kvferry.plan.bind import Binding, Pair, Side, bind
+from kvferry.plan.bind import Binding, Pair, Part, Side, bind
 from kvferry.plan.choose import Constants, Path, choose, shape_of
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.events import Write
 from kvferry.protocol.lanes import Lane
 from kvferry.protocol.messages import Table
+
+# Chunks whose binding is kept while parts of it are still to come; others are bound again.
+MAX_BOUND = 512
 
 
 class Sides(NamedTuple):
@@ -51,8 +59,8 @@ class StagingPolicy:
         self._sides_of = sides_of
         self._constants_of = constants_of
         self._override = override
-        # What was bound and is not yet written, by room.
-        self._bound: dict[Room, dict[tuple[Session, int, Block], Binding]] = {}
+        # Whole chunks that were bound, and of which something is not yet written.
+        self._bound: OrderedDict[tuple[Room, Session, int, Block], Binding] = OrderedDict()
 
     def __call__(self, lane: Lane, block: Block) -> bool:
         """Whether a block of a lane is staged."""
@@ -78,14 +86,8 @@ class StagingPolicy:
             request=lane.request,
             tables=lane.tables,
         )
-        bound = self._bound.setdefault(course.room, {})
-        key = (link.session, lane.generation, block)
-        # Credits may have been asked for before, when the block was announced.
-        binding = bound.pop(key, None) or self._bind(course, (block,))
-        path = choose(shape_of(binding), constants).path
-        if path is not Path.STAGED:
-            bound[key] = binding
-        return path
+        ((part, whole),) = self._within(course, block)
+        return choose(shape_of(self._part(course, part, whole)), constants).path
 
     def binding(self, plan: Plan, action: Write) -> Binding:
         """What a direct write copies. Raises ``InputError`` where the pages are wrong."""
@@ -99,17 +101,41 @@ class StagingPolicy:
             request=action.request,
             tables=action.tables,
         )
-        bound = self._bound.get(action.room, {})
-        keys = [(session, action.generation, block) for block in action.blocks]
-        if not all(key in bound for key in keys):
-            return self._bind(course, action.blocks)
-        return Binding(tuple(part for key in keys for part in bound.pop(key).parts))
+        parts: list[Part] = []
+        for block in action.blocks:
+            for part, whole in self._within(course, block):
+                parts += self._part(course, part, whole).parts
+                if part == whole:
+                    self._bound.pop(_key(course, whole), None)
+        return Binding(tuple(parts))
 
     def forget(self, room: Room) -> None:
         """A room is over."""
-        self._bound.pop(room, None)
+        for key in [key for key in self._bound if key[0] == room]:
+            del self._bound[key]
+
+    def _within(self, course: Course, block: Block) -> list[tuple[Block, Block]]:
+        """The chunks that a block has a part of, each as all layers that are owed alike."""
+        owed = course.plan.blocks(self._rank, course.target, course.request)
+        mine = [replace(b, tokens=block.tokens) for b in owed if b.group == block.group]
+        parts = [(replace(b, layers=b.layers.intersect(block.layers)), b) for b in mine]
+        return [(part, whole) for part, whole in parts if len(part.layers)]
+
+    def _part(self, course: Course, block: Block, whole: Block) -> Binding:
+        """What a block copies, cut out of its chunk."""
+        key = _key(course, whole)
+        binding = self._bound.get(key)
+        if binding is None:
+            binding = self._bound[key] = self._bind(course, (whole,))
+            if len(self._bound) > MAX_BOUND:
+                self._bound.popitem(last=False)
+        return binding if block == whole else binding.of_layers(block.layers)
 
     def _bind(self, course: Course, blocks: tuple[Block, ...]) -> Binding:
         ours, theirs = self._sides_of(course)
         pair = Pair(self._rank, course.target)
         return bind(course.plan, pair, course.request, ours, theirs, blocks)
+
+
+def _key(course: Course, whole: Block) -> tuple[Room, Session, int, Block]:
+    return course.room, course.session, course.generation, whole

@@ -6,8 +6,8 @@ transport; rooms are filled with a pattern that says where every byte belongs,
 and the targets compare every byte of their pools, also those that must not change.
 """
 
-from kvferry.testing.fleet.fleet import Fleet, FleetSide
+from kvferry.testing.fleet.fleet import Cut, Fleet, FleetSide
 from kvferry.testing.fleet.process import RankError, RankProcess
 from kvferry.testing.fleet.worker import RankSpec
 
-__all__ = ["Fleet", "FleetSide", "RankError", "RankProcess", "RankSpec"]
+__all__ = ["Cut", "Fleet", "FleetSide", "RankError", "RankProcess", "RankSpec"]

@@ -36,6 +36,16 @@ class FleetSide(NamedTuple):
     num_rows: int = 16
 
 
+class Cut(NamedTuple):
+    """How a room is pushed: so many tokens at a time, and of each chunk so many layers.
+
+    With ``layers``, neither tokens nor layers come in their order.
+    """
+
+    tokens: int
+    layers: int | None = None
+
+
 class Fleet:
     """A prefill instance and decode instances, each rank a process.
 
@@ -176,7 +186,7 @@ class Fleet:
         room: Room,
         num_tokens: int,
         *,
-        chunk: int | None = None,
+        chunk: int | Cut | None = None,
         metadata: bytes = b"",
         deadline_s: float = 30.0,
         prefill: str | None = None,
@@ -184,8 +194,8 @@ class Fleet:
         """Every source opens, pushes and closes the room; when the first began."""
         sources = self.members[prefill or self.prefill.name]
         self.all(sources, "open", room, deadline_s)
-        size = chunk or max(1, num_tokens)
-        return float(min(self.all(sources, "push_all", room, num_tokens, size, metadata)))
+        size, layers = chunk if isinstance(chunk, Cut) else Cut(chunk or max(1, num_tokens))
+        return float(min(self.all(sources, "push_all", room, num_tokens, size, metadata, layers)))
 
     def outcomes(
         self, room: Room, ranks: list[RankProcess], timeout_s: float = 30.0
@@ -201,7 +211,7 @@ class Fleet:
         seed: int,
         decode: str | None = None,
         prefill: str | None = None,
-        chunk: int | None = None,
+        chunk: int | Cut | None = None,
         prefill_first: bool = False,
     ) -> None:
         """One room from start to end, every byte checked. Raises ``RankError``."""

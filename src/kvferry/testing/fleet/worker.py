@@ -178,18 +178,45 @@ class RankWorker(Insight):
         """Close a room."""
         self.handles[room].close(metadata, states=self.where[room].row, tokens=num_tokens)
 
-    def push_all(self, room: Room, num_tokens: int, chunk: int, metadata: bytes) -> float:
-        """Push and close a room that is open; when that began. Credits are asked for ahead."""
+    def push_all(
+        self, room: Room, num_tokens: int, chunk: int, metadata: bytes, layers: int | None = None
+    ) -> float:
+        """Push and close a room that is open; when that began. Credits are asked for ahead.
+
+        With ``layers``, chunks go so many layers at a time; see ``_push_layers``.
+        """
         began = time.monotonic()
         chunks = [(at, min(at + chunk, num_tokens)) for at in range(0, num_tokens, chunk)]
+        if layers is None:
+            self._push_chunks(room, chunks)
+        else:
+            self._push_layers(room, chunks, layers)
+        self.finish(room, metadata, num_tokens)
+        return began
+
+    def _push_chunks(self, room: Room, chunks: list[tuple[int, int]]) -> None:
         if len(chunks) > 1:
             self.prepare(room, chunks[0])
         for tokens, following in itertools.zip_longest(chunks, chunks[1:]):
             if following:
                 self.prepare(room, following)
             self.push(room, tokens)
-        self.finish(room, metadata, num_tokens)
-        return began
+
+    def _push_layers(self, room: Room, chunks: list[tuple[int, int]], layers: int) -> None:
+        """The last chunk first; of each second one the upper layers first, the others whole.
+
+        State rows go with the layers of the last chunk, where a rank has some.
+        """
+        handle, end = self.handles[room], self.spec.layout.spec.num_layers
+        groups = [(at, min(at + layers, end)) for at in range(0, end, layers)]
+        for number, tokens in enumerate(reversed(chunks)):
+            if number % 2:
+                self.push(room, tokens)
+                continue
+            pages = self._pages(self.where[room], range(*tokens))
+            states = None if number else self.where[room].row
+            for some in reversed(groups):
+                handle.push(tokens, pages, layers=some, states=states)
 
     def serve_rooms(self, series: int, num_rooms: int, at_once: int) -> None:
         """Send rooms of one page, a few ahead of the target."""
