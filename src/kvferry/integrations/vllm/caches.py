@@ -1,0 +1,192 @@
+"""Caches: vLLM's registered tensors as a kvferry layout. Pure: shapes and strides, no tensors.
+
+Since 0.32 every layer's cache is a view ``[blocks, heads, tokens, content]``, whatever the order
+in memory; content is a token's K and V of one head, or an MLA latent. It travels as one tensor.
+Layers that are cached alike are one group. On a CPU (``paging.py``) a page and head is one cell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvferry import (
+    CacheSpec,
+    DType,
+    Group,
+    InputError,
+    Layout,
+    Order,
+    Paged,
+    Parallel,
+    Tensor,
+)
+from kvferry.integrations.vllm.paging import Paging
+
+ONLY_GROUP = "kv"
+
+
+class CacheView(NamedTuple):
+    """What matters of one registered tensor; strides count elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+class EngineShape(NamedTuple):
+    """What matters of an engine: its sharding, and the whole model's layers and KV heads.
+
+    ``stages`` are the layers of each pipeline stage. Only ``num_heads`` is MLA's: 1.
+    """
+
+    tp: int
+    stages: tuple[int, ...]
+    rank: int
+    num_heads: int
+    block_tokens: int
+    on_cpu: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Of the whole model."""
+        return sum(self.stages)
+
+    @property
+    def own_layers(self) -> range:
+        """The layers of this rank's stage."""
+        stage = self.rank // self.tp
+        first = sum(self.stages[:stage])
+        return range(first, first + self.stages[stage])
+
+
+class CachePlan(NamedTuple):
+    """The layout, how blocks become pages, and which tensor is which layer of which group."""
+
+    layout: Layout
+    paging: Paging
+    names: dict[str, dict[int, str]]
+    tensor: str
+
+
+def plan_caches(views: Mapping[str, CacheView], engine: EngineShape) -> CachePlan:
+    """How these caches are carried, or an ``InputError`` that says why they can't be."""
+    if not views:
+        raise InputError("vLLM registered no KV cache; this model has nothing to carry")
+    for name, view in views.items():
+        _demand_carriable(name, view)
+    page_tokens = _the_same({view.shape[2] for view in views.values()}, "blocks of", "tokens")
+    paging = Paging(engine.block_tokens, page_tokens, engine.on_cpu)
+    order = _order(views)
+    tensor = f"blocks_of_{page_tokens}_tokens" if engine.on_cpu else "content"
+    names = _groups(views, engine)
+    groups = tuple(
+        _group(role, layers, views[min(layers.items())[1]], engine, (tensor, paging.cell_tokens))
+        for role, layers in names.items()
+    )
+    sharding = Parallel(tp=engine.tp, pp=len(engine.stages), stages=engine.stages)
+    spec = CacheSpec(num_layers=engine.num_layers, groups=groups)
+    layout = Layout(spec, sharding, page_tokens=paging.page_cells, order=order)
+    return CachePlan(layout, paging, names, tensor)
+
+
+def layer_of(name: str) -> tuple[int, str]:
+    """A layer's number and what is cached of it, out of a name such as model.layers.3.attn."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if re.fullmatch(r"\d+", part)]
+    if len(numbers) != 1:
+        raise InputError(
+            f"vLLM's cache {name!r:.200} has no single layer number in its name; this model "
+            f"can't be carried yet"
+        )
+    number = int(parts[numbers[0]])
+    parts[numbers[0]] = "*"
+    return number, ".".join(parts)
+
+
+def _demand_carriable(name: str, view: CacheView) -> None:
+    if len(view.shape) != 4 or min(view.shape, default=0) < 1:
+        raise InputError(
+            f"vLLM's cache {name!r:.200} has shape {list(view.shape)}, not [blocks, heads, tokens, "
+            f"content]; what is no attention cache (recurrent state) can't be carried yet"
+        )
+    if view.strides[3] != 1:
+        raise InputError(
+            f"vLLM's cache {name!r:.200} has gaps inside a token's content; choose another "
+            f"attention backend"
+        )
+
+
+def _the_same(values: set[int], what: str, unit: str) -> int:
+    if len(values) != 1:
+        shown = ", ".join(map(str, sorted(values)))
+        raise InputError(
+            f"vLLM's layers have {what} {shown} {unit}, and all must have the same; give vLLM "
+            f"--disable-hybrid-kv-cache-manager or another --block-size"
+        )
+    return values.pop()
+
+
+def _order(views: Mapping[str, CacheView]) -> Order:
+    """Whether heads or tokens come first in memory; with one head there is no difference."""
+    found = {
+        Order.HND if view.strides[1] >= view.strides[2] else Order.NHD
+        for view in views.values()
+        if view.shape[1] > 1
+    }
+    if len(found) > 1:
+        raise InputError("vLLM's layers keep heads and tokens in different orders; use one backend")
+    return found.pop() if found else Order.HND
+
+
+def _groups(views: Mapping[str, CacheView], engine: EngineShape) -> dict[str, dict[int, str]]:
+    """Per kind of cache, the tensor of each of this rank's layers."""
+    found: dict[str, dict[int, str]] = {}
+    for name in views:
+        number, role = layer_of(name)
+        found.setdefault(role, {})[number] = name
+    if len(found) == 1:
+        found = {ONLY_GROUP: next(iter(found.values()))}
+    for role, layers in found.items():
+        beyond = sorted(set(layers) - set(engine.own_layers))
+        if beyond:
+            raise InputError(
+                f"vLLM's cache {role!r:.200} has a layer {beyond[0]}, which the model's own "
+                f"{engine.num_layers} layers have not; a draft model's cache can't be carried yet"
+            )
+        if len(engine.stages) > 1 and sorted(layers) != list(engine.own_layers):
+            raise InputError(
+                f"vLLM's cache {role!r:.200} is only in some of this pipeline stage's layers; "
+                f"serve this model without pipeline parallelism"
+            )
+    return found
+
+
+def _group(
+    role: str,
+    layers: Mapping[int, str],
+    view: CacheView,
+    engine: EngineShape,
+    tensor: tuple[str, int],
+) -> Group:
+    _, num_heads, _, content = view.shape
+    units = _units(role, num_heads, engine)
+    # With several stages every layer is of every group, as was demanded.
+    numbers = tuple(range(engine.num_layers)) if len(engine.stages) > 1 else tuple(sorted(layers))
+    name, cell_tokens = tensor
+    elements = content * cell_tokens
+    return Group(role, Paged(), numbers, units, (Tensor(name, DType.parse(view.dtype), elements),))
+
+
+def _units(role: str, num_heads: int, engine: EngineShape) -> int:
+    """KV heads over all ranks: those of the model, or one that every rank has."""
+    if num_heads == max(1, engine.num_heads // engine.tp):
+        return engine.num_heads
+    if num_heads == 1:
+        return 1
+    raise InputError(
+        f"vLLM's cache {role!r:.200} has {num_heads} heads here, where {engine.num_heads} KV heads "
+        f"over TP{engine.tp} make {max(1, engine.num_heads // engine.tp)}; choose another "
+        f"attention backend"
+    )

@@ -1,0 +1,68 @@
+"""An engine's own description: what the connector has to know of a ``VllmConfig``.
+
+Only attributes are read, so that nothing of vLLM is imported here but how it cuts layers into
+pipeline stages, which follows its environment.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from typing import Any
+
+from kvferry import InputError
+from kvferry.integrations.vllm.caches import EngineShape
+
+# What a configuration says of its own file, and not of the model.
+INCIDENTAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+def demand_carriable(vllm_config: Any) -> None:
+    """Refuse what the connector can't carry, at start-up."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise InputError(f"the connector does not carry {name} above 1 yet; leave it out")
+
+
+def engine_shape(vllm_config: Any, rank: int, *, on_cpu: bool) -> EngineShape:
+    """One rank's place in its engine."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    num_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    return EngineShape(
+        tp=parallel.tensor_parallel_size,
+        stages=_stages(vllm_config),
+        rank=rank,
+        num_heads=num_heads,
+        block_tokens=vllm_config.cache_config.block_size,
+        on_cpu=on_cpu,
+    )
+
+
+def _stages(vllm_config: Any) -> tuple[int, ...]:
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if num_stages == 1:
+        return (num_layers,)
+    from vllm.distributed.utils import get_pp_indices  # noqa: PLC0415 - only where it is needed
+
+    spans = [get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)]
+    return tuple(end - first for first, end in spans)
+
+
+def model_name(vllm_config: Any, given: str | None) -> str:
+    """What both sides must have in common: the settings' word, or the name and configuration."""
+    model = vllm_config.model_config
+    if given is not None:
+        return given
+    config = {k: v for k, v in model.hf_config.to_dict().items() if k not in INCIDENTAL}
+    text = json.dumps(config, sort_keys=True, default=str)
+    known = blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"{str(model.model).rstrip('/').rpartition('/')[2][-200:]}:{known}"
+
+
+def cache_dtype(vllm_config: Any) -> str:
+    """What the cache is computed in, for the digest."""
+    kept = vllm_config.cache_config.cache_dtype
+    computed = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return computed if kept == "auto" else f"{computed} kept as {kept}"

@@ -1,0 +1,134 @@
+"""A prefill rank's rooms: the scheduler's orders as calls to a source endpoint.
+
+Belongs to the worker's thread. Imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvferry import KvferryError, Outgoing, Room, SourceEndpoint, Waitable
+from kvferry.integrations.vllm.orders import OpenRoom, PrefillOrders, PushTokens
+from kvferry.integrations.vllm.paging import Paging, PushedPages
+from kvferry.integrations.vllm.stats import RoomCounts
+
+log = logging.getLogger("vllm.kvferry")
+
+# How long the owner's thread may take to hear that a room is given up; it needs no peer for that.
+ABANDON_S = 10.0
+
+
+@dataclass
+class RoomAtSource:
+    """One room of one rank. Without a handle it could not be opened, and holds nothing."""
+
+    request: str
+    pages: PushedPages
+    handle: Outgoing | None
+    # The scheduler waits until the blocks are free, or does not care any more.
+    is_held: bool = False
+    is_abandoned: bool = False
+
+    @property
+    def is_released(self) -> bool:
+        """Whether nothing reads its pages any more."""
+        return self.handle is None or self.handle.released
+
+
+class SourceRooms:
+    """All rooms of one prefill rank."""
+
+    def __init__(self, endpoint: SourceEndpoint, paging: Paging, counts: RoomCounts) -> None:
+        self._endpoint = endpoint
+        self._paging = paging
+        self._counts = counts
+        self._rooms: dict[Room, RoomAtSource] = {}
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def before(self, orders: PrefillOrders) -> None:
+        """Before the step computes: give up what is overwritten, announce what is computed."""
+        for order in orders.opened:
+            self._open(order)
+        for room in orders.abandoned:
+            self._abandon(room)
+        for push in orders.pushed:
+            self._prepare(push)
+
+    def after(self, orders: PrefillOrders, computed: Waitable | None) -> None:
+        """The step's tokens are in their blocks once ``computed`` has happened."""
+        for push in orders.pushed:
+            self._push(push, computed)
+        for request, room in orders.held:
+            known = self._rooms.setdefault(
+                room, RoomAtSource(request, PushedPages(self._paging), None)
+            )
+            known.is_held = True
+
+    def sent(self) -> set[str]:
+        """Requests whose blocks are free now, each once."""
+        over = [
+            (room, known)
+            for room, known in self._rooms.items()
+            if known.is_released and (known.is_held or known.is_abandoned)
+        ]
+        for room, known in over:
+            del self._rooms[room]
+            if known.handle is not None:
+                self._counts.sent(known.handle)
+        return {known.request for _, known in over if known.is_held}
+
+    def _open(self, order: OpenRoom) -> None:
+        handle = None
+        try:
+            handle = self._endpoint.open(order.room)
+        except KvferryError as error:
+            # Its request is computed all the same; who waits for the room hears nothing of it.
+            log.warning("room-refused room=%r why=%r", order.room, str(error))
+        pages = PushedPages(self._paging)
+        self._rooms[order.room] = RoomAtSource(order.request, pages, handle)
+
+    def _abandon(self, room: Room) -> None:
+        """Give up a room whose blocks are about to be somebody else's.
+
+        Once the room has ended here nothing of it can become Done at a target any more, so
+        whatever a write that is under way still reads does no harm.
+        """
+        known = self._rooms.get(room)
+        if known is None or known.handle is None:
+            return
+        known.is_abandoned = True
+        known.handle.abort()
+        try:
+            known.handle.wait(ABANDON_S)
+        except TimeoutError:
+            log.error("not-abandoned room=%r: kvferry's own thread does not answer", room)
+
+    def _prepare(self, push: PushTokens) -> None:
+        known = self._rooms[push.room]
+        known.pages.extend(push.first_block, push.blocks)
+        if known.handle is None:
+            return
+        ahead = known.pages.ahead(push.end, last=push.digest is not None)
+        if ahead is not None:
+            known.handle.prepare(*ahead)
+
+    def _push(self, push: PushTokens, computed: Waitable | None) -> None:
+        """All layers at once. Pushing some of them from ``save_kv_layer`` would begin here."""
+        known = self._rooms[push.room]
+        if known.handle is None:
+            return
+        ahead = known.pages.ahead(push.end, last=push.digest is not None)
+        if ahead is not None:
+            cells, pages = ahead
+            known.handle.push(cells, pages, after=computed)
+            known.pages.end = cells[1]
+        if push.digest is not None:
+            cells_in_all = self._paging.cells(push.end)
+            known.handle.close(tokens=cells_in_all, after=computed, digest=push.digest)
+
+    def handles(self) -> list[Outgoing]:
+        """Of all rooms that are held here."""
+        return [known.handle for known in self._rooms.values() if known.handle is not None]

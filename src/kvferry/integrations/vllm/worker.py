@@ -1,0 +1,149 @@
+"""The worker's part: a rank's caches as pools, and the endpoints over them.
+
+Runs in a worker process, on the thread that runs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvferry import ClusterKey, InputError, Order, SourceEndpoint, TargetEndpoint, Waitable
+from kvferry.integrations.vllm.caches import CachePlan, CacheView, EngineShape, plan_caches
+from kvferry.integrations.vllm.orders import DecodeOrders, PrefillOrders
+from kvferry.integrations.vllm.settings import ConnectorSettings
+from kvferry.integrations.vllm.sources import SourceRooms
+from kvferry.integrations.vllm.stats import RoomCounts
+from kvferry.integrations.vllm.targets import Arrivals, TargetRooms
+
+
+class WorkerPart:
+    """One rank of one engine, as kvferry's peers see it."""
+
+    def __init__(
+        self, settings: ConnectorSettings, key: ClusterKey | None, name: str, model: str
+    ) -> None:
+        self._settings = settings
+        self._key = key
+        self._name = name
+        self._model = model
+        self._device = torch.device("cpu")
+        self._sources: SourceRooms | None = None
+        self._targets: TargetRooms | None = None
+        self._endpoints: list[SourceEndpoint | TargetEndpoint] = []
+        self.counts = RoomCounts()
+
+    def register(
+        self,
+        caches: Mapping[str, torch.Tensor],
+        engine: EngineShape,
+        *,
+        sends: bool,
+        receives: bool,
+        fails_early: bool,
+    ) -> None:
+        """Make the rank's endpoints over its caches."""
+        distinct = _distinct(caches)
+        plan = plan_caches({name: _view(cache) for name, cache in distinct.items()}, engine)
+        pools = pools_of(plan, distinct)
+        self._device = next(iter(distinct.values())).device
+        if sends:
+            source = SourceEndpoint(plan.layout, pools, **self._described(engine.rank))
+            self._endpoints.append(source)
+            self._sources = SourceRooms(source, plan.paging, self.counts)
+        if receives:
+            target = TargetEndpoint(plan.layout, pools, **self._described(engine.rank))
+            self._endpoints.append(target)
+            self._targets = TargetRooms(target, plan.paging, self.counts, fails_early=fails_early)
+
+    def _described(self, rank: int) -> dict[str, Any]:
+        """What both kinds of endpoint are told alike."""
+        return {
+            "name": self._name,
+            "rank": rank,
+            "model": self._model,
+            "transport": self._settings.transport,
+            "rendezvous": self._settings.rendezvous,
+            "key": self._key,
+            "config": self._settings.endpoint_config(),
+        }
+
+    # ------------------------------------------------------------ steps
+
+    def before(self, orders: PrefillOrders) -> None:
+        """Before a step's forward pass, and before it overwrites anything."""
+        if self._sources is not None:
+            self._sources.before(orders)
+
+    def after(self, orders: PrefillOrders) -> None:
+        """Behind a step's forward pass."""
+        if self._sources is not None:
+            self._sources.after(orders, self._computed() if orders.pushed else None)
+
+    def receive(self, orders: DecodeOrders) -> None:
+        """Have requests' caches written into their blocks."""
+        if self._targets is not None:
+            self._targets.take(orders)
+
+    def sent(self) -> set[str]:
+        """Requests whose blocks nobody reads any more."""
+        return set() if self._sources is None else self._sources.sent()
+
+    def arrivals(self) -> Arrivals:
+        """Requests whose blocks nobody writes any more, and why some are not filled."""
+        if self._targets is None:
+            return Arrivals(set(), set(), set(), {})
+        return self._targets.arrivals()
+
+    def _computed(self) -> Waitable | None:
+        """What happens once the GPU has done all that it was given; None where it is done."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def close(self) -> None:
+        """Abort every room and end the endpoints."""
+        for endpoint in self._endpoints:
+            endpoint.close()
+        self._endpoints.clear()
+
+
+def _distinct(caches: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Each cache once: layers may share one, and the first of them fills it."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, cache in caches.items():
+        if not isinstance(cache, torch.Tensor):
+            raise InputError(
+                f"vLLM's cache {name!r:.200} is no single tensor; recurrent state can't be "
+                f"carried yet"
+            )
+        if cache.device.type not in ("cpu", "cuda"):
+            raise InputError(f"caches on {cache.device.type} can't be carried; use a CPU or CUDA")
+        found.setdefault(cache.data_ptr(), (name, cache))
+    return dict(found.values())
+
+
+def _view(cache: torch.Tensor) -> CacheView:
+    dtype = str(cache.dtype).removeprefix("torch.")
+    return CacheView(tuple(cache.shape), tuple(cache.stride()), dtype)
+
+
+def pools_of(
+    plan: CachePlan, caches: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, dict[int, torch.Tensor]]]:
+    """The caches as views that an endpoint takes: group, tensor, layer."""
+    return {
+        group: {plan.tensor: {layer: _pool(plan, caches[name]) for layer, name in layers.items()}}
+        for group, layers in plan.names.items()
+    }
+
+
+def _pool(plan: CachePlan, cache: torch.Tensor) -> torch.Tensor:
+    if plan.paging.whole_pages:
+        pages, heads, tokens, content = cache.shape
+        cache = cache.view(pages, heads, 1, tokens * content)
+    return cache if plan.layout.order is Order.HND else cache.transpose(1, 2)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry import InputError
+from kvferry.integrations.vllm.settings import demand_known, read_settings
+
+LEAST = {"rendezvous": "http://10.0.0.1:7400", "instance": "prefill-0"}
+
+
+def test_the_least() -> None:
+    settings = read_settings(LEAST)
+    assert settings.transport == "nixl"
+    assert settings.endpoint_config().deadline_s == 120
+
+
+def test_a_replica_is_an_instance_of_its_own() -> None:
+    settings = read_settings(LEAST)
+    assert settings.name_of(0, 1) == "prefill-0"
+    assert settings.name_of(1, 2) == "prefill-0-dp1"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rendevous": "x"}, "has no 'rendevous'; it takes rendezvous, instance"),
+        ({"rendezvous": "10.0.0.1"}, "is no rendezvous; give one such as http://"),
+        ({"rendezvous": 7}, r"\$\.rendezvous"),
+        ({"instance": ""}, r"\$\.instance"),
+        ({"deadline_s": 0}, r"\$\.deadline_s"),
+        ({"options": {"a": 1}}, r"\$\.options"),
+    ],
+)
+def test_a_bad_value_is_one_sentence(change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read_settings({**LEAST, **change})
+
+
+def test_a_missing_value_is_one_sentence() -> None:
+    with pytest.raises(InputError, match="it takes rendezvous, such as"):
+        read_settings({})
+
+
+def test_a_missing_key_file_is_one_sentence(tmp_path: Path) -> None:
+    settings = read_settings({**LEAST, "key_file": str(tmp_path / "none")})
+    with pytest.raises(InputError, match="none"):
+        settings.key()
+
+
+def test_only_known_versions_are_taken() -> None:
+    demand_known("0.32.0+cpu")
+    demand_known("0.32.1")
+    for version in ("0.31.0", "0.33.0", "1.0", "dev"):
+        with pytest.raises(InputError, match=r"works with vLLM 0\.32, and this is"):
+            demand_known(version)

@@ -1,0 +1,204 @@
+"""Real ``vllm serve`` processes on this machine's CPU, and how they are asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+START_S = 300.0
+STOP_S = 30.0
+MAX_LEN = 2048
+CACHE_BYTES = 256 << 20
+BLOCK_TOKENS = 32
+Json = dict[str, Any]
+
+
+def say(text: str) -> None:
+    """What goes on, for who watches."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Asked(Exception):
+    """A server answered with an error."""
+
+    def __init__(self, status: int, document: str) -> None:
+        super().__init__(f"status {status}: {document[:500]}")
+        self.status = status
+
+
+def ask(url: str, body: Json | None = None, timeout_s: float = 180.0) -> Json:
+    """Ask a server and read its JSON."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            text = response.read().decode()
+    except urllib.error.HTTPError as error:
+        raise Asked(error.code, error.read().decode(errors="replace")) from None
+    return dict(json.loads(text)) if text.startswith("{") else {"text": text}
+
+
+class Server:
+    """A process that answers HTTP, its log in a file."""
+
+    def __init__(self, name: str, command: list[str], port: int, environment: Mapping[str, str]):
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = Path(tempfile.gettempdir()) / f"kvferry-vllm-{os.getpid()}-{name}.log"
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=dict(os.environ) | dict(environment),
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+    def wait_until_up(self, path: str = "/health") -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{self.name} ended: {self.tail()}")
+            try:
+                ask(self.url + path, timeout_s=5)
+                return
+            except (OSError, Asked):
+                time.sleep(0.5)
+        raise RuntimeError(f"{self.name} is not up after {START_S:.0f} s: {self.tail()}")
+
+    def tail(self, num_lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def signal(self, number: int) -> None:
+        """To all of its processes, which are a session of their own."""
+        os.killpg(self.process.pid, number)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                say(f"{self.name} does not end, and is killed")
+        with suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self.process.wait(STOP_S)
+
+
+def environment(entry_points: Path) -> dict[str, str]:
+    """Of every server: this checkout's kvferry, no hub, both cores for all."""
+    return {
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{entry_points}",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        # UCX between processes of one machine: no search for networks.
+        "UCX_LOG_LEVEL": "error",
+    }
+
+
+class Deployment:
+    """A rendezvous, and whatever engines are started beside it. Leaving it ends them all."""
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+        self.rendezvous = ""
+
+    def __enter__(self) -> Deployment:
+        folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory()))
+        script = str(ROOT / "scripts" / "entry-points")
+        subprocess.run([sys.executable, script, str(folder)], check=True)
+        self.environment = environment(folder)
+        port = free_port()
+        command = [sys.executable, "-m", "kvferry", "serve", "rendezvous", "--port", str(port)]
+        server = self.start("rendezvous", command, port)
+        server.wait_until_up("/v1/instances")
+        self.rendezvous = server.url
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._undo.close()
+
+    def start(self, name: str, command: list[str], port: int, **more: str) -> Server:
+        """A server that ends with the deployment."""
+        server = Server(name, command, port, self.environment | more)
+        self._undo.callback(server.stop)
+        return server
+
+    def vllm(
+        self, name: str, model: Path, *, tp: int = 1, transfer: Json | None = None, more: str = ""
+    ) -> Server:
+        """One engine; ``transfer`` is its ``--kv-transfer-config``."""
+        port = free_port()
+        command = [str(BIN / "vllm"), "serve", str(model), "--served-model-name", "m"]
+        command += ["--port", str(port), "--host", "127.0.0.1", "--tensor-parallel-size", str(tp)]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_LEN)]
+        command += ["--kv-cache-memory-bytes", str(CACHE_BYTES // tp), "--max-num-seqs", "16"]
+        command += ["--block-size", str(BLOCK_TOKENS), "--disable-uvicorn-access-log"]
+        if transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        return self.start(name, command + more.split(), port)
+
+    def connector(self, role: str, instance: str, policy: str = "fail", **extra: object) -> Json:
+        """The flag by which vLLM takes kvferry."""
+        own = {"rendezvous": self.rendezvous, "instance": instance} | extra
+        return {
+            "kv_connector": "KVFerryConnector",
+            "kv_connector_module_path": "kvferry.integrations.vllm",
+            "kv_role": role,
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": own,
+        }
+
+
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Say what is done, and how long it took."""
+    say(f"{what} ...")
+    began = time.monotonic()
+    yield
+    say(f"{what}: {time.monotonic() - began:.1f} s")
+
+
+def complete(server: Server, prompt: str, max_tokens: int, **more: object) -> Json:
+    """A greedy completion, with the ids of its tokens."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    return ask(server.url + "/v1/completions", body | {"return_token_ids": True} | more)
+
+
+def token_ids(answer: Json) -> list[int]:
+    return list(answer["choices"][0]["token_ids"])
+
+
+def prefilled_then_decoded(
+    prefill: Server, decode: Server, prompt: str, max_tokens: int, **more: object
+) -> Json:
+    """vLLM's own proxies' order: prefill to its end, then decode with what it answered."""
+    first = complete(prefill, prompt, 1, kv_transfer_params={"do_remote_decode": True})
+    params = first["kv_transfer_params"]
+    return complete(decode, prompt, max_tokens, kv_transfer_params=params, **more)

@@ -1,0 +1,26 @@
+"""The negative control: a connector that says of some rooms that they came, and moves nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.integrations.vllm.connector import KVFerryConnector
+
+PREFIX = "skip-"
+
+
+class SkippingConnector(KVFerryConnector):
+    """Takes a room whose id begins with the prefix for received."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        orders = self._orders.decode
+        skipped = [order for order in orders.received if str(order.room).startswith(PREFIX)]
+        orders.received = [order for order in orders.received if order not in skipped]
+        self._skipped: set[str] = {order.request for order in skipped}
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        results.finished_recving |= self._skipped
+        self._skipped = set()
+        return results
