@@ -24,6 +24,8 @@ STOP_S = 30.0
 MAX_LEN = 2048
 CACHE_BYTES = 256 << 20
 BLOCK_TOKENS = 32
+# Rooms whose id begins like this are not carried where the connector is ``skipping.py``.
+SKIPPED = "skip-"
 Json = dict[str, Any]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.integrations.vllm.connector import KVFerryConnector
-
-PREFIX = "skip-"
+from tests_vllm.servers import SKIPPED
 
 
 class SkippingConnector(KVFerryConnector):
@@ -14,7 +13,7 @@ class SkippingConnector(KVFerryConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._orders.decode
-        skipped = [order for order in orders.received if str(order.room).startswith(PREFIX)]
+        skipped = [order for order in orders.received if str(order.room).startswith(SKIPPED)]
         orders.received = [order for order in orders.received if order not in skipped]
         self._skipped: set[str] = {order.request for order in skipped}
         super().start_load_kv(forward_context, **kwargs)

@@ -12,7 +12,7 @@ import pytest
 from serve.router_fakes import MODEL, bounded, site
 
 from kvferry.serve.router.options import Policy, RouterOptions
-from kvferry.serve.router.roster import Announced, Health, Roster, WorkerPart
+from kvferry.serve.router.roster import Announced, Health, Roster, Worker, WorkerPart
 from kvferry.serve.router.watch import Watch
 
 URL = "http://127.0.0.1:1"
@@ -51,7 +51,7 @@ class Mute:
     def __init__(self) -> None:
         self.silent_since: float | None = None
 
-    async def __call__(self, session: aiohttp.ClientSession, url: str) -> Health:
+    async def __call__(self, session: aiohttp.ClientSession, worker: Worker, nonce: str) -> Health:
         if self.silent_since is not None:
             await asyncio.Event().wait()
         return Health("decode", "d0", MODEL)

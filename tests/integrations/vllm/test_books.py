@@ -137,6 +137,14 @@ def test_a_request_is_asked_for_once() -> None:
     assert book.take_orders().received == []
 
 
+def test_one_room_has_one_request() -> None:
+    book = decode_book()
+    assert not book.begin("b", ASKED, 40, b"d")
+    assert book.missing("b", 0) == 0
+    book.finished("a")
+    assert book.begin("c", ASKED, 40, b"d")
+
+
 def test_prefill_hears_that_nothing_is_needed() -> None:
     book = decode_book()
     book.allocated("a", 0, [3, 1, 2])

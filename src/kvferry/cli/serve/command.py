@@ -23,6 +23,7 @@ from kvferry.cli.serve.flags import (
     worker_of,
 )
 from kvferry.errors import InputError, Refused, TransportError
+from kvferry.serve.router.options import EngineName
 
 EXAMPLE = """example:
   kvferry serve                                        prefill TP3, decode TP1, router on port 8000
@@ -106,12 +107,14 @@ def _add_router(parts: argparse._SubParsersAction[Any]) -> None:
             f"--{name}-url",
             action="append",
             metavar="URL",
-            help=f"a {name} worker, in addition; may be repeated",
+            help=f"a {name} worker, in addition; may be repeated; NAME=URL where it runs vLLM",
         )
+    parser.add_argument("--engine", choices=list(EngineName), help="what the workers run (kvferry)")
     add_routing(parser)
     add_listening(parser, "8000")
     add_key_and_json(parser)
     parser.set_defaults(run=run_router, rendezvous=None, prefill_url=None, decode_url=None)
+    parser.set_defaults(engine=None)
 
 
 # ---------------------------------------------------------------- everything here

@@ -24,7 +24,7 @@ from kvferry.serve.cluster.description import (
 )
 from kvferry.serve.cluster.needs import demand_installed
 from kvferry.serve.models.find import find_model
-from kvferry.serve.router.options import OnFailure, Policy, RouterOptions
+from kvferry.serve.router.options import EngineName, OnFailure, Policy, RouterOptions
 from kvferry.serve.router.roster import WorkerPart
 
 PREFILL, DECODE = "tp=3", "tp=1"
@@ -160,10 +160,11 @@ def router_of(args: argparse.Namespace) -> dict[str, Any]:
         cluster = read_cluster(path)
         return router_options(cluster, cluster.rendezvous.address)
     urls = {f"{name}_urls": tuple(getattr(args, f"{name}_url") or ()) for name in WorkerPart}
+    engine = {} if args.engine is None else {"engine": EngineName(args.engine)}
     rendezvous = given("--rendezvous", args.rendezvous)
     if rendezvous is None and not urls["decode_urls"]:
         raise InputError("a router without workers; give --rendezvous or --decode-url")
-    cluster = Cluster(router=_router(args, **urls), key=given("--key", args.key))
+    cluster = Cluster(router=_router(args, **urls, **engine), key=given("--key", args.key))
     return router_options(cluster, rendezvous)
 
 

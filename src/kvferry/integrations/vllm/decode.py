@@ -38,9 +38,16 @@ class DecodeBook:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def begin(self, request: str, asked: AskedOfDecode, num_tokens: int, digest: bytes) -> None:
-        """A request has come, whose first ``num_tokens`` tokens are in that room."""
+    def begin(self, request: str, asked: AskedOfDecode, num_tokens: int, digest: bytes) -> bool:
+        """A request has come, whose first ``num_tokens`` tokens are in that room.
+
+        False if another one waits for the same room: several answers to one prompt are several
+        requests with the same parameters.
+        """
+        if any(known.asked.room == asked.room for known in self._requests.values()):
+            return False
         self._requests[request] = TargetRequest(asked, num_tokens, digest)
+        return True
 
     def missing(self, request: str, num_computed: int) -> int:
         """How many tokens its room would bring beyond those that are cached here."""

@@ -51,7 +51,9 @@ class SchedulerPart:
         if num_tokens > request.num_prompt_tokens:
             # Not what was computed, or refused before it got here: prefill is told, no more.
             log.warning("prompt-too-short request=%s room=%r", request.request_id, asked.room)
-        self._decode.begin(request.request_id, asked, num_tokens, self._digest(request, num_tokens))
+        digest = self._digest(request, num_tokens)
+        if not self._decode.begin(request.request_id, asked, num_tokens, digest):
+            log.warning("room-taken request=%s room=%r", request.request_id, asked.room)
 
     def _note_prefill(self, request: Any) -> None:
         asked = asked_of_prefill(request.kv_transfer_params)

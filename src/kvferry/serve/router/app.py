@@ -12,9 +12,10 @@ from aiohttp import web
 from kvferry import ClusterKey
 from kvferry.serve.errors import ApiError, json_response, of_refusal
 from kvferry.serve.router.bodies import Defaults, new_id, read_ask
+from kvferry.serve.router.dialects import dialect_of
 from kvferry.serve.router.forward import Forwarder
 from kvferry.serve.router.metrics import RouterMetrics
-from kvferry.serve.router.options import RouterOptions
+from kvferry.serve.router.options import RouterOptions, named_url
 from kvferry.serve.router.roster import Announced, Roster, Worker, WorkerPart
 from kvferry.serve.router.upstream import ended
 from kvferry.serve.router.watch import Watch
@@ -33,19 +34,21 @@ class Router:
     """Routes, and what stands behind them for as long as the application runs."""
 
     def __init__(self, options: RouterOptions, key: ClusterKey | None = None) -> None:
+        dialect = dialect_of(options.engine)
         fixed = [
-            Announced(url.rstrip("/"), part)
+            Announced(url, part, name)
             for part, urls in (
                 (WorkerPart.PREFILL, options.prefill_urls),
                 (WorkerPart.DECODE, options.decode_urls),
             )
-            for url in urls
+            for name, url in map(named_url, urls)
         ]
         self._options = options
         self.roster = Roster(options.policy, options.lost_s, fixed)
         self.metrics = RouterMetrics(self.roster)
-        self._forwarder = Forwarder(options, self.roster, self.metrics, key)
-        self._watch = Watch(options, self.roster, key)
+        self._dialect = dialect
+        self._forwarder = Forwarder(options, self.roster, self.metrics, dialect, key)
+        self._watch = Watch(options, self.roster, key, dialect.ask_health)
         self._since = int(time.time())
 
     def application(self) -> web.Application:
@@ -114,7 +117,8 @@ class Router:
         except TimeoutError:
             raise ApiError(408, "the body did not come in time", code="slow") from None
         header = request.headers.get(FAILURE_HEADER)
-        defaults = Defaults(self._model, self._options.on_failure, new_id())
+        seed = new_id() if self._dialect.needs_seed else None
+        defaults = Defaults(self._model, self._options.on_failure, seed)
         ask = read_ask(request.path, data, header, defaults)
         return await self._forwarder.answer(request, ask)
 

@@ -25,7 +25,7 @@ ID_BITS = 63
 class ClientAsk(msgspec.Struct, frozen=True):
     """One request of a client, checked as far as the router cares.
 
-    ``body`` is what the client sent, with a model and a seed in any case.
+    ``body`` is what the client sent, with a model in any case and a seed where workers need one.
     """
 
     path: str
@@ -60,7 +60,7 @@ class Defaults(NamedTuple):
 
     model: Callable[[str | None], str]
     on_failure: OnFailure
-    seed: int
+    seed: int | None
 
 
 def read_ask(path: str, data: bytes, header: str | None, defaults: Defaults) -> ClientAsk:
@@ -69,7 +69,7 @@ def read_ask(path: str, data: bytes, header: str | None, defaults: Defaults) -> 
     model = defaults.model(_optional(body, "model", str, "a string"))
     stream = _optional(body, "stream", bool, "true or false")
     on_failure = _on_failure(body.pop(OWN_FIELD, None), header, defaults.on_failure)
-    if body.get("seed") is None:
+    if body.get("seed") is None and defaults.seed is not None:
         body["seed"] = defaults.seed
     return ClientAsk(path, body | {"model": model}, model, bool(stream), on_failure)
 

@@ -17,6 +17,7 @@ from kvferry import ClusterKey
 from kvferry.logs.context import in_room
 from kvferry.serve.errors import JSON, ApiError
 from kvferry.serve.router.bodies import ClientAsk, new_id
+from kvferry.serve.router.dialects import Dialect
 from kvferry.serve.router.metrics import RouterMetrics
 from kvferry.serve.router.options import OnFailure, RouterOptions
 from kvferry.serve.router.roster import Roster, Worker, WorkerPart
@@ -102,10 +103,12 @@ class Forwarder:
         options: RouterOptions,
         roster: Roster,
         metrics: RouterMetrics,
+        dialect: Dialect,
         key: ClusterKey | None = None,
     ) -> None:
         self._options = options
         self._key = key
+        self._dialect = dialect
         self._roster = roster
         self._metrics = metrics
         self._session: aiohttp.ClientSession | None = None
@@ -134,6 +137,7 @@ class Forwarder:
         """Try until an answer begins; an ``ApiError`` when there is nothing left to try."""
         tried = Tried()
         while True:
+            tried.local = tried.local or not self._dialect.splits(ask)
             pair = choose(self._roster, ask, tried)
             tried.attempts += 1
             outcome = await self._attempt(upstream, ask, pair)
@@ -153,18 +157,19 @@ class Forwarder:
                 raise given_up(outcome)
 
     async def _attempt(self, upstream: Upstream, ask: ClientAsk, pair: Pair) -> Opened | Failed:
+        dialect = self._dialect
         if pair.prefill is None:
             in_room(None)
-            return await upstream.ask(pair.decode, ask.path, ask.whole(), stream=ask.stream)
+            return await upstream.ask(pair.decode, ask.path, dialect.whole(ask), stream=ask.stream)
         room, room_s = new_id(), self._options.room_s
         in_room(room)
-        prompt = ask.for_prefill(room, room_s)
-        answer = ask.for_decode(room, pair.prefill.name, room_s)
+        prompt = dialect.for_prefill(ask, room, room_s)
+        answer = dialect.for_decode(ask, room, pair.prefill.name, room_s)
         first = asyncio.create_task(self._prefill(pair.prefill, ask.path, prompt))
         second = asyncio.create_task(upstream.ask(pair.decode, ask.path, answer, stream=ask.stream))
         outcome: Opened | Failed | None = None
         try:
-            outcome = await _decided(first, second)
+            outcome = dialect.judged(await _decided(first, second))
             return outcome
         finally:
             if isinstance(outcome, Opened):
@@ -172,7 +177,8 @@ class Forwarder:
                 self._later(first)
             else:
                 await ended(first, second)
-                self._later(asyncio.create_task(upstream.give_up(pair.prefill, room)))
+                if dialect.gives_up:
+                    self._later(asyncio.create_task(upstream.give_up(pair.prefill, room)))
 
     def _later(self, task: asyncio.Task[Any]) -> None:
         """Let a task go on by itself; it is bounded in time."""

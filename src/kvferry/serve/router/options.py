@@ -26,6 +26,13 @@ class OnFailure(StrEnum):
     FAIL = "fail"
 
 
+class EngineName(StrEnum):
+    """What the workers run: the reference engine, or vLLM with kvferry's connector."""
+
+    KVFERRY = "kvferry"
+    VLLM = "vllm"
+
+
 # A worker that is well answers in milliseconds, unless its machine has far too much to do.
 CHECK_S = 1.5
 # One missed check may be a busy machine.
@@ -38,12 +45,14 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ``deadline_s`` bounds a whole request and ``room_s`` one attempt's prompt and
     transfer. A worker that has not said that it is well for ``lost_s`` is given up
     with everything that it was asked for; one that misses two checks is left out before.
+    vLLM's prefill workers are given as ``NAME=URL``, with their instance's name at the rendezvous.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     rendezvous: str | None = None
     key: str | None = None
+    engine: EngineName = EngineName.KVFERRY
     prefill_urls: tuple[str, ...] = ()
     decode_urls: tuple[str, ...] = ()
     policy: Policy = Policy.LEAST_LOADED
@@ -72,8 +81,25 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise InputError(
                     f"{name} must be above 0 and at most 86400, not {getattr(self, name):g}"
                 )
-        for url in (*self.prefill_urls, *self.decode_urls):
-            checked_url(url)
+        for text in (*self.prefill_urls, *self.decode_urls):
+            named_url(text)
+        self._demand_names()
+
+    def _demand_names(self) -> None:
+        if self.engine is not EngineName.VLLM:
+            return
+        for text in self.prefill_urls:
+            if not named_url(text)[0]:
+                raise InputError(
+                    f"vLLM does not say what its instance is called; give {text!r:.200} as "
+                    f"NAME=URL, such as prefill-0=http://10.0.0.2:8000"
+                )
+
+
+def named_url(text: str) -> tuple[str, str]:
+    """A worker's name, where one was given, and its address."""
+    name, equals, url = text.partition("=")
+    return (name, checked_url(url)) if equals else ("", checked_url(text))
 
 
 def checked_url(url: str) -> str:

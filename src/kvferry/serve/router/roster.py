@@ -16,6 +16,7 @@ from enum import StrEnum
 
 import msgspec
 
+from kvferry import KvferryError
 from kvferry.serve.router.options import MOST_MISSES, Policy
 
 
@@ -32,6 +33,10 @@ class Announced(msgspec.Struct, frozen=True):
     url: str
     part: WorkerPart
     name: str = ""
+
+
+class Unwell(KvferryError):
+    """A worker says of itself that it can't be used."""
 
 
 class Health(msgspec.Struct, frozen=True):

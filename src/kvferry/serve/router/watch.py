@@ -18,7 +18,14 @@ from yarl import URL
 from kvferry import ClusterKey, InputError, InstanceView, KvferryError, RequestSigner, Summaries
 from kvferry.http.signing import Introduction, new_nonce
 from kvferry.serve.router.options import RouterOptions, checked_url
-from kvferry.serve.router.roster import Announced, Health, Roster, Worker, WorkerPart
+from kvferry.serve.router.roster import (
+    Announced,
+    Health,
+    Roster,
+    Unwell,
+    Worker,
+    WorkerPart,
+)
 from kvferry.serve.router.upstream import ended, new_session
 
 log = logging.getLogger("kvferry.router")
@@ -28,25 +35,21 @@ MAX_BYTES = 64 << 20
 UNUSABLE = (aiohttp.ClientError, OSError, ValueError, KvferryError, UnicodeDecodeError)
 
 
-class Unwell(KvferryError):
-    """A worker says of itself that it can't be used."""
-
-
-AskHealth = Callable[[aiohttp.ClientSession, str], Awaitable[Health]]
+AskHealth = Callable[[aiohttp.ClientSession, Worker, str], Awaitable[Health]]
 
 
 class Watch:
-    """Polls for as long as it runs. ``ask`` asks at a URL how a worker is."""
+    """Polls for as long as it runs. ``ask`` asks a worker how it is, with a nonce."""
 
     def __init__(
         self,
         options: RouterOptions,
         roster: Roster,
         key: ClusterKey | None,
-        ask: AskHealth | None = None,
+        ask: AskHealth,
     ) -> None:
         self._options = options
-        self._ask = ask or ask_health
+        self._ask = ask
         self._roster = roster
         self._key = key.http if key is not None else None
         self._signer = RequestSigner((options.rendezvous or "").rstrip("/"), key)
@@ -129,7 +132,7 @@ class Watch:
         nonce = new_nonce()
         try:
             async with asyncio.timeout(self._options.check_s):
-                health = await self._ask(session, f"{worker.url}/healthz?nonce={nonce}")
+                health = await self._ask(session, worker, nonce)
                 self._demand_proof(health, nonce)
             self._roster.well(worker, health, now())
             if worker.up:
@@ -158,15 +161,6 @@ class Watch:
     def _ring(self, worker: Worker, now: float) -> None:
         del self._alarms[worker]
         self._roster.given_up(worker, now)
-
-
-async def ask_health(session: aiohttp.ClientSession, url: str) -> Health:
-    """How a worker is, by its own words."""
-    async with session.get(url, allow_redirects=False) as response:
-        health = msgspec.json.decode(await response.read(), type=Health)
-        if response.status != 200:
-            raise Unwell(health.problem or f"it is not well (status {response.status})")
-        return health
 
 
 def announced(view: InstanceView) -> Announced | None:

@@ -1,0 +1,161 @@
+"""Dialects: what a router says to the workers of each engine, and what it makes of their words.
+
+Both workers of a pair are asked at once, with one room. Decisions are pure; only ``ask_health``
+asks anybody.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvferry.serve.router.bodies import STREAM_FIELDS, ClientAsk
+from kvferry.serve.router.options import EngineName
+from kvferry.serve.router.roster import Health, Unwell, Worker, WorkerPart
+from kvferry.serve.router.upstream import TRANSFER_FAILED, Blame, Failed, Opened
+
+PARAMS = "kv_transfer_params"
+# How vLLM's answers and streams begin where its engine gave a request up.
+ERROR_EVENT = b'data: {"error"'
+# What asks for more than the prompt, and for more than one answer.
+LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", *STREAM_FIELDS)
+
+
+class Dialect(ABC):
+    """One engine's. ``needs_seed``: both workers sample; ``gives_up``: rooms can be called off."""
+
+    needs_seed = False
+    gives_up = False
+
+    @abstractmethod
+    def for_prefill(self, ask: ClientAsk, room: int, deadline_s: float) -> bytes:
+        """The prompt's half."""
+
+    @abstractmethod
+    def for_decode(self, ask: ClientAsk, room: int, prefill: str, deadline_s: float) -> bytes:
+        """The answer's half."""
+
+    @abstractmethod
+    def whole(self, ask: ClientAsk) -> bytes:
+        """Prompt and answer at one worker."""
+
+    @abstractmethod
+    async def ask_health(
+        self, session: aiohttp.ClientSession, worker: Worker, nonce: str
+    ) -> Health:
+        """How a worker is, by its own words."""
+
+    def splits(self, ask: ClientAsk) -> bool:
+        """Whether a request can be computed by two workers."""
+        return True
+
+    def judged(self, outcome: Opened | Failed) -> Opened | Failed:
+        """What became of an attempt that two workers took part in."""
+        return outcome
+
+
+class OwnDialect(Dialect):
+    """The reference engine's, ``docs/serving.md``."""
+
+    needs_seed = True
+    gives_up = True
+
+    def for_prefill(self, ask: ClientAsk, room: int, deadline_s: float) -> bytes:
+        """Nobody listens to it."""
+        return ask.for_prefill(room, deadline_s)
+
+    def for_decode(self, ask: ClientAsk, room: int, prefill: str, deadline_s: float) -> bytes:
+        """With where the prompt's cache comes from."""
+        return ask.for_decode(room, prefill, deadline_s)
+
+    def whole(self, ask: ClientAsk) -> bytes:
+        """As the client sent it."""
+        return ask.whole()
+
+    async def ask_health(
+        self, session: aiohttp.ClientSession, worker: Worker, nonce: str
+    ) -> Health:
+        """At ``/healthz``, which also proves that the worker has the cluster's key."""
+        url = f"{worker.url}/healthz?nonce={nonce}"
+        async with session.get(url, allow_redirects=False) as response:
+            health = msgspec.json.decode(await response.read(), type=Health)
+            if response.status != 200:
+                raise Unwell(health.problem or f"it is not well (status {response.status})")
+            return health
+
+
+class ModelEntry(msgspec.Struct, frozen=True):
+    """One of vLLM's models; adapters have others as parents."""
+
+    id: str
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """What is read of vLLM's ``/v1/models``."""
+
+    data: list[ModelEntry]
+
+
+class VllmDialect(Dialect):
+    """vLLM's, with kvferry's connector on both sides (``docs/integrations/vllm.md``).
+
+    Decode computes the prompt's last token again and samples by itself, so that prefill need not.
+    """
+
+    def for_prefill(self, ask: ClientAsk, room: int, deadline_s: float) -> bytes:
+        """One token, to nobody."""
+        body = {key: value for key, value in ask.body.items() if key not in LIMITS}
+        limit = "max_completion_tokens" if "messages" in body else "max_tokens"
+        params = {"do_remote_decode": True, "kvferry": {"room": room}}
+        return msgspec.json.encode(body | {limit: 1, PARAMS: params})
+
+    def for_decode(self, ask: ClientAsk, room: int, prefill: str, deadline_s: float) -> bytes:
+        """With the room in which that instance computes the prompt."""
+        own = {"room": room, "prefill": prefill}
+        params = {"do_remote_prefill": True, "kvferry": own}
+        return msgspec.json.encode(ask.body | {PARAMS: params})
+
+    def whole(self, ask: ClientAsk) -> bytes:
+        """Rooms are the router's to choose, so a client's are left out."""
+        return msgspec.json.encode({k: v for k, v in ask.body.items() if k != PARAMS})
+
+    def splits(self, ask: ClientAsk) -> bool:
+        """One prompt and one answer: vLLM would take several for as many requests of one room."""
+        return ask.body.get("n") in (None, 1) and not _several(ask.body.get("prompt"))
+
+    def judged(self, outcome: Opened | Failed) -> Opened | Failed:
+        """Decode says of a failed transfer only that something went wrong."""
+        if isinstance(outcome, Opened):
+            if not outcome.head.startswith(ERROR_EVENT):
+                return outcome
+            outcome = Failed(outcome.worker, Blame.WORKER, "the answer ended before it began", 500)
+        if outcome.worker.part is WorkerPart.DECODE and outcome.status == 500:
+            why = f"the {outcome.worker} could not use the prompt's cache; its log says why"
+            return Failed(outcome.worker, Blame.TRANSFER, why, 502, TRANSFER_FAILED)
+        return outcome
+
+    async def ask_health(
+        self, session: aiohttp.ClientSession, worker: Worker, nonce: str
+    ) -> Health:
+        """At ``/health``, and which model it has."""
+        async with session.get(f"{worker.url}/health", allow_redirects=False) as response:
+            if response.status != 200:
+                raise Unwell(f"it is not well (status {response.status})")
+        async with session.get(f"{worker.url}/v1/models", allow_redirects=False) as response:
+            models = msgspec.json.decode(await response.read(), type=ModelList).data
+        if not models:
+            raise Unwell("it serves no model")
+        return Health(worker.part, worker.name or worker.url, models[0].id)
+
+
+def _several(prompt: Any) -> bool:
+    """Whether a completion's prompt is a list of prompts: of texts, or of lists of ids."""
+    return isinstance(prompt, list) and any(not isinstance(part, int) for part in prompt)
+
+
+def dialect_of(engine: EngineName) -> Dialect:
+    """By what the workers run."""
+    return VllmDialect() if engine is EngineName.VLLM else OwnDialect()
