@@ -9,10 +9,13 @@ INSTALLED := $(VENV)/.installed
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 PLAN_MODEL := tests/data/configs/llama-3.3-70b.json
 
-.PHONY: help install demo plan test unit lint format bench soak mutants clean
+# vLLM has an environment of its own, about 4 GB, which may lie anywhere.
+VLLM_VENV ?= .venv-vllm
+
+.PHONY: help install demo plan test test-vllm unit lint format bench soak mutants clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(INSTALLED) ## make the virtual environment
 
@@ -39,6 +42,10 @@ test: $(INSTALLED) ## lint, types, import rules, tests
 unit: $(INSTALLED)
 	@scripts/install-libibverbs $(BIN)/python
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
+
+test-vllm: ## real vLLM engines on this machine's CPU (VLLM_VENV: where vLLM is, or is put)
+	@scripts/vllm-env $(VLLM_VENV) $(PYTHON)
+	PYTHONPATH=src:. $(VLLM_VENV)/bin/python -m pytest tests_vllm -s -p no:cacheprovider -o timeout=900 -o faulthandler_timeout=900
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

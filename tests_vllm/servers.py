@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 START_S = 300.0
-STOP_S = 30.0
+STOP_S = 10.0
 MAX_LEN = 2048
 CACHE_BYTES = 256 << 20
 BLOCK_TOKENS = 32
@@ -100,10 +100,9 @@ class Server:
         if self.process.poll() is None:
             self.signal(signal.SIGCONT)
             self.process.terminate()
-            try:
+            # vLLM's API server may take longer to end by itself than anybody cares to wait.
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                say(f"{self.name} does not end, and is killed")
         with suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
         self.process.wait(STOP_S)
@@ -153,7 +152,14 @@ class Deployment:
         return server
 
     def vllm(
-        self, name: str, model: Path, *, tp: int = 1, transfer: Json | None = None, more: str = ""
+        self,
+        name: str,
+        model: Path,
+        *,
+        tp: int = 1,
+        transfer: Json | None = None,
+        more: str = "",
+        **variables: str,
     ) -> Server:
         """One engine; ``transfer`` is its ``--kv-transfer-config``."""
         port = free_port()
@@ -164,14 +170,26 @@ class Deployment:
         command += ["--block-size", str(BLOCK_TOKENS), "--disable-uvicorn-access-log"]
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]
-        return self.start(name, command + more.split(), port)
+        return self.start(name, command + more.split(), port, **variables)
+
+    def router(self, prefills: list[Server], decode: Server) -> Server:
+        """kvferry's, in front of vLLM."""
+        port = free_port()
+        command = [sys.executable, "-m", "kvferry", "serve", "router", "--engine", "vllm"]
+        command += ["--port", str(port), "--decode-url", f"{decode.name}={decode.url}"]
+        command += [f"--prefill-url={each.name}={each.url}" for each in prefills]
+        server = self.start("router", command, port)
+        server.wait_until_up("/healthz")
+        names = {decode.name, *(each.name for each in prefills)}
+        while {w["name"] for w in ask(server.url + "/healthz")["workers"] if w["up"]} != names:
+            time.sleep(0.2)
+        return server
 
     def connector(self, role: str, instance: str, policy: str = "fail", **extra: object) -> Json:
         """The flag by which vLLM takes kvferry."""
         own = {"rendezvous": self.rendezvous, "instance": instance} | extra
         return {
             "kv_connector": "KVFerryConnector",
-            "kv_connector_module_path": "kvferry.integrations.vllm",
             "kv_role": role,
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": own,
@@ -187,10 +205,17 @@ def timed(what: str) -> Iterator[None]:
     say(f"{what}: {time.monotonic() - began:.1f} s")
 
 
-def complete(server: Server, prompt: str, max_tokens: int, **more: object) -> Json:
+def complete(server: Server, prompt: object, max_tokens: int, **more: object) -> Json:
     """A greedy completion, with the ids of its tokens."""
     body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     return ask(server.url + "/v1/completions", body | {"return_token_ids": True} | more)
+
+
+def metric(server: Server, name: str) -> float:
+    """The sum of one metric's series."""
+    lines = ask(server.url + "/metrics")["text"].splitlines()
+    found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
 def token_ids(answer: Json) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -26,11 +25,12 @@ from kvferry.integrations.vllm.engine import (
     engine_shape,
     model_name,
 )
+from kvferry.integrations.vllm.metrics import FerryMetrics, FerryStats
 from kvferry.integrations.vllm.orders import DecodeOrders, PrefillOrders
 from kvferry.integrations.vllm.prefill import PrefillBook
 from kvferry.integrations.vllm.scheduler import SchedulerPart
 from kvferry.integrations.vllm.settings import demand_known, read_settings
-from kvferry.integrations.vllm.stats import add_counts, is_nothing, no_counts, shown_counts
+from kvferry.integrations.vllm.stats import no_counts
 from kvferry.integrations.vllm.targets import Arrivals
 from kvferry.integrations.vllm.worker import WorkerPart
 
@@ -53,29 +53,6 @@ class FailureReasons(KVConnectorWorkerMetadata):
         """Of two ranks; the first word counts."""
         assert isinstance(other, FailureReasons)
         return FailureReasons(other.reasons | self.reasons)
-
-
-@dataclass
-class FerryStats(KVConnectorStats):
-    """What ``stats.py`` counts, as vLLM adds it up and logs it."""
-
-    data: dict[str, Any] = field(default_factory=no_counts)
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self.data = no_counts()
-
-    def aggregate(self, other: KVConnectorStats) -> FerryStats:
-        """Both together."""
-        return FerryStats(add_counts(self.data, other.data))
-
-    def reduce(self) -> dict[str, int | float]:
-        """As the log line has it."""
-        return shown_counts(self.data)
-
-    def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
-        return is_nothing(self.data)
 
 
 class KVFerryConnector(KVConnectorBase_V1):
@@ -227,3 +204,14 @@ class KVFerryConnector(KVConnectorBase_V1):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
         """What a rank has counted, out of what travelled."""
         return FerryStats(no_counts() if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+    ) -> FerryMetrics:
+        """The same in vLLM's ``/metrics``."""
+        return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

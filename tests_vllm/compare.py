@@ -1,0 +1,164 @@
+"""Time to the first decoded token with kvferry and with vLLM's own NixlConnector, side by side.
+
+Two pairs of engines are up at once, TP1 to TP1 on this machine's CPU, and are asked in turn with
+the same prompts, in vLLM's own proxies' order: prefill to its end, then decode with what it
+answered. kvferry's pair is also asked both at once, as its router asks. Every answer is compared
+with what the pair's prefill says by itself. Ends in one JSON line.
+
+Usage: python -m tests_vllm.compare [--repeats N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from tests_vllm.models import plain
+from tests_vllm.servers import Deployment, Json, Server, complete, free_port, say, timed, token_ids
+
+WORDS = "apples pears plums figs quinces and cherries go over the river by ferry "
+LENGTHS = (64, 512, 1536)
+ANSWER = 4
+
+
+class Pair(NamedTuple):
+    """Who computes the prompt, and who answers."""
+
+    prefill: Server
+    decode: Server
+
+
+class Timed(NamedTuple):
+    """When the first token was there, and all of the answer."""
+
+    first_s: float
+    tokens: list[int]
+
+
+def streamed(server: Server, body: Json) -> Timed:
+    """Ask for a stream; seconds from the question to the first token."""
+    began, first_s, tokens = time.monotonic(), 0.0, []
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=120)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), headers)
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        choices = json.loads(line[6:])["choices"]
+        if choices and choices[0].get("token_ids"):
+            first_s = first_s or time.monotonic() - began
+            tokens += choices[0]["token_ids"]
+    connection.close()
+    return Timed(first_s, tokens)
+
+
+def body(prompt: list[int], max_tokens: int, params: Json) -> Json:
+    asked: Json = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    return asked | {"return_token_ids": True, "kv_transfer_params": params}
+
+
+PROXY = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def in_turn(pair: Pair, prompt: list[int]) -> Timed:
+    """As vLLM's proxies ask."""
+    began = time.monotonic()
+    params = complete(pair.prefill, prompt, 1, kv_transfer_params=PROXY)["kv_transfer_params"]
+    asked = time.monotonic()
+    answer = streamed(pair.decode, body(prompt, ANSWER, params))
+    return Timed(answer.first_s + asked - began, answer.tokens)
+
+
+def at_once(pair: Pair, prompt: list[int]) -> Timed:
+    """As kvferry's router asks."""
+    own: Json = {"room": secrets.token_hex(8)}
+    first = {"do_remote_decode": True, "kvferry": own}
+    second = {"do_remote_prefill": True, "kvferry": own | {"prefill": "prefill-0"}}
+    with ThreadPoolExecutor(1) as pool:
+        computed = pool.submit(complete, pair.prefill, prompt, 1, kv_transfer_params=first)
+        answer = streamed(pair.decode, body(prompt, ANSWER, second))
+        computed.result()
+    return answer
+
+
+def prompt_of(length: int, number: int) -> list[int]:
+    """Token ids that no other prompt begins with."""
+    return [1000 + number, *((7 * i) % 997 + 500 for i in range(length - 1))]
+
+
+def measured(
+    ways: Mapping[str, tuple[Pair, Callable[[Pair, list[int]], Timed]]], repeats: int
+) -> list[Json]:
+    rows = []
+    for length in LENGTHS:
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(repeats + 1):
+            prompt = prompt_of(length, number)
+            answers = {name: way(pair, prompt) for name, (pair, way) in ways.items()}
+            alone = token_ids(complete(next(iter(ways.values()))[0].prefill, prompt, ANSWER))
+            for name, answer in answers.items():
+                assert answer.tokens == alone, f"{name} answers otherwise than one engine"
+                if number:  # the first one also connects
+                    seconds[name].append(answer.first_s)
+        row = {name: round(1e3 * median(each), 1) for name, each in seconds.items()}
+        say(f"{length} tokens: " + ", ".join(f"{name} {ms} ms" for name, ms in row.items()))
+        rows.append({"tokens": length} | row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=7)
+    repeats = parser.parse_args().repeats
+    with Deployment() as deployment:
+        with timed("two pairs of engines, kvferry's and NixlConnector's"):
+            ours = pair(deployment, "kvferry")
+            theirs = pair(deployment, "nixl")
+            for server in (*ours, *theirs):
+                server.wait_until_up()
+        ways = {
+            "kvferry": (ours, in_turn),
+            "NixlConnector": (theirs, in_turn),
+            "kvferry, both at once": (ours, at_once),
+        }
+        rows = measured(ways, repeats)
+    print(json.dumps({"benchmark": "vllm-first-token", "repeats": repeats, "rows": rows}))
+
+
+def pair(deployment: Deployment, name: str) -> Pair:
+    """Prefill and decode with that connector, prefix caching off."""
+    made = []
+    for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+        if name == "kvferry":
+            transfer = deployment.connector(role, f"{side}-0")
+        made.append(
+            deployment.vllm(
+                *(f"{name}-{side}", plain()),
+                transfer=transfer,
+                more="--no-enable-prefix-caching",
+                VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
+            )
+        )
+    return Pair(*made)
+
+
+if __name__ == "__main__":
+    main()

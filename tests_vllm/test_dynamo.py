@@ -1,0 +1,137 @@
+"""NVIDIA Dynamo's own front end and vLLM workers, TP1 to TP2, with kvferry and with NixlConnector.
+
+No etcd and no NATS: Dynamo's parts find each other in a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests_vllm.models import padded
+from tests_vllm.servers import (
+    BLOCK_TOKENS,
+    CACHE_BYTES,
+    MAX_LEN,
+    ROOT,
+    START_S,
+    Asked,
+    Deployment,
+    Json,
+    Server,
+    ask,
+    free_port,
+    say,
+    timed,
+)
+
+ANSWER = 12
+PROMPTS = (
+    "The capital of France is",
+    "A ferry carries " + "apples, pears, plums and figs over the river, " * 20 + "and then",
+)
+
+
+class Dynamo(NamedTuple):
+    """A front end, and the logs of the two workers behind it."""
+
+    frontend: Server
+    prefill: Server
+    decode: Server
+
+
+class Parts:
+    """Dynamo's parts in one folder."""
+
+    def __init__(self, deployment: Deployment, folder: Path, model: Path) -> None:
+        self._deployment = deployment
+        self._model = model
+        self._environment = {
+            "DYN_DISCOVERY_BACKEND": "file",
+            "DYN_FILE_KV": str(folder),
+            "DYN_REQUEST_PLANE": "tcp",
+            "DYN_EVENT_PLANE": "zmq",
+            "DYN_TCP_RPC_HOST": "127.0.0.1",
+        }
+
+    def frontend(self) -> Server:
+        port = free_port()
+        command = [sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1"]
+        command += ["--http-port", str(port)]
+        server = self._deployment.start("dynamo", command, port, **self._environment)
+        server.wait_until_up("/v1/models")
+        return server
+
+    def worker(self, mode: str, tp: int, transfer: Json) -> Server:
+        wrapper = str(Path(__file__).with_name("dynamo_vllm.py"))
+        command = [sys.executable, wrapper, "--model", str(self._model)]
+        command += ["--served-model-name", "m", "--disaggregation-mode", mode]
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+        command += ["--tensor-parallel-size", str(tp), "--dtype", "float32", "--enforce-eager"]
+        command += ["--max-model-len", str(MAX_LEN), "--block-size", str(BLOCK_TOKENS)]
+        command += ["--kv-cache-memory-bytes", str(CACHE_BYTES // tp)]
+        command += ["--no-enable-prefix-caching", "--max-num-seqs", "16"]
+        return self._deployment.start(f"dynamo-{mode}", command, 0, **self._environment)
+
+
+@pytest.fixture(scope="module")
+def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
+    model = padded(tmp_path_factory.mktemp("padded"))
+    with Deployment() as deployment, timed("Dynamo's front end, vLLM prefill TP1, decode TP2"):
+        parts = Parts(deployment, tmp_path_factory.mktemp("dynamo"), model)
+        prefill = parts.worker("prefill", 1, deployment.connector("kv_producer", "prefill-0"))
+        decode = parts.worker("decode", 2, deployment.connector("kv_consumer", "decode-0"))
+        frontend = parts.frontend()
+        wait_until_both_answer(frontend, [prefill, decode])
+        say("all are up")
+        yield Dynamo(frontend, prefill, decode)
+
+
+def wait_until_both_answer(frontend: Server, workers: list[Server]) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        for worker in workers:
+            if worker.process.poll() is not None:
+                raise RuntimeError(f"{worker.name} ended: {worker.tail()}")
+        try:
+            if ask(frontend.url + "/v1/models")["data"] and complete(frontend, "Hi", 2):
+                return
+        except Asked:
+            pass
+        time.sleep(1.0)
+    raise RuntimeError(f"Dynamo is not up: {frontend.tail()}")
+
+
+def complete(frontend: Server, prompt: str, max_tokens: int) -> str:
+    body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    return str(ask(frontend.url + "/v1/completions", body)["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["short", "long"])
+def test_the_answer_is_that_of_one_engine(dynamo: Dynamo, prompt: str) -> None:
+    with timed(f"through Dynamo, {len(prompt)} characters"):
+        answer = complete(dynamo.frontend, prompt, ANSWER)
+    assert answer == greedy(prompt)
+    assert "KV Transfer metrics: rooms done" in dynamo.decode.log.read_text()
+
+
+def greedy(prompt: str) -> str:
+    """What the model says in transformers, in a process of its own."""
+    command = [sys.executable, "-m", "tests_vllm.oracle", prompt, str(ANSWER)]
+    path = f"{ROOT / 'src'}:{ROOT}"
+    made = subprocess.run(
+        *(command,),
+        env=dict(os.environ) | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return made.stdout
