@@ -34,6 +34,8 @@ def bench(capsys: pytest.CaptureFixture[str], words: str) -> Ran:
     [
         # Two layers of K and V, 96 tokens, to each of two ranks.
         ("--transport shm --prefill tp=1 --decode tp=2", "slices", 2 * 2 * 96 * 2),
+        # What is not said is auto, which takes shared memory on one host.
+        ("--prefill tp=1 --decode tp=2", "slices", 2 * 2 * 96 * 2),
         ("--transport nixl --prefill tp=1 --decode tp=2 --path slices", "slices", 2 * 2 * 96 * 2),
         # One slot for each target.
         ("--transport nixl --prefill tp=1 --decode tp=2 --path staged", "staged", 2),
@@ -55,6 +57,8 @@ def test_a_transfer_is_measured_and_verified(
     assert min(seconds["all"]) <= seconds["median"] <= max(seconds["all"])
     assert report["staging_bytes"] <= 64 << 20
     assert (report["staging_bytes"] == 0) == ("shm" in words)
+    asked = words.split()[1] if "--transport" in words else "auto"
+    assert (report["transport"], report["chosen"]) == (asked, asked if asked != "auto" else "shm")
 
 
 def test_a_path_that_is_not_open_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ def test_every_token_is_that_of_a_single_process() -> None:
     (line,) = done.stdout.splitlines()
     document = json.loads(line)
     assert document["token_exact"] is True
-    assert (document["transport"], document["model"]) == ("shm", "tiny")
+    assert (document["transport"], document["model"]) == ("auto", "tiny")
     assert (document["prefill"], document["decode"]) == ("TP3, page 16", "TP1, page 32")
     requests = document["requests"]
     assert len(requests) == 5
@@ -120,7 +120,7 @@ def test_what_it_prints_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(no answer: the worker is gone)" in out
     assert "2.00 KiB  runs" in out
     assert "1 of 2 answers are wrong" in out
-    assert "TP3, page 16 → TP1, page 16 over shm" in out
+    assert "TP3, page 16 → TP1, page 16 over auto" in out
 
 
 def test_a_stream_is_taken_apart() -> None:

@@ -112,7 +112,7 @@ def test_a_plain_run_is_a_table_by_area() -> None:
     areas = ["machine", "transports", "memory", "one-copy writes", "gpus", "rdma", "control"]
     assert [line for line in lines if line in areas] == areas
     assert any(line.startswith("ok ") and " shm " in line for line in lines)
-    assert lines[-1] == "Nothing stands in the way of shm."
+    assert lines[-1] == "Nothing stands in the way of auto."
 
 
 def test_layouts_key_and_rendezvous_that_are_right(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_clocks(now: float, resolution_s: float, source: str | None, state: Stat
 def test_room_in_shared_memory(
     free: int, total: int, request_bytes: int | None, state: State
 ) -> None:
-    needed = memory.need(Asked(), request_bytes)
+    needed = memory.need(Asked(transport="shm"), request_bytes)
     assert only([memory.judge_room(free, total, needed)]).state is state
 
 

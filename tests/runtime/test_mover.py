@@ -176,3 +176,50 @@ def test_a_measure_that_fails_ends_and_is_not_told_of(desk: Desk) -> None:
     desk.mover.measure(ONE, Calibration(*BASES), CONSTANTS)
     assert desk.write(1).op == 1
     assert desk.diary.asked == ["write -1", "write 1"]
+
+
+class Closed(Diary):
+    """Reaches nobody, and must be polled."""
+
+    name: ClassVar[str] = "closed"
+    needs_polling: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.polls = 0
+
+    def connect(self, metadata: bytes) -> Remote:
+        raise TransportError("no such memory")
+
+    def poll(self) -> list[Ended]:
+        self.polls += 1
+        return super().poll()
+
+
+def test_the_first_transport_that_reaches_a_peer_carries_its_writes() -> None:
+    closed, diary, told = Closed(), Diary(), Mailbox[MoverNews]()
+    mover = Mover([closed, diary], told.put, "mover")
+    mover.start()
+    mover.reach(ONE, [TransportOffer("closed", ""), TransportOffer("diary", "")])
+    reached = told.take(WAIT_S)
+    assert isinstance(reached, Reached)
+    assert (reached.transport, reached.problems) == (diary, ("closed: no such memory",))
+    end = Desk(mover, diary, told).write(1)
+    assert (end.fate, end.transport) == (None, "diary")
+    assert (diary.asked, closed.asked, closed.polls) == (["write 1"], [], 0)
+    mover.close()
+    assert (diary.asked[-1], closed.asked) == ("close", ["close"])
+
+
+def test_a_transport_is_polled_once_a_peer_writes_by_it() -> None:
+    closed, told = Closed(), Mailbox[MoverNews]()
+    mover = Mover([closed], told.put, "mover")
+    mover.start()
+    mover.let_write(ONE, "closed")
+    closed.ended.append(Ended(Op(9), None))
+    mover.follow(Op(9), Flight(0.0, Path.SLICES, 12, 3))
+    end = told.take(WAIT_S)
+    assert isinstance(end, WriteEnd)
+    assert end.op == 9
+    mover.forget(ONE)
+    mover.close()

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from serve.clusters import wait_until
 from serve.driving import PROMPTS
 from serve.working import (
     PATIENCE_S,
@@ -57,6 +58,12 @@ def see_own_devices() -> None:
     shell("mount -t sysfs sysfs /sys")
 
 
+def wait_for(device: str) -> None:
+    """UCX sees no device whose other end is down, and the kernel tells of that a little late."""
+    state = Path(f"/sys/class/net/{device}/operstate")
+    wait_until(lambda: state.read_text().strip() == "up", f"{device} to be up")
+
+
 def far_main(pipe: Connection) -> None:
     """The worker that nobody shares memory with."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -71,6 +78,7 @@ def far_main(pipe: Connection) -> None:
     shell("ip link set lo up")
     shell(f"ip addr add {FAR}/30 dev far")
     shell("ip link set far up")
+    wait_for("far")
     pipe.send(("joined", ""))
     os.environ.update(UCX)
     logging.basicConfig(level=logging.INFO)
@@ -91,8 +99,8 @@ class FarWorker:
         shell(f"ip addr add {NEAR}/30 dev near")
         shell("ip link set near up")
         self._pipe.send(None)
-        # UCX sees no device whose other end is down.
         self._heard("joined")
+        wait_for("near")
 
     def start(self, options: InstanceOptions) -> None:
         self._pipe.send(options)

@@ -27,7 +27,7 @@ from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.staging import SlotPool, allocate, slots_for
 from kvferry.transport.base import Setup, Transport
 from kvferry.transport.registry import load, transport_class
-from kvferry.transport.several import TransportSet, asked_for
+from kvferry.transport.several import AUTO, TransportSet, asked_for
 
 # It must fit a frame's text.
 MAX_MODEL = 512
@@ -69,10 +69,21 @@ def make_transports(
         raise TransportError(f"none of {', '.join(names)} has an option {strange[0]!r:.80}")
 
     def make(each: str) -> Transport:
+        if name == AUTO:
+            _demand_confined(each, host)
         theirs = {key: value for key, value in given.items() if key in known[each]}
         return make_transport(each, host, theirs)
 
     return TransportSet.make(name, make)
+
+
+def _demand_confined(name: str, host: str) -> None:
+    """Nobody who asked for loopback, and for no transport, gets a port that is open to all."""
+    if load(name).listens_everywhere and ipaddress.ip_address(host).is_loopback:
+        raise TransportError(
+            f"{name} listens on every address, and this endpoint's host is {host}; name it, or "
+            f"another host, to have it"
+        )
 
 
 def _options_of(name: str) -> tuple[str, ...]:

@@ -89,6 +89,8 @@ class Transport(ABC):
     name: ClassVar[str]
     # The options that it knows.
     option_names: ClassVar[tuple[str, ...]] = ()
+    # It lets whoever reaches this host read or write, also where ``host`` is loopback.
+    listens_everywhere: ClassVar[bool] = False
     # The source copies straight into the target's mapped memory: nothing to stage.
     maps_peer: ClassVar[bool] = False
     # ``write_now`` may be called: a small write costs less than handing it to another thread.

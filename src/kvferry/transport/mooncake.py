@@ -69,6 +69,7 @@ class MooncakeTransport(Transport):
     """One transfer engine."""
 
     name: ClassVar[str] = "mooncake"
+    listens_everywhere: ClassVar[bool] = True
     option_names: ClassVar[tuple[str, ...]] = tuple(OPTIONS)
 
     def __init__(self, setup: Setup) -> None:

@@ -37,7 +37,10 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         epilog=EXAMPLE,
     )
     parser.add_argument(
-        "--transport", default="shm", metavar="NAME", help="shm (default), nixl, mooncake, ..."
+        "--transport",
+        default="auto",
+        metavar="NAME",
+        help="auto (default): what works; or shm, cuda, nixl, mooncake, several as in shm,nixl",
     )
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="where the pools are (cpu)"

@@ -10,6 +10,7 @@ import msgspec
 
 from kvferry.cli.parsing import LONGEST_SENTENCE, one_line
 from kvferry.errors import KvferryError
+from kvferry.transport.several import AUTO, asked_for
 
 REPORT = "please report it with the output of `kvferry doctor --json`"
 
@@ -35,7 +36,7 @@ class Check(msgspec.Struct, frozen=True):
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What the machine shall be good for."""
 
-    transport: str = "shm"
+    transport: str = AUTO
     device: str = "cpu"
     rendezvous: str | None = None
     key_file: str | None = None
@@ -44,6 +45,21 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     def on_host(self) -> bool:
         """Whether the pools are in the host's memory."""
         return self.device == "cpu"
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """All that the name means, best first."""
+        return asked_for(self.transport)
+
+    @property
+    def best(self) -> str:
+        """What would be taken if all of them worked."""
+        first = self.transports[0]
+        return "cuda" if self.transport == AUTO and not self.on_host else first
+
+    def needs(self, transport: str) -> bool:
+        """Whether one must work; under ``auto`` none must, so long as another does."""
+        return self.transport != AUTO and transport in self.transports
 
 
 class Look(NamedTuple):

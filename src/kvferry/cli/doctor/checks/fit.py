@@ -80,7 +80,7 @@ def read_pairing(args: argparse.Namespace, asked: Asked) -> Pairing | tuple[Reas
     except Refused as refused:
         return refused.reasons
     check(plan)
-    preset = preset_for(asked.transport, HOST if asked.on_host else Device("cuda"))
+    preset = preset_for(asked.best, HOST if asked.on_host else Device("cuda"))
     return Pairing(plan, request, estimate(plan, request, _constants(preset)), preset)
 
 

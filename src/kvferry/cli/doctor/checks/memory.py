@@ -39,16 +39,16 @@ class Need(NamedTuple):
 
 def need(asked: Asked, request_bytes: int | None) -> Need | None:
     """What the transport takes of it, as far as that is known."""
-    if asked.transport == "shm" and request_bytes is not None:
+    if asked.needs("shm") and request_bytes is not None:
         return Need("one request at decode", request_bytes)
-    return Need("starting NIXL", NIXL_BYTES) if asked.transport == "nixl" else None
+    return Need("starting NIXL", NIXL_BYTES) if asked.needs("nixl") else None
 
 
 def shared_memory(asked: Asked, request_bytes: int | None) -> Iterator[Check]:
     """Whether shared memory can be had, and how much."""
     problem = segments.problem()
     if problem:
-        yield lacking(AREA, "shared memory", problem, needed=asked.transport == "shm")
+        yield lacking(AREA, "shared memory", problem, needed=asked.needs("shm"))
         return
     # Linux has a file system for it. Elsewhere it is limited by memory alone.
     if sys.platform == "linux" and SHM.is_dir():
@@ -81,7 +81,7 @@ def pinned_memory(asked: Asked, has_rdma: bool) -> Iterator[Check]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = None if soft == resource.RLIM_INFINITY else soft
     may = has_capability(Capability.IPC_LOCK)
-    yield judge_pinned(limit, may, needed=has_rdma and asked.transport != "shm")
+    yield judge_pinned(limit, may, needed=has_rdma and asked.transports != ("shm",))
 
 
 def judge_pinned(limit_bytes: int | None, may_exceed: bool, *, needed: bool) -> Check:

@@ -83,7 +83,7 @@ def library(asked: Asked) -> Iterator[Check]:
             AREA,
             LIBRARY,
             f"can't be loaded ({error})",
-            needed=asked.transport == "mooncake",
+            needed=asked.needs("mooncake"),
             remedy="apt-get install libibverbs1, or dnf install libibverbs",
         )
     else:

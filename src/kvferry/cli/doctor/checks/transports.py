@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import distributions, entry_points
 
-from kvferry.cli.doctor.checks.check import Asked, Check, lacking, ok
+from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
 from kvferry.cli.doctor.checks.children import Child, Children, ProbeFailed
 from kvferry.cli.parsing import show
 from kvferry.errors import InputError
 from kvferry.transport.registry import GROUP
+from kvferry.transport.several import AUTO
 from kvferry.units import human_seconds
 
 AREA = "transports"
 LIMIT_S = 30.0
+NO_WIRE = "pip install 'kvferry[nixl]' to reach other hosts"
 # Ours use packages of these names, or names that begin with them and a dash.
 PACKAGES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine", "cuda": "cuda-bindings"}
-# What a transport is tried with, where it can't carry the host's memory.
-DEVICES = {"cuda": "cuda"}
+# What a transport is tried with, where it can't carry the other.
+DEVICES = {"cuda": "cuda", "shm": "cpu"}
 
 
 def names(asked: Asked) -> list[str]:
-    """Every transport, the one that was asked for first."""
+    """Every transport, those that were asked for first."""
     known = sorted(entry_points(group=GROUP).names)
-    if asked.transport not in known:
-        raise InputError(
-            f"there is no transport {show(asked.transport)}; choose one of {', '.join(known)}, "
-            f"or install the package that adds it"
-        )
-    return [asked.transport, *(name for name in known if name != asked.transport)]
+    for name in asked.transports:
+        if name not in known:
+            raise InputError(
+                f"there is no transport {show(name)}; choose one of {', '.join(known)}, auto, "
+                f"or install the package that adds it"
+            )
+    return list(dict.fromkeys([*asked.transports, *known]))
 
 
 def begin(asked: Asked, children: Children) -> dict[str, Child]:
     """Start every transport in a process of its own."""
 
     def device(name: str) -> str:
-        return asked.device if name == asked.transport else DEVICES.get(name, "cpu")
+        if asked.needs(name):
+            return asked.device
+        return DEVICES.get(name, asked.device)
 
     return {
         name: children.start("transport", name, device(name), limit_s=LIMIT_S)
@@ -45,8 +50,23 @@ def begin(asked: Asked, children: Children) -> dict[str, Child]:
 
 def started(asked: Asked, begun: Mapping[str, Child]) -> Iterator[Check]:
     """How each of them went."""
-    for name, child in begun.items():
-        yield _one(name, child, needed=name == asked.transport)
+    checks = [_one(name, child, needed=asked.needs(name)) for name, child in begun.items()]
+    if asked.transport == AUTO:
+        works = {check.name for check in checks if check.state is State.OK}
+        yield judge_auto(asked.on_host, [name for name in asked.transports if name in works])
+    yield from checks
+
+
+def judge_auto(on_host: bool, works: Sequence[str]) -> Check:
+    """What ``auto`` would take here, if the other side has it too."""
+    mapped = "shm" if on_host else "cuda"
+    wires = [name for name in works if name not in ("shm", "cuda")]
+    if mapped not in works and not wires:
+        text = "no transport works here; see why below, and install one"
+        return lacking(AREA, AUTO, text, needed=True)
+    near = mapped if mapped in works else wires[0]
+    far = wires[0] if wires else f"none: {NO_WIRE}"
+    return ok(AREA, AUTO, f"takes {near} to peers that share this host's memory, to others {far}")
 
 
 def _one(name: str, child: Child, *, needed: bool) -> Check:
