@@ -58,8 +58,9 @@ class Outgoing(Handle):
         self._states = SpanSet()
         self._state_ends: set[int] = set()
         self._closed = False
-        # Bytes that were written for the room by each path; complete when it is released.
+        # What was written for the room, and in how many writes; complete when it is released.
         self.carried: dict[Path, int] = {}
+        self.num_writes = 0
         # The owner's, from here on.
         self.tables = GrowingTables()
         self.steps: deque[tuple[Waitable | None, Callable[[], None], Event]] = deque()

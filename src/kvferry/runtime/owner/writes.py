@@ -242,6 +242,7 @@ class Writes:
             handle = self._rooms.get(action.room)
             if handle is not None:
                 handle.carried[end.path] = handle.carried.get(end.path, 0) + end.num_bytes
+                handle.num_writes += 1
             self._answer(Sent(end.op))
             return
         self._log(action.peer, action, end)

@@ -17,12 +17,22 @@ Single-threaded, no clock, no randomness.
 """
 
 from kvferry.testing.explore.cases import Case, cases
-from kvferry.testing.explore.model import CHUNKED, DIRECT, MODELS, STAGED, STATE, Fault, Model
+from kvferry.testing.explore.model import (
+    CHUNKED,
+    DIRECT,
+    LAYERED,
+    MODELS,
+    STAGED,
+    STATE,
+    Fault,
+    Model,
+)
 from kvferry.testing.explore.search import SearchResult, Violation, explore
 
 __all__ = [
     "CHUNKED",
     "DIRECT",
+    "LAYERED",
     "MODELS",
     "STAGED",
     "STATE",

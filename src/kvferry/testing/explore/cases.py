@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from kvferry.testing.explore.model import (
     CACHED,
     DIRECT,
+    LAYERED,
     MODELS,
     SOURCE,
     STAGED,
@@ -68,4 +69,5 @@ _QUICK = (
     *((_in_order(STAGED), fault) for fault in _STAGED),
     *((CACHED, fault) for fault in _CACHED),
     (_in_order(STATE), Fault.DROP_NOTE),
+    (_in_order(LAYERED), Fault.KILL_SOURCE),
 )

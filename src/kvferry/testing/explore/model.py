@@ -88,7 +88,7 @@ class Model:
 
     A ``heedless`` source engine goes on pushing after it was told of the end, as
     one does whose call crosses the report. With ``prepares`` it asks for credits
-    before it pushes.
+    before it pushes. With ``by_layers`` each push goes layer by layer, the last one first.
     ``faults_at`` says which endpoints faults may touch. The two targets differ in
     nothing but their names, which no machine compares, so faults at the source
     and at one target are all faults up to swapping the targets.
@@ -106,6 +106,7 @@ class Model:
     prepares: bool = False
     heedless: bool = False
     pushes: tuple[tuple[int, int], ...] = ((0, 1),)
+    by_layers: bool = False
     staging: Staging = NO_STAGING
     stages: StagePolicy = never_stage
     times: ProtocolConfig = TIMES
@@ -160,7 +161,7 @@ class Model:
         source = (
             Open(ROOM, self.deadline_s),
             *(Prepare(ROOM, Span(first, end)) for first, end in self.pushes if self.prepares),
-            *(Push(ROOM, Span(first, end)) for first, end in self.pushes),
+            *(Push(ROOM, Span(*tokens), cut) for tokens in self.pushes for cut in self._cuts()),
             Finish(ROOM, self.num_tokens, METADATA, DIGEST),
         )
         prefill, _ = self.layouts()
@@ -168,6 +169,11 @@ class Model:
         wanted = self.request, self._tables(), self.deadline_s, self.wanted
         receive = Receive(ROOM, instance, *wanted)
         return (source, *((receive,) for _ in TARGETS))
+
+    def _cuts(self) -> list[Span | None]:
+        if not self.by_layers:
+            return [None]
+        return [Span(layer, layer + 1) for layer in reversed(range(self.spec.num_layers))]
 
     def _tables(self) -> tuple[Table, ...]:
         return tuple(
@@ -204,11 +210,13 @@ STAGED = Model(
 STATE = Model(name="state", spec=_with_state())
 # The same, with credits asked for before the push.
 PREPARED = replace(STAGED, name="prepared", prepares=True)
+# Two layers of one chunk that are pushed apart, the upper one first.
+LAYERED = Model(name="layered", spec=attention(layers=2, kv_heads=2, head_dim=1), by_layers=True)
 # The target has everything already: Close alone.
 CACHED = replace(DIRECT, name="cached", prefix=1)
 
 # Two requests were given one room.
 MIXED = replace(DIRECT, name="mixed", wanted=b"another prompt")
 
-_ALL = (DIRECT, CHUNKED, STAGED, STATE, PREPARED, CACHED, MIXED)
+_ALL = (DIRECT, CHUNKED, STAGED, STATE, PREPARED, LAYERED, CACHED, MIXED)
 MODELS = {model.name: model for model in _ALL}

@@ -18,6 +18,7 @@ from kvferry.plan.plan import Block
 from kvferry.protocol.checks import close_problem
 from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.endpoint import Link
+from kvferry.protocol.events import Push
 from kvferry.protocol.lanes import Lane, SourceRoom
 from kvferry.protocol.legs import Leg, TargetRoom
 from kvferry.protocol.messages import (
@@ -125,6 +126,16 @@ class MetadataWithState(SourceMachine):
         if not has_state:
             lane.room.finish = replace(finish, metadata=b"")
         super()._say_close(lane)
+
+
+class LayerCountsForAll(SourceMachine):
+    """Takes the first layer of a chunk for the chunk, computed or not."""
+
+    def _send(self, lane: Lane, push: Push) -> None:
+        whole = replace(push, layers=None)
+        first = next(one for one in lane.room.pushes if one.tokens == push.tokens)
+        if push is first:
+            super()._send(lane, whole)
 
 
 class ClosesEarly(SourceMachine):
@@ -338,6 +349,9 @@ BREAKS: dict[str, Break] = {
     "done-before-scatter": Break(
         "done before the scatter has ended", Machines(target=DoneBeforeScatter)
     ),
+    "layer-for-all": Break(
+        "one layer of a chunk taken for all of it", Machines(source=LayerCountsForAll)
+    ),
     "close-early": Break(
         "closed with writes in flight", Machines(source=ClosesEarly), {"slow_write": 0.3}
     ),
@@ -392,7 +406,7 @@ BREAKS: dict[str, Break] = {
     "bury-the-living": Break(
         "one life's end taken for the end of all",
         _driven_by(BuriesTheLiving),
-        {"kills": 2, "slow_write": 0.3},
+        {"kills": 4, "slow_write": 0.7},
     ),
     "leave-in-the-middle": Break(
         "others told of an end with memory still held",
@@ -415,7 +429,7 @@ BREAKS: dict[str, Break] = {
     "proof-in-flight": Break(
         "a session proven quiet with writes in flight",
         _driven_by(ProvesTooEarly),
-        {"slow_write": 0.3, "cuts": 2, "stalls": 2},
+        {"slow_write": 0.7, "cuts": 4, "stalls": 2},
     ),
     "oversleep": Break("a timer of the machine slept through", _driven_by(Oversleeps)),
     "no-deadline": Break("no deadline", Machines(target=NoDeadline), {"one_sided": 0.3}),

@@ -33,7 +33,7 @@ from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.driver.driver import Driver
 from kvferry.testing.sim.faults import Faults
-from kvferry.testing.sim.jobs import SimJob
+from kvferry.testing.sim.jobs import SimJob, draw_pushes
 from kvferry.testing.sim.memory import SimMemory
 from kvferry.testing.sim.nodes import Node, SourceNode, TargetNode
 from kvferry.testing.sim.wire import TRANSPORTS, Wire
@@ -259,13 +259,15 @@ class Cluster:
         prefix = rng.choice([0, 0, rng.randint(0, tokens), tokens]) if cached else 0
         cuts = sorted(rng.sample(range(1, tokens), min(tokens - 1, rng.randint(0, 2))))
         edges = [0, *cuts, tokens]
-        chunks = tuple(Span(a, b) for a, b in itertools.pairwise(edges))
+        chunks = [Span(a, b) for a, b in itertools.pairwise(edges)]
+        # Dice of their own, so that what a job pushes changes nothing about who it is.
+        dice = random.Random(f"{world.seed} {number}")
         short = world.strikes("short_deadline")
         job = SimJob(
             room=number if number % 2 else f"room-{number}",
             number=number,
             request=Request(tokens, prefix),
-            chunks=chunks,
+            pushes=draw_pushes(dice, chunks, self.shape.spec.num_layers),
             decode=decode or rng.choice(list(self.decodes)),
             deadline_s=0.15 if short else deadline_s or 1.5 + rng.random() * 2,
             metadata=f"token {number}".encode(),

@@ -1,12 +1,23 @@
-"""Jobs: the requests that are played."""
+"""Jobs: the requests that are played, and how prefill pushes them."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.ids import Room
 from kvferry.layout.intervals import Span
 from kvferry.plan.plan import Request
+
+
+@dataclass(frozen=True)
+class SimPush:
+    """What a step of prefill leaves behind: those tokens, of all layers or some; state rows too."""
+
+    tokens: Span
+    layers: Span | None = None
+    states: bool = False
 
 
 @dataclass(frozen=True)
@@ -16,13 +27,33 @@ class SimJob:
     room: Room
     number: int
     request: Request
-    chunks: tuple[Span, ...]
+    pushes: tuple[SimPush, ...]
     decode: str
     deadline_s: float
     metadata: bytes
     probe: bool = False
+    pace_s: float = 0.0
 
     @property
     def digest(self) -> bytes:
         """What tells this request from another, whatever room it was given."""
         return f"request {self.number}".encode()
+
+
+def draw_pushes(rng: random.Random, chunks: Iterable[Span], num_layers: int) -> tuple[SimPush, ...]:
+    """Some chunks whole and some by layers, sometimes in any order; every token of every layer."""
+    pushes = []
+    chunks = list(chunks)
+    by_layers, rows = rng.random() < 0.6, rng.random() < 0.5
+    for chunk in chunks:
+        states = rows and chunk is chunks[-1]
+        cut = by_layers and rng.random() < 0.7
+        pushes += layer_by_layer(chunk, num_layers, states) if cut else [SimPush(chunk)]
+    if by_layers and rng.random() < 0.5:
+        rng.shuffle(pushes)
+    return tuple(pushes)
+
+
+def layer_by_layer(chunk: Span, num_layers: int, states: bool = False) -> list[SimPush]:
+    """One push for each layer."""
+    return [SimPush(chunk, Span(layer, layer + 1), states) for layer in range(num_layers)]

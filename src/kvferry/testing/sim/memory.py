@@ -128,7 +128,9 @@ class SimMemory:
         index, within = np.divmod((positions - held.first) // held.step, self.layout.page_tokens)
         return np.array(allocation.pages[name], np.int64)[index], within, positions  # type: ignore[return-value]
 
-    def compute(self, allocation: Allocation, tokens: Span, *, states: bool) -> None:
+    def compute(
+        self, allocation: Allocation, tokens: Span, layers: Span | None = None, *, states: bool
+    ) -> None:
         """What a forward pass leaves in the pages: the room's values for those tokens."""
         for name, held in self.held.items():
             if self._is_slot(name) != states:
@@ -136,12 +138,13 @@ class SimMemory:
             last = Span(max(0, tokens.end - 1), tokens.end)
             mine = Tokens().clip(last) if states else held.tokens.clip(tokens)
             if mine.num_tokens:
-                self._fill(allocation, name, mine)
+                some = [n for n in self._layers(name) if layers is None or n in layers]
+                self._fill(allocation, name, mine, some)
 
-    def _fill(self, allocation: Allocation, name: str, mine: Tokens) -> None:
+    def _fill(self, allocation: Allocation, name: str, mine: Tokens, layers: list[int]) -> None:
         pages, within, positions = self._at(allocation, name, mine)
         for tensor in range(len(self.groups[name].tensors)):
-            for layer in self._layers(name):
+            for layer in layers:
                 view = self.view(name, self.groups[name].tensors[tensor].name, layer)
                 view[pages, within] = self._values(allocation.room, name, tensor, layer, positions)
 

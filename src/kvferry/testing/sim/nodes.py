@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -44,7 +45,7 @@ from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.driver.driver import Driver, Ports, frame_event
 from kvferry.runtime.driver.sessions import Record
-from kvferry.testing.sim.jobs import SimJob
+from kvferry.testing.sim.jobs import SimJob, SimPush
 from kvferry.testing.sim.memory import Allocation, SimMemory, fetch
 from kvferry.testing.sim.wire import RETRY_S, Flight, Wire
 from kvferry.testing.sim.world import World
@@ -339,16 +340,16 @@ class SourceNode(Node):
     driver: Driver[SourceMachine]
 
     def begin(self, job: SimJob, allocation: Allocation) -> None:
-        """Open the room, then push chunk after chunk."""
+        """Open the room, then push what is computed."""
         self.deliver(Open(job.room, self.due.get(job.room, self.world.now)))
         delay = 0.0
-        for index, span in enumerate(job.chunks):
-            delay += 0.005 + self.world.rng.random() * 0.03
+        for index, push in enumerate(job.pushes):
+            delay += 0.005 + self.world.rng.random() * 0.03 + job.pace_s
             if self.world.strikes("slow_prefill"):
                 delay += self.world.rng.random() * 1.5
             if index % 2:
-                self.world.at(delay / 2, lambda span=span: self._prepare(job, span))  # type: ignore[misc]
-            self.world.at(delay, lambda span=span: self._push(job, allocation, span))  # type: ignore[misc]
+                self.world.at(delay / 2, partial(self._prepare, job, push.tokens))
+            self.world.at(delay, partial(self._push, job, allocation, push))
         self.world.at(delay + 0.003, lambda: self._finish(job, allocation))
         if self.world.strikes("cancel_source"):
             self.world.at(self.world.rng.random() * 0.2, lambda: self.deliver(Cancel(job.room)))
@@ -360,12 +361,13 @@ class SourceNode(Node):
         if self._working(job) and not self.stalled_for:
             self.deliver(Prepare(job.room, span))
 
-    def _push(self, job: SimJob, allocation: Allocation, span: Span) -> None:
+    def _push(self, job: SimJob, allocation: Allocation, push: SimPush) -> None:
         if self._working(job):
-            if self.put_off(lambda: self._push(job, allocation, span)):
+            if self.put_off(lambda: self._push(job, allocation, push)):
                 return
-            self.memory.compute(allocation, span, states=False)
-            self.deliver(Push(job.room, span))
+            for states in (False, True)[: 1 + push.states]:
+                self.memory.compute(allocation, push.tokens, push.layers, states=states)
+            self.deliver(Push(job.room, push.tokens, push.layers, push.states))
 
     def _finish(self, job: SimJob, allocation: Allocation) -> None:
         if self._working(job):

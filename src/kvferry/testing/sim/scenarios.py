@@ -7,28 +7,22 @@ cluster and what must come of it, beyond the promises, which always hold.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.ids import Peer, Session
+from kvferry.ids import Peer
 from kvferry.layout import Parallel
-from kvferry.protocol.codec import MAGIC, encode
-from kvferry.protocol.events import Cancel
 from kvferry.protocol.messages import (
-    VERSION,
     Accept,
     Arrived,
     Close,
     Complete,
-    Envelope,
     Grant,
     Hello,
     Offer,
     Staging,
-    Table,
     Want,
     Welcome,
 )
@@ -44,8 +38,24 @@ from kvferry.testing.sim.cluster import (
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.nodes import SourceNode
+from kvferry.testing.sim.scripts import (
+    Script,
+    at,
+    both,
+    cancel,
+    hostile_frames,
+    huge_page,
+    jobs,
+    kill,
+    kill_after_a_layer,
+    layers,
+    lose_first,
+    other_version,
+    shuffle_notes,
+    slow_writes,
+    stall,
+)
 
-Script = Callable[[Cluster], None]
 Demand = Callable[[Cluster], None]
 
 
@@ -58,147 +68,6 @@ class Scenario:
     demand: Demand
     shape: Shape = field(default_factory=Shape)
     faults: Faults = field(default_factory=Faults)
-
-
-# ---------------------------------------------------------------- scripts
-
-
-def jobs(count: int, every_s: float = 0.05, *, cached: bool = True) -> Script:
-    """Start so many jobs, one after the other; ``cached``: decode may have a part already."""
-
-    def script(cluster: Cluster) -> None:
-        for index in range(count):
-            job = cluster.draw_job(cached=cached, deadline_s=4.0)
-            cluster.world.at(index * every_s, lambda job=job: cluster.start(job))  # type: ignore[misc]
-
-    return script
-
-
-def both(*scripts: Script) -> Script:
-    """Several scripts at once."""
-
-    def script(cluster: Cluster) -> None:
-        for one in scripts:
-            one(cluster)
-
-    return script
-
-
-def at(seconds: float, act: Script) -> Script:
-    """Do something to the cluster at that time."""
-    return lambda cluster: cluster.world.at(seconds, lambda: act(cluster))
-
-
-def kill(instance: str, rank: int, revive_after: float | None) -> Script:
-    """Kill one process."""
-    return lambda c: c.kill(c.world.nodes[Peer(instance, rank)], revive_after)
-
-
-def stall(instance: str, rank: int, seconds: float) -> Script:
-    """Stop one process for a while."""
-    return lambda c: c.world.nodes[Peer(instance, rank)].stall(seconds)
-
-
-def cancel(index: int, *instances: str) -> Script:
-    """Engines give a job up, on every rank."""
-
-    def script(cluster: Cluster) -> None:
-        for node in cluster.nodes:
-            if node.peer.instance in instances:
-                node.deliver(Cancel(cluster.jobs[index].room))
-
-    return script
-
-
-def lose_first(*kinds: type) -> Script:
-    """Lose the first frame of each kind on each pair."""
-
-    def script(cluster: Cluster) -> None:
-        seen: set[tuple[Peer, Peer, type]] = set()
-
-        def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
-            key = (sender, to, type(envelope.body))
-            if key[2] in kinds and key not in seen:
-                seen.add(key)
-                cluster.world.happened["lost-" + key[2].__name__] += 1
-                return []
-            return None
-
-        cluster.world.intercept = intercept
-
-    return script
-
-
-def slow_writes(seconds: float) -> Script:
-    """Every write takes so much longer."""
-
-    def script(cluster: Cluster) -> None:
-        cluster.wire.extra_s = seconds
-
-    return script
-
-
-def shuffle_notes(cluster: Cluster) -> None:
-    """Notes take anything from no time to half a second."""
-    rng = cluster.world.rng
-    cluster.world.intercept = lambda sender, to, envelope: (
-        [rng.random() * 0.5] if isinstance(envelope.body, Arrived) else None
-    )
-
-
-def other_version(instance: str) -> Script:
-    """Everything that an instance says is in a later version of the protocol."""
-
-    def script(cluster: Cluster) -> None:
-        world = cluster.world
-
-        def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
-            if sender.instance != instance:
-                return None
-            fields = msgspec.msgpack.decode(encode(envelope))
-            fields[1] = VERSION + 1
-            frame = msgspec.msgpack.encode(fields)
-            world.at(0.002, lambda: world.arrive(to, frame))
-            return []
-
-        world.intercept = intercept
-
-    return script
-
-
-def hostile_frames(cluster: Cluster) -> None:
-    """Everyone gets bytes that nobody should act on."""
-    session, sender = Session(1, 1), Peer("decode0", 0)
-    head = [MAGIC, VERSION, ["decode0", 0], 1001, [1001, 1], 5]
-    table = ["kv", [-8], 0]
-    frames = [
-        b"",
-        b"\xff" * 64,
-        b"GET / HTTP/1.1\r\n\r\n",
-        pickle.dumps({"room": 1}),
-        msgspec.msgpack.encode([*head, ["offer", 1, 1, {"num_tokens": 4}, [table], 1.0]]),
-        msgspec.msgpack.encode([*head, ["grant", 1, 1, [[-8, 0]]]]),
-        b"\xdd\xff\xff\xff\xff",
-        encode(Envelope(sender, 7, session, 3, Accept(1, 1))),  # type: ignore[arg-type]
-    ]
-    for node in cluster.nodes:
-        for index, frame in enumerate(frames):
-            cluster.world.at(0.01 * index, lambda n=node, f=frame: cluster.world.arrive(n.peer, f))  # type: ignore[misc]
-
-
-def huge_page(cluster: Cluster) -> None:
-    """A target offers a page that its pool does not have."""
-
-    def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
-        body = envelope.body
-        if not isinstance(body, Offer) or any(1 << 61 in t.pages for t in body.tables):
-            return None
-        tables = tuple(Table(t.group, (1 << 61, *t.pages[1:])) for t in body.tables)
-        bad = msgspec.structs.replace(envelope, body=msgspec.structs.replace(body, tables=tables))
-        cluster.world.send(sender, to, bad)
-        return []
-
-    cluster.world.intercept = intercept
 
 
 # ---------------------------------------------------------------- demands
@@ -303,6 +172,8 @@ ONE_SLOT = Shape(
     policy=Policy("all"), staging=msgspec.structs.replace(Shape().staging, num_slots=1)
 )
 WIDE = Shape(prefill=Parallel(tp=2, pp=2), decodes=(Parallel(tp=2),))
+DEEP = Shape(spec=HYBRID, prefill=Parallel(tp=2), decodes=(Parallel(tp=4),))
+LOST = (FailureCode.PEER_GONE, FailureCode.PEER_SILENT, FailureCode.PEER_RESTARTED)
 TWO_DECODES = Shape(prefill=Parallel(tp=1), decodes=(Parallel(tp=2), Parallel(tp=4)))
 TIGHT = Shape(
     policy=Policy("all"),
@@ -354,6 +225,7 @@ SCENARIOS: dict[str, Scenario] = {
         Shape(prefill=Parallel(tp=2), decodes=(Parallel(tp=2),)),
         Faults(mixed_up=1.0),
     ),
+    "C11": Scenario("layers are pushed in reverse", layers(4, -1), all_done, DEEP),
     "S1": Scenario(
         "an abort returns its slots",
         both(jobs(2, 0.3), at(0.04, cancel(0, "decode0"))),
@@ -428,6 +300,12 @@ SCENARIOS: dict[str, Scenario] = {
         faults=Faults(one_sided=1.0),
     ),
     "L8": Scenario("many rooms leave nothing behind", jobs(40, 0.04), tables_do_not_grow),
+    "L9": Scenario(
+        "a source dies between two layers of one chunk",
+        both(layers(1, 1, 0.2), kill_after_a_layer(PREFILL, 0), at(2.0, jobs(1))),
+        both(failed_with("decode0", 0, *LOST, FailureCode.ABORTED), done(1)),
+        DEEP,
+    ),
     "P1": Scenario(
         "a peer restarts under its name",
         both(
