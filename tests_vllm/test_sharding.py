@@ -36,13 +36,17 @@ class Engines(NamedTuple):
     one: Server
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+@pytest.fixture(scope="module", params=["nixl", "shm"])
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
     model: Path = padded(tmp_path_factory.mktemp("padded"))
-    with Deployment() as deployment, timed("vLLM TP2 and TP1, each both prefill and decode"):
+    carried = {"transport": str(request.param)}
+    what = f"vLLM TP2 and TP1, each both prefill and decode, over {request.param}"
+    with Deployment() as deployment, timed(what):
         more = "--no-enable-prefix-caching --max-num-batched-tokens 256"
-        two = deployment.connector("kv_both", "two")
-        one = deployment.connector("kv_both", "one")
+        two = deployment.connector("kv_both", "two", **carried)
+        one = deployment.connector("kv_both", "one", **carried)
         one |= {
             "kv_connector": "SkippingConnector",
             "kv_connector_module_path": "tests_vllm.skipping",

@@ -1,6 +1,6 @@
 """Connectors: kvferry inside other engines, one package for each.
 
-None is here yet. What belongs here is what an engine's own plug-in interface asks for, and
+What belongs here is what an engine's own plug-in interface asks for, and
 nothing else: where its cache lies as a ``Layout`` and pools, which of its hooks opens,
 pushes and closes a room, and how its ranks agree. ``serve/transfer`` does the same for the
 reference engine. A connector imports its engine and ``kvferry`` itself, never a module
