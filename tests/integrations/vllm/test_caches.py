@@ -50,6 +50,15 @@ def test_pipeline_stages() -> None:
         plan_caches(caches(2, view(8)), engine(rank=0, stages=(3, 1)))
 
 
+def test_a_draft_models_layers_are_carried_too() -> None:
+    plan = plan_caches(caches(5, view(8)), engine())
+    assert plan.layout.spec.num_layers == 5
+    with pytest.raises(Refused, match="4 layers and decode's 5"):
+        reshard(plan_caches(caches(4, view(8)), engine()).layout, plan.layout)
+    with pytest.raises(InputError, match="a draft model's cache"):
+        plan_caches(caches(2, view(8), first=3), engine(rank=1, stages=(3, 1)))
+
+
 def test_a_latent_is_on_every_rank() -> None:
     plan = plan_caches(caches(4, view(1, content=576)), engine(tp=8, heads=1))
     assert [group.units for group in plan.layout.spec.groups] == [1]
@@ -91,7 +100,6 @@ def test_a_cpu_and_a_gpu_are_refused_at_the_handshake() -> None:
         (caches(4, CacheView((2, 100, 16, 8, 64), (1, 1, 1, 1, 1), "float32")), "has shape"),
         (caches(4, CacheView((9, 8, 16, 128), (16384, 2048, 128, 2), "float32")), "has gaps"),
         (caches(4, view(16)), "has 16 heads here, where 8 KV heads over TP1 make 8"),
-        (caches(5, view(8)), "a draft model's cache"),
         (caches(4, view(8)) | {"draft.0.layers.0.attn": view(8)}, "no single layer number"),
         (caches(3, view(8)) | caches(1, view(8, tokens=32), first=3), "blocks of 16, 32 tokens"),
         (caches(3, view(8)) | caches(1, view(8, nhd=True), first=3), "different orders"),

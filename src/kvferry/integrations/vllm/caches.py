@@ -38,7 +38,7 @@ class CacheView(NamedTuple):
 class EngineShape(NamedTuple):
     """What matters of an engine: its sharding, and the whole model's layers and KV heads.
 
-    ``stages`` are the layers of each pipeline stage. Only ``num_heads`` is MLA's: 1.
+    ``stages`` are the layers of each pipeline stage; with MLA ``num_heads`` is 1.
     """
 
     tp: int
@@ -52,6 +52,15 @@ class EngineShape(NamedTuple):
     def num_layers(self) -> int:
         """Of the whole model."""
         return sum(self.stages)
+
+    def with_draft(self, last: int) -> EngineShape:
+        """A draft model's layers are counted on behind the model's own.
+
+        Without pipeline stages they are layers like all others.
+        """
+        if len(self.stages) > 1:
+            return self
+        return self._replace(stages=(max(self.num_layers, last + 1),))
 
     @property
     def own_layers(self) -> range:
@@ -76,6 +85,7 @@ def plan_caches(views: Mapping[str, CacheView], engine: EngineShape) -> CachePla
         raise InputError("vLLM registered no KV cache; this model has nothing to carry")
     for name, view in views.items():
         _demand_carriable(name, view)
+    engine = engine.with_draft(max(layer_of(name)[0] for name in views))
     page_tokens = _the_same({view.shape[2] for view in views.values()}, "blocks of", "tokens")
     paging = Paging(engine.block_tokens, page_tokens, engine.on_cpu)
     order = _order(views)
@@ -153,7 +163,8 @@ def _groups(views: Mapping[str, CacheView], engine: EngineShape) -> dict[str, di
         if beyond:
             raise InputError(
                 f"vLLM's cache {role!r:.200} has a layer {beyond[0]}, which the model's own "
-                f"{engine.num_layers} layers have not; a draft model's cache can't be carried yet"
+                f"{engine.num_layers} layers have not; a draft model's cache can't be carried with "
+                f"pipeline parallelism"
             )
         if len(engine.stages) > 1 and sorted(layers) != list(engine.own_layers):
             raise InputError(
