@@ -79,16 +79,27 @@ class Parts:
         command += ["--max-model-len", str(MAX_LEN), "--block-size", str(BLOCK_TOKENS)]
         command += ["--kv-cache-memory-bytes", str(CACHE_BYTES // tp)]
         command += ["--no-enable-prefix-caching", "--max-num-seqs", "16"]
-        return self._deployment.start(f"dynamo-{mode}", command, 0, **self._environment)
+        more = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        return self._deployment.start(f"dynamo-{mode}", command, 0, **self._environment | more)
 
 
-@pytest.fixture(scope="module")
-def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
+@pytest.fixture(scope="module", params=["KVFerryConnector", "NixlConnector"])
+def dynamo(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Dynamo]:
     model = padded(tmp_path_factory.mktemp("padded"))
-    with Deployment() as deployment, timed("Dynamo's front end, vLLM prefill TP1, decode TP2"):
+    what = f"Dynamo's front end, vLLM prefill TP1, decode TP2, {request.param}"
+    with Deployment() as deployment, timed(what):
         parts = Parts(deployment, tmp_path_factory.mktemp("dynamo"), model)
-        prefill = parts.worker("prefill", 1, deployment.connector("kv_producer", "prefill-0"))
-        decode = parts.worker("decode", 2, deployment.connector("kv_consumer", "decode-0"))
+        transfers = {
+            mode: deployment.connector(role, f"{mode}-0") | {"kv_connector": request.param}
+            for mode, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+        }
+        if request.param == "NixlConnector":
+            for transfer in transfers.values():
+                transfer.pop("kv_connector_extra_config")
+        prefill = parts.worker("prefill", 1, transfers["prefill"])
+        decode = parts.worker("decode", 2, transfers["decode"])
         frontend = parts.frontend()
         wait_until_both_answer(frontend, [prefill, decode])
         say("all are up")
@@ -120,7 +131,7 @@ def test_the_answer_is_that_of_one_engine(dynamo: Dynamo, prompt: str) -> None:
     with timed(f"through Dynamo, {len(prompt)} characters"):
         answer = complete(dynamo.frontend, prompt, ANSWER)
     assert answer == greedy(prompt)
-    assert "KV Transfer metrics: rooms done" in dynamo.decode.log.read_text()
+    assert "KV Transfer metrics:" in dynamo.decode.log.read_text()
 
 
 def greedy(prompt: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvferry import Failure, FailureCode, Incoming, KvferryError, TargetEndpoint
@@ -31,6 +31,7 @@ class RoomAtTarget:
     since: float
     refusal: Failure | None = None
     is_told: bool = False
+    is_aborted: bool = False
 
     @property
     def failure(self) -> Failure | None:
@@ -76,6 +77,7 @@ class TargetRooms:
         for request in orders.aborted:
             known = self._rooms.get(request)
             if known is not None and known.handle is not None:
+                known.is_aborted = True
                 known.handle.abort()
 
     def _receive(self, order: ReceiveRoom) -> None:
@@ -122,6 +124,9 @@ class TargetRooms:
         found.received.add(known.order.request)
         if known.failure is not None:
             found.failed.add(known.order.request)
+            if known.is_aborted:
+                # Prefill may never have heard of a room that was given up at once.
+                self._receive(replace(known.order, prefix=known.order.tokens, blocks=()))
         self._counts.received(known.failure, time.monotonic() - known.since)
 
     def _unfilled(self, order: ReceiveRoom) -> tuple[int, ...]:
