@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from kvferry.serve.models.fingerprint import fingerprint
 
 from kvferry import InputError, read_config
 from kvferry.model_config import MAX_CONFIG_BYTES
 from kvferry.serve.models.config import ModelConfig
-from kvferry.serve.models.fingerprint import fingerprint
 
 
 def test_a_file_and_its_folder_are_the_same(tmp_path: Path) -> None:

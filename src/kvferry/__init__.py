@@ -39,7 +39,12 @@ if TYPE_CHECKING:
         attention,
         attention_group,
     )
-    from kvferry.model_config import config_as, config_bytes, read_config
+    from kvferry.model_config import (
+        checkpoint_fingerprint,
+        config_as,
+        config_bytes,
+        read_config,
+    )
     from kvferry.plan.choose import PRESETS, Constants, Path
     from kvferry.plan.places import Base, Placement, PoolMap, Pools, contiguous_pools
     from kvferry.plan.plan import Plan, Request
@@ -134,6 +139,7 @@ __all__ = [
     "attention_group",
     "bindable",
     "checked_address",
+    "checkpoint_fingerprint",
     "config_as",
     "config_bytes",
     "contiguous_pools",
@@ -163,7 +169,7 @@ _HOMES = {
     "layout.intervals": "Span Tokens",
     "layout.layout": "Holding Layout Order Parallel Stated find_holding",
     "layout.spec": "CacheSpec DType Group Paged Slot Tensor Window attention attention_group",
-    "model_config": "config_as config_bytes read_config",
+    "model_config": "checkpoint_fingerprint config_as config_bytes read_config",
     "plan.choose": "PRESETS Constants Path",
     "plan.places": "Base Placement PoolMap Pools contiguous_pools",
     "plan.plan": "Plan Request",

@@ -1,11 +1,13 @@
 """A model's ``config.json``, read with suspicion: a file, of a size that makes sense, of JSON.
 
-Knows nothing of what is in it; ``kvferry.layout.hf`` does, and so does each engine.
+Knows nothing of what is in it; ``kvferry.layout.hf`` does, and so does each engine. Beside it, the
+fingerprint by which two engines know that they serve the same checkpoint.
 """
 
 from __future__ import annotations
 
 import stat
+from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +18,8 @@ from kvferry.errors import InputError
 # A model's config.json has a few kilobytes. What is larger is something else.
 MAX_CONFIG_BYTES = 8 << 20
 NAME = "config.json"
+# A safetensors file begins with the names and shapes of everything in it, and ends in weights.
+SAMPLE_BYTES = 1 << 16
 
 T = TypeVar("T")
 
@@ -48,6 +52,22 @@ def config_bytes(where: str | Path) -> bytes:
         return _read_bounded(path)
     except OSError as error:
         raise InputError(f"cannot read {_shown(path)}: {error.strerror}; check the path") from None
+
+
+def checkpoint_fingerprint(folder: str | Path) -> str:
+    """Equal for equal models; the configuration and a sample of every weight file decide.
+
+    Taken quickly: not every byte of them is read.
+    """
+    digest = blake2b(config_bytes(folder), digest_size=12)
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            for start in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _read_bounded(path: Path) -> bytes:

@@ -43,13 +43,13 @@ from serve.working import (
     options_for,
 )
 
+from kvferry import checkpoint_fingerprint
 from kvferry.layout.layout import Order, Parallel
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.runtime.outgoing import Waitable
 from kvferry.serve.engine.cache import Cache
 from kvferry.serve.engine.layouts import KV, STATE
 from kvferry.serve.engine.steps import Sample, StepPlan, Work
-from kvferry.serve.models.fingerprint import fingerprint
 from kvferry.serve.models.tiny import TinyKind, make_tiny
 from kvferry.serve.transfer.extension import EndpointSettings
 from kvferry.serve.transfer.prefill import PrefillExtension
@@ -192,7 +192,10 @@ def carried_by(
     """Prompts computed on this process's GPU and answered by another process on the same."""
     prefill, decode = sides(folder, rendezvous)
     settings = EndpointSettings(
-        name=prefill.name, model=fingerprint(folder), transport="nixl", rendezvous=rendezvous
+        name=prefill.name,
+        model=checkpoint_fingerprint(folder),
+        transport="nixl",
+        rendezvous=rendezvous,
     )
     with (
         hosted(prefill, extend=partial(kind, settings)) as (here,),

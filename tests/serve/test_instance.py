@@ -28,13 +28,13 @@ from serve.working import (
     started,
 )
 
+from kvferry import checkpoint_fingerprint
 from kvferry.errors import InputError, KvferryError
 from kvferry.layout.layout import Parallel
 from kvferry.rendezvous.calls import Calls
 from kvferry.rendezvous.records import RendezvousError
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.runtime.keys import ClusterKey
-from kvferry.serve.models.fingerprint import fingerprint
 from kvferry.serve.models.tiny import TinyKind, make_tiny
 from kvferry.serve.worker.instance import InstanceOptions, run_instance
 
@@ -116,8 +116,8 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(models: Models) -> Non
 def test_checkpoints_differ_by_their_weights(models: Models, tmp_path: Path) -> None:
     same = make_tiny(tmp_path / "same", TinyKind.LLAMA, seed=7)
     other = make_tiny(tmp_path / "other", TinyKind.LLAMA, seed=8)
-    assert fingerprint(same) == fingerprint(models[TinyKind.LLAMA])
-    assert fingerprint(other) != fingerprint(same)
+    assert checkpoint_fingerprint(same) == checkpoint_fingerprint(models[TinyKind.LLAMA])
+    assert checkpoint_fingerprint(other) != checkpoint_fingerprint(same)
 
 
 # ---------------------------------------------------------------- at the rendezvous

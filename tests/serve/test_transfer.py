@@ -28,9 +28,9 @@ from serve.working import (
     options_for,
 )
 
+from kvferry import checkpoint_fingerprint
 from kvferry.layout.layout import Order, Parallel
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.serve.models.fingerprint import fingerprint
 from kvferry.serve.models.tiny import TinyKind, make_tiny
 from kvferry.serve.transfer.extension import EndpointSettings
 from kvferry.serve.transfer.prefill import PrefillExtension
@@ -246,7 +246,9 @@ def test_without_the_copy_the_answer_is_wrong(
     folder = models[TinyKind.LLAMA]
     source = options_for("prefill", folder, rendezvous, ONE, name="careless")
     target = options_for("decode", folder, rendezvous, ONE)
-    settings = Careless(name="careless", model=fingerprint(folder), rendezvous=rendezvous)
+    settings = Careless(
+        name="careless", model=checkpoint_fingerprint(folder), rendezvous=rendezvous
+    )
     with (
         hosted(source, extend=partial(PrefillExtension, settings)) as (prefill,),
         hosted(target) as (decode,),

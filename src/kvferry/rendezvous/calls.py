@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -23,9 +24,12 @@ from kvferry.rendezvous.records import (
     Registration,
     RendezvousError,
     Renewal,
+    Summaries,
 )
 from kvferry.rendezvous.signer import RequestSigner
 from kvferry.runtime.keys import ClusterKey
+
+T = TypeVar("T")
 
 CALL_S = 5.0
 # An instance of thousands of ranks takes a few megabytes.
@@ -96,7 +100,13 @@ class Calls:
         query = f"?wait_s={wait_s:g}&version={quote(version, safe='')}"
         path = f"/v1/instances/{quote(name, safe='')}{query}"
         answer = await self._call("GET", path, timeout_s=wait_s + CALL_S)
-        return None if answer is None else _decoded(answer)
+        return None if answer is None else _decoded(answer, InstanceView)
+
+    async def instances(self) -> Summaries:
+        """Every instance that has any rank registered."""
+        answer = await self._call("GET", "/v1/instances")
+        assert answer is not None
+        return _decoded(answer, Summaries)
 
     async def _call(
         self, method: str, path: str, body: bytes = b"", timeout_s: float = CALL_S
@@ -162,9 +172,9 @@ def _refusal(status: int, answer: bytes) -> RendezvousError:
     return RendezvousError(error.code, error.message)
 
 
-def _decoded(answer: bytes) -> InstanceView:
+def _decoded(answer: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(answer, type=InstanceView)
+        return msgspec.json.decode(answer, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KvferryError) as error:
         raise RendezvousError(
             Fault.MALFORMED, f"the rendezvous's answer can't be used: {error}"

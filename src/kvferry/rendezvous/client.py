@@ -22,7 +22,13 @@ from typing import Any
 
 from kvferry.errors import Misuse
 from kvferry.rendezvous.calls import Backoff, Calls
-from kvferry.rendezvous.records import Fault, InstanceView, RankRecord, RendezvousError
+from kvferry.rendezvous.records import (
+    Fault,
+    InstanceView,
+    RankRecord,
+    RendezvousError,
+    Summaries,
+)
 from kvferry.runtime.keys import ClusterKey
 
 log = logging.getLogger("kvferry.rendezvous")
@@ -66,8 +72,10 @@ class RendezvousClient:
         self._calls = Calls(url, key)
         self._registrations: list[_Registration] = []
         self._watches: dict[str, _Watch] = {}
+        self._questions: set[asyncio.Task[None]] = set()
         self._closed = threading.Event()
-        self._loop = asyncio.new_event_loop()
+        # Not the loop that whoever embeds us has set for the process, such as uvloop.
+        self._loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(
             target=self._run, name="kvferry-rendezvous-client", daemon=True
         )
@@ -119,6 +127,12 @@ class RendezvousClient:
             with contextlib.suppress(Misuse):
                 self.unwatch(name, take)
 
+    def instances(self) -> Future[Summaries]:
+        """Ask who is registered. Fails with ``RendezvousError`` if nobody answers."""
+        asked: Future[Summaries] = Future()
+        self._do(self._begin_asking, asked)
+        return asked
+
     def close(self) -> None:
         """Say farewell for every rank, in bounded time, and end the thread. Idempotent."""
         if not self._closed.is_set():
@@ -166,7 +180,7 @@ class RendezvousClient:
     async def _finish(self) -> None:
         tasks = [registration.task for registration in self._registrations]
         tasks += [watch.task for watch in self._watches.values()]
-        running = [task for task in tasks if task is not None]
+        running = [*self._questions, *(task for task in tasks if task is not None)]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -175,8 +189,7 @@ class RendezvousClient:
             await asyncio.wait_for(asyncio.gather(*farewells), LEAVE_S)
         for registration in self._registrations:
             if not registration.first.done():
-                error = RendezvousError(Fault.STOPPING, "the client was closed; make a new one")
-                registration.first.set_exception(error)
+                registration.first.set_exception(_closed())
         await self._calls.close()
 
     async def _leave(self, record: RankRecord) -> None:
@@ -185,6 +198,22 @@ class RendezvousClient:
         except RendezvousError as error:
             # Its lease will end by itself.
             log.info("no-farewell peer=%s fault=%s", record.peer, error.fault)
+
+    # ------------------------------------------------------------ questions
+
+    def _begin_asking(self, asked: Future[Summaries]) -> None:
+        task = self._loop.create_task(self._ask(asked))
+        self._questions.add(task)
+        task.add_done_callback(self._questions.discard)
+
+    async def _ask(self, asked: Future[Summaries]) -> None:
+        try:
+            asked.set_result(await self._calls.instances())
+        except RendezvousError as error:
+            asked.set_exception(error)
+        except asyncio.CancelledError:
+            asked.set_exception(_closed())
+            raise
 
     # ------------------------------------------------------------ registrations
 
@@ -286,6 +315,10 @@ class RendezvousClient:
         log.info("instance name=%s complete=%s", watch.name, view is not None)
         for callback in list(watch.callbacks):
             _call(callback, watch)
+
+
+def _closed() -> RendezvousError:
+    return RendezvousError(Fault.STOPPING, "the client was closed; make a new one")
 
 
 def _call(callback: Callback, watch: _Watch) -> None:

@@ -54,7 +54,8 @@ class RendezvousServer:
         listener = self._listen()
         ready = threading.Event()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(listener, ready)),
+            target=self._run,
+            args=(listener, ready),
             name="kvferry-rendezvous",
             daemon=True,
         )
@@ -99,6 +100,11 @@ class RendezvousServer:
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{listener.getsockname()[1]}"
         return listener
+
+    def _run(self, listener: socket.socket, ready: threading.Event) -> None:
+        # Not the loop that whoever embeds us has set for the process, such as uvloop.
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            runner.run(self._serve(listener, ready))
 
     async def _serve(self, listener: socket.socket, ready: threading.Event) -> None:
         service = Service(self._signing_key, self._settle_s)

@@ -32,6 +32,7 @@ from kvferry import (
     RankRecord,
     RendezvousClient,
     bindable,
+    checkpoint_fingerprint,
     new_incarnation,
     numeric,
 )
@@ -45,7 +46,6 @@ from kvferry.serve.engine.engine import Engine, EngineOptions
 from kvferry.serve.engine.layouts import layout_for
 from kvferry.serve.engine.requests import Role
 from kvferry.serve.listening import bound, http_url, key_in
-from kvferry.serve.models.fingerprint import fingerprint
 from kvferry.serve.ranks.rank import MakeExtension, no_extension
 from kvferry.serve.transfer.decode import DecodeExtension
 from kvferry.serve.transfer.extension import EndpointSettings
@@ -120,7 +120,7 @@ def extension_for(options: InstanceOptions, url: str = "", life: str = "") -> Ma
         return no_extension
     settings = EndpointSettings(
         name=options.name,
-        model=fingerprint(Path(options.folder)),
+        model=checkpoint_fingerprint(Path(options.folder)),
         transport=options.transport,
         rendezvous=options.rendezvous,
         key_file=options.key_file,
@@ -185,7 +185,7 @@ class Instance:
             instance=f"{options.name}@http",
             rank=0,
             incarnation=new_incarnation(),
-            fingerprint=fingerprint(Path(options.folder)),
+            fingerprint=checkpoint_fingerprint(Path(options.folder)),
             # The rendezvous wants one; a server has a single place, whatever its ranks.
             layout=layout_for(engine.config, Parallel()),
             transport="http",

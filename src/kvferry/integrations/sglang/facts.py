@@ -1,0 +1,192 @@
+"""Facts of a running SGLang scheduler, as settings: the one place that asks SGLang about itself.
+
+Written against the version that ``plugin`` names. What this backend can't carry is refused here,
+with a sentence, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.utils import get_pp_indices
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving
+from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
+
+from kvferry import ClusterKey, DType, EndpointConfig, InputError, Waitable, checkpoint_fingerprint
+from kvferry.integrations.sglang.geometry import Buffers, Cache, Heads, Place
+from kvferry.integrations.sglang.instances import Replica
+from kvferry.integrations.sglang.rows import MetadataRows
+from kvferry.integrations.sglang.settings import (
+    HOST,
+    RankSettings,
+    nothing_computes,
+    nothing_waits,
+    transport_in,
+)
+
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def settings_of(kv_args: Any, server_args: Any, *, is_mla: bool, is_prefill: bool) -> RankSettings:
+    """Everything that an endpoint of this scheduler needs."""
+    demand_supported(kv_args)
+    model = ModelConfig.from_server_args(server_args)
+    key = ClusterKey.from_environment()
+    host = _host(key)
+    gpu = _gpu()
+    return RankSettings(
+        cache=_cache(kv_args, model, is_mla=is_mla, gpu=gpu),
+        replica=_replica(host, is_prefill=is_prefill),
+        rows=MetadataRows(
+            kv_args.aux_data_ptrs,
+            kv_args.aux_data_lens,
+            kv_args.aux_item_lens,
+            checksums=bool(get_disagg().disaggregation_enable_kv_checksum),
+        ),
+        model=_fingerprint(model),
+        dtype=str(_dtype(str(model.dtype))),
+        transport=transport_in(os.environ),
+        bootstrap_s=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+        waiting_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
+        config=EndpointConfig(host=host),
+        rendezvous=_rendezvous() if is_prefill else None,
+        key=key,
+        computed=nothing_computes if gpu is None else _computed,
+        settled=nothing_waits if gpu is None else _settled,
+    )
+
+
+def demand_supported(kv_args: Any) -> None:
+    """Refuse what this backend does not carry, each with its remedy."""
+    parallel, disagg = get_parallel(), get_disagg()
+    for unsupported, remedy in (
+        (parallel.attn_cp_size > 1, "attention context parallelism: use --attn-cp-size 1"),
+        (parallel.attn_dcp_size > 1, "decode context parallelism: use --dcp-size 1"),
+        (parallel.enable_kv_cache_sharding, "--enable-kv-cache-sharding: leave it out"),
+        (kv_args.num_draft_entries > 0, "a draft model's cache: leave speculative decoding out"),
+        (
+            disagg.disaggregation_decode_allocation_policy != "early",
+            "--disaggregation-decode-allocation-policy other than early",
+        ),
+        (
+            not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
+            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, which reuses pages that may "
+            "still be written: unset it",
+        ),
+        (
+            parallel.num_dp_ranks > 1 and parallel.load_balance_method != "follow_bootstrap_room",
+            "--load-balance-method other than follow_bootstrap_room with data parallelism",
+        ),
+        (
+            bool(kv_args.state_types),
+            f"{', '.join(map(str, kv_args.state_types))} state beside K and V",
+        ),
+    ):
+        if unsupported:
+            raise InputError(f"kvferry's SGLang backend does not support {remedy}")
+
+
+def _cache(kv_args: Any, model: Any, *, is_mla: bool, gpu: int | None) -> Cache:
+    parallel = get_parallel()
+    num_layers = model.num_hidden_layers
+    spans = [
+        get_pp_indices(num_layers, stage, parallel.pp_size) for stage in range(parallel.pp_size)
+    ]
+    first, end = spans[parallel.pp_rank]
+    layers = tuple(dict.fromkeys(kv_args.kv_layer_ids)) or tuple(range(first, end))
+    return Cache(
+        num_layers=num_layers,
+        layers=tuple(range(num_layers)),
+        stages=tuple(end - first for first, end in spans),
+        place=Place(
+            tp=parallel.attn_tp_size,
+            tp_rank=parallel.attn_tp_rank,
+            pp=parallel.pp_size,
+            pp_rank=parallel.pp_rank,
+        ),
+        heads=None if is_mla else _heads(model, padded=gpu is None),
+        buffers=Buffers(
+            addresses=kv_args.kv_data_ptrs,
+            lengths=kv_args.kv_data_lens,
+            page_lengths=kv_args.kv_item_lens,
+            layers=layers,
+            page_tokens=kv_args.page_size,
+            dtype=_cache_dtype(kv_args, model),
+            device="cpu" if gpu is None else f"cuda:{gpu}",
+        ),
+    )
+
+
+def _heads(model: Any, *, padded: bool) -> Heads:
+    # Where SGLang pads heads, it writes down how many there were.
+    total = getattr(model.hf_text_config, "original_total_num_kv_heads", None)
+    return Heads(
+        total=total or model.get_total_num_kv_heads(),
+        k_dim=model.head_dim,
+        v_dim=model.v_head_dim,
+        padded=padded,
+    )
+
+
+def _cache_dtype(kv_args: Any, model: Any) -> DType:
+    named = kv_args.kv_cache_dtype_str
+    return _dtype(str(model.dtype) if named in (None, "auto") else str(named))
+
+
+def _dtype(name: str) -> DType:
+    return DType.parse(name)
+
+
+def _fingerprint(model: Any) -> str:
+    """Of the checkpoint's files where they are; otherwise what SGLang was told to load."""
+    path = Path(model.model_path)
+    if path.is_dir():
+        return checkpoint_fingerprint(path)
+    return f"{model.model_path}@{model.revision or 'main'}"
+
+
+def _replica(host: str, *, is_prefill: bool) -> Replica:
+    parallel = get_parallel()
+    port = get_disagg().disaggregation_bootstrap_port if is_prefill else get_serving().port
+    address = f"{host}:{port}" if is_prefill else f"decode-{host}:{port}"
+    if parallel.attn_dp_size > 1:
+        return Replica(address, parallel.attn_dp_rank, parallel.attn_dp_size)
+    return Replica(address, parallel.dp_rank or 0, parallel.dp_size)
+
+
+def _rendezvous() -> str:
+    """Where this server's bootstrap server listens."""
+    where = get_parallel().dist_init_addr
+    host = NetworkAddress.parse(where).resolved().host if where else get_serving().host
+    port = get_disagg().disaggregation_bootstrap_port
+    url: str = NetworkAddress(LOOPBACK.get(host, host), port).to_url()
+    return url
+
+
+def _host(key: ClusterKey | None) -> str:
+    """Where peers reach this rank; without a key, nobody from another machine does."""
+    if HOST in os.environ:
+        return os.environ[HOST]
+    return "127.0.0.1" if key is None else str(get_local_ip_auto())
+
+
+def _gpu() -> int | None:
+    """The GPU of this scheduler; None on a CPU."""
+    device = get_device()
+    return int(device.gpu_id) if str(device.device).startswith("cuda") else None
+
+
+def _computed() -> Waitable:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream())
+    return event
+
+
+def _settled() -> None:
+    """Whoever had the pages before may have left kernels in the queue that write them."""
+    torch.cuda.current_stream().synchronize()

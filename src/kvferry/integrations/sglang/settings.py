@@ -1,0 +1,53 @@
+"""Settings of one scheduler rank: what SGLang and the environment say, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kvferry import ClusterKey, EndpointConfig, Waitable
+from kvferry.integrations.sglang.geometry import Cache
+from kvferry.integrations.sglang.instances import Replica
+from kvferry.integrations.sglang.rows import MetadataRows
+
+TRANSPORT = "KVFERRY_TRANSPORT"
+HOST = "KVFERRY_HOST"
+DEFAULT_TRANSPORT = "nixl"
+
+
+def nothing_computes() -> Waitable | None:
+    """On a CPU what was called for is done."""
+    return None
+
+
+def nothing_waits() -> None:
+    """And nobody has left anything in a queue."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """All that an endpoint of one rank needs.
+
+    ``model`` and ``dtype`` tell one cache from another. ``rendezvous`` is the bootstrap address
+    of a prefill server; a decode server learns each from requests. ``computed`` gives what has
+    happened once the GPU has done all that it was given, ``settled`` waits for it.
+    """
+
+    cache: Cache
+    replica: Replica
+    rows: MetadataRows
+    model: str
+    dtype: str
+    transport: str
+    bootstrap_s: float
+    waiting_s: float
+    config: EndpointConfig = field(default_factory=EndpointConfig)
+    rendezvous: str | None = None
+    key: ClusterKey | None = None
+    computed: Callable[[], Waitable | None] = nothing_computes
+    settled: Callable[[], None] = nothing_waits
+
+
+def transport_in(environment: Mapping[str, str]) -> str:
+    """The transport that is asked for."""
+    return environment.get(TRANSPORT) or DEFAULT_TRANSPORT
