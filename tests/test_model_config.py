@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from kvferry.serve.models.fingerprint import fingerprint
 
-from kvferry import InputError, read_config
+from kvferry import InputError, checkpoint_fingerprint, read_config
 from kvferry.model_config import MAX_CONFIG_BYTES
 from kvferry.serve.models.config import ModelConfig
 
@@ -43,7 +42,7 @@ def too_much(folder: Path) -> None:
 def test_whoever_reads_says_the_same(tmp_path: Path, put: object, message: str) -> None:
     assert callable(put)
     put(tmp_path)
-    for read in (read_config, ModelConfig.load, fingerprint):
+    for read in (read_config, ModelConfig.load, checkpoint_fingerprint):
         with pytest.raises(InputError, match=message):
             read(tmp_path)
 

@@ -1,0 +1,172 @@
+"""Real SGLang servers on this machine's CPU: started, watched, and ended with all their processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+START_S = 300.0
+ANSWER_S = 120.0
+STOP_S = 20.0
+# What SGLang needs on a CPU for which its kernels are not compiled; float32, so that greedy ids
+# can be compared with those of transformers.
+FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"),
+    *("--max-total-tokens", "4096", "--max-running-requests", "16", "--skip-server-warmup"),
+    *("--mem-fraction-static", "0.3", "--dtype", "float32", "--sleep-on-idle"),
+    *("--host", "127.0.0.1", "--log-level", "info"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One server as it is to be started."""
+
+    role: str
+    tp: int = 1
+    page: int = 1
+    flags: tuple[str, ...] = ()
+    backend: str = "kvferry"
+
+    def __str__(self) -> str:
+        return f"{self.role} TP{self.tp} page {self.page}"
+
+
+@dataclass
+class Server:
+    """One that runs. ``bootstrap`` is its port where it is a prefill server."""
+
+    side: Side
+    process: subprocess.Popen[bytes]
+    port: int
+    bootstrap: int
+    log: Path
+    up: bool = field(default=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait(self) -> None:
+        """Until it answers. Its process is watched too: a server that dies tells nobody."""
+        until = time.monotonic() + START_S
+        while not self.up:
+            assert self.process.poll() is None, f"{self.side} has died:\n{self.tail()}"
+            assert time.monotonic() < until, f"{self.side} did not start:\n{self.tail()}"
+            self.up = self._answers()
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            time.sleep(0.5)
+            return False
+
+    def tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(line[:300] for line in lines[-40:])
+
+    def kill(self) -> None:
+        """All its processes at once, as a machine that fails."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_S)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def start(side: Side, model: Path, folder: Path) -> Server:
+    """Begin to start a server; ``wait`` for it."""
+    port, bootstrap = free_port(), free_port()
+    log = folder / f"{side.role}-tp{side.tp}-page{side.page}-{port}.log"
+    command = [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *FLAGS),
+        *("--port", str(port), "--tp-size", str(side.tp), "--page-size", str(side.page)),
+        *("--disaggregation-mode", side.role, "--disaggregation-transfer-backend", side.backend),
+        *("--disaggregation-bootstrap-port", str(bootstrap), *side.flags),
+    ]
+    if side.role == "decode":
+        command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+    print(f"starting {side}, log {log}", flush=True)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            env=environment(side.tp, folder),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Server(side, process, port, bootstrap, log)
+
+
+def environment(tp: int, folder: Path) -> dict[str, str]:
+    """Of a server: this checkout, its entry points, the stand-ins, and one core a rank."""
+    points = folder / "entry-points"
+    if not points.is_dir():
+        subprocess.run([sys.executable, ROOT / "scripts" / "entry-points", points], check=True)
+        broken = points / "kvferry_broken-0.dist-info"
+        broken.mkdir()
+        (broken / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: kvferry-broken\nVersion: 0\n"
+        )
+        entry = "[sglang.srt.plugins]\nkvferry_broken = kvferry_broken:register\n"
+        (broken / "entry_points.txt").write_text(entry)
+    path = [ROOT / "src", HERE / "standins", HERE / "broken", points]
+    cores = os.cpu_count() or 1
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(tp)),
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models()),
+        # Short enough for a test to wait for, long enough for a busy machine.
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
+    }
+
+
+def _other_models() -> list[str]:
+    """Importing every model takes each scheduler half a minute."""
+    spec = find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    models = Path(spec.origin).parent / "srt" / "models"
+    return sorted(path.stem for path in models.glob("*.py") if path.stem != "llama")
+
+
+def post(url: str, body: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    """What a server answers; an error as ``{"error": ...}``."""
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        return {"error": error.read().decode(errors="replace"), "status": error.code}
+    except OSError as error:
+        return {"error": str(error), "status": 0}
