@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parent
 START_S = 300.0
 ANSWER_S = 120.0
 STOP_S = 20.0

@@ -11,8 +11,8 @@ from servers import Server, Side, start
 
 from kvferry.serve.models.smollm import default_model
 
-# Chunks of 24 tokens: the long prompt has four.
-CHUNK = ("--chunked-prefill-size", "24")
+# Chunks of 32 tokens: the long prompt has three.
+CHUNK = ("--chunked-prefill-size", "32")
 Starter = Callable[..., list[Server]]
 
 
