@@ -125,7 +125,7 @@ def test_a_chunk_is_bound_once_and_cut_by_layers() -> None:
         asked.append(course)
         return SIDES
 
-    policy = StagingPolicy(0, sides_of, SLOW_PIECES)
+    policy = StagingPolicy(0, sides_of, lambda session: SLOW_PIECES)
     for some in (block(2, 3), block(0, 2)):
         bound = policy.binding(PLAN, written(some))
         fresh = bind(PLAN, Ranks(0, 0), REQUEST, *SIDES, [some])
