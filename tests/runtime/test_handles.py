@@ -18,14 +18,11 @@ from kvferry.digest import digest_of
 from kvferry.errors import InputError, Misuse
 from kvferry.ids import MAX_ID, Room
 from kvferry.layout.spec import attention
-from kvferry.plan.choose import PRESETS
-from kvferry.plan.places import Base
 from kvferry.protocol.messages import MAX_METADATA
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
 from kvferry.rendezvous.records import InstanceView, RankRecord, RankView
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.memory import Memory
-from kvferry.runtime.mover.calibration import NUM_PIECES, PIECE_BYTES, SCRATCH_BYTES, Calibration
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.setup import make_transport
 from kvferry.runtime.source import SourceEndpoint
@@ -394,34 +391,3 @@ def test_the_inbox_keeps_order_and_wakes_its_owner() -> None:
     thread.join()
     assert seen == list(range(1000))
     inbox.close()
-
-
-def measured(calibration: Calibration, bulk_s: list[float], pieces_s: list[float]) -> Calibration:
-    """As a mover does it, with these times."""
-    sizes, bulk, pieces = [], (SCRATCH_BYTES, 1), (NUM_PIECES * PIECE_BYTES, NUM_PIECES)
-    # Connecting is slow and does not count.
-    in_turn = [time for both in zip(bulk_s, pieces_s, strict=True) for time in both]
-    for seconds in (1.0, *in_turn):
-        binding = calibration.next()
-        assert binding is not None
-        sizes.append((binding.num_bytes, binding.num_pieces))
-        calibration.took(seconds)
-    assert calibration.next() is None
-    assert sizes == [bulk, *[bulk, pieces] * 4]
-    return calibration
-
-
-def test_the_gauge_makes_constants_of_what_writes_took() -> None:
-    calibration, before = Calibration(Base(0, 1, 0), Base(0, 2, 4096)), PRESETS["nixl-host"]
-    measured(calibration, [3e-3, 1e-3, 2e-3, 9.0], [5e-4, 4e-4, 9.0, 5e-4])
-    found = calibration.constants(before)
-    assert found.bytes_per_s == SCRATCH_BYTES / 1e-3
-    each = NUM_PIECES * PIECE_BYTES / found.bytes_per_s
-    assert found.descriptor_s == pytest.approx((4e-4 - each) / NUM_PIECES)
-    assert found.copy_bytes_per_s == before.copy_bytes_per_s
-
-
-def test_a_busy_machine_does_not_make_descriptors_free() -> None:
-    calibration, before = Calibration(Base(0, 1, 0), Base(0, 2, 4096)), PRESETS["nixl-host"]
-    found = measured(calibration, [0.1] * 4, [4e-4] * 4).constants(before)
-    assert found.descriptor_s == pytest.approx(1e-4 / NUM_PIECES)

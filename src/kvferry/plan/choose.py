@@ -15,6 +15,9 @@ import msgspec
 from kvferry.errors import InputError
 from kvferry.plan.bind import Binding
 
+# Pieces of these sizes are measured: those of a slice, and those of a page's run.
+SMALL_PIECE_BYTES, LARGE_PIECE_BYTES = 1 << 10, 64 << 10
+
 
 class Path(StrEnum):
     """How a parcel's bytes get across."""
@@ -27,8 +30,10 @@ class Path(StrEnum):
 class Constants(msgspec.Struct, frozen=True, kw_only=True):
     """What a transport costs on this machine.
 
-    ``maps_peer``: the source writes straight into the target's mapped memory,
-    so there is nothing to stage.
+    ``write_s`` is what a write costs however large it is. ``descriptor_s`` is for pieces of
+    1 KiB and less, ``run_s`` for those of 64 KiB and more, where that differs.
+    ``maps_peer``: the source writes straight into the target's mapped memory, so there is
+    nothing to stage.
     """
 
     descriptor_s: float
@@ -37,13 +42,24 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: int = 4 << 20
     slot_s: float = 100e-6
     maps_peer: bool = False
+    write_s: float = 0.0
+    run_s: float | None = None
 
     def __post_init__(self) -> None:
         speeds = (self.bytes_per_s, self.copy_bytes_per_s, self.slot_bytes)
         if not all(0 < speed < math.inf for speed in speeds):
             raise InputError("bandwidth, copy speed and slot size must be above 0 and finite")
-        if not all(0 <= cost < math.inf for cost in (self.descriptor_s, self.slot_s)):
+        costs = (self.descriptor_s, self.slot_s, self.write_s, self.run_s or 0.0)
+        if not all(0 <= cost < math.inf for cost in costs):
             raise InputError("the cost of a descriptor and of a slot is 0 or more, and finite")
+
+    def pieces_s(self, num_pieces: int, num_bytes: int) -> float:
+        """What so many pieces cost beside their bytes, which lie between small and large."""
+        if self.run_s is None or not num_pieces:
+            return num_pieces * self.descriptor_s
+        mean = min(max(num_bytes / num_pieces, SMALL_PIECE_BYTES), LARGE_PIECE_BYTES)
+        share = math.log(mean / SMALL_PIECE_BYTES) / math.log(LARGE_PIECE_BYTES / SMALL_PIECE_BYTES)
+        return num_pieces * (self.descriptor_s + share * (self.run_s - self.descriptor_s))
 
 
 class Shape(NamedTuple):
@@ -97,19 +113,21 @@ def choose(shape: Shape, constants: Constants, override: Path | None = None) -> 
 
 
 def _predict(shape: Shape, constants: Constants) -> dict[Path, float]:
-    wire_s = shape.num_bytes / constants.bytes_per_s
+    num_bytes = shape.num_bytes
+    wire_s = num_bytes / constants.bytes_per_s
     seconds: dict[Path, float] = {}
     if shape.contiguous:
-        seconds[Path.RUNS] = shape.runs * constants.descriptor_s + wire_s
-    seconds[Path.SLICES] = shape.slices * constants.descriptor_s + wire_s
+        seconds[Path.RUNS] = constants.write_s + constants.pieces_s(shape.runs, num_bytes) + wire_s
+    seconds[Path.SLICES] = constants.write_s + constants.pieces_s(shape.slices, num_bytes) + wire_s
     if not constants.maps_peer:
         # Gather and scatter are counted in full. They overlap with the write of other
         # slots, but on one host all three share the memory's bandwidth, so the sum is
         # the bound that does not flatter staging.
-        copies_s = 2 * shape.num_bytes / constants.copy_bytes_per_s
-        slots = num_slots(shape.num_bytes, constants)
-        seconds[Path.STAGED] = slots * (constants.slot_s + constants.descriptor_s) + copies_s
-        seconds[Path.STAGED] += wire_s
+        copies_s = 2 * num_bytes / constants.copy_bytes_per_s
+        slots = num_slots(num_bytes, constants)
+        slots_s = slots * (constants.slot_s + constants.write_s)
+        slots_s += constants.pieces_s(slots, num_bytes)
+        seconds[Path.STAGED] = slots_s + copies_s + wire_s
     return seconds
 
 

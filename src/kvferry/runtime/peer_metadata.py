@@ -16,12 +16,13 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
     """How to find out that an endpoint is gone, and where its staging memory is.
 
     ``staging_region`` is the number of the region with its slots, and
-    ``scratch_offset`` where in it anybody may write at any time, to measure.
+    ``scratch_offset`` where in it so many bytes are that anybody may write at any time, to measure.
     """
 
     lifeline: tuple[Annotated[str, msgspec.Meta(max_length=64)], _Port]
     staging_region: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] | None = None
     scratch_offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
+    scratch_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
 
     def encode(self) -> bytes:
         """For the handshake."""

@@ -22,7 +22,7 @@ from kvferry.rendezvous.records import Name
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.lifeline import Lifeline
 from kvferry.runtime.memory import Memory, PoolArrays, arrays_of
-from kvferry.runtime.mover.calibration import SCRATCH_BYTES
+from kvferry.runtime.mover.calibration import scratch_bytes
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.staging import SlotPool, allocate, slots_for
 from kvferry.transport.base import Setup, Transport
@@ -104,6 +104,11 @@ class StagingMemory(NamedTuple):
     def scratch_offset(self) -> int:
         """Where the scratch memory begins."""
         return self.pool.num_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """How large it is."""
+        return self.region.num_bytes - self.pool.num_bytes
 
     def address(self, slot: int) -> int:
         """Of a slot."""
@@ -199,8 +204,8 @@ def set_up(
     if slots and not transports.stages:
         slots = None  # Whoever would have staged could not take the pools.
     staging_region = len(memory.regions) if slots else None
-    scratch = slots.scratch_offset if slots else 0
-    metadata = PeerMetadata(lifeline.address, staging_region, scratch)
+    scratch = (slots.scratch_offset, slots.scratch_bytes) if slots else (0, 0)
+    metadata = PeerMetadata(lifeline.address, staging_region, *scratch)
     return EndpointSetup(member, memory, slots, transports, offers, incarnation, lifeline, metadata)
 
 
@@ -262,11 +267,12 @@ def _slots(
     if not transports.stages or not config.staging_bytes:
         return None
     unit_bytes = max(group.unit_bytes for group in layout.spec.groups)
+    scratch = scratch_bytes(memory.device)
     pool = slots_for(
         unit_bytes,
-        budget_bytes=config.staging_bytes - SCRATCH_BYTES,
+        budget_bytes=config.staging_bytes - scratch,
         slot_bytes=config.slot_bytes,
         most_slots=most_slots,
     )
-    buffer = allocate(pool.num_bytes + SCRATCH_BYTES, memory.device)
+    buffer = allocate(pool.num_bytes + scratch, memory.device)
     return StagingMemory(buffer.region, pool, buffer)

@@ -19,6 +19,7 @@ as many bytes, in the same run: the ceiling of what this machine's memory can do
 
 CONTROL_EXAMPLE = """example:
   kvferry bench control --transport shm --concurrency 1,8,64 --json
+  kvferry bench control --device cuda
 
 Rooms of one page, from the target's request to its end, with all messages and both processes.
 """
@@ -76,7 +77,7 @@ def _add_transfer(kinds: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--chunk", metavar="N", help="tokens in each push (all at once)")
     parser.add_argument("--staging-mib", metavar="N", help="staging memory in MiB (64)")
     parser.add_argument("--slot-mib", metavar="N", help="size of a staging slot in MiB")
-    parser.add_argument("--device", default="cpu", help="where the pools are: cpu or cuda")
+    _add_device(parser)
     _add_common(parser, run_transfer)
 
 
@@ -91,6 +92,7 @@ def _add_control(kinds: argparse._SubParsersAction[Any]) -> None:
         "--concurrency", default="1,8,64", metavar="LIST", help="rooms at once (1,8,64)"
     )
     parser.add_argument("--rooms", default="400", metavar="N", help="rooms for each (400)")
+    _add_device(parser)
     _add_common(parser, run_control)
 
 
@@ -156,6 +158,10 @@ def _add_load(
     parser.add_argument("--plot", metavar="FILE", help="draw a figure: .png, .svg or .pdf")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", help="where the pools are: cpu or cuda")
 
 
 def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:

@@ -14,6 +14,7 @@ from kvferry.cli.printing import print_document
 from kvferry.errors import InputError
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Request
+from kvferry.regions import Device
 from kvferry.serve.cluster.needs import demand_transport
 from kvferry.testing.fleet import Fleet, FleetSide
 
@@ -40,23 +41,28 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"--concurrency goes up to {MAX_CONCURRENCY}, not {show(args.concurrency)}"
         )
+    device = Device.parse(args.device)
     demand_transport(args.transport)
-    measured = measure(levels, whole("--rooms")(args.rooms), args.transport, tell=not args.json)
+    rooms = whole("--rooms")(args.rooms)
+    measured = measure(levels, rooms, args.transport, str(device), tell=not args.json)
     if args.json:
-        document = {"transport": args.transport, "levels": msgspec.to_builtins(measured)}
-        print_document(document)
+        asked = {"transport": args.transport, "device": str(device)}
+        print_document(asked | {"levels": msgspec.to_builtins(measured)})
     else:
         _print(measured)
     return 0
 
 
-def measure(levels: list[int], num_rooms: int, transport: str, *, tell: bool) -> list[ControlLevel]:
+def measure(
+    levels: list[int], num_rooms: int, transport: str, device: str, *, tell: bool
+) -> list[ControlLevel]:
     """One source process and one target process, at one concurrency after the other."""
     spec = attention(layers=2, kv_heads=2, head_dim=64)
     layout = Layout(spec, Parallel(), page_tokens=PAGE_TOKENS)
     sides = [FleetSide(name, layout, 2 * max(levels) + 2) for name in ("prefill", "decode")]
     status = Console(stderr=True, quiet=not tell)
-    with status.status("starting two processes"), Fleet(*sides, transport=transport) as fleet:
+    started = status.status("starting two processes")
+    with started, Fleet(*sides, transport=transport, device=device) as fleet:
         fleet.carry("first", Request(PAGE_TOKENS), seed=0)
         return [_level(fleet, level, max(num_rooms, 2 * level)) for level in levels]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvferry.cli.files import write_text
 from kvferry.cli.parsing import fields, given, number, show, whole
 from kvferry.cli.plan.output import as_document, print_plan
@@ -116,11 +118,9 @@ def read_link(text: str) -> Constants:
         "copy_gb_per_s": number("copy_gb_per_s", 1e-6, 1e6),
     }
     values = fields(rest, readers, "--link")
-    return Constants(
+    return replace(
+        preset,
         descriptor_s=values.get("descriptor_us", preset.descriptor_s * 1e6) / 1e6,
         bytes_per_s=values.get("gb_per_s", preset.bytes_per_s / 1e9) * 1e9,
         copy_bytes_per_s=values.get("copy_gb_per_s", preset.copy_bytes_per_s / 1e9) * 1e9,
-        slot_bytes=preset.slot_bytes,
-        slot_s=preset.slot_s,
-        maps_peer=preset.maps_peer,
     )

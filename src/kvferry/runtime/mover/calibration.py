@@ -1,31 +1,49 @@
-"""What a transport costs: a few writes into a peer's scratch memory, timed.
+"""What a link costs: a few writes into a peer's scratch memory, timed.
 
 Pure but for the numbers it is told. The mover makes the writes one after another
 while a link is young; the chooser gets what comes out of it.
+
+Two sizes in one piece tell what a write costs at all and what its bytes do: over a GPU's links
+1 MiB takes hardly longer than 1 KiB, so that a single size would say that the link is slow.
+Pieces of two sizes tell what a descriptor costs, for slices and for the runs of whole pages.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvferry.plan.bind import Binding, Part
-from kvferry.plan.choose import Constants
+from kvferry.plan.choose import LARGE_PIECE_BYTES, SMALL_PIECE_BYTES, Constants
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
+from kvferry.regions import Device
 
 SCRATCH_BYTES = 1 << 20
-PIECE_BYTES = 1024
-NUM_PIECES = 64
-# Connecting, then both in turn: the best of each counts, because a busy machine only delays.
-STEPS = ("first", *("bulk", "pieces") * 4)
+# What a GPU moves in a time that can be told from that of a smaller write.
+GPU_SCRATCH_BYTES = 4 << 20
+LITTLE_BYTES = 128 << 10
+PIECE_BYTES = SMALL_PIECE_BYTES
+NUM_PIECES, NUM_RUNS = 64, 8
+# Connecting, then each in turn: the best of each counts, because a busy machine only delays.
+STEPS = ("first", *("bulk", "little", "pieces", "runs") * 4)
+# By how much bytes may be faster than a whole bulk write, and runs cheaper than small pieces:
+# differences of two times are as wrong as both times together.
+MOST_FASTER, MOST_CHEAPER = 16, 8
+
+
+def scratch_bytes(device: Device) -> int:
+    """How much memory beside the slots is written to measure."""
+    return SCRATCH_BYTES if device.is_host else GPU_SCRATCH_BYTES
 
 
 class Calibration:
     """The writes that are still to be made, and how long the others took."""
 
-    def __init__(self, ours: Base, theirs: Base) -> None:
+    def __init__(self, ours: Base, theirs: Base, num_bytes: int = SCRATCH_BYTES) -> None:
         self._ours = ours
         self._theirs = theirs
+        self._num_bytes = num_bytes
         self._seconds: dict[str, list[float]] = {step: [] for step in STEPS}
         self._left = list(STEPS)
 
@@ -33,36 +51,54 @@ class Calibration:
         """The next write, or None when all were made."""
         if not self._left:
             return None
-        if self._left[0] == "pieces":
-            return scattered(self._ours, self._theirs, NUM_PIECES)
-        return Binding.bulk(self._ours, self._theirs, SCRATCH_BYTES)
+        match self._left[0]:
+            case "pieces":
+                return scattered(self._ours, self._theirs, NUM_PIECES)
+            case "runs":
+                return scattered(self._ours, self._theirs, NUM_RUNS, LARGE_PIECE_BYTES)
+            case "little":
+                return Binding.bulk(self._ours, self._theirs, LITTLE_BYTES)
+            case _:
+                return Binding.bulk(self._ours, self._theirs, self._num_bytes)
 
     def took(self, seconds: float) -> None:
         """The write that ``next`` gave has ended well."""
         self._seconds[self._left.pop(0)].append(seconds)
 
     def constants(self, before: Constants) -> Constants:
-        """What the transport costs. What was not measured stays as it was."""
-        bulk_s, pieces_s = min(self._seconds["bulk"]), min(self._seconds["pieces"])
-        bytes_per_s = SCRATCH_BYTES / bulk_s
-        rest_s = pieces_s - NUM_PIECES * PIECE_BYTES / bytes_per_s
+        """What the link costs. What was not measured stays as it was."""
+        bulk_s, little_s = min(self._seconds["bulk"]), min(self._seconds["little"])
+        bytes_per_s = _speed(self._num_bytes, bulk_s, little_s)
+        write_s = max(little_s - LITTLE_BYTES / bytes_per_s, 0.0)
+        pieces_s, runs_s = min(self._seconds["pieces"]), min(self._seconds["runs"])
+        rest_s = pieces_s - write_s - NUM_PIECES * PIECE_BYTES / bytes_per_s
         # If every bulk write was delayed, nothing would be left for the descriptors, and slices
         # would seem to cost nothing.
-        rest_s = max(rest_s, pieces_s / 4)
-        return Constants(
-            descriptor_s=max(rest_s / NUM_PIECES, 1e-9),
+        descriptor_s = max(rest_s, pieces_s / 4, 1e-9) / NUM_PIECES
+        run_s = (runs_s - write_s - NUM_RUNS * LARGE_PIECE_BYTES / bytes_per_s) / NUM_RUNS
+        return replace(
+            before,
+            descriptor_s=descriptor_s,
             bytes_per_s=bytes_per_s,
-            copy_bytes_per_s=before.copy_bytes_per_s,
-            slot_bytes=before.slot_bytes,
-            slot_s=before.slot_s,
-            maps_peer=before.maps_peer,
+            write_s=write_s,
+            run_s=min(max(run_s, descriptor_s / MOST_CHEAPER), descriptor_s),
         )
 
 
-def scattered(source: Base, target: Base, num_pieces: int) -> Binding:
+def _speed(num_bytes: int, bulk_s: float, little_s: float) -> float:
+    """Bytes a second behind what any write costs; at least what the whole write did."""
+    least = num_bytes / bulk_s
+    if bulk_s <= little_s:
+        return least
+    return min(max((num_bytes - LITTLE_BYTES) / (bulk_s - little_s), least), MOST_FASTER * least)
+
+
+def scattered(
+    source: Base, target: Base, num_pieces: int, piece_bytes: int = PIECE_BYTES
+) -> Binding:
     """Every second stretch of either side, so that nothing can be merged."""
-    offsets = np.arange(num_pieces, dtype=np.int64) * 2 * PIECE_BYTES
+    offsets = np.arange(num_pieces, dtype=np.int64) * 2 * piece_bytes
     one = np.ones(num_pieces, dtype=np.int64)
-    flat = Stride(PIECE_BYTES, PIECE_BYTES)
-    pieces = Pieces(offsets, offsets, one * PIECE_BYTES, one, one, flat, flat, whole_pages=True)
+    flat = Stride(piece_bytes, piece_bytes)
+    pieces = Pieces(offsets, offsets, one * piece_bytes, one, one, flat, flat, whole_pages=True)
     return Binding((Part("", "", (source,), (target,), pieces),))

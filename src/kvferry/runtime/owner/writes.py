@@ -33,7 +33,7 @@ from kvferry.protocol.transports import common_transports
 from kvferry.runtime.copier import BulkWrite, Copied, Copier, CopyJob
 from kvferry.runtime.costs import LinkCosts
 from kvferry.runtime.metrics import Meter
-from kvferry.runtime.mover.calibration import Calibration
+from kvferry.runtime.mover.calibration import SCRATCH_BYTES, Calibration
 from kvferry.runtime.mover.mover import (
     Flight,
     Measured,
@@ -161,14 +161,15 @@ class Writes:
 
     def _measurable(self, metadata: PeerMetadata) -> bool:
         both = self._setup.slots is not None and metadata.staging_region is not None
-        return self._measures and both
+        return self._measures and both and metadata.scratch_bytes >= SCRATCH_BYTES
 
     def _calibration(self, metadata: PeerMetadata) -> Calibration:
         slots = self._setup.slots
         assert slots is not None
         assert metadata.staging_region is not None
         ours = Base(0, len(self._setup.memory.regions), slots.scratch_offset)
-        return Calibration(ours, Base(0, metadata.staging_region, metadata.scratch_offset))
+        theirs = Base(0, metadata.staging_region, metadata.scratch_offset)
+        return Calibration(ours, theirs, min(slots.scratch_bytes, metadata.scratch_bytes))
 
     # ------------------------------------------------------------ writes
 

@@ -28,7 +28,7 @@ from kvferry.plan import (
     reshard,
 )
 from kvferry.regions import HOST, Device
-from kvferry.runtime.costs import SLOT_S, preset_for
+from kvferry.runtime.costs import GPU_SLOT_S, SLOT_S, preset_for
 from kvferry.runtime.mover.calibration import SCRATCH_BYTES
 from kvferry.staging.pool import DEFAULT_BUDGET_BYTES, DEFAULT_SLOT_BYTES, ENOUGH_SLOTS, slots_for
 from kvferry.units import human_bytes, human_seconds
@@ -81,11 +81,12 @@ def read_pairing(args: argparse.Namespace, asked: Asked) -> Pairing | tuple[Reas
         return refused.reasons
     check(plan)
     preset = preset_for(asked.best, HOST if asked.on_host else Device("cuda"))
-    return Pairing(plan, request, estimate(plan, request, _constants(preset)), preset)
+    return Pairing(plan, request, estimate(plan, request, _constants(preset, asked)), preset)
 
 
-def _constants(preset: str) -> Constants:
-    return replace(PRESETS[preset], slot_bytes=DEFAULT_SLOT_BYTES, slot_s=SLOT_S)
+def _constants(preset: str, asked: Asked) -> Constants:
+    slot_s = SLOT_S if asked.on_host else GPU_SLOT_S
+    return replace(PRESETS[preset], slot_bytes=DEFAULT_SLOT_BYTES, slot_s=slot_s)
 
 
 # ---------------------------------------------------------------- judging

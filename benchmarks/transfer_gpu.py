@@ -1,0 +1,181 @@
+"""Transfers between GPU pools of real processes: mapped, staged, and equal TP, each with its bar.
+
+    .venv/bin/python benchmarks/transfer_gpu.py                    all cases, on one GPU
+    .venv/bin/python benchmarks/transfer_gpu.py --only mapped      those whose names have this
+    .venv/bin/python benchmarks/transfer_gpu.py --list             what there is
+
+Qwen3-32B's cache (64 layers, 8 KV heads of 128, bf16, pages of 64) for 8192 tokens, 2.1 GB, every
+rank a process. Every case is one line of JSON: the median of its repeats from the first push to
+the last target's end, what carried it (``chosen``, ``path``), the bar that it is held to, and
+whether every byte was right. Where a case was also measured by each path, a last line says how
+much slower the chooser's was than the best (``chooser``). The exit status is 1 if bytes were
+wrong, a case failed, or the chooser was wrong by more than 1.5 times; bars are told, not judged,
+because they are an H200's.
+
+``--device cpu`` with small sizes runs the same cases over shm and NIXL anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from kvferry.cli.bench.transfer import TIMEOUT_S, TransferJob, TransferReport, measure
+from kvferry.errors import KvferryError
+from kvferry.layout import Layout, Parallel, attention
+from kvferry.plan import Path, Request, check, reshard
+from kvferry.regions import Device
+from kvferry.runtime.config import EndpointConfig
+from kvferry.staging.pool import MIB
+from kvferry.testing.fleet import RankError
+
+# What a chooser may be wrong by.
+MOST_WRONG = 1.5
+
+
+class GpuCase(NamedTuple):
+    """One measurement. ``transport`` None is the one that maps memory of the device."""
+
+    name: str
+    prefill: int
+    decode: int
+    transport: str | None
+    bar_ms: float | None = None
+    staging_mib: int = 128
+    path: Path | None = None
+
+    def transport_on(self, device: str) -> str:
+        """Its transport, where the pools are on that device."""
+        return self.transport or ("shm" if Device.parse(device).is_host else "cuda")
+
+
+def cases() -> list[GpuCase]:
+    """The table of bars, and each path of equal TP on its own."""
+    pairs = ((4, 1), (1, 4), (2, 4))
+    mapped = {(4, 1): 3.0, (1, 4): 3.5, (2, 4): 3.5, (1, 1): 2.5}
+    return [
+        *(GpuCase(f"mapped {p}-{d}", p, d, None, bar) for (p, d), bar in mapped.items()),
+        *(GpuCase(f"staged-128 {p}-{d}", p, d, "nixl", 25.0) for p, d in pairs),
+        *(GpuCase(f"staged-1024 {p}-{d}", p, d, "nixl", 9.0, 1024) for p, d in pairs),
+        GpuCase("equal 1-1", 1, 1, "nixl", 30.0),
+        *(GpuCase(f"equal-{path} 1-1", 1, 1, "nixl", None, 128, path) for path in PATHS),
+        GpuCase("auto 4-1", 4, 1, "auto", 3.0),
+        GpuCase("auto 1-1", 1, 1, "auto", 2.5),
+    ]
+
+
+# Slices of equal TP are runs.
+PATHS = (Path.RUNS, Path.STAGED)
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
+    parser.add_argument("--slot-mib", type=int, help="of a staging slot (what suits)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names have this")
+    parser.add_argument("--list", action="store_true", help="name the cases and end")
+    args = parser.parse_args(words)
+    if min(getattr(args, name.replace("-", "_")) for name in SIZES) < 1:
+        parser.error("sizes and repeats are 1 or more")
+    if not chosen_cases(args.only):
+        parser.error(f"no case has {args.only!r} in its name; --list names them")
+    try:
+        Device.parse(args.device)
+    except KvferryError as error:
+        parser.error(str(error))
+    return args
+
+
+SIZES = {"layers": 64, "kv-heads": 8, "head-dim": 128, "page": 64, "tokens": 8192, "repeats": 15}
+
+
+def chosen_cases(only: str) -> list[GpuCase]:
+    return [case for case in cases() if only in case.name]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    args = arguments(words)
+    if args.list:
+        print("\n".join(case.name for case in chosen_cases(args.only)))
+        return 0
+    lines: list[dict[str, Any]] = []
+    for case in chosen_cases(args.only):
+        print(f"{case.name} ...", file=sys.stderr, flush=True)
+        lines.append(line_of(case, args))
+        print(json.dumps(lines[-1]), flush=True)
+    for line in chooser_lines(lines):
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+    return 0 if all(line["good"] for line in lines) else 1
+
+
+def job_of(case: GpuCase, args: argparse.Namespace) -> TransferJob:
+    spec = attention(layers=args.layers, kv_heads=args.kv_heads, head_dim=args.head_dim)
+    sides = [Layout(spec, Parallel(tp=tp), args.page) for tp in (case.prefill, case.decode)]
+    plan = reshard(*sides)
+    check(plan)
+    config = EndpointConfig(
+        staging_bytes=case.staging_mib * MIB,
+        slot_bytes=args.slot_mib * MIB if args.slot_mib else None,
+        path=case.path,
+        deadline_s=TIMEOUT_S,
+    )
+    transport, device = case.transport_on(args.device), str(Device.parse(args.device))
+    request = Request(args.tokens)
+    return TransferJob(plan, request, transport, device, args.tokens, args.repeats, config)
+
+
+def line_of(case: GpuCase, args: argparse.Namespace) -> dict[str, Any]:
+    """A case's line, also where it fails."""
+    asked: dict[str, Any] = {
+        "case": case.name,
+        "prefill": f"tp={case.prefill}",
+        "decode": f"tp={case.decode}",
+        "asked": case.transport_on(args.device),
+        "bar_ms": case.bar_ms,
+    }
+    try:
+        return asked | measured(case, measure(job_of(case, args), show=False))
+    except (KvferryError, RankError) as error:
+        return asked | {"good": False, "error": str(error)[:2000]}
+
+
+def measured(case: GpuCase, report: TransferReport) -> dict[str, Any]:
+    median_ms, all_s = 1e3 * report.seconds["median"], report.seconds["all"]
+    return {
+        "good": report.verified,
+        "median_ms": round(median_ms, 3),
+        "least_ms": round(1e3 * min(all_s), 3),
+        "most_ms": round(1e3 * max(all_s), 3),
+        "within_bar": None if case.bar_ms is None else median_ms <= case.bar_ms,
+        "chosen": report.chosen,
+        "path": report.path,
+        "gb_per_s": round(report.gb_per_s, 2),
+        "bytes": report.bytes,
+        "pieces": report.pieces,
+        "staging_bytes": report.staging_bytes,
+        "first_ms": round(1e3 * report.first_seconds, 3),
+        "repeats": len(all_s),
+    }
+
+
+def chooser_lines(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """How the chooser did, where each path was measured too."""
+    times = {line["case"]: line["median_ms"] for line in lines if "median_ms" in line}
+    forced = [times.get(f"equal-{path} 1-1") for path in PATHS]
+    chosen = times.get("equal 1-1")
+    if chosen is None or None in forced:
+        return
+    ratio = chosen / min(ms for ms in forced if ms is not None)
+    yield {"case": "chooser", "ratio": round(ratio, 3), "good": ratio <= MOST_WRONG}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
