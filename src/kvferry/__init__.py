@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         read_config,
     )
     from kvferry.plan.choose import PRESETS, Constants, Path
+    from kvferry.plan.layers import LayersPerPush, layers_per_push
     from kvferry.plan.places import Base, Placement, PoolMap, Pools, contiguous_pools
     from kvferry.plan.plan import Plan, Request
     from kvferry.plan.reshard import reshard
@@ -91,6 +92,7 @@ __all__ = [
     "InputError",
     "InstanceView",
     "KvferryError",
+    "LayersPerPush",
     "Layout",
     "Memory",
     "Misuse",
@@ -145,6 +147,7 @@ __all__ = [
     "contiguous_pools",
     "digest_of",
     "find_holding",
+    "layers_per_push",
     "make_transport",
     "make_transports",
     "new_incarnation",
@@ -171,6 +174,7 @@ _HOMES = {
     "layout.spec": "CacheSpec DType Group Paged Slot Tensor Window attention attention_group",
     "model_config": "checkpoint_fingerprint config_as config_bytes read_config",
     "plan.choose": "PRESETS Constants Path",
+    "plan.layers": "LayersPerPush layers_per_push",
     "plan.places": "Base Placement PoolMap Pools contiguous_pools",
     "plan.plan": "Plan Request",
     "plan.reshard": "reshard",

@@ -55,6 +55,19 @@ def test_equal_sides_take_the_runs_path(capsys: pytest.CaptureFixture[str]) -> N
     assert apart["digest"] == beside["digest"]
 
 
+def test_the_time_of_a_layer_tells_how_many_to_push(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--prefill tp=4 --decode tp=8 {SHAPE} --tokens 4096 --link rdma-400g"
+    slow = document(capsys, f"{words} --layer-ms 2.5")["layers_per_push"]
+    assert 1 <= slow["layers"] <= 16
+    assert slow["left_s"] < slow["whole_s"] / 3
+    quick = document(capsys, f"{words} --layer-ms 0.001")["layers_per_push"]
+    assert quick["layers"] == 64
+    assert "little to hide it behind" in quick["reason"]
+    assert "layers_per_push" not in document(capsys, words)
+    assert main(["plan", *f"{words} --layer-ms 2.5".split()]) == 0
+    assert f"layers per push: {slow['layers']}, because sending" in capsys.readouterr().out
+
+
 def test_a_prefix_and_a_stride_show_in_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     got = document(capsys, f"--prefill cp=2 --decode prefix=7 {SHAPE} --tokens 20")
     assert [move["tokens"] for move in got["moves"]] == [[8, 19, 2], [7, 20, 2]]

@@ -9,18 +9,21 @@ from msgspec.structs import replace
 
 from kvferry.cli.files import write_text
 from kvferry.cli.parsing import fields, given, number, show, whole
-from kvferry.cli.plan.output import as_document, print_plan
+from kvferry.cli.plan.output import as_document, print_advice, print_plan
 from kvferry.cli.printing import EXIT_REFUSED, print_document, print_refusal
 from kvferry.cli.sides import Sides, add_flags, both_sides, read_side, read_spec
 from kvferry.errors import InputError, Refused
 from kvferry.pictures import as_html, as_svg
 from kvferry.plan import PRESETS, Constants, Path, Request, check, estimate, reshard
+from kvferry.plan.layers import layers_for
 
 EXAMPLE = """example:
   kvferry plan --prefill tp=4 --decode tp=1,dp=4,page=16 \\
       --layers 64 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 8192
   kvferry plan --prefill tp=4,pp=2 --decode tp=8,prefix=1000 --model path/to/config.json \\
       --html plan.html
+  kvferry plan --prefill tp=4 --decode tp=8 --layers 80 --kv-heads 8 --head-dim 128 \\
+      --tokens 4096 --link rdma-400g --layer-ms 2.5
 
 side keys: tp, pp, cp (token interleaving), dp (replicas), page (tokens), order (nhd or hnd),
 stages (layers of each pipeline stage, as in stages=10+22), dtype (of that side's cache),
@@ -60,6 +63,11 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         default="scattered",
         help="whether a request's pages lie apart (a busy server) or side by side",
     )
+    parser.add_argument(
+        "--layer-ms",
+        metavar="MS",
+        help="what one layer of these tokens takes to compute: whether to push layer by layer",
+    )
     parser.add_argument("--all", action="store_true", help="show every move, however many")
     parser.add_argument("--svg", metavar="FILE", help="write a picture")
     parser.add_argument("--html", metavar="FILE", help="write a picture with numbers on hover")
@@ -73,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     decode = read_side(args.decode, "--decode", extra={"prefix": whole("prefix", least=0)})
     request = Request(whole("--tokens", least=0)(args.tokens), decode.prefix)
     constants = read_link(args.link)
+    layer_ms = None if args.layer_ms is None else number("--layer-ms", 0, 1e6)(args.layer_ms)
     pictures = [
         (name, draw)
         for flag, name, draw in (("--svg", args.svg, as_svg), ("--html", args.html, as_html))
@@ -95,12 +104,14 @@ def run(args: argparse.Namespace) -> int:
         scattered=args.pages == "scattered",
         override=None if args.path == "auto" else Path(args.path),
     )
+    advice = None if layer_ms is None else layers_for(costs, layer_ms / 1e3)
     for name, draw in pictures:
         write_text(name, draw(plan, request))
     if args.json:
-        print_document(as_document(plan, request, costs))
+        print_document(as_document(plan, request, costs, advice))
     else:
         print_plan(plan, request, costs, link=args.link, show_all=args.all)
+        print_advice(advice)
         for name, _ in pictures:
             print(f"picture: {name}")
     return 0

@@ -10,15 +10,19 @@ from rich.table import Table
 from kvferry.cli.printing import console as new_console
 from kvferry.plan import Estimate, Path, Plan, Request
 from kvferry.plan.describe import MOVE_COLUMNS, move_cells, spec_lines, tokens_text
+from kvferry.plan.layers import LayersPerPush
 from kvferry.units import human_bytes, human_seconds
 
 # What fits on a screen. Everything is in --all, --json and --html.
 MAX_ROWS = 40
 
 
-def as_document(plan: Plan, request: Request, costs: Estimate) -> dict[str, Any]:
+def as_document(
+    plan: Plan, request: Request, costs: Estimate, advice: LayersPerPush | None = None
+) -> dict[str, Any]:
     """The JSON document of a plan that fits."""
-    return {
+    layers = {} if advice is None else {"layers_per_push": advice._asdict()}
+    return layers | {
         "compatible": True,
         "reasons": [],
         "digest": plan.digest,
@@ -82,6 +86,13 @@ def print_plan(plan: Plan, request: Request, costs: Estimate, *, link: str, show
         f"plan {plan.digest[:12]}, proven: every unit arrives exactly once",
         soft_wrap=True,
     )
+
+
+def print_advice(advice: LayersPerPush | None) -> None:
+    """Whether to push layer by layer, and why, where the time of a layer was given."""
+    if advice is not None:
+        text = f"layers per push: [bold]{advice.layers}[/], because {advice.reason}"
+        new_console().print(text, soft_wrap=True)
 
 
 def _move_table(plan: Plan, request: Request, costs: Estimate, show_all: bool) -> Table:
