@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from runtime.fleets import eventually
 from serve.driving import PROMPTS
 from serve.working import (
     Alone,
@@ -31,8 +32,9 @@ from serve.working import (
 from kvferry import checkpoint_fingerprint
 from kvferry.layout.layout import Order, Parallel
 from kvferry.rendezvous.server import RendezvousServer
+from kvferry.serve.engine.steps import StepPlan
 from kvferry.serve.models.tiny import TinyKind, make_tiny
-from kvferry.serve.transfer.extension import EndpointSettings
+from kvferry.serve.transfer.extension import EndpointSettings, Layers
 from kvferry.serve.transfer.prefill import PrefillExtension
 from kvferry.transport.base import Setup, Transport
 from kvferry.transport.shm import ShmTransport
@@ -84,11 +86,12 @@ def pair_of(
     neighbour: Neighbour,
     parallels: Sequence[Parallel],
     transport: str = "shm",
+    layers: Layers = "auto",
 ) -> Iterator[list[Worker]]:
     """Prefill in this process, decode in another, each with the ranks that it needs."""
     here, there = parallels
     paged = {"page_tokens": 32, "order": Order.HND}
-    prefill = options_for("prefill", folder, rendezvous, here, transport=transport)
+    prefill = options_for("prefill", folder, rendezvous, here, transport=transport, layers=layers)
     decode = options_for("decode", folder, rendezvous, there, transport=transport, engine=paged)
     with hosted(prefill) as running, neighbour.runs(decode) as other:
         yield [*running, other]
@@ -118,6 +121,10 @@ PAIRS = {
 }
 
 
+# Layer by layer, by groups that do not divide the model, or by whole chunks.
+LAYERS: dict[str, Layers] = {"shm": 1, "nixl": 4, "mooncake": "all"}
+
+
 @pytest.mark.parametrize(
     ("name", "transport"),
     [*product(PAIRS, ("shm", "nixl")), ("TP3 to 1", "mooncake")],
@@ -132,7 +139,8 @@ def test_the_answer_is_what_one_engine_says(
 ) -> None:
     """Sixteen at once, from pages of 16 to pages of 32, without and with a prefix at decode."""
     kind, *parallels = PAIRS[name]
-    with pair_of(models[kind], rendezvous, neighbour, parallels, transport) as pair:
+    layers = LAYERS[transport]
+    with pair_of(models[kind], rendezvous, neighbour, parallels, transport, layers) as pair:
         first, second = call(partial(twice, pair=pair, prompts=MANY))
     right = alone(kind, MANY)
     assert [reply.tokens for reply in first] == right
@@ -257,3 +265,43 @@ def test_without_the_copy_the_answer_is_wrong(
     (right,) = alone(TinyKind.LLAMA, PROMPTS[2:])
     assert reply.tokens[0] == right[0]
     assert reply.tokens != right
+
+
+class Early(PrefillExtension):
+    """Pushes each layer when the one below it is computed, and sees it written."""
+
+    def before(self, plan: StepPlan) -> None:
+        super().before(plan)
+        if plan.works:
+            self._push_early(plan, self.pace.first)
+
+    def computed(self, plan: StepPlan, layer: int) -> None:
+        if layer + 1 < self.pace.end:
+            self._push_early(plan, layer + 1)
+
+    def _push_early(self, plan: StepPlan, layer: int) -> None:
+        rooms = [self.rooms[work.request].handle for work in plan.works]
+        before = [room.num_writes for room in rooms]
+        super().computed(plan, layer)
+        eventually(lambda: all(r.num_writes > n for r, n in zip(rooms, before, strict=True)))
+
+
+@pytest.mark.parametrize("kind", [PrefillExtension, Early])
+def test_a_layer_that_is_pushed_too_early_makes_the_answer_wrong(
+    models: Models, rendezvous: str, alone: Alone, kind: type[PrefillExtension]
+) -> None:
+    """The negative control of pushing by layers, and the same with the right extension."""
+    folder, name = models[TinyKind.LLAMA], kind.__name__.lower()
+    source = options_for("prefill", folder, rendezvous, ONE, name=name)
+    target = options_for("decode", folder, rendezvous, ONE)
+    settings = EndpointSettings(
+        name=name, model=fingerprint(folder), rendezvous=rendezvous, layers=1
+    )
+    with (
+        hosted(source, extend=partial(kind, settings)) as (prefill,),
+        hosted(target) as (decode,),
+    ):
+        (reply,) = call(lambda caller: all_at_once(caller, [prefill, decode], PROMPTS[2:]))
+    (right,) = alone(TinyKind.LLAMA, PROMPTS[2:])
+    assert reply.tokens[0] == right[0]
+    assert (reply.tokens == right) == (kind is PrefillExtension)

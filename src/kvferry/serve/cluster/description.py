@@ -10,7 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -42,6 +42,12 @@ class RendezvousSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def address(self) -> str:
         """As workers and routers are told."""
         return self.url or f"http://{self.host}:{self.port}"
+
+
+class TransferSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the cache travels. ``layers``: so many of a chunk at a time, as many as pay, or all."""
+
+    layers: Count | Literal["auto", "all"] = "auto"
 
 
 class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,6 +109,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     key: str | None = None
     rendezvous: RendezvousSection = RendezvousSection()
     router: RouterOptions = RouterOptions()
+    transfer: TransferSection = TransferSection()
     prefill: tuple[WorkerSection, ...] = ()
     decode: tuple[WorkerSection, ...] = ()
 
@@ -228,6 +235,7 @@ def worker_options(
             "host": section.host,
             "port": section.port,
             "advertise": section.advertise,
+            "layers": cluster.transfer.layers,
             "endpoint": {"path": section.path},
             "deadline_s": cluster.router.room_s,
             "request_s": cluster.router.deadline_s,

@@ -8,6 +8,7 @@ that lives on every rank, such as a kvferry endpoint that sends this rank's page
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,8 @@ class Extension:
     """What may be added to a rank. This one adds nothing; override what you need.
 
     Called on the rank's own thread, in this order: ``allocate``, ``start``, then
-    ``before`` and ``after`` around every step, and ``close``.
+    ``before`` and ``after`` around every step with ``computed`` for each layer between
+    them, and ``close``.
     """
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
@@ -45,6 +47,9 @@ class Extension:
 
     def before(self, plan: StepPlan) -> None:
         """A step begins; ``plan.commands`` are what the driver's caller posted."""
+
+    def computed(self, plan: StepPlan, layer: int) -> None:
+        """That layer's entries of the step are in this rank's pages; on a GPU, queued."""
 
     def after(self, plan: StepPlan, samples: Sequence[Sample]) -> list[bytes]:
         """The step's entries are in this rank's pages; answer with notes for the caller.
@@ -120,7 +125,7 @@ class RankWorker:
 
     def _run(self, plan: StepPlan) -> list[Sample]:
         batch = make_batch(plan.works, self.cache.layout.page_tokens, self.device)
-        logits = self._model.forward(batch)
+        logits = self._model.forward(batch, partial(self.extension.computed, plan))
         if logits is None:
             return []
         return sample(logits, [work for work in plan.works if work.sampling is not None])

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from kvferry import (
     ClusterKey,
@@ -44,6 +45,9 @@ from kvferry.serve.transfer.messages import (
     encode,
 )
 
+# So many layers at a time, as many as pay, or whole chunks.
+Layers = Annotated[int, Meta(ge=1)] | Literal["auto", "all"]
+
 H = TypeVar("H", bound=Outgoing | Incoming)
 E = TypeVar("E", SourceEndpoint, TargetEndpoint)
 
@@ -52,7 +56,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the endpoints of one instance have in common. Sent to the ranks' processes.
 
     ``model`` is the checkpoint's fingerprint, ``http`` where the worker itself is reached,
-    in its ``life``.
+    in its ``life``. ``layers`` is how many a source pushes at a time.
     """
 
     name: str
@@ -62,6 +66,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     key_file: str | None = None
     http: str = ""
     life: str = ""
+    layers: Layers = "auto"
     config: EndpointConfig = EndpointConfig()
 
     def make_transports(self) -> TransportSet:

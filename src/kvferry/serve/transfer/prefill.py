@@ -1,4 +1,7 @@
-"""A prefill rank's end of transfers: each chunk is pushed when it has been computed."""
+"""A prefill rank's end of transfers: each chunk is pushed when it has been computed.
+
+By groups of layers where that pays: a group leaves while the layers above are computed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from kvferry.serve.engine.cache import Cache
 from kvferry.serve.engine.steps import Sample, StepPlan, Work
 from kvferry.serve.transfer.extension import EndpointSettings, RoomExtension
 from kvferry.serve.transfer.messages import First, Open, Receive, encode
+from kvferry.serve.transfer.pace import Pace
 
 
 class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
@@ -19,11 +23,14 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
     def __init__(self, settings: EndpointSettings, rank: int) -> None:
         super().__init__(SourceEndpoint, settings, rank)
         self._begun: set[str] = set()
+        # How many layers go at a time in this step.
+        self._per_push = 0
 
     def start(self, cache: Cache) -> None:
         """Make the endpoint over the rank's cache."""
         self._page_tokens = cache.layout.page_tokens
         self._device = cache.memory.device
+        self.pace = Pace(self.settings.layers, cache.layout, self.rank, self._device)
         super().start(cache)
 
     def _begin(self, command: Open | Receive) -> Outgoing:
@@ -43,6 +50,43 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
                 self._begun.add(work.request)
                 self._push_cached(room.handle, work)
             room.handle.prepare((work.first, work.end), self._pages(work, work.first, work.end))
+        if plan.works:
+            self._begin_step(plan)
+
+    def _begin_step(self, plan: StepPlan) -> None:
+        num_tokens = sum(len(work.tokens) for work in plan.works)
+        num_sent = sum(len(work.tokens) for work in plan.works if work.request in self.rooms)
+        self.pace.begin(num_tokens)
+        self._per_push = self.pace.per_push(num_tokens, num_sent, self.endpoint.constants)
+
+    def computed(self, plan: StepPlan, layer: int) -> None:
+        """Push the group of layers that ends with this one, unless it is all of them."""
+        end = layer + 1
+        if end == self.pace.end:
+            self.pace.finish()
+        place = (layer - self.pace.first) % self._per_push
+        if place != self._per_push - 1 and end != self.pace.end:
+            return
+        layers = (layer - place, end)
+        if layers == (self.pace.first, self.pace.end):
+            return
+        computed = self._computed()
+        for work in plan.works:
+            room = self.rooms.get(work.request)
+            if room is not None:
+                self._push(room.handle, work, computed, layers)
+
+    def _push(
+        self,
+        room: Outgoing,
+        work: Work,
+        computed: Waitable | None,
+        layers: tuple[int, int] | None = None,
+    ) -> None:
+        pages = self._pages(work, work.first, work.end)
+        # With the last chunk, a layer's state is what decode begins with.
+        states = None if work.sampling is None else work.row
+        room.push((work.first, work.end), pages, after=computed, layers=layers, states=states)
 
     def _push_cached(self, room: Outgoing, work: Work) -> None:
         """The prompt's beginning may be in the pages from an earlier request."""
@@ -58,8 +102,8 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
             room = self.rooms.get(work.request)
             if room is None:
                 continue
-            pages = self._pages(work, work.first, work.end)
-            room.handle.push((work.first, work.end), pages, after=computed)
+            if self._per_push >= self.pace.num_layers:
+                self._push(room.handle, work, computed)
             if work.sampling is not None:
                 first = firsts.get(work.request)
                 metadata = self._metadata(first) if first else b""

@@ -48,7 +48,7 @@ from kvferry.serve.engine.requests import Role
 from kvferry.serve.listening import bound, http_url, key_in
 from kvferry.serve.ranks.rank import MakeExtension, no_extension
 from kvferry.serve.transfer.decode import DecodeExtension
-from kvferry.serve.transfer.extension import EndpointSettings
+from kvferry.serve.transfer.extension import EndpointSettings, Layers
 from kvferry.serve.transfer.prefill import PrefillExtension
 from kvferry.serve.worker.loop import EngineLoop
 
@@ -75,7 +75,8 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder's, if empty). ``advertise`` is the numeric address at which others reach
     this host, for HTTP and for transfers; ``host`` if empty. ``deadline_s`` is for
     a transfer whose caller names none, ``request_s`` for every request as a whole; no
-    transfer may hold pages for longer than that.
+    transfer may hold pages for longer than that. ``layers`` is how many a prefill
+    worker pushes at a time.
     """
 
     role: WorkerRole
@@ -91,6 +92,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     advertise: str = ""
     deadline_s: float = 60.0
     request_s: float = 600.0
+    layers: Layers = "auto"
     endpoint: EndpointConfig = EndpointConfig()
 
     def __post_init__(self) -> None:
@@ -126,6 +128,7 @@ def extension_for(options: InstanceOptions, url: str = "", life: str = "") -> Ma
         key_file=options.key_file,
         http=url,
         life=life,
+        layers=options.layers,
         config=msgspec.structs.replace(options.endpoint, host=options.reached_at),
     )
     kind = PrefillExtension if options.role is WorkerRole.PREFILL else DecodeExtension

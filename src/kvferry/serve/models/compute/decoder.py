@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -82,12 +84,19 @@ class Decoder:
             )
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor | None:
-        """Logits of the wanted tokens, [wanted, vocab]."""
+    def forward(
+        self, batch: Batch, computed: Callable[[int], None] = lambda layer: None
+    ) -> Tensor | None:
+        """Logits of the wanted tokens, [wanted, vocab].
+
+        ``computed`` hears of each layer whose entries are in the cache; on a GPU, when its
+        work is queued.
+        """
         hidden = self._embed(batch) if self._shard.is_first else self._take_over(batch)
         rotary = self._rotary(batch.positions)
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers, start=self._shard.layers.first):
             hidden = layer(hidden, batch, rotary)
+            computed(number)
         if not self._shard.is_last:
             self._comm.pass_on(hidden)
             return None

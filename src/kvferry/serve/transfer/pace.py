@@ -1,0 +1,91 @@
+"""The pace of a rank: what a layer takes to compute, and so how many to push at a time."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from kvferry import Constants, Layout, layers_per_push
+from kvferry.serve.transfer.extension import Layers
+
+
+class Measure(NamedTuple):
+    """A step that is being timed: events of a GPU, or the clock."""
+
+    num_tokens: int
+    began: torch.cuda.Event | float
+    ended: torch.cuda.Event | float | None = None
+
+
+class Pace:
+    """How many layers one rank pushes at a time. Used by the rank's thread alone."""
+
+    def __init__(self, layers: Layers, layout: Layout, rank: int, device: torch.device) -> None:
+        self._layers = layers
+        self._device = device
+        self._page_tokens = layout.page_tokens
+        spec, held = layout.spec, layout.rank_holdings(rank)
+        numbers = {n for one in held for n in spec.group(one.group).layers_in(one.layers)}
+        self.first, self.end = min(numbers), max(numbers) + 1
+        self._num_tensors = max(len(spec.group(one.group).tensors) for one in held)
+        self._token_bytes = max(len(one.units) * spec.group(one.group).unit_bytes for one in held)
+        # Seconds for one token of one layer; None before the first step was timed.
+        self._token_s: float | None = None
+        self._measure: Measure | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """The layers of this rank."""
+        return self.end - self.first
+
+    def begin(self, num_tokens: int) -> None:
+        """A step of so many tokens begins."""
+        self._learn()
+        self._measure = Measure(num_tokens, self._mark())
+
+    def finish(self) -> None:
+        """Its last layer is computed, or queued."""
+        if self._measure is not None and self._measure.ended is None:
+            self._measure = self._measure._replace(ended=self._mark())
+
+    def per_push(self, num_tokens: int, num_sent: int, constants: Constants) -> int:
+        """How many layers to push at a time in a step of which so many tokens are sent."""
+        if self._layers == "all" or (self._layers == "auto" and self._token_s is None):
+            return self.num_layers
+        if self._layers != "auto":
+            return min(self._layers, self.num_layers)
+        assert self._token_s is not None
+        return layers_per_push(
+            num_layers=self.num_layers,
+            layer_s=self._token_s * num_tokens,
+            layer_bytes=num_sent * self._token_bytes,
+            layer_pieces=-(-num_sent // self._page_tokens) * self._num_tensors,
+            constants=constants,
+        ).layers
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _learn(self) -> None:
+        """From the step before, if it is over: nobody waits for a GPU here."""
+        measure, self._measure = self._measure, None
+        if measure is None or measure.ended is None:
+            return
+        seconds = _between(measure.began, measure.ended)
+        if seconds is not None:
+            found = seconds / (measure.num_tokens * self.num_layers)
+            self._token_s = found if self._token_s is None else (self._token_s + found) / 2
+
+
+def _between(began: torch.cuda.Event | float, ended: torch.cuda.Event | float) -> float | None:
+    if isinstance(began, float) and isinstance(ended, float):
+        return ended - began
+    assert not isinstance(began, float)
+    assert not isinstance(ended, float)
+    return began.elapsed_time(ended) / 1e3 if ended.query() else None
