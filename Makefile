@@ -45,7 +45,9 @@ unit: $(INSTALLED)
 
 test-vllm: ## real vLLM engines on this machine's CPU (VLLM_VENV: where vLLM is, or is put)
 	@scripts/vllm-env $(VLLM_VENV) $(PYTHON)
-	PYTHONPATH=src:. $(VLLM_VENV)/bin/python -m pytest tests_vllm -s -p no:cacheprovider -o timeout=900 -o faulthandler_timeout=900
+	PYTHONPATH=src:. $(VLLM_VENV)/bin/python -m pytest tests_vllm -s -p no:cacheprovider \
+	    -o timeout=900 -o faulthandler_timeout=900
+	PYTHONPATH=src:. $(VLLM_VENV)/bin/python -m tests_vllm.compare
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

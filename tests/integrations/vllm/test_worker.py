@@ -50,13 +50,13 @@ def part(undo: ExitStack, url: str, name: str, held: Caches, **roles: bool) -> W
     return worker
 
 
-@pytest.mark.parametrize("nhd", [False, True])
-def test_other_blocks_and_another_order(undo: ExitStack, nhd: bool) -> None:
+@pytest.mark.parametrize(("nhd", "both"), [(False, False), (True, False), (False, True)])
+def test_other_blocks_and_another_order(undo: ExitStack, nhd: bool, both: bool) -> None:
     rendezvous = RendezvousServer().start()
     undo.callback(rendezvous.stop)
     there, here = caches(6, 16, nhd=nhd), caches(4, 32, nhd=not nhd)
-    prefill = part(undo, rendezvous.url, "prefill-0", there, sends=True, receives=False)
-    decode = part(undo, rendezvous.url, "decode-0", here, sends=False, receives=True)
+    prefill = part(undo, rendezvous.url, "prefill-0", there, sends=True, receives=both)
+    decode = part(undo, rendezvous.url, "decode-0", here, sends=both, receives=True)
     order = ReceiveRoom("d", "room", "prefill-0", TOKENS, 0, (3, 1), b"d")
     decode.receive(DecodeOrders([order]))
     orders = PrefillOrders(

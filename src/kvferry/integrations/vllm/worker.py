@@ -49,14 +49,15 @@ class WorkerPart:
         plan = plan_caches({name: _view(cache) for name, cache in distinct.items()}, engine)
         pools = pools_of(plan, distinct)
         self._device = next(iter(distinct.values())).device
-        if sends:
-            source = SourceEndpoint(plan.layout, pools, **self._described(engine.rank))
-            self._endpoints.append(source)
-            self._sources = SourceRooms(source, plan.paging, self.counts)
+        # The target first: over shm it moves the caches, and the source must know where to.
         if receives:
             target = TargetEndpoint(plan.layout, pools, **self._described(engine.rank))
             self._endpoints.append(target)
             self._targets = TargetRooms(target, plan.paging, self.counts, fails_early=fails_early)
+        if sends:
+            source = SourceEndpoint(plan.layout, pools, **self._described(engine.rank))
+            self._endpoints.append(source)
+            self._sources = SourceRooms(source, plan.paging, self.counts)
 
     def _described(self, rank: int) -> dict[str, Any]:
         """What both kinds of endpoint are told alike."""
