@@ -17,6 +17,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kvferry import ClusterKey
+
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 START_S = 300.0
@@ -131,14 +133,18 @@ class Deployment:
         self.rendezvous = ""
 
     def __enter__(self) -> Deployment:
+        # Whoever ends us ends the engines too.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory()))
         script = str(ROOT / "scripts" / "entry-points")
         subprocess.run([sys.executable, script, str(folder)], check=True)
         self.environment = environment(folder)
+        self._key = folder / "cluster.key"
+        ClusterKey.new().write(self._key)
         port = free_port()
         command = [sys.executable, "-m", "kvferry", "serve", "rendezvous", "--port", str(port)]
-        server = self.start("rendezvous", command, port)
-        server.wait_until_up("/v1/instances")
+        server = self.start("rendezvous", [*command, "--key", str(self._key)], port)
+        server.wait_until_up("/healthz")
         self.rendezvous = server.url
         return self
 
@@ -187,12 +193,12 @@ class Deployment:
 
     def connector(self, role: str, instance: str, policy: str = "fail", **extra: object) -> Json:
         """The flag by which vLLM takes kvferry."""
-        own = {"rendezvous": self.rendezvous, "instance": instance} | extra
+        own = {"rendezvous": self.rendezvous, "instance": instance, "key_file": str(self._key)}
         return {
             "kv_connector": "KVFerryConnector",
             "kv_role": role,
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": own,
+            "kv_connector_extra_config": own | extra,
         }
 
 

@@ -109,7 +109,9 @@ def _add_router(parts: argparse._SubParsersAction[Any]) -> None:
             metavar="URL",
             help=f"a {name} worker, in addition; may be repeated; NAME=URL where it runs vLLM",
         )
-    parser.add_argument("--engine", choices=list(EngineName), help="what the workers run (kvferry)")
+    parser.add_argument(
+        "--engine", choices=list(map(str, EngineName)), help="what the workers run (kvferry)"
+    )
     add_routing(parser)
     add_listening(parser, "8000")
     add_key_and_json(parser)
