@@ -1,11 +1,11 @@
-"""Time to the first decoded token with kvferry and with vLLM's own NixlConnector, side by side.
+"""Time to the first decoded token with kvferry and with vLLM's own NixlConnector.
 
-Two pairs of engines are up at once, TP1 to TP1 on this machine's CPU, and are asked in turn with
-the same prompts, in vLLM's own proxies' order: prefill to its end, then decode with what it
-answered. kvferry's pair is also asked both at once, as its router asks. Every answer is compared
-with what the pair's prefill says by itself. Ends in one JSON line.
+One pair of engines after another, TP1 to TP1 on this machine's CPU, so that neither's threads
+disturb the other's. Both get the same prompts in vLLM's own proxies' order: prefill to its end,
+then decode with what it answered. kvferry's pair is also asked both at once, as its router asks.
+Every answer is compared with what the pair's prefill says by itself. Ends in one JSON line.
 
-Usage: python -m tests_vllm.compare [--repeats N]
+Usage: python -m tests_vllm.compare [--repeats N] [--transport NAME]
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from urllib.parse import urlsplit
 from tests_vllm.models import plain
 from tests_vllm.servers import Deployment, Json, Server, complete, free_port, say, timed, token_ids
 
-WORDS = "apples pears plums figs quinces and cherries go over the river by ferry "
-LENGTHS = (64, 512, 1536)
+LENGTHS = (64, 512, 1024)
 ANSWER = 4
 
 
@@ -103,61 +102,64 @@ def prompt_of(length: int, number: int) -> list[int]:
     return [1000 + number, *((7 * i) % 997 + 500 for i in range(length - 1))]
 
 
-def measured(
-    ways: Mapping[str, tuple[Pair, Callable[[Pair, list[int]], Timed]]], repeats: int
-) -> list[Json]:
-    rows = []
+Way = Callable[[Pair, list[int]], Timed]
+
+
+def measured(pair: Pair, ways: Mapping[str, Way], repeats: int) -> dict[int, Json]:
+    """By length of the prompt, the median of each way in milliseconds."""
+    rows: dict[int, Json] = {}
     for length in LENGTHS:
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(repeats + 1):
             prompt = prompt_of(length, number)
-            answers = {name: way(pair, prompt) for name, (pair, way) in ways.items()}
-            alone = token_ids(complete(next(iter(ways.values()))[0].prefill, prompt, ANSWER))
+            answers = {name: way(pair, prompt) for name, way in ways.items()}
+            alone = token_ids(complete(pair.prefill, prompt, ANSWER))
             for name, answer in answers.items():
                 assert answer.tokens == alone, f"{name} answers otherwise than one engine"
                 if number:  # the first one also connects
                     seconds[name].append(answer.first_s)
-        row = {name: round(1e3 * median(each), 1) for name, each in seconds.items()}
-        say(f"{length} tokens: " + ", ".join(f"{name} {ms} ms" for name, ms in row.items()))
-        rows.append({"tokens": length} | row)
+        rows[length] = {name: round(1e3 * median(each), 1) for name, each in seconds.items()}
+        say(f"{length} tokens: " + ", ".join(f"{k} {ms} ms" for k, ms in rows[length].items()))
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
-    with Deployment() as deployment:
-        with timed("two pairs of engines, kvferry's and NixlConnector's"):
-            ours = pair(deployment, "kvferry")
-            theirs = pair(deployment, "nixl")
-            for server in (*ours, *theirs):
-                server.wait_until_up()
-        ways = {
-            "kvferry": (ours, in_turn),
-            "NixlConnector": (theirs, in_turn),
-            "kvferry, both at once": (ours, at_once),
-        }
-        rows = measured(ways, repeats)
-    print(json.dumps({"benchmark": "vllm-first-token", "repeats": repeats, "rows": rows}))
-
-
-def pair(deployment: Deployment, name: str) -> Pair:
+def started(deployment: Deployment, connector: str, transport: str) -> Pair:
     """Prefill and decode with that connector, prefix caching off."""
     made = []
     for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-        transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
-        if name == "kvferry":
-            transfer = deployment.connector(role, f"{side}-0")
+        transfer: Json = {"kv_connector": connector, "kv_role": role, "kv_buffer_device": "cpu"}
+        if connector == "KVFerryConnector":
+            transfer = deployment.connector(role, f"{side}-0", transport=transport)
         made.append(
             deployment.vllm(
-                *(f"{name}-{side}", plain()),
+                *(side, plain()),
                 transfer=transfer,
                 more="--no-enable-prefix-caching",
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
             )
         )
+    for server in made:
+        server.wait_until_up()
     return Pair(*made)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--transport", default="nixl")
+    asked = parser.parse_args()
+    found: dict[int, Json] = {length: {} for length in LENGTHS}
+    for connector, ways in (
+        ("KVFerryConnector", {"kvferry": in_turn, "kvferry, both at once": at_once}),
+        ("NixlConnector", {"NixlConnector": in_turn}),
+    ):
+        with Deployment() as deployment:
+            with timed(f"prefill and decode with {connector}"):
+                pair = started(deployment, connector, asked.transport)
+            for length, row in measured(pair, ways, asked.repeats).items():
+                found[length] |= row
+    rows = [{"tokens": length} | row for length, row in found.items()]
+    print(json.dumps({"benchmark": "vllm-first-token", "repeats": asked.repeats, "rows": rows}))
 
 
 if __name__ == "__main__":
