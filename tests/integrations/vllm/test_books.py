@@ -184,7 +184,9 @@ def test_one_failed_rank_ends_the_others() -> None:
 
 
 def request(params: object, **more: Any) -> Any:
-    given = {"lora_request": None, "mm_features": [], "cache_salt": None} | more
+    given: dict[str, Any] = {"lora_request": None, "mm_features": [], "cache_salt": None}
+    given |= {"prompt_embeds": None}
+    given |= more
     ids = given.pop("prompt_token_ids", list(range(40)))
     return SimpleNamespace(
         request_id="a",
@@ -241,10 +243,11 @@ def test_what_can_not_be_used_is_computed_here(params: object) -> None:
     assert scheduler.finished(bad) == (False, None)
 
 
-def test_a_prompt_without_ids_is_not_carried() -> None:
+@pytest.mark.parametrize("lacks", [{"prompt_token_ids": None}, {"prompt_embeds": object()}])
+def test_a_prompt_of_more_than_ids_is_not_carried(lacks: dict[str, Any]) -> None:
     scheduler = part()
     for params in (FROM_PREFILL, {"do_remote_decode": True}):
-        bare = request(params, prompt_token_ids=None)
+        bare = request(params, **lacks)
         scheduler.arrived(bare)
         assert scheduler.missing(bare, 0) == 0
         assert scheduler.finished(bare) == (False, None)

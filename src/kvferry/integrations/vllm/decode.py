@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry import Room
 from kvferry.integrations.vllm.orders import DecodeOrders, ReceiveRoom
 from kvferry.integrations.vllm.params import AskedOfDecode
 
@@ -30,6 +31,7 @@ class DecodeBook:
 
     def __init__(self) -> None:
         self._requests: dict[str, TargetRequest] = {}
+        self._rooms: set[Room] = set()
         self.orders = DecodeOrders()
 
     def __contains__(self, request: str) -> bool:
@@ -44,8 +46,9 @@ class DecodeBook:
         False if another one waits for the same room: several answers to one prompt are several
         requests with the same parameters.
         """
-        if any(known.asked.room == asked.room for known in self._requests.values()):
+        if asked.room in self._rooms:
             return False
+        self._rooms.add(asked.room)
         self._requests[request] = TargetRequest(asked, num_tokens, digest)
         return True
 
@@ -92,6 +95,7 @@ class DecodeBook:
         known = self._requests.pop(request, None)
         if known is None:
             return
+        self._rooms.discard(known.asked.room)
         if known.is_waiting:
             self.orders.aborted.append(request)
         elif not known.is_asked_for:

@@ -48,6 +48,7 @@ class PrefillBook:
         self._requests: dict[str, SourceRequest] = {}
         # Rooms that were chosen elsewhere, until every rank has released them.
         self._given: dict[str, Room] = {}
+        self._taken: set[Room] = set()
         self.orders = PrefillOrders()
 
     def __contains__(self, request: str) -> bool:
@@ -60,8 +61,9 @@ class PrefillBook:
         """A request has come; False if the room it was given belongs to another one."""
         given = room is not None
         if room is not None:
-            if room in self._given.values():
+            if room in self._taken:
                 return False
+            self._taken.add(room)
             self._given[request] = room
         taken = self._new_room() if room is None else room
         self._requests[request] = SourceRequest(taken, num_tokens, digest, given)
@@ -121,7 +123,9 @@ class PrefillBook:
 
     def released(self, request: str) -> None:
         """No rank reads the request's blocks any more."""
-        self._given.pop(request, None)
+        room = self._given.pop(request, None)
+        if room is not None:
+            self._taken.discard(room)
 
     def take_orders(self) -> PrefillOrders:
         """What has to be done, once."""

@@ -57,7 +57,7 @@ class SchedulerPart:
 
     def _note_prefill(self, request: Any) -> None:
         asked = asked_of_prefill(request.kv_transfer_params)
-        if self._prefill is None or asked is None or request.prompt_token_ids is None:
+        if self._prefill is None or asked is None or not _is_of_ids(request):
             return
         num_tokens = request.num_prompt_tokens
         digest = self._digest(request, num_tokens)
@@ -81,7 +81,7 @@ class SchedulerPart:
 
     def missing(self, request: Any, num_computed: int) -> int:
         """How many tokens of a request come from elsewhere."""
-        if self._decode is None or request.prompt_token_ids is None:
+        if self._decode is None or not _is_of_ids(request):
             return 0
         missing = self._decode.missing(request.request_id, num_computed)
         return missing if num_computed + missing <= request.num_prompt_tokens else 0
@@ -128,6 +128,11 @@ class SchedulerPart:
         if self._prefill is None or request.request_id not in self._prefill:
             return False, None
         return self._prefill.finished(request.request_id)
+
+
+def _is_of_ids(request: Any) -> bool:
+    """Whether token ids are all that there is of a prompt; no digest covers embeddings."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int]]:
