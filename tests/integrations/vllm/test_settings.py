@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from kvferry import InputError
-from kvferry.integrations.vllm.settings import demand_known, read_settings
+from kvferry.integrations.vllm.settings import (
+    KNOWN_VERSIONS,
+    ConnectorSettings,
+    demand_known,
+    read_settings,
+)
 
 LEAST = {"rendezvous": "http://10.0.0.1:7400", "instance": "prefill-0"}
 
@@ -55,3 +60,9 @@ def test_only_known_versions_are_taken() -> None:
     for version in ("0.31.0", "0.33.0", "1.0", "dev"):
         with pytest.raises(InputError, match=r"works with vLLM 0\.32, and this is"):
             demand_known(version)
+
+
+def test_the_page_tells_of_every_setting_and_version() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "integrations" / "vllm.md").read_text()
+    assert [name for name in ConnectorSettings.__struct_fields__ if f"`{name}`" not in page] == []
+    assert [version for version in KNOWN_VERSIONS if f"**{version}**" not in page] == []
