@@ -12,7 +12,10 @@ PLAN_MODEL := tests/data/configs/llama-3.3-70b.json
 # vLLM has an environment of its own, about 4 GB, which may lie anywhere.
 VLLM_VENV ?= .venv-vllm
 
-.PHONY: help install demo plan test test-vllm unit lint format bench soak mutants clean
+# SGLang has an environment of its own, about 3 GB, which may lie anywhere.
+SGLANG_VENV ?= .venv-sglang
+
+.PHONY: help install demo plan test test-vllm test-sglang unit lint format bench soak mutants clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +51,10 @@ test-vllm: ## real vLLM engines on this machine's CPU (VLLM_VENV: where vLLM is,
 	PYTHONPATH=src:. $(VLLM_VENV)/bin/python -m pytest tests_vllm -s -p no:cacheprovider \
 	    -o timeout=900 -o faulthandler_timeout=900
 	PYTHONPATH=src:. $(VLLM_VENV)/bin/python -m tests_vllm.compare
+
+test-sglang: ## real SGLang servers on this machine's CPU (SGLANG_VENV: where SGLang is, or is put)
+	@scripts/sglang-env $(SGLANG_VENV) $(PYTHON)
+	@scripts/test-sglang $(SGLANG_VENV)/bin/python
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

@@ -1,9 +1,10 @@
-"""Servers that all tests share, because starting one takes a minute."""
+"""Servers that tests share, because starting one takes a minute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from reference import Reference
@@ -13,7 +14,21 @@ from kvferry.serve.models.smollm import default_model
 
 # Chunks of 32 tokens: the long prompt has three.
 CHUNK = ("--chunked-prefill-size", "32")
-Starter = Callable[..., list[Server]]
+
+
+class Cast(NamedTuple):
+    """Any of the prefill servers goes with the decode server."""
+
+    one: Server
+    three: Server
+    decode: Server
+
+
+class PaddedCast(NamedTuple):
+    """Two ranks for 3 KV heads: SGLang pads them on a CPU, and the padding stays there."""
+
+    two: Server
+    decode_two: Server
 
 
 @pytest.fixture(scope="session")
@@ -32,19 +47,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sglang")
 
 
-@pytest.fixture(scope="module")
-def servers(model: Path, folder: Path) -> Iterator[Starter]:
-    """Start servers side by side; they end with the module."""
-    running: list[Server] = []
-
-    def starter(*sides: Side) -> list[Server]:
-        new = [start(side, model, folder) for side in sides]
-        running.extend(new)
-        for server in new:
+def running(sides: tuple[Side, ...], model: Path, folder: Path) -> Iterator[list[Server]]:
+    """Started side by side, and ended together."""
+    servers = [start(side, model, folder) for side in sides]
+    try:
+        for server in servers:
             server.wait()
-        print(f"up: {', '.join(str(server.side) for server in new)}", flush=True)
-        return new
+        print(f"up: {', '.join(str(server.side) for server in servers)}", flush=True)
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
 
-    yield starter
-    for server in running:
-        server.stop()
+
+@pytest.fixture(scope="session")
+def cast(model: Path, folder: Path, reference: Reference) -> Iterator[Cast]:
+    sides = (
+        Side(role="prefill", flags=CHUNK),
+        Side(role="prefill", tp=3, page=16, flags=CHUNK),
+        Side(role="decode", page=16),
+    )
+    for servers in running(sides, model, folder):
+        yield Cast(*servers)
+
+
+@pytest.fixture(scope="module")
+def padded(model: Path, folder: Path, reference: Reference) -> Iterator[PaddedCast]:
+    sides = (
+        Side(role="prefill", tp=2, page=16, flags=CHUNK),
+        Side(role="decode", tp=2, page=1),
+    )
+    for servers in running(sides, model, folder):
+        yield PaddedCast(*servers)

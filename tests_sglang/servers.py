@@ -1,4 +1,4 @@
-"""Real SGLang servers on this machine's CPU: started, watched, and ended with all their processes."""
+"""Real SGLang servers on a CPU: started, watched, and ended with all their processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,31 +55,14 @@ class Server:
     port: int
     bootstrap: int
     log: Path
-    up: bool = field(default=False)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def wait(self) -> None:
-        """Until it answers. Its process is watched too: a server that dies tells nobody."""
-        until = time.monotonic() + START_S
-        while not self.up:
-            assert self.process.poll() is None, f"{self.side} has died:\n{self.tail()}"
-            assert time.monotonic() < until, f"{self.side} did not start:\n{self.tail()}"
-            self.up = self._answers()
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except (OSError, urllib.error.URLError):
-            time.sleep(0.5)
-            return False
-
-    def tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(line[:300] for line in lines[-40:])
+        """Until it answers."""
+        until_up(f"{self.url}/health", self.process, self.log)
 
     def kill(self) -> None:
         """All its processes at once, as a machine that fails."""
@@ -89,6 +72,28 @@ class Server:
     def stop(self) -> None:
         if self.process.poll() is None:
             self.kill()
+
+
+def until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until somebody answers there. The process is watched too: one that dies tells nobody."""
+    until = time.monotonic() + START_S
+    while not _answers(url):
+        assert process.poll() is None, f"{url} has died:\n{tail(log)}"
+        assert time.monotonic() < until, f"{url} did not start:\n{tail(log)}"
+        time.sleep(0.5)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(line[:300] for line in lines[-40:])
 
 
 def free_port() -> int:
@@ -165,7 +170,8 @@ def post(url: str, body: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[st
     )
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return dict(json.load(answer))
+            text = answer.read().decode(errors="replace")
+            return dict(json.loads(text)) if text.startswith("{") else {"text": text}
     except urllib.error.HTTPError as error:
         return {"error": error.read().decode(errors="replace"), "status": error.code}
     except OSError as error:

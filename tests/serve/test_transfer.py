@@ -295,7 +295,7 @@ def test_a_layer_that_is_pushed_too_early_makes_the_answer_wrong(
     source = options_for("prefill", folder, rendezvous, ONE, name=name)
     target = options_for("decode", folder, rendezvous, ONE)
     settings = EndpointSettings(
-        name=name, model=fingerprint(folder), rendezvous=rendezvous, layers=1
+        name=name, model=checkpoint_fingerprint(folder), rendezvous=rendezvous, layers=1
     )
     with (
         hosted(source, extend=partial(kind, settings)) as (prefill,),

@@ -22,7 +22,7 @@ LAYERS = 4
 PAGES = 8
 
 
-def cache(  # noqa: PLR0913 - one of everything
+def cache(
     *,
     tp: int = 1,
     tp_rank: int = 0,

@@ -3,8 +3,8 @@
 A prefill server is one instance for each data-parallel replica; all of them are registered at its
 bootstrap port, which is a rendezvous. A decode server knows only the address that a request
 carries, asks there who is registered, and takes the replica that SGLang means: ``room % dp_size``,
-or the one that the request names. An instance that is not SGLang's is taken where it is alone:
-an address is all that SGLang can say of it.
+or the one that the request names. An instance that is not SGLang's is taken where it is alone,
+because an address is all that SGLang can say of it, and left out where there are SGLang's.
 
 Pure.
 """
@@ -60,7 +60,7 @@ def instances_at(address: str, names: Iterable[str]) -> PrefillInfo:
     servers = {(each.address, each.size) for each in replicas.values() if each is not None}
     if not servers and len(found) == 1:
         return PrefillInfo((found[0],))
-    if len(servers) != 1 or None in replicas.values():
+    if len(servers) != 1:
         raise InputError(
             f"{address} has {', '.join(found) or 'nobody'} registered; a bootstrap address must "
             f"have the replicas of one SGLang prefill server, or one other instance alone"

@@ -112,7 +112,7 @@ class DecodeManager(RankManager):
         return True
 
     def receive(
-        self, room: int, view: InstanceView, prompt: Prompt, prefix: int, pages: Any
+        self, room: int, view: InstanceView, prompt: Prompt, prefix: int, pages: list[int]
     ) -> Incoming:
         """Offer a room's pages to its prefill server."""
         self.settings.settled()

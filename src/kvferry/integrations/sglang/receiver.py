@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvferry import Incoming, KvferryError, Status
 from kvferry.integrations.sglang.failures import RoomFailed
 from kvferry.integrations.sglang.managers import DecodeManager
@@ -64,7 +67,7 @@ class RoomReceiver:
 
     def send_metadata(
         self,
-        kv_indices: Sequence[int],
+        kv_indices: Sequence[int] | NDArray[np.int32],
         aux_index: int | None = None,
         state_indices: Sequence[Any] | None = None,
         decode_prefix_len: int | None = None,
@@ -79,8 +82,9 @@ class RoomReceiver:
             self.refuse(self.kv_mgr.prefill_info_table.problem(self.bootstrap_addr))
             return
         try:
+            pages = np.asarray(kv_indices).tolist()
             self._handle = self.kv_mgr.receive(
-                self.bootstrap_room, view, self._prompt, decode_prefix_len or 0, kv_indices
+                self.bootstrap_room, view, self._prompt, decode_prefix_len or 0, pages
             )
         except KvferryError as error:
             self.refuse(str(error))

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvferry import KvferryError, Outgoing, Status, Waitable
 from kvferry.integrations.sglang.failures import RoomFailed
 from kvferry.integrations.sglang.managers import PrefillManager
@@ -94,7 +97,7 @@ class RoomSender:
 
     def send(
         self,
-        kv_indices: Sequence[int],
+        kv_indices: Sequence[int] | NDArray[np.int32],
         state_indices: Sequence[Any] | None = None,
         num_kv_tokens: int | None = None,
     ) -> None:
@@ -103,10 +106,11 @@ class RoomSender:
             return
         after = self._early_send_wait_event or self.kv_mgr.settings.computed()
         self._early_send_wait_event = None
-        num_tokens = self._tokens_in(len(kv_indices), num_kv_tokens)
-        self._pages_sent += len(kv_indices)
+        pages: list[int] = np.asarray(kv_indices).tolist()
+        num_tokens = self._tokens_in(len(pages), num_kv_tokens)
+        self._pages_sent += len(pages)
         try:
-            self._push(self._handle, kv_indices, num_tokens, after)
+            self._push(self._handle, pages, num_tokens, after)
             if state_indices is not None or self._pages_sent >= self._num_pages:
                 self._close(self._handle, after)
         except KvferryError as error:
@@ -123,7 +127,7 @@ class RoomSender:
         )
 
     def _push(
-        self, handle: Outgoing, pages: Sequence[int], num_tokens: int, after: Waitable | None
+        self, handle: Outgoing, pages: list[int], num_tokens: int, after: Waitable | None
     ) -> None:
         if num_tokens <= 0:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvferry import ClusterKey, EndpointConfig, Waitable
+from kvferry import ClusterKey, EndpointConfig, Transport, Waitable
 from kvferry.integrations.sglang.geometry import Cache
 from kvferry.integrations.sglang.instances import Replica
 from kvferry.integrations.sglang.rows import MetadataRows
@@ -38,7 +38,7 @@ class RankSettings:
     rows: MetadataRows
     model: str
     dtype: str
-    transport: str
+    transport: str | Transport
     bootstrap_s: float
     waiting_s: float
     config: EndpointConfig = field(default_factory=EndpointConfig)

@@ -1,0 +1,58 @@
+"""Front ends that drive a pair: SGLang's own router."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Cast
+from pairs import NUM_TOKENS
+from prompts import LONG, SHORT
+from reference import Reference
+from servers import free_port, post, until_up
+
+
+@pytest.fixture(scope="module")
+def router(cast: Cast, folder: Path) -> Iterator[str]:
+    """sglang-router over both prefill servers."""
+    port, log = free_port(), folder / "router.log"
+    pairs = [
+        flag
+        for server in (cast.one, cast.three)
+        for flag in ("--prefill", server.url, str(server.bootstrap))
+    ]
+    command = [
+        *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", *pairs),
+        *("--decode", cast.decode.url, "--host", "127.0.0.1", "--port", str(port)),
+        *("--prometheus-port", str(free_port()), "--policy", "round_robin"),
+    ]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        until_up(f"http://127.0.0.1:{port}/health", process, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("text", [SHORT, LONG])
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_sglang_s_router_drives_a_pair(
+    router: str, reference: Reference, text: str, time: str
+) -> None:
+    """Twice, because it takes the prefill servers in turn."""
+    prompt = reference.ids(text)
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+        },
+    }
+    answer = post(f"{router}/generate", body)
+    assert answer.get("output_ids") == reference.answer(prompt, NUM_TOKENS), answer

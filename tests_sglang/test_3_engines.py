@@ -1,0 +1,129 @@
+"""Two engines: kvferry's own on one side and SGLang on the other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Cast
+from pairs import NUM_TOKENS, new_room
+from prompts import LONG, SHORT
+from reference import Reference
+from servers import Server, environment, free_port, post, until_up
+
+from kvferry import RendezvousServer
+
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def worker(role: str, rendezvous: str, model: Path, folder: Path) -> Iterator[str]:
+    """One of kvferry's own, with one rank."""
+    port, log = free_port(), folder / f"own-{role}.log"
+    command = [
+        *(sys.executable, "-m", "kvferry", "serve", role, "--name", f"own-{role}"),
+        *("--layout", "tp=1,page=8", "--rendezvous", rendezvous, "--model", str(model)),
+        *("--transport", "nixl", "--port", str(port)),
+    ]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=environment(1, folder), stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        until_up(f"http://127.0.0.1:{port}/healthz", process, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def own_body(prompt: list[int], own: dict[str, Any]) -> dict[str, Any]:
+    """A completion for kvferry's own engine."""
+    return {
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "seed": 1,
+        "kvferry": {"deadline_s": DEADLINE_S, **own},
+    }
+
+
+def sglang_body(prompt: list[int], port: int, room: int) -> dict[str, Any]:
+    return {
+        "input_ids": prompt,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+        },
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": port,
+        "bootstrap_room": room,
+    }
+
+
+def both(url: str, body: dict[str, Any], other: str, other_body: dict[str, Any]) -> dict[str, Any]:
+    """Ask the first for its part, and answer with what the second says."""
+    thread = threading.Thread(target=post, args=(url, body))
+    thread.start()
+    answer = post(other, other_body)
+    thread.join()
+    return answer
+
+
+@pytest.fixture(scope="module")
+def own_prefill(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
+    with (
+        RendezvousServer() as rendezvous,
+        worker("prefill", rendezvous.url, model, folder) as url,
+    ):
+        yield url, int(rendezvous.url.rpartition(":")[2])
+
+
+@pytest.fixture(scope="module")
+def own_decode(cast: Cast, model: Path, folder: Path) -> Iterator[str]:
+    with worker("decode", f"http://127.0.0.1:{cast.one.bootstrap}", model, folder) as url:
+        yield url
+
+
+@pytest.mark.parametrize("text", [SHORT, LONG])
+def test_sglang_decodes_what_kvferry_s_engine_prefilled(
+    own_prefill: tuple[str, int], cast: Cast, reference: Reference, text: str
+) -> None:
+    url, port = own_prefill
+    prompt, room = reference.ids(text), new_room()
+    answer = both(
+        f"{url}/v1/completions",
+        own_body(prompt, {"room": room}),
+        f"{cast.decode.url}/generate",
+        sglang_body(prompt, port, room),
+    )
+    assert answer.get("output_ids") == reference.answer(prompt, NUM_TOKENS), answer
+
+
+@pytest.mark.parametrize("text", [SHORT, LONG])
+def test_kvferry_s_engine_decodes_what_sglang_prefilled(
+    own_decode: str, cast: Cast, reference: Reference, text: str
+) -> None:
+    prompt, room = reference.ids(text), new_room()
+    own = {"room": room, "prefill": instance(cast.one), "fallback": "fail"}
+    answer = both(
+        f"{cast.one.url}/generate",
+        sglang_body(prompt, cast.one.bootstrap, room),
+        f"{own_decode}/v1/completions",
+        own_body(prompt, own),
+    )
+    wanted = reference.text(reference.answer(prompt, NUM_TOKENS))
+    assert answer.get("choices", [{}])[0].get("text") == wanted, answer
+
+
+def instance(server: Server) -> str:
+    """As a prefill server's only replica is registered."""
+    return f"sglang/127.0.0.1:{server.bootstrap}/dp0of1"
