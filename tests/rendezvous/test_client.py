@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -392,3 +393,36 @@ def test_what_happens_is_logged(
         wait_until(lambda: any("not-registered peer=p/0" in line for line in caplog.messages))
     assert f"registered peer=p/0 url={server.url}" in caplog.messages
     assert "instance name=p complete=True" in caplog.messages
+
+
+def test_who_is_registered_can_be_asked(server: RendezvousServer, connect: Connect) -> None:
+    client = connect(server)
+    assert client.instances().result(ENOUGH_S).instances == ()
+    client.register(record(rank=0)).result(ENOUGH_S)
+    (summary,) = connect(server).instances().result(ENOUGH_S).instances
+    assert (summary.name, summary.complete, summary.registered) == ("p", False, 1)
+
+
+def test_asking_where_nobody_answers_says_so() -> None:
+    with RendezvousClient("http://127.0.0.1:1") as client:
+        with pytest.raises(RendezvousError, match="cannot reach"):
+            client.instances().result(ENOUGH_S)
+        asked = client.instances()
+    assert isinstance(asked.exception(ENOUGH_S), RendezvousError)
+
+
+class Foreign(asyncio.DefaultEventLoopPolicy):
+    """The policy of a process whose loops are not ours to use, as uvloop's are."""
+
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        raise AssertionError("the embedding process's loop was taken")
+
+
+def test_the_event_loop_of_who_embeds_it_is_left_alone() -> None:
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(Foreign())
+    try:
+        with RendezvousServer() as server, RendezvousClient(server.url) as client:
+            assert client.instances().result(ENOUGH_S).instances == ()
+    finally:
+        asyncio.set_event_loop_policy(before)

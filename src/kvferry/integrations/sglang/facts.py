@@ -28,7 +28,10 @@ from kvferry.integrations.sglang.settings import (
     nothing_waits,
     transport_in,
 )
+from kvferry.integrations.sglang.states import StateBuffer
 
+# One row a request, of Mamba or delta-net layers: SGLang's name for it.
+ROWS = "mamba"
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -83,8 +86,12 @@ def demand_supported(kv_args: Any) -> None:
             "--load-balance-method other than follow_bootstrap_room with data parallelism",
         ),
         (
-            bool(kv_args.state_types),
-            f"{', '.join(map(str, kv_args.state_types))} state beside K and V",
+            bool(others := _other_states(kv_args)),
+            f"{', '.join(others)} state beside K and V",
+        ),
+        (
+            parallel.pp_size > 1 and bool(kv_args.state_types or kv_args.kv_layer_ids),
+            "pipeline parallelism of a model with state: use --pp-size 1",
         ),
     ):
         if unsupported:
@@ -98,10 +105,11 @@ def _cache(kv_args: Any, model: Any, *, is_mla: bool, gpu: int | None) -> Cache:
         get_pp_indices(num_layers, stage, parallel.pp_size) for stage in range(parallel.pp_size)
     ]
     first, end = spans[parallel.pp_rank]
-    layers = tuple(dict.fromkeys(kv_args.kv_layer_ids)) or tuple(range(first, end))
+    listed = tuple(dict.fromkeys(kv_args.kv_layer_ids))
+    layers = listed or tuple(range(first, end))
     return Cache(
         num_layers=num_layers,
-        layers=tuple(range(num_layers)),
+        layers=tuple(sorted(listed)) or tuple(range(num_layers)),
         stages=tuple(end - first for first, end in spans),
         place=Place(
             tp=parallel.attn_tp_size,
@@ -119,6 +127,45 @@ def _cache(kv_args: Any, model: Any, *, is_mla: bool, gpu: int | None) -> Cache:
             dtype=_cache_dtype(kv_args, model),
             device="cpu" if gpu is None else f"cuda:{gpu}",
         ),
+        states=_states(kv_args),
+    )
+
+
+def _other_states(kv_args: Any) -> list[str]:
+    """The kinds of state that are not carried."""
+    return [str(kind.value) for kind in kv_args.state_types if kind.value != ROWS]
+
+
+def _states(kv_args: Any) -> tuple[StateBuffer, ...]:
+    """The rows of linear-attention layers; SGLang names the first kind of state so, if any."""
+    if not kv_args.state_types:
+        return ()
+    if len(kv_args.state_layer_ids[0]) != len(kv_args.state_data_ptrs[0]):
+        raise InputError(
+            "SGLang does not say which layers this model's state belongs to, so kvferry's "
+            "backend can't carry it; use another backend for this model"
+        )
+    rows = zip(
+        kv_args.state_data_ptrs[0],
+        kv_args.state_data_lens[0],
+        kv_args.state_item_lens[0],
+        kv_args.state_layer_ids[0],
+        kv_args.state_dim_per_tensor[0],
+        kv_args.state_slice_outer_counts[0],
+        kv_args.state_conv_shard_groups[0],
+        strict=True,
+    )
+    return tuple(
+        StateBuffer(
+            address=address,
+            length=length,
+            row_bytes=row_bytes,
+            layer=layer,
+            dim=dim,
+            outer=outer,
+            blocks=tuple(blocks or ()),
+        )
+        for address, length, row_bytes, layer, dim, outer, blocks in rows
     )
 
 

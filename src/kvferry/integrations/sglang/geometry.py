@@ -34,6 +34,7 @@ from kvferry import (
     Tensor,
     attention_group,
 )
+from kvferry.integrations.sglang.states import StateBuffer, state_groups, state_placements
 
 KV = "kv"
 LATENT = "latent"
@@ -87,12 +88,13 @@ class Cache:
     place: Place
     heads: Heads | None
     buffers: Buffers
+    states: tuple[StateBuffer, ...] = ()
 
 
 def layout_of(cache: Cache) -> Layout:
     """The whole instance's, the same on every rank of it."""
-    spec = CacheSpec(cache.num_layers, (_group(cache),))
     place, heads = cache.place, cache.heads
+    spec = CacheSpec(cache.num_layers, (_group(cache), *state_groups(cache.states, place.tp)))
     if heads is not None and heads.padded and heads.total % place.tp:
         sharding: Parallel | Stated = _padded(cache, heads)
     else:
@@ -111,12 +113,13 @@ def memory_of(cache: Cache) -> Memory:
         )
     if not _has_heads(cache):
         return Memory.at(PoolMap(()), [])
-    placements = tuple(_placement(cache, index) for index in range(len(tensors)))
+    placements = [_placement(cache, index) for index in range(len(tensors))]
+    placements += state_placements(cache.states, cache.place.tp, len(buffers.addresses))
     regions = [
-        (address, length, buffers.device)
-        for address, length in zip(buffers.addresses, buffers.lengths, strict=True)
+        *zip(buffers.addresses, buffers.lengths, strict=True),
+        *((state.address, state.length) for state in cache.states),
     ]
-    return Memory.at(PoolMap(placements), regions)
+    return Memory.at(PoolMap(tuple(placements)), [(*region, buffers.device) for region in regions])
 
 
 def head_span(heads: Heads, tp: int, tp_rank: int) -> Span:
@@ -140,10 +143,14 @@ def _group(cache: Cache) -> Group:
 def _padded(cache: Cache, heads: Heads) -> Stated:
     """Rank by rank, because the padded heads are not the model's."""
     place = cache.place
-    name = KV
+    if cache.states:
+        raise InputError(
+            f"{place.tp} ranks do not divide the model's {heads.total} KV heads, which is not "
+            f"supported for a model with state; use a --tp-size that does"
+        )
     stages = Parallel(pp=place.pp, stages=cache.stages).stage_spans(cache.num_layers)
     ranks = tuple(
-        (Holding(name, stage, units),) if len(units) else ()
+        (Holding(KV, stage, units),) if len(units) else ()
         for stage in stages
         for units in (head_span(heads, place.tp, rank) for rank in range(place.tp))
     )
@@ -163,7 +170,7 @@ def _placement(cache: Cache, index: int) -> Placement:
     row = _row_bytes(cache, first)
     _demand_row(cache, tensor, row)
     bases = tuple(
-        Base(layer, first + place, 0) for place, layer in enumerate(sorted(buffers.layers))
+        Base(layer, first + buffers.layers.index(layer), 0) for layer in sorted(buffers.layers)
     )
     return Placement(
         _group(cache).name,

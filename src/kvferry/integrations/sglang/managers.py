@@ -7,7 +7,7 @@ scheduler and keeps it; it is the scheduler thread's.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry import Incoming, InstanceView, Outgoing, SourceEndpoint, TargetEndpoint
 from kvferry.integrations.sglang.geometry import layout_of, memory_of
@@ -16,6 +16,14 @@ from kvferry.integrations.sglang.prompts import Prompt, prompt_of
 from kvferry.integrations.sglang.settings import RankSettings
 
 log = logging.getLogger("kvferry.integrations.sglang")
+
+
+class Offered(NamedTuple):
+    """Where a request's cache is to go: pages behind a prefix, and a state row if there is any."""
+
+    prefix: int
+    pages: list[int]
+    state: int | None
 
 
 class RankManager:
@@ -111,17 +119,16 @@ class DecodeManager(RankManager):
         """SGLang itself compares which layout a checksum was taken of."""
         return True
 
-    def receive(
-        self, room: int, view: InstanceView, prompt: Prompt, prefix: int, pages: list[int]
-    ) -> Incoming:
+    def receive(self, room: int, view: InstanceView, prompt: Prompt, offered: Offered) -> Incoming:
         """Offer a room's pages to its prefill server."""
         self.settings.settled()
         handle = self.endpoint.receive(
             room,
             prefill=view,
             tokens=prompt.num_tokens,
-            prefix=prefix,
-            pages=pages,
+            prefix=offered.prefix,
+            pages=offered.pages,
+            states=offered.state,
             deadline_s=self.settings.waiting_s,
             digest=prompt.digest,
         )

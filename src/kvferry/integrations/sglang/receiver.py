@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from kvferry import Incoming, KvferryError, Status
 from kvferry.integrations.sglang.failures import RoomFailed
-from kvferry.integrations.sglang.managers import DecodeManager
+from kvferry.integrations.sglang.managers import DecodeManager, Offered
 from kvferry.integrations.sglang.metadata import decoded
 from kvferry.integrations.sglang.prompts import Prompt
+from kvferry.integrations.sglang.states import row_of
 
 
 class RoomReceiver:
@@ -82,10 +83,12 @@ class RoomReceiver:
             self.refuse(self.kv_mgr.prefill_info_table.problem(self.bootstrap_addr))
             return
         try:
-            pages = np.asarray(kv_indices).tolist()
-            self._handle = self.kv_mgr.receive(
-                self.bootstrap_room, view, self._prompt, decode_prefix_len or 0, pages
+            offer = Offered(
+                prefix=decode_prefix_len or 0,
+                pages=np.asarray(kv_indices).tolist(),
+                state=row_of(state_indices),
             )
+            self._handle = self.kv_mgr.receive(self.bootstrap_room, view, self._prompt, offer)
         except KvferryError as error:
             self.refuse(str(error))
 

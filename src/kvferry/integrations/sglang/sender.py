@@ -19,6 +19,7 @@ from kvferry.integrations.sglang.failures import RoomFailed
 from kvferry.integrations.sglang.managers import PrefillManager
 from kvferry.integrations.sglang.metadata import encoded
 from kvferry.integrations.sglang.prompts import Prompt
+from kvferry.integrations.sglang.states import row_of
 
 # The owner's thread ends a room in well under a millisecond; this long only if it hangs.
 ABORT_S = 5.0
@@ -112,7 +113,7 @@ class RoomSender:
         try:
             self._push(self._handle, pages, num_tokens, after)
             if state_indices is not None or self._pages_sent >= self._num_pages:
-                self._close(self._handle, after)
+                self._close(self._handle, row_of(state_indices), after)
         except KvferryError as error:
             self._give_up(str(error))
 
@@ -137,12 +138,13 @@ class RoomSender:
         handle.push((self._tokens_sent, end), pages, after=after)
         self._tokens_sent = end
 
-    def _close(self, handle: Outgoing, after: Waitable | None) -> None:
+    def _close(self, handle: Outgoing, state: int | None, after: Waitable | None) -> None:
         """The metadata goes along with every last chunk, whether there is any state or not."""
         rows = self.kv_mgr.settings.rows
         metadata = encoded(rows.read(self._row), rows.shape)
         digest = b"" if self._prompt is None else self._prompt.digest
-        handle.close(metadata, tokens=self._tokens_sent, after=after, digest=digest)
+        tokens = self._tokens_sent
+        handle.close(metadata, states=state, tokens=tokens, after=after, digest=digest)
 
     # ------------------------------------------------------------ how it stands
 
