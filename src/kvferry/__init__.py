@@ -1,8 +1,9 @@
 """kvferry carries a request's KV cache between workers that shard it differently.
 
 What an engine needs is here: layouts, endpoints, how rooms end, how ranks agree, the
-rendezvous. ``kvferry.http``, ``kvferry.logs``, ``kvferry.mailbox`` and ``kvferry.sse`` help
-servers; ``kvferry.testing`` helps tests. Whatever else is inside may change at any time.
+rendezvous. ``kvferry.http``, ``kvferry.logs``, ``kvferry.mailbox``, ``kvferry.observe`` and
+``kvferry.sse`` help servers; ``kvferry.testing`` helps tests. Whatever else is inside may
+change at any time.
 """
 
 from __future__ import annotations

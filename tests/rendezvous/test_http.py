@@ -241,7 +241,7 @@ def test_an_oversized_body_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not-found"),
+        ("GET", "/nothing", 404, "not-found"),
         ("GET", "/v2/instances", 404, "not-found"),
         ("GET", "/v1/instances/%2e%2e/x", 404, "not-found"),
         ("POST", "/v1/instances", 405, "method"),

@@ -142,8 +142,8 @@ def role_of(
     directory: Directory, rooms: Rooms, asked: list[Callable[[Any], bool]] | None = None
 ) -> TargetRole:
     driver: Any = SimpleNamespace(ask_after=(asked if asked is not None else []).append)
-    outfit: Any = SimpleNamespace(
-        rooms=rooms, mover=None, setup=SimpleNamespace(slots=None), meter=None
-    )
+    setup = SimpleNamespace(slots=None)
+    parts = dict.fromkeys(("mover", "meter", "stories"))
+    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, **parts)
     nothing: Any = None
     return TargetRole(driver, nothing, outfit, nothing, nothing, directory)

@@ -25,6 +25,7 @@ from kvferry.runtime.owner.channels import Dropped, TargetChannel
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.loop import Owner
 from kvferry.runtime.owner.rooms import RoomTable
+from kvferry.runtime.owner.stories import StoryBook
 from kvferry.runtime.pulse import Pulse
 
 LIFE = 7
@@ -72,6 +73,7 @@ class Script:
 
     def watch(self, what: object) -> None: ...
     def flush(self) -> None: ...
+    def send(self, peer: Peer, envelope: Envelope) -> None: ...
 
     def close(self) -> None:
         self.played.set()
@@ -94,7 +96,10 @@ def played(puppet: Puppet, *turns: Turn, desk: Desk | None = None) -> Address:
     inbox = Inbox[object]()
     script, rest = Script(inbox, *turns), Nothing()
     setup = SimpleNamespace(lifeline=Lifeline("127.0.0.1", LIFE))
-    parts = dict.fromkeys(("config", "meter", "rooms", "mover", "copier", "prober"), rest)
+    parts: dict[str, Any] = dict.fromkeys(
+        ("config", "meter", "rooms", "mover", "copier", "prober"), rest
+    )
+    parts["stories"] = StoryBook(0)
     outfit: Any = SimpleNamespace(setup=setup, inbox=inbox, poller=script, me=ME, **parts)
     channel: Any = script
     owner = Owner(Driver(puppet, Ports(*[desk or Desk()] * 5)), Sleepy(), channel, outfit)

@@ -9,6 +9,8 @@ from typing import Any
 
 from kvferry.protocol.events import Event, Open
 from kvferry.runtime.owner.roles import SourceRole, Stepped
+from kvferry.runtime.owner.stories import StoryBook
+from kvferry.runtime.tags import RoomTag
 
 FIRST, SECOND = Open("first", inf), Open("second", inf)
 
@@ -26,7 +28,8 @@ class Happening:
 def role_and_taken(*, held: bool = True) -> tuple[SourceRole, list[Event]]:
     taken: list[Event] = []
     rooms = SimpleNamespace(holds=lambda handle: held)
-    outfit: Any = SimpleNamespace(rooms=rooms, setup=SimpleNamespace(slots=None), meter=None)
+    setup = SimpleNamespace(slots=None)
+    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, meter=None, stories=StoryBook(8))
     nothing: Any = None
     return SourceRole(nothing, taken.append, outfit, nothing, nothing), taken
 
@@ -37,6 +40,7 @@ class RoomHandle:
     def __init__(self) -> None:
         self.steps: deque[Any] = deque()
         self.outcome: object = None
+        self.tag = RoomTag()
 
 
 def handle() -> Any:

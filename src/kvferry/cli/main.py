@@ -25,6 +25,7 @@ from kvferry.cli.parsing import Parser, one_line
 from kvferry.cli.plan import command as plan
 from kvferry.cli.serve import command as serve
 from kvferry.cli.sim import command as sim
+from kvferry.cli.trace import command as trace
 from kvferry.errors import InputError, KvferryError
 
 DESCRIPTION = "kvferry carries a request's KV cache between workers that shard it differently."
@@ -48,6 +49,7 @@ def build_parser() -> Parser:
     key.add(commands)
     serve.add(commands)
     sim.add(commands)
+    trace.add(commands)
     return parser
 
 

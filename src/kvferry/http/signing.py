@@ -61,7 +61,7 @@ class Introduction(msgspec.Struct, frozen=True):
 
     def fits(self, key: bytes, nonce: str) -> bool:
         """Whether somebody with our key has said this, and just now."""
-        expected = _mac(key, _LIFE, nonce, self.life).encode()
+        expected = mac(key, _LIFE, nonce, self.life).encode()
         named = NONCE.fullmatch(self.life) is not None
         return named and hmac.compare_digest(self.proof.encode(), expected)
 
@@ -82,11 +82,11 @@ def _signature(
     key: bytes, life: str, method: str, target: str, body: bytes, time_s: str, nonce: str
 ) -> str:
     digest = hashlib.sha256(body).hexdigest()
-    return _mac(key, _REQUEST, life, method, target, digest, time_s, nonce)
+    return mac(key, _REQUEST, life, method, target, digest, time_s, nonce)
 
 
-def _mac(key: bytes, *lines: str) -> str:
-    """The first line says what it is for, so that nothing passes for anything else."""
+def mac(key: bytes, *lines: str) -> str:
+    """Of some lines. The first says what it is for, so that nothing passes for anything else."""
     return hmac.new(key, "\n".join(lines).encode(), hashlib.sha256).hexdigest()
 
 
@@ -103,7 +103,7 @@ class Guard:
         """For whoever wants to ask something."""
         if not NONCE.fullmatch(nonce):
             return Introduction()
-        return Introduction(self.life, _mac(self._key, _LIFE, nonce, self.life))
+        return Introduction(self.life, mac(self._key, _LIFE, nonce, self.life))
 
     def check(
         self, header: str, method: str, target: str, body: bytes, now: float

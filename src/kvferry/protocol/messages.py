@@ -40,6 +40,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Blob = Annotated[bytes, Meta(max_length=MAX_METADATA)]
 Digest = Annotated[bytes, Meta(max_length=MAX_DIGEST)]
+ClockTime = Annotated[float, Meta(ge=0, le=1e12)]
 Blocks = Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)]
 GenerationField = Annotated[Generation, Meta(ge=0, le=MAX_COUNT)]
 SerialField = Annotated[Serial, Meta(ge=0, le=MAX_COUNT)]
@@ -132,7 +133,16 @@ class NoSession(Message, frozen=True, array_like=True, tag="no-session"):
 
 
 class Heartbeat(Message, frozen=True, array_like=True, tag="heartbeat"):
-    """Either way: I am here."""
+    """Either way: I am here.
+
+    Beside that it may measure clocks: ``asked`` is the asker's time, and in the answer ``heard``
+    and ``said`` are the other's. Machines do not look at them, and earlier peers neither send
+    nor read them.
+    """
+
+    asked: ClockTime | None = None
+    heard: ClockTime | None = None
+    said: ClockTime | None = None
 
 
 # ---------------------------------------------------------------- rooms

@@ -15,6 +15,8 @@ import msgspec
 from yarl import URL
 
 from kvferry.errors import KvferryError
+from kvferry.ids import Peer
+from kvferry.observe.views import EndpointView, Wishes
 from kvferry.rendezvous.address import checked_address
 from kvferry.rendezvous.records import (
     ErrorDocument,
@@ -91,6 +93,19 @@ class Calls:
     async def leave(self, record: RankRecord) -> None:
         """Say that it goes."""
         await self._call("DELETE", f"{_rank_path(record)}?incarnation={record.incarnation}")
+
+    async def tell(self, view: EndpointView) -> Wishes:
+        """Say how an endpoint is; what is wanted of it next."""
+        path = f"{_path_of(Peer(view.instance, view.rank))}/view"
+        answer = await self._call("PUT", path, msgspec.json.encode(view))
+        try:
+            return msgspec.json.decode(answer or b"{}", type=Wishes)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RendezvousError(Fault.MALFORMED, f"its wishes can't be read: {error}") from None
+
+    async def untell(self, peer: Peer, incarnation: int) -> None:
+        """Say that an endpoint is no more."""
+        await self._call("DELETE", f"{_path_of(peer)}/view?incarnation={incarnation}")
 
     async def instance(self, name: str, version: str, wait_s: float) -> InstanceView | None:
         """Another version of an instance, or None if there was none in the time to wait.
@@ -182,4 +197,8 @@ def _decoded(answer: bytes, kind: type[T]) -> T:
 
 
 def _rank_path(record: RankRecord) -> str:
-    return f"/v1/instances/{quote(record.instance, safe='')}/ranks/{record.rank}"
+    return _path_of(record.peer)
+
+
+def _path_of(peer: Peer) -> str:
+    return f"/v1/instances/{quote(peer.instance, safe='')}/ranks/{peer.rank}"

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from kvferry.errors import Misuse
+from kvferry.ids import Peer
 from kvferry.rendezvous.calls import Backoff, Calls
 from kvferry.rendezvous.records import (
     Fault,
@@ -29,6 +30,7 @@ from kvferry.rendezvous.records import (
     RendezvousError,
     Summaries,
 )
+from kvferry.rendezvous.reporting import MakeView, Reporting
 from kvferry.runtime.keys import ClusterKey
 
 log = logging.getLogger("kvferry.rendezvous")
@@ -73,6 +75,7 @@ class RendezvousClient:
         self._registrations: list[_Registration] = []
         self._watches: dict[str, _Watch] = {}
         self._questions: set[asyncio.Task[None]] = set()
+        self._reports: list[Reporting] = []
         self._closed = threading.Event()
         # Not the loop that whoever embeds us has set for the process, such as uvloop.
         self._loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
@@ -92,6 +95,10 @@ class RendezvousClient:
         registration = _Registration(record, lease_s)
         self._do(self._begin_registration, registration)
         return registration.first
+
+    def report(self, peer: Peer, incarnation: int, make: MakeView) -> None:
+        """Tell how an endpoint is, until ``close``, as often as the rendezvous wishes."""
+        self._do(self._begin_report, Reporting(peer, incarnation, make))
 
     def watch(self, name: str, callback: Callback) -> None:
         """Call with each new view of an instance, and with None when it has ended.
@@ -180,11 +187,13 @@ class RendezvousClient:
     async def _finish(self) -> None:
         tasks = [registration.task for registration in self._registrations]
         tasks += [watch.task for watch in self._watches.values()]
+        tasks += [reporting.task for reporting in self._reports]
         running = [*self._questions, *(task for task in tasks if task is not None)]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        farewells = (self._leave(registration.record) for registration in self._registrations)
+        farewells = [self._leave(registration.record) for registration in self._registrations]
+        farewells += [self._unreport(one) for one in self._reports if one.is_known]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*farewells), LEAVE_S)
         for registration in self._registrations:
@@ -198,6 +207,15 @@ class RendezvousClient:
         except RendezvousError as error:
             # Its lease will end by itself.
             log.info("no-farewell peer=%s fault=%s", record.peer, error.fault)
+
+    def _begin_report(self, reporting: Reporting) -> None:
+        self._reports.append(reporting)
+        reporting.task = self._loop.create_task(reporting.run(self._calls))
+
+    async def _unreport(self, reporting: Reporting) -> None:
+        with contextlib.suppress(RendezvousError):
+            # Else it will be shown as silent, and then be forgotten.
+            await self._calls.untell(reporting.peer, reporting.incarnation)
 
     # ------------------------------------------------------------ questions
 

@@ -20,8 +20,12 @@ import msgspec
 from aiohttp import web
 
 from kvferry.errors import KvferryError
-from kvferry.http.signing import Doubt, Guard, Introduction
+from kvferry.http.signing import SCHEME, Doubt, Guard, Introduction
+from kvferry.http.tokens import token_problem
 from kvferry.ids import MAX_ID
+from kvferry.observe.routes import PageRoutes, is_guarded, is_open
+from kvferry.observe.views import EndpointView
+from kvferry.rendezvous.lookout import RendezvousLookout
 from kvferry.rendezvous.metrics import RendezvousMetrics
 from kvferry.rendezvous.records import (
     ErrorBody,
@@ -95,6 +99,8 @@ class Service:
         self._guard = Guard(signing_key) if signing_key is not None else None
         self._settled_at = time.monotonic() + settle_s
         self._waiters = Waiters()
+        self._signing_key = signing_key
+        self.lookout = RendezvousLookout(self.registry)
 
     def application(self) -> web.Application:
         """The routes, and the expiry of leases for as long as the application runs."""
@@ -109,6 +115,9 @@ class Service:
                 web.put(rank, self._register),
                 web.put(f"{rank}/lease", self._renew),
                 web.delete(rank, self._leave),
+                web.put(f"{rank}/view", self._view),
+                web.delete(f"{rank}/view", self._unview),
+                *PageRoutes(self.lookout).routes(),
             ]
         )
         app.cleanup_ctx.append(self._expiry)
@@ -165,12 +174,21 @@ class Service:
         self._demand_signed(request, header, body)
 
     def _demand_signed(self, request: web.Request, header: str, body: bytes) -> None:
-        if self._guard is None or request.path in OPEN_PATHS:
+        if self._guard is None or request.path in OPEN_PATHS or is_open(request.path):
+            return
+        if is_guarded(request.path) and not header.startswith(f"{SCHEME} "):
+            self._demand_token(header)
             return
         target, now = request.raw_path, time.time()
         complaint = self._guard.check(header, request.method, target, body, now)
         if complaint is not None:
             raise RendezvousError(FAULTS[complaint.doubt], complaint.message)
+
+    def _demand_token(self, header: str) -> None:
+        assert self._signing_key is not None
+        problem = token_problem(self._signing_key, header, time.time())
+        if problem is not None:
+            raise RendezvousError(Fault.UNSIGNED, problem)
 
     async def _expiry(self, app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(self._expire())
@@ -187,6 +205,7 @@ class Service:
             if now - due > STALL_S:
                 log.warning("stalled seconds=%.1f", now - due)
                 self.registry.prolong(now - due)
+            self.lookout.forget(now)
             for name, rank in self.registry.expire(now):
                 log.info("lease-ended instance=%s rank=%d", name, rank)
                 self.metrics.expired.inc()
@@ -219,6 +238,22 @@ class Service:
         if self.registry.leave(name, rank, incarnation):
             self._waiters.wake(name)
         log.info("left instance=%s rank=%d incarnation=%x", name, rank, incarnation)
+        return web.Response(status=204)
+
+    async def _view(self, request: web.Request) -> web.Response:
+        view = _decoded(await request.read(), EndpointView)
+        name, rank = _place(request)
+        if (view.instance, view.rank) != (name, rank):
+            raise RendezvousError(
+                Fault.MALFORMED, f"the view is of {view.name}, and the path names {name}/{rank}"
+            )
+        return _json(self.lookout.take(view))
+
+    async def _unview(self, request: web.Request) -> web.Response:
+        name, rank = _place(request)
+        incarnation = _whole(request.query.get("incarnation", ""), "incarnation", MAX_ID)
+        if not self.lookout.leave(f"{name}/{rank}", incarnation):
+            raise RendezvousError(Fault.NO_LEASE, f"{name}/{rank} has told no view in that life")
         return web.Response(status=204)
 
     # ------------------------------------------------------------ requests of others

@@ -133,6 +133,11 @@ class Registry:
         """Every instance, by name."""
         return tuple(self._summary(self._instances[name]) for name in sorted(self._instances))
 
+    def ranks_of(self, name: str) -> frozenset[int]:
+        """The ranks of an instance that are registered."""
+        instance = self._instances.get(name)
+        return frozenset(instance.leases) if instance else frozenset()
+
     @property
     def num_instances(self) -> int:
         """How many have any rank."""

@@ -11,6 +11,9 @@ from kvferry.errors import InputError
 from kvferry.plan.choose import Constants, Path
 from kvferry.staging.pool import DEFAULT_BUDGET_BYTES
 
+# A step has some 150 bytes, and a room of one chunk some ten steps at each rank.
+MAX_KEPT_STEPS = 1 << 22
+
 
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where an endpoint listens, how much it stages, and which path it takes.
@@ -19,7 +22,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     cut into slots of ``slot_bytes``, or of what suits the pools' device.
     ``path`` overrides the chooser and ``constants`` what it would measure.
     ``options`` are the transport's own. A thread of ours that is overdue by ``stalled_s``
-    is told of.
+    is told of. ``story_steps`` is how many steps of its last rooms are kept; 0 is none, and then
+    the rendezvous is told nothing of this endpoint's state.
     """
 
     host: str = "127.0.0.1"
@@ -31,6 +35,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 30.0
     lease_s: float = 10.0
     stalled_s: float = 5.0
+    story_steps: int = 32768
     protocol: ProtocolConfig = ProtocolConfig()
     options: Mapping[str, str] = {}
 
@@ -39,6 +44,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"a port is a number from 0 to 65535, not {self.port}")
         if self.staging_bytes < 0 or (self.slot_bytes is not None and self.slot_bytes <= 0):
             raise InputError("staging_bytes is 0 or more, and slot_bytes above 0")
+        if not 0 <= self.story_steps <= MAX_KEPT_STEPS:
+            raise InputError(f"story_steps is from 0 to {MAX_KEPT_STEPS}, not {self.story_steps}")
         for name in ("deadline_s", "lease_s", "stalled_s"):
             if getattr(self, name) <= 0:
                 raise InputError(f"{name} must be above 0, not {getattr(self, name)}")

@@ -12,10 +12,12 @@ import logging
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from math import inf
+from time import monotonic
 from typing import Any
 
 from kvferry.ids import Room
 from kvferry.protocol.outcome import Done, Failure, Outcome, Status
+from kvferry.runtime.tags import NOBODYS
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -27,8 +29,16 @@ class Handle:
         self.room = room
         self.deadline = deadline
         self.status = Status.CONNECTING
+        self.begun = monotonic()
+        # Whose room it is, where its engine says so.
+        self.tag = NOBODYS
         self._outcome: Future[Outcome] = Future()
         self._released: Future[None] = Future()
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are held for the room, of the group that has most."""
+        return 0
 
     # ------------------------------------------------------------ for the engine
 

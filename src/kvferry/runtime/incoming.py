@@ -45,6 +45,11 @@ class Incoming(Handle):
         self._bad: dict[str, list[int]] | None = None
 
     @property
+    def num_pages(self) -> int:
+        """Pages that are held for the room, of the group that has most."""
+        return max((len(table.pages) for table in self.asked.tables), default=0)
+
+    @property
     def bad_pages(self) -> dict[str, list[int]]:
         """After a failure, what must not be used: all that was asked for, unless more is known."""
         if self.failure is None:

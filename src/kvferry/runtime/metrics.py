@@ -88,6 +88,7 @@ class Stats:
     stalled: dict[str, float] = field(default_factory=dict)
     # The transport of every link that is up, by peer.
     links: dict[str, str] = field(default_factory=dict)
+    staging_used_bytes: int = 0
 
 
 class Meter:
@@ -188,6 +189,7 @@ class Meter:
 
     def staging(self, used_bytes: int, total_bytes: int) -> None:
         """How much of the staging memory is in use."""
+        self.stats.staging_used_bytes = used_bytes
         self._metrics.staging_used.labels(*self._labels).set(used_bytes)
         self._metrics.staging_total.labels(*self._labels).set(total_bytes)
 

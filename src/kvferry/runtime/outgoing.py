@@ -66,6 +66,11 @@ class Outgoing(Handle):
         self.steps: deque[tuple[Waitable | None, Callable[[], None], Event]] = deque()
         self.sides: dict[tuple[Session, int], Side] = {}
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that are held for the room, of the group that has most."""
+        return self.tables.num_pages
+
     def prepare(self, tokens: tuple[int, int], pages: Pages) -> None:
         """These tokens are about to be computed into these pages: ask for credits now."""
         span = self._span(tokens, "prepare")

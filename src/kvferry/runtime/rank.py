@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from types import TracebackType
 from typing import ClassVar, Generic, Self, TypeVar
@@ -12,6 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.ids import Peer, Room
 from kvferry.layout.layout import Layout
+from kvferry.observe.steps import RoomStory
+from kvferry.observe.views import EndpointView, Wishes
 from kvferry.protocol.events import Event
 from kvferry.protocol.outcome import Status
 from kvferry.rendezvous.client import RendezvousClient
@@ -24,6 +27,7 @@ from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.metrics import Meter, Stats
 from kvferry.runtime.owner.loop import CLOSE_S, Aborted, Owner
 from kvferry.runtime.owner.outfit import Outfit, outfit_of
+from kvferry.runtime.owner.views import endpoint_view
 from kvferry.runtime.setup import Member, set_up
 from kvferry.runtime.tables import Shelf
 from kvferry.transport.base import Transport
@@ -43,6 +47,8 @@ class RankEndpoint(ABC, Generic[H]):
 
     # Whether peers write into the pools.
     writable: ClassVar[bool]
+    # As views and stories name it.
+    role: ClassVar[str]
 
     def __init__(  # noqa: PLR0913 - what an engine has to say, by keyword
         self,
@@ -77,6 +83,8 @@ class RankEndpoint(ABC, Generic[H]):
         self._owner = self._own(outfit_of(setup, config, key, client, meter))
         self._owner.outfit.mover.start()
         self._owner.start()
+        if client and config.story_steps:
+            client.report(member.peer, setup.incarnation, self.view)
 
     @abstractmethod
     def _listen(self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack) -> None:
@@ -112,6 +120,24 @@ class RankEndpoint(ABC, Generic[H]):
     def statuses(self, rooms: Iterable[Room]) -> list[Status | None]:
         """Where many rooms stand, for a scheduler's loop; None once they are released."""
         return self._owner.rooms.statuses(rooms)
+
+    def view(self, wishes: Wishes = Wishes()) -> Future[EndpointView]:  # noqa: B008 - frozen
+        """How the endpoint is, made on its owner's thread; with the stories that are wished for."""
+        made: Future[EndpointView] = Future()
+
+        def look() -> None:
+            try:
+                made.set_result(endpoint_view(self._owner, self.role, wishes))
+            except Exception as error:
+                made.set_exception(error)
+
+        self._owner.look(look)
+        return made
+
+    def story(self, room: Room, timeout_s: float = 5.0) -> RoomStory | None:
+        """The steps of one of the last rooms, by this process's monotonic clock."""
+        stories = self.view(Wishes(rooms=(str(room),))).result(timeout_s).stories
+        return stories[0] if stories else None
 
     def vouch_gone(self, peer: Peer, incarnation: int) -> None:
         """The caller knows that this life of a peer is over, such as after a power cut.

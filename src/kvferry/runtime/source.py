@@ -30,12 +30,14 @@ from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.owner.writes import Writes
 from kvferry.runtime.rank import RankEndpoint
 from kvferry.runtime.setup import EndpointSetup
+from kvferry.runtime.tags import RoomTag
 
 
 class SourceEndpoint(RankEndpoint[Outgoing]):
     """One prefill rank."""
 
     writable: ClassVar[bool] = False
+    role: ClassVar[str] = "source"
 
     def _listen(self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack) -> None:
         self._server = ControlServer(config.host, config.port, key)
@@ -46,17 +48,15 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
 
     def _own(self, outfit: Outfit[Outgoing]) -> Owner:
         setup, config, rooms, meter = outfit.setup, outfit.config, outfit.rooms, outfit.meter
-        measures = config.constants is None
         self._costs = costs = LinkCosts(first_constants(config, setup))
-        ours = setup, rooms, outfit.mover, outfit.copier, meter, costs
-        writes = Writes(*ours, measures=measures)
+        writes = Writes(outfit, costs, measures=config.constants is None)
         policy = StagingPolicy(setup.member.rank, writes.sides_of, costs.of, config.path)
         machine = SourceMachine(setup.identity, _with_slots(config, setup), policy)
         channel = SourceChannel(outfit.me, outfit.poller, meter, self._server)
         suspects = Suspects(outfit.prober)
         driver = Driver(machine, Ports(channel, writes, writes, suspects, rooms))
         writes.attach(machine, policy, self._take)
-        channel.attach(self._take)
+        channel.attach(self._take, outfit.stories)
         rooms.on_release = policy.forget
         role = SourceRole(driver, self._take, outfit, writes, channel)
         self.record = _record(setup, self._server.address)
@@ -64,11 +64,22 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
             outfit.client.register(self.record, config.lease_s)
         return Owner(driver, role, channel, outfit)
 
-    def open(self, room: Room, *, deadline_s: float | None = None) -> Outgoing:
-        """A request begins here. Its pages must stay as they are until it is released."""
+    def open(
+        self,
+        room: Room,
+        *,
+        deadline_s: float | None = None,
+        request: str = "",
+        traceparent: str = "",
+    ) -> Outgoing:
+        """A request begins here. Its pages must stay as they are until it is released.
+
+        ``request`` and ``traceparent`` name whose room it is in logs and in its story.
+        """
         seconds = self._deadline_s if deadline_s is None else deadline_s
         deadline = time.monotonic() + seconds
         handle = Outgoing(room, deadline, self._shelf, self._step, self._abort)
+        handle.tag = RoomTag.of(request, traceparent)
         self._owner.rooms.add(handle)
         self._step(handle, None, _nothing, Open(room, deadline))
         return handle

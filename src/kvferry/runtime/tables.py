@@ -179,6 +179,11 @@ class KnownPages:
         self.first = first
         self.pages: list[int] = []
 
+    @property
+    def num_pages(self) -> int:
+        """Those that were named."""
+        return len(self.pages) - self.pages.count(UNKNOWN)
+
     def takes(self, first: int, pages: Sequence[int]) -> bool:
         """Whether no other page was named before for one of these places."""
         skip = first - self.first
@@ -244,6 +249,11 @@ class GrowingTables:
     def add_rows(self, rows: Mapping[str, int]) -> None:
         """Take in the state rows."""
         self.add({group: (0, (row,)) for group, row in rows.items()})
+
+    @property
+    def num_pages(self) -> int:
+        """Of the group that has most."""
+        return max((known.num_pages for known in self._known.values()), default=0)
 
     def tables(self) -> dict[str, PageTable]:
         """As a binding takes them."""

@@ -27,6 +27,7 @@ from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.rank import RankEndpoint
 from kvferry.runtime.tables import Pages, Rows
+from kvferry.runtime.tags import RoomTag
 
 MAX_SLOTS = 1 << 16
 
@@ -35,6 +36,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
     """One decode rank."""
 
     writable: ClassVar[bool] = True
+    role: ClassVar[str] = "target"
 
     def _listen(self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack) -> None:
         bindable(config.host, 0, key)
@@ -47,10 +49,10 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
         directory = Directory(outfit.client, outfit.inbox.put)
         channel = TargetChannel(outfit.me, outfit.poller, meter, outfit.key, directory.address_of)
-        scatters = Scatters(setup, rooms, outfit.mover, outfit.copier, meter)
+        scatters = Scatters(outfit)
         driver = Driver(machine, Ports(channel, scatters, scatters, Suspects(outfit.prober), rooms))
         scatters.attach(machine, self._take)
-        channel.attach(self._take)
+        channel.attach(self._take, outfit.stories)
         role = TargetRole(driver, self._take, outfit, scatters, channel, directory)
         return Owner(driver, role, channel, outfit)
 
@@ -65,25 +67,29 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         states: Rows | None = None,
         deadline_s: float | None = None,
         digest: bytes = b"",
+        request: str = "",
+        traceparent: str = "",
     ) -> Incoming:
         """Have a request's cache written into these pages by that prefill instance.
 
         ``pages`` are all of the request's, or only those behind the ``prefix``
         that is cached here already. They are held until the room is released.
         ``digest`` is that of the request (``kvferry.digest_of``): the room is done only if
-        every source says that it has computed just that.
+        every source says that it has computed just that. ``request`` and ``traceparent`` name
+        whose room it is in logs and in its story.
         """
         if isinstance(prefill, str) and self._client is None:
             raise InputError("finding an instance by its name takes a rendezvous; pass its URL")
-        request = Request(tokens, prefix)
-        tables = self._shelf.tables(request, pages, states)
+        wanted = Request(tokens, prefix)
+        tables = self._shelf.tables(wanted, pages, states)
         seconds = self._deadline_s if deadline_s is None else deadline_s
         deadline = time.monotonic() + seconds
-        asked = Asked(prefill, request, tables, deadline, checked_digest(digest))
+        asked = Asked(prefill, wanted, tables, deadline, checked_digest(digest))
         groups = {table.group: table.as_page_table() for table in tables}
         member, side = self._setup.member, Side(self._setup.memory.map, groups)
         everything = partial(wanted_pages, member.layout, member.rank, asked)
         handle = Incoming(room, asked, side, self._abort, everything)
+        handle.tag = RoomTag.of(request, traceparent)
         self._owner.rooms.add(handle)
         self._owner.tell(Begun(handle))
         return handle

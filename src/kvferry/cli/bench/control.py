@@ -64,10 +64,10 @@ def measure(
     started = status.status("starting two processes")
     with started, Fleet(*sides, transport=transport, device=device) as fleet:
         fleet.carry("first", Request(PAGE_TOKENS), seed=0)
-        return [_level(fleet, level, max(num_rooms, 2 * level)) for level in levels]
+        return [timed_level(fleet, level, max(num_rooms, 2 * level)) for level in levels]
 
 
-def _level(fleet: Fleet, concurrency: int, num_rooms: int) -> ControlLevel:
+def timed_level(fleet: Fleet, concurrency: int, num_rooms: int) -> ControlLevel:
     """Both sides play their part by themselves; the target times each room."""
     source, target = fleet.sources[0], fleet.targets["decode"][0]
     before = [rank.ask("cpu_s") for rank in (source, target)]

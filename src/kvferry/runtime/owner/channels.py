@@ -29,6 +29,7 @@ from kvferry.runtime.driver.driver import frame_event
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.metrics import Meter
 from kvferry.runtime.owner.poller import Poller
+from kvferry.runtime.owner.stories import StoryBook
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -50,10 +51,12 @@ class Channel(ABC):
         self._poller = poller
         self._meter = meter
         self._answer: Callable[[Event], None] = lambda _: None
+        self._stories = StoryBook(0)
 
-    def attach(self, answer: Callable[[Event], None]) -> None:
-        """Who hears of a frame that can't be sent."""
+    def attach(self, answer: Callable[[Event], None], stories: StoryBook | None = None) -> None:
+        """Who hears of a frame that can't be sent, and who writes down what was said."""
         self._answer = answer
+        self._stories = self._stories if stories is None else stories
 
     @abstractmethod
     def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
@@ -75,6 +78,7 @@ class Channel(ABC):
         """Have a frame sent at the end of this turn. It may be lost."""
         try:
             self._put(peer, envelope)
+            self._stories.said(peer, envelope)
         except KvferryError as error:
             # A frame that can't be made concerns one room, and fails that room alone.
             log.warning("unsendable endpoint=%s peer=%s error=%s", self._me, peer, error)

@@ -20,13 +20,15 @@ from typing import Any, NamedTuple
 from kvferry.errors import Misuse
 from kvferry.ids import Peer
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Cancel, Event, Tick
+from kvferry.protocol.events import Cancel, Event, Received, Tick
+from kvferry.protocol.messages import Envelope, Heartbeat
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LinkState
 from kvferry.runtime.driver.driver import Driver
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.mover.mover import ThreadBroke
 from kvferry.runtime.owner.channels import Channel, Dropped
+from kvferry.runtime.owner.clocks import PeerClocks
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.roles import AFTER_POLL_S, Role
 from kvferry.runtime.pulse import WATCHMAN, Patient, Pulse
@@ -75,6 +77,8 @@ class Owner:
         self._poller = outfit.poller
         self._lifeline = outfit.setup.lifeline
         self._meter = outfit.meter
+        self.stories = outfit.stories
+        self.clocks = PeerClocks(driver.machine, channel.send)
         self._tidy_at = 0.0
         # When this turn began: one time for all that came with it.
         self._now = time.monotonic()
@@ -164,10 +168,17 @@ class Owner:
         """
         for item in chain(self._inbox.drain(), self.channel.receive(ready)):
             if isinstance(item, Event):
+                if not self.stories.heard(item) and isinstance(item, Received):
+                    self._tell_time(item.envelope)
                 yield item
                 self.rooms.refresh(item, self.driver.machine.status)
             else:
                 self._take(item)
+
+    def _tell_time(self, envelope: Envelope) -> None:
+        """To who asks for it with a heartbeat."""
+        if isinstance(envelope.body, Heartbeat):
+            self.clocks.heard(envelope, envelope.body)
 
     def _wakeup(self, now: float) -> float:
         """When to turn again although nothing comes."""
@@ -185,6 +196,7 @@ class Owner:
             self.rooms.refresh(Tick(), self.driver.machine.status)
             self._tidy_at = now + (TIDY_S if len(self.rooms) else IDLE_TIDY_S)
             self.role.tidy()
+            self.clocks.ask(self.driver.machine.links.values(), now)
             self._measure(now)
 
     def _take(self, item: object) -> None:

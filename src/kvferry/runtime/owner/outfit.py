@@ -16,6 +16,7 @@ from kvferry.runtime.mover.mover import Mover
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.rooms import RoomTable
+from kvferry.runtime.owner.stories import StoryBook
 from kvferry.runtime.prober import Prober
 from kvferry.runtime.setup import EndpointSetup
 
@@ -33,6 +34,7 @@ class Outfit(NamedTuple, Generic[H]):
     client: RendezvousClient | None
     meter: Meter
     rooms: RoomTable[H]
+    stories: StoryBook
     inbox: Inbox[object]
     poller: Poller
     mover: Mover
@@ -60,10 +62,12 @@ def outfit_of(
         *(me, ",".join(held), "; ".join(f"{name}: {why}" for name, why in lacked.items())),
     )
     inbox: Inbox[object] = Inbox()
+    stories = StoryBook(config.story_steps)
     mover = Mover(setup.transports, inbox.put, f"kvferry-mover-{me}")
     return Outfit(
         *(setup, config, key, client, meter),
-        RoomTable(me, meter),
+        RoomTable(me, meter, stories),
+        stories,
         inbox,
         Poller(),
         mover,

@@ -81,6 +81,7 @@ class SourceRole:
         self._channel = channel
         self._slots = outfit.setup.slots
         self._meter = outfit.meter
+        self._stories = outfit.stories
         self._waiting: dict[Outgoing, None] = {}
 
     def take(self, item: object) -> bool:
@@ -117,6 +118,7 @@ class SourceRole:
             handle.steps.popleft()
             if self._rooms.holds(handle):
                 learn()
+                self._stories.asked(event, handle.tag)
                 self._take(event)
         self._waiting.pop(handle, None)
 
@@ -161,6 +163,7 @@ class TargetRole:
         self._mover = outfit.mover
         self._slots = outfit.setup.slots
         self._meter = outfit.meter
+        self._stories = outfit.stories
         # As the machine has them, for a last look after it has forgotten one.
         self._received: dict[Room, TargetRoom] = {}
         outfit.rooms.before_end = self._before_end
@@ -189,7 +192,9 @@ class TargetRole:
         asked = handle.asked
         instance = Instance(view.name, view.fingerprint, view.layout)
         wanted = asked.request, asked.tables, asked.deadline, asked.digest
-        self._take(Receive(handle.room, instance, *wanted))
+        asking = Receive(handle.room, instance, *wanted)
+        self._stories.asked(asking, handle.tag)
+        self._take(asking)
         room = self._driver.machine.rooms.get(handle.room)
         if room:
             self._received[handle.room] = room

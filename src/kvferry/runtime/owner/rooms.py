@@ -15,10 +15,12 @@ import msgspec
 
 from kvferry.errors import InputError, Misuse
 from kvferry.ids import MAX_ID, MAX_NAME, Peer, Room
+from kvferry.logs.context import about
 from kvferry.protocol.events import Event, Received, Tick
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome, Status
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.metrics import Meter
+from kvferry.runtime.owner.stories import StoryBook
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -28,9 +30,10 @@ H = TypeVar("H", bound=Handle)
 class RoomTable(Generic[H]):
     """Every room whose memory is held, and why there may be no more."""
 
-    def __init__(self, me: Peer, meter: Meter) -> None:
+    def __init__(self, me: Peer, meter: Meter, stories: StoryBook | None = None) -> None:
         self._me = me
         self._meter = meter
+        self._stories = StoryBook(0) if stories is None else stories
         self._handles: dict[Room, H] = {}
         self._lock = threading.Lock()
         # Why no room can begin.
@@ -94,24 +97,31 @@ class RoomTable(Generic[H]):
         self._meter.ended(outcome)
         handle = self._handles.get(room)
         if handle:
+            self._stories.ended(room, outcome, handle.begun, handle.tag)
             self.before_end(handle, outcome)
             handle.end(outcome)
 
     def _log(self, room: Room, failure: Failure) -> None:
-        if failure.code is FailureCode.ABORTED:
-            # Somebody has changed their mind, which is nobody's fault.
-            log.info("room-given-up endpoint=%s room=%r reason=%r", self._me, room, failure.message)
-        else:
-            log.warning(
-                "room-failed endpoint=%s room=%r code=%s reason=%r",
-                *(self._me, room, failure.code, failure.message),
-            )
+        handle = self._handles.get(room)
+        with about(handle.tag.request if handle else ""):
+            if failure.code is FailureCode.ABORTED:
+                # Somebody has changed their mind, which is nobody's fault.
+                log.info(
+                    "room-given-up endpoint=%s room=%r reason=%r", self._me, room, failure.message
+                )
+            else:
+                log.warning(
+                    "room-failed endpoint=%s room=%r code=%s reason=%r",
+                    *(self._me, room, failure.code, failure.message),
+                )
 
     def release(self, room: Room) -> None:
         """A room's memory is the caller's again."""
         self.on_release(room)
         handle = self._handles.pop(room, None)
         if handle:
+            if handle.failure is not None:
+                self._stories.released(room)
             handle.release()
         if not self._handles:
             self.on_empty()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 
-from kvferry.ids import Op, Room, Session
+from kvferry.ids import Op, Session
 from kvferry.plan.bind import Image, Pair, bind
 from kvferry.protocol.events import Cancel, Connect, Event, Scatter, Scattered, Write
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.target import TargetMachine
-from kvferry.runtime.copier import Copied, Copier, CopyJob
+from kvferry.runtime.copier import Copied, CopyJob
 from kvferry.runtime.incoming import Incoming
-from kvferry.runtime.metrics import Meter
-from kvferry.runtime.mover.mover import Mover
-from kvferry.runtime.owner.rooms import RoomTable
-from kvferry.runtime.setup import EndpointSetup
+from kvferry.runtime.owner.outfit import Outfit
+from kvferry.runtime.owner.stories import SCATTERED, Took
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -24,20 +23,14 @@ log = logging.getLogger("kvferry.runtime")
 class Scatters:
     """StagingMemory whose bytes are on their way into pages. A target itself writes to nobody."""
 
-    def __init__(
-        self,
-        setup: EndpointSetup,
-        rooms: RoomTable[Incoming],
-        mover: Mover,
-        copier: Copier,
-        meter: Meter,
-    ) -> None:
-        self._setup = setup
-        self._rooms = rooms
-        self._mover = mover
-        self._copier = copier
-        self._meter = meter
-        self._room_of: dict[Op, Room] = {}
+    def __init__(self, outfit: Outfit[Incoming]) -> None:
+        self._setup = outfit.setup
+        self._rooms = outfit.rooms
+        self._mover = outfit.mover
+        self._copier = outfit.copier
+        self._meter = outfit.meter
+        self._stories = outfit.stories
+        self._scattering: dict[Op, tuple[Scatter, float]] = {}
 
     def attach(self, machine: TargetMachine, answer: Callable[[Event], None]) -> None:
         """Whom this scatters for, and who hears how it went."""
@@ -53,12 +46,14 @@ class Scatters:
         pair = Pair(action.source.rank, self._setup.member.rank)
         make = partial(bind, plan, pair, action.request, Image(), handle.side, action.blocks)
         from_ = (slots.address(action.slot),)
-        self._room_of[action.op] = action.room
+        self._scattering[action.op] = action, time.monotonic()
         self._copier.submit(CopyJob(action.op, make, from_, self._setup.addresses))
 
     def copied(self, news: Copied) -> None:
         """Well or not, it is over and touches nothing any more."""
-        room = self._room_of.pop(news.op)
+        action, begun = self._scattering.pop(news.op)
+        room, now = action.room, time.monotonic()
+        self._stories.copied(room, SCATTERED, action.source, now, Took(now - begun))
         if news.problem:
             log.error("scatter-failed room=%r problem=%r", room, news.problem)
             failure = Failure.of(FailureCode.TRANSPORT, f"a scatter failed: {news.problem}")

@@ -14,6 +14,7 @@ from functools import partial
 
 from kvferry.errors import KvferryError, TransportError
 from kvferry.ids import Op, Peer, Session
+from kvferry.logs.context import about
 from kvferry.plan.bind import Binding, Image, Pair, Side, bind
 from kvferry.plan.choose import Path
 from kvferry.plan.places import Base
@@ -30,24 +31,22 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.transports import common_transports
-from kvferry.runtime.copier import BulkWrite, Copied, Copier, CopyJob
+from kvferry.runtime.copier import BulkWrite, Copied, CopyJob
 from kvferry.runtime.costs import LinkCosts
-from kvferry.runtime.metrics import Meter
 from kvferry.runtime.mover.calibration import SCRATCH_BYTES, Calibration
 from kvferry.runtime.mover.mover import (
     Flight,
     Measured,
-    Mover,
     Posting,
     Reached,
     Unreached,
     WriteEnd,
 )
 from kvferry.runtime.outgoing import Outgoing
-from kvferry.runtime.owner.rooms import RoomTable
+from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.staging_policy import Course, Sides, StagingPolicy
+from kvferry.runtime.owner.stories import GATHERED, Took
 from kvferry.runtime.peer_metadata import PeerMetadata
-from kvferry.runtime.setup import EndpointSetup
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -58,28 +57,21 @@ AT_ONCE_BYTES, AT_ONCE_PIECES = 128 << 10, 64
 class Writes:
     """What is being written, and how each of it goes."""
 
-    def __init__(
-        self,
-        setup: EndpointSetup,
-        rooms: RoomTable[Outgoing],
-        mover: Mover,
-        copier: Copier,
-        meter: Meter,
-        costs: LinkCosts,
-        *,
-        measures: bool,
-    ) -> None:
-        self._setup = setup
-        self._rooms = rooms
-        self._mover = mover
-        self._copier = copier
-        self._meter = meter
+    def __init__(self, outfit: Outfit[Outgoing], costs: LinkCosts, *, measures: bool) -> None:
+        self._setup = outfit.setup
+        self._rooms = outfit.rooms
+        self._mover = outfit.mover
+        self._copier = outfit.copier
+        self._meter = outfit.meter
+        self._stories = outfit.stories
         self._costs = costs
         self._measures = measures
         self._metadata: dict[Session, PeerMetadata] = {}
         # Links whose small writes are made at once.
         self._at_once: dict[Session, Reached] = {}
         self._flying: dict[Op, Write] = {}
+        # When a gather was asked for.
+        self._gathering: dict[Op, float] = {}
 
     def attach(
         self, machine: SourceMachine, policy: StagingPolicy, answer: Callable[[Event], None]
@@ -213,6 +205,7 @@ class Writes:
 
     def _gather(self, action: Write) -> None:
         """Fill the local slot, then write it in bulk."""
+        self._gathering[action.op] = time.monotonic()
         slots, link = self._setup.slots, self._machine.links[action.note.session]
         metadata = self._metadata[link.session]
         assert slots is not None
@@ -239,7 +232,9 @@ class Writes:
         """A write has ended, or nobody knows whether."""
         action = self._flying.pop(end.op)
         self._meter.wrote(end)
+        asked = self._gathering.pop(end.op, None)
         if end.fate is None:
+            self._tell(action, end, asked)
             handle = self._rooms.get(action.room)
             if handle is not None:
                 handle.carried[end.path] = handle.carried.get(end.path, 0) + end.num_bytes
@@ -249,11 +244,21 @@ class Writes:
         self._log(action.peer, action, end)
         self._answer(SendFailed(end.op, end.fate))
 
+    def _tell(self, action: Write, end: WriteEnd, asked: float | None) -> None:
+        room, peer = action.room, action.peer
+        if asked is not None:
+            begun = time.monotonic() - end.seconds
+            took = Took(begun - asked, end.num_bytes, str(end.path))
+            self._stories.copied(room, GATHERED, peer, begun, took)
+        self._stories.wrote(room, peer, end.path, end.num_bytes, end.seconds)
+
     def _log(self, peer: Peer, action: Write, end: WriteEnd) -> None:
-        log.warning(
-            "write-failed endpoint=%s room=%r peer=%s fate=%s detail=%r",
-            *(self._setup.member.peer, action.room, peer, end.fate, end.detail),
-        )
+        handle = self._rooms.get(action.room)
+        with about(handle.tag.request if handle else ""):
+            log.warning(
+                "write-failed endpoint=%s room=%r peer=%s fate=%s detail=%r",
+                *(self._setup.member.peer, action.room, peer, end.fate, end.detail),
+            )
 
 
 def _is_small(binding: Binding) -> bool:

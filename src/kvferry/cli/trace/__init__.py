@@ -1,0 +1,1 @@
+"""``kvferry trace``: the story of a room."""

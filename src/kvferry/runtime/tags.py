@@ -1,0 +1,29 @@
+"""Tags: whose room it is, by its engine's words. For logs and stories alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvferry.errors import InputError
+
+MAX_TAG = 512
+
+
+class RoomTag(NamedTuple):
+    """The request's id, and the W3C ``traceparent`` under which it is traced."""
+
+    request: str = ""
+    traceparent: str = ""
+
+    @staticmethod
+    def of(request: str, traceparent: str) -> RoomTag:
+        """Refuses what is no short text."""
+        for text in (request, traceparent):
+            if not isinstance(text, str) or len(text) > MAX_TAG:
+                raise InputError(
+                    f"request and traceparent are texts of at most {MAX_TAG} characters"
+                )
+        return RoomTag(request, traceparent) if request or traceparent else NOBODYS
+
+
+NOBODYS = RoomTag()
