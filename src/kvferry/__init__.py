@@ -2,8 +2,8 @@
 
 What an engine needs is here: layouts, endpoints, how rooms end, how ranks agree, the
 rendezvous. ``kvferry.http``, ``kvferry.logs``, ``kvferry.mailbox``, ``kvferry.observe`` and
-``kvferry.sse`` help servers; ``kvferry.testing`` helps tests. Whatever else is inside may
-change at any time.
+``kvferry.sse`` help servers; ``kvferry.testing`` helps tests. Whatever else is inside may change
+at any time.
 """
 
 from __future__ import annotations
