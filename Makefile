@@ -15,7 +15,7 @@ VLLM_VENV ?= .venv-vllm
 # SGLang has an environment of its own, about 3 GB, which may lie anywhere.
 SGLANG_VENV ?= .venv-sglang
 
-.PHONY: help install demo plan test test-vllm test-sglang unit lint format bench soak mutants clean
+.PHONY: help install demo plan test test-vllm test-sglang test-page unit lint format bench soak mutants clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,7 +44,12 @@ test: $(INSTALLED) ## lint, types, import rules, tests
 # stay with one worker as far as they can, because they share fixtures (models, clusters).
 unit: $(INSTALLED)
 	@scripts/install-libibverbs $(BIN)/python
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not page"
+
+# Needs Debian's chromium (apt-get install chromium); playwright only drives it.
+test-page: $(INSTALLED) ## the page in a real Chromium
+	$(BIN)/pip install --quiet --disable-pip-version-check 'playwright>=1.50,<2'
+	$(BIN)/python -m pytest -n0 -m page tests/page
 
 test-vllm: ## real vLLM engines on this machine's CPU (VLLM_VENV: where vLLM is, or is put)
 	@scripts/vllm-env $(VLLM_VENV) $(PYTHON)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+import msgspec
+
 from kvferry.layout.layout import Layout
 from kvferry.observe.clocks import Offset
 from kvferry.observe.steps import RoomStory
@@ -44,6 +46,9 @@ MISSED, GONE_S = 3.0, 30.0
 SHOWN_GONE_S = 600.0
 ASK_LASTS_S = 60.0
 MAX_ASKS = 64
+# Who asks for the picture after the document gets the same story.
+STORY_FRESH_S = 2.0
+LIVING = (RankState.UP, RankState.TROUBLED)
 MOST_SHOWN, MOST_SLOW, MOST_FAILURES = 100, 10, 20
 
 
@@ -163,8 +168,11 @@ class ClusterBook:
     # ------------------------------------------------------------ stories
 
     def ask(self, room: str, now: float) -> None:
-        """Somebody wants a room's story: have everybody tell it anew."""
+        """Somebody wants a room's story: have everybody tell it, unless they just have."""
         self._looked_at = now
+        asked = self._asks.get(room)
+        if asked is not None and now - asked.at < STORY_FRESH_S:
+            return
         self._asks.pop(room, None)
         while len(self._asks) >= MAX_ASKS:
             del self._asks[next(iter(self._asks))]
@@ -173,11 +181,7 @@ class ClusterBook:
     def is_told(self, room: str, now: float) -> bool:
         """Whether everybody who could has answered."""
         ask = self._asks.get(room)
-        living = {
-            name
-            for name, known in self._known.items()
-            if known.state(now) in (RankState.UP, RankState.TROUBLED)
-        }
+        living = {name for name, known in self._known.items() if known.state(now) in LIVING}
         return ask is None or living <= ask.answered
 
     def waterfall(self, room: str) -> Waterfall | None:
@@ -212,7 +216,7 @@ class ClusterBook:
         """The cluster as it is. Somebody looks, so views come more often from now on."""
         self._looked_at = now
         instances = _instances(self._known, {one.name: one for one in registered}, now)
-        links = links_of(self._known.values())
+        links = links_of(self._known, now)
         live = [known for known in self._known.values() if known.state(now) is not RankState.GONE]
         rooms = _merged(((known, known.view.rooms) for known in live), now)
         return ClusterView(
@@ -252,7 +256,7 @@ def _instance(
     role = newest.role if newest is not None else "source"
     num_ranks = newest.num_ranks if newest else registered.num_ranks if registered else 0
     ranks = tuple(_rank(rank, told.get(rank), registered, now) for rank in range(num_ranks))
-    down = [one.rank for one in ranks if one.state not in (RankState.UP, RankState.TROUBLED)]
+    down = [one.rank for one in ranks if one.state not in LIVING]
     is_listed = registered is not None and registered.complete
     ready = not down and (is_listed or role == "target")
     note = "" if ready else registered.note if registered and not is_listed else _lacking(down)
@@ -301,7 +305,7 @@ def _rank(rank: int, known: _Known | None, registered: Registered | None, now: f
         staging_bytes=view.staging_bytes,
         pages_held=view.pages_held,
         pages=view.pages,
-        bytes_per_s=sum(_rates(known).values()),
+        bytes_per_s=sum(_rates(known).values()) if state in LIVING else 0.0,
     )
 
 
@@ -334,16 +338,20 @@ def _rooms_per_s(known: _Known) -> float:
     return max(0.0, ended / known.elapsed_s)
 
 
-def links_of(known: Iterable[_Known]) -> tuple[LinkShown, ...]:
+def links_of(known: Mapping[str, _Known], now: float) -> tuple[LinkShown, ...]:
     """Every pair of a source and a target that know each other, once."""
     found: dict[tuple[str, str], LinkShown] = {}
-    for one in sorted(known, key=lambda one: one.view.role == "source"):
-        rates = _rates(one)
+    silent = {name for name, one in known.items() if one.state(now) not in LIVING}
+    for one in sorted(known.values(), key=lambda one: one.view.role == "source"):
+        rates = _rates(one) if one.view.name not in silent else {}
         for link in one.view.links:
             is_source = one.view.role == "source"
             ends = (one.view.name, link.peer) if is_source else (link.peer, one.view.name)
             if is_source or ends not in found:
-                found[ends] = _link(ends, one, link, rates.get(link.peer, 0.0))
+                shown = _link(ends, one, link, rates.get(link.peer, 0.0))
+                # What a silent end said last is not what is.
+                lost = silent.intersection(ends)
+                found[ends] = msgspec.structs.replace(shown, state="silent") if lost else shown
     return tuple(found[ends] for ends in sorted(found))
 
 

@@ -10,10 +10,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from aiohttp import web
 
 from kvferry import ClusterKey
+from kvferry.http.tokens import token_problem
+from kvferry.observe.routes import PageRoutes, is_guarded
 from kvferry.serve.errors import ApiError, json_response, of_refusal
 from kvferry.serve.router.bodies import Defaults, new_id, read_ask
 from kvferry.serve.router.dialects import dialect_of
 from kvferry.serve.router.forward import Forwarder
+from kvferry.serve.router.lookout import RouterLookout
 from kvferry.serve.router.metrics import RouterMetrics
 from kvferry.serve.router.options import RouterOptions, named_url
 from kvferry.serve.router.roster import Announced, Roster, Worker, WorkerPart
@@ -49,6 +52,8 @@ class Router:
         self._dialect = dialect
         self._forwarder = Forwarder(options, self.roster, self.metrics, dialect, key)
         self._watch = Watch(options, self.roster, key, dialect.ask_health)
+        self._lookout = RouterLookout(options.rendezvous, self.roster, key)
+        self._key = key.http if key is not None else None
         self._since = int(time.time())
 
     def application(self) -> web.Application:
@@ -62,6 +67,7 @@ class Router:
                 web.get("/v1/models/{model:.+}", self._one_model),
                 web.post("/v1/completions", self._answer),
                 web.post("/v1/chat/completions", self._answer),
+                *PageRoutes(self._lookout).routes(),
             ]
         )
         app.cleanup_ctx.append(self._watching)
@@ -72,6 +78,7 @@ class Router:
         yield
         await ended(task)
         await self._forwarder.close()
+        await self._lookout.close()
 
     # ------------------------------------------------------------ around every request
 
@@ -88,9 +95,9 @@ class Router:
             self.metrics.requests.labels(path, status).inc()
             self.metrics.seconds.labels(path).observe(time.monotonic() - began)
 
-    @staticmethod
-    async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            self._demand_token(request)
             return await handler(request)
         except ApiError as error:
             level = logging.INFO if error.status < 500 else logging.WARNING
@@ -107,6 +114,15 @@ class Router:
         except Exception:
             log.exception("request-failed path=%s", request.path)
             return ApiError(500, "the router has a bug; see its log", code="internal").response()
+
+    def _demand_token(self, request: web.Request) -> None:
+        """Clients need none; who wants to see the cluster does."""
+        if self._key is None or not is_guarded(request.path):
+            return
+        header = request.headers.get("Authorization", "")
+        problem = token_problem(self._key, header, time.time())
+        if problem is not None:
+            raise ApiError(401, problem, code="token")
 
     # ------------------------------------------------------------ what clients ask
 
