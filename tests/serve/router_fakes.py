@@ -64,6 +64,7 @@ class FakeWorker:
         self.model = MODEL
         self.seen: list[Body] = []
         self.request_ids: list[str | None] = []
+        self.traces: list[str | None] = []
         self.given_up: list[int] = []
         self.left = 0
         self.load = 0
@@ -110,6 +111,7 @@ class FakeWorker:
 
     async def _give_up(self, request: web.Request) -> web.Response:
         self.request_ids.append(request.headers.get("X-Request-Id"))
+        self.traces.append(request.headers.get("traceparent"))
         self.given_up.append(int(request.match_info["room"]))
         return web.Response(status=204)
 
@@ -117,6 +119,7 @@ class FakeWorker:
         body = await request.json()
         self.seen.append(body)
         self.request_ids.append(request.headers.get("X-Request-Id"))
+        self.traces.append(request.headers.get("traceparent"))
         try:
             return await self.act(self, request, body)
         except asyncio.CancelledError:

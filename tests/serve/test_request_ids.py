@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from serve.router_fakes import MODEL, bounded, loses_the_cache, refuses, site, until
 
+from kvferry.logs.context import checked_trace
 from kvferry.logs.lines import CountingHandler, LineFormatter, LogSettings
 
 ID = "req-1/a"
@@ -90,3 +91,20 @@ def test_a_rank_writes_its_log_as_its_driver_does() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert re.match(r"\S+ \S+ ERROR decode-0/3 rank_failed rank=3", result.stderr), result.stderr
+
+
+@bounded
+async def test_the_clients_trace_goes_to_both_workers_and_into_the_log(log: io.StringIO) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with site(acts={"d0": loses_the_cache}, on_failure="fail") as here:
+        _, headers, _ = await here.post({"model": MODEL, "prompt": "p"}, traceparent=trace)
+        assert set(here["p0"].traces) == set(here["d0"].traces) == {trace}
+        assert "traceparent" not in headers
+    assert " trace=0af7651916cd43dd8448eb211c80319c" in log.getvalue()
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", "00-0-1-01", f"00-{'0' * 32}-{'1' * 16}-01", f"00-{'1' * 32}-{'0' * 16}-01"]
+)
+def test_what_is_no_trace_is_left_out(given: str | None) -> None:
+    assert checked_trace(given) == ""

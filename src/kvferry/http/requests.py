@@ -5,7 +5,14 @@ from __future__ import annotations
 from aiohttp import web
 
 from kvferry.http.connections import Handler
-from kvferry.logs.context import REQUEST_HEADER, about, onward, request_id
+from kvferry.logs.context import (
+    REQUEST_HEADER,
+    TRACE_HEADER,
+    about,
+    checked_trace,
+    named,
+    request_id,
+)
 
 
 def identify(app: web.Application) -> None:
@@ -16,14 +23,16 @@ def identify(app: web.Application) -> None:
 
 @web.middleware
 async def _identified(request: web.Request, handler: Handler) -> web.StreamResponse:
-    with about(request_id(request.headers.get(REQUEST_HEADER))):
+    headers = request.headers
+    trace = checked_trace(headers.get(TRACE_HEADER))
+    with about(request_id(headers.get(REQUEST_HEADER)), trace):
         response = await handler(request)
         if not response.prepared:
             # It will be, when this block is over.
-            response.headers.update(onward())
+            response.headers.update(named())
         return response
 
 
 async def _name(request: web.Request, response: web.StreamResponse) -> None:
     """A stream begins while its handler runs."""
-    response.headers.update(onward())
+    response.headers.update(named())

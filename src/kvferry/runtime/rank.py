@@ -30,6 +30,7 @@ from kvferry.runtime.owner.outfit import Outfit, outfit_of
 from kvferry.runtime.owner.views import endpoint_view
 from kvferry.runtime.setup import Member, set_up
 from kvferry.runtime.tables import Shelf
+from kvferry.runtime.tracing import SpanThread, find_tracer
 from kvferry.transport.base import Transport
 from kvferry.transport.several import TransportSet
 
@@ -83,6 +84,9 @@ class RankEndpoint(ABC, Generic[H]):
         self._owner = self._own(outfit_of(setup, config, key, client, meter))
         self._owner.outfit.mover.start()
         self._owner.start()
+        tracer = find_tracer() if config.story_steps else None
+        name = f"kvferry-spans-{member.peer}"
+        self._spans = SpanThread(tracer, self._ended_since, name) if tracer else None
         if client and config.story_steps:
             client.report(member.peer, setup.incarnation, self.view)
 
@@ -134,6 +138,18 @@ class RankEndpoint(ABC, Generic[H]):
         self._owner.look(look)
         return made
 
+    def _ended_since(self, since: float) -> Future[list[RoomStory]]:
+        """The stories of what has ended since then, made on the owner's thread."""
+        made: Future[list[RoomStory]] = Future()
+        stories = self._owner.stories
+
+        def look() -> None:
+            names = stories.ended_since(since)
+            made.set_result(list(stories.stories(self._owner.me, self.role, names)))
+
+        self._owner.look(look)
+        return made
+
     def story(self, room: Room, timeout_s: float = 5.0) -> RoomStory | None:
         """The steps of one of the last rooms, by this process's monotonic clock."""
         stories = self.view(Wishes(rooms=(str(room),))).result(timeout_s).stories
@@ -154,6 +170,8 @@ class RankEndpoint(ABC, Generic[H]):
 
         False: a peer may still write or read the pools. Keep them until the process ends.
         """
+        if self._spans:
+            self._spans.close()
         free = self._owner.close(timeout_s)
         if self._client:
             # Last: until then the owner may want to stop watching an instance.

@@ -21,6 +21,7 @@ from kvferry.protocol.outcome import Failure, FailureCode, Outcome, Status
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.metrics import Meter
 from kvferry.runtime.owner.stories import StoryBook
+from kvferry.runtime.tags import NOBODYS
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -103,7 +104,7 @@ class RoomTable(Generic[H]):
 
     def _log(self, room: Room, failure: Failure) -> None:
         handle = self._handles.get(room)
-        with about(handle.tag.request if handle else ""):
+        with about(*(handle.tag if handle else NOBODYS)):
             if failure.code is FailureCode.ABORTED:
                 # Somebody has changed their mind, which is nobody's fault.
                 log.info(

@@ -173,6 +173,10 @@ class StoryBook:
             if steps:
                 yield _story(str(endpoint), role, name, steps)
 
+    def ended_since(self, since: float) -> list[str]:
+        """The rooms that ended since then, as far as they are remembered."""
+        return [str(ended.room) for ended in self._since(since)]
+
     def slowest(self, since: float, most: int) -> list[EndedRoom]:
         """Of those that ended since then, the ones that took longest."""
         return nlargest(most, self._since(since), key=lambda ended: ended.seconds)

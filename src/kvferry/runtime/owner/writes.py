@@ -47,6 +47,7 @@ from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.staging_policy import Course, Sides, StagingPolicy
 from kvferry.runtime.owner.stories import GATHERED, Took
 from kvferry.runtime.peer_metadata import PeerMetadata
+from kvferry.runtime.tags import NOBODYS
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -254,7 +255,7 @@ class Writes:
 
     def _log(self, peer: Peer, action: Write, end: WriteEnd) -> None:
         handle = self._rooms.get(action.room)
-        with about(handle.tag.request if handle else ""):
+        with about(*(handle.tag if handle else NOBODYS)):
             log.warning(
                 "write-failed endpoint=%s room=%r peer=%s fate=%s detail=%r",
                 *(self._setup.member.peer, action.room, peer, end.fate, end.detail),

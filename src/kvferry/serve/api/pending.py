@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 from msgspec.structs import replace
 
+from kvferry.logs.context import current
 from kvferry.serve.api.bodies import Ask
 from kvferry.serve.api.failures import of_failure
 from kvferry.serve.api.rooms import RoomAsker
@@ -45,6 +46,7 @@ class PendingAnswer:
         # However long a caller would hold pages, they are the worker's.
         transfer_s = min(wanted_s or deadline_s, request_s)
         now = time.monotonic()
+        asked_as, traceparent = current()
         self._job = ServeJob(
             request=ask.request,
             ticket=ask.ticket,
@@ -53,6 +55,8 @@ class PendingAnswer:
             deadline=now + request_s,
             transfer_deadline=now + transfer_s,
             report=TransferAccount(room=None, source=Origin.RECOMPUTED) if ask.is_local else None,
+            asked_as=asked_as,
+            traceparent=traceparent,
         )
         loop.submit(self._job)
 

@@ -41,4 +41,6 @@ class DecodeExtension(RoomExtension[Incoming, TargetEndpoint]):
             states=command.row,
             deadline_s=command.deadline_s,
             digest=command.digest,
+            request=command.asked_as,
+            traceparent=command.traceparent,
         )

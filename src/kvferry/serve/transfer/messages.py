@@ -21,6 +21,8 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     room: Room
     deadline_s: float
     digest: bytes
+    asked_as: str = ""
+    traceparent: str = ""
 
 
 class Receive(msgspec.Struct, frozen=True, tag=True):
@@ -35,6 +37,8 @@ class Receive(msgspec.Struct, frozen=True, tag=True):
     prefix: int
     pages: list[int]
     row: int | None
+    asked_as: str = ""
+    traceparent: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

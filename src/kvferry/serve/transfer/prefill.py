@@ -34,7 +34,12 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
         super().start(cache)
 
     def _begin(self, command: Open | Receive) -> Outgoing:
-        return self.endpoint.open(command.room, deadline_s=command.deadline_s)
+        return self.endpoint.open(
+            command.room,
+            deadline_s=command.deadline_s,
+            request=command.asked_as,
+            traceparent=command.traceparent,
+        )
 
     def _moved(self, handle: Outgoing) -> dict[str, int]:
         return {str(path): num_bytes for path, num_bytes in handle.carried.items()}

@@ -133,6 +133,9 @@ class ServeJob:
     prefix: int = 0
     chunks: int = 0
     report: TransferAccount | None = None
+    # Whose it is, for logs and stories: the caller's id of the request, and its trace.
+    asked_as: str = ""
+    traceparent: str = ""
 
     @property
     def id(self) -> str:

@@ -80,7 +80,8 @@ class PrefillRooms(Rooms):
         """Open the room before the first chunk is planned."""
         left_s = job.transfer_deadline - time.monotonic()
         job.agreement = Agreement(self._num_ranks)
-        opened = Open(job.id, _ticket(job).room, max(left_s, 0.001), self._digest(job))
+        whose = job.asked_as, job.traceparent
+        opened = Open(job.id, _ticket(job).room, max(left_s, 0.001), self._digest(job), *whose)
         self._engine.post(encode(opened))
 
     def admitted(self, job: ServeJob, admitted: Admitted) -> None:
@@ -146,6 +147,8 @@ class DecodeRooms(Rooms):
             prefix=admitted.prefix,
             pages=admitted.pages[:num_pages],
             row=admitted.row,
+            asked_as=job.asked_as,
+            traceparent=job.traceparent,
         )
         self._engine.post(encode(command))
 
