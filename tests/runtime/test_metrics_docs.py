@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry
 
@@ -22,6 +22,12 @@ from kvferry.rendezvous.metrics import RendezvousMetrics
 from kvferry.rendezvous.service import Registry
 from kvferry.runtime.metrics import LABELS, Meter
 from kvferry.runtime.mover.mover import WriteEnd
+from kvferry.serve.api.metrics import WorkerMetrics
+from kvferry.serve.router.metrics import RouterMetrics
+from kvferry.serve.router.options import Policy
+from kvferry.serve.router.roster import Roster, Worker, WorkerPart
+from kvferry.serve.router.upstream import Opened
+from kvferry.serve.worker.loop import Snapshot
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "metrics.md").read_text()
@@ -70,8 +76,9 @@ def collected(registry: CollectorRegistry, common: tuple[str, ...] = ()) -> set[
         samples = [one for one in family.samples if not one.name.endswith("_created")]
         assert samples, f"make {family.name} count in this test, so that its labels show"
         assert set(common) <= set(samples[0].labels)
-        more = tuple(name for name in samples[0].labels if name not in common)
-        found.add(Metric(samples[0].name, family.type, more))
+        more = tuple(name for name in samples[0].labels if name not in (*common, "le"))
+        name = family.name if family.type == "histogram" else samples[0].name
+        found.add(Metric(name, family.type, more))
     return found
 
 
@@ -79,7 +86,7 @@ def test_every_metric_of_an_endpoint_has_its_row() -> None:
     registry = CollectorRegistry()
     meter = Meter("prefill/0", "shm", registry)
     meter.ended(Done())
-    meter.wrote(WriteEnd(Op(1), None, path=Way.RUNS))
+    meter.wrote(WriteEnd(Op(1), None, path=Way.RUNS, num_bytes=8, seconds=0.5))
     meter.wrote(WriteEnd(Op(2), Fate.FAILED))
     meter.refused("pages")
     meter.total("impatient", 1)
@@ -96,6 +103,22 @@ def test_every_metric_of_the_rendezvous_has_its_row() -> None:
     metrics = RendezvousMetrics(Registry("epoch"))
     metrics.requests.labels("GET /healthz", "200").inc()
     assert collected(metrics.collection) == documented("## The rendezvous")
+
+
+def test_every_metric_of_a_router_has_its_row() -> None:
+    metrics = RouterMetrics(Roster(Policy.LEAST_LOADED, 20.0))
+    metrics.requests.labels("/healthz", "200").inc()
+    metrics.seconds.labels("/healthz").observe(0.1)
+    metrics.attempt(Opened(Worker("", WorkerPart.DECODE, "", fixed=False), cast("Any", None), b""))
+    metrics.text()
+    assert collected(metrics.registry) == documented("## The router")
+
+
+def test_every_metric_of_a_worker_has_its_row() -> None:
+    metrics = WorkerMetrics("decode-0")
+    metrics.answered("/healthz", 200)
+    metrics.text(Snapshot(carried_bytes={"runs": 1}))
+    assert collected(metrics.registry, ("instance",)) == documented("## Workers")
 
 
 def test_every_metric_of_http_has_its_row() -> None:

@@ -30,6 +30,8 @@ class Handle:
         self.deadline = deadline
         self.status = Status.CONNECTING
         self.begun = monotonic()
+        # When a source's engine had pushed everything.
+        self.finished: float | None = None
         # Whose room it is, where its engine says so.
         self.tag = NOBODYS
         self._outcome: Future[Outcome] = Future()

@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from kvferry.ids import Peer
 from kvferry.plan.choose import Path
 from kvferry.protocol.outcome import Failure, Outcome
+from kvferry.runtime.histograms import RATES, SECONDS, Buckets, HistogramTable
 from kvferry.runtime.mover.mover import WriteEnd
 
 LABELS = ("endpoint", "transport")
@@ -51,6 +52,20 @@ class _Metrics:
         self.stalled = gauge("stalled_seconds", "Since a thread of ours is overdue", "thread")
         self.links = gauge("links", "Links that are up, by the transport that each took")
         self.heartbeat_age = gauge("heartbeat_age_seconds", "Since the quietest peer was heard")
+        self.stages = HistogramTable(
+            "kvferry_stage_seconds",
+            "Seconds that the stages of rooms took",
+            (*LABELS, "stage"),
+            SECONDS,
+            registry,
+        )
+        self.rates = HistogramTable(
+            "kvferry_write_bytes_per_second",
+            "Bytes per second of single writes, by path",
+            (*LABELS, "path"),
+            RATES,
+            registry,
+        )
 
 
 _made: weakref.WeakKeyDictionary[CollectorRegistry, _Metrics] = weakref.WeakKeyDictionary()
@@ -106,6 +121,8 @@ class Meter:
         self._by_path: dict[tuple[str, Path], list[Counter]] = {}
         for path in Path:
             self._counters(transport, path)
+        self._stages: dict[str, Buckets] = {}
+        self._rates: dict[tuple[str, Path], Buckets] = {}
 
     def _counters(self, transport: str, path: Path) -> list[Counter]:
         """Of what a transport has carried on a path: writes, bytes, pieces and seconds."""
@@ -140,6 +157,24 @@ class Meter:
         amounts = (1, ending.num_bytes, ending.num_pieces, ending.seconds)
         for counter, amount in zip(counters, amounts, strict=True):
             counter.inc(amount)
+        self.took("wire", ending.seconds)
+        if ending.seconds > 0:
+            rates = self._rates_of(transport, ending.path)
+            rates.observe(ending.num_bytes / ending.seconds)
+
+    def _rates_of(self, transport: str, path: Path) -> Buckets:
+        found = self._rates.get((transport, path))
+        if found is None:
+            found = self._metrics.rates.series(self._labels[0], transport, str(path))
+            self._rates[transport, path] = found
+        return found
+
+    def took(self, stage: str, seconds: float) -> None:
+        """A stage of a room, or a part of it, is over."""
+        buckets = self._stages.get(stage)
+        if buckets is None:
+            buckets = self._stages[stage] = self._metrics.stages.series(*self._labels, stage)
+        buckets.observe(seconds)
 
     def refused(self, what: str, times: int = 1) -> None:
         """Something was not taken."""

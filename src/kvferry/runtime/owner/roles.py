@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from kvferry.ids import Peer, Room
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Event, Instance, Receive
+from kvferry.protocol.events import Event, Finish, Instance, Receive
 from kvferry.protocol.legs import TargetRoom
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.protocol.source import SourceMachine
@@ -119,6 +120,8 @@ class SourceRole:
             if self._rooms.holds(handle):
                 learn()
                 self._stories.asked(event, handle.tag)
+                if isinstance(event, Finish):
+                    handle.finished = monotonic()
                 self._take(event)
         self._waiting.pop(handle, None)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from time import monotonic
 from typing import Generic, TypeVar
 
 import msgspec
@@ -99,8 +100,18 @@ class RoomTable(Generic[H]):
         handle = self._handles.get(room)
         if handle:
             self._stories.ended(room, outcome, handle.begun, handle.tag)
+            if not isinstance(outcome, Failure):
+                self._time(handle)
             self.before_end(handle, outcome)
             handle.end(outcome)
+
+    def _time(self, handle: H) -> None:
+        """How long a room that is done took; at a source, before and after its engine's part."""
+        now = monotonic()
+        self._meter.took("room", now - handle.begun)
+        if handle.finished is not None:
+            self._meter.took("prefill", handle.finished - handle.begun)
+            self._meter.took("tail", now - handle.finished)
 
     def _log(self, room: Room, failure: Failure) -> None:
         handle = self._handles.get(room)

@@ -54,6 +54,7 @@ class Scatters:
         action, begun = self._scattering.pop(news.op)
         room, now = action.room, time.monotonic()
         self._stories.copied(room, SCATTERED, action.source, now, Took(now - begun))
+        self._meter.took("scatter", now - begun)
         if news.problem:
             log.error("scatter-failed room=%r problem=%r", room, news.problem)
             failure = Failure.of(FailureCode.TRANSPORT, f"a scatter failed: {news.problem}")

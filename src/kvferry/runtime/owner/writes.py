@@ -250,6 +250,7 @@ class Writes:
         if asked is not None:
             begun = time.monotonic() - end.seconds
             took = Took(begun - asked, end.num_bytes, str(end.path))
+            self._meter.took("gather", took.seconds)
             self._stories.copied(room, GATHERED, peer, begun, took)
         self._stories.wrote(room, peer, end.path, end.num_bytes, end.seconds)
 
