@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 import kvferry
-from kvferry.cli import key
+from kvferry.cli import completion, key
 from kvferry.cli.bench import command as bench
 from kvferry.cli.demo import command as demo
 from kvferry.cli.doctor import command as doctor
@@ -25,6 +25,7 @@ from kvferry.cli.parsing import Parser, one_line
 from kvferry.cli.plan import command as plan
 from kvferry.cli.serve import command as serve
 from kvferry.cli.sim import command as sim
+from kvferry.cli.top import command as top
 from kvferry.cli.trace import command as trace
 from kvferry.errors import InputError, KvferryError
 
@@ -49,7 +50,9 @@ def build_parser() -> Parser:
     key.add(commands)
     serve.add(commands)
     sim.add(commands)
+    top.add(commands)
     trace.add(commands)
+    completion.add(commands, build_parser)
     return parser
 
 

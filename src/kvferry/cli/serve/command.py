@@ -8,12 +8,14 @@ from typing import Any
 import msgspec
 
 from kvferry.cli.parsing import Parser
+from kvferry.cli.serve.effective import Build, print_settings, settings
 from kvferry.cli.serve.flags import (
     add_cluster_flags,
     add_device,
     add_key_and_json,
     add_listening,
     add_model,
+    add_print_config,
     add_routing,
     add_transport,
     cluster_of,
@@ -53,6 +55,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         epilog=EXAMPLE,
     )
     add_cluster_flags(parser, config=True)
+    add_print_config(parser)
     parser.set_defaults(run=run_all)
     parts = parser.add_subparsers(
         title="parts", metavar="PART", required=False, parser_class=Parser
@@ -74,6 +77,7 @@ def _part(parts: argparse._SubParsersAction[Any], name: str, what: str) -> Parse
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE", help="the cluster's TOML file, for all flags")
+    add_print_config(parser)
     return parser
 
 
@@ -124,6 +128,8 @@ def _add_router(parts: argparse._SubParsersAction[Any]) -> None:
 
 def run_all(args: argparse.Namespace) -> int:
     """Start all parts, say where the API is, and watch over them until a signal comes."""
+    if args.print_config:
+        return _print_config(args, lambda args: msgspec.to_builtins(cluster_of(args)))
     from kvferry.serve.cluster.description import check  # noqa: PLC0415
     from kvferry.serve.cluster.launch import Launch  # noqa: PLC0415
     from kvferry.serve.cluster.parts import stop_signals  # noqa: PLC0415
@@ -145,6 +151,21 @@ def run_all(args: argparse.Namespace) -> int:
     return 0
 
 
+def _print_config(args: argparse.Namespace, build: Build) -> int:
+    """Of a part with a file, that of the whole cluster, which the file describes."""
+    if getattr(args, "config", None):
+        build = _whole_file
+    print_settings(settings(args, build), as_json=args.json)
+    return 0
+
+
+def _whole_file(args: argparse.Namespace) -> dict[str, Any]:
+    from kvferry.serve.cluster.description import read_cluster  # noqa: PLC0415
+
+    whole: dict[str, Any] = msgspec.to_builtins(read_cluster(args.config))
+    return whole
+
+
 def _tell_ready(name: str, url: str) -> None:
     print(f"{name:12} {url}", flush=True)
 
@@ -163,12 +184,16 @@ def _welcome(url: str) -> str:
 def run_rendezvous(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     demand_own(args, "rendezvous")
+    if args.print_config:
+        return _print_config(args, rendezvous_of)
     return _run_part("rendezvous", rendezvous_of(args), "rendezvous", args.json)
 
 
 def run_worker(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     demand_own(args, "worker")
+    if args.print_config:
+        return _print_config(args, worker_of)
     options = worker_of(args)
     return _run_part("worker", options, options["name"], args.json)
 
@@ -176,6 +201,8 @@ def run_worker(args: argparse.Namespace) -> int:
 def run_router(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     demand_own(args, "router")
+    if args.print_config:
+        return _print_config(args, router_of)
     return _run_part("router", router_of(args), "router", args.json)
 
 

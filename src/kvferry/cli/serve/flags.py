@@ -30,7 +30,7 @@ from kvferry.serve.router.roster import WorkerPart
 PREFILL, DECODE = "tp=3", "tp=1"
 MOST_S = 86400
 # Of the namespace, but no flags of a cluster.
-OTHER = ("run", "json", "config", "part", "name")
+OTHER = ("run", "json", "config", "part", "name", "print_config")
 ROUTING = ("policy", "on_failure", "deadline")
 FOREIGN = {
     "rendezvous": ("prefill", "decode", "model", "tiny", "transport", "device", *ROUTING),
@@ -111,6 +111,16 @@ def add_key_and_json(parser: argparse.ArgumentParser) -> None:
         "--key", metavar="FILE", help="the cluster key (what KVFERRY_KEY_FILE names, or none)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def add_print_config(parser: argparse.ArgumentParser) -> None:
+    """For who wants to know before anything starts."""
+    parser.add_argument(
+        "--print-config",
+        action="store_const",
+        const=True,
+        help="print what would hold and where each value came from, and start nothing",
+    )
 
 
 # ---------------------------------------------------------------- reading

@@ -1,0 +1,1 @@
+"""``kvferry top``: the cluster in a terminal."""

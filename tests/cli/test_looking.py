@@ -1,0 +1,114 @@
+"""Commands that look at a cluster: trace, top and tokens, against a real rendezvous."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from observe.scenes import Scene, failures
+
+from kvferry.cli.main import main
+from kvferry.http.tokens import token_problem
+from kvferry.rendezvous.server import RendezvousServer
+from kvferry.runtime.keys import ClusterKey
+
+
+@contextlib.contextmanager
+def scene() -> Iterator[Scene]:
+    """A cluster whose endpoints answer, for as long as the block lasts."""
+    with RendezvousServer() as server:
+        made = Scene(server.url, {"prefill-0": 2}, {"decode-0": 1})
+        made.flows, made.failures = True, failures()
+        made.tell()
+        over = threading.Event()
+
+        def keep_telling() -> None:
+            while not over.wait(0.05):
+                made.tell()
+
+        thread = threading.Thread(target=keep_telling)
+        thread.start()
+        try:
+            yield made
+        finally:
+            over.set()
+            thread.join()
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_room_is_traced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "room.html"
+    with scene() as here:
+        words = ["trace", "17", "--url", here.url]
+        assert main([*words, "--html", str(page)]) == 0
+        printed = capsys.readouterr().out
+        assert main([*words, "--json"]) == 0
+    for word in ("room 17", "most of it", "prefill-0/1", "gathered", "scattered", "done"):
+        assert word in printed
+    assert "<svg" in page.read_text()
+    story = document(capsys)
+    assert (story["room"], story["outcome"]) == ("17", "done")
+    assert sum(story["stages"].values()) == pytest.approx(story["seconds"])
+
+
+def test_the_slowest_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    with scene() as here:
+        assert main(["trace", "--slow", "--num", "2", "--url", here.url]) == 0
+        printed = capsys.readouterr().out
+        assert main(["trace", "--slow", "--num", "2", "--json", "--url", here.url]) == 0
+    assert "wait for pages" in printed
+    assert len(document(capsys)["rooms"]) == 2
+
+
+def test_top_shows_what_the_api_says(capsys: pytest.CaptureFixture[str]) -> None:
+    with scene() as here:
+        assert main(["top", "--once", "--url", here.url]) == 0
+        printed = capsys.readouterr().out
+        assert main(["top", "--json", "--url", here.url]) == 0
+    view = document(capsys)
+    for one in view["instances"]:
+        assert one["name"] in printed
+    assert "3/3 ranks up" in printed
+    assert "peer-gone: lost prefill-1/2" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["trace"], "give the id of a room"),
+        (["trace", "17", "--slow"], "give the id of a room"),
+        (["trace", "--slow", "--html", "x.html", "--url", "http://127.0.0.1:1"], "one room"),
+        (["top", "--url", "nonsense"], "no address"),
+        (["trace", "1", "--token", "a", "--key", "b"], "give one of them"),
+        (["key", "/nowhere/k", "--days", "3"], "--days is for a token"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_nobody_there_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--once", "--url", "http://127.0.0.1:1"]) == 1
+    assert "cannot ask" in capsys.readouterr().err
+
+
+def test_a_key_makes_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = str(tmp_path / "cluster.key")
+    assert main(["key", file]) == 0
+    capsys.readouterr()
+    assert main(["key", file, "--token", "--days", "7", "--json"]) == 0
+    made = document(capsys)
+    key = ClusterKey.read(file).http
+    assert token_problem(key, f"Bearer {made['token']}", made["until"] - 1) is None
+    assert token_problem(key, f"Bearer {made['token']}", made["until"] + 1) is not None
