@@ -51,7 +51,7 @@ from kvferry.serve.engine.cache import Cache
 from kvferry.serve.engine.layouts import KV, STATE
 from kvferry.serve.engine.steps import Sample, StepPlan, Work
 from kvferry.serve.models.tiny import TinyKind, make_tiny
-from kvferry.serve.transfer.extension import EndpointSettings
+from kvferry.serve.transfer.extension import EndpointSettings, Layers
 from kvferry.serve.transfer.prefill import PrefillExtension
 from kvferry.serve.worker.instance import InstanceOptions
 from kvferry.transport.registry import load
@@ -127,14 +127,24 @@ async def tokens(caller: Caller, pair: list[Worker]) -> list[list[int]]:
 
 
 class Late(PrefillExtension):
-    """A rank whose GPU has computed each chunk a while after it was given it."""
+    """A rank whose GPU has computed each chunk, or each layer, a while after it was given it."""
 
     def start(self, cache: Cache) -> None:
         self._cache = cache
         super().start(cache)
 
+    def computed(self, plan: StepPlan, layer: int) -> None:
+        if self.settings.layers != "all":
+            self._delay(plan, [layer])
+        super().computed(plan, layer)
+
     def after(self, plan: StepPlan, samples: Sequence[Sample]) -> list[bytes]:
-        entries = [entry for work in plan.works for entry in self._entries(work)]
+        if self.settings.layers == "all":
+            self._delay(plan, list(range(self.pace.first, self.pace.end)))
+        return super().after(plan, samples)
+
+    def _delay(self, plan: StepPlan, layers: list[int]) -> None:
+        entries = [entry for work in plan.works for entry in self._entries(work, layers)]
         saved = [tensor[where] for tensor, where in entries]
         for tensor, where in entries:
             tensor[where] = 0
@@ -142,9 +152,8 @@ class Late(PrefillExtension):
             torch.cuda._sleep(A_WHILE)
         for (tensor, where), value in zip(entries, saved, strict=True):
             tensor[where] = value
-        return super().after(plan, samples)
 
-    def _entries(self, work: Work) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _entries(self, work: Work, layers: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Everything that goes with a chunk: its pages, and with the last one the state."""
         places = {KV: self._pages(work, work.first, work.end)}
         if work.row is not None and work.sampling is not None:
@@ -154,7 +163,8 @@ class Late(PrefillExtension):
             group = cache.layout.spec.group(name)
             where = torch.tensor(rows, device=cache.memory.device)
             for layer, tensor in product(group.layers, group.tensors):
-                found.append((cache.layer(name, tensor.name, layer), where))
+                if layer in layers:
+                    found.append((cache.layer(name, tensor.name, layer), where))
         return found
 
 
@@ -166,6 +176,7 @@ class Hasty(Late):
 
 
 @needs_nixl
+@pytest.mark.parametrize("layers", ["all", 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_push_waits_for_the_gpu(
     folders: dict[TinyKind, Path],
@@ -173,21 +184,31 @@ def test_a_push_waits_for_the_gpu(
     neighbour: Neighbour,
     alone: Alone,
     kind: TinyKind,
+    layers: Layers,
 ) -> None:
-    assert carried_by(Late, folders[kind], rendezvous, neighbour) == alone(kind, PROMPTS)
+    assert carried_by(Late, folders[kind], rendezvous, neighbour, layers) == alone(kind, PROMPTS)
 
 
 @needs_nixl
+@pytest.mark.parametrize("layers", ["all", 1])
 def test_a_push_that_does_not_wait_sends_the_wrong_bytes(
-    folders: dict[TinyKind, Path], rendezvous: str, neighbour: Neighbour, alone: Alone
+    folders: dict[TinyKind, Path],
+    rendezvous: str,
+    neighbour: Neighbour,
+    alone: Alone,
+    layers: Layers,
 ) -> None:
     """The negative control."""
-    folder = folders[TinyKind.LLAMA]
-    assert carried_by(Hasty, folder, rendezvous, neighbour) != alone(TinyKind.LLAMA, PROMPTS)
+    answers = carried_by(Hasty, folders[TinyKind.LLAMA], rendezvous, neighbour, layers)
+    assert answers != alone(TinyKind.LLAMA, PROMPTS)
 
 
 def carried_by(
-    kind: type[PrefillExtension], folder: Path, rendezvous: str, neighbour: Neighbour
+    kind: type[PrefillExtension],
+    folder: Path,
+    rendezvous: str,
+    neighbour: Neighbour,
+    layers: Layers,
 ) -> list[list[int]]:
     """Prompts computed on this process's GPU and answered by another process on the same."""
     prefill, decode = sides(folder, rendezvous)
@@ -196,6 +217,7 @@ def carried_by(
         model=checkpoint_fingerprint(folder),
         transport="nixl",
         rendezvous=rendezvous,
+        layers=layers,
     )
     with (
         hosted(prefill, extend=partial(kind, settings)) as (here,),
