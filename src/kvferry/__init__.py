@@ -63,11 +63,11 @@ if TYPE_CHECKING:
     from kvferry.runtime.incoming import Incoming
     from kvferry.runtime.keys import ClusterKey, bindable, numeric
     from kvferry.runtime.memory import Memory, PoolArrays
-    from kvferry.runtime.metrics import PathStats, Stats
     from kvferry.runtime.outgoing import Outgoing, Waitable
     from kvferry.runtime.setup import make_transport, make_transports, new_incarnation
     from kvferry.runtime.source import SourceEndpoint
     from kvferry.runtime.target import TargetEndpoint
+    from kvferry.runtime.telemetry.metrics import PathStats, Stats
     from kvferry.transport.base import Setup, Transport
     from kvferry.transport.registry import ready_transports, transport_class
     from kvferry.transport.several import TransportSet

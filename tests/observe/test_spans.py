@@ -11,7 +11,7 @@ from runtime.test_pair import AT_ONCE, WAIT_S, pair_by
 from kvferry.observe.spans import emit
 from kvferry.observe.steps import RoomStory
 from kvferry.protocol.outcome import Done
-from kvferry.runtime.tracing import SpanThread, wanted
+from kvferry.runtime.telemetry.tracing import SpanThread, wanted
 
 sdk: Any = pytest.importorskip("opentelemetry.sdk.trace")
 export: Any = pytest.importorskip("opentelemetry.sdk.trace.export")

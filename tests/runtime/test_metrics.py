@@ -8,8 +8,8 @@ from kvferry.ids import Op
 from kvferry.plan.choose import Path
 from kvferry.protocol.events import Fate
 from kvferry.protocol.outcome import Done, Failure, FailureCode
-from kvferry.runtime.metrics import Meter
 from kvferry.runtime.mover.mover import WriteEnd
+from kvferry.runtime.telemetry.metrics import Meter
 
 FIRST = {"endpoint": "prefill/0", "transport": "nixl"}
 SECOND = {"endpoint": "prefill/1", "transport": "nixl"}

@@ -20,8 +20,8 @@ from kvferry.protocol.events import Fate
 from kvferry.protocol.outcome import Done
 from kvferry.rendezvous.metrics import RendezvousMetrics
 from kvferry.rendezvous.service import Registry
-from kvferry.runtime.metrics import LABELS, Meter
 from kvferry.runtime.mover.mover import WriteEnd
+from kvferry.runtime.telemetry.metrics import LABELS, Meter
 from kvferry.serve.api.metrics import WorkerMetrics
 from kvferry.serve.router.metrics import RouterMetrics
 from kvferry.serve.router.options import Policy

@@ -10,7 +10,7 @@ from typing import Any
 from kvferry.protocol.events import Event, Open
 from kvferry.runtime.owner.roles import SourceRole, Stepped
 from kvferry.runtime.owner.stories import StoryBook
-from kvferry.runtime.tags import RoomTag
+from kvferry.runtime.telemetry.tags import RoomTag
 
 FIRST, SECOND = Open("first", inf), Open("second", inf)
 

@@ -17,7 +17,7 @@ from kvferry.protocol.events import Open, Push, Received
 from kvferry.protocol.messages import VERSION, Accept, Envelope, Heartbeat
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.runtime.owner.stories import StoryBook
-from kvferry.runtime.tags import NOBODYS, RoomTag
+from kvferry.runtime.telemetry.tags import NOBODYS, RoomTag
 
 PEER = Peer("d", 3)
 

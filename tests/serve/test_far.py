@@ -14,7 +14,7 @@ from serve.driving import PROMPTS
 from serve.working import Alone
 
 from kvferry.serve.models.tiny import TinyKind
-from kvferry.transport.nixl_package import missing
+from kvferry.transport.nixl.package import missing
 
 HERE = Path(__file__).parent
 LIMIT_S = 180.0

@@ -21,9 +21,9 @@ from kvferry.testing.transports import binding_of, copy_by_memmove
 from kvferry.transport import descriptors
 from kvferry.transport.base import Remote, Setup
 from kvferry.transport.cuda import CudaTransport
-from kvferry.transport.cuda_exports import Backing, IpcSpan, SpanPlace, VmmSpan, lay_out
-from kvferry.transport.cuda_maps import Exporter, demand_proof
-from kvferry.transport.cuda_waiter import Waiter
+from kvferry.transport.cuda.exports import Backing, IpcSpan, SpanPlace, VmmSpan, lay_out
+from kvferry.transport.cuda.maps import Exporter, demand_proof
+from kvferry.transport.cuda.waiter import Waiter
 
 GPU = Device("cuda")
 MIB = 1 << 20
@@ -178,7 +178,7 @@ class TestRefusing:
     def test_processes_of_one_host_have_one_realm(self) -> None:
         code = (
             "from kvferry.transport.base import Setup; "
-            "from kvferry.transport.cuda import CudaTransport; "
+            "from kvferry.transport.cuda.transport import CudaTransport; "
             "print(CudaTransport(Setup(agent='a', copy=print)).realm)"
         )
         told = subprocess.run(

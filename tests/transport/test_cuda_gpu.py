@@ -22,7 +22,7 @@ from kvferry.testing.transports.failing import KIB, MIB, WHOLE
 from kvferry.testing.transports.host import HostWrite
 from kvferry.testing.transports.moving import MovingCases
 from kvferry.testing.transports.process import PeerProcess
-from kvferry.transport.cuda_driver import missing
+from kvferry.transport.cuda.driver import missing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -191,7 +191,7 @@ def registered(code: str, **environment: str) -> str:
         "from kvferry.errors import TransportError\n"
         "from kvferry.regions import Device, Region\n"
         "from kvferry.transport.base import Setup\n"
-        "from kvferry.transport.cuda import CudaTransport\n"
+        "from kvferry.transport.cuda.transport import CudaTransport\n"
         f"{code}\n"
         "transport = CudaTransport(Setup(agent='a', copy=print))\n"
         "region = Region(pool.data_ptr(), pool.numel(), Device('cuda'))\n"

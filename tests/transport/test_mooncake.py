@@ -20,9 +20,8 @@ from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, 
 from kvferry.testing.transports.bindings import after, copy_by_memmove
 from kvferry.testing.transports.crew import Crew, deliver
 from kvferry.testing.transports.host import HostWrite
-from kvferry.transport import mooncake_package
 from kvferry.transport.base import Setup
-from kvferry.transport.mooncake import MooncakeTransport
+from kvferry.transport.mooncake import MooncakeTransport, package
 
 MIB = 1 << 20
 WHOLE = binding_of([PlacedPiece(0, 0, MIB)])
@@ -97,7 +96,7 @@ def transport() -> Iterator[MooncakeTransport]:
 
 
 def test_memory_of_a_gpu_needs_a_build_for_it(transport: MooncakeTransport) -> None:
-    if mooncake_package.load().SUPPORT_CUDA:
+    if package.load().SUPPORT_CUDA:
         pytest.skip("this build is for GPUs")
     with pytest.raises(TransportError, match="host memory only"):
         transport.register([Region(4096, 4096, Device("cuda", 0))], writable=True)
@@ -111,7 +110,7 @@ def test_a_source_over_tcp_lets_nobody_at_its_memory(transport: MooncakeTranspor
     transport.register(where, writable=False)
     told = msgspec.msgpack.decode(transport.metadata())
     assert told["regions"] == []
-    thief = mooncake_package.start("127.0.0.1", "tcp", "")
+    thief = package.start("127.0.0.1", "tcp", "")
     place = f"127.0.0.1:{told['port']}"
     assert thief.transfer_sync_read(place, loot.ctypes.data, where[0].address, 4096) == -1
     assert not loot.any()
@@ -123,7 +122,7 @@ def test_a_thief_would_be_one(transport: MooncakeTransport) -> None:
     memory[:] = 7
     transport.register([Region(memory.ctypes.data, memory.nbytes)], writable=True)
     told = msgspec.msgpack.decode(transport.metadata())
-    thief = mooncake_package.start("127.0.0.1", "tcp", "")
+    thief = package.start("127.0.0.1", "tcp", "")
     place = f"127.0.0.1:{told['port']}"
     assert thief.transfer_sync_read(place, loot.ctypes.data, memory.ctypes.data, 4096) == 0
     assert loot.tolist() == [7] * 4096
@@ -139,7 +138,7 @@ def test_a_thief_would_be_one(transport: MooncakeTransport) -> None:
     ],
 )
 def test_what_is_missing_is_said_with_its_remedy(error: ImportError, words: str) -> None:
-    assert re.search(words, mooncake_package.remedy(error))
+    assert re.search(words, package.remedy(error))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_a_process_with_an_engine_says_nothing_and_ends_well() -> None:
         pytest.skip(str(MooncakeTransport.missing()))
     lines = [
         "from kvferry.transport.base import Setup",
-        "from kvferry.transport.mooncake import MooncakeTransport",
+        "from kvferry.transport.mooncake.transport import MooncakeTransport",
         "made = [MooncakeTransport(Setup(agent='a', copy=print)) for _ in range(2)]",
         "made[0].close()",
     ]

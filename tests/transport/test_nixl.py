@@ -107,7 +107,7 @@ def test_a_process_with_an_agent_says_nothing_and_ends_well() -> None:
         pytest.skip(str(NixlTransport.missing()))
     lines = [
         "from kvferry.transport.base import Ended, Setup",
-        "from kvferry.transport.nixl import NixlTransport",
+        "from kvferry.transport.nixl.transport import NixlTransport",
         "made = [NixlTransport(Setup(agent='a', copy=print)) for _ in range(2)]",
         "made[0].close()",
     ]

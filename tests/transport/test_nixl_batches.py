@@ -7,7 +7,7 @@ import numpy as np
 from kvferry.plan.coalesce import Stride
 from kvferry.regions import HOST, Device, Region
 from kvferry.testing.transports import PlacedPiece, binding_of, grid
-from kvferry.transport.nixl_batches import Batch, Memory, batches
+from kvferry.transport.nixl.batches import Batch, Memory, batches
 
 MIB = 1 << 20
 GPU = Device("cuda", 3)

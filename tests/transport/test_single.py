@@ -10,7 +10,7 @@ from kvferry.plan.places import Base
 from kvferry.regions import HOST, Device, Region
 from kvferry.testing.transports import PlacedPiece, binding_of, grid
 from kvferry.transport import bounds
-from kvferry.transport.nixl_batches import Memory, batch_of, batches
+from kvferry.transport.nixl.batches import Memory, batch_of, batches
 from kvferry.transport.single import single
 
 SMALL = st.integers(-3, 70)

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvferry.ids import Room
 from kvferry.protocol.outcome import Done, Failure, Outcome, Status
-from kvferry.runtime.tags import NOBODYS
+from kvferry.runtime.telemetry.tags import NOBODYS
 
 log = logging.getLogger("kvferry.runtime")
 

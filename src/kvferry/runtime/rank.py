@@ -24,13 +24,13 @@ from kvferry.runtime.handles import Handle
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.lifeline import Address
 from kvferry.runtime.memory import Memory, PoolArrays
-from kvferry.runtime.metrics import Meter, Stats
 from kvferry.runtime.owner.loop import CLOSE_S, Aborted, Owner
 from kvferry.runtime.owner.outfit import Outfit, outfit_of
 from kvferry.runtime.owner.views import endpoint_view
 from kvferry.runtime.setup import Member, set_up
 from kvferry.runtime.tables import Shelf
-from kvferry.runtime.tracing import SpanThread, find_tracer
+from kvferry.runtime.telemetry.metrics import Meter, Stats
+from kvferry.runtime.telemetry.tracing import SpanThread, find_tracer
 from kvferry.transport.base import Transport
 from kvferry.transport.several import TransportSet
 

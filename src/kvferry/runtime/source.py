@@ -30,7 +30,7 @@ from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.owner.writes import Writes
 from kvferry.runtime.rank import RankEndpoint
 from kvferry.runtime.setup import EndpointSetup
-from kvferry.runtime.tags import RoomTag
+from kvferry.runtime.telemetry.tags import RoomTag
 
 
 class SourceEndpoint(RankEndpoint[Outgoing]):

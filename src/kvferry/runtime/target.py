@@ -27,7 +27,7 @@ from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.rank import RankEndpoint
 from kvferry.runtime.tables import Pages, Rows
-from kvferry.runtime.tags import RoomTag
+from kvferry.runtime.telemetry.tags import RoomTag
 
 MAX_SLOTS = 1 << 16
 

@@ -27,9 +27,9 @@ from kvferry.runtime.control import (
 )
 from kvferry.runtime.driver.driver import frame_event
 from kvferry.runtime.keys import ClusterKey
-from kvferry.runtime.metrics import Meter
 from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.stories import StoryBook
+from kvferry.runtime.telemetry.metrics import Meter
 
 log = logging.getLogger("kvferry.runtime")
 

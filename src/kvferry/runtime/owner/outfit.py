@@ -11,7 +11,6 @@ from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.copier import Copier, copier_for
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.keys import ClusterKey
-from kvferry.runtime.metrics import Meter
 from kvferry.runtime.mover.mover import Mover
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.poller import Poller
@@ -19,6 +18,7 @@ from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.owner.stories import StoryBook
 from kvferry.runtime.prober import Prober
 from kvferry.runtime.setup import EndpointSetup
+from kvferry.runtime.telemetry.metrics import Meter
 
 log = logging.getLogger("kvferry.runtime")
 

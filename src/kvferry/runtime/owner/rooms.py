@@ -20,9 +20,9 @@ from kvferry.logs.context import about
 from kvferry.protocol.events import Event, Received, Tick
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome, Status
 from kvferry.runtime.handles import Handle
-from kvferry.runtime.metrics import Meter
 from kvferry.runtime.owner.stories import StoryBook
-from kvferry.runtime.tags import NOBODYS
+from kvferry.runtime.telemetry.metrics import Meter
+from kvferry.runtime.telemetry.tags import NOBODYS
 
 log = logging.getLogger("kvferry.runtime")
 

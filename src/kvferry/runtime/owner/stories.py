@@ -32,7 +32,7 @@ from kvferry.protocol.messages import (
     Want,
 )
 from kvferry.protocol.outcome import Failure, Outcome
-from kvferry.runtime.tags import NOBODYS, RoomTag
+from kvferry.runtime.telemetry.tags import NOBODYS, RoomTag
 
 # Plain texts, and no members of an enumeration.
 EVENTS: dict[type, str] = {

@@ -47,7 +47,7 @@ from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.staging_policy import Course, Sides, StagingPolicy
 from kvferry.runtime.owner.stories import GATHERED, Took
 from kvferry.runtime.peer_metadata import PeerMetadata
-from kvferry.runtime.tags import NOBODYS
+from kvferry.runtime.telemetry.tags import NOBODYS
 
 log = logging.getLogger("kvferry.runtime")
 

@@ -11,7 +11,7 @@ from msgspec import Meta
 from kvferry.errors import TransportError
 from kvferry.regions import Device, Region
 from kvferry.transport.base import Remote
-from kvferry.transport.nixl_batches import Memory
+from kvferry.transport.nixl.batches import Memory
 
 MAX_REGIONS = 1 << 16
 # Registered regions make NIXL's own metadata, at 44 bytes each.

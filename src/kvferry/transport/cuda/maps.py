@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from kvferry.errors import TransportError
-from kvferry.transport.cuda_driver import DriverError, Gpu, address_range, call, driver
-from kvferry.transport.cuda_exports import HANDLE_BYTES, IpcSpan, Span, VmmSpan
+from kvferry.transport.cuda.driver import DriverError, Gpu, address_range, call, driver
+from kvferry.transport.cuda.exports import HANDLE_BYTES, IpcSpan, Span, VmmSpan
 from kvferry.transport.descriptors import DescriptorHolder
 
 

@@ -1,9 +1,9 @@
 """The cuda transport: a source maps its target's pools and its GPU writes straight into place.
 
 For GPUs of one host. One pass over the bytes and no staging: the target tells how its
-allocations can be mapped (``cuda_exports``), the source maps them once when it connects
-(``cuda_maps``), and a write is one launch of the copy kernel from our pages into theirs.
-A write is over when the GPU says so (``cuda_waiter``); nothing is polled.
+allocations can be mapped (``exports``), the source maps them once when it connects
+(``maps``), and a write is one launch of the copy kernel from our pages into theirs.
+A write is over when the GPU says so (``waiter``); nothing is polled.
 
 The target takes no part in a write, so one that is stopped holds nobody up, and one that
 has died is not noticed here: its memory stays for as long as we map it. Heartbeats notice.
@@ -27,14 +27,15 @@ from kvferry.ids import Op
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Device, Region
-from kvferry.transport import bounds, cuda_driver, descriptors, options
+from kvferry.transport import bounds, descriptors, options
 from kvferry.transport.base import DeviceCopier, Ended, Remote, Setup, Transport
 from kvferry.transport.boot import boot
 from kvferry.transport.bounds import Limits
-from kvferry.transport.cuda_driver import DriverError, Gpu
-from kvferry.transport.cuda_exports import MAX_REGIONS, Exports, Span, SpanPlace
-from kvferry.transport.cuda_maps import Exporter, MappedSpan
-from kvferry.transport.cuda_waiter import Waiter
+from kvferry.transport.cuda import driver
+from kvferry.transport.cuda.driver import DriverError, Gpu
+from kvferry.transport.cuda.exports import MAX_REGIONS, Exports, Span, SpanPlace
+from kvferry.transport.cuda.maps import Exporter, MappedSpan
+from kvferry.transport.cuda.waiter import Waiter
 
 _Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
@@ -122,7 +123,7 @@ class CudaTransport(Transport):
     @classmethod
     def missing(cls) -> str | None:
         """Whether GPU memory can be mapped here."""
-        return cuda_driver.missing()
+        return driver.missing()
 
     @property
     def realm(self) -> str:
@@ -281,7 +282,7 @@ def _demand_inside(theirs: _CudaMetadata) -> None:
 
 
 def _demand_reachable(ours: Gpu, uuid: bytes) -> None:
-    number = cuda_driver.number_of(uuid)
+    number = driver.number_of(uuid)
     if number is None:
         raise TransportError(
             f"the peer's pools are on the GPU {uuid.hex()}, which this process can't see; "

@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from kvferry.errors import TransportError
 from kvferry.regions import Region
-from kvferry.transport.cuda_driver import DriverError, Gpu, address_range, call, driver
+from kvferry.transport.cuda.driver import DriverError, Gpu, address_range, call, driver
 
 HANDLE_BYTES = 64
 MAX_REGIONS = 1 << 16

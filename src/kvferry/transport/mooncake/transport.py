@@ -1,6 +1,6 @@
 """Mooncake's transfer engine: TCP by default, RDMA by configuration.
 
-Writes are carried by one thread (``mooncake_courier``), which calls ``on_news`` when one
+Writes are carried by one thread (``courier``), which calls ``on_news`` when one
 has ended; ``poll`` only collects. Mooncake reads and writes peers' memory by address, so
 both sides' regions are known here and checked before anything is submitted.
 
@@ -26,9 +26,10 @@ from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Region
-from kvferry.transport import bounds, mooncake_package, options
+from kvferry.transport import bounds, options
 from kvferry.transport.base import Ended, Remote, Setup, Transport
-from kvferry.transport.mooncake_courier import Courier, CourierWrite, Lane, Piece
+from kvferry.transport.mooncake import package
+from kvferry.transport.mooncake.courier import Courier, CourierWrite, Lane, Piece
 from kvferry.transport.single import single
 
 MAX_REGIONS = 1 << 16
@@ -75,7 +76,7 @@ class MooncakeTransport(Transport):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._options = options.chosen(self.name, setup, OPTIONS)
-        self._engine: Any = mooncake_package.start(setup.host, **self._options)
+        self._engine: Any = package.start(setup.host, **self._options)
         self._news: Mailbox[Ended] = Mailbox()
         self._courier = Courier(self._engine, self._tell)
         self._addresses = np.zeros(0, dtype=np.int64)
@@ -88,7 +89,7 @@ class MooncakeTransport(Transport):
     @classmethod
     def missing(cls) -> str | None:
         """Whether Mooncake can be loaded."""
-        return mooncake_package.missing()
+        return package.missing()
 
     @property
     def realm(self) -> str:
@@ -99,10 +100,7 @@ class MooncakeTransport(Transport):
 
     def register(self, regions: Sequence[Region], *, writable: bool) -> None:
         """Take memory of the host, and of GPUs where Mooncake was built for them."""
-        if (
-            not all(at.device.is_host for at in regions)
-            and not mooncake_package.load().SUPPORT_CUDA
-        ):
+        if not all(at.device.is_host for at in regions) and not package.load().SUPPORT_CUDA:
             raise TransportError(
                 "this build of Mooncake carries host memory only; for pools on a GPU: "
                 "pip install mooncake-transfer-engine"
@@ -214,9 +212,9 @@ class MooncakeTransport(Transport):
         unused = self._courier.stop()
         for address in self._registered:
             self._engine.unregister_memory(address)
-        with mooncake_package.hushed() as is_quiet:
+        with package.hushed() as is_quiet:
             if unused and is_quiet:
-                mooncake_package.stop_listening(self._engine.get_rpc_port())
+                package.stop_listening(self._engine.get_rpc_port())
             # The engine ends with its last user.
             del self._courier
             self._engine = None

@@ -39,11 +39,12 @@ from kvferry.ids import Op
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Region
-from kvferry.transport import bounds, nixl_package, options
+from kvferry.transport import bounds, options
 from kvferry.transport.base import Ended, Remote, Setup, Transport
-from kvferry.transport.nixl_batches import Batch, Memory, batch_of, batches, kind
-from kvferry.transport.nixl_peers import Connected, Metadata, Peer, decode, encode
-from kvferry.transport.nixl_writes import Write
+from kvferry.transport.nixl import package
+from kvferry.transport.nixl.batches import Batch, Memory, batch_of, batches, kind
+from kvferry.transport.nixl.peers import Connected, Metadata, Peer, decode, encode
+from kvferry.transport.nixl.writes import Write
 from kvferry.transport.single import single
 
 # ``ucx``: UCX's settings without their prefix, as in "TLS=tcp,NET_DEVICES=eth0". Variables
@@ -102,7 +103,7 @@ class NixlTransport(Transport):
     @classmethod
     def missing(cls) -> str | None:
         """Whether NIXL can be loaded."""
-        return nixl_package.missing()
+        return package.missing()
 
     # ------------------------------------------------------------ memory and peers
 
@@ -296,7 +297,7 @@ def _agent(name: str, setup: Setup) -> Any:
         ucx = "NET_DEVICES=lo"
     ucx = f"{_LONG_COPIES},{ucx}" if ucx else _LONG_COPIES
     with _translated("NIXL can't be started"):
-        module = nixl_package.load()
+        module = package.load()
         config = module.nixl_agent_config(enable_prog_thread=False, backends=[])
         agent = module.nixl_agent(name, config)
         agent.create_backend("UCX", {"engine_config": ucx})

@@ -6,8 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 from kvferry.ids import Op
-from kvferry.transport.nixl_batches import Batch
-from kvferry.transport.nixl_peers import Connected
+from kvferry.transport.nixl.batches import Batch
+from kvferry.transport.nixl.peers import Connected
 
 
 class Write:

@@ -18,8 +18,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from kvferry.ids import Peer
 from kvferry.plan.choose import Path
 from kvferry.protocol.outcome import Failure, Outcome
-from kvferry.runtime.histograms import RATES, SECONDS, Buckets, HistogramTable
 from kvferry.runtime.mover.mover import WriteEnd
+from kvferry.runtime.telemetry.histograms import RATES, SECONDS, Buckets, HistogramTable
 
 LABELS = ("endpoint", "transport")
 
