@@ -151,7 +151,8 @@ class Running:
 @contextmanager
 def running(folder: Path, **fields: Any) -> Iterator[Running]:
     """A cluster as ``kvferry serve`` would start it, without its supervision."""
-    described = {"router": {"port": 0, "poll_s": 0.2}, "rendezvous": {"port": 0}} | fields
+    usual = {"router": {"port": 0, "poll_s": 0.2}, "rendezvous": {"port": 0}, "transport": "shm"}
+    described = usual | fields
     cluster = msgspec.convert(described, Cluster)
     with Launch() as launch:
         url = launch.start_all(cluster, ModelFolder(folder, NAME), lambda *_: None)

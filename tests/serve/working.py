@@ -57,7 +57,9 @@ def options_for(
 ) -> InstanceOptions:
     """Options under which tests are quick and limits are near."""
     engine = {"parallel": parallel} | changes.pop("engine", {})
-    fields: dict[str, Any] = {"model": MODEL, "request_s": PATIENCE_S} | changes
+    # Starting every transport that there is takes longer than most tests.
+    usual = {"model": MODEL, "request_s": PATIENCE_S, "transport": "shm"}
+    fields: dict[str, Any] = usual | changes
     return InstanceOptions(
         role=WorkerRole(role),
         name=fields.pop("name", f"{role}-{os.urandom(4).hex()}"),
