@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 from runtime.test_pair import AT_ONCE, WAIT_S, pair_by
 
@@ -133,3 +134,14 @@ def test_a_failure_is_told_in_words() -> None:
     (failure,) = view.failures
     assert (failure.room, failure.code, failure.request) == ("gone", "aborted", "req-8")
     assert moments(story)[-2:] == ["failed", "released"]
+
+
+def test_who_no_longer_waits_for_a_view_disturbs_nobody() -> None:
+    with pair_by(AT_ONCE) as pair:
+        held, going = threading.Event(), threading.Event()
+        pair.source._owner.look(lambda: bool(going.set() or held.wait(WAIT_S)))
+        assert going.wait(WAIT_S)
+        given_up = pair.source.view()
+        assert given_up.cancel()
+        held.set()
+        assert pair.source.view().result(WAIT_S).role == "source"

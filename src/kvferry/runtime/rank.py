@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from types import TracebackType
@@ -35,6 +35,7 @@ from kvferry.transport.base import Transport
 from kvferry.transport.several import TransportSet
 
 H = TypeVar("H", bound=Handle)
+T = TypeVar("T")
 
 
 class RankEndpoint(ABC, Generic[H]):
@@ -127,25 +128,26 @@ class RankEndpoint(ABC, Generic[H]):
 
     def view(self, wishes: Wishes = Wishes()) -> Future[EndpointView]:  # noqa: B008 - frozen
         """How the endpoint is, made on its owner's thread; with the stories that are wished for."""
-        made: Future[EndpointView] = Future()
-
-        def look() -> None:
-            try:
-                made.set_result(endpoint_view(self._owner, self.role, wishes))
-            except Exception as error:
-                made.set_exception(error)
-
-        self._owner.look(look)
-        return made
+        return self._looked(lambda: endpoint_view(self._owner, self.role, wishes))
 
     def _ended_since(self, since: float) -> Future[list[RoomStory]]:
         """The stories of what has ended since then, made on the owner's thread."""
-        made: Future[list[RoomStory]] = Future()
-        stories = self._owner.stories
+        stories, me = self._owner.stories, self._owner.me
+        return self._looked(
+            lambda: list(stories.stories(me, self.role, stories.ended_since(since)))
+        )
+
+    def _looked(self, make: Callable[[], T]) -> Future[T]:
+        """What is made on the owner's thread, which nobody who leaves meanwhile may disturb."""
+        made: Future[T] = Future()
 
         def look() -> None:
-            names = stories.ended_since(since)
-            made.set_result(list(stories.stories(self._owner.me, self.role, names)))
+            if not made.set_running_or_notify_cancel():
+                return
+            try:
+                made.set_result(make())
+            except Exception as error:
+                made.set_exception(error)
 
         self._owner.look(look)
         return made
