@@ -118,6 +118,7 @@ def points(some: list[Block] | tuple[Block, ...]) -> set[tuple[str, int, int]]:
 
 @given(blocks)
 def test_merge_keeps_coverage_and_names_nothing_twice(some: list[Block]) -> None:
+    some = [block for block in some if points([block])]
     merged = merge(TWO, some)
     assert points(merged) == points(some)
     assert len(points(merged)) == sum(len(points([block])) for block in merged)

@@ -73,6 +73,7 @@ def test_a_worker_gets_what_its_section_says(models: Models) -> None:
     cluster = cluster_of(
         transport="nixl",
         router={"room_s": 7, "deadline_s": 70},
+        transfer={"layers": 4},
         decode=[{"tp": 3, "page": 32, "order": "hnd", "dtype": "bfloat16", "cache_tokens": 512}],
     )
     (worker,) = cluster.workers()
@@ -81,7 +82,7 @@ def test_a_worker_gets_what_its_section_says(models: Models) -> None:
     assert (options.engine.parallel.tp, options.engine.page_tokens) == (3, 32)
     assert (options.engine.order, options.engine.dtype) == ("hnd", "bfloat16")
     assert (options.engine.cache_tokens, options.transport) == (512, "nixl")
-    assert (options.deadline_s, options.request_s) == (7, 70)
+    assert (options.deadline_s, options.request_s, options.layers) == (7, 70, 4)
     assert (options.name, options.model, options.rendezvous) == ("decode-0", "m", "http://h:1")
 
 
@@ -104,6 +105,8 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         ("[router]\ndecode_urls = ['x']", "is no worker's address"),
         ("[[decode]]\nname = 'a'\n[[decode]]\nname = 'a'", "two workers have the name 'a'"),
         ("[[prefill]]", "has no [[decode]] worker"),
+        ("[transfer]\nlayers = 0", ">= 1"),
+        ("[transfer]\nlayers = 'some'", "Invalid enum value 'some'"),
     ],
 )
 def test_a_bad_file_is_one_sentence(

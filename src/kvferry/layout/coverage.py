@@ -34,6 +34,11 @@ class Coverage:
         """Take in those tokens of those layers; overlaps and repetitions change nothing."""
         if not len(layers) or not len(tokens):
             return
+        if not self.strips or (len(self.strips) == 1 and self.strips[0].layers == layers):
+            # Whole chunks, which are the rule.
+            before = self.strips[0].tokens.spans if self.strips else []
+            self.strips = [Strip(layers, _set_of([*before, tokens]))]
+            return
         strips: list[Strip] = []
         at = layers.first  # from here on, no strip of these layers has been met
         for strip in self.strips:

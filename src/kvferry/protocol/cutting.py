@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -94,8 +94,10 @@ def _steps(span: Span, step: int) -> Iterable[tuple[int, int]]:
     return ((at, min(at + step, span.end)) for at in range(span.first, span.end, step))
 
 
-def merge(spec: CacheSpec, blocks: Iterable[Block]) -> tuple[Block, ...]:
+def merge(spec: CacheSpec, blocks: Sequence[Block]) -> tuple[Block, ...]:
     """The same coverage in few blocks, whatever order and cut it came in."""
+    if len(blocks) < 2:
+        return tuple(blocks)
     covered: dict[str, Coverage] = {}
     for block in blocks:
         # By places, because a strip of numbers between two layers would be a block of nothing.
@@ -109,8 +111,10 @@ def merge(spec: CacheSpec, blocks: Iterable[Block]) -> tuple[Block, ...]:
     )
 
 
-def join_layers(spec: CacheSpec, blocks: Iterable[Block]) -> tuple[Block, ...]:
+def join_layers(spec: CacheSpec, blocks: Sequence[Block]) -> tuple[Block, ...]:
     """The same blocks, with those of one chunk whose layers follow each other made one."""
+    if len(blocks) < 2:
+        return tuple(blocks)
     joined: dict[tuple[str, Span], list[Block]] = {}
     for block in blocks:
         joined.setdefault((block.group, block.tokens), []).append(block)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -116,7 +117,7 @@ class StagingPolicy:
 
     def _within(self, course: Course, block: Block) -> list[tuple[Block, Block]]:
         """The chunks that a block has a part of, each as all layers that are owed alike."""
-        owed = course.plan.blocks(self._rank, course.target, course.request)
+        owed = _owed(course.plan, self._rank, course.target, course.request)
         mine = [replace(b, tokens=block.tokens) for b in owed if b.group == block.group]
         parts = [(replace(b, layers=b.layers.intersect(block.layers)), b) for b in mine]
         return [(part, whole) for part, whole in parts if len(part.layers)]
@@ -135,6 +136,12 @@ class StagingPolicy:
         ours, theirs = self._sides_of(course)
         pair = Pair(self._rank, course.target)
         return bind(course.plan, pair, course.request, ours, theirs, blocks)
+
+
+# Rooms of one size recur, and each of their writes asks.
+@lru_cache(maxsize=256)
+def _owed(plan: Plan, source: int, target: int, request: Request) -> tuple[Block, ...]:
+    return plan.blocks(source, target, request)
 
 
 def _key(course: Course, whole: Block) -> tuple[Room, Session, int, Block]:
