@@ -105,9 +105,18 @@ class Server:
             # vLLM's API server may take longer to end by itself than anybody cares to wait.
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_S)
+            self.process.kill()
+            self.process.wait(STOP_S)
+        self._end_rest()
+
+    def _end_rest(self) -> None:
+        """Its trackers remove what its other processes left, if they are given the time."""
+        deadline = time.monotonic() + STOP_S
         with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                self.signal(0)
+                time.sleep(0.1)
             self.signal(signal.SIGKILL)
-        self.process.wait(STOP_S)
 
 
 def environment(entry_points: Path) -> dict[str, str]:
