@@ -63,9 +63,12 @@ def ask(
     def to_prefill() -> None:
         said.append(post(f"{prefill.url}/generate", asked, timeout_s))
 
-    thread = threading.Thread(target=to_prefill)
+    thread = threading.Thread(target=to_prefill, daemon=True)
     thread.start()
     answer = post(f"{decode.url}/generate", asked, timeout_s)
+    if "error" in answer:
+        # Prefill would wait for its own deadline.
+        return Answers({}, answer)
     thread.join()
     return Answers(said[0], answer)
 

@@ -22,7 +22,7 @@ def test_greedy_answers_are_those_of_transformers(
     assert answers.prefill["output_ids"] == answers.ids[:1]
 
 
-def test_pages_in_the_wrong_order_are_noticed(cast: Cast, reference: Reference) -> None:
+def test_wrong_pages_are_noticed(cast: Cast, reference: Reference) -> None:
     """The negative control: with wrong bytes the comparison above fails."""
     prompt = reference.ids(LONG)
     answers = ask(prompt, cast.one, cast.decode, room=WRONG + new_room())

@@ -32,7 +32,7 @@ def router(cast: Cast, folder: Path) -> Iterator[str]:
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
-        until_up(f"http://127.0.0.1:{port}/health", process, log)
+        until_up(f"http://127.0.0.1:{port}/readiness", process, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()

@@ -43,9 +43,10 @@ def worker(role: str, rendezvous: str, model: Path, folder: Path) -> Iterator[st
         process.wait()
 
 
-def own_body(prompt: list[int], own: dict[str, Any]) -> dict[str, Any]:
+def own_body(model: Path, prompt: list[int], own: dict[str, Any]) -> dict[str, Any]:
     """A completion for kvferry's own engine."""
     return {
+        "model": model.name,
         "prompt": prompt,
         "temperature": 0,
         "max_tokens": NUM_TOKENS,
@@ -71,10 +72,11 @@ def sglang_body(prompt: list[int], port: int, room: int) -> dict[str, Any]:
 
 def both(url: str, body: dict[str, Any], other: str, other_body: dict[str, Any]) -> dict[str, Any]:
     """Ask the first for its part, and answer with what the second says."""
-    thread = threading.Thread(target=post, args=(url, body))
+    thread = threading.Thread(target=post, args=(url, body), daemon=True)
     thread.start()
     answer = post(other, other_body)
-    thread.join()
+    if "error" not in answer:
+        thread.join()
     return answer
 
 
@@ -95,13 +97,13 @@ def own_decode(cast: Cast, model: Path, folder: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
 def test_sglang_decodes_what_kvferry_s_engine_prefilled(
-    own_prefill: tuple[str, int], cast: Cast, reference: Reference, text: str
+    own_prefill: tuple[str, int], cast: Cast, reference: Reference, model: Path, text: str
 ) -> None:
     url, port = own_prefill
     prompt, room = reference.ids(text), new_room()
     answer = both(
         f"{url}/v1/completions",
-        own_body(prompt, {"room": room}),
+        own_body(model, prompt, {"room": room}),
         f"{cast.decode.url}/generate",
         sglang_body(prompt, port, room),
     )
@@ -110,7 +112,7 @@ def test_sglang_decodes_what_kvferry_s_engine_prefilled(
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
 def test_kvferry_s_engine_decodes_what_sglang_prefilled(
-    own_decode: str, cast: Cast, reference: Reference, text: str
+    own_decode: str, cast: Cast, reference: Reference, model: Path, text: str
 ) -> None:
     prompt, room = reference.ids(text), new_room()
     own = {"room": room, "prefill": instance(cast.one), "fallback": "fail"}
@@ -118,7 +120,7 @@ def test_kvferry_s_engine_decodes_what_sglang_prefilled(
         f"{cast.one.url}/generate",
         sglang_body(prompt, cast.one.bootstrap, room),
         f"{own_decode}/v1/completions",
-        own_body(prompt, own),
+        own_body(model, prompt, own),
     )
     wanted = reference.text(reference.answer(prompt, NUM_TOKENS))
     assert answer.get("choices", [{}])[0].get("text") == wanted, answer

@@ -1,7 +1,8 @@
 """A plugin for SGLang that breaks the backend for some rooms: the negative control.
 
-In rooms of ``WRONG`` and above, the pages of each chunk are sent in the opposite order. A test that
-compares answers must fail then, or it would pass whatever is carried.
+In rooms of ``WRONG`` and above other pages are sent than the request's. A test that compares
+answers must fail then, or it would pass whatever is carried. (The same pages in another order would
+not do: attention does not mind it.)
 """
 
 from __future__ import annotations
@@ -22,4 +23,6 @@ def register() -> None:
 def _send(sender: Any, pages: Any, *args: Any, **kwargs: Any) -> Any:
     if sender.bootstrap_room < WRONG:
         return None
-    return (sender, list(reversed(pages)), *args), kwargs
+    buffers = sender.kv_mgr.settings.cache.buffers
+    last = buffers.lengths[0] // buffers.page_lengths[0] - 1
+    return (sender, [last - int(page) for page in pages], *args), kwargs

@@ -65,7 +65,9 @@ class PrefillServer:
 
     def _learn(self, asked: Future[Summaries]) -> None:
         try:
-            names = [each.name for each in asked.result().instances]
+            # kvferry's own workers announce their HTTP addresses beside their ranks.
+            listed = asked.result().instances
+            names = [each.name for each in listed if each.transport != "http"]
             info = instances_at(self.address, names)
         except KvferryError as error:
             self.problem = str(error)
