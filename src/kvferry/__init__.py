@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from kvferry.runtime.keys import ClusterKey, bindable, numeric
     from kvferry.runtime.memory import Memory, PoolArrays
     from kvferry.runtime.outgoing import Outgoing, Waitable
+    from kvferry.runtime.pace import Layers, Pace, TimedEvent
     from kvferry.runtime.setup import make_transport, make_transports, new_incarnation
     from kvferry.runtime.source import SourceEndpoint
     from kvferry.runtime.target import TargetEndpoint
@@ -93,6 +94,7 @@ __all__ = [
     "InputError",
     "InstanceView",
     "KvferryError",
+    "Layers",
     "LayersPerPush",
     "Layout",
     "Memory",
@@ -100,6 +102,7 @@ __all__ = [
     "Order",
     "Outcome",
     "Outgoing",
+    "Pace",
     "Paged",
     "Parallel",
     "Path",
@@ -132,6 +135,7 @@ __all__ = [
     "Summaries",
     "TargetEndpoint",
     "Tensor",
+    "TimedEvent",
     "Tokens",
     "Transport",
     "TransportError",
@@ -191,11 +195,12 @@ _HOMES = {
     "runtime.incoming": "Incoming",
     "runtime.keys": "ClusterKey bindable numeric",
     "runtime.memory": "Memory PoolArrays",
-    "runtime.metrics": "PathStats Stats",
     "runtime.outgoing": "Outgoing Waitable",
+    "runtime.pace": "Layers Pace TimedEvent",
     "runtime.setup": "make_transport make_transports new_incarnation",
     "runtime.source": "SourceEndpoint",
     "runtime.target": "TargetEndpoint",
+    "runtime.telemetry.metrics": "PathStats Stats",
     "transport.base": "Setup Transport",
     "transport.registry": "ready_transports transport_class",
     "transport.several": "TransportSet",

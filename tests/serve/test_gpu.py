@@ -43,7 +43,7 @@ from serve.working import (
     options_for,
 )
 
-from kvferry import checkpoint_fingerprint
+from kvferry import Layers, checkpoint_fingerprint
 from kvferry.layout.layout import Order, Parallel
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.runtime.outgoing import Waitable
@@ -51,7 +51,7 @@ from kvferry.serve.engine.cache import Cache
 from kvferry.serve.engine.layouts import KV, STATE
 from kvferry.serve.engine.steps import Sample, StepPlan, Work
 from kvferry.serve.models.tiny import TinyKind, make_tiny
-from kvferry.serve.transfer.extension import EndpointSettings, Layers
+from kvferry.serve.transfer.extension import EndpointSettings
 from kvferry.serve.transfer.prefill import PrefillExtension
 from kvferry.serve.worker.instance import InstanceOptions
 from kvferry.transport.registry import load

@@ -29,12 +29,12 @@ from serve.working import (
     options_for,
 )
 
-from kvferry import checkpoint_fingerprint
+from kvferry import Layers, checkpoint_fingerprint
 from kvferry.layout.layout import Order, Parallel
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.serve.engine.steps import StepPlan
 from kvferry.serve.models.tiny import TinyKind, make_tiny
-from kvferry.serve.transfer.extension import EndpointSettings, Layers
+from kvferry.serve.transfer.extension import EndpointSettings
 from kvferry.serve.transfer.prefill import PrefillExtension
 from kvferry.transport.base import Setup, Transport
 from kvferry.transport.shm import ShmTransport

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from kvferry import (
     EndpointConfig,
     Incoming,
+    Layers,
     Outgoing,
+    Pace,
     RendezvousServer,
     SourceEndpoint,
     TargetEndpoint,
@@ -48,8 +50,9 @@ class Rank(NamedTuple):
 class Engines:
     """TP2 beside TP1, on a CPU as vLLM has it."""
 
-    def __init__(self, undo: ExitStack) -> None:
+    def __init__(self, undo: ExitStack, layers: Layers = "all") -> None:
         self._undo = undo
+        self._layers = layers
         server = RendezvousServer().start()
         undo.callback(server.stop)
         config = EndpointConfig(deadline_s=WAIT_S)
@@ -69,7 +72,8 @@ class Engines:
         )
         self._undo.callback(endpoint.close)
         counts = RoomCounts()
-        return Rank(cache, SourceRooms(endpoint, plan.paging, counts), counts)
+        pace = Pace(self._layers, plan.layout, rank)
+        return Rank(cache, SourceRooms(endpoint, plan.paging, counts, pace), counts)
 
     def decode(self, *, fails_early: bool = False) -> Rank:
         transport = make_transport("shm")
@@ -109,12 +113,18 @@ def engines() -> Iterator[Engines]:
 # ---------------------------------------------------------------- playing vLLM
 
 
-def compute(engines: Engines, first: int, end: int, blocks: tuple[int, ...]) -> None:
+def compute(
+    engines: Engines,
+    first: int,
+    end: int,
+    blocks: tuple[int, ...],
+    layers: tuple[int, ...] = tuple(range(LAYERS)),
+) -> None:
     """Write every token's position, layer and head where a model would write its K and V."""
     for rank, (cache, _, _) in enumerate(engines.prefill):
         for token in range(first, end):
             block, offset = blocks[token // TOKENS], token % TOKENS
-            for layer in range(LAYERS):
+            for layer in layers:
                 for head in range(HEADS // 2):
                     whole = rank * HEADS // 2 + head
                     cache[layer, block, head, offset] = token * 100 + layer * 10 + whole
@@ -129,6 +139,22 @@ def step(engines: Engines, orders: PrefillOrders, *computed: tuple[int, int]) ->
     for rank in engines.prefill:
         assert isinstance(rank.rooms, SourceRooms)
         rank.rooms.after(orders, None)
+
+
+def step_by_layers(
+    engines: Engines, orders: PrefillOrders, computed: tuple[int, int], told: tuple[int, ...]
+) -> None:
+    """A step whose layers are computed one after another, and told of if they are among these."""
+    sources = [rank.rooms for rank in engines.prefill if isinstance(rank.rooms, SourceRooms)]
+    for rooms in sources:
+        rooms.before(orders)
+    for layer in range(LAYERS):
+        compute(engines, *computed, (7, 3, 9), (layer,))
+        for rooms in sources:
+            if layer in told:
+                rooms.computed(orders, layer, lambda: None)
+    for rooms in sources:
+        rooms.after(orders, None)
 
 
 def outgoing(engines: Engines) -> list[Outgoing]:
@@ -187,6 +213,22 @@ def filled(cache: Array, first: int) -> bool:
 
 
 # ---------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("told", [(0, 1), (0,), (1,), ()])
+@pytest.mark.parametrize("layers", [1, 2, "all", "auto"])
+def test_layers_leave_as_they_are_computed_and_the_rest_behind_the_step(
+    layers: Layers, told: tuple[int, ...]
+) -> None:
+    with ExitStack() as undo:
+        engines = Engines(undo, layers)
+        decode = engines.decode()
+        (into,) = take(decode, receive())
+        step_by_layers(engines, FIRST, (0, 20), told)
+        step_by_layers(engines, LAST, (20, 40), told)
+        into.wait(WAIT_S)
+        assert filled(decode.cache, 0)
+        released(outgoing(engines))
 
 
 def test_two_ranks_to_one_in_two_chunks(engines: Engines) -> None:

@@ -17,7 +17,7 @@ LEAST = {"rendezvous": "http://10.0.0.1:7400", "instance": "prefill-0"}
 
 def test_the_least() -> None:
     settings = read_settings(LEAST)
-    assert settings.transport == "nixl"
+    assert (settings.transport, settings.layers) == ("auto", "auto")
     assert settings.endpoint_config().deadline_s == 120
 
 

@@ -151,7 +151,8 @@ class KVFerryConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Chunks are pushed with all their layers, behind the step."""
+        """Push some layers of the step's chunks while the others are computed, where that pays."""
+        self._worker.computed(self._orders.prefill, layer_name)
 
     def wait_for_save(self) -> None:
         """Push what the step has computed; its blocks are held until they were read."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvferry import ClusterKey, EndpointConfig, InputError, checked_address
+from kvferry import ClusterKey, EndpointConfig, InputError, Layers, checked_address
 
 # What this was written against, and run with.
 KNOWN_VERSIONS = ("0.32",)
@@ -23,14 +23,16 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ``instance`` names it at the rendezvous; ``host`` is the numeric address that peers reach it
     by. ``model`` tells one checkpoint from another where vLLM's own name does not. A room must
     end within ``deadline_s``: at decode from when its blocks are there, at prefill from when it
-    begins to compute, so that it is also how long finished blocks wait for a decode.
+    begins to compute, so that it is also how long finished blocks wait for a decode. ``layers``
+    is how many are pushed at a time as they are computed, where vLLM tells of each.
     """
 
     rendezvous: str
     instance: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
     key_file: str | None = None
     host: str = "127.0.0.1"
-    transport: Annotated[str, msgspec.Meta(min_length=1)] = "nixl"
+    transport: Annotated[str, msgspec.Meta(min_length=1)] = "auto"
+    layers: Layers = "auto"
     model: str | None = None
     deadline_s: Seconds = 120.0
     staging_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None

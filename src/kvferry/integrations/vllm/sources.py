@@ -6,9 +6,10 @@ Belongs to the worker's thread. Imports neither vLLM nor torch.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry import KvferryError, Outgoing, Room, SourceEndpoint, Waitable
+from kvferry import KvferryError, Outgoing, Pace, Room, SourceEndpoint, Waitable
 from kvferry.integrations.vllm.orders import OpenRoom, PrefillOrders, PushTokens
 from kvferry.integrations.vllm.paging import Paging, PushedPages
 from kvferry.integrations.vllm.stats import RoomCounts
@@ -37,12 +38,23 @@ class RoomAtSource:
 
 
 class SourceRooms:
-    """All rooms of one prefill rank."""
+    """All rooms of one prefill rank.
 
-    def __init__(self, endpoint: SourceEndpoint, paging: Paging, counts: RoomCounts) -> None:
+    ``pace`` says how many layers are pushed at a time while a step computes. Whether the engine
+    tells of its layers is not known before (a captured graph does not): what was not pushed by
+    the end of the step is pushed then.
+    """
+
+    def __init__(
+        self, endpoint: SourceEndpoint, paging: Paging, counts: RoomCounts, pace: Pace
+    ) -> None:
         self._endpoint = endpoint
         self._paging = paging
         self._counts = counts
+        self._pace = pace
+        # Of the step that computes: how many layers to push at a time, and up to which they were.
+        self._per_push = pace.num_layers
+        self._computed_to = self._pushed_to = pace.first
         self._rooms: dict[Room, RoomAtSource] = {}
 
     def __len__(self) -> int:
@@ -56,6 +68,35 @@ class SourceRooms:
             self._abandon(room)
         for push in orders.pushed:
             self._prepare(push)
+        self._computed_to = self._pushed_to = self._pace.first
+        if orders.pushed:
+            self._begin_step(orders)
+
+    def _begin_step(self, orders: PrefillOrders) -> None:
+        new = [self._ahead(push) for push in orders.pushed]
+        cells = sum(ahead[0][1] - ahead[0][0] for ahead in new if ahead is not None)
+        self._pace.begin(max(1, cells))
+        self._per_push = self._pace.per_push(cells, cells, self._endpoint.constants)
+
+    def computed(
+        self, orders: PrefillOrders, layer: int, event: Callable[[], Waitable | None]
+    ) -> None:
+        """While the step computes: a layer is in its blocks once ``event`` has happened.
+
+        Layers that do not come one after another wait for the end of the step.
+        """
+        if not orders.pushed or layer != self._computed_to:
+            return
+        self._computed_to = end = layer + 1
+        if end == self._pace.end:
+            self._pace.finish()
+        whole = self._per_push >= self._pace.num_layers
+        if whole or (end - self._pushed_to < self._per_push and end != self._pace.end):
+            return
+        computed = event()
+        for push in orders.pushed:
+            self._push_cells(push, computed, (self._pushed_to, end))
+        self._pushed_to = end
 
     def after(self, orders: PrefillOrders, computed: Waitable | None) -> None:
         """The step's tokens are in their blocks once ``computed`` has happened."""
@@ -109,22 +150,32 @@ class SourceRooms:
     def _prepare(self, push: PushTokens) -> None:
         known = self._rooms[push.room]
         known.pages.extend(push.first_block, push.blocks)
-        if known.handle is None:
-            return
-        ahead = known.pages.ahead(push.end, last=push.digest is not None)
-        if ahead is not None:
+        ahead = self._ahead(push)
+        if known.handle is not None and ahead is not None:
             known.handle.prepare(*ahead)
 
+    def _ahead(self, push: PushTokens) -> tuple[tuple[int, int], list[int]] | None:
+        """The cells that the step completes, and their pages."""
+        return self._rooms[push.room].pages.ahead(push.end, last=push.digest is not None)
+
+    def _push_cells(
+        self, push: PushTokens, computed: Waitable | None, layers: tuple[int, int] | None
+    ) -> None:
+        handle, ahead = self._rooms[push.room].handle, self._ahead(push)
+        if handle is not None and ahead is not None:
+            handle.push(*ahead, after=computed, layers=layers)
+
     def _push(self, push: PushTokens, computed: Waitable | None) -> None:
-        """All layers at once. Pushing some of them from ``save_kv_layer`` would begin here."""
-        known = self._rooms[push.room]
+        """Push what the step has not pushed while it computed."""
+        known, (first, end) = self._rooms[push.room], (self._pushed_to, self._pace.end)
         if known.handle is None:
             return
-        ahead = known.pages.ahead(push.end, last=push.digest is not None)
+        if first < end:
+            some = None if first == self._pace.first else (first, end)
+            self._push_cells(push, computed, some)
+        ahead = self._ahead(push)
         if ahead is not None:
-            cells, pages = ahead
-            known.handle.push(cells, pages, after=computed)
-            known.pages.end = cells[1]
+            known.pages.end = ahead[0][1]
         if push.digest is not None:
             cells_in_all = self._paging.cells(push.end)
             known.handle.close(tokens=cells_in_all, after=computed, digest=push.digest)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from kvferry import ClusterKey, InputError, Order, SourceEndpoint, TargetEndpoint, Waitable
+from kvferry import ClusterKey, InputError, Order, Pace, SourceEndpoint, TargetEndpoint, Waitable
 from kvferry.integrations.vllm.caches import CachePlan, CacheView, EngineShape, plan_caches
+from kvferry.integrations.vllm.layers import LayerSteps
 from kvferry.integrations.vllm.orders import DecodeOrders, PrefillOrders
 from kvferry.integrations.vllm.settings import ConnectorSettings
 from kvferry.integrations.vllm.sources import SourceRooms
@@ -32,6 +33,7 @@ class WorkerPart:
         self._device = torch.device("cpu")
         self._sources: SourceRooms | None = None
         self._targets: TargetRooms | None = None
+        self._steps = LayerSteps(())
         self._endpoints: list[SourceEndpoint | TargetEndpoint] = []
         self.counts = RoomCounts()
 
@@ -57,7 +59,10 @@ class WorkerPart:
         if sends:
             source = SourceEndpoint(plan.layout, pools, **self._described(engine.rank))
             self._endpoints.append(source)
-            self._sources = SourceRooms(source, plan.paging, self.counts)
+            marks = [self._timed] if self._device.type == "cuda" else []
+            pace = Pace(self._settings.layers, plan.layout, engine.rank, *marks)
+            self._sources = SourceRooms(source, plan.paging, self.counts, pace)
+            self._steps = LayerSteps(plan.names.values())
 
     def _described(self, rank: int) -> dict[str, Any]:
         """What both kinds of endpoint are told alike."""
@@ -76,7 +81,14 @@ class WorkerPart:
     def before(self, orders: PrefillOrders) -> None:
         """Before a step's forward pass, and before it overwrites anything."""
         if self._sources is not None:
+            self._steps.begin()
             self._sources.before(orders)
+
+    def computed(self, orders: PrefillOrders, name: str) -> None:
+        """During a step's forward pass: that cache has been filled, or will be."""
+        layer = self._steps.computed(name)
+        if self._sources is not None and layer is not None:
+            self._sources.computed(orders, layer, self._computed)
 
     def after(self, orders: PrefillOrders) -> None:
         """Behind a step's forward pass."""
@@ -103,6 +115,11 @@ class WorkerPart:
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _timed(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from kvferry import (
     ClusterKey,
@@ -22,6 +21,7 @@ from kvferry import (
     FailureCode,
     Incoming,
     KvferryError,
+    Layers,
     Memory,
     Outgoing,
     SourceEndpoint,
@@ -46,7 +46,6 @@ from kvferry.serve.transfer.messages import (
 )
 
 # So many layers at a time, as many as pay, or whole chunks.
-Layers = Annotated[int, Meta(ge=1)] | Literal["auto", "all"]
 
 H = TypeVar("H", bound=Outgoing | Incoming)
 E = TypeVar("E", SourceEndpoint, TargetEndpoint)

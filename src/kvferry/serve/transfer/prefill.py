@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry import Outgoing, SourceEndpoint, Waitable
+from kvferry import Outgoing, Pace, SourceEndpoint, Waitable
 from kvferry.serve.engine.cache import Cache
 from kvferry.serve.engine.steps import Sample, StepPlan, Work
 from kvferry.serve.transfer.extension import EndpointSettings, RoomExtension
 from kvferry.serve.transfer.messages import First, Open, Receive, encode
-from kvferry.serve.transfer.pace import Pace
 
 
 class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
@@ -30,7 +29,8 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
         """Make the endpoint over the rank's cache."""
         self._page_tokens = cache.layout.page_tokens
         self._device = cache.memory.device
-        self.pace = Pace(self.settings.layers, cache.layout, self.rank, self._device)
+        marks = [self._timed] if self._device.type == "cuda" else []
+        self.pace = Pace(self.settings.layers, cache.layout, self.rank, *marks)
         super().start(cache)
 
     def _begin(self, command: Open | Receive) -> Outgoing:
@@ -135,5 +135,10 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _timed(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -28,6 +28,7 @@ import msgspec
 from kvferry import (
     EndpointConfig,
     InputError,
+    Layers,
     Parallel,
     RankRecord,
     RendezvousClient,
@@ -48,7 +49,7 @@ from kvferry.serve.engine.requests import Role
 from kvferry.serve.listening import bound, http_url, key_in
 from kvferry.serve.ranks.rank import MakeExtension, no_extension
 from kvferry.serve.transfer.decode import DecodeExtension
-from kvferry.serve.transfer.extension import EndpointSettings, Layers
+from kvferry.serve.transfer.extension import EndpointSettings
 from kvferry.serve.transfer.prefill import PrefillExtension
 from kvferry.serve.worker.loop import EngineLoop
 

@@ -3,28 +3,55 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
-import torch
+from msgspec import Meta
 
-from kvferry import Constants, Layout, layers_per_push
-from kvferry.serve.transfer.extension import Layers
+from kvferry.layout.layout import Layout
+from kvferry.plan.choose import Constants
+from kvferry.plan.layers import layers_per_push
+
+# How many layers are pushed at a time: what is best, so many, or all.
+Layers = Annotated[int, Meta(ge=1)] | Literal["auto", "all"]
+
+
+class TimedEvent(Protocol):
+    """A GPU's event that keeps the time, such as torch's."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        ...
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds from this one to that one."""
+        ...
 
 
 class Measure(NamedTuple):
     """A step that is being timed: events of a GPU, or the clock."""
 
     num_tokens: int
-    began: torch.cuda.Event | float
-    ended: torch.cuda.Event | float | None = None
+    began: TimedEvent | float
+    ended: TimedEvent | float | None = None
 
 
 class Pace:
-    """How many layers one rank pushes at a time. Used by the rank's thread alone."""
+    """How many layers one rank pushes at a time. Used by the rank's thread alone.
 
-    def __init__(self, layers: Layers, layout: Layout, rank: int, device: torch.device) -> None:
+    ``mark`` gives the time by what computes: an event behind what a GPU was given, or else
+    the clock.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        layout: Layout,
+        rank: int,
+        mark: Callable[[], TimedEvent | float] = time.perf_counter,
+    ) -> None:
         self._layers = layers
-        self._device = device
+        self._mark = mark
         self._page_tokens = layout.page_tokens
         spec, held = layout.spec, layout.rank_holdings(rank)
         numbers = {n for one in held for n in spec.group(one.group).layers_in(one.layers)}
@@ -65,13 +92,6 @@ class Pace:
             constants=constants,
         ).layers
 
-    def _mark(self) -> torch.cuda.Event | float:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def _learn(self) -> None:
         """From the step before, if it is over: nobody waits for a GPU here."""
         measure, self._measure = self._measure, None
@@ -83,7 +103,7 @@ class Pace:
             self._token_s = found if self._token_s is None else (self._token_s + found) / 2
 
 
-def _between(began: torch.cuda.Event | float, ended: torch.cuda.Event | float) -> float | None:
+def _between(began: TimedEvent | float, ended: TimedEvent | float) -> float | None:
     if isinstance(began, float) and isinstance(ended, float):
         return ended - began
     assert not isinstance(began, float)
