@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,6 +29,13 @@ PROMPTS = (
 )
 
 
+# By default each link takes the best transport, which is shared memory on one host.
+CARRIED: dict[str, dict[str, Any]] = {
+    "nixl": {"transport": "nixl"},
+    "layer by layer": {"layers": 1},
+}
+
+
 class Engines(NamedTuple):
     """One engine on two ranks, one on one."""
 
@@ -36,13 +43,13 @@ class Engines(NamedTuple):
     one: Server
 
 
-@pytest.fixture(scope="module", params=["nixl", "shm"])
+@pytest.fixture(scope="module", params=CARRIED)
 def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
     model: Path = padded(tmp_path_factory.mktemp("padded"))
-    carried = {"transport": str(request.param)}
-    what = f"vLLM TP2 and TP1, each both prefill and decode, over {request.param}"
+    carried = CARRIED[request.param]
+    what = f"vLLM TP2 and TP1, each both prefill and decode, {request.param}"
     with Deployment() as deployment, timed(what):
         more = "--no-enable-prefix-caching --max-num-batched-tokens 256"
         two = deployment.connector("kv_both", "two", **carried)

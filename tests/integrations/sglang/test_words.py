@@ -121,5 +121,5 @@ def test_prompts_that_differ_in_anything_have_other_digests() -> None:
 
 
 def test_the_environment_names_the_transport() -> None:
-    assert transport_in({}) == "nixl"
+    assert transport_in({}) == "auto"
     assert transport_in({"KVFERRY_TRANSPORT": "mooncake"}) == "mooncake"

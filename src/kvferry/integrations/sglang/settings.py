@@ -12,7 +12,7 @@ from kvferry.integrations.sglang.rows import MetadataRows
 
 TRANSPORT = "KVFERRY_TRANSPORT"
 HOST = "KVFERRY_HOST"
-DEFAULT_TRANSPORT = "nixl"
+DEFAULT_TRANSPORT = "auto"
 
 
 def nothing_computes() -> Waitable | None:
