@@ -139,7 +139,12 @@ def test_a_failure_is_told_in_words() -> None:
 def test_who_no_longer_waits_for_a_view_disturbs_nobody() -> None:
     with pair_by(AT_ONCE) as pair:
         held, going = threading.Event(), threading.Event()
-        pair.source._owner.look(lambda: bool(going.set() or held.wait(WAIT_S)))
+
+        def hold() -> None:
+            going.set()
+            held.wait(WAIT_S)
+
+        pair.source._owner.look(hold)
         assert going.wait(WAIT_S)
         given_up = pair.source.view()
         assert given_up.cancel()
