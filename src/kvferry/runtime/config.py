@@ -35,7 +35,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 30.0
     lease_s: float = 10.0
     stalled_s: float = 5.0
-    story_steps: int = 32768
+    story_steps: int = 4096
     protocol: ProtocolConfig = ProtocolConfig()
     options: Mapping[str, str] = {}
 
