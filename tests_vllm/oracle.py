@@ -1,7 +1,11 @@
-"""The oracle: the same model in transformers, for where no engine can be asked by itself."""
+"""The oracle: the same model in transformers, for where no engine can be asked by itself.
+
+Usage: python -m tests_vllm.oracle NUM_TOKENS PROMPT ...; prints a JSON list of answers
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 
 import torch
@@ -10,14 +14,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests_vllm.models import plain
 
 
-def greedy(prompt: str, num_tokens: int) -> str:
-    """What the model says next, token by token."""
+def greedy(prompts: list[str], num_tokens: int) -> list[str]:
+    """What the model says next to each, token by token."""
     tokenizer = AutoTokenizer.from_pretrained(plain())
     model = AutoModelForCausalLM.from_pretrained(plain(), dtype=torch.float32)
-    given = tokenizer(prompt, return_tensors="pt")
-    made = model.generate(**given, max_new_tokens=num_tokens, do_sample=False)
-    return str(tokenizer.decode(made[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
+    answers = []
+    for prompt in prompts:
+        given = tokenizer(prompt, return_tensors="pt")
+        made = model.generate(**given, max_new_tokens=num_tokens, do_sample=False)
+        new = made[0, given["input_ids"].shape[1] :]
+        answers.append(str(tokenizer.decode(new, skip_special_tokens=True)))
+    return answers
 
 
 if __name__ == "__main__":
-    print(greedy(sys.argv[1], int(sys.argv[2])), end="")
+    print(json.dumps(greedy(sys.argv[2:], int(sys.argv[1]))))
