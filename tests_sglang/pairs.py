@@ -27,8 +27,8 @@ class Answers(NamedTuple):
 
 
 def new_room() -> int:
-    """Below those that the broken plugin breaks."""
-    return _rooms.randrange(1, 1 << 62)
+    """As routers draw them."""
+    return _rooms.randrange(1, 1 << 63)
 
 
 def body(prompt: Sequence[int], prefill: Server, room: int, **more: Any) -> dict[str, Any]:

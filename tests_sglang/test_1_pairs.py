@@ -25,7 +25,7 @@ def test_greedy_answers_are_those_of_transformers(
 def test_wrong_pages_are_noticed(cast: Cast, reference: Reference) -> None:
     """The negative control: with wrong bytes the comparison above fails."""
     prompt = reference.ids(LONG)
-    answers = ask(prompt, cast.one, cast.decode, room=WRONG + new_room())
+    answers = ask(prompt, cast.one, cast.decode, room=new_room() | WRONG)
     assert answers.ids[1:] != reference.answer(prompt, NUM_TOKENS)[1:]
 
 

@@ -1,6 +1,6 @@
 """A plugin for SGLang that breaks the backend for some rooms: the negative control.
 
-In rooms of ``WRONG`` and above other pages are sent than the request's. A test that compares
+In rooms that end in the bits of ``WRONG`` other pages are sent than the request's. A test that compares
 answers must fail then, or it would pass whatever is carried. (The same pages in another order would
 not do: attention does not mind it.)
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-WRONG = 1 << 62
+# So rare that no router draws it by chance.
+WRONG = (1 << 24) - 1
 
 
 def register() -> None:
@@ -21,7 +22,7 @@ def register() -> None:
 
 
 def _send(sender: Any, pages: Any, *args: Any, **kwargs: Any) -> Any:
-    if sender.bootstrap_room < WRONG:
+    if sender.bootstrap_room & WRONG != WRONG:
         return None
     buffers = sender.kv_mgr.settings.cache.buffers
     last = buffers.lengths[0] // buffers.page_lengths[0] - 1
