@@ -13,6 +13,8 @@ class Reference:
     """One model in this process. Answers are kept, because many tests ask the same."""
 
     def __init__(self, folder: Path) -> None:
+        # Threads that spin for each other on cores that servers need make it many times slower.
+        torch.set_num_threads(1)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._known: dict[tuple[int, ...], list[int]] = {}

@@ -1,8 +1,8 @@
 """A plugin for SGLang that breaks the backend for some rooms: the negative control.
 
-In rooms that end in the bits of ``WRONG`` other pages are sent than the request's. A test that compares
-answers must fail then, or it would pass whatever is carried. (The same pages in another order would
-not do: attention does not mind it.)
+In rooms that end in the bits of ``WRONG`` other pages are sent than the request's. A test that
+compares answers must fail then, or it would pass whatever is carried. (The same pages in another
+order would not do: attention does not mind it.)
 """
 
 from __future__ import annotations
