@@ -17,8 +17,8 @@ from kvferry.plan.choose import Constants, Shape, choose
 from kvferry.plan.estimate import Estimate, MoveEstimate
 from kvferry.units import human_seconds
 
-# What a push costs beside its bytes: on the engine's thread, and until a write of nothing has
-# come and is known to have. On 2 cores of a shared x86 machine; a fast host has less.
+# What a push is taken to cost beside its bytes: on the engine's thread, and until a write of
+# nothing has come and is known to have. Estimates for two cores; a fast host has less.
 CALL_S = 60e-6
 WRITE_S = 300e-6
 # What must be won before it is worth being less simple.
