@@ -17,8 +17,8 @@ NO_NOUNS = (
     *("Asks ", "Keeps ", "Puts ", "Sets ", "Writes ", "Reads ", "Makes "),
 )
 NOUN_FIRST = (
-    *("cli", "evals", "http", "integrations", "load", "logs", "pictures", "rendezvous"),
-    *("serve", "testing"),
+    *("cli", "evals", "http", "integrations", "load", "logs", "observe", "pictures"),
+    *("rendezvous", "serve", "testing"),
 )
 
 
