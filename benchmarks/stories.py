@@ -57,7 +57,9 @@ def main() -> None:
     document = {
         name: {
             "rooms_per_s": round(statistics.median(rates[name]), 1),
-            "cpu_ms_a_room": round(statistics.median(cpu_ms[name]), 4),
+            "cpu_us_a_room": round(1e3 * statistics.median(cpu_ms[name]), 1),
+            # What else the machine does only adds, so the least is the nearest to the truth.
+            "least_cpu_us_a_room": round(1e3 * min(cpu_ms[name]), 1),
         }
         for name in KEPT
     }
@@ -66,6 +68,7 @@ def main() -> None:
     document["cost"] = {
         "rooms_per_s": round(statistics.median(slower), 4),
         "cpu": round(statistics.median(dearer), 4),
+        "least_cpu": round(min(cpu_ms["with"]) / min(cpu_ms["without"]) - 1, 4),
     }
     print(json.dumps({"rounds": rounds, "rooms": rooms, "concurrency": CONCURRENCY, **document}))
 
