@@ -111,7 +111,7 @@ def _add_router(parts: argparse._SubParsersAction[Any]) -> None:
             f"--{name}-url",
             action="append",
             metavar="URL",
-            help=f"a {name} worker, in addition; may be repeated; NAME=URL where it runs vLLM",
+            help=f"a {name} worker, in addition; may be repeated; NAME=URL for vLLM and SGLang",
         )
     parser.add_argument(
         "--engine", choices=list(map(str, EngineName)), help="what the workers run (kvferry)"

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvferry.serve.router.bodies import STREAM_FIELDS, ClientAsk
+from kvferry.serve.router.bodies import ID_BITS, STREAM_FIELDS, ClientAsk
 from kvferry.serve.router.options import EngineName
 from kvferry.serve.router.roster import Health, Unwell, Worker, WorkerPart
 from kvferry.serve.router.upstream import TRANSFER_FAILED, Blame, Failed, Opened
@@ -156,6 +156,53 @@ def _several(prompt: Any) -> bool:
     return isinstance(prompt, list) and any(not isinstance(part, int) for part in prompt)
 
 
+class SglangDialect(VllmDialect):
+    """SGLang's, with kvferry's backend on both sides (``docs/integrations/sglang.md``).
+
+    Prefill samples the first token and decode takes it from the room. A prefill worker's name is
+    its bootstrap address. Several prompts or answers have as many rooms.
+    """
+
+    def for_prefill(self, ask: ClientAsk, room: int, deadline_s: float) -> bytes:
+        """The same request, to nobody; SGLang computes one token of it."""
+        body = {key: value for key, value in ask.body.items() if key not in STREAM_FIELDS}
+        return msgspec.json.encode(body | {"bootstrap_room": _rooms(body, room)})
+
+    def for_decode(self, ask: ClientAsk, room: int, prefill: str, deadline_s: float) -> bytes:
+        """With where the room's prompt is computed."""
+        host, _, port = prefill.rpartition(":")
+        rooms = _rooms(ask.body, room)
+        where: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": int(port)}
+        if isinstance(rooms, list):
+            where = {key: [value] * len(rooms) for key, value in where.items()}
+        return msgspec.json.encode(ask.body | where | {"bootstrap_room": rooms})
+
+    def whole(self, ask: ClientAsk) -> bytes:
+        """A decode server computes no prompts, and says so."""
+        return msgspec.json.encode(ask.body)
+
+    def splits(self, ask: ClientAsk) -> bool:
+        """Always."""
+        return True
+
+
+def _rooms(body: dict[str, Any], room: int) -> int | list[int]:
+    """One for each answer; SGLang wants a list where there are several."""
+    prompts = body["prompt"] if _several(body.get("prompt")) else [None]
+    num_answers = len(prompts) * (body.get("n") or 1)
+    if num_answers == 1 and not _several(body.get("prompt")):
+        return room
+    first = min(room, (1 << ID_BITS) - num_answers)
+    return list(range(first, first + num_answers))
+
+
+_DIALECTS: dict[EngineName, type[Dialect]] = {
+    EngineName.KVFERRY: OwnDialect,
+    EngineName.VLLM: VllmDialect,
+    EngineName.SGLANG: SglangDialect,
+}
+
+
 def dialect_of(engine: EngineName) -> Dialect:
     """By what the workers run."""
-    return VllmDialect() if engine is EngineName.VLLM else OwnDialect()
+    return _DIALECTS[engine]()

@@ -27,10 +27,11 @@ class OnFailure(StrEnum):
 
 
 class EngineName(StrEnum):
-    """What the workers run: the reference engine, or vLLM with kvferry's connector."""
+    """What the workers run: the reference engine, or vLLM or SGLang with kvferry inside."""
 
     KVFERRY = "kvferry"
     VLLM = "vllm"
+    SGLANG = "sglang"
 
 
 # A worker that is well answers in milliseconds, unless its machine has far too much to do.
@@ -45,7 +46,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ``deadline_s`` bounds a whole request and ``room_s`` one attempt's prompt and
     transfer. A worker that has not said that it is well for ``lost_s`` is given up
     with everything that it was asked for; one that misses two checks is left out before.
-    vLLM's prefill workers are given as ``NAME=URL``, with their instance's name at the rendezvous.
+    vLLM's prefill workers are given as ``NAME=URL``, with their instance's name at the rendezvous,
+    SGLang's with their bootstrap address as the name.
     """
 
     host: str = "127.0.0.1"
@@ -86,13 +88,17 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self._demand_names()
 
     def _demand_names(self) -> None:
-        if self.engine is not EngineName.VLLM:
-            return
         for text in self.prefill_urls:
-            if not named_url(text)[0]:
+            name = named_url(text)[0]
+            if self.engine is EngineName.VLLM and not name:
                 raise InputError(
                     f"vLLM does not say what its instance is called; give {text!r:.200} as "
                     f"NAME=URL, such as prefill-0=http://10.0.0.2:8000"
+                )
+            if self.engine is EngineName.SGLANG and not name.rpartition(":")[2].isdecimal():
+                raise InputError(
+                    f"SGLang does not say where its bootstrap port is; give {text!r:.200} as "
+                    f"HOST:PORT=URL, such as 10.0.0.2:8998=http://10.0.0.2:30000"
                 )
 
 

@@ -1,0 +1,56 @@
+"""kvferry's own router in front of a pair of SGLang servers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Cast
+from pairs import NUM_TOKENS
+from prompts import LONG, SHORT
+from reference import Reference
+from servers import environment, free_port, post, until_up
+
+
+@pytest.fixture(scope="module")
+def own_router(cast: Cast, folder: Path) -> Iterator[str]:
+    """Over both prefill servers."""
+    port, log = free_port(), folder / "own-router.log"
+    prefills = [
+        flag
+        for server in (cast.one, cast.three)
+        for flag in ("--prefill-url", f"127.0.0.1:{server.bootstrap}={server.url}")
+    ]
+    command = [
+        *(sys.executable, "-m", "kvferry", "serve", "router", "--engine", "sglang", *prefills),
+        *("--decode-url", cast.decode.url, "--port", str(port)),
+    ]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=environment(1, folder), stdout=file, stderr=subprocess.STDOUT
+        )
+    try:
+        until_up(f"http://127.0.0.1:{port}/healthz", process, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.parametrize("texts", [[SHORT], [LONG], [SHORT, LONG]], ids=["short", "long", "both"])
+def test_kvferry_s_router_drives_a_pair(
+    own_router: str, reference: Reference, texts: list[str]
+) -> None:
+    prompts = [reference.ids(text) for text in texts]
+    body = {
+        "prompt": prompts[0] if len(prompts) == 1 else prompts,
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+    }
+    answer = post(f"{own_router}/v1/completions", body)
+    wanted = [reference.text(reference.answer(prompt, NUM_TOKENS)) for prompt in prompts]
+    assert [choice["text"] for choice in answer.get("choices", [])] == wanted, answer
