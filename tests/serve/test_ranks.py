@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -116,17 +117,24 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_end_when_their_driver_is_killed(models: Models, tmp_path: Path) -> None:
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Sockets need names of at most about 100 characters, and pytest's own folders are longer."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def test_ranks_end_when_their_driver_is_killed(
+    models: Models, tmp_path: Path, short_folder: Path
+) -> None:
     script = tmp_path / "driver.py"
     script.write_text(KILLED)
     command = [sys.executable, str(script), str(models[TinyKind.LLAMA])]
-    where = tmp_path / "folders"
-    where.mkdir()
-    env = {**os.environ, "TMPDIR": str(where)}
+    env = {**os.environ, "TMPDIR": str(short_folder)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as driver:
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
-        assert list(where.glob("kvferry-ranks-*"))
+        assert list(short_folder.glob("kvferry-ranks-*"))
         assert len(pids) == 2
         assert all(alive(pid) for pid in pids)
         driver.kill()
@@ -134,7 +142,7 @@ def test_ranks_end_when_their_driver_is_killed(models: Models, tmp_path: Path) -
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank outlived its driver"
         time.sleep(0.05)
-    assert not list(where.glob("kvferry-ranks-*"))
+    assert not list(short_folder.glob("kvferry-ranks-*"))
 
 
 def alive(pid: int) -> bool:

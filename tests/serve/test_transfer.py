@@ -36,7 +36,8 @@ from kvferry.serve.engine.steps import StepPlan
 from kvferry.serve.models.tiny import TinyKind, make_tiny
 from kvferry.serve.transfer.extension import EndpointSettings
 from kvferry.serve.transfer.prefill import PrefillExtension
-from kvferry.transport.base import Setup, Transport
+from kvferry.transport.base import Setup
+from kvferry.transport.several import TransportSet
 from kvferry.transport.shm import ShmTransport
 
 Models = dict[TinyKind, Path]
@@ -243,8 +244,9 @@ def test_a_real_model_says_the_same(smollm: Path, rendezvous: str) -> None:
 class Careless(EndpointSettings, frozen=True, kw_only=True):
     """Settings of an endpoint whose transport says that it has copied and has not."""
 
-    def make_transport(self) -> Transport:
-        return ShmTransport(Setup(agent=self.name, copy=lambda pieces, here, there: None))
+    def make_transports(self) -> TransportSet:
+        copies_nothing = Setup(agent=self.name, copy=lambda pieces, here, there: None)
+        return TransportSet.of(ShmTransport(copies_nothing))
 
 
 def test_without_the_copy_the_answer_is_wrong(

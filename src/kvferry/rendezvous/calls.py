@@ -38,6 +38,10 @@ CALL_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
 
 
+# Of its own: threads that wait must not disturb who has seeded the common one.
+_JITTER = random.Random()
+
+
 class Backoff:
     """How long to wait after each error in a row: longer each time, and never alike."""
 
@@ -60,7 +64,7 @@ class Backoff:
         """After one more error."""
         longest = min(self.MOST_S, self.FIRST_S * (1 << min(self._errors, 16)))
         self._errors += 1
-        return longest * random.uniform(0.5, 1.0)
+        return longest * _JITTER.uniform(0.5, 1.0)
 
     def reset(self) -> None:
         """It went well."""

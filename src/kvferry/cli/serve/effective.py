@@ -17,7 +17,6 @@ from rich.table import Table
 
 from kvferry.cli.printing import console, print_document
 from kvferry.errors import InputError
-from kvferry.runtime.keys import KEY_FILE_VARIABLE
 
 DEFAULT = "default"
 # Of the namespace, but nothing that configures.
@@ -48,6 +47,8 @@ def settings(
 
 
 def _with_environment(setting: Setting, environment: Mapping[str, str]) -> Setting:
+    from kvferry.runtime.keys import KEY_FILE_VARIABLE  # noqa: PLC0415 - needs zmq
+
     file = environment.get(KEY_FILE_VARIABLE)
     if setting.key in KEYS and setting.value is None and file:
         return Setting(setting.key, file, KEY_FILE_VARIABLE)
