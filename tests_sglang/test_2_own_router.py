@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,9 @@ from conftest import Cast
 from pairs import NUM_TOKENS
 from prompts import LONG, SHORT
 from reference import Reference
-from servers import environment, free_port, post, until_up
+from servers import environment, free_port, post, tail, until_up
+
+WORKERS_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +39,24 @@ def own_router(cast: Cast, folder: Path) -> Iterator[str]:
         )
     try:
         until_up(f"http://127.0.0.1:{port}/healthz", process, log)
+        until_all_up(f"http://127.0.0.1:{port}/healthz", process, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait()
+
+
+def until_all_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the router has heard of every server's health."""
+    until = time.monotonic() + WORKERS_S
+    while True:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            workers = json.load(answer)["workers"]
+        if all(worker["up"] for worker in workers):
+            return
+        assert process.poll() is None, f"the router has died:\n{tail(log)}"
+        assert time.monotonic() < until, f"not all are up: {workers}\n{tail(log)}"
+        time.sleep(0.2)
 
 
 @pytest.mark.parametrize("texts", [[SHORT], [LONG], [SHORT, LONG]], ids=["short", "long", "both"])
