@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from kvferry.runtime.config import EndpointConfig
     from kvferry.runtime.incoming import Incoming
     from kvferry.runtime.keys import ClusterKey, bindable, numeric
+    from kvferry.runtime.marks import DeviceMarks
     from kvferry.runtime.memory import Memory, PoolArrays
     from kvferry.runtime.outgoing import Outgoing, Waitable
     from kvferry.runtime.pace import Layers, Pace, TimedEvent
@@ -84,6 +85,7 @@ __all__ = [
     "Constants",
     "DType",
     "Device",
+    "DeviceMarks",
     "Done",
     "EndpointConfig",
     "Failure",
@@ -195,6 +197,7 @@ _HOMES = {
     "runtime.incoming": "Incoming",
     "runtime.keys": "ClusterKey bindable numeric",
     "runtime.memory": "Memory PoolArrays",
+    "runtime.marks": "DeviceMarks",
     "runtime.outgoing": "Outgoing Waitable",
     "runtime.pace": "Layers Pace TimedEvent",
     "runtime.setup": "make_transport make_transports new_incarnation",

@@ -17,14 +17,20 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
-from kvferry import ClusterKey, DType, EndpointConfig, InputError, Waitable, checkpoint_fingerprint
+from kvferry import (
+    ClusterKey,
+    DeviceMarks,
+    DType,
+    EndpointConfig,
+    InputError,
+    checkpoint_fingerprint,
+)
 from kvferry.integrations.sglang.geometry import Buffers, Cache, Heads, Place
 from kvferry.integrations.sglang.instances import Replica
 from kvferry.integrations.sglang.rows import MetadataRows
 from kvferry.integrations.sglang.settings import (
     HOST,
     RankSettings,
-    nothing_computes,
     nothing_waits,
     transport_in,
 )
@@ -59,7 +65,7 @@ def settings_of(kv_args: Any, server_args: Any, *, is_mla: bool, is_prefill: boo
         config=EndpointConfig(host=host),
         rendezvous=_rendezvous() if is_prefill else None,
         key=key,
-        computed=nothing_computes if gpu is None else _computed,
+        computed=DeviceMarks(_device(gpu)).computed,
         settled=nothing_waits if gpu is None else _settled,
     )
 
@@ -228,10 +234,8 @@ def _gpu() -> int | None:
     return int(device.gpu_id) if str(device.device).startswith("cuda") else None
 
 
-def _computed() -> Waitable:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream())
-    return event
+def _device(gpu: int | None) -> torch.device:
+    return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
 def _settled() -> None:

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from kvferry import ClusterKey, InputError, Order, Pace, SourceEndpoint, TargetEndpoint, Waitable
+from kvferry import (
+    ClusterKey,
+    DeviceMarks,
+    InputError,
+    Order,
+    Pace,
+    SourceEndpoint,
+    TargetEndpoint,
+)
 from kvferry.integrations.vllm.caches import CachePlan, CacheView, EngineShape, plan_caches
 from kvferry.integrations.vllm.layers import LayerSteps
 from kvferry.integrations.vllm.orders import DecodeOrders, PrefillOrders
@@ -30,7 +38,7 @@ class WorkerPart:
         self._key = key
         self._name = name
         self._model = model
-        self._device = torch.device("cpu")
+        self._marks = DeviceMarks(torch.device("cpu"))
         self._sources: SourceRooms | None = None
         self._targets: TargetRooms | None = None
         self._steps = LayerSteps(())
@@ -50,7 +58,7 @@ class WorkerPart:
         distinct = _distinct(caches)
         plan = plan_caches({name: _view(cache) for name, cache in distinct.items()}, engine)
         pools = pools_of(plan, distinct)
-        self._device = next(iter(distinct.values())).device
+        self._marks = DeviceMarks(next(iter(distinct.values())).device)
         # The target first: over shm it moves the caches, and the source must know where to.
         if receives:
             target = TargetEndpoint(plan.layout, pools, **self._described(engine.rank))
@@ -59,8 +67,7 @@ class WorkerPart:
         if sends:
             source = SourceEndpoint(plan.layout, pools, **self._described(engine.rank))
             self._endpoints.append(source)
-            marks = [self._timed] if self._device.type == "cuda" else []
-            pace = Pace(self._settings.layers, plan.layout, engine.rank, *marks)
+            pace = Pace(self._settings.layers, plan.layout, engine.rank, self._marks.now)
             self._sources = SourceRooms(source, plan.paging, self.counts, pace)
             self._steps = LayerSteps(plan.names.values())
 
@@ -88,12 +95,12 @@ class WorkerPart:
         """During a step's forward pass: that cache has been filled, or will be."""
         layer = self._steps.computed(name)
         if self._sources is not None and layer is not None:
-            self._sources.computed(orders, layer, self._computed)
+            self._sources.computed(orders, layer, self._marks.computed)
 
     def after(self, orders: PrefillOrders) -> None:
         """Behind a step's forward pass."""
         if self._sources is not None:
-            self._sources.after(orders, self._computed() if orders.pushed else None)
+            self._sources.after(orders, self._marks.computed() if orders.pushed else None)
 
     def receive(self, orders: DecodeOrders) -> None:
         """Have requests' caches written into their blocks."""
@@ -109,19 +116,6 @@ class WorkerPart:
         if self._targets is None:
             return Arrivals(set(), set(), set(), {})
         return self._targets.arrivals()
-
-    def _computed(self) -> Waitable | None:
-        """What happens once the GPU has done all that it was given; None where it is done."""
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _timed(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
     def close(self) -> None:
         """Abort every room and end the endpoints."""

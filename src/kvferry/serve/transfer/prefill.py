@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from kvferry import Outgoing, Pace, SourceEndpoint, Waitable
+from kvferry import DeviceMarks, Outgoing, Pace, SourceEndpoint, Waitable
 from kvferry.serve.engine.cache import Cache
 from kvferry.serve.engine.steps import Sample, StepPlan, Work
 from kvferry.serve.transfer.extension import EndpointSettings, RoomExtension
@@ -28,9 +26,8 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
     def start(self, cache: Cache) -> None:
         """Make the endpoint over the rank's cache."""
         self._page_tokens = cache.layout.page_tokens
-        self._device = cache.memory.device
-        marks = [self._timed] if self._device.type == "cuda" else []
-        self.pace = Pace(self.settings.layers, cache.layout, self.rank, *marks)
+        self._marks = DeviceMarks(cache.memory.device)
+        self.pace = Pace(self.settings.layers, cache.layout, self.rank, self._marks.now)
         super().start(cache)
 
     def _begin(self, command: Open | Receive) -> Outgoing:
@@ -132,13 +129,4 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
 
     def _computed(self) -> Waitable | None:
         """What happens once the GPU has done all that it was given; None where it is done."""
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _timed(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._marks.computed()
