@@ -11,7 +11,15 @@ from kvferry.ids import Generation, Peer, Session
 from kvferry.layout import Layout, Parallel, Span, attention
 from kvferry.plan import Block, PoolMap, Request
 from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
-from kvferry.protocol.events import Barred, Cancel, Instance, Receive, Received, WrongVersion
+from kvferry.protocol.events import (
+    Barred,
+    Cancel,
+    Instance,
+    NewLife,
+    Receive,
+    Received,
+    WrongVersion,
+)
 from kvferry.protocol.messages import (
     VERSION,
     Accept,
@@ -250,3 +258,23 @@ def test_a_shut_door_fails_the_rooms_that_wait_for_it_at_once() -> None:
     assert outcome == [Failure(FailureCode.REFUSED, "another key")]
     assert w.releases[T0, ROOM] == 1
     w.tell(T0, Barred(S0, "again"))
+
+
+def test_rooms_go_to_the_life_that_has_the_name_now() -> None:
+    """The life before may still live and be silent; its rooms fail, and wait for proof."""
+    w = world()
+    w.receive("before", Request(8))
+    w.run()
+    w.hold.teardowns = True
+    old = w.source().incarnation
+    w.tell(T0, NewLife(S0, old))
+    assert w.outcomes("before") == set(), "nothing new in that"
+    w.start_source(0, old + 1)
+    w.tell(T0, NewLife(S0, old + 1))
+    assert w.outcomes("before") == {"peer-restarted"}
+    assert not w.releases[T0, "before"], "nobody has proven that the old life writes nothing"
+    w.open("after")
+    w.receive("after", Request(8))
+    w.run()
+    w.prefill_all("after", 8)
+    assert w.outcomes("after") == {"done"}

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from kvferry.ids import Peer, Room
+from kvferry.plan.plan import Request
+from kvferry.protocol.events import Event, NewLife, Receive
 from kvferry.protocol.outcome import FailureCode
 from kvferry.runtime.owner.directory import Directory, Viewed
-from kvferry.runtime.owner.roles import TargetRole
+from kvferry.runtime.owner.roles import Begun, TargetRole
 
 
 def view_of(*lives: int) -> Any:
     """An instance at the rendezvous, as far as these look at it."""
     ranks = [SimpleNamespace(rank=rank, incarnation=life) for rank, life in enumerate(lives)]
-    return SimpleNamespace(name="prefill", ranks=ranks)
+    return SimpleNamespace(name="prefill", ranks=ranks, fingerprint="m", layout=None)
 
 
 VIEW = view_of(7, 8)
@@ -57,7 +59,10 @@ class Rooms:
 
 
 def handle(room: Room, deadline: float = inf) -> Any:
-    return SimpleNamespace(room=room, deadline=deadline, asked=SimpleNamespace(prefill="prefill"))
+    asked = SimpleNamespace(
+        prefill="prefill", request=Request(4), tables=(), deadline=deadline, digest=b""
+    )
+    return SimpleNamespace(room=room, deadline=deadline, asked=asked, tag=None)
 
 
 @pytest.fixture
@@ -138,12 +143,32 @@ def test_lives_are_asked_after_only_where_the_rendezvous_has_spoken_of_their_ins
     assert all_left == [True, True, False]
 
 
+def test_the_machine_hears_of_new_lives_before_rooms_that_waited_for_them_begin(
+    directory: Directory,
+) -> None:
+    taken: list[Event] = []
+    role = role_of(directory, Rooms(), taken=taken)
+    role.take(Begun(handle("1")))
+    assert taken == []
+    role.take(Viewed("prefill", VIEW))
+    *news, begun = taken
+    assert news == [NewLife(Peer("prefill", 0), 7), NewLife(Peer("prefill", 1), 8)]
+    assert isinstance(begun, Receive)
+
+
 def role_of(
-    directory: Directory, rooms: Rooms, asked: list[Callable[[Any], bool]] | None = None
+    directory: Directory,
+    rooms: Rooms,
+    asked: list[Callable[[Any], bool]] | None = None,
+    taken: list[Event] | None = None,
 ) -> TargetRole:
-    driver: Any = SimpleNamespace(ask_after=(asked if asked is not None else []).append)
+    driver: Any = SimpleNamespace(
+        ask_after=(asked if asked is not None else []).append,
+        machine=SimpleNamespace(rooms={}),
+    )
     setup = SimpleNamespace(slots=None)
-    parts = dict.fromkeys(("mover", "meter", "stories"))
-    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, **parts)
+    quiet: Any = SimpleNamespace(expect=lambda *_, **__: None, asked=lambda *_: None)
+    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, mover=quiet, meter=None, stories=quiet)
     nothing: Any = None
-    return TargetRole(driver, nothing, outfit, nothing, nothing, directory)
+    take = (taken if taken is not None else []).append
+    return TargetRole(driver, take, outfit, nothing, nothing, directory)

@@ -96,6 +96,13 @@ class Barred(Event, frozen=True):
     message: str
 
 
+class NewLife(Event, frozen=True):
+    """A source's name stands for another life now, as the rendezvous has it."""
+
+    peer: Peer
+    incarnation: int
+
+
 class MemoryReached(Event, frozen=True):
     """The memory of a session's target can be written, by that transport."""
 

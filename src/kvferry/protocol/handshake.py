@@ -22,7 +22,15 @@ from kvferry.plan.plan import Plan
 from kvferry.plan.reshard import reshard
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.endpoint import Endpoint, Identity, Link
-from kvferry.protocol.events import Barred, Event, MemoryReached, MemoryUnreached, Received, Send
+from kvferry.protocol.events import (
+    Barred,
+    Event,
+    MemoryReached,
+    MemoryUnreached,
+    NewLife,
+    Received,
+    Send,
+)
 from kvferry.protocol.messages import (
     Body,
     Envelope,
@@ -53,10 +61,13 @@ class Greeter(Endpoint):
         self._sessions = 0
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, Barred):
-            self._on_barred(event)
-        else:
-            super()._take(event)
+        match event:
+            case Barred():
+                self._on_barred(event)
+            case NewLife():
+                self._on_new_life(event)
+            case _:
+                super()._take(event)
 
     def _take_message(self, link: Link, body: Body) -> None:
         match body:
@@ -154,6 +165,12 @@ class Greeter(Endpoint):
         link = self.current.get(event.peer)
         if link is not None and link.state is LinkState.GREETING:
             self._lose(link, FailureCode.REFUSED, event.message)
+
+    def _on_new_life(self, event: NewLife) -> None:
+        """Whoever had the name before may live for a while, but no new room is meant for it."""
+        link = self.current.get(event.peer)
+        if link is not None and link.incarnation not in (None, event.incarnation):
+            self._lose(link, FailureCode.PEER_RESTARTED)
 
     def _tick_link(self, link: Link) -> None:
         if link.state is not LinkState.GREETING:

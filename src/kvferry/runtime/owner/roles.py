@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvferry.ids import Peer, Room
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Event, Finish, Instance, Receive
+from kvferry.protocol.events import Event, Finish, Instance, NewLife, Receive
 from kvferry.protocol.legs import TargetRoom
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.protocol.source import SourceMachine
@@ -203,15 +203,18 @@ class TargetRole:
             self._received[handle.room] = room
 
     def _learn(self, news: Viewed) -> None:
-        for handle in self._directory.learn(news):
-            assert news.view is not None
-            self._begin(handle, news.view)
-        # Ask after ranks that the rendezvous no longer has in the life that we know.
         view = news.view
         lives = {Peer(view.name, one.rank): one.incarnation for one in view.ranks} if view else {}
+        # Ask after ranks that the rendezvous no longer has in the life that we know.
         self._driver.ask_after(
             lambda link: link.peer.instance == news.name and _differs(link, lives)
         )
+        # Before any room begins: an offer to a life that has ended would fail it.
+        for peer, incarnation in lives.items():
+            self._take(NewLife(peer, incarnation))
+        for handle in self._directory.learn(news):
+            assert view is not None
+            self._begin(handle, view)
 
     # ------------------------------------------------------------ rooms that never began
 

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvferry.config import ProtocolConfig
@@ -25,7 +26,7 @@ from kvferry.layout import (
 )
 from kvferry.plan.plan import Block, Request
 from kvferry.protocol.endpoint import Identity
-from kvferry.protocol.events import Cancel, Instance
+from kvferry.protocol.events import Cancel, Instance, NewLife
 from kvferry.protocol.lanes import Lane
 from kvferry.protocol.messages import Staging
 from kvferry.protocol.outcome import Done, Failure
@@ -240,7 +241,16 @@ class Cluster:
 
     def _revive(self, node: Node) -> None:
         if self.world.nodes[node.peer] is node:
-            self.boot(node.peer)
+            again = self.boot(node.peer)
+            if node.peer.instance == PREFILL:
+                self._tell_of(again)
+
+    def _tell_of(self, source: Node) -> None:
+        """The rendezvous tells of a source's new life; some targets hear it late, or never."""
+        news = NewLife(source.peer, source.incarnation)
+        for other in self.nodes:
+            if other.peer.instance != PREFILL and self.world.rng.random() < 0.7:
+                self.world.at(self.world.rng.random() * 0.2, partial(other.deliver, news))
 
     # ------------------------------------------------------------ jobs
 
