@@ -278,3 +278,21 @@ def test_rooms_go_to_the_life_that_has_the_name_now() -> None:
     w.run()
     w.prefill_all("after", 8)
     assert w.outcomes("after") == {"done"}
+
+
+def test_whoever_comes_back_with_another_layout_is_greeted_anew() -> None:
+    """Also if nobody had answered the greeting of the one before."""
+    w = world()
+    w.drops = lambda to, _: to == S0
+    w.receive("before", Request(8))
+    w.run()
+    w.drops = lambda _, __: False
+    w.prefill = Layout(DENSE, page_tokens=8)
+    w.start_source(0, w.source().incarnation + 1)
+    w.open("after")
+    w.receive("after", Request(8))
+    w.run()
+    assert w.outcomes("before") == {"peer-restarted"}
+    w.prefill_all("after", 8)
+    assert w.outcomes("after") == {"done"}
+    w.finish()

@@ -24,7 +24,8 @@ from kvferry.testing.fleet import Fleet, FleetSide, RankError, RankProcess
 REQUEST = Request(60, prefix=5)
 FIRST = (0, 20)
 REST = (20, 60)
-DEADLINE_S = 10.0
+# Nothing here ends by its deadline: whoever notices a death too late fails with that reason.
+DEADLINE_S = 30.0
 # From a death to its consequences: a sign, a question, a moment of grace, and a busy machine.
 NOTICED_S = 5.0
 # How long memory is watched that must not be released.
@@ -54,8 +55,12 @@ STAGES = [
 ]
 
 
-def side(name: str, way: Way, tp: int, page: int) -> FleetSide:
-    config = replace(way.config, protocol=QUICK, lease_s=1.0)
+# Where a process is killed, only the proof of that may end a room, however busy the machine is.
+TIMES = {Blow.KILL: replace(QUICK, silence_s=60.0), Blow.STOP: QUICK}
+
+
+def side(name: str, way: Way, tp: int, page: int, blow: Blow) -> FleetSide:
+    config = replace(way.config, protocol=TIMES[blow], lease_s=1.0)
     return FleetSide(name, layout(HEADS, page, tp=tp), 64, config)
 
 
@@ -124,11 +129,11 @@ def demand_held(rank: RankProcess, room: str) -> None:
 # ---------------------------------------------------------------- a source
 
 
-def source_fleet(way: Way) -> Fleet:
+def source_fleet(way: Way, blow: Blow = Blow.STOP) -> Fleet:
     return Fleet(
-        side("prefill", way, 2, 4),
-        side("decode", way, 1, 8),
-        spares=[side("spare", way, 1, 4)],
+        side("prefill", way, 2, 4, blow),
+        side("decode", way, 1, 8, blow),
+        spares=[side("spare", way, 1, 4, blow)],
         transport=way.transport,
     )
 
@@ -137,7 +142,7 @@ def source_fleet(way: Way) -> Fleet:
 @pytest.mark.parametrize("blow", Blow)
 @pytest.mark.parametrize(("way", "stage"), STAGES, ids=str)
 def test_a_source_is_lost(way: Way, stage: Stage, blow: Blow) -> None:
-    with source_fleet(way) as fleet:
+    with source_fleet(way, blow) as fleet:
         victim, sibling = fleet.sources
         (target,) = fleet.targets["decode"]
         fleet.fill("room", 1, REQUEST.num_tokens)
@@ -150,7 +155,6 @@ def test_a_source_is_lost(way: Way, stage: Stage, blow: Blow) -> None:
             if stage is Stage.CLOSED:
                 eventually(lambda: target.ask("closed_sources", "room") == [0])
             hurt(victim, blow)
-        began = time.monotonic()
         if stage is Stage.CLOSED:
             # Nothing is missing from it, so its end changes nothing.
             finish(fleet, [sibling], "room")
@@ -160,7 +164,6 @@ def test_a_source_is_lost(way: Way, stage: Stage, blow: Blow) -> None:
                 eventually(lambda: "prefill/0" not in target.ask("peers"), NOTICED_S)
         else:
             assert failure(target, "room") is expected(stage, blow)
-            assert time.monotonic() - began < NOTICED_S
             _demand_known_at_sibling(sibling, stage, blow)
         finish_other(fleet, "decode", "spare")
         _demand_release(fleet, victim, target, stage, blow)
@@ -212,11 +215,11 @@ def _recover(fleet: Fleet, victim: RankProcess, room: str, blow: Blow) -> None:
 # ---------------------------------------------------------------- a target
 
 
-def target_fleet(way: Way) -> Fleet:
+def target_fleet(way: Way, blow: Blow) -> Fleet:
     return Fleet(
-        side("prefill", way, 1, 4),
-        side("decode", way, 2, 8),
-        side("decode-2", way, 1, 16),
+        side("prefill", way, 1, 4, blow),
+        side("decode", way, 2, 8, blow),
+        side("decode-2", way, 1, 16, blow),
         transport=way.transport,
     )
 
@@ -227,21 +230,19 @@ def target_fleet(way: Way) -> Fleet:
     ("way", "stage"), [case for case in STAGES if case[1] is not Stage.UNMET], ids=str
 )
 def test_a_target_is_lost(way: Way, stage: Stage, blow: Blow) -> None:
-    with target_fleet(way) as fleet:
+    with target_fleet(way, blow) as fleet:
         (source,) = fleet.sources
         victim, sibling = fleet.targets["decode"]
         fleet.fill("room", 1, REQUEST.num_tokens)
         begin_other(fleet, "decode-2", "prefill")
         bring_to(fleet, Stage.MOVING if stage is Stage.CLOSED else stage, "room", closing=[])
         hurt(victim, blow)
-        began = time.monotonic()
         if stage is Stage.CLOSED:
             finish(fleet, [source], "room")
         if stage is Stage.EARLY:
             eventually(lambda: "decode/0" not in source.ask("peers"))
             source.ask("open", "room", DEADLINE_S)
         assert failure(source, "room") is expected(stage, blow)
-        assert time.monotonic() - began < NOTICED_S
         if stage is Stage.CLOSED:
             # All of its own was written and closed. The engine's ranks agree by the minimum.
             outcome = sibling.ask("outcome", "room", DEADLINE_S)
@@ -269,7 +270,7 @@ LONG = Request(1500)
 def test_while_slots_are_gathered_written_and_scattered(
     transport: str, victim_is: str, blow: Blow
 ) -> None:
-    config = replace(STAGED, protocol=QUICK, lease_s=1.0)
+    config = replace(STAGED, protocol=TIMES[blow], lease_s=1.0)
     sides = [FleetSide(name, layout(HEADS, 8), 400, config) for name in ("prefill", "decode")]
     with Fleet(*sides, transport=transport) as fleet:
         (source,), (target,) = fleet.sources, fleet.targets["decode"]

@@ -88,6 +88,9 @@ class Greeter(Endpoint):
     def _link_to(self, peer: Peer, plan: Plan) -> Link:
         """The current link to a peer, or a new one with its Hello under way."""
         link = self.current.get(peer)
+        if link and link.plan is not plan and link.plan.source != plan.source:
+            self._lose(link, FailureCode.PEER_RESTARTED, f"{peer} has another layout now")
+            link = None
         if link is None:
             self._sessions += 1
             session = Session(self.incarnation, self._sessions)
