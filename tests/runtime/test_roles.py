@@ -10,7 +10,6 @@ from typing import Any
 from kvferry.protocol.events import Event, Open
 from kvferry.runtime.owner.roles import SourceRole, Stepped
 from kvferry.runtime.owner.stories import StoryBook
-from kvferry.runtime.telemetry.tags import RoomTag
 
 FIRST, SECOND = Open("first", inf), Open("second", inf)
 
@@ -29,7 +28,7 @@ def role_and_taken(*, held: bool = True) -> tuple[SourceRole, list[Event]]:
     taken: list[Event] = []
     rooms = SimpleNamespace(holds=lambda handle: held)
     setup = SimpleNamespace(slots=None)
-    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, meter=None, stories=StoryBook(8))
+    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, meter=None, stories=StoryBook(0))
     nothing: Any = None
     return SourceRole(nothing, taken.append, outfit, nothing, nothing), taken
 
@@ -40,7 +39,7 @@ class RoomHandle:
     def __init__(self) -> None:
         self.steps: deque[Any] = deque()
         self.outcome: object = None
-        self.tag = RoomTag()
+        self.told: None = None
 
 
 def handle() -> Any:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 
+import pytest
 from runtime.test_pair import AT_ONCE, WAIT_S, pair_by
 
-from kvferry.ids import Generation, Peer, Session
+from kvferry.ids import Generation, Peer, Room, Session
 from kvferry.layout.intervals import Span
 from kvferry.observe.steps import MAX_STORY_STEPS, Moment, RoomStory
 from kvferry.observe.views import Wishes
 from kvferry.observe.waterfall import join
 from kvferry.plan.choose import Path
+from kvferry.plan.plan import Request
 from kvferry.protocol.codec import decode, encode
-from kvferry.protocol.events import Open, Push, Received
-from kvferry.protocol.messages import Accept, Envelope, Heartbeat
+from kvferry.protocol.events import Open, Push
+from kvferry.protocol.messages import Accept, Envelope, Heartbeat, Offer
 from kvferry.protocol.outcome import Done, Failure, FailureCode
-from kvferry.runtime.owner.stories import StoryBook
+from kvferry.runtime.handles import Handle
+from kvferry.runtime.owner.ended import MOST_OF_A_PART, PART_S, SLOW_S
+from kvferry.runtime.owner.stories import MAX_EARLY, StoryBook
 from kvferry.runtime.telemetry.tags import NOBODYS, RoomTag
 
 PEER = Peer("d", 3)
 
 
-def accept(room: int) -> Received:
-    return Received(Envelope(PEER, 1, Session(1, 1), 1, Accept(room, Generation(1))))
+def accept(room: int) -> Envelope:
+    return Envelope(PEER, 1, Session(1, 1), 1, Accept(room, Generation(1)))
+
+
+def offer(room: int) -> Envelope:
+    return Envelope(PEER, 1, Session(1, 1), 1, Offer(room, Generation(1), Request(4), (), 1.0))
 
 
 def told(book: StoryBook, name: str) -> RoomStory | None:
@@ -36,52 +43,144 @@ def moments(story: RoomStory | None) -> list[str]:
     return [str(step.step) for step in story.steps]
 
 
-def test_the_oldest_steps_are_forgotten() -> None:
-    book = StoryBook(8)
+def opened(book: StoryBook, room: Room, tag: RoomTag = NOBODYS) -> Handle:
+    """A room that begins now, by the book's clock."""
+    handle = Handle(room)
+    handle.begun, handle.tag = book.now, tag
+    book.asked(Open(room, 1.0), handle)
+    return handle
+
+
+def over(book: StoryBook, room: Room, seconds: float = 0.0) -> None:
+    """A room that took so long, and has ended."""
+    handle = opened(book, room)
+    handle.begun = book.now - seconds
+    book.ended(handle, Done())
+
+
+def test_the_oldest_rooms_are_forgotten() -> None:
+    book = StoryBook(40)
     for room in range(100):
-        book.heard(accept(room))
-    assert len(book) == 8
-    assert told(book, "91") is None
-    assert moments(told(book, "92")) == ["accepted"]
+        over(book, room)
+    known = [room for room in range(100) if told(book, str(room))]
+    assert len(known) <= 20 + MOST_OF_A_PART
+    assert known[-5:] == [95, 96, 97, 98, 99]
+    assert moments(told(book, "99")) == ["opened", "done"]
+
+
+def test_a_room_that_goes_on_keeps_its_steps() -> None:
+    book = StoryBook(16)
+    handle = opened(book, "long", RoomTag("req"))
+    for room in range(100):
+        over(book, room)
+    book.ended(handle, Done())
+    story = told(book, "long")
+    assert (moments(story), story and story.request) == (["opened", "done"], "req")
+
+
+def test_an_offer_that_came_before_its_room_is_part_of_its_story() -> None:
+    book = StoryBook(16)
+    book.heard(offer(7))
+    opened(book, 7)
+    assert set(moments(told(book, "7"))) == {"opened", "offered"}
+
+
+def test_offers_for_rooms_that_nobody_opens_are_forgotten() -> None:
+    book = StoryBook(16)
+    for room in range(MAX_EARLY + 1):
+        book.heard(offer(room))
+    opened(book, 0)
+    opened(book, MAX_EARLY)
+    assert "offered" not in moments(told(book, "0"))
+    assert "offered" in moments(told(book, str(MAX_EARLY)))
 
 
 def test_of_a_long_room_its_beginning_and_its_end_are_told() -> None:
     book = StoryBook(10_000)
-    book.asked(Open("r", 1.0), RoomTag("req", "00-1-2-01"))
-    for i in range(1000):
-        book.asked(Push("r", Span(i, i + 1)))
-    book.ended("r", Done(), 0.0, NOBODYS)
+    handle = opened(book, "r", RoomTag("req", "00-1-2-01"))
+    for i in range(3000):
+        book.now += 1.0
+        book.asked(Push("r", Span(i, i + 1)), handle)
+        if i % 100 == 0:
+            book.tidy()
+    assert handle.told is not None
+    assert len(handle.told) < 4 * 4 * MAX_STORY_STEPS
+    book.now += 1.0
+    book.ended(handle, Done())
     story = told(book, "r")
     assert story is not None
-    assert (len(story.steps), story.left_out) == (MAX_STORY_STEPS, 1002 - MAX_STORY_STEPS)
+    assert (len(story.steps), story.left_out) == (MAX_STORY_STEPS, 3002 - MAX_STORY_STEPS)
     assert (story.steps[0].step, story.steps[-1].step) == (Moment.OPENED, Moment.DONE)
+    assert [story.steps[i].detail for i in (1, -2)] == ["tokens 0 to 1", "tokens 2999 to 3000"]
     assert (story.request, story.traceparent) == ("req", "00-1-2-01")
 
 
-def test_nothing_is_kept_that_python_s_collector_has_to_look_at() -> None:
+def test_nothing_is_kept_of_a_message_but_who_said_it() -> None:
+    """Offers have thousands of pages, and closes a megabyte of metadata."""
     book = StoryBook(100)
-    book.heard(accept(1))
-    book.said(PEER, accept(1).envelope)
-    book.asked(Open(1, 1.0), RoomTag("req", ""))
-    book.asked(Push(1, Span(0, 4)))
-    book.wrote(1, PEER, Path.RUNS, 10, 0.1)
-    book.ended(1, Done(), 0.0, NOBODYS)
-    gc.collect()
-    assert not any(gc.is_tracked(step) for step in book._ring)
+    handle = opened(book, 1, RoomTag("req", ""))
+    book.heard(offer(1))
+    book.said(PEER, accept(1))
+    book.asked(Push(1, Span(0, 4)), handle)
+    book.wrote(handle, PEER, Path.RUNS, 10, 0.1)
+    book.ended(handle, Done(b"x" * 1000))
+    assert handle.told is not None
+    kinds = {type(place) for place in handle.told}
+    assert kinds <= {float, Moment, Peer, RoomTag, Span, bool, tuple, type(None)}
+    assert set(moments(told(book, "1"))) == {
+        *("opened", "offered", "accepted", "pushed", "written", "done")
+    }
 
 
 def test_nothing_is_kept_where_nothing_is_wanted() -> None:
     book = StoryBook(0)
-    book.heard(accept(1))
-    book.ended(1, Failure.of(FailureCode.DEADLINE, "late"), 0.0, NOBODYS)
-    assert (len(book), len(book.failures), book.slowest(0.0, 8)) == (0, 0, [])
+    handle = opened(book, 1)
+    book.heard(offer(1))
+    book.heard(offer(2))
+    book.ended(handle, Failure.of(FailureCode.DEADLINE, "late"))
+    assert (told(book, "1"), told(book, "2")) == (None, None)
+    assert (len(book.failures), book.slow.slowest(book.now)) == (0, [])
 
 
-def test_the_slowest_come_first() -> None:
+def test_the_slowest_of_the_last_minutes_are_known_however_many_came_after() -> None:
+    """With their steps: what took long has to be explained."""
+    book = StoryBook(64)
+    start = book.now
+    for number in range(24_000):
+        book.now = start + number * 0.01
+        over(book, number, seconds=5.0 if number % 2400 == 7 else 0.001 * (number % 90))
+    slowest = [room for _, _, room, _ in book.slow.slowest(book.now, 10)]
+    assert sorted(map(int, slowest)) == [7 + 2400 * i for i in range(10)]
+    assert moments(told(book, "7")) == ["opened", "done"]
+
+
+def test_what_was_slow_long_ago_is_forgotten() -> None:
+    book = StoryBook(16)
+    over(book, "slow", seconds=9.0)
+    book.now += SLOW_S + 2 * PART_S
+    assert book.slow.slowest(book.now) == []
+    for number in range(20):
+        book.now += PART_S
+        over(book, number)
+    assert told(book, "slow") is None
+    assert len(list(book.slow)) <= SLOW_S / PART_S + 1
+
+
+@pytest.mark.parametrize("seconds", [range(50), range(50, 0, -1)], ids=["rising", "falling"])
+def test_the_slowest_come_first(seconds: range) -> None:
+    book = StoryBook(1000)
+    for took in seconds:
+        over(book, f"{took}", seconds=float(took))
+    longest = sorted(seconds, reverse=True)[:3]
+    assert [room for _, _, room, _ in book.slow.slowest(book.now, 3)] == [str(s) for s in longest]
+
+
+def test_rooms_that_took_as_long_need_no_order() -> None:
+    """A room's id is a number or a text."""
     book = StoryBook(100)
-    for begun in (-3.0, -1.0, -2.0):
-        book.ended(f"{begun:g}", Done(), begun, NOBODYS)
-    assert [ended.room for ended in book.slowest(0.0, 2)] == ["-3", "-2"]
+    for room in (1, "one", 2, "two", *range(3, 20)):
+        over(book, room)
+    assert len(book.slow.slowest(book.now)) == MOST_OF_A_PART
 
 
 def test_a_heartbeat_of_an_earlier_peer_is_still_one() -> None:

@@ -34,6 +34,8 @@ class Handle:
         self.finished: float | None = None
         # Whose room it is, where its engine says so.
         self.tag = NOBODYS
+        # The owner's: what it has written down of the room, where stories are kept.
+        self.told: list[Any] | None = None
         self._outcome: Future[Outcome] = Future()
         self._released: Future[None] = Future()
 

@@ -133,9 +133,7 @@ class RankEndpoint(ABC, Generic[H]):
     def _ended_since(self, since: float) -> Future[list[RoomStory]]:
         """The stories of what has ended since then, made on the owner's thread."""
         stories, me = self._owner.stories, self._owner.me
-        return self._looked(
-            lambda: list(stories.stories(me, self.role, stories.ended_since(since)))
-        )
+        return self._looked(lambda: stories.ended_since(me, self.role, since))
 
     def _looked(self, make: Callable[[], T]) -> Future[T]:
         """What is made on the owner's thread, which nobody who leaves meanwhile may disturb."""

@@ -153,11 +153,12 @@ class Owner:
         until = max(now, self._wakeup(now))
         self._pulse.beat(until)
         ready = self._poller.wait(until - now)
-        now = self._now = time.monotonic()
+        now = self._now = self.stories.now = time.monotonic()
         self._pulse.beat(now)
         self.driver.turn(self._arrived(ready), now)
         if self._lifeline.fileno() in ready:
             self._lifeline.answer()
+        self.stories.now = time.monotonic()
         self._tidy(now)
         self.channel.flush()
 
@@ -166,9 +167,11 @@ class Owner:
 
         What is no event goes where it belongs on the way.
         """
+        stories = self.stories
         for item in chain(self._inbox.drain(), self.channel.receive(ready)):
+            stories.now = time.monotonic()
             if isinstance(item, Event):
-                if not self.stories.heard(item) and isinstance(item, Received):
+                if isinstance(item, Received) and not stories.heard(item.envelope):
                     self._tell_time(item.envelope)
                 yield item
                 self.rooms.refresh(item, self.driver.machine.status)
@@ -196,6 +199,7 @@ class Owner:
             self.rooms.refresh(Tick(), self.driver.machine.status)
             self._tidy_at = now + (TIDY_S if len(self.rooms) else IDLE_TIDY_S)
             self.role.tidy()
+            self.stories.tidy()
             self.clocks.ask(self.driver.machine.links.values(), now)
             self._measure(now)
 

@@ -119,7 +119,7 @@ class SourceRole:
             handle.steps.popleft()
             if self._rooms.holds(handle):
                 learn()
-                self._stories.asked(event, handle.tag)
+                self._stories.asked(event, handle)
                 if isinstance(event, Finish):
                     handle.finished = monotonic()
                 self._take(event)
@@ -196,7 +196,7 @@ class TargetRole:
         instance = Instance(view.name, view.fingerprint, view.layout)
         wanted = asked.request, asked.tables, asked.deadline, asked.digest
         asking = Receive(handle.room, instance, *wanted)
-        self._stories.asked(asking, handle.tag)
+        self._stories.asked(asking, handle)
         self._take(asking)
         room = self._driver.machine.rooms.get(handle.room)
         if room:

@@ -99,7 +99,7 @@ class RoomTable(Generic[H]):
         self._meter.ended(outcome)
         handle = self._handles.get(room)
         if handle:
-            self._stories.ended(room, outcome, handle.begun, handle.tag)
+            self._stories.ended(handle, outcome)
             if not isinstance(outcome, Failure):
                 self._time(handle)
             self.before_end(handle, outcome)

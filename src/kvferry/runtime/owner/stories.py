@@ -1,23 +1,23 @@
-"""Stories of an endpoint's last rooms: one ring of tuples, made into values when asked for.
+"""Stories of an endpoint's last rooms: flat lists of plain values, made into steps when asked for.
 
-Writing a step down costs little more than a tuple, because it is done for every frame: nothing
-is looked up by room, and nothing is kept that could be large or that Python's collector would
-have to look at (numbers and plain texts only). The ring has so many steps, of whichever rooms
-were last. Belongs to the owner's thread.
+Writing a step down is done for every frame, so it costs a look-up and four places in the list of
+its room: when, what, with whom, and what else belongs to it. Nothing is kept that could be large.
+A room that goes on keeps its steps, however many others end meanwhile. Of those that have ended,
+the last do, and the slowest of the last minutes. Belongs to the owner's thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from heapq import nlargest
 from time import monotonic
 from typing import Any, NamedTuple
 
 from kvferry.ids import Peer, Room
+from kvferry.layout.intervals import Span
 from kvferry.observe.steps import MAX_STORY_STEPS, Moment, RoomStory, StoryStep
 from kvferry.plan.choose import Path
-from kvferry.protocol.events import Event, Finish, Open, Push, Receive, Received
+from kvferry.protocol.events import Event, Finish, Open, Push, Receive
 from kvferry.protocol.messages import (
     Abort,
     Accept,
@@ -32,40 +32,34 @@ from kvferry.protocol.messages import (
     Want,
 )
 from kvferry.protocol.outcome import Failure, Outcome
-from kvferry.runtime.telemetry.tags import NOBODYS, RoomTag
+from kvferry.runtime.handles import Handle
+from kvferry.runtime.owner.ended import EndedRoom, SlowRooms, Steps
+from kvferry.runtime.telemetry.tags import RoomTag
 
-# Plain texts, and no members of an enumeration.
-EVENTS: dict[type, str] = {
-    Open: Moment.OPENED.value,
-    Receive: Moment.ASKED.value,
-    Push: Moment.PUSHED.value,
-    Finish: Moment.FINISHED.value,
+MESSAGES: dict[type, Moment] = {
+    Offer: Moment.OFFERED,
+    Accept: Moment.ACCEPTED,
+    Want: Moment.WANTED,
+    Grant: Moment.GRANTED,
+    Arrived: Moment.ARRIVED,
+    Nudge: Moment.NUDGED,
+    Close: Moment.CLOSED,
+    Complete: Moment.COMPLETED,
+    Abort: Moment.ABORTED,
+    Drained: Moment.DRAINED,
 }
-MESSAGES: dict[type, str] = {
-    Offer: Moment.OFFERED.value,
-    Accept: Moment.ACCEPTED.value,
-    Want: Moment.WANTED.value,
-    Grant: Moment.GRANTED.value,
-    Arrived: Moment.ARRIVED.value,
-    Nudge: Moment.NUDGED.value,
-    Close: Moment.CLOSED.value,
-    Complete: Moment.COMPLETED.value,
-    Abort: Moment.ABORTED.value,
-    Drained: Moment.DRAINED.value,
-}
-WRITTEN, GATHERED = Moment.WRITTEN.value, Moment.GATHERED.value
-SCATTERED = Moment.SCATTERED.value
-DONE, FAILED, RELEASED = Moment.DONE.value, Moment.FAILED.value, Moment.RELEASED.value
-MAX_FAILURES, MAX_ENDED = 16, 1024
+# Members of an enumeration are slow to name.
+OPENED, ASKED, OFFERED = Moment.OPENED, Moment.ASKED, Moment.OFFERED
+PUSHED, FINISHED, WRITTEN = Moment.PUSHED, Moment.FINISHED, Moment.WRITTEN
+GATHERED, SCATTERED = Moment.GATHERED, Moment.SCATTERED
+DONE, FAILED, RELEASED = Moment.DONE, Moment.FAILED, Moment.RELEASED
 
-
-class EndedRoom(NamedTuple):
-    """A room that ended at ``at``, ``seconds`` after it began."""
-
-    at: float
-    seconds: float
-    room: Room
-    tag: RoomTag
+MAX_FAILURES = 16
+# Rooms that decode has offered pages for, and that prefill has not opened.
+MAX_EARLY = 1024
+# A step is so many places of a list: time, moment, peer (of a beginning: the tag), and more.
+WIDE = 4
+HALF = MAX_STORY_STEPS // 2 * WIDE
 
 
 class FailedRoom(NamedTuple):
@@ -86,106 +80,149 @@ class Took(NamedTuple):
 
 
 class StoryBook:
-    """The last ``most_steps`` steps; with 0 nothing is kept."""
+    """Rooms that go on, and of those that have ended the last ``most_steps``; with 0 nothing.
+
+    ``now`` is the time of what the owner takes: all that comes of it has that time.
+    """
 
     def __init__(self, most_steps: int) -> None:
-        self._ring: deque[tuple[Any, ...]] = deque(maxlen=most_steps)
-        self._append = self._ring.append
-        self._ended: deque[EndedRoom] = deque(maxlen=min(MAX_ENDED, most_steps))
+        self.now = monotonic()
+        self._most_steps = most_steps
+        # Of rooms that go on, and of the last that have ended.
+        self._steps: dict[Room, Steps] = {}
+        self._early: dict[Room, Steps] = {}
+        # The ended ones in two halves: the older is forgotten at once, which is cheap.
+        self._older: list[EndedRoom] = []
+        self._newer: list[EndedRoom] = []
+        self._num_newer = 0
+        self.slow = SlowRooms()
         self.failures: deque[FailedRoom] = deque(maxlen=min(MAX_FAILURES, most_steps))
         # Bytes that were written to each peer, by path.
         self.sent: dict[Peer, dict[Path, int]] = {}
 
-    def __len__(self) -> int:
-        return len(self._ring)
-
     # ------------------------------------------------------------ what happens
 
-    def heard(self, event: Event) -> bool:
+    def heard(self, envelope: Envelope) -> bool:
         """From a peer; whether it was about a room."""
-        if event.__class__ is Received:
-            envelope: Envelope = event.envelope
-            body = envelope.body
-            moment = MESSAGES.get(body.__class__)
-            if moment is not None:
-                room = body.room  # type: ignore[union-attr]
-                peer = envelope.sender
-                self._append((monotonic(), room, moment, peer.instance, peer.rank, True))
-                return True
-        return False
+        body = envelope.body
+        moment = MESSAGES.get(body.__class__)
+        if moment is None:
+            return False
+        steps = self._steps.get(body.room)  # type: ignore[union-attr]
+        if steps is not None:
+            steps += (self.now, moment, envelope.sender, True)
+        elif moment is OFFERED and self._most_steps:
+            self._heard_early(body.room, envelope.sender)  # type: ignore[union-attr]
+        return True
+
+    def _heard_early(self, room: Room, peer: Peer) -> None:
+        """An offer for a room that is not open."""
+        if len(self._early) >= MAX_EARLY:
+            del self._early[next(iter(self._early))]
+        self._early.setdefault(room, []).extend((self.now, OFFERED, peer, True))
 
     def said(self, peer: Peer, envelope: Envelope) -> None:
         """To a peer."""
         body = envelope.body
         moment = MESSAGES.get(body.__class__)
         if moment is not None:
-            room = body.room  # type: ignore[union-attr]
-            self._append((monotonic(), room, moment, peer.instance, peer.rank))
+            steps = self._steps.get(body.room)  # type: ignore[union-attr]
+            if steps is not None:
+                steps += (self.now, moment, peer, False)
 
-    def asked(self, event: Any, tag: RoomTag = NOBODYS) -> None:
+    def asked(self, event: Event, handle: Handle) -> None:
         """By the engine."""
-        moment = EVENTS.get(event.__class__)
-        if moment is not None:
-            if event.__class__ is Push:
-                tokens = event.tokens
-                self._append((monotonic(), event.room, moment, tokens.first, tokens.end))
-            else:
-                self._append((monotonic(), event.room, moment, *tag))
+        kind, steps = event.__class__, handle.told
+        if kind is Push:
+            if steps is not None:
+                steps += (self.now, PUSHED, None, event.tokens)  # type: ignore[attr-defined]
+        elif kind is Finish:
+            if steps is not None:
+                steps += (self.now, FINISHED, None, None)
+        elif self._most_steps and (kind is Open or kind is Receive):
+            self._begin(handle, OPENED if kind is Open else ASKED)
 
-    def wrote(self, room: Room, peer: Peer, path: Path, num_bytes: int, seconds: float) -> None:
+    def _begin(self, handle: Handle, moment: Moment) -> Steps:
+        room, first = handle.room, (handle.begun, moment, handle.tag, None)
+        early = self._early.pop(room, None) if self._early else None
+        self._steps[room] = handle.told = steps = [*first, *early] if early else list(first)
+        return steps
+
+    def wrote(
+        self, handle: Handle | None, peer: Peer, path: Path, num_bytes: int, seconds: float
+    ) -> None:
         """A write has ended well."""
         paths = self.sent.get(peer)
         if paths is None:
-            paths = self.sent[peer] = {}
-        paths[path] = paths.get(path, 0) + num_bytes
-        who = peer.instance, peer.rank, False
-        self._append((monotonic(), room, WRITTEN, *who, seconds, num_bytes, _PLAIN[path]))
+            paths = self.sent[peer] = dict.fromkeys(Path, 0)
+        paths[path] += num_bytes
+        if handle is not None and handle.told is not None:
+            handle.told += (monotonic(), WRITTEN, peer, (seconds, num_bytes, path))
 
-    def copied(self, room: Room, moment: str, peer: Peer, ended: float, took: Took) -> None:
+    def copied(self, room: Room, moment: Moment, peer: Peer, ended: float, took: Took) -> None:
         """A gather or a scatter has ended."""
-        who = peer.instance, peer.rank, False
-        self._append((ended, room, moment, *who, *took))
+        steps = self._steps.get(room)
+        if steps is not None:
+            steps += (ended, moment, peer, took)
 
-    def ended(self, room: Room, outcome: Outcome, begun: float, tag: RoomTag) -> None:
+    def ended(self, handle: Handle, outcome: Outcome) -> None:
         """For its engine."""
-        now = monotonic()
+        if not self._most_steps:
+            return
+        steps, now = handle.told, self.now
+        if steps is None:
+            # It never came to the machine.
+            steps = self._begin(handle, ASKED)
         if isinstance(outcome, Failure):
-            self.failures.append(FailedRoom(now, room, outcome, tag))
-            self._append((now, room, FAILED, f"{outcome.code}: {outcome.message}"))
+            self.failures.append(FailedRoom(now, handle.room, outcome, handle.tag))
+            steps += (now, FAILED, None, outcome)
         else:
-            self._append((now, room, DONE))
-        self._ended.append(EndedRoom(now, now - begun, room, tag))
+            steps += (now, DONE, None, None)
+        if len(steps) > 2 * HALF:
+            shorten(steps)
+        seconds, slow = now - handle.begun, self.slow
+        ended: EndedRoom = (now, seconds, handle.room, steps)
+        self._newer.append(ended)
+        if seconds > slow.least_s or now >= slow.until:
+            slow.add(ended)
+        self._num_newer += len(steps)
+        if self._num_newer > self._most_steps * WIDE // 2:
+            self._forget_older()
+
+    def _forget_older(self) -> None:
+        kept = self._steps
+        for _, _, room, steps in self._older:
+            if kept.get(room) is steps:
+                del kept[room]
+        self._older, self._newer, self._num_newer = self._newer, [], 0
 
     def released(self, room: Room) -> None:
         """After a failure, when proof has come; what is done is released at once."""
-        self._append((monotonic(), room, RELEASED))
+        steps = self._steps.get(room)
+        if steps is not None:
+            steps += (self.now, RELEASED, None, None)
+
+    def tidy(self) -> None:
+        """Now and then: rooms with very many chunks keep their beginning and their end."""
+        for steps in self._steps.values():
+            if len(steps) > 4 * HALF:
+                shorten(steps)
 
     # ------------------------------------------------------------ what is known
 
     def stories(self, endpoint: Peer, role: str, names: Iterable[str]) -> Iterator[RoomStory]:
         """What is known of rooms by their names; nothing of those that are forgotten."""
-        found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in names}
-        for step in self._ring if found else ():
-            steps = found.get(str(step[1]))
-            if steps is not None:
-                steps.append(step)
-        for name, steps in found.items():
-            if steps:
-                yield _story(str(endpoint), role, name, steps)
+        wanted = set(names)
+        known = {room: steps for _, _, room, steps in self.slow} | self._steps if wanted else {}
+        for room, steps in known.items():
+            if str(room) in wanted:
+                yield _story(str(endpoint), role, room, steps)
 
-    def ended_since(self, since: float) -> list[str]:
-        """The rooms that ended since then, as far as they are remembered."""
-        return [str(ended.room) for ended in self._since(since)]
-
-    def slowest(self, since: float, most: int) -> list[EndedRoom]:
-        """Of those that ended since then, the ones that took longest."""
-        return nlargest(most, self._since(since), key=lambda ended: ended.seconds)
-
-    def _since(self, since: float) -> Iterator[EndedRoom]:
-        for ended in reversed(self._ended):
-            if ended.at < since:
-                return
-            yield ended
+    def ended_since(self, endpoint: Peer, role: str, since: float) -> list[RoomStory]:
+        """The stories of rooms that ended since then, as far as they are kept."""
+        both = (*self._older, *self._newer)
+        late = [(room, steps) for at, _, room, steps in both if at >= since]
+        return [_story(str(endpoint), role, room, steps) for room, steps in late]
 
     def forget_peers(self, known: set[Peer]) -> None:
         """Nobody asks what was sent to any other."""
@@ -193,36 +230,54 @@ class StoryBook:
             del self.sent[peer]
 
 
-def _story(endpoint: str, role: str, name: str, steps: list[tuple[Any, ...]]) -> RoomStory:
-    """Of a room with very many chunks, its beginning and its end."""
-    half = MAX_STORY_STEPS // 2
-    kept = steps if len(steps) <= MAX_STORY_STEPS else [*steps[:half], *steps[-half:]]
-    tags = [RoomTag(*step[3:]) for step in steps if step[2] in _TAGGED and len(step) > 3]
-    tag = next((tag for tag in tags if tag != NOBODYS), NOBODYS)
+# ---------------------------------------------------------------- lists of steps
+
+
+def tag_of(steps: Steps) -> RoomTag:
+    """Whose room it was; the first step is its beginning."""
+    tag: RoomTag = steps[2]
+    return tag
+
+
+def shorten(steps: Steps) -> None:
+    """Leave the beginning and the end, and between them a place that says how many are missing."""
+    middle = steps[HALF:-HALF]
+    missing = sum(1 if moment is not None else more for _, moment, _, more in _each(middle))
+    steps[HALF:-HALF] = (middle[0], None, None, missing)
+
+
+def _each(steps: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    places = iter(steps)
+    return zip(*[places] * WIDE, strict=True)
+
+
+def _story(endpoint: str, role: str, room: Room, steps: Steps) -> RoomStory:
+    kept = list(steps)
+    if len(kept) > 2 * HALF:
+        shorten(kept)
+    tag: RoomTag = tag_of(steps)
+    told = [_step(*step) for step in _each(kept) if step[1] is not None]
     return RoomStory(
         endpoint=endpoint,
         role=role,
-        room=name,
-        steps=tuple(sorted(map(_step, kept), key=lambda step: step.at)),
+        room=str(room),
+        steps=tuple(sorted(told, key=lambda step: step.at)),
         request=tag.request,
         traceparent=tag.traceparent,
-        left_out=len(steps) - len(kept),
+        left_out=sum(more for _, moment, _, more in _each(kept) if moment is None),
     )
 
 
-def _step(raw: tuple[Any, ...]) -> StoryStep:
+def _step(at: float, moment: Moment, who: Peer | RoomTag | None, more: Any) -> StoryStep:
     """As a value: what stands behind the moment depends on it."""
-    at, _, moment, *more = raw
-    if moment == _PUSHED:
-        return StoryStep(Moment.PUSHED, at, detail=f"tokens {more[0]} to {more[1]}")
-    if moment == FAILED:
-        return StoryStep(Moment.FAILED, at, detail=more[0][:1000])
-    if moment in _TAGGED or not more:
-        return StoryStep(Moment(moment), at)
-    instance, rank, *rest = more
-    return StoryStep(Moment(moment), at, f"{instance}/{rank}", *rest)
-
-
-_PUSHED = Moment.PUSHED.value
-_TAGGED = (Moment.OPENED.value, Moment.ASKED.value, Moment.FINISHED.value)
-_PLAIN = {path: path.value for path in Path}
+    match who, more:
+        case _, Span(first=first, end=end):
+            return StoryStep(moment, at, detail=f"tokens {first} to {end}")
+        case _, Failure(code=code, message=message):
+            return StoryStep(moment, at, detail=f"{code}: {message}"[:1000])
+        case Peer(), bool():
+            return StoryStep(moment, at, str(who), more)
+        case Peer(), (seconds, num_bytes, path):
+            return StoryStep(moment, at, str(who), False, seconds, num_bytes, str(path))
+        case _:
+            return StoryStep(moment, at)

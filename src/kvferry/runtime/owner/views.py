@@ -22,12 +22,10 @@ from kvferry.observe.views import (
 from kvferry.plan.choose import Path
 from kvferry.protocol.endpoint import Link
 from kvferry.runtime.handles import Handle
+from kvferry.runtime.owner.ended import EndedRoom
 from kvferry.runtime.owner.loop import Owner
-from kvferry.runtime.owner.stories import EndedRoom, FailedRoom
+from kvferry.runtime.owner.stories import FailedRoom, tag_of
 from kvferry.runtime.setup import EndpointSetup
-
-# How far back the slowest rooms are looked for.
-SLOW_S = 300.0
 
 
 def endpoint_view(owner: Owner, role: str, wishes: Wishes) -> EndpointView:
@@ -95,7 +93,9 @@ def _link(owner: Owner, link: Link, now: float) -> LinkView:
         state=str(link.state),
         transport=owner.outfit.meter.stats.links.get(str(link.peer), ""),
         silent_s=max(0.0, now - link.heard_at),
-        sent=tuple(PathBytes(str(path), num_bytes) for path, num_bytes in sent.items()),
+        sent=tuple(
+            PathBytes(str(path), num_bytes) for path, num_bytes in sent.items() if num_bytes
+        ),
         offset=owner.clocks.offset(link.peer, now),
     )
 
@@ -117,16 +117,16 @@ def _open_room(handle: Handle, now: float) -> RoomView:
 
 
 def _slow_rooms(owner: Owner, now: float) -> tuple[RoomView, ...]:
-    slowest: list[EndedRoom] = owner.stories.slowest(now - SLOW_S, MAX_SLOW_SHOWN)
+    slowest: list[EndedRoom] = owner.stories.slow.slowest(now, MAX_SLOW_SHOWN)
     return tuple(
         RoomView(
-            room=str(ended.room),
+            room=str(room),
             status="ended",
-            begun=ended.at - ended.seconds,
-            seconds=ended.seconds,
-            request=ended.tag.request,
+            begun=at - seconds,
+            seconds=seconds,
+            request=tag_of(steps).request,
         )
-        for ended in slowest
+        for at, seconds, room, steps in slowest
     )
 
 

@@ -235,8 +235,10 @@ class Writes:
         self._meter.wrote(end)
         asked = self._gathering.pop(end.op, None)
         if end.fate is None:
-            self._tell(action, end, asked)
             handle = self._rooms.get(action.room)
+            if asked is not None:
+                self._tell_gathered(action, end, asked)
+            self._stories.wrote(handle, action.peer, end.path, end.num_bytes, end.seconds)
             if handle is not None:
                 handle.carried[end.path] = handle.carried.get(end.path, 0) + end.num_bytes
                 handle.num_writes += 1
@@ -245,14 +247,11 @@ class Writes:
         self._log(action.peer, action, end)
         self._answer(SendFailed(end.op, end.fate))
 
-    def _tell(self, action: Write, end: WriteEnd, asked: float | None) -> None:
-        room, peer = action.room, action.peer
-        if asked is not None:
-            begun = time.monotonic() - end.seconds
-            took = Took(begun - asked, end.num_bytes, str(end.path))
-            self._meter.took("gather", took.seconds)
-            self._stories.copied(room, GATHERED, peer, begun, took)
-        self._stories.wrote(room, peer, end.path, end.num_bytes, end.seconds)
+    def _tell_gathered(self, action: Write, end: WriteEnd, asked: float) -> None:
+        begun = time.monotonic() - end.seconds
+        took = Took(begun - asked, end.num_bytes, str(end.path))
+        self._meter.took("gather", took.seconds)
+        self._stories.copied(action.room, GATHERED, action.peer, begun, took)
 
     def _log(self, peer: Peer, action: Write, end: WriteEnd) -> None:
         handle = self._rooms.get(action.room)
