@@ -12,11 +12,15 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from runtime.fleets import eventually
+from serve.clusters import wait_until
 from serve.driving import PROMPTS
 from serve.working import (
+    PATIENCE_S,
     Alone,
     Caller,
     Neighbour,
@@ -168,6 +172,29 @@ def test_nine_ranks_hold_three_heads(
         replies = call(partial(twice, pair=pair, prompts=PROMPTS))
     right = Alone({TinyKind.LLAMA: nine_heads})(TinyKind.LLAMA, PROMPTS)
     assert [[reply.tokens for reply in both] for both in replies] == [right, right]
+
+
+def test_a_worker_shows_what_every_rank_of_it_counts(
+    models: Models, rendezvous: str, neighbour: Neighbour
+) -> None:
+    with pair_of(models[TinyKind.LLAMA], rendezvous, neighbour, (TP3, ONE)) as pair:
+        call(partial(all_at_once, pair=pair, prompts=PROMPTS))
+        total = call(partial(carried, worker=pair[0]))
+        ranks = [f"{pair[0].name}/{rank}" for rank in range(3)]
+
+        def counted() -> dict[str, float]:
+            with urlopen(f"{pair[0].url}/metrics", timeout=PATIENCE_S) as response:
+                families = list(text_string_to_metric_families(response.read().decode()))
+            (sent,) = [each for each in families if each.name == "kvferry_bytes"]
+            found = dict.fromkeys(ranks, 0.0)
+            for each in sent.samples:
+                if each.name == "kvferry_bytes_total" and each.labels["endpoint"] in found:
+                    found[each.labels["endpoint"]] += each.value
+            return found
+
+        # Ranks of other processes say it now and then.
+        wait_until(lambda: sum(counted().values()) == total, "every rank to tell")
+        assert all(counted().values())
 
 
 def test_only_what_is_new_is_sent(

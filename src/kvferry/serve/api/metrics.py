@@ -1,9 +1,12 @@
-"""A worker's own figures, for Prometheus, beside those of rank 0's endpoint."""
+"""A worker's own figures, for Prometheus, beside those of the endpoints of all its ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, generate_latest
 
+from kvferry.serve.ranks.figures import together
 from kvferry.serve.worker.loop import Snapshot
 
 
@@ -35,10 +38,11 @@ class WorkerMetrics:
         """A request has its answer, or the beginning of it."""
         self._requests.labels(self._instance, path, str(status)).inc()
 
-    def text(self, snapshot: Snapshot) -> bytes:
-        """Everything, in Prometheus' own format."""
+    def text(self, snapshot: Snapshot, others: Sequence[str] = ()) -> str:
+        """Everything, in Prometheus' own format. ``others`` are what other processes count."""
         for name, gauge in self._gauges.items():
             gauge.labels(self._instance).set(getattr(snapshot, name))
         for path, num_bytes in snapshot.carried_bytes.items():
             self._carried.labels(self._instance, path).set(num_bytes)
-        return generate_latest(self.registry) + generate_latest(REGISTRY)
+        own = generate_latest(self.registry) + generate_latest(REGISTRY)
+        return together(own.decode(), others)

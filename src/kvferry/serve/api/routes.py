@@ -130,7 +130,8 @@ class Api:
 
     async def _figures(self, request: web.Request) -> web.Response:
         content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=self.metrics.text(self._loop.snapshot), headers=content)
+        text = self.metrics.text(self._loop.snapshot, self._loop.figures)
+        return web.Response(body=text.encode(), headers=content)
 
     async def _room(self, request: web.Request) -> web.Response:
         """How a room ended; waits a little, because its end is about to be known."""

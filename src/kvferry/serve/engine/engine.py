@@ -126,6 +126,11 @@ class Engine:
         """Rank 0, which lives in this process."""
         return self._ranks.worker
 
+    @property
+    def figures(self) -> list[str]:
+        """What ranks of other processes count, for Prometheus. For any thread."""
+        return self._ranks.figures
+
     def on_lost(self, told: Callable[[RankLost], None]) -> None:
         """Have it told, by another thread, when a rank is silent or a step does not end."""
         self._ranks.on_lost = told

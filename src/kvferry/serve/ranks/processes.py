@@ -19,6 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,6 +31,7 @@ import msgspec
 from kvferry import InputError, KvferryError
 from kvferry.logs.lines import LogSettings, install, installed
 from kvferry.serve.engine.steps import StepPlan, StepResult
+from kvferry.serve.ranks.figures import FiguresWriter, left_figures
 from kvferry.serve.ranks.rank import RankSetup, RankWorker
 from kvferry.serve.ranks.watch import RankWatch, give_signs
 
@@ -103,6 +105,15 @@ class Ranks:
             raise
         beats = {child.rank: child.beats for child in self._children}
         self._watch = RankWatch(beats, setup.lost_s, self._lose)
+
+    @property
+    def figures(self) -> list[str]:
+        """What the ranks of other processes have counted, as each said last. For any thread."""
+        try:
+            return left_figures(Path(self._folder.name), [child.rank for child in self._children])
+        except OSError:
+            # They have just ended.
+            return []
 
     def _own(self, setup: RankSetup, folder: Path) -> RankWorker:
         try:
@@ -237,9 +248,10 @@ def rank_main(
         worker = RankWorker(setup, rank, folder)
         started.set()
         give_signs(beats, setup.lost_s)
-        pipe.send_bytes(_ENCODER.encode(RankAnswer()))
-        while data := pipe.recv_bytes():
-            pipe.send_bytes(_ENCODER.encode(RankAnswer(worker.execute(_PLANS.decode(data)))))
+        with closing(FiguresWriter(folder, rank)):
+            pipe.send_bytes(_ENCODER.encode(RankAnswer()))
+            while data := pipe.recv_bytes():
+                pipe.send_bytes(_ENCODER.encode(RankAnswer(worker.execute(_PLANS.decode(data)))))
         worker.close()
     except (EOFError, BrokenPipeError):
         log.info("driver_gone rank=%d", rank)

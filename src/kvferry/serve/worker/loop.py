@@ -90,6 +90,12 @@ class EngineLoop:
         """Start the thread; ``ready`` has the engine, or why there is none."""
         self._thread.start()
 
+    @property
+    def figures(self) -> list[str]:
+        """What ranks of other processes count, for Prometheus."""
+        is_there = self.ready.done() and self.ready.exception() is None
+        return self.ready.result().figures if is_there else []
+
     def submit(self, job: ServeJob) -> None:
         """Begin a job."""
         self._coming[job.id] = job
