@@ -156,7 +156,7 @@ def test_an_endpoint_that_does_not_stream_or_count(bench: Any) -> None:
         ("--url http://h --input-tokens 0", "--input-tokens must be at least 1"),
         ("--url http://h --output-tokens 99999999", "--output-tokens goes up to 1048576"),
         ("--url http://h --requests -1", "--requests must be at least 1"),
-        ("--url http://h --deadline 0", "--deadline must be a number above 0"),
+        ("--url http://h --deadline 0", "--deadline must be a number from 0.1 to"),
         ("--url http://h --plot x.doc", "end its name in png, svg, pdf"),
         ("--url http://h --plot /nowhere/x.png", "choose a folder that exists"),
         ("", "--url"),

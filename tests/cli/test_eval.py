@@ -297,7 +297,7 @@ def test_a_log_replaces_an_older_one_and_never_the_data(capsys: Capture, here: P
         (["--url", "http://h", "--shots", "-1"], "--shots must be at least 0"),
         (["--url", "http://h", "--concurrency", "0"], "--concurrency must be at least 1"),
         (["--url", "http://h", "--max-tokens", "x"], "--max-tokens must be a whole number"),
-        (["--url", "http://h", "--deadline", "0"], "--deadline must be a number above 0"),
+        (["--url", "http://h", "--deadline", "0"], "--deadline must be a number from 0.1 to"),
         (["--url", "http://h", "--train", "none"], "cannot read 'none'"),
         (["--url", "http://h", "--data", "none"], "cannot read 'none'"),
         (["--url", "http://h", "--api-key", ""], "--api-key is empty"),

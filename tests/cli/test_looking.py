@@ -84,7 +84,10 @@ def test_top_shows_what_the_api_says(capsys: pytest.CaptureFixture[str]) -> None
     ("words", "why"),
     [
         (["trace"], "give the id of a room"),
-        (["trace", "17", "--slow"], "give the id of a room"),
+        (["trace", "17", "--slow"], "and not both"),
+        (["trace", "17", "--num", "3"], "--num says how many rooms --slow shows"),
+        (["trace", "--slow", "--num", "many", "--url", "http://h"], "a whole number, not 'many'"),
+        (["top", "--every", "0"], "--every must be a number from 0.1 to 3,600"),
         (["trace", "--slow", "--html", "x.html", "--url", "http://127.0.0.1:1"], "one room"),
         (["top", "--url", "nonsense"], "no address"),
         (["trace", "1", "--token", "a", "--key", "b"], "give one of them"),

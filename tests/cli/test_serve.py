@@ -31,7 +31,7 @@ instances = 2
         ("--tiny --prefill=", "--prefill is empty"),
         ("--tiny --port 70000", "a port is between 0 and 65535"),
         ("--tiny --port x", "--port must be a whole number"),
-        ("--tiny --deadline 0", "--deadline must be a number above 0"),
+        ("--tiny --deadline 0", "--deadline must be a number from 0.1 to"),
         ("--config /nothing/there", "cannot read '/nothing/there'"),
         ("--config x --port 1", "--config says what --port would"),
         ("--polcy=x", "unknown argument '--polcy'; did you mean --policy?"),

@@ -88,7 +88,7 @@ def test_an_install_without_the_extra_says_so(
 @pytest.mark.parametrize("command", ["serve", "demo", "serve decode", "bench compare"])
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("nixel", "did you mean nixl?"), ("foo", "choose one of ")],
+    [("nixel", "did you mean nixl?"), ("foo", "choose one of auto, cuda, ")],
 )
 def test_an_unknown_transport_starts_nothing(
     capsys: pytest.CaptureFixture[str], command: str, name: str, hint: str

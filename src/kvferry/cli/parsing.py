@@ -98,6 +98,9 @@ def fields(text: str, readers: Mapping[str, Callable[[str], T]], what: str) -> d
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = item.partition("=")
         if key not in readers:
+            if WHOLE.fullmatch(item):
+                # tp is what comes to mind first.
+                raise InputError(f"{what} is written as in {next(iter(readers))}={item}")
             close = difflib.get_close_matches(key, readers, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"use {', '.join(readers)}"
             raise InputError(f"{what} has no key {show(key)}; {hint}")
@@ -114,9 +117,9 @@ def whole(name: str, least: int = 1) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not WHOLE.fullmatch(text):
-            raise InputError(
-                f"{name} must be a whole number of at most 18 digits, not {show(text)}"
-            )
+            is_long = text.isascii() and text.lstrip("+-").isdecimal()
+            limit = " of at most 18 digits" if is_long else ""
+            raise InputError(f"{name} must be a whole number{limit}, not {show(text)}")
         value = int(text)
         if value < least:
             raise InputError(f"{name} must be at least {least}, not {value}")
@@ -126,14 +129,13 @@ def whole(name: str, least: int = 1) -> Callable[[str], int]:
 
 
 def number(name: str, least: float, most: float) -> Callable[[str], float]:
-    """A reader of numbers above 0, within a range that makes sense for them."""
+    """A reader of numbers within a range that makes sense for them."""
 
     def read(text: str) -> float:
         value = float(text) if NUMBER.fullmatch(text) else math.nan
         if not least <= value <= most:
-            raise InputError(
-                f"{name} must be a number above 0, from {least:g} to {most:g}, not {show(text)}"
-            )
+            upto = f"{most:,.0f}" if most >= 1 else f"{most:g}"
+            raise InputError(f"{name} must be a number from {least:g} to {upto}, not {show(text)}")
         return value
 
     return read

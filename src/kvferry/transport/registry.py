@@ -92,7 +92,7 @@ def _entry(name: str) -> EntryPoint:
 
 
 def _hint(name: str) -> str:
-    names = _names()
+    names = ["auto", *_names()]
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"did you mean {close[0]}?"

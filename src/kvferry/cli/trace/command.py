@@ -44,8 +44,12 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, print."""
-    if args.slow == bool(args.room):
+    if args.slow and args.room:
+        raise InputError("give the id of a room, or --slow, and not both")
+    if not args.slow and not args.room:
         raise InputError("give the id of a room, or --slow; see kvferry trace --help")
+    if args.num is not None and not args.slow:
+        raise InputError("--num says how many rooms --slow shows; leave it out, or give --slow")
     # Only now: other commands need nothing of this.
     from kvferry.observe.client import LookClient  # noqa: PLC0415
 
