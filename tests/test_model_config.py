@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry import InputError, checkpoint_fingerprint, read_config
-from kvferry.model_config import MAX_CONFIG_BYTES
+from kvferry import InputError, read_config
+from kvferry.model_config import MAX_CONFIG_BYTES, checkpoint_fingerprint
 from kvferry.serve.models.config import ModelConfig
 
 

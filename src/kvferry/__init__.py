@@ -41,9 +41,9 @@ if TYPE_CHECKING:
         attention_group,
     )
     from kvferry.model_config import (
-        checkpoint_fingerprint,
         config_as,
         config_bytes,
+        model_fingerprint,
         read_config,
     )
     from kvferry.plan.choose import PRESETS, Constants, Path
@@ -148,7 +148,6 @@ __all__ = [
     "attention_group",
     "bindable",
     "checked_address",
-    "checkpoint_fingerprint",
     "config_as",
     "config_bytes",
     "contiguous_pools",
@@ -157,6 +156,7 @@ __all__ = [
     "layers_per_push",
     "make_transport",
     "make_transports",
+    "model_fingerprint",
     "new_incarnation",
     "numeric",
     "read_config",
@@ -179,7 +179,7 @@ _HOMES = {
     "layout.intervals": "Span Tokens",
     "layout.layout": "Holding Layout Order Parallel Stated find_holding",
     "layout.spec": "CacheSpec DType Group Paged Slot Tensor Window attention attention_group",
-    "model_config": "checkpoint_fingerprint config_as config_bytes read_config",
+    "model_config": "config_as config_bytes model_fingerprint read_config",
     "plan.choose": "PRESETS Constants Path",
     "plan.layers": "LayersPerPush layers_per_push",
     "plan.places": "Base Placement PoolMap Pools contiguous_pools",

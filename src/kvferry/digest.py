@@ -38,9 +38,10 @@ def digest_of(
     what it was computed in. ``adapters`` are what was added to it, in their order (a LoRA's
     name and version). ``extra`` is whatever else makes the cache of equal ids differ: the
     hash of each picture behind a placeholder, a cache salt that keeps tenants apart, another
-    position scaling. What is left out here is not compared.
+    position scaling. What is left out here is not compared, and what is empty is left out.
     """
     ids = _ids(tokens)
+    extra = {name: value for name, value in extra.items() if value}
     digest = blake2b(digest_size=DIGEST_BYTES, person=_PURPOSE)
     for part in (model, dtype, str(len(adapters)), *adapters):
         _add(digest, part)

@@ -1,12 +1,14 @@
 """A model's ``config.json``, read with suspicion: a file, of a size that makes sense, of JSON.
 
 Knows nothing of what is in it; ``kvferry.layout.hf`` does, and so does each engine. Beside it, the
-fingerprint by which two engines know that they serve the same checkpoint.
+fingerprint by which two engines know that they serve the same model: one function for every engine
+that lives here, so that no two of them mean different things by it.
 """
 
 from __future__ import annotations
 
 import stat
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
@@ -14,12 +16,19 @@ from typing import TypeVar
 import msgspec
 
 from kvferry.errors import InputError
+from kvferry.fingerprint import ROPE_FIELDS, ModelFingerprint, named, rope_form, shortened
 
 # A model's config.json has a few kilobytes. What is larger is something else.
 MAX_CONFIG_BYTES = 8 << 20
 NAME = "config.json"
 # A safetensors file begins with the names and shapes of everything in it, and ends in weights.
 SAMPLE_BYTES = 1 << 16
+# The files that say which words have which ids, under all names that they go by.
+TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json", "spiece.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json"),
+)
+_NONE: Mapping[str, object] = {}
 
 T = TypeVar("T")
 
@@ -68,6 +77,54 @@ def checkpoint_fingerprint(folder: str | Path) -> str:
                 file.seek(start)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def tokenizer_fingerprint(folder: str | Path) -> str:
+    """Equal for equal tokenizers; ``none`` where a folder has none that is known."""
+    files = [path for name in TOKENIZERS if (path := Path(folder, name)).is_file()]
+    digest = blake2b(digest_size=6)
+    for path in files:
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            while content := file.read(1 << 20):
+                digest.update(content)
+    return digest.hexdigest() if files else "none"
+
+
+def model_fingerprint(
+    model: str | Path,
+    config: Mapping[str, object],
+    *,
+    dtype: str,
+    tokenizer: str | Path | None = None,
+    revision: str | None = None,
+    overrides: Mapping[str, object] = _NONE,
+    given: str | None = None,
+) -> str:
+    """What endpoints take as ``model``: all that must agree beside the layout, in one text.
+
+    ``model`` is the checkpoint's folder, or its name at a hub, of some ``revision``; ``tokenizer``
+    where the engine's is, if elsewhere. ``config`` is the configuration that the engine goes by,
+    which may differ from the file by what its user has overridden; of ``overrides`` all count but
+    those of rotary positions, which are read out of ``config``. ``dtype`` is what the model is
+    computed in. ``given`` is the user's own word for the checkpoint, for one that is kept in two
+    forms. An engine that keeps keys otherwise than their model's publisher (not turned yet, or in
+    another order) must say so there.
+    """
+    hub = f"@{revision or 'main'}"
+    words = tokenizer or model
+    others = {name: value for name, value in overrides.items() if name not in ROPE_FIELDS}
+    checkpoint = checkpoint_fingerprint(model) if Path(model).is_dir() else named(f"{model}{hub}")
+    ids = tokenizer_fingerprint(words) if Path(words).is_dir() else named(f"{words}{hub}")
+    return str(
+        ModelFingerprint(
+            checkpoint=checkpoint if given is None else named(given),
+            tokenizer=ids,
+            rope=rope_form(config),
+            dtype=dtype,
+            overrides=shortened(others) if others else "none",
+        )
+    )
 
 
 def _read_bounded(path: Path) -> bytes:

@@ -43,7 +43,7 @@ from serve.working import (
     options_for,
 )
 
-from kvferry import Layers, checkpoint_fingerprint
+from kvferry import Layers
 from kvferry.layout.layout import Order, Parallel
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.runtime.outgoing import Waitable
@@ -214,7 +214,7 @@ def carried_by(
     prefill, decode = sides(folder, rendezvous)
     settings = EndpointSettings(
         name=prefill.name,
-        model=checkpoint_fingerprint(folder),
+        model=prefill.fingerprint,
         transport="nixl",
         rendezvous=rendezvous,
         layers=layers,

@@ -28,7 +28,6 @@ from serve.working import (
     started,
 )
 
-from kvferry import checkpoint_fingerprint
 from kvferry.errors import InputError, KvferryError
 from kvferry.layout.layout import Parallel
 from kvferry.rendezvous.calls import Calls
@@ -116,8 +115,12 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(models: Models) -> Non
 def test_checkpoints_differ_by_their_weights(models: Models, tmp_path: Path) -> None:
     same = make_tiny(tmp_path / "same", TinyKind.LLAMA, seed=7)
     other = make_tiny(tmp_path / "other", TinyKind.LLAMA, seed=8)
-    assert checkpoint_fingerprint(same) == checkpoint_fingerprint(models[TinyKind.LLAMA])
-    assert checkpoint_fingerprint(other) != checkpoint_fingerprint(same)
+    ours, equal, unequal = (
+        options_for("decode", folder, None, Parallel()).fingerprint
+        for folder in (models[TinyKind.LLAMA], same, other)
+    )
+    assert ours == equal
+    assert ours != unequal
 
 
 # ---------------------------------------------------------------- at the rendezvous
@@ -185,7 +188,7 @@ def test_another_model_is_refused_in_words(models: Models, tmp_path: Path) -> No
             }
             reply = call(lambda caller: caller.post(decode.url, body))
     assert reply.status == 503
-    assert "not our model" in reply.document["error"]["message"]
+    assert "checkpoint is " in reply.document["error"]["message"]
 
 
 # ---------------------------------------------------------------- the end

@@ -33,7 +33,7 @@ from serve.working import (
     options_for,
 )
 
-from kvferry import Layers, checkpoint_fingerprint
+from kvferry import Layers
 from kvferry.layout.layout import Order, Parallel
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.serve.engine.steps import StepPlan
@@ -283,9 +283,7 @@ def test_without_the_copy_the_answer_is_wrong(
     folder = models[TinyKind.LLAMA]
     source = options_for("prefill", folder, rendezvous, ONE, name="careless")
     target = options_for("decode", folder, rendezvous, ONE)
-    settings = Careless(
-        name="careless", model=checkpoint_fingerprint(folder), rendezvous=rendezvous
-    )
+    settings = Careless(name="careless", model=source.fingerprint, rendezvous=rendezvous)
     with (
         hosted(source, extend=partial(PrefillExtension, settings)) as (prefill,),
         hosted(target) as (decode,),
@@ -324,7 +322,7 @@ def test_a_layer_that_is_pushed_too_early_makes_the_answer_wrong(
     source = options_for("prefill", folder, rendezvous, ONE, name=name)
     target = options_for("decode", folder, rendezvous, ONE)
     settings = EndpointSettings(
-        name=name, model=checkpoint_fingerprint(folder), rendezvous=rendezvous, layers=1
+        name=name, model=source.fingerprint, rendezvous=rendezvous, layers=1
     )
     with (
         hosted(source, extend=partial(kind, settings)) as (prefill,),

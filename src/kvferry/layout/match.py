@@ -57,7 +57,10 @@ def _tensor_mismatches(source: Group, target: Group) -> list[Reason]:
     theirs = {tensor.name: tensor for tensor in target.tensors}
     if list(ours) != list(theirs):
         text = f"has the tensors {', '.join(ours)} at prefill and {', '.join(theirs)} at decode"
-        message = f"group {source.name!r} {text}; describe it alike, in the same order"
+        message = (
+            f"group {source.name!r} {text}, so one can't read the other's; use engines that keep "
+            f"it in the same form on this device, and describe it alike, in the same order"
+        )
         return [Reason(ReasonCode.TENSORS, message)]
     return [
         reason

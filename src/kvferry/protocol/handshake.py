@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Refused
+from kvferry.fingerprint import difference
 from kvferry.ids import Peer, Session
 from kvferry.layout.layout import Layout
 from kvferry.plan.places import PoolMap
@@ -145,7 +146,7 @@ class Greeter(Endpoint):
 
     def _misfit(self, link: Link, body: Welcome) -> Refuse | None:
         if body.fingerprint != self.fingerprint:
-            text = f"{link.peer} serves {body.fingerprint}, not {self.fingerprint}"
+            text = difference(body.fingerprint, self.fingerprint)
             return Refuse(RefusalCode.FINGERPRINT, text[:MAX_TEXT])
         if body.layout != link.plan.source:
             text = f"{link.peer} has another layout than the one it registered"
@@ -321,7 +322,7 @@ class Welcomer(Endpoint):
         if others >= self.config.max_peers:
             return Refuse(RefusalCode.TOO_MANY_PEERS, f"{others} peers are connected")
         if hello.fingerprint != self.fingerprint:
-            text = f"this prefill serves {self.fingerprint}, not {hello.fingerprint}"
+            text = difference(self.fingerprint, hello.fingerprint)
             return Refuse(RefusalCode.FINGERPRINT, text[:MAX_TEXT])
         try:
             self._plan_with(hello.layout)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from kvferry.config import ProtocolConfig
 from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse, Refused
+from kvferry.fingerprint import difference
 from kvferry.ids import Generation, Op, Peer, Room, SlotIndex
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block
@@ -169,7 +170,7 @@ class TargetMachine(Greeter):
             text = f"{self.num_quarantined} failed rooms wait for proof from lost peers"
             return Failure.of(FailureCode.QUARANTINE_FULL, text)
         if event.prefill.fingerprint != self.fingerprint:
-            text = f"{event.prefill.name} serves {event.prefill.fingerprint}, not our model"
+            text = difference(event.prefill.fingerprint, self.fingerprint)
             return Failure.of(FailureCode.REFUSED, text)
         try:
             self._plan_with(event.prefill.layout)

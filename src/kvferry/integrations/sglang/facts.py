@@ -7,7 +7,6 @@ with a sentence, before anything is sent.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from kvferry import (
     DType,
     EndpointConfig,
     InputError,
-    checkpoint_fingerprint,
 )
 from kvferry.integrations.sglang.geometry import Buffers, Cache, Heads, Place
 from kvferry.integrations.sglang.instances import Replica
@@ -31,6 +29,8 @@ from kvferry.integrations.sglang.rows import MetadataRows
 from kvferry.integrations.sglang.settings import (
     HOST,
     RankSettings,
+    dtype_of,
+    model_of,
     nothing_waits,
     transport_in,
 )
@@ -57,8 +57,8 @@ def settings_of(kv_args: Any, server_args: Any, *, is_mla: bool, is_prefill: boo
             kv_args.aux_item_lens,
             checksums=bool(get_disagg().disaggregation_enable_kv_checksum),
         ),
-        model=_fingerprint(model),
-        dtype=str(_dtype(str(model.dtype))),
+        model=model_of(model, server_args, os.environ),
+        dtype=dtype_of(model),
         transport=transport_in(os.environ),
         bootstrap_s=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
         waiting_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
@@ -193,14 +193,6 @@ def _cache_dtype(kv_args: Any, model: Any) -> DType:
 
 def _dtype(name: str) -> DType:
     return DType.parse(name)
-
-
-def _fingerprint(model: Any) -> str:
-    """Of the checkpoint's files where they are; otherwise what SGLang was told to load."""
-    path = Path(model.model_path)
-    if path.is_dir():
-        return checkpoint_fingerprint(path)
-    return f"{model.model_path}@{model.revision or 'main'}"
 
 
 def _replica(host: str, *, is_prefill: bool) -> Replica:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvferry import ClusterKey, EndpointConfig, Transport, Waitable
+from kvferry import (
+    ClusterKey,
+    DType,
+    EndpointConfig,
+    Transport,
+    Waitable,
+    model_fingerprint,
+)
 from kvferry.integrations.sglang.geometry import Cache
 from kvferry.integrations.sglang.instances import Replica
 from kvferry.integrations.sglang.rows import MetadataRows
 
 TRANSPORT = "KVFERRY_TRANSPORT"
 HOST = "KVFERRY_HOST"
+# A word of the user's for the checkpoint, where the two sides keep it in different forms.
+MODEL = "KVFERRY_MODEL"
 DEFAULT_TRANSPORT = "auto"
 
 
@@ -46,6 +57,24 @@ class RankSettings:
     key: ClusterKey | None = None
     computed: Callable[[], Waitable | None] = nothing_computes
     settled: Callable[[], None] = nothing_waits
+
+
+def dtype_of(model: Any) -> str:
+    """What a model is computed in; ``model`` is SGLang's ``ModelConfig``."""
+    return str(DType.parse(str(model.dtype)))
+
+
+def model_of(model: Any, server_args: Any, environment: Mapping[str, str]) -> str:
+    """What both sides must have in common, as SGLang serves it."""
+    return model_fingerprint(
+        model.model_path,
+        model.hf_text_config.to_dict(),
+        dtype=dtype_of(model),
+        tokenizer=server_args.tokenizer_path,
+        revision=model.revision,
+        overrides=json.loads(server_args.json_model_override_args or "{}"),
+        given=environment.get(MODEL),
+    )
 
 
 def transport_in(environment: Mapping[str, str]) -> str:

@@ -6,15 +6,10 @@ pipeline stages, which follows its environment.
 
 from __future__ import annotations
 
-import json
-from hashlib import blake2b
 from typing import Any
 
-from kvferry import InputError
+from kvferry import InputError, model_fingerprint
 from kvferry.integrations.vllm.caches import EngineShape
-
-# What a configuration says of its own file, and not of the model.
-INCIDENTAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 def demand_carriable(vllm_config: Any) -> None:
@@ -51,18 +46,26 @@ def _stages(vllm_config: Any) -> tuple[int, ...]:
 
 
 def model_name(vllm_config: Any, given: str | None) -> str:
-    """What both sides must have in common: the settings' word, or the name and configuration."""
+    """What both sides must have in common; the settings may have a word for the checkpoint."""
     model = vllm_config.model_config
-    if given is not None:
-        return given
-    config = {k: v for k, v in model.hf_config.to_dict().items() if k not in INCIDENTAL}
-    text = json.dumps(config, sort_keys=True, default=str)
-    known = blake2b(text.encode(), digest_size=8).hexdigest()
-    return f"{str(model.model).rstrip('/').rpartition('/')[2][-200:]}:{known}"
+    overrides = model.hf_overrides
+    return model_fingerprint(
+        model.model,
+        model.hf_text_config.to_dict(),
+        dtype=_computed(vllm_config),
+        tokenizer=model.tokenizer,
+        revision=model.revision,
+        overrides={"function": repr(overrides)} if callable(overrides) else overrides,
+        given=given,
+    )
 
 
 def cache_dtype(vllm_config: Any) -> str:
     """What the cache is computed in, for the digest."""
     kept = vllm_config.cache_config.cache_dtype
-    computed = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    computed = _computed(vllm_config)
     return computed if kept == "auto" else f"{computed} kept as {kept}"
+
+
+def _computed(vllm_config: Any) -> str:
+    return str(vllm_config.model_config.dtype).removeprefix("torch.")

@@ -33,9 +33,10 @@ from kvferry import (
     RankRecord,
     RendezvousClient,
     bindable,
-    checkpoint_fingerprint,
+    model_fingerprint,
     new_incarnation,
     numeric,
+    read_config,
 )
 from kvferry.http.connections import Connections
 from kvferry.http.limits import limits_here
@@ -112,6 +113,12 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.model or Path(self.folder).resolve().name
 
     @property
+    def fingerprint(self) -> str:
+        """What the other side must serve too. Files are read for it."""
+        config = read_config(self.folder)
+        return model_fingerprint(self.folder, config, dtype=str(self.engine.dtype))
+
+    @property
     def reached_at(self) -> str:
         """The numeric address of this host for others."""
         return _reachable(self.advertise or self.host)
@@ -123,7 +130,7 @@ def extension_for(options: InstanceOptions, url: str = "", life: str = "") -> Ma
         return no_extension
     settings = EndpointSettings(
         name=options.name,
-        model=checkpoint_fingerprint(Path(options.folder)),
+        model=options.fingerprint,
         transport=options.transport,
         rendezvous=options.rendezvous,
         key_file=options.key_file,
@@ -189,7 +196,7 @@ class Instance:
             instance=f"{options.name}@http",
             rank=0,
             incarnation=new_incarnation(),
-            fingerprint=checkpoint_fingerprint(Path(options.folder)),
+            fingerprint=options.fingerprint,
             # The rendezvous wants one; a server has a single place, whatever its ranks.
             layout=layout_for(engine.config, Parallel()),
             transport="http",
