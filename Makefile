@@ -53,9 +53,7 @@ test-page: $(INSTALLED) ## the page in a real Chromium
 
 test-vllm: ## real vLLM engines on this machine's CPU (VLLM_VENV: where vLLM is, or is put)
 	@scripts/vllm-env $(VLLM_VENV) $(PYTHON)
-	PYTHONPATH=src:. $(VLLM_VENV)/bin/python -m pytest tests_vllm -s -p no:cacheprovider \
-	    -o timeout=900 -o faulthandler_timeout=900
-	PYTHONPATH=src:. $(VLLM_VENV)/bin/python -m tests_vllm.compare
+	@scripts/test-vllm $(VLLM_VENV)/bin/python
 
 test-sglang: ## real SGLang servers on this machine's CPU (SGLANG_VENV: where SGLang is, or is put)
 	@scripts/sglang-env $(SGLANG_VENV) $(PYTHON)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--transport", default="nixl")
     asked = parser.parse_args()
     found: dict[int, Json] = {length: {} for length in LENGTHS}
+    loads: list[float] = []
     for connector, ways in (
         ("KVFerryConnector", {"kvferry": in_turn, "kvferry, both at once": at_once}),
         ("NixlConnector", {"NixlConnector": in_turn}),
@@ -156,10 +158,13 @@ def main() -> None:
         with Deployment() as deployment:
             with timed(f"prefill and decode with {connector}"):
                 pair = started(deployment, connector, asked.transport)
+            loads.append(round(os.getloadavg()[0], 1))
             for length, row in measured(pair, ways, asked.repeats).items():
                 found[length] |= row
+            loads.append(round(os.getloadavg()[0], 1))
     rows = [{"tokens": length} | row for length, row in found.items()]
-    print(json.dumps({"benchmark": "vllm-first-token", "repeats": asked.repeats, "rows": rows}))
+    told = {"repeats": asked.repeats, "load before and after each pair": loads, "rows": rows}
+    print(json.dumps({"benchmark": "vllm-first-token"} | told))
 
 
 if __name__ == "__main__":

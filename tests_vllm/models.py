@@ -1,5 +1,8 @@
 """Models to serve: SmolLM2 as it is, for TP 1 and 3, and with padded heads for TP 2.
 
+With windows, every other layer of it sees the last few tokens only. What it says then makes less
+sense, and follows from the prompt all the same.
+
 Its 9 query and 3 KV heads become 12 and 4 by heads of zeros, which changes nothing that the model
 says. The heads are permuted too, so that every rank of TP2 holds some that matter.
 """
@@ -19,6 +22,7 @@ from kvferry.serve.models.smollm import default_model
 
 # Where each KV head of the padded model comes from; None is a head of zeros.
 KV_HEADS = (2, None, 0, 1)
+WINDOW = 64
 Array = NDArray[np.float32]
 
 
@@ -27,13 +31,17 @@ def plain() -> Path:
     return default_model()
 
 
-def padded(folder: Path) -> Path:
+def padded(folder: Path, *, windows: bool = False) -> Path:
     """The same with 12 query heads and 4 KV heads, in that folder."""
     source = plain()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder)
     config = json.loads((source / "config.json").read_text())
-    changed = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    changed: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    if windows:
+        kinds = ("sliding_attention", "full_attention")
+        layers = [kinds[i % 2] for i in range(config["num_hidden_layers"])]
+        changed |= {"layer_types": layers, "sliding_window": WINDOW}
     (folder / "config.json").write_text(json.dumps(config | changed))
     dim = int(config["head_dim"])
     tensors: dict[str, Array] = load_file(source / "model.safetensors")

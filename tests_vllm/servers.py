@@ -106,7 +106,8 @@ class Server:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_S)
             self.process.kill()
-            self.process.wait(STOP_S)
+            # How long the kernel takes over a gigabyte's end is nobody's promise.
+            self.process.wait()
         self._end_rest()
 
     def _end_rest(self) -> None:
@@ -173,6 +174,7 @@ class Deployment:
         *,
         tp: int = 1,
         transfer: Json | None = None,
+        cache_bytes: int = CACHE_BYTES,
         more: str = "",
         **variables: str,
     ) -> Server:
@@ -181,7 +183,7 @@ class Deployment:
         command = [str(BIN / "vllm"), "serve", str(model), "--served-model-name", "m"]
         command += ["--port", str(port), "--host", "127.0.0.1", "--tensor-parallel-size", str(tp)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_LEN)]
-        command += ["--kv-cache-memory-bytes", str(CACHE_BYTES // tp), "--max-num-seqs", "16"]
+        command += ["--kv-cache-memory-bytes", str(cache_bytes // tp), "--max-num-seqs", "16"]
         command += ["--block-size", str(BLOCK_TOKENS), "--disable-uvicorn-access-log"]
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -238,7 +240,7 @@ def token_ids(answer: Json) -> list[int]:
 
 
 def prefilled_then_decoded(
-    prefill: Server, decode: Server, prompt: str, max_tokens: int, **more: object
+    prefill: Server, decode: Server, prompt: object, max_tokens: int, **more: object
 ) -> Json:
     """vLLM's own proxies' order: prefill to its end, then decode with what it answered."""
     first = complete(prefill, prompt, 1, kv_transfer_params={"do_remote_decode": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvferry.integrations.vllm.connector import KVFerryConnector
@@ -14,7 +15,12 @@ class SkippingConnector(KVFerryConnector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._orders.decode
         skipped = [order for order in orders.received if str(order.room).startswith(SKIPPED)]
-        orders.received = [order for order in orders.received if order not in skipped]
+        # Prefill hears that nobody comes, or it would hold its blocks, and vLLM would step for
+        # them, until the room's deadline.
+        orders.received = [
+            replace(order, prefix=order.tokens, blocks=()) if order in skipped else order
+            for order in orders.received
+        ]
         self._skipped: set[str] = {order.request for order in skipped}
         super().start_load_kv(forward_context, **kwargs)
 

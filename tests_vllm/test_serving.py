@@ -11,7 +11,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -32,9 +32,9 @@ from tests_vllm.servers import (
     timed,
     token_ids,
 )
+from tests_vllm.waiting import SOON_S, eventually, is_idle
 
 ANSWER = 12
-SOON_S = 60.0
 LONG = "The ferry carries apples, pears, plums, quinces and figs over the river. " * 40
 
 
@@ -55,7 +55,7 @@ def engines() -> Iterator[Engines]:
             deployment.vllm(
                 *(name, plain()),
                 tp=tp,
-                transfer=deployment.connector(role, name, "recompute"),
+                transfer=deployment.connector(role, name, "recompute", silence_s=8),
                 more=more,
             )
             for name, tp, role, more in (
@@ -75,19 +75,6 @@ def engines() -> Iterator[Engines]:
 def alone(engines: Engines, prompt: str) -> list[int]:
     """What one engine says by itself."""
     return token_ids(complete(engines.one, prompt, ANSWER))
-
-
-def eventually(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {SOON_S:.0f} s: {what}"
-        time.sleep(0.2)
-
-
-def is_idle(server: Server) -> bool:
-    """No request, and no block that is held for anybody."""
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-    return not any(metric(server, name) for name in names)
 
 
 # ---------------------------------------------------------------- well

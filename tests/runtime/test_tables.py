@@ -124,6 +124,17 @@ def test_chunks_name_the_pages_that_they_touch() -> None:
     assert growing.tables()["kv"].pages.tolist() == [4, 9, 2, 0]
 
 
+def test_a_windows_dropped_pages_are_named_as_such() -> None:
+    """Only a window's: what every token is kept of has every page."""
+    its = shelf(layout(HYBRID, 4))
+    pages: Pages = {"full": [1, 2, 3], "near": [None, None, 3]}
+    assert its.chunk(Span(0, 12), pages)["near"] == (0, (UNKNOWN, UNKNOWN, 3))
+    with pytest.raises(InputError, match="whole numbers"):
+        its.chunk(Span(0, 12), {"full": [None, 2, 3], "near": [1, 2, 3]})
+    with pytest.raises(InputError, match="names page -1"):
+        its.chunk(Span(0, 12), {"full": [1, 2, 3], "near": [UNKNOWN, 2, 3]})
+
+
 def test_chunks_may_begin_behind_what_decode_has_cached() -> None:
     its, growing = shelf(), GrowingTables()
     growing.add(its.chunk(Span(8, 12), [3]))

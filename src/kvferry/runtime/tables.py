@@ -6,22 +6,24 @@ Pure. What is wrong is said before anything is sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Holding, Layout
-from kvferry.layout.spec import Group, Slot
+from kvferry.layout.spec import Group, Slot, Window
 from kvferry.plan.places import PageTable, PoolMap
 from kvferry.plan.plan import Request
 from kvferry.protocol.messages import MAX_PAGES, Table
 
-# Pages of all groups that follow tokens, or group by group.
-Pages = Sequence[int] | Mapping[str, Sequence[int]]
+# Pages of all groups that follow tokens, or group by group. In a push None stands for a page that a
+# window has dropped.
+Pages = Sequence[int | None] | Mapping[str, Sequence[int | None]]
 # The request's state row, in all slot groups or group by group.
 Rows = int | Mapping[str, int]
 # Per group, the place of a chunk's first page in the request, and the pages.
 Chunk = Mapping[str, tuple[int, tuple[int, ...]]]
-# Where no page was named yet. No binding takes it for one.
+# Where no page was named yet, or a window's page was dropped. No binding takes it for one.
 UNKNOWN = -1
 
 
@@ -52,7 +54,7 @@ class Shelf:
         """The tables of a whole request, from the first page that it may touch on."""
         tables = []
         for group in self._paged:
-            given = tuple(_pages_of(group.name, pages))
+            given = tuple(page for page in _pages_of(group.name, pages) if page is not None)
             first = self._first_page(group, request, len(given))
             self._demand_good(group.name, given)
             tables.append(Table(group.name, given, first))
@@ -84,13 +86,14 @@ class Shelf:
             if not self._has(group.name, layers):
                 continue
             local = self._local_pages(group.name, tokens)
-            given = tuple(_pages_of(group.name, pages))
+            named = _pages_of(group.name, pages, gaps=isinstance(group.kind, Window))
+            self._demand_good(group.name, [page for page in named if page is not None])
+            given = tuple(UNKNOWN if page is None else page for page in named)
             if len(given) != len(local):
                 raise InputError(
                     f"tokens {tokens} touch {len(local)} pages of group {group.name!r}, "
                     f"and {len(given)} were given"
                 )
-            self._demand_good(group.name, given)
             chunks[group.name] = (local.first, given)
         return chunks
 
@@ -146,20 +149,21 @@ def _num_pages(pools: PoolMap, group: Group) -> int:
     return min(pools.of(group.name, tensor.name).num_pages for tensor in group.tensors)
 
 
-def _pages_of(group: str, pages: Pages) -> Sequence[int]:
+def _pages_of(group: str, pages: Pages, *, gaps: bool = False) -> list[int | None]:
+    """Of one group. Where there may be no ``gaps``, every page has a number."""
     if not isinstance(pages, Mapping):
-        return _whole_numbers(group, pages)
+        return _numbers(group, pages, gaps=gaps)
     if group not in pages:
         raise InputError(f"group {group!r} has no pages; pass them as pages={{{group!r}: [...]}}")
-    return _whole_numbers(group, pages[group])
+    return _numbers(group, pages[group], gaps=gaps)
 
 
-def _whole_numbers(group: str, pages: Sequence[int]) -> list[int]:
+def _numbers(group: str, pages: Sequence[int | None], *, gaps: bool) -> list[int | None]:
     """Python integers, whatever the engine counts with."""
     try:
         # Arrays and tensors have this; their own integers can't travel.
-        listed = pages.tolist() if hasattr(pages, "tolist") else pages
-        return [page.__index__() for page in listed]
+        listed: Sequence[Any] = pages.tolist() if hasattr(pages, "tolist") else pages
+        return [None if gaps and page is None else page.__index__() for page in listed]
     except (AttributeError, TypeError):
         raise InputError(f"pages of group {group!r} are whole numbers in a flat list") from None
 

@@ -25,13 +25,13 @@ def prefill_book() -> PrefillBook:
 def test_every_chunk_is_pushed_and_the_last_one_closes() -> None:
     book = prefill_book()
     assert book.begin("a", None, 40, b"d")
-    book.scheduled("a", 20, [5, 6])
+    book.scheduled("a", 20, [[5, 6]])
     orders = book.take_orders()
-    assert orders.opened == [OpenRoom("a", "r1")]
-    assert orders.pushed == [PushTokens("r1", 20, 0, (5, 6))]
-    book.scheduled("a", 41, [5, 6, 7])  # the step also computes a token of the answer
-    assert book.take_orders().pushed == [PushTokens("r1", 40, 1, (6, 7), b"d")]
-    book.scheduled("a", 42, [5, 6, 7])
+    assert orders.opened == [OpenRoom("a", "r1", 40)]
+    assert orders.pushed == [PushTokens("r1", 20, 0, ((5, 6),))]
+    book.scheduled("a", 41, [[5, 6, 7]])  # the step also computes a token of the answer
+    assert book.take_orders().pushed == [PushTokens("r1", 40, 1, ((6, 7),), b"d")]
+    book.scheduled("a", 42, [[5, 6, 7]])
     assert book.take_orders().pushed == []
     held, params = book.finished("a")
     assert held
@@ -44,30 +44,30 @@ def test_every_chunk_is_pushed_and_the_last_one_closes() -> None:
 def test_a_cached_beginning_is_pushed_with_the_first_chunk() -> None:
     book = prefill_book()
     book.begin("a", None, 40, b"d")
-    book.scheduled("a", 40, [5, 6, 7])
-    assert book.take_orders().pushed == [PushTokens("r1", 40, 0, (5, 6, 7), b"d")]
+    book.scheduled("a", 40, [[5, 6, 7]])
+    assert book.take_orders().pushed == [PushTokens("r1", 40, 0, ((5, 6, 7),), b"d")]
 
 
 def test_a_preempted_request_takes_another_room() -> None:
     book = prefill_book()
     book.begin("a", None, 40, b"d")
-    book.scheduled("a", 20, [5, 6])
+    book.scheduled("a", 20, [[5, 6]])
     book.take_orders()
     book.preempted("a")
-    book.scheduled("a", 40, [1, 2, 3])
+    book.scheduled("a", 40, [[1, 2, 3]])
     orders = book.take_orders()
     assert orders.abandoned == ["r1"]
-    assert orders.opened == [OpenRoom("a", "r2")]
-    assert orders.pushed == [PushTokens("r2", 40, 0, (1, 2, 3), b"d")]
+    assert orders.opened == [OpenRoom("a", "r2", 40)]
+    assert orders.pushed == [PushTokens("r2", 40, 0, ((1, 2, 3),), b"d")]
 
 
 def test_a_preempted_request_in_a_given_room_is_computed_for_nobody() -> None:
     book = prefill_book()
     book.begin("a", 7, 40, b"d")
-    book.scheduled("a", 20, [5, 6])
+    book.scheduled("a", 20, [[5, 6]])
     book.preempted("a")
     assert book.take_orders().abandoned == [7]
-    book.scheduled("a", 40, [1, 2, 3])
+    book.scheduled("a", 40, [[1, 2, 3]])
     assert book.take_orders().pushed == []
     assert book.finished("a") == (False, None)
 
@@ -75,7 +75,7 @@ def test_a_preempted_request_in_a_given_room_is_computed_for_nobody() -> None:
 def test_an_aborted_request_gives_its_room_up_and_waits_for_its_blocks() -> None:
     book = prefill_book()
     book.begin("a", None, 40, b"d")
-    book.scheduled("a", 20, [5, 6])
+    book.scheduled("a", 20, [[5, 6]])
     book.take_orders()
     assert book.finished("a") == (True, None)
     orders = book.take_orders()
@@ -94,7 +94,7 @@ def test_who_waits_in_a_given_room_hears_that_it_never_began() -> None:
     book.begin("a", 7, 40, b"d")
     assert book.finished("a") == (True, None)
     orders = book.take_orders()
-    assert orders.opened == [OpenRoom("a", 7)]
+    assert orders.opened == [OpenRoom("a", 7, 40)]
     assert (orders.abandoned, orders.held) == ([7], [("a", 7)])
 
 
@@ -123,17 +123,17 @@ def decode_book() -> DecodeBook:
 def test_what_is_cached_here_does_not_travel() -> None:
     book = decode_book()
     assert book.missing("a", 16) == 24
-    book.allocated("a", 24, [3, 1, 2])
+    book.allocated("a", 24, [[3, 1, 2]])
     orders = book.take_orders()
-    assert orders.received == [ReceiveRoom("a", "r", "prefill-0", 40, 16, (3, 1, 2), b"d")]
+    assert orders.received == [ReceiveRoom("a", "r", "prefill-0", 40, 16, ((3, 1, 2),), b"d")]
 
 
 def test_a_request_is_asked_for_once() -> None:
     book = decode_book()
-    book.allocated("a", 40, [3, 1, 2])
+    book.allocated("a", 40, [[3, 1, 2]])
     book.take_orders()
     assert book.missing("a", 0) == 0  # it was preempted, or its room has failed
-    book.allocated("a", 0, [3, 1, 2])
+    book.allocated("a", 0, [[3, 1, 2]])
     assert book.take_orders().received == []
 
 
@@ -147,14 +147,14 @@ def test_one_room_has_one_request() -> None:
 
 def test_prefill_hears_that_nothing_is_needed() -> None:
     book = decode_book()
-    book.allocated("a", 0, [3, 1, 2])
+    book.allocated("a", 0, [[3, 1, 2]])
     (order,) = book.take_orders().received
     assert (order.tokens, order.prefix, order.blocks) == (40, 40, ())
 
 
 def test_a_request_that_ends_early_is_given_up() -> None:
     book = decode_book()
-    book.allocated("a", 40, [3, 1, 2])
+    book.allocated("a", 40, [[3, 1, 2]])
     book.take_orders()
     book.finished("a")
     assert book.take_orders().aborted == ["a"]
@@ -170,7 +170,7 @@ def test_a_request_that_was_refused_lets_prefill_go() -> None:
 
 def test_one_failed_rank_ends_the_others() -> None:
     book = decode_book()
-    book.allocated("a", 40, [3, 1, 2])
+    book.allocated("a", 40, [[3, 1, 2]])
     book.take_orders()
     book.failed("a")
     assert book.take_orders().aborted == ["a"]
@@ -253,10 +253,40 @@ def test_a_prompt_of_more_than_ids_is_not_carried(lacks: dict[str, Any]) -> None
         assert scheduler.finished(bare) == (False, None)
 
 
+def with_windows() -> SchedulerPart:
+    books = prefill_book(), DecodeBook()
+    return SchedulerPart(*books, model="m", dtype="float32", has_windows=True)
+
+
+def test_behind_a_window_decode_computes_the_last_token_itself() -> None:
+    scheduler = with_windows()
+    ids = list(range(40))
+    asked = request({"do_remote_decode": True}, prompt_token_ids=ids, _all_token_ids=list(ids))
+    scheduler.arrived(asked)
+    assert (asked.num_prompt_tokens, asked.max_tokens) == (39, 1)
+    assert asked.prompt_token_ids == asked._all_token_ids == list(range(39))
+    given = {"do_remote_prefill": True, "kvferry": {"room": "r", "prefill": "prefill-0"}}
+    scheduler = with_windows()
+    at_decode = request(given)
+    scheduler.arrived(at_decode)
+    assert scheduler.missing(at_decode, 0) == 39
+
+
+@pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])
+def test_behind_a_window_one_token_is_nothing_to_carry(flag: str) -> None:
+    scheduler = with_windows()
+    short = request({flag: True, "kvferry": {"room": "r", "prefill": "p"}}, prompt_token_ids=[7])
+    scheduler.arrived(short)
+    assert short.prompt_token_ids == [7]
+    assert scheduler.missing(short, 0) == 0
+    assert scheduler.finished(short) == (False, None)
+    assert scheduler.step(no_step())[1].received == []
+
+
 def digest(**more: Any) -> bytes:
     scheduler = part()
     scheduler.arrived(request(FROM_PREFILL, **more))
-    scheduler.allocated(request(None), [1, 2, 3], 40)
+    scheduler.allocated(request(None), [[1, 2, 3]], 40)
     (order,) = scheduler.step(no_step())[1].received
     return order.digest
 

@@ -5,8 +5,14 @@ from typing import Any
 import pytest
 
 from kvferry import InputError, Order, Refused, reshard
-from kvferry.integrations.vllm.caches import CacheView, EngineShape, layer_of, plan_caches
-from kvferry.integrations.vllm.paging import Paging, PushedPages
+from kvferry.integrations.vllm.caches import (
+    BlockGroup,
+    CacheView,
+    EngineShape,
+    layer_of,
+    plan_caches,
+)
+from kvferry.integrations.vllm.paging import BlockTables, Paging, PushedPages
 from kvferry.plan.prove import check
 
 
@@ -125,21 +131,55 @@ def test_a_kernels_pages_may_be_parts_of_blocks() -> None:
         Paging(block_tokens=24, page_tokens=16, whole_pages=False)
 
 
+def tables(*, whole_pages: bool, window: int | None = None) -> BlockTables:
+    kept = [BlockGroup(frozenset(caches(2, view(8))))]
+    kept += [BlockGroup(frozenset(caches(2, view(8), first=2)), window)]
+    return plan_caches(caches(4, view(8)), engine(on_cpu=whole_pages), kept).tables
+
+
+FULL, OTHER = (f"model.layers.*.self_attn.attn {place}" for place in (0, 1))
+
+
 def test_chunks_are_pushed_as_they_are_computed() -> None:
-    pages = PushedPages(Paging(block_tokens=16, page_tokens=16, whole_pages=False))
-    pages.extend(0, [7, 4])
-    assert pages.ahead(20, last=False) == ((0, 20), [7, 4])
+    pages = PushedPages(tables(whole_pages=False), 40)
+    pages.extend(0, ((7, 4), (1, 2)))
+    assert pages.ahead(20, last=False) == ((0, 20), {FULL: [7, 4], OTHER: [1, 2]})
     pages.end = 20
-    pages.extend(1, [4, 9])
-    assert pages.ahead(40, last=True) == ((20, 40), [4, 9])
+    pages.extend(1, ((4, 9), (2, 3)))
+    assert pages.ahead(40, last=True) == ((20, 40), {FULL: [4, 9], OTHER: [2, 3]})
+
+
+def test_pages_before_a_window_are_not_named() -> None:
+    pages = PushedPages(tables(whole_pages=False, window=10), 60)
+    pages.extend(0, ((7, 4, 5), (1, 2, 3)))
+    assert pages.ahead(48, last=False) == ((0, 48), {FULL: [7, 4, 5], OTHER: [None, None, None]})
+    pages = PushedPages(tables(whole_pages=False, window=16), 60)
+    pages.extend(0, ((7, 4, 5), (0, 0, 3)))  # vLLM's null block, where a prefix was cached
+    assert pages.ahead(48, last=False) == ((0, 48), {FULL: [7, 4, 5], OTHER: [None, None, 3]})
+
+
+def test_a_target_wants_what_a_window_keeps() -> None:
+    blocks = ((7, 4, 5, 6), (0, 0, 3, 2))
+    kept = tables(whole_pages=False, window=16)
+    assert kept.wanted(blocks, 60, 0) == {FULL: [7, 4, 5, 6], OTHER: [3, 2]}
+    assert kept.wanted(blocks, 60, 50) == {FULL: [6], OTHER: [2]}
+    assert kept.wanted((), 60, 60) == {FULL: [], OTHER: []}
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 100))
+def test_on_a_cpu_a_window_reaches_far_enough(num_tokens: int) -> None:
+    """Whatever the last block holds, no more than one page before the window's first is owed."""
+    window, group = 33, tables(whole_pages=True, window=33).groups[1]
+    needed = max(0, num_tokens - window) // 16
+    assert needed - 1 <= group.owed(-(-num_tokens // 16)).first <= needed
 
 
 def test_on_a_cpu_a_page_is_pushed_when_it_is_full_or_the_last() -> None:
-    pages = PushedPages(Paging(block_tokens=16, page_tokens=16, whole_pages=True))
-    pages.extend(0, [7])
+    pages = PushedPages(tables(whole_pages=True), 33)
+    pages.extend(0, ((7,), (1,)))
     assert pages.ahead(15, last=False) is None
-    pages.extend(0, [7, 4])
-    assert pages.ahead(31, last=False) == ((0, 1), [7])
+    pages.extend(0, ((7, 4), (1, 2)))
+    assert pages.ahead(31, last=False) == ((0, 1), {FULL: [7], OTHER: [1]})
     pages.end = 1
-    pages.extend(1, [4, 9])
-    assert pages.ahead(33, last=True) == ((1, 3), [4, 9])
+    pages.extend(1, ((4, 9), (2, 3)))
+    assert pages.ahead(33, last=True) == ((1, 3), {FULL: [4, 9], OTHER: [2, 3]})

@@ -73,7 +73,7 @@ class Engines:
         self._undo.callback(endpoint.close)
         counts = RoomCounts()
         pace = Pace(self._layers, plan.layout, rank)
-        return Rank(cache, SourceRooms(endpoint, plan.paging, counts, pace), counts)
+        return Rank(cache, SourceRooms(endpoint, plan.tables, counts, pace), counts)
 
     def decode(self, *, fails_early: bool = False) -> Rank:
         transport = make_transport("shm")
@@ -88,7 +88,7 @@ class Engines:
         )
         self._undo.callback(endpoint.close)
         counts = RoomCounts()
-        rooms = TargetRooms(endpoint, plan.paging, counts, fails_early=fails_early)
+        rooms = TargetRooms(endpoint, plan.tables, counts, fails_early=fails_early)
         return Rank(cache, rooms, counts)
 
 
@@ -187,12 +187,12 @@ def sent(engines: Engines) -> list[set[str]]:
 
 
 def receive(tokens: int = 40, prefix: int = 0, digest: bytes = b"d") -> ReceiveRoom:
-    blocks = () if prefix == tokens else (2, 5, 4)
+    blocks = () if prefix == tokens else ((2, 5, 4),)
     return ReceiveRoom("d-1", "room", "prefill-0", tokens, prefix, blocks, digest)
 
 
-FIRST = PrefillOrders([OpenRoom("p-1", "room")], [PushTokens("room", 20, 0, (7, 3))])
-LAST = PrefillOrders([], [PushTokens("room", 40, 1, (3, 9), b"d")])
+FIRST = PrefillOrders([OpenRoom("p-1", "room", 40)], [PushTokens("room", 20, 0, ((7, 3),))])
+LAST = PrefillOrders([], [PushTokens("room", 40, 1, ((3, 9),), b"d")])
 HELD = PrefillOrders(held=[("p-1", "room")])
 
 
@@ -337,7 +337,7 @@ def test_an_abandoned_room_has_ended_before_its_blocks_are_overwritten(engines: 
 
 def test_what_can_not_begin_fails_its_own_request(engines: Engines) -> None:
     decode = engines.decode()
-    order = ReceiveRoom("d-1", "room", "prefill-0", 40, 0, (2, 5, 99), b"d")
+    order = ReceiveRoom("d-1", "room", "prefill-0", 40, 0, ((2, 5, 99),), b"d")
     assert take(decode, order) == []
     found = arrivals(decode)
     assert (found.received, found.failed) == ({"d-1"}, {"d-1"})

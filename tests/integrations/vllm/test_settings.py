@@ -18,7 +18,8 @@ LEAST = {"rendezvous": "http://10.0.0.1:7400", "instance": "prefill-0"}
 def test_the_least() -> None:
     settings = read_settings(LEAST)
     assert (settings.transport, settings.layers) == ("auto", "auto")
-    assert settings.endpoint_config().deadline_s == 120
+    config = settings.endpoint_config()
+    assert (config.deadline_s, config.protocol.silence_s) == (120, 20)
 
 
 def test_a_replica_is_an_instance_of_its_own() -> None:
@@ -35,6 +36,7 @@ def test_a_replica_is_an_instance_of_its_own() -> None:
         ({"rendezvous": 7}, r"\$\.rendezvous"),
         ({"instance": ""}, r"\$\.instance"),
         ({"deadline_s": 0}, r"\$\.deadline_s"),
+        ({"silence_s": 1.5}, "silence_s=1.5 must be at least twice heartbeat_s"),
         ({"options": {"a": 1}}, r"\$\.options"),
     ],
 )

@@ -2,13 +2,14 @@
 
 Since 0.32 every layer's cache is a view ``[blocks, heads, tokens, content]``, whatever the order
 in memory; content is a token's K and V of one head, or an MLA latent. It travels as one tensor.
-Layers that are cached alike are one group. On a CPU (``paging.py``) a page and head is one cell.
+Layers that are cached alike, and have the same blocks, are one group. On a CPU (``paging.py``) a
+page and head is one cell.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvferry import (
@@ -21,8 +22,9 @@ from kvferry import (
     Paged,
     Parallel,
     Tensor,
+    Window,
 )
-from kvferry.integrations.vllm.paging import Paging
+from kvferry.integrations.vllm.paging import BlockTables, Paging
 
 ONLY_GROUP = "kv"
 
@@ -70,17 +72,33 @@ class EngineShape(NamedTuple):
         return range(first, first + self.stages[stage])
 
 
+class BlockGroup(NamedTuple):
+    """One of vLLM's cache groups: layers with the same blocks.
+
+    ``window`` is how many tokens before the next one are kept; None is all of them.
+    """
+
+    names: frozenset[str]
+    window: int | None = None
+
+
 class CachePlan(NamedTuple):
     """The layout, how blocks become pages, and which tensor is which layer of which group."""
 
     layout: Layout
-    paging: Paging
+    tables: BlockTables
     names: dict[str, dict[int, str]]
     tensor: str
 
 
-def plan_caches(views: Mapping[str, CacheView], engine: EngineShape) -> CachePlan:
-    """How these caches are carried, or an ``InputError`` that says why they can't be."""
+def plan_caches(
+    views: Mapping[str, CacheView], engine: EngineShape, kept: Sequence[BlockGroup] = ()
+) -> CachePlan:
+    """How these caches are carried, or an ``InputError`` that says why they can't be.
+
+    Without ``kept`` all layers have the same blocks and keep all tokens.
+    """
+    kept = kept or [BlockGroup(frozenset(views))]
     if not views:
         raise InputError("vLLM registered no KV cache; this model has nothing to carry")
     for name, view in views.items():
@@ -90,15 +108,16 @@ def plan_caches(views: Mapping[str, CacheView], engine: EngineShape) -> CachePla
     paging = Paging(engine.block_tokens, page_tokens, engine.on_cpu)
     order = _order(views)
     tensor = f"blocks_of_{page_tokens}_tokens" if engine.on_cpu else "content"
-    names = _groups(views, engine)
+    found = _groups(views, engine, kept)
     groups = tuple(
-        _group(role, layers, views[min(layers.items())[1]], engine, (tensor, paging.cell_tokens))
-        for role, layers in names.items()
+        _group(name, alike, views[min(alike.layers.items())[1]], engine, (tensor, paging))
+        for name, alike in found.items()
     )
     sharding = Parallel(tp=engine.tp, pp=len(engine.stages), stages=engine.stages)
     spec = CacheSpec(num_layers=engine.num_layers, groups=groups)
     layout = Layout(spec, sharding, page_tokens=paging.page_cells, order=order)
-    return CachePlan(layout, paging, names, tensor)
+    tables = BlockTables(paging, groups, {name: alike.place for name, alike in found.items()})
+    return CachePlan(layout, tables, {name: alike.layers for name, alike in found.items()}, tensor)
 
 
 def layer_of(name: str) -> tuple[int, str]:
@@ -150,15 +169,28 @@ def _order(views: Mapping[str, CacheView]) -> Order:
     return found.pop() if found else Order.HND
 
 
-def _groups(views: Mapping[str, CacheView], engine: EngineShape) -> dict[str, dict[int, str]]:
-    """Per kind of cache, the tensor of each of this rank's layers."""
-    found: dict[str, dict[int, str]] = {}
-    for name in views:
-        number, role = layer_of(name)
-        found.setdefault(role, {})[number] = name
+class _Alike(NamedTuple):
+    """This rank's layers of one kind that have the same blocks, which lie at that place."""
+
+    place: int
+    window: int | None
+    layers: dict[int, str]
+
+
+def _groups(
+    views: Mapping[str, CacheView], engine: EngineShape, kept: Sequence[BlockGroup]
+) -> dict[str, _Alike]:
+    """Per group, the tensor of each of this rank's layers."""
+    found: dict[str, _Alike] = {}
+    for place, blocks in enumerate(kept):
+        for cache in (cache for cache in views if cache in blocks.names):
+            number, role = layer_of(cache)
+            name = role if len(kept) == 1 else f"{role} {place}"
+            alike = found.setdefault(name, _Alike(place, blocks.window, {}))
+            alike.layers[number] = cache
     if len(found) == 1:
         found = {ONLY_GROUP: next(iter(found.values()))}
-    for role, layers in found.items():
+    for role, (_, _, layers) in found.items():
         beyond = sorted(set(layers) - set(engine.own_layers))
         if beyond:
             raise InputError(
@@ -169,25 +201,28 @@ def _groups(views: Mapping[str, CacheView], engine: EngineShape) -> dict[str, di
         if len(engine.stages) > 1 and sorted(layers) != list(engine.own_layers):
             raise InputError(
                 f"vLLM's cache {role!r:.200} is only in some of this pipeline stage's layers; "
-                f"serve this model without pipeline parallelism"
+                f"serve this model without pipeline parallelism or, if layers have windows, with "
+                f"--disable-hybrid-kv-cache-manager"
             )
     return found
 
 
 def _group(
     role: str,
-    layers: Mapping[int, str],
+    alike: _Alike,
     view: CacheView,
     engine: EngineShape,
-    tensor: tuple[str, int],
+    tensor: tuple[str, Paging],
 ) -> Group:
     _, num_heads, _, content = view.shape
     units = _units(role, num_heads, engine)
     # With several stages every layer is of every group, as was demanded.
-    numbers = tuple(range(engine.num_layers)) if len(engine.stages) > 1 else tuple(sorted(layers))
-    name, cell_tokens = tensor
-    elements = content * cell_tokens
-    return Group(role, Paged(), numbers, units, (Tensor(name, DType.parse(view.dtype), elements),))
+    several = len(engine.stages) > 1
+    numbers = tuple(range(engine.num_layers)) if several else tuple(sorted(alike.layers))
+    name, paging = tensor
+    kind = Paged() if alike.window is None else Window(paging.window_cells(alike.window))
+    held = Tensor(name, DType.parse(view.dtype), content * paging.cell_tokens)
+    return Group(role, kind, numbers, units, (held,))
 
 
 def _units(role: str, num_heads: int, engine: EngineShape) -> int:

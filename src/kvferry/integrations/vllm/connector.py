@@ -14,12 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.integrations.vllm.decode import DecodeBook
 from kvferry.integrations.vllm.engine import (
+    block_groups,
     cache_dtype,
     demand_carriable,
     engine_shape,
@@ -55,7 +57,7 @@ class FailureReasons(KVConnectorWorkerMetadata):
         return FailureReasons(other.reasons | self.reasons)
 
 
-class KVFerryConnector(KVConnectorBase_V1):
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's caches carried by kvferry. See ``docs/integrations/vllm.md``."""
 
     _cache_hit_source = CacheHitSource.P2P
@@ -64,6 +66,7 @@ class KVFerryConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         demand_known(vllm.__version__)
         demand_carriable(vllm_config)
+        self._kept = block_groups(vllm_config, kv_cache_config)
         config = self._kv_transfer_config
         settings = read_settings(config.kv_connector_extra_config)
         key = settings.key()
@@ -78,6 +81,7 @@ class KVFerryConnector(KVConnectorBase_V1):
                 DecodeBook() if config.is_kv_consumer else None,
                 model=model,
                 dtype=cache_dtype(vllm_config),
+                has_windows=any(group.window is not None for group in self._kept),
             )
         else:
             self._worker = WorkerPart(settings, key, name, model)
@@ -97,8 +101,7 @@ class KVFerryConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request has its blocks."""
-        (own, *_) = blocks.get_block_ids()
-        self._scheduler.allocated(request, own, num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the workers are told with a step."""
@@ -119,6 +122,12 @@ class KVFerryConnector(KVConnectorBase_V1):
         """Whether a finished request's blocks are still read, and what decode is asked with."""
         return self._scheduler.finished(request)
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, where vLLM has several cache groups."""
+        return self._scheduler.finished(request)
+
     # ------------------------------------------------------------ for a worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -131,9 +140,10 @@ class KVFerryConnector(KVConnectorBase_V1):
         self._worker.register(
             kv_caches,
             engine_shape(self._vllm_config, rank, on_cpu=on_cpu),
+            self._kept,
             sends=config.is_kv_producer,
             receives=config.is_kv_consumer,
-            fails_early=config.kv_load_failure_policy == "fail",
+            fails_early=config.kv_load_failure_policy == "fail" and len(self._kept) == 1,
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

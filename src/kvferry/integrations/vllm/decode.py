@@ -59,7 +59,7 @@ class DecodeBook:
             return 0
         return max(0, known.num_tokens - num_computed)
 
-    def allocated(self, request: str, num_external: int, blocks: Sequence[int]) -> None:
+    def allocated(self, request: str, num_external: int, blocks: Sequence[Sequence[int]]) -> None:
         """The request has its blocks, and so many tokens of them come from its room."""
         known = self._requests.get(request)
         if known is None or known.is_asked_for:
@@ -73,7 +73,7 @@ class DecodeBook:
         self.orders.received.append(
             ReceiveRoom(
                 *(request, known.asked.room, known.asked.prefill, known.num_tokens, prefix),
-                tuple(blocks),
+                tuple(map(tuple, blocks)),
                 known.digest,
             )
         )

@@ -9,7 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry import InputError, model_fingerprint
-from kvferry.integrations.vllm.caches import EngineShape
+from kvferry.integrations.vllm.caches import BlockGroup, EngineShape
+
+# vLLM's kinds of cache that keep every token, and those that keep a window of them.
+KEEP_ALL = ("FullAttentionSpec", "MLAAttentionSpec")
+KEEP_WINDOW = ("SlidingWindowSpec",)
 
 
 def demand_carriable(vllm_config: Any) -> None:
@@ -18,6 +22,36 @@ def demand_carriable(vllm_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise InputError(f"the connector does not carry {name} above 1 yet; leave it out")
+
+
+def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup]:
+    """vLLM's cache groups, or an ``InputError`` for one that can't be carried."""
+    groups = kv_cache_config.kv_cache_groups
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return [BlockGroup(frozenset(group.layer_names)) for group in groups]
+    found = [BlockGroup(frozenset(g.layer_names), _window(g.kv_cache_spec)) for g in groups]
+    if vllm_config.speculative_config is not None and any(g.window is not None for g in found):
+        raise InputError(
+            "windows can't be carried with speculative decoding yet; give vLLM "
+            "--disable-hybrid-kv-cache-manager"
+        )
+    return found
+
+
+def _window(spec: Any) -> int | None:
+    """How many tokens before the next one a group keeps; None for all."""
+    of_layers = getattr(spec, "kv_cache_specs", None)
+    kinds = {type(each).__name__ for each in (of_layers.values() if of_layers else [spec])}
+    if kinds <= set(KEEP_ALL):
+        return None
+    if kinds <= set(KEEP_WINDOW) and not of_layers:
+        return int(spec.sliding_window - 1 + spec.extra_retained_tokens)
+    if "MambaSpec" in kinds:
+        raise InputError("recurrent state (Mamba) can't be carried yet; serve this model whole")
+    raise InputError(
+        f"vLLM's {', '.join(sorted(kinds))} can't be carried in cache groups of its own yet; give "
+        f"vLLM --disable-hybrid-kv-cache-manager"
+    )
 
 
 def engine_shape(vllm_config: Any, rank: int, *, on_cpu: bool) -> EngineShape:

@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 
 from kvferry import Room
 
+# A request's blocks, or some of them, in each of vLLM's cache groups.
+BlocksByGroup = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True)
 class OpenRoom:
-    """A request's prompt is about to be computed here, for that room."""
+    """A request's prompt of so many tokens is about to be computed here, for that room."""
 
     request: str
     room: Room
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class PushTokens:
     room: Room
     end: int
     first_block: int
-    blocks: tuple[int, ...]
+    blocks: BlocksByGroup
     digest: bytes | None = None
 
 
@@ -46,7 +50,7 @@ class ReceiveRoom:
     prefill: str
     tokens: int
     prefix: int
-    blocks: tuple[int, ...]
+    blocks: BlocksByGroup
     digest: bytes
 
 

@@ -3,15 +3,22 @@
 vLLM's scheduler counts in blocks; its kernels may count in smaller ones, and a page is one of
 those. On a GPU a cell is a token. On a CPU the kernels keep the K of a (block, head) transposed,
 so a part of a block means nothing anywhere else: there a cell is a whole page.
+
+vLLM's cache groups each have blocks of their own for a request. Where layers see a window, the
+blocks before it are given away while the prompt is still computed, and are never named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvferry import InputError
+from kvferry import Group, InputError
+from kvferry.integrations.vllm.orders import BlocksByGroup
+
+# As a push takes them; None is a page that a window has dropped.
+PagesByGroup = dict[str, list[int | None]]
 
 
 class Paging(msgspec.Struct, frozen=True):
@@ -46,6 +53,10 @@ class Paging(msgspec.Struct, frozen=True):
         """Cells that so many tokens fill."""
         return num_tokens // self.cell_tokens
 
+    def window_cells(self, num_tokens: int) -> int:
+        """Cells in which so many tokens can lie, wherever they begin."""
+        return -(-(num_tokens - 1) // self.cell_tokens) + 1
+
     def pages(self, blocks: Sequence[int]) -> list[int]:
         """The pages of those blocks, in the order of the tokens."""
         each = self.block_tokens // self.page_tokens
@@ -56,23 +67,53 @@ class Paging(msgspec.Struct, frozen=True):
         return list(pages[first // self.page_cells : -(-end // self.page_cells)])
 
 
+class BlockTables(msgspec.Struct, frozen=True):
+    """Which of vLLM's block lists each of a layout's groups has, by its place among them."""
+
+    paging: Paging
+    groups: tuple[Group, ...]
+    places: Mapping[str, int]
+
+    def wanted(self, blocks: BlocksByGroup, num_cells: int, cached: int) -> dict[str, list[int]]:
+        """Per group, the pages that a target with so many cached cells wants to have filled."""
+        found = {}
+        for group in self.groups:
+            owed = group.owed(num_cells, cached)
+            pages = self.paging.pages(blocks[self.places[group.name]]) if len(owed) else []
+            found[group.name] = self.paging.touched(pages, owed.first, owed.end)
+        return found
+
+
 class PushedPages:
     """A prefill request's pages as they are computed, and how far they were pushed."""
 
-    def __init__(self, paging: Paging) -> None:
-        self._paging = paging
-        self._pages: list[int] = []
+    def __init__(self, tables: BlockTables, num_tokens: int) -> None:
+        self._tables = tables
+        self._paging = paging = tables.paging
+        self._num_cells = paging.cells(num_tokens)
+        self._pages: dict[int, list[int]] = {place: [] for place in tables.places.values()}
         self.end = 0
 
-    def extend(self, first_block: int, blocks: Sequence[int]) -> None:
+    def extend(self, first_block: int, blocks: BlocksByGroup) -> None:
         """These blocks are the request's from there on; one may be named again."""
         each = self._paging.block_tokens // self._paging.page_tokens
-        self._pages[first_block * each :] = self._paging.pages(blocks)
+        for place, pages in self._pages.items():
+            pages[first_block * each :] = self._paging.pages(blocks[place])
 
-    def ahead(self, num_tokens: int, *, last: bool) -> tuple[tuple[int, int], list[int]] | None:
-        """The cells that are new when so many tokens are computed, and their pages."""
+    def ahead(self, num_tokens: int, *, last: bool) -> tuple[tuple[int, int], PagesByGroup] | None:
+        """The cells that are new when so many tokens are computed, and their pages by group."""
         paging = self._paging
         end = paging.cells(num_tokens) if last else paging.full_cells(num_tokens)
         if end <= self.end:
             return None
-        return (self.end, end), paging.touched(self._pages, self.end, end)
+        return (self.end, end), {
+            group.name: self._named(group, self.end, end) for group in self._tables.groups
+        }
+
+    def _named(self, group: Group, first: int, end: int) -> list[int | None]:
+        """A group's pages of those cells; vLLM may give those before a window to others."""
+        pages = self._paging.touched(self._pages[self._tables.places[group.name]], first, end)
+        each = self._paging.page_cells
+        kept_from = group.owed(self._num_cells).first // each
+        num_dropped = min(len(pages), max(0, kept_from - first // each))
+        return [None] * num_dropped + pages[num_dropped:]

@@ -69,21 +69,21 @@ class PrefillBook:
         self._requests[request] = SourceRequest(taken, num_tokens, digest, given)
         return True
 
-    def scheduled(self, request: str, end: int, blocks: Sequence[int]) -> None:
+    def scheduled(self, request: str, end: int, blocks: Sequence[Sequence[int]]) -> None:
         """The next step computes the request up to token ``end``."""
         known = self._requests[request]
         if known.room is None or known.is_closed:
             return
         if not known.is_open:
             known.is_open = True
-            self.orders.opened.append(OpenRoom(request, known.room))
+            self.orders.opened.append(OpenRoom(request, known.room, known.num_tokens))
         end = min(end, known.num_tokens)
         known.is_closed = end == known.num_tokens
         first = known.computed // self._block_tokens
         upto = -(-end // self._block_tokens)
         digest = known.digest if known.is_closed else None
         known.computed = end
-        chunk = tuple(blocks[first:upto])
+        chunk = tuple(tuple(own[first:upto]) for own in blocks)
         self.orders.pushed.append(PushTokens(known.room, end, first, chunk, digest))
 
     def preempted(self, request: str) -> None:
@@ -117,7 +117,7 @@ class PrefillBook:
         assert known.room is not None
         if known.is_given and not known.is_open:
             known.is_open = True
-            self.orders.opened.append(OpenRoom(request, known.room))
+            self.orders.opened.append(OpenRoom(request, known.room, known.num_tokens))
         if known.is_open:
             self.orders.abandoned.append(known.room)
 

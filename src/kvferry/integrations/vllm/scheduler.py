@@ -26,12 +26,24 @@ class SchedulerPart:
     """What one engine's scheduler knows of rooms."""
 
     def __init__(
-        self, prefill: PrefillBook | None, decode: DecodeBook | None, *, model: str, dtype: str
+        self,
+        prefill: PrefillBook | None,
+        decode: DecodeBook | None,
+        *,
+        model: str,
+        dtype: str,
+        has_windows: bool = False,
     ) -> None:
+        """``has_windows``: what precedes a layer's window is gone when the prompt is computed.
+
+        vLLM computes a prompt's last token at decode to have the first one of the answer, and that
+        token sees one further back than the next. So then it is computed there alone.
+        """
         self._prefill = prefill
         self._decode = decode
         self._model = model
         self._dtype = dtype
+        self._num_left = int(has_windows)
 
     # ------------------------------------------------------------ requests come
 
@@ -47,7 +59,9 @@ class SchedulerPart:
         asked = asked_of_decode(request.kv_transfer_params)
         if self._decode is None or asked is None:
             return
-        num_tokens = asked.tokens or request.num_prompt_tokens
+        num_tokens = asked.tokens or request.num_prompt_tokens - self._num_left
+        if num_tokens < 1:
+            return
         if num_tokens > request.num_prompt_tokens:
             # Not what was computed, or refused before it got here: prefill is told, no more.
             log.warning("prompt-too-short request=%s room=%r", request.request_id, asked.room)
@@ -59,7 +73,11 @@ class SchedulerPart:
         asked = asked_of_prefill(request.kv_transfer_params)
         if self._prefill is None or asked is None or not _is_of_ids(request):
             return
-        num_tokens = request.num_prompt_tokens
+        num_tokens = request.num_prompt_tokens - self._num_left
+        if num_tokens < 1:
+            return
+        if self._num_left:
+            _shorten(request, num_tokens)
         digest = self._digest(request, num_tokens)
         if not self._prefill.begin(request.request_id, asked.room, num_tokens, digest):
             log.warning("room-taken request=%s room=%r", request.request_id, asked.room)
@@ -86,7 +104,7 @@ class SchedulerPart:
         missing = self._decode.missing(request.request_id, num_computed)
         return missing if num_computed + missing <= request.num_prompt_tokens else 0
 
-    def allocated(self, request: Any, blocks: Sequence[int], num_external: int) -> None:
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_external: int) -> None:
         """A request has its blocks."""
         if self._decode is not None:
             self._decode.allocated(request.request_id, num_external, blocks)
@@ -101,7 +119,7 @@ class SchedulerPart:
             for request, computed in _scheduled(output):
                 if request in self._prefill:
                     end = computed + output.num_scheduled_tokens[request]
-                    (blocks, *_) = output.kv_connector_block_state.get_block_ids(request)
+                    blocks = output.kv_connector_block_state.get_block_ids(request)
                     self._prefill.scheduled(request, end, blocks)
         return (
             self._prefill.take_orders() if self._prefill is not None else PrefillOrders(),
@@ -128,6 +146,14 @@ class SchedulerPart:
         if self._prefill is None or request.request_id not in self._prefill:
             return False, None
         return self._prefill.finished(request.request_id)
+
+
+def _shorten(request: Any, num_tokens: int) -> None:
+    """Have no more than so many tokens of a prompt computed, before anything is."""
+    del request.prompt_token_ids[num_tokens:]
+    del request._all_token_ids[num_tokens:]
+    request.num_prompt_tokens = num_tokens
+    request.max_tokens = 1
 
 
 def _is_of_ids(request: Any) -> bool:

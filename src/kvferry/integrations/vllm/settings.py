@@ -8,7 +8,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvferry import ClusterKey, EndpointConfig, InputError, Layers, checked_address
+from kvferry import (
+    ClusterKey,
+    EndpointConfig,
+    InputError,
+    Layers,
+    ProtocolConfig,
+    checked_address,
+)
 
 # What this was written against, and run with.
 KNOWN_VERSIONS = ("0.32",)
@@ -24,7 +31,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     by. ``model`` tells one checkpoint from another where vLLM's own name does not. A room must
     end within ``deadline_s``: at decode from when its blocks are there, at prefill from when it
     begins to compute, so that it is also how long finished blocks wait for a decode. ``layers``
-    is how many are pushed at a time as they are computed, where vLLM tells of each.
+    is how many are pushed at a time as they are computed, where vLLM tells of each. A peer of which
+    nothing was heard for ``silence_s`` is lost; in a process that computes, and whose main thread
+    spins while it waits, threads of ours may get the interpreter late.
     """
 
     rendezvous: str
@@ -35,6 +44,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     layers: Layers = "auto"
     model: str | None = None
     deadline_s: Seconds = 120.0
+    silence_s: Seconds = 20.0
     staging_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
     options: dict[str, str] = {}
 
@@ -44,7 +54,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def endpoint_config(self) -> EndpointConfig:
         """As an endpoint takes it."""
-        config = EndpointConfig(host=self.host, deadline_s=self.deadline_s, options=self.options)
+        config = EndpointConfig(
+            host=self.host,
+            deadline_s=self.deadline_s,
+            options=self.options,
+            protocol=ProtocolConfig(silence_s=self.silence_s),
+        )
         if self.staging_bytes is None:
             return config
         return msgspec.structs.replace(config, staging_bytes=self.staging_bytes)
@@ -70,6 +85,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
             f"instance, a name, at least"
         ) from None
     checked_address(settings.rendezvous, "rendezvous", EXAMPLE)
+    settings.endpoint_config()  # what is wrong with it is said here, not in a worker
     return settings
 
 

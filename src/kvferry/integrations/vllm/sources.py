@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvferry import KvferryError, Outgoing, Pace, Room, SourceEndpoint, Waitable
 from kvferry.integrations.vllm.orders import OpenRoom, PrefillOrders, PushTokens
-from kvferry.integrations.vllm.paging import Paging, PushedPages
+from kvferry.integrations.vllm.paging import BlockTables, PagesByGroup, PushedPages
 from kvferry.integrations.vllm.stats import RoomCounts
 
 log = logging.getLogger("vllm.kvferry")
@@ -46,10 +46,10 @@ class SourceRooms:
     """
 
     def __init__(
-        self, endpoint: SourceEndpoint, paging: Paging, counts: RoomCounts, pace: Pace
+        self, endpoint: SourceEndpoint, tables: BlockTables, counts: RoomCounts, pace: Pace
     ) -> None:
         self._endpoint = endpoint
-        self._paging = paging
+        self._tables = tables
         self._counts = counts
         self._pace = pace
         # Of the step that computes: how many layers to push at a time, and up to which they were.
@@ -104,7 +104,7 @@ class SourceRooms:
             self._push(push, computed)
         for request, room in orders.held:
             known = self._rooms.setdefault(
-                room, RoomAtSource(request, PushedPages(self._paging), None)
+                room, RoomAtSource(request, PushedPages(self._tables, 0), None)
             )
             known.is_held = True
 
@@ -128,7 +128,7 @@ class SourceRooms:
         except KvferryError as error:
             # Its request is computed all the same; who waits for the room hears nothing of it.
             log.warning("room-refused room=%r why=%r", order.room, str(error))
-        pages = PushedPages(self._paging)
+        pages = PushedPages(self._tables, order.tokens)
         self._rooms[order.room] = RoomAtSource(order.request, pages, handle)
 
     def _abandon(self, room: Room) -> None:
@@ -154,7 +154,7 @@ class SourceRooms:
         if known.handle is not None and ahead is not None:
             known.handle.prepare(*ahead)
 
-    def _ahead(self, push: PushTokens) -> tuple[tuple[int, int], list[int]] | None:
+    def _ahead(self, push: PushTokens) -> tuple[tuple[int, int], PagesByGroup] | None:
         """The cells that the step completes, and their pages."""
         return self._rooms[push.room].pages.ahead(push.end, last=push.digest is not None)
 
@@ -177,7 +177,7 @@ class SourceRooms:
         if ahead is not None:
             known.pages.end = ahead[0][1]
         if push.digest is not None:
-            cells_in_all = self._paging.cells(push.end)
+            cells_in_all = self._tables.paging.cells(push.end)
             known.handle.close(tokens=cells_in_all, after=computed, digest=push.digest)
 
     def handles(self) -> list[Outgoing]:

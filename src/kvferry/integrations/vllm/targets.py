@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvferry import Failure, FailureCode, Incoming, KvferryError, TargetEndpoint
 from kvferry.integrations.vllm.orders import DecodeOrders, ReceiveRoom
-from kvferry.integrations.vllm.paging import Paging
+from kvferry.integrations.vllm.paging import BlockTables
 from kvferry.integrations.vllm.stats import RoomCounts
 
 log = logging.getLogger("vllm.kvferry")
@@ -56,13 +56,18 @@ class Arrivals(NamedTuple):
 
 
 class TargetRooms:
-    """All rooms of one decode rank. ``fails_early`` is vLLM's policy "fail"."""
+    """All rooms of one decode rank. ``fails_early``: vLLM's policy "fail", one cache group."""
 
     def __init__(
-        self, endpoint: TargetEndpoint, paging: Paging, counts: RoomCounts, *, fails_early: bool
+        self,
+        endpoint: TargetEndpoint,
+        tables: BlockTables,
+        counts: RoomCounts,
+        *,
+        fails_early: bool,
     ) -> None:
         self._endpoint = endpoint
-        self._paging = paging
+        self._tables = tables
         self._counts = counts
         self._fails_early = fails_early
         self._rooms: dict[str, RoomAtTarget] = {}
@@ -93,16 +98,15 @@ class TargetRooms:
             log.warning("not-let-go room=%r why=%r", order.room, known.refusal.message)
 
     def _begin(self, order: ReceiveRoom) -> Incoming:
-        paging = self._paging
+        paging = self._tables.paging
         num_cells = paging.cells(order.tokens)
         cached = paging.full_cells(order.prefix) if order.blocks else num_cells
-        pages = paging.touched(paging.pages(order.blocks), 0, num_cells)
         return self._endpoint.receive(
             order.room,
             prefill=order.prefill,
             tokens=num_cells,
             prefix=cached,
-            pages=pages,
+            pages=self._tables.wanted(order.blocks, num_cells, cached),
             digest=order.digest,
         )
 
@@ -130,8 +134,9 @@ class TargetRooms:
         self._counts.received(known.failure, time.monotonic() - known.since)
 
     def _unfilled(self, order: ReceiveRoom) -> tuple[int, ...]:
-        each = self._paging.block_tokens
-        return order.blocks[order.prefix // each : -(-order.tokens // each)]
+        """Only asked for where vLLM has one cache group: elsewhere blocks' numbers say nothing."""
+        each = self._tables.paging.block_tokens
+        return order.blocks[0][order.prefix // each : -(-order.tokens // each)]
 
     def handles(self) -> list[Incoming]:
         """Of all rooms that are awaited here."""

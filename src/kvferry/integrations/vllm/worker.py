@@ -5,7 +5,7 @@ Runs in a worker process, on the thread that runs the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,13 @@ from kvferry import (
     SourceEndpoint,
     TargetEndpoint,
 )
-from kvferry.integrations.vllm.caches import CachePlan, CacheView, EngineShape, plan_caches
+from kvferry.integrations.vllm.caches import (
+    BlockGroup,
+    CachePlan,
+    CacheView,
+    EngineShape,
+    plan_caches,
+)
 from kvferry.integrations.vllm.layers import LayerSteps
 from kvferry.integrations.vllm.orders import DecodeOrders, PrefillOrders
 from kvferry.integrations.vllm.settings import ConnectorSettings
@@ -49,26 +55,28 @@ class WorkerPart:
         self,
         caches: Mapping[str, torch.Tensor],
         engine: EngineShape,
+        kept: Sequence[BlockGroup] = (),
         *,
         sends: bool,
         receives: bool,
         fails_early: bool,
     ) -> None:
         """Make the rank's endpoints over its caches."""
-        distinct = _distinct(caches)
-        plan = plan_caches({name: _view(cache) for name, cache in distinct.items()}, engine)
+        kept = kept or [BlockGroup(frozenset(caches))]
+        distinct = _distinct(caches, kept)
+        plan = plan_caches({name: _view(cache) for name, cache in distinct.items()}, engine, kept)
         pools = pools_of(plan, distinct)
         self._marks = DeviceMarks(next(iter(distinct.values())).device)
         # The target first: over shm it moves the caches, and the source must know where to.
         if receives:
             target = TargetEndpoint(plan.layout, pools, **self._described(engine.rank))
             self._endpoints.append(target)
-            self._targets = TargetRooms(target, plan.paging, self.counts, fails_early=fails_early)
+            self._targets = TargetRooms(target, plan.tables, self.counts, fails_early=fails_early)
         if sends:
             source = SourceEndpoint(plan.layout, pools, **self._described(engine.rank))
             self._endpoints.append(source)
             pace = Pace(self._settings.layers, plan.layout, engine.rank, self._marks.now)
-            self._sources = SourceRooms(source, plan.paging, self.counts, pace)
+            self._sources = SourceRooms(source, plan.tables, self.counts, pace)
             self._steps = LayerSteps(plan.names.values())
 
     def _described(self, rank: int) -> dict[str, Any]:
@@ -124,9 +132,13 @@ class WorkerPart:
         self._endpoints.clear()
 
 
-def _distinct(caches: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Each cache once: layers may share one, and the first of them fills it."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+def _distinct(caches: Mapping[str, Any], kept: Sequence[BlockGroup]) -> dict[str, torch.Tensor]:
+    """Each cache of each group once: layers may share one, and the first of them fills it.
+
+    Groups share memory too, in which each has other blocks.
+    """
+    found: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+    places = {name: place for place, group in enumerate(kept) for name in group.names}
     for name, cache in caches.items():
         if not isinstance(cache, torch.Tensor):
             raise InputError(
@@ -135,7 +147,8 @@ def _distinct(caches: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             )
         if cache.device.type not in ("cpu", "cuda"):
             raise InputError(f"caches on {cache.device.type} can't be carried; use a CPU or CUDA")
-        found.setdefault(cache.data_ptr(), (name, cache))
+        if name in places:  # vLLM may leave out of its groups what shares another layer's cache
+            found.setdefault((places[name], cache.data_ptr()), (name, cache))
     return dict(found.values())
 
 
@@ -155,7 +168,7 @@ def pools_of(
 
 
 def _pool(plan: CachePlan, cache: torch.Tensor) -> torch.Tensor:
-    if plan.paging.whole_pages:
+    if plan.tables.paging.whole_pages:
         pages, heads, tokens, content = cache.shape
         cache = cache.view(pages, heads, 1, tokens * content)
     return cache if plan.layout.order is Order.HND else cache.transpose(1, 2)

@@ -1,0 +1,59 @@
+"""vLLM's cache groups, played by objects of the same names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry import InputError
+from kvferry.integrations.vllm.caches import BlockGroup
+from kvferry.integrations.vllm.engine import block_groups
+
+
+def spec(kind: str, **more: Any) -> Any:
+    """An object whose class has that name."""
+    return type(kind, (SimpleNamespace,), {})(**more)
+
+
+FULL = spec("FullAttentionSpec", sliding_window=64)
+SLIDING = spec("SlidingWindowSpec", sliding_window=64, extra_retained_tokens=2)
+
+
+def groups(*specs: Any, hybrid: bool = True, draft: object = None) -> list[BlockGroup]:
+    scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=not hybrid)
+    vllm_config = SimpleNamespace(scheduler_config=scheduler, speculative_config=draft)
+    kept = [
+        SimpleNamespace(layer_names=[str(i)], kv_cache_spec=each) for i, each in enumerate(specs)
+    ]
+    return block_groups(vllm_config, SimpleNamespace(kv_cache_groups=kept))
+
+
+def test_a_window_keeps_what_the_next_token_sees() -> None:
+    full, sliding = groups(FULL, SLIDING)
+    assert full == BlockGroup(frozenset({"0"}))
+    assert sliding == BlockGroup(frozenset({"1"}), window=65)
+
+
+def test_with_the_hybrid_allocator_off_all_is_kept() -> None:
+    assert [group.window for group in groups(SLIDING, hybrid=False)] == [None]
+
+
+def test_layers_of_one_kind_may_differ_in_size() -> None:
+    several = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": FULL, "b": FULL})
+    assert groups(several)[0].window is None
+
+
+@pytest.mark.parametrize(
+    ("kept", "draft", "said"),
+    [
+        (spec("MambaSpec"), None, "recurrent state"),
+        (spec("ChunkedLocalAttentionSpec"), None, "--disable-hybrid-kv-cache-manager"),
+        (spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": SLIDING}), None, "SlidingWindowSpec"),
+        (SLIDING, object(), "speculative decoding"),
+    ],
+)
+def test_what_can_not_be_carried_is_one_sentence(kept: Any, draft: object, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        groups(FULL, kept, draft=draft)
