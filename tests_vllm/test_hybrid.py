@@ -106,6 +106,20 @@ def test_only_what_decode_lacks_travels(engines: Engines) -> None:
     assert metric(engines.one, "vllm:kvferry_rooms_failed_total") == 0
 
 
+def test_several_at_once(engines: Engines) -> None:
+    prompts = [prompt_of(60 + number, 90 + 35 * number) for number in range(6)]
+
+    def answered(prompt: list[int]) -> list[int]:
+        answer = prefilled_then_decoded(engines.two, engines.one, prompt, ANSWER)
+        return token_ids(answer)
+
+    with timed("6 requests at once"), ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(answered, prompts))
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        assert tokens == alone(engines, prompt)
+    eventually(lambda: all(map(is_idle, engines)), "blocks are released")
+
+
 def test_both_at_once(engines: Engines) -> None:
     prompt = prompt_of(9, 300)
     own: dict[str, Any] = {"room": "both"}

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry import InputError
 from kvferry.integrations.vllm.caches import BlockGroup
-from kvferry.integrations.vllm.engine import block_groups
+from kvferry.integrations.vllm.engine import block_groups, replica_of
 
 
 def spec(kind: str, **more: Any) -> Any:
@@ -57,3 +57,21 @@ def test_layers_of_one_kind_may_differ_in_size() -> None:
 def test_what_can_not_be_carried_is_one_sentence(kept: Any, draft: object, said: str) -> None:
     with pytest.raises(InputError, match=said):
         groups(FULL, kept, draft=draft)
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "index", "size", "replica"),
+    [
+        ("8c1f", 0, 1, None),
+        ("8c1f_dp0", 0, 1, 0),  # a dense model's: vLLM says that there is one
+        ("8c1f_dp1", 1, 1, 1),
+        ("8c1f_dp1", 1, 4, 1),
+    ],
+)
+def test_replicas_of_dense_models_are_told_apart(
+    engine_id: str, index: int, size: int, replica: int | None
+) -> None:
+    parallel = SimpleNamespace(data_parallel_index=index, data_parallel_size=size)
+    transfer = SimpleNamespace(engine_id=engine_id)
+    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+    assert replica_of(config) == replica

@@ -24,8 +24,8 @@ def test_the_least() -> None:
 
 def test_a_replica_is_an_instance_of_its_own() -> None:
     settings = read_settings(LEAST)
-    assert settings.name_of(0, 1) == "prefill-0"
-    assert settings.name_of(1, 2) == "prefill-0-dp1"
+    assert settings.name_of(None) == "prefill-0"
+    assert settings.name_of(1) == "prefill-0-dp1"
 
 
 @pytest.mark.parametrize(

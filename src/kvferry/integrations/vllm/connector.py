@@ -26,6 +26,7 @@ from kvferry.integrations.vllm.engine import (
     demand_carriable,
     engine_shape,
     model_name,
+    replica_of,
 )
 from kvferry.integrations.vllm.metrics import FerryMetrics, FerryStats
 from kvferry.integrations.vllm.orders import DecodeOrders, PrefillOrders
@@ -70,8 +71,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._kv_transfer_config
         settings = read_settings(config.kv_connector_extra_config)
         key = settings.key()
-        parallel = vllm_config.parallel_config
-        name = settings.name_of(parallel.data_parallel_index, parallel.data_parallel_size)
+        name = settings.name_of(replica_of(vllm_config))
         model = model_name(vllm_config, settings.model)
         self._arrivals = Arrivals(set(), set(), set(), {})
         if role is KVConnectorRole.SCHEDULER:

@@ -79,6 +79,18 @@ def _stages(vllm_config: Any) -> tuple[int, ...]:
     return tuple(end - first for first, end in spans)
 
 
+def replica_of(vllm_config: Any) -> int | None:
+    """Which data-parallel replica this engine is; None where it is the only one.
+
+    vLLM tells replicas of a dense model that there is one of them. What it leaves of the truth is
+    their index, and the mark on their engine's id.
+    """
+    parallel = vllm_config.parallel_config
+    index = int(parallel.data_parallel_index)
+    marked = str(vllm_config.kv_transfer_config.engine_id).endswith(f"_dp{index}")
+    return index if parallel.data_parallel_size > 1 or marked else None
+
+
 def model_name(vllm_config: Any, given: str | None) -> str:
     """What both sides must have in common; the settings may have a word for the checkpoint."""
     model = vllm_config.model_config

@@ -64,9 +64,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             return config
         return msgspec.structs.replace(config, staging_bytes=self.staging_bytes)
 
-    def name_of(self, replica: int, num_replicas: int) -> str:
+    def name_of(self, replica: int | None) -> str:
         """The instance's name; each data-parallel replica is one of its own."""
-        return f"{self.instance}-dp{replica}" if num_replicas > 1 else self.instance
+        return self.instance if replica is None else f"{self.instance}-dp{replica}"
 
 
 def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
