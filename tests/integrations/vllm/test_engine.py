@@ -14,7 +14,7 @@ from kvferry.integrations.vllm.engine import block_groups, replica_of
 
 def spec(kind: str, **more: Any) -> Any:
     """An object whose class has that name."""
-    return type(kind, (SimpleNamespace,), {})(**more)
+    return type(kind, (SimpleNamespace,), {})(**{"block_size": 16} | more)
 
 
 FULL = spec("FullAttentionSpec", sliding_window=64)
@@ -52,6 +52,7 @@ def test_layers_of_one_kind_may_differ_in_size() -> None:
         (spec("ChunkedLocalAttentionSpec"), None, "--disable-hybrid-kv-cache-manager"),
         (spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": SLIDING}), None, "SlidingWindowSpec"),
         (SLIDING, object(), "speculative decoding"),
+        (spec("FullAttentionSpec", block_size=32), None, "blocks of 16, 32 tokens"),
     ],
 )
 def test_what_can_not_be_carried_is_one_sentence(kept: Any, draft: object, said: str) -> None:

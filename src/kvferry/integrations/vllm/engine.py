@@ -35,6 +35,13 @@ def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup]:
             "windows can't be carried with speculative decoding yet; give vLLM "
             "--disable-hybrid-kv-cache-manager"
         )
+    sizes = {group.kv_cache_spec.block_size for group in groups}
+    if len(sizes) > 1:
+        shown = ", ".join(map(str, sorted(sizes)))
+        raise InputError(
+            f"vLLM's cache groups have blocks of {shown} tokens, and all must have the same; give "
+            f"vLLM --disable-hybrid-kv-cache-manager"
+        )
     return found
 
 

@@ -76,11 +76,11 @@ class SchedulerPart:
         num_tokens = request.num_prompt_tokens - self._num_left
         if num_tokens < 1:
             return
-        if self._num_left:
-            _shorten(request, num_tokens)
         digest = self._digest(request, num_tokens)
         if not self._prefill.begin(request.request_id, asked.room, num_tokens, digest):
             log.warning("room-taken request=%s room=%r", request.request_id, asked.room)
+        elif self._num_left:
+            _shorten(request, num_tokens)
 
     def _digest(self, request: Any, num_tokens: int) -> bytes:
         """Which prompt to which model, as both sides know it."""
