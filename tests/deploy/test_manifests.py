@@ -32,7 +32,9 @@ def pods() -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_the_schemas_take_it(file: Path) -> None:
     kubernetes_validate: Any = pytest.importorskip("kubernetes_validate")
-    for document in documents(file):
+    found = documents(file)
+    assert found, f"{file.name} has no document"
+    for document in found:
         kubernetes_validate.validate(document, VERSION, strict=True)
 
 

@@ -324,7 +324,7 @@ def test_health_and_figures(worker: Worker, models: Models) -> None:
 
 
 def test_leaving_callers_free_everything(worker: Worker) -> None:
-    async def talk(caller: Caller) -> None:
+    async def talk(caller: Caller) -> dict[str, Any]:
         tasks = [
             asyncio.create_task(caller.post(worker.url, body_of(PROMPTS[2], max_tokens=300)))
             for _ in range(6)
@@ -332,9 +332,9 @@ def test_leaving_callers_free_everything(worker: Worker) -> None:
         await caller.until(worker.url, lambda told: told["running"] + told["waiting"] == 6)
         for task in tasks:
             task.cancel()
-        await caller.idle(worker.url)
+        return await caller.idle(worker.url)
 
-    call(talk)
+    assert call(talk)["free_tokens"] == 2048
 
 
 def test_a_worker_that_has_ended_says_so(models: Models) -> None:

@@ -63,6 +63,8 @@ def test_gpu_memory() -> None:
 def test_host_memory_does_not_import_torch() -> None:
     code = (
         "import sys; from kvferry.staging import allocate; allocate(1); "
-        "assert 'torch' not in sys.modules"
+        "print('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, capture_output=True, check=False, timeout=120)
+    assert told.stdout == b"False\n", told.stderr
