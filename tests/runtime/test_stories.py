@@ -209,6 +209,7 @@ def test_two_endpoints_tell_one_story() -> None:
         moments(known[0])
     )
     assert {"asked", "offered", "closed", "done"} <= set(moments(known[1]))
+    assert known[0].when(Moment.WRITTEN)[-1] <= known[0].when(Moment.CLOSED)[0]
     whole = join(known, {})
     assert (whole.outcome, whole.request, whole.room) == ("done", "req-7", "7")
     assert sum(bar.num_bytes for bar in whole.bars) == sum(

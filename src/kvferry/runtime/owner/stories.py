@@ -156,8 +156,10 @@ class StoryBook:
         if paths is None:
             paths = self.sent[peer] = dict.fromkeys(Path, 0)
         paths[path] += num_bytes
+        # It may have been made just now; what is said of it comes after it.
+        self.now = now = monotonic()
         if handle is not None and handle.told is not None:
-            handle.told += (monotonic(), WRITTEN, peer, (seconds, num_bytes, path))
+            handle.told += (now, WRITTEN, peer, (seconds, num_bytes, path))
 
     def copied(self, room: Room, moment: Moment, peer: Peer, ended: float, took: Took) -> None:
         """A gather or a scatter has ended."""
