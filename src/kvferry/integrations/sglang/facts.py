@@ -38,6 +38,8 @@ from kvferry.integrations.sglang.states import StateBuffer
 
 # One row a request, of Mamba or delta-net layers: SGLang's name for it.
 ROWS = "mamba"
+# Pages of sliding-window layers in a pool of their own.
+WINDOWS = "swa"
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -93,7 +95,8 @@ def demand_supported(kv_args: Any) -> None:
         ),
         (
             bool(others := _other_states(kv_args)),
-            f"{', '.join(others)} state beside K and V",
+            f"{', '.join(others)} state beside K and V: "
+            + ("use --disable-hybrid-swa-memory" if others == [WINDOWS] else "use another backend"),
         ),
         (
             parallel.pp_size > 1 and bool(kv_args.state_types or kv_args.kv_layer_ids),
