@@ -146,7 +146,7 @@ def started(deployment: Deployment, connector: str, transport: str) -> Pair:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--transport", default="nixl")
     asked = parser.parse_args()
     found: dict[int, Json] = {length: {} for length in LENGTHS}
