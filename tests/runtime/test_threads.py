@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar, NamedTuple
+from io import FileIO
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import zmq
@@ -31,7 +32,7 @@ from kvferry.runtime.copier import CopyJob, copier_for
 from kvferry.runtime.lifeline import Life, probe
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.mover.mover import ThreadBroke
-from kvferry.runtime.owner.inbox import Inbox
+from kvferry.runtime.owner.inbox import Inbox, new_pipe
 from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.pulse import Patient, Pulse
 from kvferry.runtime.source import SourceEndpoint
@@ -46,20 +47,21 @@ WAIT_S = 15.0
 # ---------------------------------------------------------------- waiting
 
 
-class LateWriter(socket.socket):
+class LateWriter(FileIO):
     """The sending end of an inbox, whose byte leaves after the owner has taken the call."""
 
     def before(self, drain: Callable[[], object]) -> None:
         self._drain = drain
 
-    def send(self, *args: object) -> int:
+    def write(self, signal: Any) -> int:
         self._drain()
-        return super().send(b"\0")
+        return super().write(signal)
 
 
 def test_a_byte_that_comes_after_its_call_does_not_keep_the_owner_awake() -> None:
-    reader, other = socket.socketpair()
-    writer = LateWriter(fileno=other.detach())
+    reader, other = new_pipe()
+    writer = LateWriter(os.dup(other.fileno()), "w")
+    other.close()
     inbox: Inbox[str] = Inbox((reader, writer))
     taken: list[str] = []
     writer.before(lambda: taken.extend(inbox.drain()))

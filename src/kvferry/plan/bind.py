@@ -12,9 +12,9 @@ because both derive them from the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -23,7 +23,8 @@ from kvferry.errors import InputError
 from kvferry.layout.intervals import Span, Tokens
 from kvferry.layout.layout import Holding, Layout, find_holding
 from kvferry.layout.spec import Group, Slot
-from kvferry.plan.coalesce import Grain, Pieces, Stride, one_piece, pieces_of
+from kvferry.plan.coalesce import Pieces, one_piece
+from kvferry.plan.forms import Cadence, Grid, Paging, Shape, Spacing, pieces_on
 from kvferry.plan.places import MAX_OFFSET, Base, Int64s, PageTable, Placement, PoolMap
 from kvferry.plan.plan import Block, Move, Plan, Request
 
@@ -33,6 +34,10 @@ class Pair(NamedTuple):
 
     source: int
     target: int
+
+
+# A request's pages in one rank's memory, by group. An image has none: it is a single page.
+Tables = Mapping[str, PageTable] | None
 
 
 class Side:
@@ -45,6 +50,9 @@ class Side:
 
 class Image:
     """A staging slot as a side: region 0, dense, in the plan's own order."""
+
+    pools: ClassVar[None] = None
+    tables: ClassVar[None] = None
 
 
 class Part(NamedTuple):
@@ -68,6 +76,13 @@ class Part(NamedTuple):
         return self._replace(source_bases=ours, target_bases=theirs) if ours else None
 
 
+class Size(NamedTuple):
+    """How much is copied, and in how many contiguous pieces."""
+
+    num_bytes: int
+    num_pieces: int
+
+
 class Descriptors(NamedTuple):
     """Every piece named: parallel arrays, ready for a transport to add addresses."""
 
@@ -86,12 +101,27 @@ class Binding(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The payload."""
-        return sum(part.num_layers * part.pieces.num_bytes for part in self.parts)
+        return self.size.num_bytes
 
     @property
     def num_pieces(self) -> int:
         """How many contiguous pieces there are."""
-        return sum(part.num_layers * part.pieces.num_pieces for part in self.parts)
+        return self.size.num_pieces
+
+    @property
+    def size(self) -> Size:
+        """Both of these."""
+        num_bytes = num_pieces = 0
+        last: Pieces | None = None
+        each = Size(0, 0)
+        for part in self.parts:
+            # K and V often have the very same pieces.
+            if part.pieces is not last:
+                last = part.pieces
+                each = Size(last.num_bytes, last.num_pieces)
+            num_bytes += part.num_layers * each.num_bytes
+            num_pieces += part.num_layers * each.num_pieces
+        return Size(num_bytes, num_pieces)
 
     @property
     def contiguous(self) -> bool:
@@ -121,6 +151,16 @@ class Binding(NamedTuple):
 _NOTHING = Descriptors(*(np.zeros(0, dtype=np.int64) for _ in Descriptors._fields))
 
 
+class Outline(NamedTuple):
+    """A binding but for the pages: what requests of one size between two ranks have in common."""
+
+    drafts: tuple[_Draft, ...]
+
+    def on(self, source: Tables, target: Tables) -> Binding:
+        """The binding of one request's pages. Raises ``InputError`` where they are wrong."""
+        return Binding(tuple(part for draft in self.drafts for part in draft.on(source, target)))
+
+
 def bind(
     plan: Plan,
     pair: Pair,
@@ -136,11 +176,26 @@ def bind(
     ``moves`` binds only those of the pair's moves. In an image the parts follow
     each other in the order of the blocks.
     """
+    sketch = outline(plan, pair, request, source.pools, target.pools, blocks, moves=moves)
+    return sketch.on(source.tables, target.tables)
+
+
+def outline(
+    plan: Plan,
+    pair: Pair,
+    request: Request,
+    source: PoolMap | None,
+    target: PoolMap | None,
+    blocks: Sequence[Block] | None = None,
+    *,
+    moves: Sequence[Move] | None = None,
+) -> Outline:
+    """What ``bind`` does before it looks at pages. An image has no pools."""
     if moves is None:
         moves = plan.between(*pair)
     if blocks is None:
         blocks = plan.blocks_of(moves, request)
-    parts: list[Part] = []
+    drafts: list[_Draft] = []
     offset = 0
     for block in blocks:
         for whole in moves:
@@ -150,15 +205,17 @@ def bind(
             group = plan.spec.group(move.group)
             from_ = _Rank(plan.source, plan.held[move.source], move.source_unit)
             into = _Rank(plan.target, plan.wanted[move.target], move.target_unit)
-            parts += _bind_move(
-                group,
-                move,
-                tokens.num_tokens,
-                _end(group, move, tokens, from_, source, offset),
-                _end(group, move, tokens, into, target, offset),
+            drafts.append(
+                _draft(
+                    group,
+                    move,
+                    tokens.num_tokens,
+                    _end(group, move, tokens, from_, source, offset),
+                    _end(group, move, tokens, into, target, offset),
+                )
             )
             offset += _demand_fits(_move_bytes(group, move, tokens))
-    return Binding(tuple(parts))
+    return Outline(tuple(drafts))
 
 
 def _clipped(plan: Plan, move: Move, request: Request, block: Block) -> tuple[Move, Tokens]:
@@ -209,71 +266,11 @@ class _Rank(NamedTuple):
     unit: int
 
 
-class _Located(NamedTuple):
-    """Stretches of tokens at one end: the page's place in the table, its number, where inside."""
-
-    place: Int64s
-    page: Int64s
-    within: Int64s
-
-
-class _Paging(NamedTuple):
-    """How one end keeps the tokens of one move: the local indices ``first, first + advance, ...``.
-
-    ``unit`` is the first of the move's units there.
-    """
-
-    page_tokens: int
-    first: int
-    advance: int
-    table: PageTable
-    unit: int
-
-    def page_starts(self, num_tokens: int) -> Int64s:
-        """Which of the move's tokens, by index, are the first in a new page."""
-        if self.advance == 1:
-            return np.arange(-self.first % self.page_tokens or self.page_tokens, num_tokens,
-                             self.page_tokens, dtype=np.int64)  # fmt: skip
-        last = self.first + (num_tokens - 1) * self.advance
-        pages = np.arange(self.first // self.page_tokens + 1, last // self.page_tokens + 1)
-        return -((self.first - pages * self.page_tokens) // self.advance)
-
-    def locate(self, starts: Int64s, group: str) -> _Located:
-        """Where the tokens at ``starts`` are."""
-        index, within = np.divmod(self.first + starts * self.advance, self.page_tokens)
-        self._demand_pages(int(index[0]), int(index[-1]), group)
-        return _Located(index, self.table.pages[index - self.table.first_page], within)
-
-    def locate_pages(self, num_tokens: int, group: str) -> _Located:
-        """Where the tokens are that are the first in each page: ``locate`` without a division."""
-        first, last = (at // self.page_tokens for at in (self.first, self.first + num_tokens - 1))
-        self._demand_pages(first, last, group)
-        place = np.arange(first, last + 1, dtype=np.int64)
-        within = np.zeros(len(place), dtype=np.int64)
-        within[0] = self.first % self.page_tokens
-        skip = self.table.first_page
-        return _Located(place, self.table.pages[first - skip : last + 1 - skip], within)
-
-    def cuts_like(self, other: _Paging) -> bool:
-        """Whether both have their pages' edges at the same tokens, and every token of them."""
-        return (
-            self.advance == other.advance == 1
-            and self.page_tokens == other.page_tokens
-            and (self.first - other.first) % self.page_tokens == 0
-        )
-
-    def _demand_pages(self, first: int, last: int, group: str) -> None:
-        if first < self.table.first_page or last >= self.table.end_page:
-            raise InputError(
-                f"group {group!r} needs pages {first}..{last} of the request, "
-                f"but {self.table!r} was given; pass every page that the tokens touch"
-            )
-
-
 class _End(NamedTuple):
-    """One end of a move: its tokens, and where each tensor is."""
+    """One end of a move: how its tokens are paged from which page on, and where each tensor is."""
 
-    paging: _Paging
+    cadence: Cadence
+    page: int
     placements: tuple[Placement, ...]
 
 
@@ -281,32 +278,19 @@ class _End(NamedTuple):
 _IMAGE_TABLE = PageTable([0])
 
 
-def _full_segment(source: _Paging, target: _Paging) -> int:
-    """The tokens of a stretch that is as long as the two sides' pages let it be."""
-    ours, theirs = (-(-end.page_tokens // end.advance) for end in (source, target))
-    behind = (source.first - target.first) % ours
-    if ours == theirs and source.advance == target.advance == 1 and behind:
-        # Equal pages that begin at different tokens cut each other in two, always alike.
-        return max(behind, ours - behind)
-    return min(ours, theirs)
-
-
 def _end(
-    group: Group, move: Move, tokens: Tokens, rank: _Rank, side: Side | Image, offset: int
+    group: Group, move: Move, tokens: Tokens, rank: _Rank, pools: PoolMap | None, offset: int
 ) -> _End:
     count = tokens.num_tokens
-    if isinstance(side, Image):
-        placements = _image_placements(group, move, count, offset)
-        return _End(_Paging(count, 0, 1, _IMAGE_TABLE, 0), placements)
-    if group.name not in side.tables:
-        raise InputError(f"the request has no page table for group {group.name!r}; pass one")
-    table = side.tables[group.name]
-    placements = tuple(side.pools.of(group.name, tensor.name) for tensor in group.tensors)
+    if pools is None:
+        return _End(Cadence(count, 0, 1, 0), 0, _image_placements(group, move, count, offset))
+    placements = tuple(pools.of(group.name, tensor.name) for tensor in group.tensors)
     if isinstance(group.kind, Slot):
-        return _End(_Paging(1, 0, 1, table, rank.unit), placements)
+        return _End(Cadence(1, 0, 1, rank.unit), 0, placements)
     held = find_holding(rank.holdings, group.name, group.layers_in(move.layers)[0]).tokens
     first, advance = held.local_index(tokens.first), tokens.step // held.step
-    return _End(_Paging(rank.layout.page_tokens, first, advance, table, rank.unit), placements)
+    page, within = divmod(first, rank.layout.page_tokens)
+    return _End(Cadence(rank.layout.page_tokens, within, advance, rank.unit), page, placements)
 
 
 # Parcels of one size recur, and making a base for each layer is most of what a binding costs.
@@ -333,111 +317,52 @@ def _image_placements(
 # ---------------------------------------------------------------- one move
 
 
-class _Segments(NamedTuple):
-    """Stretches of tokens that lie in one page on each side."""
+class _Strand(NamedTuple):
+    """One tensor of one move: the same shape in each of its layers."""
 
-    source: _Located
-    target: _Located
-    num_tokens: Int64s
+    tensor: str
+    source_bases: tuple[Base, ...]
+    target_bases: tuple[Base, ...]
+    shape: Shape
 
 
-def _bind_move(group: Group, move: Move, num_tokens: int, source: _End, target: _End) -> list[Part]:
+class _Draft(NamedTuple):
+    """One move, but for its pages: where those begin in the request, and what is in them."""
+
+    group: str
+    source_page: int
+    target_page: int
+    strands: tuple[_Strand, ...]
+
+    def on(self, source: Tables, target: Tables) -> Iterator[Part]:
+        """On a request's pages."""
+        ours = Paging(self.source_page, _table(source, self.group))
+        theirs = Paging(self.target_page, _table(target, self.group))
+        for tensor, source_bases, target_bases, shape in self.strands:
+            pieces = pieces_on(shape, ours, theirs)
+            yield Part(self.group, tensor, source_bases, target_bases, pieces)
+
+
+def _table(tables: Tables, group: str) -> PageTable:
+    if tables is None:
+        return _IMAGE_TABLE
+    if group not in tables:
+        raise InputError(f"the request has no page table for group {group!r}; pass one")
+    return tables[group]
+
+
+def _draft(group: Group, move: Move, num_tokens: int, source: _End, target: _End) -> _Draft:
     layers = group.layers_in(move.layers)
-    parts: list[Part] = []
+    strands = []
     for tensor, ours, theirs in zip(
         group.tensors, source.placements, target.placements, strict=True
     ):
-        spacing = _spacing(ours), _spacing(theirs)
-        grid = _Grid(group.name, len(move.units), tensor.unit_bytes, num_tokens)
-        pieces = _pieces(grid, source.paging, target.paging, *spacing)
+        grid = Grid(group.name, len(move.units), tensor.unit_bytes, num_tokens)
+        shape = Shape(grid, source.cadence, target.cadence, _spacing(ours), _spacing(theirs))
         bases = ours.bases_of(layers), theirs.bases_of(layers)
-        parts.append(Part(group.name, tensor.name, *bases, pieces))
-    return parts
+        strands.append(_Strand(tensor.name, *bases, shape))
+    return _Draft(group.name, source.page, target.page, tuple(strands))
 
 
-class _Spacing(NamedTuple):
-    """All that a tensor's pieces follow from at one end, but for its bases and its pages."""
-
-    page_stride: int
-    token_stride: int
-    unit_stride: int
-    num_pages: int
-
-
-def _spacing(at: Placement) -> _Spacing:
-    return _Spacing(at.page_stride, at.token_stride, at.unit_stride, at.num_pages)
-
-
-class _Grid(NamedTuple):
-    """What one tensor of one move carries for each layer."""
-
-    group: str
-    num_units: int
-    unit_bytes: int
-    num_tokens: int
-
-
-def _segments(group: str, num_tokens: int, source: _Paging, target: _Paging) -> _Segments:
-    alike = source.cuts_like(target)
-    inner = source.page_starts(num_tokens)
-    if not alike:
-        inner = np.concatenate((inner, target.page_starts(num_tokens)))
-        inner.sort()
-    marks = np.empty(len(inner) + 2, dtype=np.int64)
-    marks[0], marks[1:-1], marks[-1] = 0, inner, num_tokens
-    if alike:
-        starts, ends = marks[:-1], marks[1:]
-        ours, theirs = (end.locate_pages(num_tokens, group) for end in (source, target))
-        return _Segments(ours, theirs, ends - starts)
-    # By hand: numpy's own unique hashes, and its diff costs more than all of this.
-    last = np.flatnonzero(marks[1:] != marks[:-1])
-    starts, ends = marks[last], marks[last + 1]
-    return _Segments(source.locate(starts, group), target.locate(starts, group), ends - starts)
-
-
-def _demand_distinct(group: str, target: _Located) -> None:
-    """Two pages of a request in one place would overwrite each other."""
-    place = target.place
-    if place[0] == place[-1]:
-        return
-    new = np.empty(len(place), dtype=np.bool_)
-    new[0], new[1:] = True, place[1:] != place[:-1]
-    visited = target.page[new]
-    visited.sort()
-    if (visited[1:] == visited[:-1]).any():
-        raise InputError(f"a target page appears twice in the table of group {group!r}")
-
-
-# The layers of a request are bound one parcel after another, and K and V usually lie alike:
-# then they have the very same pieces. Page tables are compared by identity.
-@lru_cache(maxsize=32)
-def _pieces(
-    grid: _Grid, source: _Paging, target: _Paging, ours: _Spacing, theirs: _Spacing
-) -> Pieces:
-    segments = _segments(grid.group, grid.num_tokens, source, target)
-    _demand_distinct(grid.group, segments.target)
-    grain = Grain(
-        Stride(ours.token_stride * source.advance, theirs.token_stride * target.advance),
-        Stride(ours.unit_stride, theirs.unit_stride),
-        grid.num_units,
-        grid.unit_bytes,
-        _full_segment(source, target),
-    )
-    return pieces_of(
-        _offsets(grid.group, ours, source.unit, segments.source),
-        _offsets(grid.group, theirs, target.unit, segments.target),
-        segments.num_tokens,
-        grain,
-    )
-
-
-def _offsets(group: str, spacing: _Spacing, unit: int, at: _Located) -> Int64s:
-    pages = at.page
-    if pages.min() < 0 or pages.max() >= spacing.num_pages:
-        raise InputError(
-            f"group {group!r} names page {pages.min()} or {pages.max()}, "
-            f"but its pool has pages 0..{spacing.num_pages - 1}"
-        )
-    return (
-        pages * spacing.page_stride + at.within * spacing.token_stride + unit * spacing.unit_stride
-    )
+def _spacing(at: Placement) -> Spacing:
+    return Spacing(at.page_stride, at.token_stride, at.unit_stride, at.num_pages)

@@ -90,7 +90,7 @@ class Choice(NamedTuple):
 def shape_of(binding: Binding) -> Shape:
     """The shape of a bound parcel."""
     runs = binding.merged().num_pieces
-    return Shape(binding.num_bytes, binding.num_pieces, runs, binding.contiguous)
+    return Shape(*binding.size, runs, binding.contiguous)
 
 
 def num_slots(num_bytes: int, constants: Constants) -> int:

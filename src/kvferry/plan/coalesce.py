@@ -78,6 +78,8 @@ class Pieces(NamedTuple):
     def expand(self) -> tuple[Int64s, Int64s, Int64s]:
         """Name every piece: source offsets, target offsets, lengths."""
         counts = self.rows * self.cols
+        if (counts == 1).all():
+            return self.source, self.target, self.lengths
         segment = np.repeat(np.arange(len(counts)), counts)
         within = np.arange(len(segment)) - np.repeat(np.cumsum(counts) - counts, counts)
         row, col = np.divmod(within, self.cols[segment])

@@ -21,6 +21,9 @@ from kvferry.layout.spec import CacheSpec
 # Part of every digest: bump it when the meaning of a move changes.
 PLAN_FORMAT = "kvferry-plan-1"
 
+# Requests whose blocks a plan remembers: those of one size recur, and each of their steps asks.
+MAX_KNOWN_BLOCKS = 1024
+
 # A bound on a request, so that positions times strides stay within 64 bits.
 MAX_TOKENS = 1 << 30
 
@@ -116,6 +119,10 @@ class Plan:
         return {pair: tuple(moves) for pair, moves in pairs.items()}
 
     @cached_property
+    def _known_blocks(self) -> dict[tuple[int, int, int, int], tuple[Block, ...]]:
+        return {}
+
+    @cached_property
     def _targets(self) -> dict[int, tuple[int, ...]]:
         """For each source that works, its targets, ascending."""
         return _grouped((source, target) for source, target in self._by_pair)
@@ -162,7 +169,14 @@ class Plan:
 
     def blocks(self, source: int, target: int, request: Request) -> tuple[Block, ...]:
         """Everything that ``source`` owes ``target`` for one request, in disjoint blocks."""
-        return self.blocks_of(self.between(source, target), request)
+        key = source, target, request.num_tokens, request.prefix
+        known = self._known_blocks.get(key)
+        if known is None:
+            if len(self._known_blocks) >= MAX_KNOWN_BLOCKS:
+                self._known_blocks.clear()
+            known = self.blocks_of(self.between(source, target), request)
+            self._known_blocks[key] = known
+        return known
 
     def blocks_of(self, moves: Sequence[Move], request: Request) -> tuple[Block, ...]:
         """Everything that these moves of one pair carry for one request, in disjoint blocks."""

@@ -19,6 +19,7 @@ import hmac
 import itertools
 import re
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import zmq
@@ -84,10 +85,13 @@ class _Channel:
         """What to poll for input."""
         return (self.socket, self._monitor)
 
-    def _drain(self) -> list[list[bytes]]:
+    def _drain(self, ready: Container[object] | None) -> list[list[bytes]]:
         """The messages that are there, up to a limit, and the news of connections."""
-        self._count_news()
+        if ready is None or self._monitor in ready:
+            self._count_news()
         messages: list[list[bytes]] = []
+        if ready is not None and self.socket not in ready:
+            return messages
         num_bytes = 0
         while len(messages) < MAX_BATCH and num_bytes < MAX_BATCH_BYTES:
             message = _take(self.socket)
@@ -167,11 +171,15 @@ class ControlServer(_Channel):
         """What to poll for input."""
         return (*super().sockets, self._zap)
 
-    def receive(self) -> list[tuple[bytes, bytes]]:
-        """The frames that are there, each with its route. Never waits."""
-        self._judge()
+    def receive(self, ready: Container[object] | None = None) -> list[tuple[bytes, bytes]]:
+        """The frames that are there, each with its route. Never waits.
+
+        ``ready`` are those of the sockets that have something, where that is known.
+        """
+        if ready is None or self._zap in ready:
+            self._judge()
         frames = []
-        for message in self._drain():
+        for message in self._drain(ready):
             if len(message) == 2:
                 frames.append((message[0], message[1]))
             else:
@@ -245,10 +253,10 @@ class ControlClient(_Channel):
         except zmq.ZMQError:
             raise _no_address(address) from None
 
-    def receive(self) -> list[bytes]:
-        """The frames that are there. Never waits."""
+    def receive(self, ready: Container[object] | None = None) -> list[bytes]:
+        """The frames that are there. Never waits. ``ready`` is as for a server."""
         frames = []
-        for message in self._drain():
+        for message in self._drain(ready):
             if len(message) == 1:
                 frames.append(message[0])
             else:

@@ -116,6 +116,8 @@ class Sessions:
 
     def settle(self) -> tuple[list[Record], list[Record]]:
         """Sessions that have just been proven over, and those that are dropped with this."""
+        if not self._ending:
+            return [], []
         ending = self.ending()
         proven = [each for each in ending if each.is_over and not each.proven]
         dropped = [each for each in ending if not (each.wanted or each.flying)]

@@ -298,8 +298,8 @@ class Mover:
         direct = Path.RUNS if binding.contiguous else Path.SLICES
         if not transport.maps_peer and path is None:
             binding = binding.merged()
-        size = binding.num_bytes, binding.num_pieces
-        self._flights[op] = Flight(time.monotonic(), path or direct, *size, transport.name)
+        began = time.monotonic()
+        self._flights[op] = Flight(began, path or direct, *binding.size, transport.name)
         transport.write(remote, op, binding)
 
     def _follow(self, op: Op, flight: Flight) -> None:

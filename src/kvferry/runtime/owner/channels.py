@@ -122,7 +122,7 @@ class SourceChannel(Channel):
         server = self._server
         if not any(one in ready for one in server.sockets):
             return
-        for route, message in server.receive():
+        for route, message in server.receive(ready):
             for session, event in self._events(message):
                 self._routes[session.greeting] = route
                 yield event
@@ -140,6 +140,7 @@ class SourceChannel(Channel):
         for route, frames in self._outbox.items():
             for message in bundle(frames):
                 self._server.send(route, message)
+            self._poller.used(self._server.socket)
         self._outbox.clear()
 
     def keep(self, sessions: Iterable[Session]) -> None:
@@ -183,7 +184,7 @@ class TargetChannel(Channel):
         peers = {self._by_socket[one] for one in ready if one in self._by_socket}
         for peer in peers:
             _, client = self._clients[peer]
-            for message in client.receive():
+            for message in client.receive(ready):
                 for _, event in self._events(message):
                     yield event
             if client.counts.pop("dropped", 0):
@@ -202,6 +203,7 @@ class TargetChannel(Channel):
         for client, frames in self._outbox.items():
             for message in bundle(frames):
                 client.send(message)
+            self._poller.used(client.socket)
         self._outbox.clear()
 
     def _client_for(self, peer: Peer) -> ControlClient | None:

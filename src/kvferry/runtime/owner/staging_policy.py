@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from kvferry.errors import InputError
 from kvferry.ids import Room, Session
-from kvferry.plan.bind import Binding, Pair, Part, Side, bind
+from kvferry.plan.bind import Binding, Outline, Pair, Part, Side, outline
 from kvferry.plan.choose import Constants, Path, choose, shape_of
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.events import Write
@@ -25,6 +24,8 @@ from kvferry.protocol.messages import Table
 
 # Chunks whose binding is kept while parts of it are still to come; others are bound again.
 MAX_BOUND = 512
+# Short requests of one size recur, and all but their pages is the same in each.
+MAX_OUTLINES = 128
 
 
 class Sides(NamedTuple):
@@ -62,6 +63,7 @@ class StagingPolicy:
         self._override = override
         # Whole chunks that were bound, and of which something is not yet written.
         self._bound: OrderedDict[tuple[Room, Session, int, Block], Binding] = OrderedDict()
+        self._outlines: dict[tuple[Session, Request, Block], Outline] = {}
 
     def __call__(self, lane: Lane, block: Block) -> bool:
         """Whether a block of a lane is staged."""
@@ -117,7 +119,9 @@ class StagingPolicy:
 
     def _within(self, course: Course, block: Block) -> list[tuple[Block, Block]]:
         """The chunks that a block has a part of, each as all layers that are owed alike."""
-        owed = _owed(course.plan, self._rank, course.target, course.request)
+        owed = course.plan.blocks(self._rank, course.target, course.request)
+        if block in owed:
+            return [(block, block)]
         mine = [replace(b, tokens=block.tokens) for b in owed if b.group == block.group]
         parts = [(replace(b, layers=b.layers.intersect(block.layers)), b) for b in mine]
         return [(part, whole) for part, whole in parts if len(part.layers)]
@@ -127,21 +131,23 @@ class StagingPolicy:
         key = _key(course, whole)
         binding = self._bound.get(key)
         if binding is None:
-            binding = self._bound[key] = self._bind(course, (whole,))
+            binding = self._bound[key] = self._bind(course, whole)
             if len(self._bound) > MAX_BOUND:
                 self._bound.popitem(last=False)
         return binding if block == whole else binding.of_layers(block.layers)
 
-    def _bind(self, course: Course, blocks: tuple[Block, ...]) -> Binding:
+    def _bind(self, course: Course, whole: Block) -> Binding:
         ours, theirs = self._sides_of(course)
-        pair = Pair(self._rank, course.target)
-        return bind(course.plan, pair, course.request, ours, theirs, blocks)
-
-
-# Rooms of one size recur, and each of their writes asks.
-@lru_cache(maxsize=256)
-def _owed(plan: Plan, source: int, target: int, request: Request) -> tuple[Block, ...]:
-    return plan.blocks(source, target, request)
+        key = course.session, course.request, whole
+        known = self._outlines.get(key)
+        if known is None:
+            if len(self._outlines) >= MAX_OUTLINES:
+                self._outlines.clear()
+            pair = Pair(self._rank, course.target)
+            pools = ours.pools, theirs.pools
+            known = outline(course.plan, pair, course.request, *pools, (whole,))
+            self._outlines[key] = known
+        return known.on(ours.tables, theirs.tables)
 
 
 def _key(course: Course, whole: Block) -> tuple[Room, Session, int, Block]:

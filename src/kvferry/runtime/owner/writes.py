@@ -15,7 +15,7 @@ from functools import partial
 from kvferry.errors import KvferryError, TransportError
 from kvferry.ids import Op, Peer, Session
 from kvferry.logs.context import about
-from kvferry.plan.bind import Binding, Image, Pair, Side, bind
+from kvferry.plan.bind import Image, Pair, Side, Size, bind
 from kvferry.plan.choose import Path
 from kvferry.plan.places import Base
 from kvferry.protocol.events import (
@@ -180,17 +180,18 @@ class Writes:
             return
         posting = Posting(action.op, session, binding)
         reached = self._at_once.get(session)
-        if reached is not None and _is_small(binding):
-            self._write_now(posting, reached)
+        size = binding.size
+        if reached is not None and _is_small(size):
+            self._write_now(posting, reached, size)
         else:
             self._mover.write(posting)
 
-    def _write_now(self, posting: Posting, reached: Reached) -> None:
+    def _write_now(self, posting: Posting, reached: Reached, size: Size) -> None:
         transport, binding = reached.transport, posting.binding
         path = Path.RUNS if binding.contiguous else Path.SLICES
         if not transport.maps_peer:
             binding = binding.merged()
-        size = binding.num_bytes, binding.num_pieces
+            size = binding.size
         flight = Flight(time.monotonic(), path, *size, transport.name)
         ended = transport.write_now(reached.remote, posting.op, binding)
         if ended is None:
@@ -262,5 +263,5 @@ class Writes:
             )
 
 
-def _is_small(binding: Binding) -> bool:
-    return binding.num_bytes <= AT_ONCE_BYTES and binding.num_pieces <= AT_ONCE_PIECES
+def _is_small(size: Size) -> bool:
+    return size.num_bytes <= AT_ONCE_BYTES and size.num_pieces <= AT_ONCE_PIECES

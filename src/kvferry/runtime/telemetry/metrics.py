@@ -119,6 +119,7 @@ class Meter:
         self.stats = Stats()
         # Looked up once: finding a series costs more than counting in it.
         self._by_path: dict[tuple[str, Path], list[Counter]] = {}
+        self._ends: dict[str, Counter] = {}
         for path in Path:
             self._counters(transport, path)
         self._stages: dict[str, Buckets] = {}
@@ -139,8 +140,11 @@ class Meter:
         failed = isinstance(outcome, Failure)
         reason = str(outcome.code) if isinstance(outcome, Failure) else ""
         self.stats.rooms[reason or "done"] += 1
-        word = "failed" if failed else "done"
-        self._metrics.rooms.labels(*self._labels, word, reason).inc()
+        ends = self._ends.get(reason)
+        if ends is None:
+            word = "failed" if failed else "done"
+            ends = self._ends[reason] = self._metrics.rooms.labels(*self._labels, word, reason)
+        ends.inc()
 
     def wrote(self, ending: WriteEnd) -> None:
         """A write has ended."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvferry.plan.bind import Binding, Descriptors
 from kvferry.plan.places import Int64s
 from kvferry.regions import Device, Region
+from kvferry.transport.bounds import Limits
 from kvferry.transport.single import Single
 
 Table = NDArray[np.uint64]
@@ -24,6 +25,8 @@ Table = NDArray[np.uint64]
 _DESCRIPTOR_BYTES = 16 << 10
 # What one batch may take: about 5 ms.
 _BATCH_BYTES = 32 << 20
+# So many pieces are described one by one in less time than arrays take to begin with.
+_FEW = 32
 
 
 class Batch(NamedTuple):
@@ -41,6 +44,8 @@ class Memory:
     def __init__(self, regions: Sequence[Region]) -> None:
         self.regions = tuple(regions)
         self.sizes = tuple(region.num_bytes for region in regions)
+        self.limits = Limits(self.sizes)
+        self.kinds = tuple(kind(region.device) for region in regions)
         self._addresses = np.array([region.address for region in regions], dtype=np.uint64)
         self._numbers = np.array([region.device.number for region in regions], dtype=np.uint64)
         self._on_host = np.array([region.device.is_host for region in regions], dtype=bool)
@@ -58,10 +63,10 @@ class Memory:
         )
         return np.stack(columns, axis=1)
 
-    def row(self, region: int, offset: int, length: int) -> Table:
+    def row(self, region: int, offset: int, length: int) -> tuple[int, int, int]:
         """NIXL's descriptor of a single piece."""
         base = self.regions[region]
-        return np.array([[base.address + offset, length, base.device.number]], dtype=np.uint64)
+        return base.address + offset, length, base.device.number
 
 
 def kind(device: Device) -> str:
@@ -75,12 +80,37 @@ def _kind(on_host: bool) -> str:
 
 def batch_of(piece: Single, source: Memory, target: Memory) -> Batch:
     """One piece, which is not empty and lies inside the regions."""
+    ours = source.row(piece.source_region, piece.source_offset, piece.length)
+    theirs = target.row(piece.target_region, piece.target_offset, piece.length)
     return Batch(
-        source.row(piece.source_region, piece.source_offset, piece.length),
-        target.row(piece.target_region, piece.target_offset, piece.length),
+        np.array([ours], dtype=np.uint64),
+        np.array([theirs], dtype=np.uint64),
         kind(source.regions[piece.source_region].device),
         kind(target.regions[piece.target_region].device),
     )
+
+
+def few_pieces(binding: Binding, source: Memory, target: Memory) -> list[Batch] | None:
+    """What ``batches`` gives for a few pieces of one kind of memory, in a quarter of the time.
+
+    None if they are more than a few, or of several kinds. The binding lies inside the regions.
+    """
+    size = binding.size
+    if size.num_pieces > _FEW or size.num_bytes > _BATCH_BYTES // 2:
+        return None
+    kinds: set[tuple[str, str]] = set()
+    ours, theirs = [], []
+    for part in binding.merged().parts:
+        offsets = [column.tolist() for column in part.pieces.expand()]
+        for from_, into in zip(part.source_bases, part.target_bases, strict=True):
+            kinds.add((source.kinds[from_.region], target.kinds[into.region]))
+            for begin, end, length in zip(*offsets, strict=True):
+                if length:
+                    ours.append(source.row(from_.region, from_.offset + begin, length))
+                    theirs.append(target.row(into.region, into.offset + end, length))
+    if len(kinds) != 1 or not ours:
+        return None
+    return [Batch(np.array(ours, np.uint64), np.array(theirs, np.uint64), *kinds.pop())]
 
 
 def batches(binding: Binding, source: Memory, target: Memory) -> list[Batch]:

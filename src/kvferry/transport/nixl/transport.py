@@ -42,7 +42,7 @@ from kvferry.regions import Region
 from kvferry.transport import bounds, options
 from kvferry.transport.base import Ended, Remote, Setup, Transport
 from kvferry.transport.nixl import package
-from kvferry.transport.nixl.batches import Batch, Memory, batch_of, batches, kind
+from kvferry.transport.nixl.batches import Batch, Memory, batch_of, batches, few_pieces, kind
 from kvferry.transport.nixl.peers import Connected, Metadata, Peer, decode, encode
 from kvferry.transport.nixl.writes import Write
 from kvferry.transport.single import single
@@ -62,6 +62,9 @@ _POLL_S = 0.005
 
 # How long a write that is made at once is looked after before that is left to ``poll``.
 _AT_ONCE_S = 30e-6
+# How long such a write waits for another thread's: handing it over would take longer, and the
+# next one would find the agent in use again.
+_TURN_S = 50e-6
 
 
 P = ParamSpec("P")
@@ -170,8 +173,8 @@ class NixlTransport(Transport):
         self._begin(remote, op, pieces)
 
     def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:
-        """Submit, and look after it for a moment, unless the agent is in use."""
-        if not self._turn.acquire(blocking=False):
+        """Submit, and look after it for a moment, unless the agent is in use for long."""
+        if not self._turn.acquire(timeout=_TURN_S):
             return Ended(op, Fate.BUSY, "the agent is in use")
         try:
             write = self._begin(remote, op, pieces)
@@ -204,7 +207,8 @@ class NixlTransport(Transport):
         only = single(pieces)
         if only and only.length and only.fits(ours.sizes, theirs.sizes):
             return [batch_of(only, ours, theirs)]
-        return bounds.problem(pieces, ours.sizes, theirs.sizes) or batches(pieces, ours, theirs)
+        outside = bounds.problem(pieces, ours.limits, theirs.limits)
+        return outside or few_pieces(pieces, ours, theirs) or batches(pieces, ours, theirs)
 
     @_in_turn
     def poll(self) -> list[Ended]:

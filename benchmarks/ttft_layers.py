@@ -1,0 +1,143 @@
+"""The time to the first token of the reference server, with whole chunks and with layers.
+
+    .venv/bin/python benchmarks/ttft_layers.py [--prefill 1 --decode 3] [--transport nixl]
+
+Clusters of real processes that differ in ``[transfer] layers`` alone, all up at once and asked in
+turns with the same prompts, so that a busy machine disturbs all of them alike. A prompt is one
+chunk, no prompt comes twice, and the answers to one must be the same token by token. Ends in one
+JSON line; the exit status is 1 if an answer failed or differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any
+
+import aiohttp
+
+from kvferry.load.client import Reply, ask, session_for
+from kvferry.load.prompts import Asker, Form, PromptKind
+from kvferry.serve.cluster.description import (
+    Cluster,
+    RendezvousSection,
+    TransferSection,
+    WorkerSection,
+    check,
+)
+from kvferry.serve.cluster.launch import Launch
+from kvferry.serve.models.find import find_model
+from kvferry.serve.router.options import RouterOptions
+
+FORM = Form(PromptKind.SMALL_IDS, exact=True)
+DEADLINE_S = 120.0
+SEED = 7
+# So many prompts are not timed.
+WARM_UP = 1
+
+
+def main() -> int:
+    args = arguments()
+    ways = [way if way in ("auto", "all") else int(way) for way in args.layers.split(",")]
+    sizes = [int(text) for text in args.tokens.split(",")]
+    model = find_model(args.model)
+    urls = []
+    with ExitStack() as stack:
+        for way in ways:
+            cluster = described(args, way, max(sizes))
+            check(cluster, model)
+            urls.append(stack.enter_context(Launch()).start_all(cluster, model, lambda *_: None))
+        rows = asyncio.run(compare(args, model.name, ways, urls, sizes))
+    good = all(row["verified"] for row in rows)
+    print(json.dumps({"model": model.name, "transport": args.transport, "rows": rows}))
+    return 0 if good else 1
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="", help="a folder, tiny, …; the default model without")
+    parser.add_argument("--prefill", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--decode", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--transport", default="shm")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--layers", default="all,auto", help="what is compared; the first is 1")
+    parser.add_argument("--tokens", default="64,256")
+    parser.add_argument("--repeat", type=int, default=5)
+    return parser.parse_args()
+
+
+def described(args: argparse.Namespace, layers: Any, most_tokens: int) -> Cluster:
+    """One of the clusters. The largest prompt is one chunk."""
+    same: dict[str, Any] = {
+        "device": args.device,
+        "step_tokens": most_tokens,
+        "cache_tokens": 4 * most_tokens,
+        "prefix_cache": False,
+    }
+    return Cluster(
+        model=args.model,
+        transport=args.transport,
+        transfer=TransferSection(layers=layers),
+        rendezvous=RendezvousSection(port=0),
+        router=RouterOptions(port=0),
+        prefill=(WorkerSection(tp=args.prefill, **same),),
+        decode=(WorkerSection(tp=args.decode, **same),),
+    )
+
+
+async def compare(
+    args: argparse.Namespace, model: str, ways: list[Any], urls: list[str], sizes: list[int]
+) -> list[dict[str, Any]]:
+    """A row for each size."""
+    async with AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(session_for(url)) for url in urls]
+        rows = []
+        for tokens in sizes:
+            rounds = await asked(sessions, Asker(model, tokens, 4, SEED), args.repeat)
+            rows.append(row(tokens, ways, rounds))
+            print(rows[-1], file=sys.stderr, flush=True)
+        return rows
+
+
+async def asked(
+    sessions: list[aiohttp.ClientSession], asker: Asker, repeat: int
+) -> list[list[Reply]]:
+    """For each prompt, the reply of each cluster; who is asked first changes."""
+    rounds = []
+    for number in range(WARM_UP + repeat):
+        body = asker.body(FORM)
+        turn = range(len(sessions)) if number % 2 else reversed(range(len(sessions)))
+        replies = {
+            at: await ask(sessions[at], body, path=FORM.path, deadline_s=DEADLINE_S) for at in turn
+        }
+        rounds.append([replies[at] for at in range(len(sessions))])
+    return rounds[WARM_UP:]
+
+
+def row(tokens: int, ways: list[Any], rounds: list[list[Reply]]) -> dict[str, Any]:
+    """Medians, and how each compares with the first, prompt by prompt."""
+    problems = [reply.error for replies in rounds for reply in replies if reply.error]
+    same = all(reply.tokens == replies[0].tokens for replies in rounds for reply in replies)
+    times = [[reply.ttft_s or DEADLINE_S for reply in replies] for replies in rounds]
+    return {
+        "tokens": tokens,
+        "ttft_s": {
+            str(way): statistics.median(each[at] for each in times) for at, way in enumerate(ways)
+        },
+        "ratio": {
+            str(way): statistics.median(each[at] / each[0] for each in times)
+            for at, way in enumerate(ways)
+        },
+        "verified": same and not problems,
+        "problems": problems[:3],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
