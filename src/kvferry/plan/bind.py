@@ -24,7 +24,7 @@ from kvferry.layout.intervals import Span, Tokens
 from kvferry.layout.layout import Holding, Layout, find_holding
 from kvferry.layout.spec import Group, Slot
 from kvferry.plan.coalesce import Pieces, one_piece
-from kvferry.plan.forms import Cadence, Grid, Paging, Shape, Spacing, pieces_on
+from kvferry.plan.forms import Cadence, FormKey, Grid, RequestPages, Spacing, pieces_on
 from kvferry.plan.places import MAX_OFFSET, Base, Int64s, PageTable, Placement, PoolMap
 from kvferry.plan.plan import Block, Move, Plan, Request
 
@@ -318,12 +318,12 @@ def _image_placements(
 
 
 class _Strand(NamedTuple):
-    """One tensor of one move: the same shape in each of its layers."""
+    """One tensor of one move: the same form in each of its layers."""
 
     tensor: str
     source_bases: tuple[Base, ...]
     target_bases: tuple[Base, ...]
-    shape: Shape
+    key: FormKey
 
 
 class _Draft(NamedTuple):
@@ -336,10 +336,10 @@ class _Draft(NamedTuple):
 
     def on(self, source: Tables, target: Tables) -> Iterator[Part]:
         """On a request's pages."""
-        ours = Paging(self.source_page, _table(source, self.group))
-        theirs = Paging(self.target_page, _table(target, self.group))
-        for tensor, source_bases, target_bases, shape in self.strands:
-            pieces = pieces_on(shape, ours, theirs)
+        ours = RequestPages(self.source_page, _table(source, self.group))
+        theirs = RequestPages(self.target_page, _table(target, self.group))
+        for tensor, source_bases, target_bases, key in self.strands:
+            pieces = pieces_on(key, ours, theirs)
             yield Part(self.group, tensor, source_bases, target_bases, pieces)
 
 
@@ -358,9 +358,9 @@ def _draft(group: Group, move: Move, num_tokens: int, source: _End, target: _End
         group.tensors, source.placements, target.placements, strict=True
     ):
         grid = Grid(group.name, len(move.units), tensor.unit_bytes, num_tokens)
-        shape = Shape(grid, source.cadence, target.cadence, _spacing(ours), _spacing(theirs))
+        key = FormKey(grid, source.cadence, target.cadence, _spacing(ours), _spacing(theirs))
         bases = ours.bases_of(layers), theirs.bases_of(layers)
-        strands.append(_Strand(tensor.name, *bases, shape))
+        strands.append(_Strand(tensor.name, *bases, key))
     return _Draft(group.name, source.page, target.page, tuple(strands))
 
 

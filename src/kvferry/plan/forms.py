@@ -74,7 +74,7 @@ class Cadence(NamedTuple):
         )
 
 
-class Paging(NamedTuple):
+class RequestPages(NamedTuple):
     """Where one end keeps the tokens of one move: the first are in ``page`` of the request."""
 
     page: int
@@ -112,7 +112,7 @@ class Grid(NamedTuple):
     num_tokens: int
 
 
-class Shape(NamedTuple):
+class FormKey(NamedTuple):
     """All that a tensor's form follows from."""
 
     grid: Grid
@@ -133,8 +133,8 @@ class _Form(NamedTuple):
     pieces: Pieces
 
 
-def _form(shape: Shape) -> _Form:
-    grid, source, target, ours, theirs = shape
+def _form(key: FormKey) -> _Form:
+    grid, source, target, ours, theirs = key
     segments = _segments(grid.num_tokens, source, target)
     grain = Grain(
         Stride(ours.token_stride * source.advance, theirs.token_stride * target.advance),
@@ -158,10 +158,10 @@ _known_form = lru_cache(maxsize=MAX_FORMS)(_form)
 # The layers of a request are bound one parcel after another, and K and V usually lie alike:
 # then they have the very same pieces. Page tables are compared by identity.
 @lru_cache(maxsize=32)
-def pieces_on(shape: Shape, source: Paging, target: Paging) -> Pieces:
-    """The pieces of a shape on these pages. Raises ``InputError`` where they are wrong."""
-    grid, ours, theirs = shape.grid, shape.ours, shape.theirs
-    form = (_known_form if grid.num_tokens <= SHORT_TOKENS else _form)(shape)
+def pieces_on(key: FormKey, source: RequestPages, target: RequestPages) -> Pieces:
+    """The pieces of a form on these pages. Raises ``InputError`` where they are wrong."""
+    grid, ours, theirs = key.grid, key.ours, key.theirs
+    form = (_known_form if grid.num_tokens <= SHORT_TOKENS else _form)(key)
     from_ = source.pages(form.source, grid.group)
     into = target.pages(form.target, grid.group)
     _demand_there(grid.group, from_, ours.num_pages)
