@@ -32,6 +32,7 @@ from tests_vllm.servers import (
     say,
     timed,
 )
+from tests_vllm.waiting import eventually
 
 ANSWER = 12
 PROMPTS = (
@@ -150,4 +151,8 @@ def test_the_answer_is_that_of_the_model(expected: list[str], dynamo: Dynamo, nu
     with timed(f"through Dynamo, {len(prompt)} characters"):
         answer = complete(dynamo.frontend, prompt, ANSWER)
     assert answer == expected[number]
-    assert "KV Transfer metrics:" in dynamo.decode.log.read_text()
+    # vLLM writes its figures down every ten seconds.
+    eventually(
+        lambda: "KV Transfer metrics:" in dynamo.decode.log.read_text(),
+        "decode's log tells of what was transferred",
+    )
