@@ -18,11 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from kvferry.testing.ports import later_port
+
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 import numpy as np
 import torch
-from servers import free_port
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, MetadataBuffers
@@ -69,7 +70,7 @@ class Backend:
         load_plugins()
         kind = utils.TransferBackend(name)
         self._class = {each: utils.get_kv_class(kind, each) for each in KVClassType}
-        self.heads, self.port = heads, free_port()
+        self.heads, self.port = heads, later_port()
         self.address = f"127.0.0.1:{self.port}"
         self._args = ServerArgs(
             model_path=str(model),
@@ -87,7 +88,7 @@ class Backend:
     def rank(self, mode: DisaggregationMode, rank: int, tp: int) -> Rank:
         args, pools, rows = kv_args(rank, tp, self.heads)
         # A server of its own: it is known by its port.
-        with as_rank(rank, tp), get_serving().override(port=free_port()):
+        with as_rank(rank, tp), get_serving().override(port=later_port()):
             manager = self._class[KVClassType.MANAGER](args, mode, self._args, False)
         return Rank(manager, pools, rows)
 

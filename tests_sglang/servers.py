@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from kvferry.testing.ports import later_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -96,14 +97,9 @@ def tail(log: Path) -> str:
     return "\n".join(line[:300] for line in lines[-40:])
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def start(side: Side, model: Path, folder: Path) -> Server:
     """Begin to start a server; ``wait`` for it."""
-    port, bootstrap = free_port(), free_port()
+    port, bootstrap = later_port(), later_port()
     log = folder / f"{side.role}-tp{side.tp}-page{side.page}-{port}.log"
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *FLAGS),

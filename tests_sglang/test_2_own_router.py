@@ -15,7 +15,9 @@ from conftest import Cast
 from pairs import NUM_TOKENS
 from prompts import LONG, SHORT
 from reference import Reference
-from servers import environment, free_port, post, tail, until_up
+from servers import environment, post, tail, until_up
+
+from kvferry.testing.ports import later_port
 
 WORKERS_S = 30.0
 
@@ -23,7 +25,7 @@ WORKERS_S = 30.0
 @pytest.fixture(scope="module")
 def own_router(cast: Cast, folder: Path) -> Iterator[str]:
     """Over both prefill servers."""
-    port, log = free_port(), folder / "own-router.log"
+    port, log = later_port(), folder / "own-router.log"
     prefills = [
         flag
         for server in (cast.one, cast.three)

@@ -12,13 +12,15 @@ from conftest import Cast
 from pairs import NUM_TOKENS
 from prompts import LONG, SHORT
 from reference import Reference
-from servers import free_port, post, until_up
+from servers import post, until_up
+
+from kvferry.testing.ports import later_port
 
 
 @pytest.fixture(scope="module")
 def router(cast: Cast, folder: Path) -> Iterator[str]:
     """sglang-router over both prefill servers."""
-    port, log = free_port(), folder / "router.log"
+    port, log = later_port(), folder / "router.log"
     pairs = [
         flag
         for server in (cast.one, cast.three)
@@ -27,7 +29,7 @@ def router(cast: Cast, folder: Path) -> Iterator[str]:
     command = [
         *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", *pairs),
         *("--decode", cast.decode.url, "--host", "127.0.0.1", "--port", str(port)),
-        *("--prometheus-port", str(free_port()), "--policy", "round_robin"),
+        *("--prometheus-port", str(later_port()), "--policy", "round_robin"),
     ]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)

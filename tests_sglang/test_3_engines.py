@@ -15,9 +15,10 @@ from conftest import Cast
 from pairs import NUM_TOKENS, new_room
 from prompts import LONG, SHORT
 from reference import Reference
-from servers import Server, environment, free_port, post, until_up
+from servers import Server, environment, post, until_up
 
 from kvferry import RendezvousServer
+from kvferry.testing.ports import later_port
 
 DEADLINE_S = 60.0
 
@@ -25,7 +26,7 @@ DEADLINE_S = 60.0
 @contextmanager
 def worker(role: str, rendezvous: str, model: Path, folder: Path) -> Iterator[str]:
     """One of kvferry's own, with one rank."""
-    port, log = free_port(), folder / f"own-{role}.log"
+    port, log = later_port(), folder / f"own-{role}.log"
     command = [
         *(sys.executable, "-m", "kvferry", "serve", role, "--name", f"own-{role}"),
         *("--layout", "tp=1,page=8", "--rendezvous", rendezvous, "--model", str(model)),

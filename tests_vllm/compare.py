@@ -22,8 +22,9 @@ from statistics import median
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from kvferry.testing.ports import later_port
 from tests_vllm.models import plain
-from tests_vllm.servers import Deployment, Json, Server, complete, free_port, say, timed, token_ids
+from tests_vllm.servers import Deployment, Json, Server, complete, say, timed, token_ids
 
 LENGTHS = (64, 384)
 ANSWER = 4
@@ -136,7 +137,7 @@ def started(deployment: Deployment, connector: str, transport: str) -> Pair:
                 *(side, plain()),
                 transfer=transfer,
                 more="--no-enable-prefix-caching",
-                VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
+                VLLM_NIXL_SIDE_CHANNEL_PORT=str(later_port()),
             )
         )
     for server in made:

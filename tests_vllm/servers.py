@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry import ClusterKey
+from kvferry.testing.ports import later_port
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -34,12 +34,6 @@ Json = dict[str, Any]
 def say(text: str) -> None:
     """What goes on, for who watches."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Asked(Exception):
@@ -151,7 +145,7 @@ class Deployment:
         self.environment = environment(folder)
         self._key = folder / "cluster.key"
         ClusterKey.new().write(self._key)
-        port = free_port()
+        port = later_port()
         command = [sys.executable, "-m", "kvferry", "serve", "rendezvous", "--port", str(port)]
         server = self.start("rendezvous", [*command, "--key", str(self._key)], port)
         server.wait_until_up("/healthz")
@@ -179,7 +173,7 @@ class Deployment:
         **variables: str,
     ) -> Server:
         """One engine; ``transfer`` is its ``--kv-transfer-config``."""
-        port = free_port()
+        port = later_port()
         command = [str(BIN / "vllm"), "serve", str(model), "--served-model-name", "m"]
         command += ["--port", str(port), "--host", "127.0.0.1", "--tensor-parallel-size", str(tp)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_LEN)]
@@ -191,7 +185,7 @@ class Deployment:
 
     def router(self, prefills: list[Server], decode: Server) -> Server:
         """kvferry's, in front of vLLM."""
-        port = free_port()
+        port = later_port()
         command = [sys.executable, "-m", "kvferry", "serve", "router", "--engine", "vllm"]
         command += ["--port", str(port), "--decode-url", f"{decode.name}={decode.url}"]
         command += [f"--prefill-url={each.name}={each.url}" for each in prefills]

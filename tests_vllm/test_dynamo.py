@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+from kvferry.testing.ports import later_port
 from tests_vllm.models import padded
 from tests_vllm.servers import (
     BLOCK_TOKENS,
@@ -28,7 +29,6 @@ from tests_vllm.servers import (
     Json,
     Server,
     ask,
-    free_port,
     say,
     timed,
 )
@@ -64,7 +64,7 @@ class Parts:
         }
 
     def frontend(self) -> Server:
-        port = free_port()
+        port = later_port()
         command = [sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1"]
         command += ["--http-port", str(port)]
         server = self._deployment.start("dynamo", command, port, **self._environment)
@@ -80,7 +80,7 @@ class Parts:
         command += ["--max-model-len", str(MAX_LEN), "--block-size", str(BLOCK_TOKENS)]
         command += ["--kv-cache-memory-bytes", str(CACHE_BYTES // tp)]
         command += ["--no-enable-prefix-caching", "--max-num-seqs", "16"]
-        more = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        more = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(later_port())}
         return self._deployment.start(f"dynamo-{mode}", command, 0, **self._environment | more)
 
 
