@@ -118,7 +118,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def job_of(case: GpuCase, args: argparse.Namespace) -> TransferJob:
     spec = attention(layers=args.layers, kv_heads=args.kv_heads, head_dim=args.head_dim)
-    sides = [Layout(spec, Parallel(tp=tp), args.page) for tp in (case.prefill, case.decode)]
+    sides = [
+        Layout(spec, Parallel(tp=tp), page_tokens=args.page) for tp in (case.prefill, case.decode)
+    ]
     plan = reshard(*sides)
     check(plan)
     config = EndpointConfig(
@@ -158,6 +160,7 @@ def measured(case: GpuCase, report: TransferReport) -> dict[str, Any]:
         "chosen": report.chosen,
         "path": report.path,
         "gb_per_s": round(report.gb_per_s, 2),
+        "plain_copy_ms": round(1e3 * report.memcpy_seconds, 3),
         "bytes": report.bytes,
         "pieces": report.pieces,
         "staging_bytes": report.staging_bytes,

@@ -70,6 +70,21 @@ def test_whole_tokens_before_layers() -> None:
     assert cut_to_slots(plan, 0, 0, block, 24) == [block]
 
 
+def test_a_cut_is_even_and_at_pages() -> None:
+    spec = attention(layers=1, kv_heads=1, head_dim=1, dtype=DType.UINT8)
+    plan = reshard(Layout(spec, page_tokens=4), Layout(spec, page_tokens=6))
+    for num_tokens, slot_bytes, expected in [
+        (100, 198, [60, 40]),  # two, and both pages end at every twelfth token
+        (100, 110, [50, 50]),  # no stretch of whole pages would do with two
+        (97, 50, [25, 25, 25, 22]),  # no more blocks than there must be
+        (96, 50, [24, 24, 24, 24]),
+    ]:
+        fragments = cut_to_slots(
+            plan, 0, 0, Block("kv", Span(0, 1), Span(0, num_tokens)), slot_bytes
+        )
+        assert [len(fragment.tokens) for fragment in fragments or ()] == expected
+
+
 def test_a_slot_is_filled_with_every_other_token() -> None:
     spec = attention(layers=1, kv_heads=1, head_dim=1, dtype=DType.UINT8)
     plan = reshard(Layout(spec, Parallel(cp=2)), Layout(spec))

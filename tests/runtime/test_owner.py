@@ -18,6 +18,7 @@ from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Cancel, Connect, Event, Open, Release, Tick
 from kvferry.protocol.messages import Envelope, Heartbeat
 from kvferry.protocol.states import LinkState
+from kvferry.runtime.copier import HostCopier
 from kvferry.runtime.driver.driver import Driver, Ports
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.lifeline import Address, Life, Lifeline, probe
@@ -96,9 +97,8 @@ def played(puppet: Puppet, *turns: Turn, desk: Desk | None = None) -> Address:
     inbox = Inbox[object]()
     script, rest = Script(inbox, *turns), Nothing()
     setup = SimpleNamespace(lifeline=Lifeline("127.0.0.1", LIFE))
-    parts: dict[str, Any] = dict.fromkeys(
-        ("config", "meter", "rooms", "mover", "copier", "prober"), rest
-    )
+    parts: dict[str, Any] = dict.fromkeys(("config", "meter", "rooms", "mover", "prober"), rest)
+    parts["copier"] = HostCopier("copier", inbox.put, lambda _: None)
     parts["stories"] = StoryBook(0)
     outfit: Any = SimpleNamespace(setup=setup, inbox=inbox, poller=script, me=ME, **parts)
     channel: Any = script

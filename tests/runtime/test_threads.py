@@ -25,10 +25,9 @@ from kvferry.layout.spec import attention
 from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
 from kvferry.protocol.outcome import Failure, FailureCode
-from kvferry.regions import Device
 from kvferry.rendezvous.records import InstanceView, RankRecord, RankView
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.copier import CopyJob, copier_for
+from kvferry.runtime.copier import CopyJob, HostCopier
 from kvferry.runtime.lifeline import Life, probe
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.mover.mover import ThreadBroke
@@ -265,7 +264,7 @@ def test_a_bug_in_the_mover_fails_the_rooms_with_its_words(
 
 def test_a_bug_in_the_copier_is_told() -> None:
     told: Mailbox[object] = Mailbox()
-    copier = copier_for(Device.parse("cpu"), "copier", told.put, lambda _: None)
+    copier = HostCopier("copier", told.put, lambda _: None)
 
     def bind() -> Binding:
         raise ZeroDivisionError

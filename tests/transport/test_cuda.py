@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
-from kvferry.ids import Op
 from kvferry.regions import Device, Region
-from kvferry.testing.transports import binding_of, copy_by_memmove
+from kvferry.testing.transports import copy_by_memmove
 from kvferry.transport import descriptors
-from kvferry.transport.base import Remote, Setup
+from kvferry.transport.base import Setup
 from kvferry.transport.cuda import CudaTransport
 from kvferry.transport.cuda.exports import Backing, IpcSpan, SpanPlace, VmmSpan, lay_out
 from kvferry.transport.cuda.maps import Exporter, demand_proof
@@ -133,12 +132,6 @@ class TestRefusing:
         setup = Setup(agent="test", copy=copy_by_memmove, options={"rail": "1"})
         with pytest.raises(TransportError, match="has no option 'rail'"):
             CudaTransport(setup)
-
-    def test_writing_at_once(self) -> None:
-        """The GPU writes, which takes longer than handing the write over."""
-        assert not CudaTransport.writes_at_once
-        with pytest.raises(TransportError, match="does not write at once"):
-            transport().write_now(Remote(), Op(1), binding_of([]))
 
     @pytest.mark.parametrize(
         ("spans", "place", "sentence"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import lcm
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -34,7 +35,8 @@ def cut_to_slots(
     """Blocks whose dense images fit a slot; None if not even one token of one layer does.
 
     Prefers whole tokens over all layers; cuts layers only where one token of all
-    of them is too large, as a state row often is.
+    of them is too large, as a state row often is. The blocks are as even as whole pages
+    allow: a small one at the end would cost as much as the others.
     """
     layers = plan.spec.group(block.group).layers_in(block.layers)
     rates = _rates(plan, source, target, block)
@@ -42,7 +44,10 @@ def cut_to_slots(
     num_layers = min(len(layers), slot_bytes // one_token)
     if not num_layers:
         return None
-    num_tokens = _most_tokens(slot_bytes // num_layers, rates)
+    most = _most_tokens(slot_bytes // num_layers, rates)
+    num_tokens = _even(
+        len(block.tokens), most, lcm(plan.source.page_tokens, plan.target.page_tokens)
+    )
     return [
         Block(block.group, Span(some[0], some[-1] + 1), Span(first, end))
         for some in (layers[i : i + num_layers] for i in range(0, len(layers), num_layers))
@@ -72,6 +77,13 @@ def _most_tokens(room_bytes: int, rates: list[_Rate]) -> int:
     while count > 1 and sum(-(-count // r.step) * r.token_bytes for r in rates) > room_bytes:
         count -= 1
     return max(1, count)
+
+
+def _even(num_tokens: int, most: int, page_tokens: int) -> int:
+    """How many tokens each of as few stretches as possible has, if none may have more."""
+    even = -(-num_tokens // -(-num_tokens // most))
+    whole = -(-even // page_tokens) * page_tokens
+    return whole if whole <= most else even
 
 
 def image_bytes(

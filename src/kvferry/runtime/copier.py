@@ -1,8 +1,8 @@
-"""The copier: a thread that gathers into slots and scatters out of them.
+"""Copiers: who gathers into slots and scatters out of them.
 
-The owner never copies and never waits for a copy. Jobs run in order; a GPU runs
-them on a stream of its own, so a job is started when it is its turn and told of
-when the GPU has done it. A gather that has ended goes straight on to the mover.
+The owner never waits for a copy. On the host a thread copies, one job after another, and a
+gather that has ended goes straight on to the mover. A GPU copies by itself and needs no
+thread (``owner.gpu_copies``).
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
-from queue import Empty
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvferry.copy.cpu import copy_binding
 from kvferry.errors import KvferryError
@@ -23,12 +21,8 @@ from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Path
 from kvferry.plan.places import Base
-from kvferry.regions import Device
 from kvferry.runtime.mover.mover import Posting, ThreadBroke
 from kvferry.runtime.pulse import Pulse
-
-GPU_POLL_S = 20e-6
-MAX_BATCH = 32
 
 
 class BulkWrite(NamedTuple):
@@ -37,6 +31,13 @@ class BulkWrite(NamedTuple):
     session: Session
     source: Base
     target: Base
+
+
+class Copied(NamedTuple):
+    """A copy is over and touches nothing any more; ``problem`` is empty if it went well."""
+
+    op: Op
+    problem: str = ""
 
 
 class CopyJob(NamedTuple):
@@ -52,21 +53,47 @@ class CopyJob(NamedTuple):
     targets: tuple[int, ...]
     then: BulkWrite | None = None
 
-
-class Copied(NamedTuple):
-    """A copy is over and touches nothing any more; ``problem`` is empty if it went well."""
-
-    op: Op
-    problem: str = ""
+    def outcome(self, binding: Binding) -> Copied | Posting:
+        """What comes of it once it went well."""
+        if self.then is None:
+            return Copied(self.op)
+        session, source, target = self.then
+        bulk = Binding.bulk(source, target, binding.num_bytes)
+        return Posting(self.op, session, bulk, Path.STAGED)
 
 
 CopierNews = Copied | ThreadBroke
 
 
 class Copier(ABC):
-    """One thread that does the copies of one endpoint.
+    """Who does the copies of one endpoint. Called by the owner."""
 
-    Calls ``tell`` and ``post`` on its thread; neither may wait.
+    pulse: Pulse
+
+    @abstractmethod
+    def submit(self, job: CopyJob) -> None:
+        """Do this after what was submitted before. Never waits."""
+
+    def ended(self) -> Iterable[Copied | Posting]:
+        """Every turn: what is over, where no thread tells of it."""
+        return ()
+
+    def launch(self) -> None:  # noqa: B027 - a thread needs no telling
+        """At the end of every turn: start what it asked for."""
+
+    def wakeup(self) -> float:
+        """After how many seconds at most to turn again although nothing comes."""
+        return inf
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was begun, and end."""
+
+
+class HostCopier(Copier):
+    """Copies with the CPU, on a thread of its own, where it calls ``tell`` and ``post``.
+
+    Neither may wait.
     """
 
     def __init__(
@@ -96,29 +123,6 @@ class Copier(ABC):
         finally:
             self.pulse.beat(inf)
 
-    @abstractmethod
-    def _run(self) -> None:
-        """The thread."""
-
-    def _next(self, timeout_s: float | None = None) -> CopyJob | None:
-        """Wait for a job, and show that somebody does. Raises ``queue.Empty``."""
-        self.pulse.beat(inf if timeout_s is None else time.monotonic() + timeout_s)
-        job = self._jobs.take(timeout_s)
-        self.pulse.beat(time.monotonic())
-        return job
-
-    def _done(self, job: CopyJob, binding: Binding) -> None:
-        if job.then is None:
-            self._tell(Copied(job.op))
-            return
-        session, source, target = job.then
-        bulk = Binding.bulk(source, target, binding.num_bytes)
-        self._post(Posting(job.op, session, bulk, Path.STAGED))
-
-
-class HostCopier(Copier):
-    """Copies with the CPU."""
-
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
@@ -126,96 +130,16 @@ class HostCopier(Copier):
                 copy_binding(binding, job.sources, job.targets, keep=job.then is not None)
             except KvferryError as error:
                 self._tell(Copied(job.op, str(error)))
+                continue
+            outcome = job.outcome(binding)
+            if isinstance(outcome, Posting):
+                self._post(outcome)
             else:
-                self._done(job, binding)
+                self._tell(outcome)
 
-
-class GpuJobs(Copier):
-    """Copies with a GPU: whatever waits is started as one copy, and told of when it ends."""
-
-    def __init__(
-        self,
-        name: str,
-        tell: Callable[[CopierNews], None],
-        post: Callable[[Posting], None],
-        device: Device,
-    ) -> None:
-        from kvferry.copy.gpu import GpuCopier, GpuCopy  # noqa: PLC0415 - needs torch and a GPU
-
-        self._gpu = GpuCopier(device)
-        self._gpu.warm_up()
-        self._make = GpuCopy
-        super().__init__(name, tell, post)
-
-    def _run(self) -> None:
-        running: deque[tuple[Any, list[_Bound]]] = deque()
-        while (jobs := self._take(wait=not running)) is not None:
-            if jobs:
-                self._start(jobs, running)
-            while running and _is_over(running[0][0]):
-                self._end(*running.popleft())
-        for event, done in running:
-            self._end(event, done)
-
-    def _take(self, *, wait: bool) -> list[CopyJob] | None:
-        """The jobs that wait, none after a moment; None at the end."""
-        jobs: list[CopyJob] = []
-        try:
-            job = self._next(None if wait else GPU_POLL_S)
-            while job is not None and len(jobs) < MAX_BATCH:
-                jobs.append(job)
-                job = self._jobs.take_now()
-        except Empty:
-            return jobs
-        if job is None:
-            if not jobs:
-                return None
-            self._jobs.put(None)
-        else:
-            jobs.append(job)
-        return jobs
-
-    def _start(self, jobs: list[CopyJob], running: deque[tuple[Any, list[_Bound]]]) -> None:
-        bound: list[_Bound] = []
-        for job in jobs:
-            try:
-                bound.append((job, job.bind()))
-            except KvferryError as error:
-                self._tell(Copied(job.op, str(error)))
-        if bound:
-            copies = [self._make(binding, job.sources, job.targets) for job, binding in bound]
-            running.append((self._gpu.copy(copies), bound))
-
-    def _end(self, event: Any, done: list[_Bound]) -> None:
-        """Say how a copy ended. After a CUDA error nothing runs on the device any more."""
-        try:
-            event.synchronize()
-        except RuntimeError as error:
-            for job, _ in done:
-                self._tell(Copied(job.op, f"the GPU failed: {error}"))
-        else:
-            for job, binding in done:
-                self._done(job, binding)
-
-
-_Bound = tuple[CopyJob, Binding]
-
-
-def _is_over(event: Any) -> bool:
-    """Whether a copy has ended, well or not."""
-    try:
-        return bool(event.query())
-    except RuntimeError:
-        return True
-
-
-def copier_for(
-    device: Device,
-    name: str,
-    tell: Callable[[CopierNews], None],
-    post: Callable[[Posting], None],
-) -> Copier:
-    """The copier of memory on that device."""
-    if device.is_host:
-        return HostCopier(name, tell, post)
-    return GpuJobs(name, tell, post, device)
+    def _next(self) -> CopyJob | None:
+        """Wait for a job, and show that somebody does."""
+        self.pulse.beat(inf)
+        job = self._jobs.take()
+        self.pulse.beat(time.monotonic())
+        return job

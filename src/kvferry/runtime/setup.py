@@ -25,6 +25,7 @@ from kvferry.runtime.memory import Memory, PoolArrays, arrays_of
 from kvferry.runtime.mover.calibration import scratch_bytes
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.staging import SlotPool, allocate, slots_for
+from kvferry.staging.pool import DEFAULT_SLOT_BYTES, GPU_SLOT_BYTES, MAX_SLOTS
 from kvferry.transport.base import Setup, Transport
 from kvferry.transport.registry import load, transport_class
 from kvferry.transport.several import AUTO, TransportSet, asked_for
@@ -268,11 +269,15 @@ def _slots(
         return None
     unit_bytes = max(group.unit_bytes for group in layout.spec.groups)
     scratch = scratch_bytes(memory.device)
+    # A GPU gathers all slots that wait in one launch and needs no core for their writes, so a
+    # source has as many there as a target.
+    on_host = memory.device.is_host
     pool = slots_for(
         unit_bytes,
         budget_bytes=config.staging_bytes - scratch,
         slot_bytes=config.slot_bytes,
-        most_slots=most_slots,
+        most_slot_bytes=DEFAULT_SLOT_BYTES if on_host else GPU_SLOT_BYTES,
+        most_slots=most_slots if on_host else MAX_SLOTS,
     )
     buffer = allocate(pool.num_bytes + scratch, memory.device)
     return StagingMemory(buffer.region, pool, buffer)

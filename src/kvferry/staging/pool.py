@@ -13,6 +13,10 @@ DEFAULT_BUDGET_BYTES = 64 * MIB
 DEFAULT_SLOT_BYTES = 15 * MIB
 # Enough that one can be gathered into, one sent and one scattered at the same time.
 ENOUGH_SLOTS = 4
+# A GPU copies a slot in less time than its messages take, so there slots grow with the budget,
+# as long as a few sources have a few each.
+GPU_SLOT_BYTES = 128 * MIB
+MANY_SLOTS = 16
 MAX_SLOTS = 1 << 20
 # A slot begins where a memory page does: copies store whole lines, transports pin whole pages.
 PAGE_BYTES = 4096
@@ -43,19 +47,21 @@ def slots_for(
     *,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     slot_bytes: int | None = None,
+    most_slot_bytes: int = DEFAULT_SLOT_BYTES,
     most_slots: int = MAX_SLOTS,
 ) -> SlotPool:
     """Cut a budget into slots, or say why that would be useless.
 
     ``largest_unit_bytes`` is one token of one layer (or a state row of one layer) of
     what is to be staged: parcels are cut no smaller. Without ``slot_bytes`` the slots
-    are as large as pays, smaller where the budget is small.
+    are as large as pays, up to ``most_slot_bytes``, and smaller where the budget is small.
     """
     if min(largest_unit_bytes, budget_bytes, most_slots) <= 0:
         raise InputError("a staging budget, what it must hold and the number of slots are above 0")
     if slot_bytes is None:
-        share = budget_bytes // ENOUGH_SLOTS // PAGE_BYTES * PAGE_BYTES
-        slot_bytes = max(min(DEFAULT_SLOT_BYTES, share), largest_unit_bytes)
+        few = min(DEFAULT_SLOT_BYTES, _share(budget_bytes, ENOUGH_SLOTS))
+        many = min(most_slot_bytes, _share(budget_bytes, MANY_SLOTS))
+        slot_bytes = max(few, many, largest_unit_bytes)
     if slot_bytes < largest_unit_bytes:
         raise InputError(
             f"a staging slot of {slot_bytes} bytes can't hold one token of one layer, which has "
@@ -68,3 +74,7 @@ def slots_for(
             f"give staging more memory, make slots smaller, or use no staging"
         )
     return SlotPool(whole, min(budget_bytes // whole, most_slots, MAX_SLOTS))
+
+
+def _share(budget_bytes: int, num_slots: int) -> int:
+    return budget_bytes // num_slots // PAGE_BYTES * PAGE_BYTES

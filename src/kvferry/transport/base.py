@@ -95,6 +95,8 @@ class Transport(ABC):
     maps_peer: ClassVar[bool] = False
     # ``write_now`` may be called: a small write costs less than handing it to another thread.
     writes_at_once: ClassVar[bool] = False
+    # ``write_now`` only begins a write, however large it is: something else than a core copies.
+    writes_elsewhere: ClassVar[bool] = False
     # ``poll`` makes things happen, so it must be called while anything is expected: our own
     # writes, or those of peers into our memory. Without it, ``on_news`` is called when there
     # is something to poll for.

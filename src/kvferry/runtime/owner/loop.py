@@ -75,6 +75,7 @@ class Owner:
         self.channel = channel
         self._inbox = outfit.inbox
         self._poller = outfit.poller
+        self._copier = outfit.copier
         self._lifeline = outfit.setup.lifeline
         self._meter = outfit.meter
         self.stories = outfit.stories
@@ -156,10 +157,13 @@ class Owner:
         now = self._now = self.stories.now = time.monotonic()
         self._pulse.beat(now)
         self.driver.turn(self._arrived(ready), now)
+        for news in self._copier.ended():
+            self._take(news)
         if self._lifeline.fileno() in ready:
             self._lifeline.answer()
         self.stories.now = time.monotonic()
         self._tidy(now)
+        self._copier.launch()
         self.channel.flush()
 
     def _arrived(self, ready: set[object]) -> Iterator[Event]:
@@ -187,7 +191,8 @@ class Owner:
         """When to turn again although nothing comes."""
         role = self.role.wakeup()
         tidy = self._tidy_at if self._has_something else inf
-        return min(self.driver.wakeup(), tidy, max(role, now + AFTER_POLL_S))
+        copies = now + self._copier.wakeup()
+        return min(self.driver.wakeup(), tidy, copies, max(role, now + AFTER_POLL_S))
 
     @property
     def _has_something(self) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Generic, NamedTuple, TypeVar
 
+from kvferry.copy.devices import copier_on
 from kvferry.ids import Peer
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.copier import Copier, copier_for
+from kvferry.runtime.copier import Copier, HostCopier
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.mover.mover import Mover
+from kvferry.runtime.owner.gpu_copies import GpuCopies
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.rooms import RoomTable
@@ -71,6 +73,13 @@ def outfit_of(
         inbox,
         Poller(),
         mover,
-        copier_for(setup.memory.device, f"kvferry-copier-{me}", inbox.put, mover.write),
+        _copier(setup, inbox, mover),
         Prober(inbox.put, f"kvferry-prober-{me}"),
     )
+
+
+def _copier(setup: EndpointSetup, inbox: Inbox[object], mover: Mover) -> Copier:
+    device, me = setup.memory.device, setup.member.peer
+    if device.is_host:
+        return HostCopier(f"kvferry-copier-{me}", inbox.put, mover.write)
+    return GpuCopies(copier_on(device))

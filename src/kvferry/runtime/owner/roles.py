@@ -18,7 +18,7 @@ from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.copier import Copied
 from kvferry.runtime.driver.driver import Driver
 from kvferry.runtime.incoming import Incoming, bad_pages
-from kvferry.runtime.mover.mover import Measured, Reached, Unreached, WriteEnd
+from kvferry.runtime.mover.mover import Measured, Posting, Reached, Unreached, WriteEnd
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner.channels import SourceChannel, TargetChannel
 from kvferry.runtime.owner.directory import Directory, Viewed
@@ -90,6 +90,8 @@ class SourceRole:
         match item:
             case WriteEnd():
                 self._writes.ended(item)
+            case Posting():
+                self._writes.post(item)
             case Stepped(handle=handle):
                 handle.steps.append((item.after, item.learn, item.event))
                 self._advance(handle)

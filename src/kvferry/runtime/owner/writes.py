@@ -1,8 +1,8 @@
 """Writes: to a source's driver, the port to its peers' memory, whatever transport each has.
 
 A small write into mapped memory is made here and now, because handing it to another
-thread would cost more. Everything else goes to the mover, or to the copier first, which
-fills a slot and passes it on.
+thread would cost more, and so is one of any size that a GPU makes. Everything else goes to
+the mover, or to the copier first, which fills a slot and passes it on.
 """
 
 from __future__ import annotations
@@ -181,18 +181,26 @@ class Writes:
         posting = Posting(action.op, session, binding)
         reached = self._at_once.get(session)
         size = binding.size
-        if reached is not None and _is_small(size):
+        if reached is not None and (reached.transport.writes_elsewhere or _is_small(size)):
             self._write_now(posting, reached, size)
         else:
             self._mover.write(posting)
 
+    def post(self, posting: Posting) -> None:
+        """A GPU has filled a slot: have it written. It copies that by itself too."""
+        reached = self._at_once.get(posting.session)
+        if reached is None:
+            self._mover.write(posting)
+        else:
+            self._write_now(posting, reached, posting.binding.size)
+
     def _write_now(self, posting: Posting, reached: Reached, size: Size) -> None:
         transport, binding = reached.transport, posting.binding
-        path = Path.RUNS if binding.contiguous else Path.SLICES
-        if not transport.maps_peer:
+        direct = Path.RUNS if binding.contiguous else Path.SLICES
+        if not transport.maps_peer and posting.path is None:
             binding = binding.merged()
             size = binding.size
-        flight = Flight(time.monotonic(), path, *size, transport.name)
+        flight = Flight(time.monotonic(), posting.path or direct, *size, transport.name)
         ended = transport.write_now(reached.remote, posting.op, binding)
         if ended is None:
             self._mover.follow(posting.op, flight)

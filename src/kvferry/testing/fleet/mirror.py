@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,3 +50,18 @@ def allocate_on(
     regions = tuple(Region(t.data_ptr(), t.numel(), device) for t in tensors)
     arrays = [np.zeros(size, dtype=np.uint8) for size in sizes]
     return Memory(pools.map, regions, tensors), Mirror(arrays, tensors)
+
+
+def plain_copy_s(device: Device, num_bytes: int) -> float:
+    """How long a plain copy of so many bytes takes on a device that is warm."""
+    import torch  # noqa: PLC0415
+
+    source, target = (
+        torch.empty(num_bytes, dtype=torch.uint8, device=str(device)) for _ in range(2)
+    )
+    target.copy_(source)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    target.copy_(source)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin

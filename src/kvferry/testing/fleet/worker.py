@@ -34,7 +34,7 @@ from kvferry.runtime.setup import make_transports
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint
 from kvferry.testing.fleet.insight import Insight
-from kvferry.testing.fleet.mirror import Mirror, allocate_on
+from kvferry.testing.fleet.mirror import Mirror, allocate_on, plain_copy_s
 from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
 from kvferry.testing.fleet.turns import News, RoomOrder, Turns
 from kvferry.transport.several import TransportSet
@@ -127,6 +127,10 @@ class RankWorker(Insight):
         """Make the pools background."""
         self.pools.clear()
         self._mirror.upload()
+
+    def plain_copy_s(self, num_bytes: int) -> float:
+        """How long a plain copy of so many bytes takes on this rank's GPU."""
+        return plain_copy_s(Device.parse(self.spec.device), num_bytes)
 
     def close(self) -> bool:
         """Close the endpoint."""

@@ -3,7 +3,8 @@
 For GPUs of one host. One pass over the bytes and no staging: the target tells how its
 allocations can be mapped (``exports``), the source maps them once when it connects
 (``maps``), and a write is one launch of the copy kernel from our pages into theirs.
-A write is over when the GPU says so (``waiter``); nothing is polled.
+A write is over when the GPU says so (``waiter``); nothing is polled. To launch takes less
+time than to wake another thread for it, so whoever asks for a write may launch it.
 
 The target takes no part in a write, so one that is stopped holds nobody up, and one that
 has died is not noticed here: its memory stays for as long as we map it. Heartbeats notice.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -106,6 +108,8 @@ class CudaTransport(Transport):
 
     name: ClassVar[str] = "cuda"
     maps_peer: ClassVar[bool] = True
+    writes_at_once: ClassVar[bool] = True
+    writes_elsewhere: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -119,6 +123,9 @@ class CudaTransport(Transport):
         self._ended: list[Ended] = []
         self._limits = Limits(())
         self._addresses: tuple[int, ...] = ()
+        # Held while a copy is launched and while writes are counted: one thread launches and
+        # another hears of ends.
+        self._turn = threading.Lock()
 
     @classmethod
     def missing(cls) -> str | None:
@@ -176,19 +183,29 @@ class CudaTransport(Transport):
 
     def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
         """Launch the copy."""
+        with self._turn:
+            ended = self._launch(remote, op, pieces)
+            if ended is not None:
+                self._ended.append(ended)
+        if ended is not None:
+            self.on_news()
+
+    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:
+        """Launch the copy from any thread."""
+        with self._turn:
+            return self._launch(remote, op, pieces)
+
+    def _launch(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:
+        """Launch, and have somebody wait for the end; or say why not."""
         assert isinstance(remote, _MappedPeer)
         assert not remote.is_left, "a write comes before disconnect"
         outside = bounds.problem(pieces, self._limits, remote.limits)
         if outside:
-            self._ended.append(Ended(op, Fate.FAILED, outside))
-            self.on_news()
-            return
+            return Ended(op, Fate.FAILED, outside)
         try:
             copier, waiter = self._engine()
         except Exception as error:  # Nothing was launched.
-            self._ended.append(Ended(op, Fate.FAILED, f"the GPU can't copy ({error})"))
-            self.on_news()
-            return
+            return Ended(op, Fate.FAILED, f"the GPU can't copy ({error})")
         remote.num_writes += 1
         try:
             waiter.watch(
@@ -197,6 +214,7 @@ class CudaTransport(Transport):
         except Exception as error:  # Some of it may have been launched: it is over after that.
             problem = f"copying failed ({type(error).__name__}: {error})"
             waiter.watch(_Copying(remote, op, problem), copier.drain)
+        return None
 
     def _engine(self) -> tuple[DeviceCopier, Waiter[_Copying]]:
         """What copies, and what waits for it; a target has them only if it writes too."""
@@ -213,10 +231,11 @@ class CudaTransport(Transport):
 
     def poll(self) -> list[Ended]:
         """What has ended since the last call."""
-        if self._waiter is not None:
-            for copying, problem in self._waiter.take():
-                self._end(copying, copying.problem or problem)
-        ended, self._ended = self._ended, []
+        with self._turn:
+            if self._waiter is not None:
+                for copying, problem in self._waiter.take():
+                    self._end(copying, copying.problem or problem)
+            ended, self._ended = self._ended, []
         return ended
 
     def _end(self, copying: _Copying, problem: str) -> None:
@@ -231,8 +250,9 @@ class CudaTransport(Transport):
     def disconnect(self, remote: Remote) -> None:
         """Unmap the peer's memory once nothing is written to it any more."""
         assert isinstance(remote, _MappedPeer)
-        remote.is_left = True
-        self._let_go(remote)
+        with self._turn:
+            remote.is_left = True
+            self._let_go(remote)
 
     def _let_go(self, remote: _MappedPeer) -> None:
         if not remote.num_writes and remote in self._remotes:

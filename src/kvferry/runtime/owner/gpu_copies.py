@@ -1,0 +1,111 @@
+"""Copies on a GPU: launched by the owner itself, and looked after turn by turn.
+
+A GPU copies by itself, so no thread of ours need wait for it: what a turn asked for is
+launched at its end, as one copy, and its end is seen in one of the next turns. Handing it
+to a thread took up to a millisecond each time, because two threads of one process share
+Python's lock (ADR 20).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from math import inf
+from typing import Protocol
+
+from kvferry.copy.gpu_tables import GpuCopy
+from kvferry.errors import KvferryError
+from kvferry.plan.bind import Binding
+from kvferry.runtime.copier import Copied, Copier, CopyJob
+from kvferry.runtime.mover.mover import Posting
+from kvferry.runtime.pulse import Pulse
+
+# How long the owner sleeps at most while a copy runs.
+GPU_POLL_S = 40e-6
+# Copies that are launched as one.
+MAX_BATCH = 32
+
+_Bound = tuple[CopyJob, Binding]
+
+
+class GpuEvent(Protocol):
+    """When a launch is over."""
+
+    def query(self) -> bool:
+        """Whether it is. Raises ``RuntimeError`` where the GPU has failed."""
+
+
+class GpuEngine(Protocol):
+    """What launches: ``copy.gpu.GpuCopier``."""
+
+    def copy(self, jobs: Sequence[GpuCopy]) -> GpuEvent:
+        """Queue the jobs as one copy."""
+
+    def drain(self) -> None:
+        """Wait until nothing that was queued still runs."""
+
+
+class GpuCopies(Copier):
+    """The copies of one endpoint, all on its owner's thread."""
+
+    def __init__(self, engine: GpuEngine) -> None:
+        self.pulse = Pulse("copies")
+        self._engine = engine
+        self._waiting: deque[CopyJob] = deque()
+        self._running: deque[tuple[GpuEvent, list[_Bound]]] = deque()
+        self._failed: list[Copied] = []
+
+    def submit(self, job: CopyJob) -> None:
+        """Launch this at the end of the turn."""
+        self._waiting.append(job)
+
+    def wakeup(self) -> float:
+        """Soon, while something runs."""
+        return GPU_POLL_S if self._running else inf
+
+    def ended(self) -> Iterator[Copied | Posting]:
+        """What copies that are over have led to. Launches end in their order."""
+        while self._running and (problem := _end_of(self._running[0][0])) is not None:
+            _, bound = self._running.popleft()
+            for job, binding in bound:
+                yield Copied(job.op, problem) if problem else job.outcome(binding)
+        failed, self._failed = self._failed, []
+        yield from failed
+
+    def launch(self) -> None:
+        """Start what this turn asked for."""
+        while self._waiting:
+            count = min(len(self._waiting), MAX_BATCH)
+            self._start([self._waiting.popleft() for _ in range(count)])
+
+    def _start(self, jobs: list[CopyJob]) -> None:
+        bound: list[_Bound] = []
+        for job in jobs:
+            try:
+                bound.append((job, job.bind()))
+            except KvferryError as error:
+                self._failed.append(Copied(job.op, str(error)))
+        if not bound:
+            return
+        try:
+            copies = [GpuCopy(binding, job.sources, job.targets) for job, binding in bound]
+            self._running.append((self._engine.copy(copies), bound))
+        except KvferryError as error:
+            # Some of it may have been launched: it is over after that, or the GPU is.
+            with suppress(RuntimeError):
+                self._engine.drain()
+            self._failed += [Copied(job.op, str(error)) for job, _ in bound]
+
+    def close(self) -> None:
+        """Let what runs end. The owner is gone by now, and nobody is told."""
+        with suppress(RuntimeError):  # Of a GPU that has failed, on which nothing runs any more.
+            self._engine.drain()
+
+
+def _end_of(event: GpuEvent) -> str | None:
+    """What is to be said against a copy that is over; None while it runs."""
+    try:
+        return "" if event.query() else None
+    except RuntimeError as error:  # After which nothing runs on the device.
+        return f"the GPU failed: {error}"

@@ -1,0 +1,150 @@
+"""Copies on a GPU as the owner sees them, with a GPU that does what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from kvferry.copy.gpu_tables import GpuCopy
+from kvferry.errors import InputError, TransportError
+from kvferry.ids import Op, Session
+from kvferry.plan.bind import Binding
+from kvferry.plan.choose import Path
+from kvferry.plan.places import Base
+from kvferry.runtime.copier import BulkWrite, Copied, CopyJob
+from kvferry.runtime.mover.mover import Posting
+from kvferry.runtime.owner.gpu_copies import MAX_BATCH, GpuCopies
+
+SLOT, THERE = Base(0, 0, 0), Base(0, 1, 4096)
+SESSION = Session(1, 2)
+
+
+class Launched:
+    """A launch that is over when it is said to be."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.problem = ""
+
+    def query(self) -> bool:
+        if self.problem:
+            raise RuntimeError(self.problem)
+        return self.over
+
+
+class Gpu:
+    """Takes launches, unless it refuses."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, Launched]] = []
+        self.refuses = ""
+        self.drained = 0
+
+    def copy(self, jobs: Sequence[GpuCopy]) -> Launched:
+        if self.refuses:
+            raise TransportError(self.refuses)
+        self.launches.append((len(jobs), Launched()))
+        return self.launches[-1][1]
+
+    def drain(self) -> None:
+        self.drained += 1
+
+
+def bulk() -> Binding:
+    return Binding.bulk(SLOT, THERE, 100)
+
+
+def scatter(op: int) -> CopyJob:
+    return CopyJob(Op(op), bulk, (0,), (0, 0))
+
+
+def gather(op: int) -> CopyJob:
+    return CopyJob(Op(op), bulk, (0,), (0, 0), BulkWrite(SESSION, SLOT, THERE))
+
+
+def unbindable() -> Binding:
+    raise InputError("no such page")
+
+
+def test_what_a_turn_asked_for_is_one_launch() -> None:
+    gpu = Gpu()
+    copies = GpuCopies(gpu)
+    for op in range(3):
+        copies.submit(scatter(op))
+    assert not gpu.launches, "nothing starts before the turn's end"
+    copies.launch()
+    copies.launch()
+    assert [count for count, _ in gpu.launches] == [3]
+
+
+def test_no_launch_is_too_large() -> None:
+    gpu = Gpu()
+    copies = GpuCopies(gpu)
+    for op in range(MAX_BATCH + 1):
+        copies.submit(scatter(op))
+    copies.launch()
+    assert [count for count, _ in gpu.launches] == [MAX_BATCH, 1]
+
+
+def test_ends_are_told_once_and_when_the_gpu_is_done() -> None:
+    gpu = Gpu()
+    copies = GpuCopies(gpu)
+    assert copies.wakeup() == inf
+    for op in (1, 2):
+        copies.submit(scatter(op))
+        copies.launch()
+    first, second = (launched for _, launched in gpu.launches)
+    second.over = True
+    assert list(copies.ended()) == [], "a stream ends its launches in their order"
+    assert copies.wakeup() < 1e-3
+    first.over = True
+    assert list(copies.ended()) == [Copied(Op(1)), Copied(Op(2))]
+    assert list(copies.ended()) == []
+    assert copies.wakeup() == inf
+
+
+def test_what_was_gathered_is_to_be_written() -> None:
+    gpu = Gpu()
+    copies = GpuCopies(gpu)
+    copies.submit(gather(7))
+    copies.launch()
+    gpu.launches[0][1].over = True
+    assert list(copies.ended()) == [Posting(Op(7), SESSION, bulk(), Path.STAGED)]
+
+
+def test_pages_that_are_wrong_fail_one_copy_and_no_other() -> None:
+    gpu = Gpu()
+    copies = GpuCopies(gpu)
+    copies.submit(CopyJob(Op(1), unbindable, (), ()))
+    copies.submit(scatter(2))
+    copies.launch()
+    gpu.launches[0][1].over = True
+    assert set(copies.ended()) == {Copied(Op(1), "no such page"), Copied(Op(2))}
+
+
+def test_a_gpu_that_has_failed() -> None:
+    gpu = Gpu()
+    copies = GpuCopies(gpu)
+    copies.submit(gather(1))
+    copies.launch()
+    gpu.launches[0][1].problem = "an illegal address"
+    assert list(copies.ended()) == [Copied(Op(1), "the GPU failed: an illegal address")]
+
+
+def test_a_launch_that_is_refused_is_over_before_that_is_told() -> None:
+    gpu = Gpu()
+    copies = GpuCopies(gpu)
+    gpu.refuses = "the GPU took no copy"
+    copies.submit(scatter(1))
+    copies.launch()
+    assert gpu.drained == 1
+    assert list(copies.ended()) == [Copied(Op(1), "the GPU took no copy")]
+
+
+def test_closing_waits_for_what_runs() -> None:
+    gpu = Gpu()
+    copies = GpuCopies(gpu)
+    copies.submit(scatter(1))
+    copies.launch()
+    copies.close()
+    assert gpu.drained == 1
