@@ -108,6 +108,16 @@ def test_slots_are_dealt_out_in_turn() -> None:
     assert [len(book.outstanding((name, 0))) for name in "abc"] == [2, 1, 1]
 
 
+def test_the_first_of_several_sources_leaves_the_others_their_share() -> None:
+    book = CreditBook(num_slots=7, window=4)
+    for source in range(4):
+        book.want(("a", source), 9, sharers=4)
+        book.grant()
+    assert [len(book.outstanding(("a", source))) for source in range(4)] == [2, 2, 2, 1]
+    book.want(("b", 0), 9)
+    assert book.grant() == []
+
+
 def test_a_greedy_room_does_not_starve_a_late_one() -> None:
     book = CreditBook(num_slots=2, window=8)
     book.want(("greedy", 0), 1000)

@@ -21,6 +21,7 @@ AccountKey = tuple[Room, int]
 class Account:
     """One source's credits in one room."""
 
+    window: int
     wanted: int = 0
     granted: int = 0
     outstanding: dict[Serial, SlotIndex] = field(default_factory=dict)
@@ -43,9 +44,13 @@ class CreditBook:
         """Slots that some source may be writing into."""
         return sum(len(account.outstanding) for account in self.accounts.values())
 
-    def want(self, key: AccountKey, total: int) -> None:
-        """The account needs ``total`` credits over its life."""
-        account = self.accounts.setdefault(key, Account())
+    def want(self, key: AccountKey, total: int, sharers: int = 1) -> None:
+        """The account needs ``total`` credits over its life; so many of its room want some.
+
+        Who comes first leaves the others their share, for they work side by side.
+        """
+        window = min(self._window, max(1, -(-self._num_slots // sharers)))
+        account = self.accounts.setdefault(key, Account(window))
         account.wanted = max(account.wanted, total)
         self._enqueue(key, account)
 
@@ -95,7 +100,7 @@ class CreditBook:
         return dict(account.outstanding) if account else {}
 
     def _enqueue(self, key: AccountKey, account: Account) -> None:
-        if account.granted < account.wanted and len(account.outstanding) < self._window:
+        if account.granted < account.wanted and len(account.outstanding) < account.window:
             self._queue.setdefault(key)
 
     def check(self) -> None:

@@ -13,6 +13,9 @@ from kvferry.layout.intervals import Span
 from kvferry.layout.spec import CacheSpec
 from kvferry.plan.plan import Block, Plan, Request
 
+# How many times as many blocks it may take that they end where pages do.
+MORE_FOR_PAGES = 4 / 3
+
 
 def within(
     spec: CacheSpec, blocks: Iterable[Block], layers: Span, tokens: Span | None = None
@@ -35,8 +38,9 @@ def cut_to_slots(
     """Blocks whose dense images fit a slot; None if not even one token of one layer does.
 
     Prefers whole tokens over all layers; cuts layers only where one token of all
-    of them is too large, as a state row often is. The blocks are as even as whole pages
-    allow: a small one at the end would cost as much as the others.
+    of them is too large, as a state row often is. The blocks end where pages do if that
+    takes few more of them, because whole pages are bound in half the time, and are about
+    even: a small one at the end would cost as much as the others.
     """
     layers = plan.spec.group(block.group).layers_in(block.layers)
     rates = _rates(plan, source, target, block)
@@ -45,9 +49,8 @@ def cut_to_slots(
     if not num_layers:
         return None
     most = _most_tokens(slot_bytes // num_layers, rates)
-    num_tokens = _even(
-        len(block.tokens), most, lcm(plan.source.page_tokens, plan.target.page_tokens)
-    )
+    page_tokens = lcm(plan.source.page_tokens, plan.target.page_tokens)
+    num_tokens = _even(len(block.tokens), most, page_tokens)
     return [
         Block(block.group, Span(some[0], some[-1] + 1), Span(first, end))
         for some in (layers[i : i + num_layers] for i in range(0, len(layers), num_layers))
@@ -80,7 +83,10 @@ def _most_tokens(room_bytes: int, rates: list[_Rate]) -> int:
 
 
 def _even(num_tokens: int, most: int, page_tokens: int) -> int:
-    """How many tokens each of as few stretches as possible has, if none may have more."""
+    """How many tokens each of a few stretches has, if none may have more than ``most``."""
+    pages = most // page_tokens * page_tokens
+    if pages and -(-num_tokens // pages) <= MORE_FOR_PAGES * -(-num_tokens // most):
+        most = pages
     even = -(-num_tokens // -(-num_tokens // most))
     whole = -(-even // page_tokens) * page_tokens
     return whole if whole <= most else even

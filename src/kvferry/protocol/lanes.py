@@ -176,7 +176,8 @@ def cut(
     staged: list[Block] = []
     for block in blocks:
         fragments = None
-        if lane.may_stage and stages(lane, block):
+        # Always asked, because it binds what will be written.
+        if stages(lane, block) and lane.may_stage:
             fragments = cut_to_slots(plan, source, target, block, slot_bytes)
         if fragments is None:
             direct.append(block)

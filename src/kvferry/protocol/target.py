@@ -262,7 +262,7 @@ class TargetMachine(Greeter):
             return
         room, leg = found
         self._heard(leg)
-        self.credits.want((room.name, leg.source), body.total)
+        self.credits.want((room.name, leg.source), body.total, len(room.legs))
         self._say_grant(room, leg)
 
     def _say_grant(self, room: TargetRoom, leg: Leg) -> None:

@@ -13,10 +13,8 @@ DEFAULT_BUDGET_BYTES = 64 * MIB
 DEFAULT_SLOT_BYTES = 15 * MIB
 # Enough that one can be gathered into, one sent and one scattered at the same time.
 ENOUGH_SLOTS = 4
-# A GPU copies a slot in less time than its messages take, so there slots grow with the budget,
-# as long as a few sources have a few each.
+# A GPU copies a slot in less time than its messages take, so there slots grow with the budget.
 GPU_SLOT_BYTES = 128 * MIB
-MANY_SLOTS = 16
 MAX_SLOTS = 1 << 20
 # A slot begins where a memory page does: copies store whole lines, transports pin whole pages.
 PAGE_BYTES = 4096
@@ -59,9 +57,8 @@ def slots_for(
     if min(largest_unit_bytes, budget_bytes, most_slots) <= 0:
         raise InputError("a staging budget, what it must hold and the number of slots are above 0")
     if slot_bytes is None:
-        few = min(DEFAULT_SLOT_BYTES, _share(budget_bytes, ENOUGH_SLOTS))
-        many = min(most_slot_bytes, _share(budget_bytes, MANY_SLOTS))
-        slot_bytes = max(few, many, largest_unit_bytes)
+        share = budget_bytes // ENOUGH_SLOTS // PAGE_BYTES * PAGE_BYTES
+        slot_bytes = max(min(most_slot_bytes, share), largest_unit_bytes)
     if slot_bytes < largest_unit_bytes:
         raise InputError(
             f"a staging slot of {slot_bytes} bytes can't hold one token of one layer, which has "
@@ -74,7 +71,3 @@ def slots_for(
             f"give staging more memory, make slots smaller, or use no staging"
         )
     return SlotPool(whole, min(budget_bytes // whole, most_slots, MAX_SLOTS))
-
-
-def _share(budget_bytes: int, num_slots: int) -> int:
-    return budget_bytes // num_slots // PAGE_BYTES * PAGE_BYTES

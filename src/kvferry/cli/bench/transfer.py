@@ -195,6 +195,8 @@ class _Course:
         fleet.all(fleet.sources, "open", room, TIMEOUT_S)
         if number:
             _until_offered(room, fleet.sources)
+            # As engines do when they begin to compute a chunk.
+            fleet.all(fleet.sources, "prepare", room, (0, min(job.chunk, tokens)))
         began = min(fleet.all(fleet.sources, "push_all", room, tokens, job.chunk, b"first token"))
         fleet.demand_done(room, [*self._targets, *fleet.sources], TIMEOUT_S)
         ended = max(fleet.all(self._targets, "ended", room))

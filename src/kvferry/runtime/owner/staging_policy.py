@@ -68,17 +68,19 @@ class StagingPolicy:
     def __call__(self, lane: Lane, block: Block) -> bool:
         """Whether a block of a lane is staged."""
         constants = self._constants_of(lane.link.session)
-        if constants.maps_peer:
-            return False
-        if self._override is not None:
+        if self._override is not None and not constants.maps_peer:
             return self._override is Path.STAGED
         try:
-            return self._choose(lane, block, constants) is Path.STAGED
+            binding = self._bound_early(lane, block)
         except InputError:
             # Its pages are not all known yet, or wrong; writing it will tell.
             return False
+        if constants.maps_peer:
+            return False
+        return choose(shape_of(binding), constants).path is Path.STAGED
 
-    def _choose(self, lane: Lane, block: Block, constants: Constants) -> Path:
+    def _bound_early(self, lane: Lane, block: Block) -> Binding:
+        """What a block copies: asked when it is announced, so that its push finds it bound."""
         link = lane.link
         course = Course(
             room=lane.room.name,
@@ -90,7 +92,7 @@ class StagingPolicy:
             tables=lane.tables,
         )
         ((part, whole),) = self._within(course, block)
-        return choose(shape_of(self._part(course, part, whole)), constants).path
+        return self._part(course, part, whole)
 
     def binding(self, plan: Plan, action: Write) -> Binding:
         """What a direct write copies. Raises ``InputError`` where the pages are wrong."""

@@ -185,7 +185,7 @@ class RankWorker(Insight):
     def push_all(
         self, room: Room, num_tokens: int, chunk: int, metadata: bytes, layers: int | None = None
     ) -> float:
-        """Push and close a room that is open; when that began. Credits are asked for ahead.
+        """Push and close a room that is open; when that began. Later chunks are announced ahead.
 
         With ``layers``, chunks go so many layers at a time; see ``_push_layers``.
         """
@@ -199,8 +199,6 @@ class RankWorker(Insight):
         return began
 
     def _push_chunks(self, room: Room, chunks: list[tuple[int, int]]) -> None:
-        if len(chunks) > 1:
-            self.prepare(room, chunks[0])
         for tokens, following in itertools.zip_longest(chunks, chunks[1:]):
             if following:
                 self.prepare(room, following)
