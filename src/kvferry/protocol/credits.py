@@ -47,9 +47,10 @@ class CreditBook:
     def want(self, key: AccountKey, total: int, sharers: int = 1) -> None:
         """The account needs ``total`` credits over its life; so many of its room want some.
 
-        Who comes first leaves the others their share, for they work side by side.
+        Who comes first leaves the others their share, for they work side by side; but less
+        than two slots are none, for one is filled while the other is emptied.
         """
-        window = min(self._window, max(1, -(-self._num_slots // sharers)))
+        window = min(self._window, max(2, -(-self._num_slots // sharers)))
         account = self.accounts.setdefault(key, Account(window))
         account.wanted = max(account.wanted, total)
         self._enqueue(key, account)
