@@ -3,7 +3,7 @@
 A GPU copies by itself, so no thread of ours need wait for it: what a turn asked for is
 launched at its end, as one copy, and its end is seen in one of the next turns. Handing it
 to a thread took up to a millisecond each time, because two threads of one process share
-Python's lock (ADR 20).
+Python's lock (ADR 21).
 """
 
 from __future__ import annotations
