@@ -21,7 +21,6 @@ import numpy as np
 
 from kvferry.errors import InputError
 from kvferry.plan.bind import Binding, Part
-from kvferry.plan.places import Base, Int64s
 
 
 def copy_binding(
@@ -33,12 +32,24 @@ def copy_binding(
     staging slot, which is read again at once, and wrong for pages.
     """
     copy = _loop.get()
-    for part in binding.parts:
-        if not copy(*_arguments(part, sources, targets), keep):
+    for alike in _alike(binding.parts):
+        if not copy(*_arguments(alike, sources, targets), keep):
+            first = alike[0]
             raise InputError(
-                f"{part.group}.{part.tensor} has a negative number of pieces or bytes in a "
+                f"{first.group}.{first.tensor} has a negative number of pieces or bytes in a "
                 f"piece; take the binding from kvferry.plan.bind"
             )
+
+
+def _alike(parts: Sequence[Part]) -> list[list[Part]]:
+    """Neighbours with the very same pieces, as K and V often have: one call copies them all."""
+    groups: list[list[Part]] = []
+    for part in parts:
+        if groups and groups[-1][0].pieces is part.pieces:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return groups
 
 
 def warm_up() -> float:
@@ -48,15 +59,14 @@ def warm_up() -> float:
     return time.perf_counter() - begin
 
 
-def _arguments(part: Part, sources: Sequence[int], targets: Sequence[int]) -> tuple[Any, ...]:
-    pieces = part.pieces
-    bases = _addresses(part.source_bases, sources), _addresses(part.target_bases, targets)
+def _arguments(
+    alike: Sequence[Part], sources: Sequence[int], targets: Sequence[int]
+) -> tuple[Any, ...]:
+    pieces = alike[0].pieces
+    ours = [sources[base.region] + base.offset for part in alike for base in part.source_bases]
+    theirs = [targets[base.region] + base.offset for part in alike for base in part.target_bases]
+    bases = np.array(ours, dtype=np.int64), np.array(theirs, dtype=np.int64)
     return bases, pieces[:5], (*pieces.row_stride, *pieces.col_stride)
-
-
-def _addresses(bases: Sequence[Base], regions: Sequence[int]) -> Int64s:
-    addresses = [regions[base.region] + base.offset for base in bases]
-    return np.fromiter(addresses, np.int64, len(addresses))
 
 
 # ---------------------------------------------------------------- compiling

@@ -40,11 +40,16 @@ class Pieces(NamedTuple):
     @property
     def num_pieces(self) -> int:
         """How many contiguous pieces there are."""
+        if len(self.lengths) == 1:
+            # Short requests lie in one page, and arrays cost more than numbers.
+            return self.rows.item() * self.cols.item()
         return int(self.rows @ self.cols)
 
     @property
     def num_bytes(self) -> int:
         """The payload."""
+        if len(self.lengths) == 1:
+            return self.num_pieces * self.lengths.item()
         return int((self.rows * self.cols) @ self.lengths)
 
     @property

@@ -102,12 +102,12 @@ def _rough(pieces: Pieces) -> tuple[_Extent, _Extent] | None:
     """Bounds of what is touched on either side; None where only a closer look can tell."""
     if not len(pieces.lengths):
         return None
-    columns = np.array(pieces[:5])
-    source, target, length, rows, cols = columns.min(axis=1).tolist()
+    lowest, highest = _ranges(pieces)
+    source, target, length, rows, cols = lowest
     if length < 0 or rows < 1 or cols < 1:
         return None
-    last_source, last_target, longest, most_rows, most_cols = columns.max(axis=1).tolist()
-    # Python's own numbers from here on, which can't wrap.
+    last_source, last_target, longest, most_rows, most_cols = highest
+    # Python's own numbers, which can't wrap.
     strides = zip(pieces.row_stride, pieces.col_stride, strict=True)
     reaches = [((most_rows - 1) * row, (most_cols - 1) * col) for row, col in strides]
     begins, ends = (source, target), (last_source, last_target)
@@ -119,6 +119,15 @@ def _rough(pieces: Pieces) -> tuple[_Extent, _Extent] | None:
         for begin, end, reach in zip(begins, ends, reaches, strict=True)
     )
     return ours, theirs
+
+
+def _ranges(pieces: Pieces) -> tuple[list[int], list[int]]:
+    """The lowest and the highest of sources, targets, lengths, rows and columns."""
+    if len(pieces.lengths) == 1:
+        only = [column.item() for column in pieces[:5]]
+        return only, only
+    columns = np.array(pieces[:5])
+    return columns.min(axis=1).tolist(), columns.max(axis=1).tolist()
 
 
 # ---------------------------------------------------------------- segment by segment
