@@ -68,11 +68,12 @@ class ExposedPuppet(Puppet):
 
 
 class Desk:
-    """All the ports, and what they were asked. ``on_write`` answers writes at once."""
+    """All the ports, and what they were asked. ``on_write`` and ``on_report`` answer at once."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, object]] = []
         self.on_write: Callable[[Write], None] = lambda _: None
+        self.on_report: Callable[[Room], None] = lambda _: None
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
         self.asked.append(("send", envelope.body))
@@ -104,6 +105,7 @@ class Desk:
 
     def report(self, room: Room, outcome: Outcome) -> None:
         self.asked.append(("report", room))
+        self.on_report(room)
 
     def release(self, room: Room) -> None:
         self.asked.append(("release", room))

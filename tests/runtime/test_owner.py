@@ -13,10 +13,11 @@ import pytest
 from runtime.puppet import ME, PLAN, Desk, Puppet
 
 from kvferry.config import ProtocolConfig
-from kvferry.ids import Peer, Session
+from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Cancel, Connect, Event, Open, Release, Tick
+from kvferry.protocol.events import Cancel, Connect, Event, Open, Release, Report, Tick
 from kvferry.protocol.messages import Envelope, Heartbeat
+from kvferry.protocol.outcome import Done
 from kvferry.protocol.states import LinkState
 from kvferry.runtime.copier import HostCopier
 from kvferry.runtime.driver.driver import Driver, Ports
@@ -33,7 +34,7 @@ LIFE = 7
 PROBE_S, WAIT_S = 0.5, 15.0
 # So that a timer is due in every turn.
 HASTY = ProtocolConfig(resend_s=1e-9)
-FRAME, ITEM = Cancel("a frame"), Cancel("an item")
+FRAME, ITEM, LATER = Cancel("a frame"), Cancel("an item"), Cancel("a later one")
 PEER, OTHER = Peer("decode", 0), Peer("decode", 1)
 
 # What comes from other threads, and from peers.
@@ -92,9 +93,11 @@ class Script:
         yield from self._frames
 
 
-def played(puppet: Puppet, *turns: Turn, desk: Desk | None = None) -> Address:
+def played(
+    puppet: Puppet, *turns: Turn, desk: Desk | None = None, inbox: Inbox[object] | None = None
+) -> Address:
     """Have an owner play these turns, close it, and forget it: where its lifeline was."""
-    inbox = Inbox[object]()
+    inbox = Inbox[object]() if inbox is None else inbox
     script, rest = Script(inbox, *turns), Nothing()
     setup = SimpleNamespace(lifeline=Lifeline("127.0.0.1", LIFE))
     parts: dict[str, Any] = dict.fromkeys(("config", "meter", "rooms", "mover", "prober"), rest)
@@ -123,6 +126,19 @@ def test_what_has_come_is_taken_before_time() -> None:
     played(puppet, ([Open("r", inf)], []), ([ITEM], [FRAME]))
     taken = puppet.heard[: puppet.heard.index(FRAME) + 2]
     assert taken == [Open("r", inf), ITEM, FRAME, Tick()]
+
+
+def test_what_an_engine_asks_for_at_an_end_is_taken_in_the_same_turn() -> None:
+    puppet, desk, inbox = Puppet(HASTY), Desk(), Inbox[object]()
+    puppet.timers = [0.0]
+    puppet.answers[FRAME] = [Report("r", Done())]
+    puppet.answers[ITEM] = [Report("next", Done())]
+    asked: dict[Room, Event] = {"r": ITEM, "next": LATER}
+    desk.on_report = lambda room: inbox.put(asked[room])
+    played(puppet, ([Open("r", inf)], []), ([], [FRAME]), desk=desk, inbox=inbox)
+    taken = puppet.heard[: puppet.heard.index(LATER) + 1]
+    # What is asked for at the end of that waits: others have something to say too.
+    assert taken == [Open("r", inf), FRAME, ITEM, Tick(), LATER]
 
 
 @pytest.mark.parametrize("free", [True, False])

@@ -66,7 +66,9 @@ def test_a_byte_that_comes_after_its_call_does_not_keep_the_owner_awake() -> Non
     writer.before(lambda: taken.extend(inbox.drain()))
     inbox.put("a write has ended")
     assert len(taken) == 1
-    inbox.drain()
+    assert inbox.rest()
+    assert select.select([inbox], [], [], 0)[0] == [inbox]
+    inbox.rise(called=True)
     assert select.select([inbox], [], [], 0)[0] == []
     inbox.close()
 

@@ -2,7 +2,8 @@
 
 A source answers along the route of a target's latest frame. A target has a connection to
 each source, at the address that the source's instance gave last. What a turn has to say
-to one peer leaves in one message.
+to one peer leaves in one message, or in a few: a peer that has nothing to do meanwhile can
+begin with the first of many.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ log = logging.getLogger("kvferry.runtime")
 
 # A connection may fail once in the middle of a restart; a wrong key fails every time.
 SHUT_AFTER = 3
+# So many frames leave before the turn is over.
+MOST_WAITING = 8
 
 
 class Dropped(NamedTuple):
@@ -52,6 +55,7 @@ class Channel(ABC):
         self._meter = meter
         self._answer: Callable[[Event], None] = lambda _: None
         self._stories = StoryBook(0)
+        self._num_waiting = 0
 
     def attach(self, answer: Callable[[Event], None], stories: StoryBook | None = None) -> None:
         """Who hears of a frame that can't be sent, and who writes down what was said."""
@@ -67,18 +71,27 @@ class Channel(ABC):
         """Have a frame sent at the end of this turn. Raises ``KvferryError``."""
 
     @abstractmethod
-    def flush(self) -> None:
-        """Send what this turn had to say."""
+    def _send_waiting(self) -> None:
+        """Send what was put."""
 
     @abstractmethod
     def close(self) -> None:
         """Say nothing more."""
 
+    def flush(self) -> None:
+        """Send what this turn had to say."""
+        if self._num_waiting:
+            self._num_waiting = 0
+            self._send_waiting()
+
     def send(self, peer: Peer, envelope: Envelope) -> None:
-        """Have a frame sent at the end of this turn. It may be lost."""
+        """Have a frame sent at the end of this turn, or before. It may be lost."""
         try:
             self._put(peer, envelope)
             self._stories.said(peer, envelope)
+            self._num_waiting += 1
+            if self._num_waiting >= MOST_WAITING:
+                self.flush()
         except KvferryError as error:
             # A frame that can't be made concerns one room, and fails that room alone.
             log.warning("unsendable endpoint=%s peer=%s error=%s", self._me, peer, error)
@@ -135,8 +148,8 @@ class SourceChannel(Channel):
         if route is not None:
             self._outbox.setdefault(route, []).append(encode(envelope))
 
-    def flush(self) -> None:
-        """Send what this turn had to say."""
+    def _send_waiting(self) -> None:
+        """Send what was put."""
         for route, frames in self._outbox.items():
             for message in bundle(frames):
                 self._server.send(route, message)
@@ -198,8 +211,8 @@ class TargetChannel(Channel):
         if client is not None:
             self._outbox.setdefault(client, []).append(encode(envelope))
 
-    def flush(self) -> None:
-        """Send what this turn had to say."""
+    def _send_waiting(self) -> None:
+        """Send what was put."""
         for client, frames in self._outbox.items():
             for message in bundle(frames):
                 client.send(message)

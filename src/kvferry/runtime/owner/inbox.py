@@ -1,7 +1,8 @@
 """An inbox: how other threads talk to an owner, in values and in order.
 
-``put`` may be called from any thread and never waits. The owner polls ``fileno``
-beside its sockets and takes what ``drain`` gives it.
+``put`` may be called from any thread and never waits. The owner polls ``fileno`` beside its
+sockets while it sleeps. Only then is it woken, because waking it costs more than all else:
+an owner that is awake looks before it lies down (``rest``).
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ def new_pipe() -> tuple[FileIO, FileIO]:
 
 
 class Inbox(Generic[T]):
-    """A queue with a file number that becomes readable when there is something in it."""
+    """A queue with a file number that becomes readable when there is something for a sleeper."""
 
     def __init__(self, pipe: tuple[FileIO, FileIO] | None = None) -> None:
         self._items: deque[T] = deque()
         self._reader, self._writer = pipe or new_pipe()
-        self._signalled = False
+        # Whether the owner will look by itself, or was called.
+        self._awake = False
 
     def fileno(self) -> int:
         """For a poller."""
@@ -38,19 +40,29 @@ class Inbox(Generic[T]):
     def put(self, item: T) -> None:
         """Give the owner something."""
         self._items.append(item)
-        if not self._signalled:
-            self._signalled = True
+        if not self._awake:
+            self._awake = True
             # Closed: the owner has gone, and nobody is left to wake.
             with contextlib.suppress(OSError, ValueError):
                 self._writer.write(b"\0")
 
+    def rest(self) -> bool:
+        """Be woken from now on; whether nothing came before, so that the owner may sleep."""
+        self._awake = False
+        return not self._items
+
+    def rise(self, *, called: bool) -> None:
+        """The owner is awake. ``called``: the file is readable, also if what it told of is taken.
+
+        A byte may be sent after its item was taken, and left unread it would keep the poller
+        awake.
+        """
+        self._awake = True
+        if called:
+            self._reader.read(64)
+
     def drain(self) -> list[T]:
         """Everything that is there."""
-        # Also if nobody has signalled: a byte may be sent after its item was taken, and left
-        # unread it would keep the poller awake.
-        self._reader.read(64)
-        # Before the queue is read: whoever puts something after that signals again.
-        self._signalled = False
         items: list[T] = []
         while self._items:
             items.append(self._items.popleft())

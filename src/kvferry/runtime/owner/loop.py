@@ -83,8 +83,9 @@ class Owner:
         self._tidy_at = 0.0
         # When this turn began: one time for all that came with it.
         self._now = time.monotonic()
-        for fd in (self._inbox, self._lifeline):
-            self._poller.watch(fd.fileno())
+        self._call = self._inbox.fileno()
+        for fd in (self._call, self._lifeline.fileno()):
+            self._poller.watch(fd)
         self._pulse = Pulse("owner", lambda: len(self._inbox) > 0)
         pulses = [self._pulse, outfit.mover.pulse, outfit.copier.pulse]
         self._patient = Patient(pulses, outfit.config.stalled_s, self._told_of_stall)
@@ -153,7 +154,8 @@ class Owner:
         now = time.monotonic()
         until = max(now, self._wakeup(now))
         self._pulse.beat(until)
-        ready = self._poller.wait(until - now)
+        ready = self._poller.wait(until - now if self._inbox.rest() else 0.0)
+        self._inbox.rise(called=self._call in ready)
         now = self._now = self.stories.now = time.monotonic()
         self._pulse.beat(now)
         self.driver.turn(self._arrived(ready), now)
@@ -169,10 +171,11 @@ class Owner:
     def _arrived(self, ready: set[object]) -> Iterator[Event]:
         """All that has come from other threads and from peers. The driver takes the time after it.
 
-        What is no event goes where it belongs on the way.
+        What is no event goes where it belongs on the way. What an engine asks for as it hears
+        of an end is taken too, so that it leaves with what is said of that end.
         """
         stories = self.stories
-        for item in chain(self._inbox.drain(), self.channel.receive(ready)):
+        for item in chain(self._inbox.drain(), self.channel.receive(ready), self._meanwhile()):
             stories.now = time.monotonic()
             if isinstance(item, Event):
                 if isinstance(item, Received) and not stories.heard(item.envelope):
@@ -181,6 +184,10 @@ class Owner:
                 self.rooms.refresh(item, self.driver.machine.status)
             else:
                 self._take(item)
+
+    def _meanwhile(self) -> Iterator[object]:
+        """Once: who answers every end with another room must not keep the rest waiting."""
+        yield from self._inbox.drain()
 
     def _tell_time(self, envelope: Envelope) -> None:
         """To who asks for it with a heartbeat."""
