@@ -7,19 +7,16 @@ each of its turns. Callbacks run on the owner's thread and must not wait.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from math import inf
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 from kvferry.ids import Room
 from kvferry.protocol.outcome import Done, Failure, Outcome, Status
+from kvferry.runtime.once import Once
 from kvferry.runtime.telemetry.tags import NOBODYS
-
-log = logging.getLogger("kvferry.runtime")
 
 
 class Handle:
@@ -36,8 +33,8 @@ class Handle:
         self.tag = NOBODYS
         # The owner's: what it has written down of the room, where stories are kept.
         self.told: list[Any] | None = None
-        self._outcome: Future[Outcome] = Future()
-        self._released: Future[None] = Future()
+        self._outcome: Once[Outcome] = Once()
+        self._released: Once[Literal[True]] = Once()
 
     @property
     def num_pages(self) -> int:
@@ -49,7 +46,7 @@ class Handle:
     @property
     def outcome(self) -> Outcome | None:
         """Done or the failure; None while the room goes on."""
-        return self._outcome.result() if self._outcome.done() else None
+        return self._outcome.value
 
     @property
     def failure(self) -> Failure | None:
@@ -60,41 +57,41 @@ class Handle:
     @property
     def released(self) -> bool:
         """Whether the room's pages are the engine's again."""
-        return self._released.done()
+        return self._released.value is not None
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
         """Wait for the end. Raises ``TimeoutError``; the room's own deadline is no error."""
-        return self._outcome.result(timeout_s)
+        return self._outcome.wait(timeout_s)
 
     def wait_released(self, timeout_s: float | None = None) -> None:
         """Wait until the pages may be reused. Raises ``TimeoutError``."""
-        self._released.result(timeout_s)
+        self._released.wait(timeout_s)
 
     def on_end(self, callback: Callable[[Outcome], None]) -> None:
         """Call this with the outcome, at once if the room has ended."""
-        self._outcome.add_done_callback(lambda future: callback(future.result()))
+        self._outcome.then(callback)
 
     def on_release(self, callback: Callable[[], None]) -> None:
         """Call this when the pages may be reused, at once if they may."""
-        self._released.add_done_callback(lambda _: callback())
+        self._released.then(lambda _: callback())
 
     def __await__(self) -> Generator[Any, None, Outcome]:
         """The outcome. A task that is cancelled while it waits leaves the room as it is."""
-        return asyncio.shield(asyncio.wrap_future(self._outcome)).__await__()
+        future: Future[Outcome] = Future()
+        self._outcome.then(future.set_result)
+        return asyncio.shield(asyncio.wrap_future(future)).__await__()
 
     # ------------------------------------------------------------ for the owner
 
     def end(self, outcome: Outcome) -> None:
         """The room has ended. Whoever says so first is right: an owner or, if it hangs, another."""
-        if not self._outcome.done():
+        if self._outcome.value is None:
             self.status = Status.DONE if isinstance(outcome, Done) else Status.FAILED
-            with contextlib.suppress(InvalidStateError):
-                self._outcome.set_result(outcome)
+            self._outcome.set(outcome)
 
     def release(self) -> None:
         """The room's memory is free."""
-        if not self._released.done():
-            self._released.set_result(None)
+        self._released.set(True)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.room!r} {self.status.name.lower()}>"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 from kvferry.ids import Room
 from kvferry.layout.layout import Holding, Layout, find_holding
 from kvferry.layout.spec import Slot
 from kvferry.plan.bind import Side
+from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block, Request
 from kvferry.protocol.messages import Table
 from kvferry.protocol.outcome import Done
@@ -33,7 +35,7 @@ class Incoming(Handle):
         self,
         room: Room,
         asked: Asked,
-        side: Side,
+        pools: PoolMap,
         abort: Callable[[Incoming], None],
         everything: Callable[[], dict[str, list[int]]],
     ) -> None:
@@ -41,8 +43,14 @@ class Incoming(Handle):
         self._abort = abort
         self._everything = everything
         self.asked = asked
-        self.side = side
+        self._pools = pools
         self._bad: dict[str, list[int]] | None = None
+
+    @cached_property
+    def side(self) -> Side:
+        """Where its pages are, for the owner; only what is staged is written there from here."""
+        tables = {table.group: table.as_page_table() for table in self.asked.tables}
+        return Side(self._pools, tables)
 
     @property
     def num_pages(self) -> int:

@@ -10,7 +10,6 @@ from typing import ClassVar
 from kvferry.digest import checked_digest
 from kvferry.errors import InputError
 from kvferry.ids import Room
-from kvferry.plan.bind import Side
 from kvferry.plan.plan import Request
 from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView
@@ -85,10 +84,9 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         seconds = self._deadline_s if deadline_s is None else deadline_s
         deadline = time.monotonic() + seconds
         asked = Asked(prefill, wanted, tables, deadline, checked_digest(digest))
-        groups = {table.group: table.as_page_table() for table in tables}
-        member, side = self._setup.member, Side(self._setup.memory.map, groups)
+        member = self._setup.member
         everything = partial(wanted_pages, member.layout, member.rank, asked)
-        handle = Incoming(room, asked, side, self._abort, everything)
+        handle = Incoming(room, asked, self._setup.memory.map, self._abort, everything)
         handle.tag = RoomTag.of(request, traceparent)
         self._owner.rooms.add(handle)
         self._owner.tell(Begun(handle))
