@@ -20,7 +20,8 @@ from kvferry.protocol.messages import Accept, Envelope, Heartbeat, Offer
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import MOST_OF_A_PART, PART_S, SLOW_S
-from kvferry.runtime.owner.stories import MAX_EARLY, StoryBook
+from kvferry.runtime.owner.step_lists import pack, tag_of
+from kvferry.runtime.owner.stories import MAX_EARLY, StoryBook, Took
 from kvferry.runtime.telemetry.tags import NOBODYS, RoomTag
 
 PEER = Peer("d", 3)
@@ -130,6 +131,36 @@ def test_nothing_is_kept_of_a_message_but_who_said_it() -> None:
     assert set(moments(told(book, "1"))) == {
         *("opened", "offered", "accepted", "pushed", "written", "done")
     }
+
+
+@pytest.mark.parametrize("num_pushes", [2, 3000], ids=["short", "with steps left out"])
+def test_a_story_stays_the_same_when_it_is_packed(num_pushes: int) -> None:
+    book = StoryBook(100_000)
+    handle = opened(book, 1, RoomTag("req", "00-1-2-01"))
+    book.heard(offer(1))
+    for i in range(num_pushes):
+        book.asked(Push(1, Span(i, i + 1)), handle)
+    book.copied(1, Moment.GATHERED, PEER, book.now, Took(0.5, 9, "staged"))
+    book.wrote(handle, PEER, Path.RUNS, 10, 0.1)
+    book.ended(handle, Done())
+    book.said(PEER, accept(1))
+    before, since = told(book, "1"), book.ended_since(PEER, "source", 0.0)
+    over(book, 2)
+    assert before is not None
+    assert {"offered", "pushed", "gathered", "written", "accepted"} <= set(moments(before))
+    assert told(book, "1") == before
+    assert book.ended_since(PEER, "source", 0.0)[:1] == since
+    assert tag_of(pack(handle.told)) == RoomTag("req", "00-1-2-01")
+
+
+def test_when_a_failed_room_was_released_is_told_however_many_ended_meanwhile() -> None:
+    book = StoryBook(1000)
+    handle = opened(book, 1)
+    book.ended(handle, Failure.of(FailureCode.DEADLINE, "late"))
+    for number in range(2, 50):
+        over(book, number)
+    book.released(1)
+    assert moments(told(book, "1")) == ["opened", "failed", "released"]
 
 
 def test_nothing_is_kept_where_nothing_is_wanted() -> None:

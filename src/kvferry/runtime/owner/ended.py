@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from heapq import heappush, heapreplace, nlargest
 from itertools import count
 from math import ceil, inf
-from typing import Any
 
 from kvferry.ids import Room
+from kvferry.runtime.owner.step_lists import Steps
 
 # How far back the slowest rooms are looked for.
 SLOW_S = 300.0
@@ -21,11 +21,8 @@ SLOW_S = 300.0
 PART_S = 30.0
 MOST_OF_A_PART = 8
 
-
-# The places of a story's steps, the tag first.
-Steps = list[Any]
 # When it ended, how many seconds after it began, which room, and its steps: made for every room.
-EndedRoom = tuple[float, float, Room, Steps]
+EndedRoom = tuple[float, float, Room, Steps | bytes]
 
 
 class SlowRooms:

@@ -1,9 +1,9 @@
-"""Stories of an endpoint's last rooms: flat lists of plain values, made into steps when asked for.
+"""Stories of an endpoint's last rooms: what happened, written down beside it, told when asked for.
 
 Writing a step down is done for every frame, so it costs a look-up and four places in the list of
-its room: when, what, with whom, and what else belongs to it. Nothing is kept that could be large.
-A room that goes on keeps its steps, however many others end meanwhile. Of those that have ended,
-the last do, and the slowest of the last minutes. Belongs to the owner's thread.
+its room (``step_lists``). Nothing is kept that could be large. A room that goes on keeps its
+steps, however many others end meanwhile. Of those that have ended, the last do, and the slowest
+of the last minutes. Belongs to the owner's thread.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvferry.ids import Peer, Room
-from kvferry.layout.intervals import Span
-from kvferry.observe.steps import MAX_STORY_STEPS, Moment, RoomStory, StoryStep
+from kvferry.observe.steps import Moment, RoomStory
 from kvferry.plan.choose import Path
 from kvferry.protocol.events import Event, Finish, Open, Push, Receive
 from kvferry.protocol.messages import (
@@ -33,7 +32,8 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.runtime.handles import Handle
-from kvferry.runtime.owner.ended import EndedRoom, SlowRooms, Steps
+from kvferry.runtime.owner.ended import EndedRoom, SlowRooms
+from kvferry.runtime.owner.step_lists import HALF, WIDE, Steps, pack, shorten, story_of
 from kvferry.runtime.telemetry.tags import RoomTag
 
 MESSAGES: dict[type, Moment] = {
@@ -57,9 +57,6 @@ DONE, FAILED, RELEASED = Moment.DONE, Moment.FAILED, Moment.RELEASED
 MAX_FAILURES = 16
 # Rooms that decode has offered pages for, and that prefill has not opened.
 MAX_EARLY = 1024
-# A step is so many places of a list: time, moment, peer (of a beginning: the tag), and more.
-WIDE = 4
-HALF = MAX_STORY_STEPS // 2 * WIDE
 
 
 class FailedRoom(NamedTuple):
@@ -88,9 +85,11 @@ class StoryBook:
     def __init__(self, most_steps: int) -> None:
         self.now = monotonic()
         self._most_steps = most_steps
-        # Of rooms that go on, and of the last that have ended.
+        # Of rooms that go on, have just ended, or have failed and are not forgotten.
         self._steps: dict[Room, Steps] = {}
         self._early: dict[Room, Steps] = {}
+        # What has ended last: the word to its peers may still be written down.
+        self._fresh: EndedRoom | None = None
         # The ended ones in two halves: the older is forgotten at once, which is cheap.
         self._older: list[EndedRoom] = []
         self._newer: list[EndedRoom] = []
@@ -175,19 +174,31 @@ class StoryBook:
         if steps is None:
             # It never came to the machine.
             steps = self._begin(handle, ASKED)
-        if isinstance(outcome, Failure):
-            self.failures.append(FailedRoom(now, handle.room, outcome, handle.tag))
-            steps += (now, FAILED, None, outcome)
-        else:
-            steps += (now, DONE, None, None)
+        failed = isinstance(outcome, Failure)
+        steps += (now, FAILED, None, outcome) if failed else (now, DONE, None, None)
         if len(steps) > 2 * HALF:
             shorten(steps)
         seconds, slow = now - handle.begun, self.slow
         ended: EndedRoom = (now, seconds, handle.room, steps)
-        self._newer.append(ended)
         if seconds > slow.least_s or now >= slow.until:
             slow.add(ended)
-        self._num_newer += len(steps)
+        if isinstance(outcome, Failure):
+            self.failures.append(FailedRoom(now, handle.room, outcome, handle.tag))
+            # As it is: when its memory is released may be told much later.
+            self._keep(ended, len(steps))
+            return
+        if self._fresh is not None:
+            self._pack(*self._fresh)
+        self._fresh = ended
+
+    def _pack(self, at: float, seconds: float, room: Room, steps: Steps | bytes) -> None:
+        if self._steps.get(room) is steps:
+            del self._steps[room]
+        self._keep((at, seconds, room, pack(steps)), len(steps))
+
+    def _keep(self, ended: EndedRoom, num_places: int) -> None:
+        self._newer.append(ended)
+        self._num_newer += num_places
         if self._num_newer > self._most_steps * WIDE // 2:
             self._forget_older()
 
@@ -215,71 +226,23 @@ class StoryBook:
     def stories(self, endpoint: Peer, role: str, names: Iterable[str]) -> Iterator[RoomStory]:
         """What is known of rooms by their names; nothing of those that are forgotten."""
         wanted = set(names)
-        known = {room: steps for _, _, room, steps in self.slow} | self._steps if wanted else {}
+        if not wanted:
+            return
+        known: dict[Room, Steps | bytes] = {room: steps for _, _, room, steps in self.slow}
+        known |= {room: steps for _, _, room, steps in (*self._older, *self._newer)} | self._steps
         for room, steps in known.items():
             if str(room) in wanted:
-                yield _story(str(endpoint), role, room, steps)
+                yield story_of(str(endpoint), role, room, steps)
 
     def ended_since(self, endpoint: Peer, role: str, since: float) -> list[RoomStory]:
         """The stories of rooms that ended since then, as far as they are kept."""
-        both = (*self._older, *self._newer)
-        late = [(room, steps) for at, _, room, steps in both if at >= since]
-        return [_story(str(endpoint), role, room, steps) for room, steps in late]
+        ended = [*self._older, *self._newer]
+        if self._fresh is not None:
+            ended.append(self._fresh)
+        late = [(room, steps) for at, _, room, steps in ended if at >= since]
+        return [story_of(str(endpoint), role, room, steps) for room, steps in late]
 
     def forget_peers(self, known: set[Peer]) -> None:
         """Nobody asks what was sent to any other."""
         for peer in self.sent.keys() - known:
             del self.sent[peer]
-
-
-# ---------------------------------------------------------------- lists of steps
-
-
-def tag_of(steps: Steps) -> RoomTag:
-    """Whose room it was; the first step is its beginning."""
-    tag: RoomTag = steps[2]
-    return tag
-
-
-def shorten(steps: Steps) -> None:
-    """Leave the beginning and the end, and between them a place that says how many are missing."""
-    middle = steps[HALF:-HALF]
-    missing = sum(1 if moment is not None else more for _, moment, _, more in _each(middle))
-    steps[HALF:-HALF] = (middle[0], None, None, missing)
-
-
-def _each(steps: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    places = iter(steps)
-    return zip(*[places] * WIDE, strict=True)
-
-
-def _story(endpoint: str, role: str, room: Room, steps: Steps) -> RoomStory:
-    kept = list(steps)
-    if len(kept) > 2 * HALF:
-        shorten(kept)
-    tag: RoomTag = tag_of(steps)
-    told = [_step(*step) for step in _each(kept) if step[1] is not None]
-    return RoomStory(
-        endpoint=endpoint,
-        role=role,
-        room=str(room),
-        steps=tuple(sorted(told, key=lambda step: step.at)),
-        request=tag.request,
-        traceparent=tag.traceparent,
-        left_out=sum(more for _, moment, _, more in _each(kept) if moment is None),
-    )
-
-
-def _step(at: float, moment: Moment, who: Peer | RoomTag | None, more: Any) -> StoryStep:
-    """As a value: what stands behind the moment depends on it."""
-    match who, more:
-        case _, Span(first=first, end=end):
-            return StoryStep(moment, at, detail=f"tokens {first} to {end}")
-        case _, Failure(code=code, message=message):
-            return StoryStep(moment, at, detail=f"{code}: {message}"[:1000])
-        case Peer(), bool():
-            return StoryStep(moment, at, str(who), more)
-        case Peer(), (seconds, num_bytes, path):
-            return StoryStep(moment, at, str(who), False, seconds, num_bytes, str(path))
-        case _:
-            return StoryStep(moment, at)

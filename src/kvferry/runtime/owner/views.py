@@ -24,7 +24,8 @@ from kvferry.protocol.endpoint import Link
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import EndedRoom
 from kvferry.runtime.owner.loop import Owner
-from kvferry.runtime.owner.stories import FailedRoom, tag_of
+from kvferry.runtime.owner.step_lists import tag_of
+from kvferry.runtime.owner.stories import FailedRoom
 from kvferry.runtime.setup import EndpointSetup
 
 
