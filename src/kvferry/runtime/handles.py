@@ -14,8 +14,8 @@ from time import monotonic
 from typing import Any, Literal
 
 from kvferry.ids import Room
+from kvferry.once import Once
 from kvferry.protocol.outcome import Done, Failure, Outcome, Status
-from kvferry.runtime.once import Once
 from kvferry.runtime.telemetry.tags import NOBODYS
 
 

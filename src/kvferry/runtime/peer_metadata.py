@@ -8,6 +8,7 @@ import msgspec
 
 from kvferry.errors import TransportError
 from kvferry.runtime.lifeline import Address
+from kvferry.runtime.local import LocalDoor
 
 _Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
@@ -17,12 +18,14 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
 
     ``staging_region`` is the number of the region with its slots, and
     ``scratch_offset`` where in it so many bytes are that anybody may write at any time, to measure.
+    ``door`` is where a source listens for targets of its own host; it has a secret.
     """
 
     lifeline: tuple[Annotated[str, msgspec.Meta(max_length=64)], _Port]
     staging_region: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] | None = None
     scratch_offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
     scratch_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
+    door: LocalDoor | None = None
 
     def encode(self) -> bytes:
         """For the handshake."""
@@ -41,6 +44,14 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
         """Where a peer's lifeline is; None for what is no metadata."""
         try:
             return PeerMetadata.decode(data).address
+        except TransportError:
+            return None
+
+    @staticmethod
+    def door_in(data: bytes) -> LocalDoor | None:
+        """Where a peer listens for processes of its host; None if nowhere."""
+        try:
+            return PeerMetadata.decode(data).door
         except TransportError:
             return None
 

@@ -23,6 +23,7 @@ from kvferry.runtime.driver.driver import PeerGone
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.lifeline import Address
+from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.owner.loop import CLOSE_S, Aborted, Owner
 from kvferry.runtime.owner.outfit import Outfit, outfit_of
@@ -69,10 +70,12 @@ class RankEndpoint(ABC, Generic[H]):
         config = config or EndpointConfig()
         member = Member(name, rank, layout, model)
         with ExitStack() as undo:
-            self._listen(config, key, undo)
-            slots = self._most_slots(config)
+            door = self._listen(config, key, undo)
             setup = set_up(
-                member, pools, transport, config, writable=self.writable, most_slots=slots
+                *(member, pools, transport, config),
+                writable=self.writable,
+                most_slots=self._most_slots(config),
+                door=door,
             )
             undo.callback(setup.close)
             meter = Meter(str(member.peer), setup.transports.name, registry)
@@ -92,8 +95,10 @@ class RankEndpoint(ABC, Generic[H]):
             client.report(member.peer, setup.incarnation, self.view)
 
     @abstractmethod
-    def _listen(self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack) -> None:
-        """Open what others knock at, before anything else is taken."""
+    def _listen(
+        self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack
+    ) -> LocalDoor | None:
+        """Open what others knock at, before anything else is taken; the door for this host's."""
 
     @abstractmethod
     def _most_slots(self, config: EndpointConfig) -> int:

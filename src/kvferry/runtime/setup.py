@@ -21,6 +21,7 @@ from kvferry.regions import Region
 from kvferry.rendezvous.records import Name
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.lifeline import Lifeline
+from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.memory import Memory, PoolArrays, arrays_of
 from kvferry.runtime.mover.calibration import scratch_bytes
 from kvferry.runtime.peer_metadata import PeerMetadata
@@ -185,6 +186,7 @@ def set_up(
     *,
     writable: bool,
     most_slots: int,
+    door: LocalDoor | None = None,
 ) -> EndpointSetup:
     """Set everything up that has no thread. Raises errors that say what to change."""
     _demand_reachable(config.host)
@@ -206,7 +208,7 @@ def set_up(
         slots = None  # Whoever would have staged could not take the pools.
     staging_region = len(memory.regions) if slots else None
     scratch = (slots.scratch_offset, slots.scratch_bytes) if slots else (0, 0)
-    metadata = PeerMetadata(lifeline.address, staging_region, *scratch)
+    metadata = PeerMetadata(lifeline.address, staging_region, *scratch, door)
     return EndpointSetup(member, memory, slots, transports, offers, incarnation, lifeline, metadata)
 
 

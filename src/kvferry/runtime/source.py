@@ -20,6 +20,7 @@ from kvferry.runtime.control import ControlServer
 from kvferry.runtime.costs import LinkCosts, first_constants
 from kvferry.runtime.driver.driver import Driver, Ports
 from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.local import LocalDoor, LocalServer
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner.channels import SourceChannel
 from kvferry.runtime.owner.loop import CLOSE_S, Owner
@@ -39,9 +40,16 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
     writable: ClassVar[bool] = False
     role: ClassVar[str] = "source"
 
-    def _listen(self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack) -> None:
+    def _listen(
+        self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack
+    ) -> LocalDoor | None:
         self._server = ControlServer(config.host, config.port, key)
         undo.callback(self._server.close)
+        self._local = LocalServer.open()
+        if self._local is None:
+            return None
+        undo.callback(self._local.close)
+        return self._local.door
 
     def _most_slots(self, config: EndpointConfig) -> int:
         return config.protocol.local_slots
@@ -52,7 +60,7 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         writes = Writes(outfit, costs, measures=config.constants is None)
         policy = StagingPolicy(setup.member.rank, writes.sides_of, costs.of, config.path)
         machine = SourceMachine(setup.identity, _with_slots(config, setup), policy)
-        channel = SourceChannel(outfit.me, outfit.poller, meter, self._server)
+        channel = SourceChannel(outfit.me, outfit.poller, meter, self._server, self._local)
         suspects = Suspects(outfit.prober)
         driver = Driver(machine, Ports(channel, writes, writes, suspects, rooms))
         writes.attach(machine, policy, self._take)

@@ -17,6 +17,7 @@ from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.driver.driver import Driver, Ports
 from kvferry.runtime.incoming import Asked, Incoming, wanted_pages
 from kvferry.runtime.keys import ClusterKey, bindable
+from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.owner.channels import TargetChannel
 from kvferry.runtime.owner.directory import Directory
 from kvferry.runtime.owner.loop import Owner
@@ -37,8 +38,11 @@ class TargetEndpoint(RankEndpoint[Incoming]):
     writable: ClassVar[bool] = True
     role: ClassVar[str] = "target"
 
-    def _listen(self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack) -> None:
+    def _listen(
+        self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack
+    ) -> LocalDoor | None:
         bindable(config.host, 0, key)
+        return None
 
     def _most_slots(self, config: EndpointConfig) -> int:
         return MAX_SLOTS
@@ -50,7 +54,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         channel = TargetChannel(outfit.me, outfit.poller, meter, outfit.key, directory.address_of)
         scatters = Scatters(outfit)
         driver = Driver(machine, Ports(channel, scatters, scatters, Suspects(outfit.prober), rooms))
-        scatters.attach(machine, self._take)
+        scatters.attach(machine, self._take, channel.join)
         channel.attach(self._take, outfit.stories)
         role = TargetRole(driver, self._take, outfit, scatters, channel, directory)
         return Owner(driver, role, channel, outfit)

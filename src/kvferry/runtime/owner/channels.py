@@ -1,7 +1,8 @@
 """Channels: to a driver, the port where frames go out; to the loop, where they come in.
 
 A source answers along the route of a target's latest frame. A target has a connection to
-each source, at the address that the source's instance gave last. What a turn has to say
+each source, at the address that the source's instance gave last, and to one that has a door
+on this host a line beside it, which it talks on while it lasts. What a turn has to say
 to one peer leaves in one message, or in a few: a peer that has nothing to do meanwhile can
 begin with the first of many.
 """
@@ -28,6 +29,8 @@ from kvferry.runtime.control import (
 )
 from kvferry.runtime.driver.driver import frame_event
 from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.local import LocalDoor, LocalLine, LocalServer, knock
+from kvferry.runtime.owner.lines import LocalLines
 from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.stories import StoryBook
 from kvferry.runtime.telemetry.metrics import Meter
@@ -100,12 +103,15 @@ class Channel(ABC):
                 room: Room = envelope.body.room
                 self._answer(Cancel(room))
 
-    def _events(self, message: bytes) -> Iterator[tuple[Session, Event]]:
-        """What a message holds, and in which session it was said."""
+    def _frames(self, message: bytes) -> list[bytes]:
         frames = unbundle(message)
         if frames is None:
             self._meter.refused("frame-foreign")
-        for frame in frames or ():
+        return frames or []
+
+    def _events(self, frames: Iterable[bytes]) -> Iterator[tuple[Session, Event]]:
+        """What frames mean, and in which session each was said."""
+        for frame in frames:
             decoded = decode(frame)
             event = frame_event(decoded)
             if isinstance(decoded, BadFrame):
@@ -120,28 +126,51 @@ class Channel(ABC):
 
 
 class SourceChannel(Channel):
-    """A source's: one bound socket, spoken to by many targets."""
+    """A source's: a bound socket and, for this host, a door; spoken to by many targets."""
 
-    def __init__(self, me: Peer, poller: Poller, meter: Meter, server: ControlServer) -> None:
+    def __init__(
+        self,
+        me: Peer,
+        poller: Poller,
+        meter: Meter,
+        server: ControlServer,
+        local: LocalServer | None = None,
+    ) -> None:
         super().__init__(me, poller, meter)
         self._server = server
-        self._routes: dict[Session, bytes] = {}
-        self._outbox: dict[bytes, list[bytes]] = {}
+        self._local = local
+        self._lines = LocalLines(poller)
+        self._routes: dict[Session, bytes | LocalLine] = {}
+        self._outbox: dict[bytes | LocalLine, list[bytes]] = {}
         for one in server.sockets:
             poller.watch(one)
+        if local is not None:
+            poller.watch(local.fileno())
 
     def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
         """Frames, and the routes along which they would be answered."""
+        for line, frames in self._lines.receive(ready):
+            yield from self._routed(line, frames)
+            if line.over:
+                self._lines.drop(line)
+                yield Dropped(None)
+        if self._local is not None and self._local.fileno() in ready:
+            for line in self._local.accept():
+                self._lines.add(line)
+            self._lines.sweep()
         server = self._server
         if not any(one in ready for one in server.sockets):
             return
         for route, message in server.receive(ready):
-            for session, event in self._events(message):
-                self._routes[session.greeting] = route
-                yield event
+            yield from self._routed(route, self._frames(message))
         self._meter.total("connection", server.counts["refused"])
         if server.counts.pop("dropped", 0):
             yield Dropped(None)
+
+    def _routed(self, route: bytes | LocalLine, frames: list[bytes]) -> Iterator[Event]:
+        for session, event in self._events(frames):
+            self._routes[session.greeting] = route
+            yield event
 
     def _put(self, peer: Peer, envelope: Envelope) -> None:
         route = self._routes.get(envelope.session.greeting)
@@ -151,6 +180,9 @@ class SourceChannel(Channel):
     def _send_waiting(self) -> None:
         """Send what was put."""
         for route, frames in self._outbox.items():
+            if isinstance(route, LocalLine):
+                self._lines.send(route, frames)
+                continue
             for message in bundle(frames):
                 self._server.send(route, message)
             self._poller.used(self._server.socket)
@@ -162,14 +194,21 @@ class SourceChannel(Channel):
         self._routes = {s: route for s, route in self._routes.items() if s in known}
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket and the door."""
+        self._lines.close()
+        if self._local is not None:
+            self._poller.unwatch(self._local.fileno())
+            self._local.close()
         for one in self._server.sockets:
             self._poller.unwatch(one)
         self._server.close()
 
 
 class TargetChannel(Channel):
-    """A target's: a connection to each source. ``address_of`` knows where one is, if anybody."""
+    """A target's: a connection to each source, and lines to those on this host.
+
+    ``address_of`` knows where a source is, if anybody.
+    """
 
     def __init__(
         self,
@@ -185,7 +224,9 @@ class TargetChannel(Channel):
         self._context = new_context()
         self._clients: dict[Peer, tuple[str, ControlClient]] = {}
         self._by_socket: dict[ZmqSocket, Peer] = {}
-        self._outbox: dict[ControlClient, list[bytes]] = {}
+        self._lines = LocalLines(poller)
+        self._line_to: dict[Peer, LocalLine] = {}
+        self._outbox: dict[ControlClient | LocalLine, list[bytes]] = {}
 
     @property
     def peers(self) -> set[Peer]:
@@ -194,11 +235,15 @@ class TargetChannel(Channel):
 
     def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
         """Frames, and what became of connections."""
+        for line, frames in self._lines.receive(ready):
+            yield from (event for _, event in self._events(frames))
+            if line.over:
+                yield from map(Dropped, self._hang_up(line))
         peers = {self._by_socket[one] for one in ready if one in self._by_socket}
         for peer in peers:
             _, client = self._clients[peer]
             for message in client.receive(ready):
-                for _, event in self._events(message):
+                for _, event in self._events(self._frames(message)):
                     yield event
             if client.counts.pop("dropped", 0):
                 yield Dropped(peer)
@@ -206,17 +251,41 @@ class TargetChannel(Channel):
                 client.counts.clear()
                 yield Barred(peer, f"{peer} has another cluster key; give both the same")
 
+    def join(self, peer: Peer, door: LocalDoor) -> None:
+        """Talk to a source on a line of its own from now on, if it is on this host."""
+        line = knock(door)
+        if line is None:
+            return
+        former = self._line_to.get(peer)
+        if former is not None:
+            self._hang_up(former)
+        self._line_to[peer] = line
+        self._lines.add(line)
+
+    def _hang_up(self, line: LocalLine) -> list[Peer]:
+        """Whom the line led to. They are talked to as all others are."""
+        led_to = [peer for peer, one in self._line_to.items() if one is line]
+        for peer in led_to:
+            del self._line_to[peer]
+        self._outbox.pop(line, None)
+        self._lines.drop(line)
+        return led_to
+
     def _put(self, peer: Peer, envelope: Envelope) -> None:
         client = self._client_for(peer)
         if client is not None:
-            self._outbox.setdefault(client, []).append(encode(envelope))
+            way = self._line_to.get(peer, client)
+            self._outbox.setdefault(way, []).append(encode(envelope))
 
     def _send_waiting(self) -> None:
         """Send what was put."""
-        for client, frames in self._outbox.items():
+        for way, frames in self._outbox.items():
+            if isinstance(way, LocalLine):
+                self._lines.send(way, frames)
+                continue
             for message in bundle(frames):
-                client.send(message)
-            self._poller.used(client.socket)
+                way.send(message)
+            self._poller.used(way.socket)
         self._outbox.clear()
 
     def _client_for(self, peer: Peer) -> ControlClient | None:
@@ -236,6 +305,8 @@ class TargetChannel(Channel):
         """Nobody there is needed any more."""
         _, client = self._clients.pop(peer)
         self._outbox.pop(client, None)
+        if peer in self._line_to:
+            self._hang_up(self._line_to[peer])
         for one in client.sockets:
             self._poller.unwatch(one)
             del self._by_socket[one]

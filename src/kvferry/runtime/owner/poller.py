@@ -39,12 +39,17 @@ class Poller:
         if not isinstance(what, int):
             self._used[what] = None
 
-    def unwatch(self, what: ZmqSocket) -> None:
+    def unwatch(self, what: int | ZmqSocket) -> None:
         """No longer."""
-        fd = what.fileno()
+        fd = what if isinstance(what, int) else what.fileno()
         self._poll.unregister(fd)
         del self._watched[fd]
-        self._used.pop(what, None)
+        if not isinstance(what, int):
+            self._used.pop(what, None)
+
+    def watch_room(self, fd: int, *, wanted: bool) -> None:
+        """Whether to be woken also when a watched file can be written."""
+        self._poll.modify(fd, select.POLLIN | select.POLLOUT if wanted else select.POLLIN)
 
     def used(self, what: ZmqSocket) -> None:
         """Something was sent on a socket: ask it whether something has come, before sleeping."""

@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvferry.ids import Op, Session
+from kvferry.ids import Op, Peer, Session
 from kvferry.plan.bind import Image, Pair, bind
 from kvferry.protocol.events import Cancel, Connect, Event, Scatter, Scattered, Write
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.copier import Copied, CopyJob
 from kvferry.runtime.incoming import Incoming
+from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.stories import SCATTERED, Took
+from kvferry.runtime.peer_metadata import PeerMetadata
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -32,10 +34,16 @@ class Scatters:
         self._stories = outfit.stories
         self._scattering: dict[Op, tuple[Scatter, float]] = {}
 
-    def attach(self, machine: TargetMachine, answer: Callable[[Event], None]) -> None:
-        """Whom this scatters for, and who hears how it went."""
+    def attach(
+        self,
+        machine: TargetMachine,
+        answer: Callable[[Event], None],
+        join: Callable[[Peer, LocalDoor], None],
+    ) -> None:
+        """Whom this scatters for, who hears how it went, and who goes to doors on this host."""
         self._machine = machine
         self._answer = answer
+        self._join = join
 
     def scatter(self, action: Scatter) -> None:
         """Copy a slot into its pages."""
@@ -72,6 +80,9 @@ class Scatters:
         )
         self._meter.linked(action.peer, offer.name)
         self._mover.let_write(action.session, offer.name)
+        door = PeerMetadata.door_in(action.metadata)
+        if door is not None:
+            self._join(action.peer, door)
 
     def write(self, action: Write) -> None:
         """Never asked for."""

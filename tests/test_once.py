@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvferry.runtime.once import Once
+from kvferry.once import Once
 
 WAIT_S = 15.0
 
