@@ -42,9 +42,12 @@ def _tests(folder: str, names: str) -> tuple[str, ...]:
 
 
 _MACHINES = "machines machine_aborts machine_failures sessions lost_links limits regressions"
-_PARTS = "credits digests ledger cutting spanset handshake checks config codec docs"
+_PARTS = (
+    "credits digests ledger cutting spanset handshake transports layers checks config codec docs"
+)
 _PIECES = (
-    "roles directory tables handles keys lifeline control agreement metrics memory threads closing"
+    "roles directory tables handles keys lifeline control agreement metrics memory threads closing "
+    "stories local costs pace marks letting_go writes layers security"
 )
 _CARRIED = "tests/runtime/test_carry.py::test_every_byte_arrives_and_no_other_is_touched"
 _PROCESSES = (

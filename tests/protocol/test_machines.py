@@ -344,6 +344,20 @@ def test_a_lost_frame_costs_time_and_nothing_else(
     w.finish()
 
 
+def test_an_offer_that_comes_again_is_accepted_again_and_then_comes_no_more() -> None:
+    w = world(layout(DENSE), layout(DENSE))
+    lost = itertools.count()
+    w.drops = lambda _, envelope: isinstance(envelope.body, Accept) and next(lost) < 1
+    w.open(ROOM)
+    w.receive(ROOM, Request(8))
+    w.wait(4 * w.config.resend_s)
+    assert (len(w.where(Offer)), len(w.where(Accept))) == (2, 2)
+    w.prefill_all(ROOM, 8)
+    w.wait(2)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
 @STAGED
 def test_lost_notes_are_asked_for(staged: bool) -> None:
     w = world(layout(DENSE, tp=2), layout(DENSE), staged=staged)

@@ -13,11 +13,12 @@ import pytest
 from runtime.puppet import ME, PLAN, Desk, Puppet
 
 from kvferry.config import ProtocolConfig
+from kvferry.errors import Misuse
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Cancel, Connect, Event, Open, Release, Report, Tick
 from kvferry.protocol.messages import Envelope, Heartbeat
-from kvferry.protocol.outcome import Done
+from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.states import LinkState
 from kvferry.runtime.copier import HostCopier
 from kvferry.runtime.driver.driver import Driver, Ports
@@ -185,6 +186,20 @@ def test_a_room_that_is_released_is_forgotten_by_all_who_kept_something_of_it() 
     assert heard == ["a", "b", "empty"]
     assert [handle.released for handle in handles] == [True, True]
     assert len(rooms) == 0
+
+
+def test_after_a_bug_of_ours_nobody_waits_and_nobody_begins() -> None:
+    meter: Any = Nothing()
+    rooms = RoomTable[Handle](ME, meter)
+    handles = [Handle(name) for name in ("a", "b")]
+    for handle in handles:
+        rooms.add(handle)
+    rooms.break_all("a bug")
+    assert [handle.failure for handle in handles] == [Failure.of(FailureCode.INTERNAL, "a bug")] * 2
+    # What the broken thread had in hand may still be written.
+    assert [handle.released for handle in handles] == [False, False]
+    with pytest.raises(Misuse, match="a bug"):
+        rooms.add(Handle("c"))
 
 
 class Watch(Nothing):

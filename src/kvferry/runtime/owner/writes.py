@@ -181,7 +181,7 @@ class Writes:
         posting = Posting(action.op, session, binding)
         reached = self._at_once.get(session)
         size = binding.size
-        if reached is not None and (reached.transport.writes_elsewhere or _is_small(size)):
+        if reached is not None and (reached.transport.writes_elsewhere or is_small(size)):
             self._write_now(posting, reached, size)
         else:
             self._mover.write(posting)
@@ -271,5 +271,6 @@ class Writes:
             )
 
 
-def _is_small(size: Size) -> bool:
+def is_small(size: Size) -> bool:
+    """Whether a write may be made by the owner itself."""
     return size.num_bytes <= AT_ONCE_BYTES and size.num_pieces <= AT_ONCE_PIECES
