@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
+from kvferry.config import ProtocolConfig
 from kvferry.ids import Generation, Op, Peer, Room, Serial, SlotIndex
 from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
@@ -19,7 +21,7 @@ from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Finish, Push
 from kvferry.protocol.messages import Arrived, Credit, Table
 from kvferry.protocol.outcome import Failure
-from kvferry.protocol.states import LaneState, RoomState
+from kvferry.protocol.states import LaneState, LinkState, RoomState
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +76,17 @@ class Lane:
         assert self.link.hello is not None
         return self.link.hello.staging.slot_bytes
 
+    def repeat_at(self, config: ProtocolConfig) -> float:
+        """When something has to be said again, or is no longer to be waited for."""
+        if self.state is LaneState.CLOSED:
+            return self.said_at + config.resend_s
+        if self.state is LaneState.SENDING and self.busy_until > 0:
+            return self.busy_until
+        if self.state is LaneState.SENDING and self.staged:
+            patience = self.waiting_since + config.credit_patience_s
+            return min(patience, self.said_at + config.resend_s)
+        return inf
+
     def expects(self, tokens: Span) -> bool:
         """Whether some of those tokens were announced."""
         return any(len(span.intersect(tokens)) for span in self.expected)
@@ -112,6 +125,16 @@ class SourceRoom:
     def known_to_engine(self) -> bool:
         """Whether the engine has opened it and waits for its end."""
         return self.state not in (RoomState.EARLY, RoomState.WARNED, RoomState.OVER)
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether it has failed and waits for a write to a lost peer to end."""
+        lost = any(lane.link.state is LinkState.LOST for lane in self.lanes.values())
+        return lost and self.state is RoomState.FAILING
+
+    def awaits(self, peer: Peer) -> bool:
+        """Whether an offer of that target would be its first, and of the right instance."""
+        return peer.rank not in self.heard and self.instance in (None, peer.instance)
 
     def awaits_offers(self, source: int) -> bool:
         """Whether some target that should tell this source of the room has not done so."""

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from kvferry.config import ProtocolConfig
 from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse
-from kvferry.ids import Peer, Room
+from kvferry.ids import Room
 from kvferry.plan.plan import Block
-from kvferry.protocol.checks import offer_problem
+from kvferry.protocol.admission import Admission
 from kvferry.protocol.cutting import merge
 from kvferry.protocol.endpoint import Identity, Link
 from kvferry.protocol.events import (
@@ -75,6 +75,7 @@ class SourceMachine(Writer):
     ) -> None:
         super().__init__(identity, config, stages)
         self.rooms: dict[Room, SourceRoom] = {}
+        self._admission = Admission(self.rooms, config)
 
     def _take(self, event: Event) -> None:
         match event:
@@ -124,11 +125,7 @@ class SourceMachine(Writer):
         """Failed rooms whose pages wait for a write to a lost peer to end."""
         if not self._any_lost:
             return 0
-        return sum(
-            any(lane.link.state is LinkState.LOST for lane in room.lanes.values())
-            for room in self.rooms.values()
-            if room.state is RoomState.FAILING
-        )
+        return sum(room.is_quarantined for room in self.rooms.values())
 
     # ------------------------------------------------------------ from the engine
 
@@ -136,7 +133,7 @@ class SourceMachine(Writer):
         room = self.rooms.get(event.room)
         if room and room.known_to_engine:
             raise Misuse(f"room {event.room!r} is open already; use another id")
-        failure = self._no_room_for(event)
+        failure = self._admission.of_room(event, self._now, self.num_quarantined)
         if room is None or room.state is RoomState.OVER:
             room = SourceRoom(event.room, RoomState.OPEN, event.deadline)
             self.rooms[event.room] = room
@@ -149,16 +146,6 @@ class SourceMachine(Writer):
             self._drain(room)
         elif failure:
             self._fail(room, failure)
-
-    def _no_room_for(self, event: Open) -> Failure | None:
-        if event.deadline <= self._now:
-            return Failure.of(FailureCode.DEADLINE, "the deadline had passed at the start")
-        if len(self.rooms) - (event.room in self.rooms) >= self.config.max_rooms:
-            return Failure.of(FailureCode.TOO_MANY_ROOMS, f"{len(self.rooms)} rooms are open here")
-        if self.num_quarantined >= self.config.max_quarantined_rooms:
-            text = f"{self.num_quarantined} failed rooms wait for proof from lost peers"
-            return Failure.of(FailureCode.QUARANTINE_FULL, text)
-        return None
 
     def _running(self, name: Room, what: str) -> SourceRoom | None:
         """The room that the engine is still pushing to; None if it has failed meanwhile."""
@@ -231,47 +218,12 @@ class SourceMachine(Writer):
             self._say(link, Accept(offer.room, offer.generation))
             return
         owed = link.plan.blocks(self.me.rank, link.peer.rank, offer.request)
-        failure = self._why_not(link, room, offer, owed)
+        failure = self._admission.of_offer(link, room, offer, owed)
         if failure:
             self._say_drained(link, offer, failure)
             return
         room = self._room_for(offer, room)
         self._add_lane(room, link, offer, owed)
-
-    def _why_not(
-        self, link: Link, room: SourceRoom | None, offer: Offer, owed: tuple[Block, ...]
-    ) -> Failure | None:
-        """Why an offer can't be taken."""
-        if link.state is LinkState.LOST:
-            # Kept only until its last write has ended. A lane on it would outlive it.
-            text = f"the session with {link.peer} is over"
-            return Failure.of(FailureCode.SESSION_REPLACED, text)
-        assert link.hello is not None
-        problem = offer_problem(link.plan, link.hello, link.peer.rank, offer, owed)
-        if problem:
-            return Failure.of(FailureCode.BAD_OFFER, problem)
-        if room is None or room.state is RoomState.WARNED:
-            return self._too_many_early(room)
-        if room.state in (RoomState.FAILING, RoomState.OVER):
-            return room.failure
-        if not self._awaits(room, link.peer):
-            return Failure.of(FailureCode.ROOM_TAKEN, f"the room is being sent to {room.instance}")
-        return None
-
-    def _too_many_early(self, room: SourceRoom | None) -> Failure | None:
-        if room is not None:
-            return None
-        early = self._count(RoomState.EARLY, RoomState.WARNED)
-        if early >= self.config.max_early_rooms:
-            text = f"{early} offers wait for rooms that were not opened yet"
-            return Failure.of(FailureCode.TOO_MANY_ROOMS, text)
-        return None
-
-    def _count(self, *states: RoomState) -> int:
-        """Rooms in those states, as far as it matters for a limit on them."""
-        if len(self.rooms) < self.config.max_early_rooms:
-            return 0
-        return sum(room.state in states for room in self.rooms.values())
 
     def _room_for(self, offer: Offer, room: SourceRoom | None) -> SourceRoom:
         if room is None:
@@ -372,7 +324,7 @@ class SourceMachine(Writer):
         if lane is not None:
             self._fail(lane.room, body.failure)
             return
-        if room is not None and self._awaits(room, link.peer):
+        if room is not None and room.awaits(link.peer):
             # Its offer was lost, so the room can never be served.
             self._fail(room, body.failure)
         elif room is None and not body.accepted:
@@ -382,12 +334,9 @@ class SourceMachine(Writer):
     def _say_drained(self, link: Link, body: RoomMessage, failure: Failure) -> None:
         self._say(link, Drained(body.room, body.generation, failure, link.seq_in))
 
-    def _awaits(self, room: SourceRoom, peer: Peer) -> bool:
-        return peer.rank not in room.heard and room.instance in (None, peer.instance)
-
     def _warn(self, body: Abort) -> None:
         """Remember for a while that the room was given up before it was opened here."""
-        if self._too_many_early(None) is None:
+        if self._admission.of_early() is None:
             deadline = self._now + self.config.early_s
             room = SourceRoom(body.room, RoomState.WARNED, deadline, failure=body.failure)
             self.rooms[body.room] = room
@@ -424,7 +373,7 @@ class SourceMachine(Writer):
 
     def _bury(self, room: SourceRoom) -> None:
         """Forget a failed room, but not before late offers for it can be refused."""
-        few = self._count(RoomState.OVER) < self.config.max_early_rooms
+        few = self._admission.count(RoomState.OVER) < self.config.max_early_rooms
         if few and room.awaits_offers(self.me.rank):
             room.state = advance(SOURCE_ROOM, room.state, RoomStep.DRAIN)
             room.deadline = self._now + self.config.early_s
@@ -457,7 +406,7 @@ class SourceMachine(Writer):
             if self._now >= room.deadline and room.state is not RoomState.FAILING:
                 self._expire(room)
             for lane in room.lanes.values():
-                if self._now >= self._repeat_at(lane):
+                if self._now >= lane.repeat_at(self.config):
                     self._repeat(lane)
 
     def _expire(self, room: SourceRoom) -> None:
@@ -466,16 +415,6 @@ class SourceMachine(Writer):
         self._fail(room, Failure.of(FailureCode.DEADLINE, text))
         if early:
             self.rooms.pop(room.name, None)
-
-    def _repeat_at(self, lane: Lane) -> float:
-        if lane.state is LaneState.CLOSED:
-            return lane.said_at + self.config.resend_s
-        if lane.state is LaneState.SENDING and lane.busy_until > 0:
-            return lane.busy_until
-        if lane.state is LaneState.SENDING and lane.staged:
-            patience = lane.waiting_since + self.config.credit_patience_s
-            return min(patience, lane.said_at + self.config.resend_s)
-        return float("inf")
 
     def _repeat(self, lane: Lane) -> None:
         """Say again what may have been lost, or stop waiting for credits."""
@@ -498,4 +437,4 @@ class SourceMachine(Writer):
             if room.state is not RoomState.FAILING:
                 yield room.deadline
             for lane in room.lanes.values():
-                yield self._repeat_at(lane)
+                yield lane.repeat_at(self.config)
