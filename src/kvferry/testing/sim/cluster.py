@@ -33,10 +33,11 @@ from kvferry.protocol.outcome import Done, Failure
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.driver.driver import Driver
+from kvferry.testing.sim.engines import SourceNode, TargetNode
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob, draw_pushes
 from kvferry.testing.sim.memory import SimMemory
-from kvferry.testing.sim.nodes import Node, SourceNode, TargetNode
+from kvferry.testing.sim.nodes import Node
 from kvferry.testing.sim.wire import TRANSPORTS, Wire
 from kvferry.testing.sim.world import World
 

@@ -35,9 +35,9 @@ from kvferry.testing.sim.cluster import (
     Policy,
     Shape,
 )
+from kvferry.testing.sim.engines import SourceNode
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
-from kvferry.testing.sim.nodes import SourceNode
 from kvferry.testing.sim.scripts import (
     Script,
     at,

@@ -31,7 +31,8 @@ from kvferry.runtime.driver.driver import PeerGone
 from kvferry.testing.sim.memory import fetch
 
 if TYPE_CHECKING:
-    from kvferry.testing.sim.nodes import Node, SourceNode, TargetNode
+    from kvferry.testing.sim.engines import SourceNode, TargetNode
+    from kvferry.testing.sim.nodes import Node
     from kvferry.testing.sim.world import World
 
 RETRY_S = 0.1

@@ -1,0 +1,199 @@
+"""Source and target nodes of the simulated world: a machine with an engine of its side.
+
+The engines do what a real one does: hold pages before they ask, push chunks as
+they compute them, give rooms up, and reuse pages the moment they get them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from kvferry.ids import Peer, Room
+from kvferry.layout.intervals import Span
+from kvferry.plan.bind import Image, Pair, Side, bind
+from kvferry.protocol.events import (
+    Cancel,
+    Finish,
+    Instance,
+    Open,
+    Prepare,
+    Push,
+    Receive,
+    Scatter,
+    Scattered,
+    Write,
+)
+from kvferry.protocol.messages import Envelope, Offer, Table
+from kvferry.protocol.outcome import Done, Outcome
+from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.target import TargetMachine
+from kvferry.runtime.driver.driver import Driver
+from kvferry.testing.sim.jobs import SimJob, SimPush
+from kvferry.testing.sim.memory import Allocation, SimMemory, fetch
+from kvferry.testing.sim.nodes import Node
+from kvferry.testing.sim.wire import Flight, Wire
+from kvferry.testing.sim.world import World
+
+
+class SourceNode(Node):
+    """A prefill rank."""
+
+    driver: Driver[SourceMachine]
+
+    def begin(self, job: SimJob, allocation: Allocation) -> None:
+        """Open the room, then push what is computed."""
+        self.deliver(Open(job.room, self.due.get(job.room, self.world.now)))
+        delay = 0.0
+        for index, push in enumerate(job.pushes):
+            delay += 0.005 + self.world.rng.random() * 0.03 + job.pace_s
+            if self.world.strikes("slow_prefill"):
+                delay += self.world.rng.random() * 1.5
+            if index % 2:
+                self.world.at(delay / 2, partial(self._prepare, job, push.tokens))
+            self.world.at(delay, partial(self._push, job, allocation, push))
+        self.world.at(delay + 0.003, lambda: self._finish(job, allocation))
+        if self.world.strikes("cancel_source"):
+            self.world.at(self.world.rng.random() * 0.2, lambda: self.deliver(Cancel(job.room)))
+
+    def _working(self, job: SimJob) -> bool:
+        return self.alive and job.room in self.allocations and job.room not in self.outcomes
+
+    def _prepare(self, job: SimJob, span: Span) -> None:
+        if self._working(job) and not self.stalled_for:
+            self.deliver(Prepare(job.room, span))
+
+    def _push(self, job: SimJob, allocation: Allocation, push: SimPush) -> None:
+        if self._working(job):
+            if self.put_off(lambda: self._push(job, allocation, push)):
+                return
+            for states in (False, True)[: 1 + push.states]:
+                self.memory.compute(allocation, push.tokens, push.layers, states=states)
+            self.deliver(Push(job.room, push.tokens, push.layers, push.states))
+
+    def _finish(self, job: SimJob, allocation: Allocation) -> None:
+        if self._working(job):
+            if self.put_off(lambda: self._finish(job, allocation)):
+                return
+            self.memory.compute(allocation, Span(0, job.request.num_tokens), states=True)
+            self.deliver(Finish(job.room, job.request.num_tokens, job.metadata, job.digest))
+
+    def write(self, action: Write) -> None:
+        """Start a write."""
+        self.world.remember(self.peer, ">", action)
+        self.wire.write(self, action)
+
+    def submit(self, action: Write) -> Flight:
+        """Settle what a write reads and writes."""
+        link = self.machine.links[action.note.session]
+        assert link.hello is not None
+        theirs = {table.group: table.as_page_table() for table in action.tables}
+        ours = self.memory.side(self.allocations[action.room].side_tables())
+        return Flight(self, action, link.plan, ours, Side(link.hello.pools, theirs))
+
+    def before_release(self, room: Room) -> None:
+        """Nothing may still read these pages."""
+        for flight in self.wire.flights:
+            if flight.source is self and flight.action.room == room:
+                self.world.violate("never reuses", f"{self.peer} released pages being read", room)
+
+    def tables(self) -> dict[str, int]:
+        """All of a source machine's tables."""
+        machine = self.machine
+        return super().tables() | {
+            "rooms": len(machine.rooms),
+            "writes": len(machine.writing),
+            "local slots in use": machine.config.local_slots - len(machine.local_slots),
+        }
+
+
+class TargetNode(Node):
+    """A decode rank."""
+
+    driver: Driver[TargetMachine]
+
+    def __init__(
+        self, world: World, wire: Wire, peer: Peer, memory: SimMemory, prefill: Instance
+    ) -> None:
+        super().__init__(world, wire, peer, memory)
+        self.prefill = prefill
+        self.stranger = False
+        self.on_failure: Callable[[Room], None] = lambda room: None
+        self.jobs: dict[Room, SimJob] = {}
+
+    def begin(self, job: SimJob, allocation: Allocation) -> None:
+        """Ask for the room's cache."""
+        self.jobs[job.room] = job
+        tables = tuple(Table(name, tuple(pages)) for name, pages in allocation.pages.items())
+        due = self.due.get(job.room, self.world.now)
+        self.deliver(Receive(job.room, self.prefill, job.request, tables, due, job.digest))
+        if self.world.strikes("cancel_target"):
+            self.world.at(self.world.rng.random() * 0.2, lambda: self.deliver(Cancel(job.room)))
+
+    def send(self, peer: Peer, envelope: Envelope) -> None:
+        """Remember which attempt the pages were offered to."""
+        offer = envelope.body
+        if isinstance(offer, Offer) and offer.room in self.allocations:
+            self.allocations[offer.room].generation = offer.generation
+        super().send(peer, envelope)
+
+    def scatter(self, action: Scatter) -> None:
+        """Copy a slot into pages, after a while."""
+        self.world.remember(self.peer, ">", action)
+        delay = 0.001 + self.world.rng.random() * 0.02
+        self.world.at(delay, lambda: self._scatter(action))
+
+    def _scatter(self, action: Scatter) -> None:
+        if not self.alive:
+            return
+        if self.put_off(lambda: self._scatter(action)):
+            return
+        allocation = self.allocations.get(action.room)
+        if allocation is None:
+            self.world.violate("never reuses", "a scatter into released pages", action.room)
+            return
+        plan = self.machine.rooms[action.room].plan
+        pair = Pair(action.source.rank, self.peer.rank)
+        side = self.memory.side(allocation.side_tables())
+        pieces = bind(plan, pair, action.request, Image(), side, action.blocks).descriptors()
+        self.memory.store(pieces, fetch([self.memory.slots[action.slot]], pieces))
+        self.memory.slots[action.slot][:] = 0
+        self.deliver(Scattered(action.op))
+
+    def check_landing(self, source: Peer, action: Write) -> None:
+        """A write lands: are these bytes still its to write?"""
+        allocation = self.allocations.get(action.room)
+        if action.slot is None:
+            if allocation is None or allocation.generation != action.generation:
+                self.world.violate("never reuses", "a write into released pages", action.room)
+            return
+        book = self.machine.credits
+        if action.slot in book.free or action.slot in book.scattering:
+            self.world.violate("never reuses", "a write into a slot that is not its", action.room)
+
+    def reported(self, room: Room, outcome: Outcome) -> None:
+        """A room that is done must be right to the last byte."""
+        if not isinstance(outcome, Done):
+            self.on_failure(room)
+            return
+        if self.stranger:
+            self.world.violate("lets nobody in", f"{self.peer} serves another model", room)
+        if outcome.metadata != self.jobs[room].metadata:
+            self.world.violate("never corrupts", f"{self.peer} got other metadata", room)
+        problem = self.memory.problem(self.allocations[room])
+        if problem:
+            self.world.violate("never corrupts", f"{self.peer}: {problem}", room)
+
+    def check(self) -> None:
+        """The slots too must add up after every step."""
+        self.machine.credits.check()
+
+    def tables(self) -> dict[str, int]:
+        """All of a target machine's tables."""
+        machine = self.machine
+        return super().tables() | {
+            "rooms": len(machine.rooms),
+            "scatters": len(machine.scattering),
+            "accounts": len(machine.credits.accounts),
+            "slots in use": machine.staging.num_slots - len(machine.credits.free),
+        }
