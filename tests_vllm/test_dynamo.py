@@ -1,6 +1,9 @@
 """NVIDIA Dynamo's own front end and vLLM workers, TP1 to TP2, with kvferry and with NixlConnector.
 
-No etcd and no NATS: Dynamo's parts find each other in a folder.
+Its parts find each other by an etcd, with leases that outlast the test: an idle NIXL agent of
+NixlConnector's keeps a core busy, three of them are more than two cores have, and a worker that
+can't renew its lease of ten seconds is struck off by the front end. In a folder, Dynamo's way
+without any service, leases have that length always.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import pytest
 from kvferry.testing.ports import later_port
 from tests_vllm.models import padded
 from tests_vllm.servers import (
+    BIN,
     BLOCK_TOKENS,
     CACHE_BYTES,
     MAX_LEN,
@@ -35,6 +39,7 @@ from tests_vllm.servers import (
 from tests_vllm.waiting import eventually
 
 ANSWER = 12
+LEASE_S = 3600
 PROMPTS = (
     "The capital of France is",
     "A ferry carries " + "apples, pears, plums and figs over the river, " * 20 + "and then",
@@ -50,18 +55,31 @@ class Dynamo(NamedTuple):
 
 
 class Parts:
-    """Dynamo's parts in one folder."""
+    """Dynamo's parts that find each other by one etcd."""
 
     def __init__(self, deployment: Deployment, folder: Path, model: Path) -> None:
         self._deployment = deployment
         self._model = model
+        etcd = self._etcd(folder)
         self._environment = {
-            "DYN_DISCOVERY_BACKEND": "file",
-            "DYN_FILE_KV": str(folder),
+            "DYN_DISCOVERY_BACKEND": "etcd",
+            "ETCD_ENDPOINTS": etcd.url,
+            "ETCD_LEASE_TTL": str(LEASE_S),
             "DYN_REQUEST_PLANE": "tcp",
             "DYN_EVENT_PLANE": "zmq",
             "DYN_TCP_RPC_HOST": "127.0.0.1",
         }
+
+    def _etcd(self, folder: Path) -> Server:
+        port = later_port()
+        own, peers = (f"http://127.0.0.1:{each}" for each in (port, later_port()))
+        command = [str(BIN / "etcd"), "--data-dir", str(folder)]
+        command += ["--initial-cluster", f"default={peers}"]
+        command += ["--listen-client-urls", own, "--advertise-client-urls", own]
+        command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
+        server = self._deployment.start("etcd", command, port)
+        server.wait_until_up()
+        return server
 
     def frontend(self) -> Server:
         port = later_port()
