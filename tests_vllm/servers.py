@@ -183,15 +183,15 @@ class Deployment:
             command += ["--kv-transfer-config", json.dumps(transfer)]
         return self.start(name, command + more.split(), port, **variables)
 
-    def router(self, prefills: list[Server], decode: Server) -> Server:
-        """kvferry's, in front of vLLM."""
+    def router(self, prefills: list[Server], decode: Server, replicas: str = "") -> Server:
+        """kvferry's, in front of vLLM; ``replicas`` is what follows the names of prefills."""
         port = later_port()
         command = [sys.executable, "-m", "kvferry", "serve", "router", "--engine", "vllm"]
         command += ["--port", str(port), "--decode-url", f"{decode.name}={decode.url}"]
-        command += [f"--prefill-url={each.name}={each.url}" for each in prefills]
+        command += [f"--prefill-url={each.name}{replicas}={each.url}" for each in prefills]
         server = self.start("router", command, port)
         server.wait_until_up("/healthz")
-        names = {decode.name, *(each.name for each in prefills)}
+        names = {decode.name, *(each.name + replicas for each in prefills)}
         while {w["name"] for w in ask(server.url + "/healthz")["workers"] if w["up"]} != names:
             time.sleep(0.2)
         return server

@@ -1,12 +1,14 @@
 """Prefill on two data-parallel replicas, two decodes, and caches too small for what is asked.
 
-The replicas share a port and are asked in vLLM's own order, which says which of them has computed.
+The replicas share a port and are asked in vLLM's own order, which says which of them has computed,
+and through the router, which says which of them is to.
 One decode recomputes after a failure, the other fails. Their caches hold one long request and not
 two, so that vLLM preempts: at decode while it answers, at prefill between two chunks.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -27,7 +29,7 @@ from tests_vllm.servers import (
     timed,
     token_ids,
 )
-from tests_vllm.waiting import eventually, is_idle
+from tests_vllm.waiting import SOON_S, eventually, is_idle
 
 ANSWER = 8
 # 34 blocks of 30 layers, 3 heads, K and V of 64 floats: vLLM keeps one of them for itself.
@@ -47,9 +49,15 @@ class Engines(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
+def deployment() -> Iterator[Deployment]:
+    with Deployment() as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def engines(deployment: Deployment) -> Iterator[Engines]:
     what = "vLLM prefill on two data-parallel replicas, and two decodes"
-    with Deployment() as deployment, timed(what):
+    with timed(what):
         more = "--no-enable-prefix-caching --max-num-batched-tokens 256"
         # The last flag lets a prompt in before all of it has room.
         small = f"{more} --no-scheduler-reserve-full-isl --max-model-len 1024"
@@ -108,6 +116,36 @@ def test_every_replica_serves_every_decode(engines: Engines) -> None:
         assert tokens == alone(engines, prompt)
     for decode in (engines.left, engines.right):
         assert metric(decode, "vllm:kvferry_rooms_done_total") == 4
+    all_idle(engines)
+
+
+def test_the_router_says_which_replica_computes(engines: Engines, deployment: Deployment) -> None:
+    router = deployment.router([engines.prefill], engines.left, replicas="*2")
+    prompts = [prompt_of(10 + number, 40 + 30 * number) for number in range(6)]
+    done, failed = "vllm:kvferry_rooms_done_total", "vllm:kvferry_rooms_failed_total"
+    before = metric(engines.left, done)
+    with timed("6 requests at once through the router"), ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda prompt: complete(router, prompt, ANSWER), prompts))
+    assert (metric(engines.left, done), metric(engines.left, failed)) == (before + 6, 0)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert token_ids(answer) == alone(engines, prompt)
+    all_idle(engines)
+
+
+def test_a_prefill_that_nobody_knows_is_not_waited_for(engines: Engines) -> None:
+    prompt = prompt_of(18, 100)
+    own = {"room": "invented", "prefill": "nobody"}
+    params = {"do_remote_prefill": True, "kvferry": own}
+    began = time.monotonic()
+    with timed("an instance that was never there, with fail"), pytest.raises(Asked) as caught:
+        complete(engines.right, prompt, ANSWER, kv_transfer_params=params)
+    assert caught.value.status == 500
+    with timed("the same, with recompute"):
+        answer = complete(engines.left, prompt, ANSWER, kv_transfer_params=params)
+    assert time.monotonic() - began < SOON_S  # and a room's deadline is 120 s
+    assert token_ids(answer) == alone(engines, prompt)
+    for decode in (engines.left, engines.right):
+        assert "nobody has registered as 'nobody'" in decode.log.read_text()
     all_idle(engines)
 
 

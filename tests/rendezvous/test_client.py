@@ -212,6 +212,25 @@ def test_after_unwatch_nothing_is_told(server: RendezvousServer, connect: Connec
     assert one.lives == [[1]]
 
 
+def test_who_is_eager_hears_first_that_an_instance_is_not_there(
+    server: RendezvousServer, connect: Connect
+) -> None:
+    client, patient, eager, late, gone = connect(server), Seen(), Seen(), Seen(), Seen()
+    client.watch("p", patient)
+    client.watch("p", gone, eager=True)
+    client.unwatch("p", gone)
+    client.watch("p", eager, eager=True)
+    wait_until(lambda: eager.views == [None])
+    client.watch("p", late, eager=True)
+    wait_until(lambda: late.views == [None])
+    assert client.problem("p").startswith("nobody has registered as 'p'")
+    client.register(record(layout=layout(tp=1)))
+    wait_until(lambda: eager.lives == late.lives == [[], [1]])
+    assert patient.lives == [[1]]
+    client.watch("p", gone, eager=True)
+    wait_until(lambda: gone.lives[-1:] == [[1]])
+
+
 def test_a_callback_that_fails_ends_nothing(
     server: RendezvousServer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:

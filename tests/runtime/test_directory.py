@@ -32,11 +32,15 @@ class Client:
     def __init__(self) -> None:
         self.watched: set[str] = set()
 
-    def watch(self, name: str, _: object) -> None:
+    def watch(self, name: str, _: object, *, eager: bool) -> None:
+        assert eager
         self.watched.add(name)
 
     def unwatch(self, name: str, _: object) -> None:
         self.watched.remove(name)
+
+    def problem(self, name: str) -> str:
+        return f"nobody has registered as {name!r}"
 
 
 class Rooms:
@@ -44,12 +48,14 @@ class Rooms:
 
     def __init__(self) -> None:
         self.told: list[tuple[Room, FailureCode]] = []
+        self.messages: list[str] = []
         self.released: list[Room] = []
         self.before_end: object = None
         self.on_release: object = None
 
     def report(self, room: Room, failure: Any) -> None:
         self.told.append((room, failure.code))
+        self.messages.append(failure.message)
 
     def release(self, room: Room) -> None:
         self.released.append(room)
@@ -62,7 +68,7 @@ def handle(room: Room, deadline: float = inf) -> Any:
     asked = SimpleNamespace(
         prefill="prefill", request=Request(4), tables=(), deadline=deadline, digest=b""
     )
-    return SimpleNamespace(room=room, deadline=deadline, asked=asked, tag=None)
+    return SimpleNamespace(room=room, deadline=deadline, begun=0.0, asked=asked, tag=None)
 
 
 @pytest.fixture
@@ -115,6 +121,32 @@ def test_a_room_ends_at_its_deadline_if_its_instance_does_not_come(
     role.advance(now)
     assert rooms.told == [(room, FailureCode.UNREACHABLE) for room in overdue]
     assert rooms.released == overdue
+
+
+def test_a_room_does_not_wait_long_for_what_the_rendezvous_does_not_know(client: Client) -> None:
+    knows: Any = client
+    directory, rooms = Directory(knows, lambda news: None, find_s=2.0), Rooms()
+    role, early = role_of(directory, rooms), handle("1", 9.0)
+    directory.find(early)
+    assert directory.wakeup() == 9.0  # the rendezvous has not answered, and may be away
+    role.take(Viewed("prefill", None))
+    late = handle("2", 9.0)
+    late.begun = 1.5
+    directory.find(late)
+    assert directory.wakeup() == 2.0
+    role.advance(3.4)
+    assert rooms.told == [("1", FailureCode.UNREACHABLE)]
+    assert rooms.messages == [
+        "the prefill instance is not there: nobody has registered as 'prefill'"
+    ]
+    assert directory.wakeup() == 3.5
+    assert directory.learn(Viewed("prefill", VIEW)) == [late]
+    assert directory.learn(Viewed("prefill", None)) == []
+    # Who is not waited for is not kept in mind.
+    assert directory.forget_ended(set()) == set()
+    again = handle("3", 9.0)
+    directory.find(again)
+    assert directory.wakeup() == 9.0
 
 
 def test_a_room_can_be_given_up_while_it_waits(directory: Directory) -> None:

@@ -14,7 +14,7 @@ from serve.router_fakes import MODEL, FakeWorker, Site, Wire, bounded, completio
 
 from kvferry import InputError
 from kvferry.serve.router.bodies import ClientAsk
-from kvferry.serve.router.dialects import VllmDialect
+from kvferry.serve.router.dialects import REPLICA_HEADER, VllmDialect
 from kvferry.serve.router.options import EngineName, OnFailure, RouterOptions
 from kvferry.serve.router.serving import serving
 
@@ -69,6 +69,21 @@ def test_a_prefill_needs_its_instances_name() -> None:
     RouterOptions(engine=EngineName.VLLM, prefill_urls=("p=http://h:1",))
 
 
+def test_replicas_behind_one_address_are_chosen_by_the_room() -> None:
+    dialect, asked = VllmDialect(), ask(prompt="p")
+    for room, replica in ((6, "0"), (7, "1"), (8, "2"), (9, "0")):
+        assert dialect.headers("prefill-0*3", room) == {REPLICA_HEADER: replica}
+        answer = json.loads(dialect.for_decode(asked, room, "prefill-0*3", 2.0))
+        assert answer[PARAMS]["kvferry"]["prefill"] == f"prefill-0-dp{replica}"
+    assert dialect.headers("prefill-0", 7) == {}
+
+
+@pytest.mark.parametrize("name", ["p*", "p*x", "*2", "p*1", "p*0", "p*-2", "p*99999"])
+def test_a_number_of_replicas_is_a_number(name: str) -> None:
+    with pytest.raises(InputError, match=r"write NAME\*N, such as prefill-0\*2"):
+        RouterOptions(engine=EngineName.VLLM, prefill_urls=(f"{name}=http://h:1",))
+
+
 # ---------------------------------------------------------------- a router among fakes
 
 
@@ -112,19 +127,21 @@ async def loses(worker: FakeWorker, request: web.Request, body: Any) -> web.Stre
     return response
 
 
-async def asked(act: Any, *bodies: dict[str, Any]) -> tuple[list[Any], list[FakeVllm]]:
+async def asked(
+    act: Any, *bodies: dict[str, Any], name: str = "p", prefills: Any = computes
+) -> tuple[list[Any], list[FakeVllm]]:
     """The answers to some bodies, and the two workers that were there."""
     wire = Wire()
-    workers = [FakeVllm("prefill", "p", wire, computes), FakeVllm("decode", "d", wire, act)]
+    workers = [FakeVllm("prefill", name, wire, prefills), FakeVllm("decode", "d", wire, act)]
     for worker in workers:
         await worker.start()
     fields = {"port": 0, "poll_s": 0.05, "engine": "vllm"}
-    fields |= {"prefill_urls": [f"p={workers[0].url}"], "decode_urls": [f"d={workers[1].url}"]}
+    fields |= {"prefill_urls": [f"{name}={workers[0].url}"], "decode_urls": [f"d={workers[1].url}"]}
     try:
         options = msgspec.convert(fields, RouterOptions)
         async with serving(options) as url, aiohttp.ClientSession() as http:
             here = Site(url, {}, http)
-            await here.until_up("p", "d")
+            await here.until_up(name, "d")
             answers = [await here.ask(**body) for body in bodies]
             await here.until_idle()
             return answers, workers
@@ -141,6 +158,20 @@ async def test_both_are_asked_at_once_with_one_room() -> None:
     rooms = [worker.seen[0][PARAMS]["kvferry"]["room"] for worker in (prefill, decode)]
     assert rooms[0] == rooms[1]
     assert "seed" not in decode.seen[0]
+
+
+@bounded
+async def test_a_prefill_hears_which_of_its_replicas_is_meant() -> None:
+    heard: list[str | None] = []
+
+    async def replica(worker: FakeWorker, request: web.Request, body: Any) -> web.StreamResponse:
+        heard.append(request.headers.get(REPLICA_HEADER))
+        return await computes(worker, request, body)
+
+    _, (_, decode) = await asked(computes, {}, {}, {}, name="p*2", prefills=replica)
+    named = [body[PARAMS]["kvferry"]["prefill"] for body in decode.seen]
+    assert named == [f"p-dp{each}" for each in heard]
+    assert len(heard) == 3
 
 
 @bounded

@@ -62,6 +62,9 @@ class _Watch:
     callbacks: list[Callback] = field(default_factory=list)
     view: InstanceView | None = None
     version: str = ""
+    # Known to be not complete, and whom that is told though they never heard of a view.
+    is_absent: bool = False
+    eager: list[Callback] = field(default_factory=list)
     problem: str = "the rendezvous has not answered yet"
     task: asyncio.Task[None] | None = None
 
@@ -100,12 +103,13 @@ class RendezvousClient:
         """Tell how an endpoint is, until ``close``, as often as the rendezvous wishes."""
         self._do(self._begin_report, Reporting(peer, incarnation, make))
 
-    def watch(self, name: str, callback: Callback) -> None:
+    def watch(self, name: str, callback: Callback, *, eager: bool = False) -> None:
         """Call with each new view of an instance, and with None when it has ended.
 
-        The first call comes when the instance is complete, at once if that is known.
+        The first call comes when the instance is complete, at once if that is known. With
+        ``eager`` it comes with the first answer, and is None where the instance is not complete.
         """
-        self._do(self._begin_watch, name, callback)
+        self._do(self._begin_watch, name, callback, eager)
 
     def unwatch(self, name: str, callback: Callback) -> None:
         """Call no more. A call that is under way goes on."""
@@ -125,7 +129,7 @@ class RendezvousClient:
         try:
             return found.result(timeout_s)
         except TimeoutError:
-            problem = self._problem(name)
+            problem = self.problem(name)
             raise RendezvousError(
                 Fault.INCOMPLETE,
                 f"instance {name!r:.100} was not complete within {timeout_s:g} s: {problem}",
@@ -133,6 +137,11 @@ class RendezvousClient:
         finally:
             with contextlib.suppress(Misuse):
                 self.unwatch(name, take)
+
+    def problem(self, name: str) -> str:
+        """Why an instance that is watched is not there, as far as is known. Only reads."""
+        watch = self._watches.get(name)
+        return watch.problem if watch is not None else "the client was closed"
 
     def instances(self) -> Future[Summaries]:
         """Ask who is registered. Fails with ``RendezvousError`` if nobody answers."""
@@ -158,11 +167,6 @@ class RendezvousClient:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _problem(self, name: str) -> str:
-        """Why there is no such instance, as far as is known. Only reads, so any thread may."""
-        watch = self._watches.get(name)
-        return watch.problem if watch is not None else "the client was closed"
 
     def _do(self, step: Callable[..., None], *args: Any) -> None:
         closed = Misuse("the rendezvous client is closed; make a new one")
@@ -283,20 +287,23 @@ class RendezvousClient:
 
     # ------------------------------------------------------------ watches
 
-    def _begin_watch(self, name: str, callback: Callback) -> None:
+    def _begin_watch(self, name: str, callback: Callback, eager: bool) -> None:
         watch = self._watches.get(name)
         if watch is None:
             watch = self._watches[name] = _Watch(name)
             watch.task = self._loop.create_task(self._follow(watch))
         watch.callbacks.append(callback)
-        if watch.view is not None:
+        if watch.view is not None or (eager and watch.is_absent):
             _call(callback, watch)
+        elif eager:
+            watch.eager.append(callback)
 
     def _end_watch(self, name: str, callback: Callback) -> None:
         watch = self._watches.get(name)
         if watch is None or callback not in watch.callbacks:
             return
         watch.callbacks.remove(callback)
+        watch.eager = [each for each in watch.eager if each is not callback]
         if not watch.callbacks:
             del self._watches[name]
             if watch.task is not None:
@@ -328,7 +335,11 @@ class RendezvousClient:
         """Take a view, and pass it on if anything but its version is new."""
         before = watch.view
         watch.view, watch.version = view, view.version if view is not None else ""
+        watch.is_absent = view is None
+        eager, watch.eager = watch.eager, []
         if view is before or (view is not None and view.same_as(before)):
+            for callback in eager:
+                _call(callback, watch)
             return
         log.info("instance name=%s complete=%s", watch.name, view is not None)
         for callback in list(watch.callbacks):

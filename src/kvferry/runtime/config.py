@@ -22,8 +22,9 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     cut into slots of ``slot_bytes``, or of what suits the pools' device.
     ``path`` overrides the chooser and ``constants`` what it would measure.
     ``options`` are the transport's own. A thread of ours that is overdue by ``stalled_s``
-    is told of. ``story_steps`` is how many steps of its last rooms are kept; 0 is none, and then
-    the rendezvous is told nothing of this endpoint's state.
+    is told of. A room waits ``find_s`` for an instance that the rendezvous says is not complete;
+    None is until its deadline. ``story_steps`` is how many steps of its last rooms are kept; 0 is
+    none, and then the rendezvous is told nothing of this endpoint's state.
     """
 
     host: str = "127.0.0.1"
@@ -34,6 +35,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     constants: Constants | None = None
     deadline_s: float = 30.0
     lease_s: float = 10.0
+    find_s: float | None = None
     stalled_s: float = 5.0
     story_steps: int = 4096
     protocol: ProtocolConfig = ProtocolConfig()
@@ -46,6 +48,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError("staging_bytes is 0 or more, and slot_bytes above 0")
         if not 0 <= self.story_steps <= MAX_KEPT_STEPS:
             raise InputError(f"story_steps is from 0 to {MAX_KEPT_STEPS}, not {self.story_steps}")
-        for name in ("deadline_s", "lease_s", "stalled_s"):
-            if getattr(self, name) <= 0:
-                raise InputError(f"{name} must be above 0, not {getattr(self, name)}")
+        for name in ("deadline_s", "lease_s", "stalled_s", "find_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and seconds <= 0:
+                raise InputError(f"{name} must be above 0, not {seconds}")

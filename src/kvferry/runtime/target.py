@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from functools import partial
+from math import inf
 from typing import ClassVar
 
 from kvferry.digest import checked_digest
@@ -50,7 +51,8 @@ class TargetEndpoint(RankEndpoint[Incoming]):
     def _own(self, outfit: Outfit[Incoming]) -> Owner:
         setup, config, rooms, meter = outfit.setup, outfit.config, outfit.rooms, outfit.meter
         machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
-        directory = Directory(outfit.client, outfit.inbox.put)
+        find_s = inf if config.find_s is None else config.find_s
+        directory = Directory(outfit.client, outfit.inbox.put, find_s)
         channel = TargetChannel(outfit.me, outfit.poller, meter, outfit.key, directory.address_of)
         scatters = Scatters(outfit)
         driver = Driver(machine, Ports(channel, scatters, scatters, Suspects(outfit.prober), rooms))

@@ -19,7 +19,11 @@ def test_the_least() -> None:
     settings = read_settings(LEAST)
     assert (settings.transport, settings.layers) == ("auto", "auto")
     config = settings.endpoint_config()
-    assert (config.deadline_s, config.protocol.silence_s) == (120, 20)
+    assert (config.deadline_s, config.protocol.silence_s, config.find_s) == (120, 20, 10)
+
+
+def test_an_unknown_prefill_is_waited_for_no_longer_than_a_room_may_last() -> None:
+    assert read_settings({**LEAST, "deadline_s": 3}).endpoint_config().find_s == 3
 
 
 def test_a_replica_is_an_instance_of_its_own() -> None:

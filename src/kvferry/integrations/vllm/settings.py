@@ -21,6 +21,10 @@ from kvferry import (
 KNOWN_VERSIONS = ("0.32",)
 EXAMPLE = "http://10.0.0.1:7400"
 
+# A prefill that is not at the rendezvous may be back soon, or be a client's invention that holds
+# blocks for nothing. This is a lease's length: whoever lives has renewed his by then.
+FIND_S = 10.0
+
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -57,6 +61,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         config = EndpointConfig(
             host=self.host,
             deadline_s=self.deadline_s,
+            find_s=min(FIND_S, self.deadline_s),
             options=self.options,
             protocol=ProtocolConfig(silence_s=self.silence_s),
         )

@@ -1,12 +1,13 @@
 """The directory of a target: prefill instances as far as they are known, and who waits for one.
 
 An instance comes from the rendezvous, which is watched while somebody needs it, or with a
-room, from an engine that knows better.
+room, from an engine that knows better. A room waits for one until its deadline, and for one that
+the rendezvous says is not there no longer than ``find_s``: a name may be anybody's invention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from kvferry.runtime.incoming import Incoming
 
 
 class Viewed(NamedTuple):
-    """The rendezvous has something to say of an instance: None if it has ended."""
+    """The rendezvous has something to say of an instance: None if it is not complete."""
 
     name: str
     view: InstanceView | None
@@ -27,9 +28,16 @@ class Viewed(NamedTuple):
 class Directory:
     """``tell`` is called on the rendezvous client's thread, everything else on the owner's."""
 
-    def __init__(self, client: RendezvousClient | None, tell: Callable[[Viewed], None]) -> None:
+    def __init__(
+        self,
+        client: RendezvousClient | None,
+        tell: Callable[[Viewed], None],
+        find_s: float = inf,
+    ) -> None:
         self._client = client
         self._tell = tell
+        self._find_s = find_s
+        self._absent: set[str] = set()
         self._views: dict[str, InstanceView] = {}
         self._watches: dict[str, Callable[[InstanceView | None], None]] = {}
         self._waiting: dict[str, dict[Room, Incoming]] = {}
@@ -62,7 +70,7 @@ class Directory:
         self._waiting.setdefault(name, {})[handle.room] = handle
         if name not in self._watches:
             self._watches[name] = partial(self._told, name)
-            self._client.watch(name, self._watches[name])
+            self._client.watch(name, self._watches[name], eager=True)
 
     def _told(self, name: str, view: InstanceView | None) -> None:
         self._tell(Viewed(name, view))
@@ -74,7 +82,9 @@ class Directory:
             return []
         if news.view is None:
             self._views.pop(news.name, None)
+            self._absent.add(news.name)
             return []
+        self._absent.discard(news.name)
         self._views[news.name] = news.view
         return list(self._waiting.pop(news.name, {}).values())
 
@@ -91,13 +101,23 @@ class Directory:
 
     def overdue(self, now: float) -> list[Incoming]:
         """Rooms whose instance was not found in time."""
-        waiting = (handle for rooms in self._waiting.values() for handle in rooms.values())
-        return [handle for handle in waiting if now >= handle.deadline]
+        return [handle for until, handle in self._limits() if now >= until]
 
     def wakeup(self) -> float:
         """When the first of the waiting rooms has to end."""
-        waiting = (handle for rooms in self._waiting.values() for handle in rooms.values())
-        return min((handle.deadline for handle in waiting), default=inf)
+        return min((until for until, _ in self._limits()), default=inf)
+
+    def _limits(self) -> Iterator[tuple[float, Incoming]]:
+        """Until when each room waits for its instance."""
+        for name, rooms in self._waiting.items():
+            find_s = self._find_s if name in self._absent else inf
+            for handle in rooms.values():
+                yield min(handle.deadline, handle.begun + find_s), handle
+
+    def problem(self, name: str) -> str:
+        """Why an instance that is waited for is not there."""
+        assert self._client is not None
+        return self._client.problem(name)
 
     def forget_ended(self, linked: set[str]) -> set[str]:
         """Let go of what nobody needs; the instances that are still needed.
@@ -110,5 +130,6 @@ class Directory:
         needed = {*linked, *self._views, *self._waiting}
         for name in self._watches.keys() - needed:
             assert self._client is not None
+            self._absent.discard(name)
             self._client.unwatch(name, self._watches.pop(name))
         return needed

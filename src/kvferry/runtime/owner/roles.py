@@ -235,8 +235,8 @@ class TargetRole:
         """End the rooms whose instance did not come."""
         for handle in self._directory.overdue(now):
             self._directory.give_up(handle)
-            name = handle.asked.prefill
-            text = f"instance {name!r} is not at the rendezvous with all its ranks"
+            why = self._directory.problem(str(handle.asked.prefill))
+            text = f"the prefill instance is not there: {why}"
             self._never_began(handle, FailureCode.UNREACHABLE, text)
 
     def wakeup(self) -> float:

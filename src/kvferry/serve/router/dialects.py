@@ -13,11 +13,13 @@ import aiohttp
 import msgspec
 
 from kvferry.serve.router.bodies import ID_BITS, STREAM_FIELDS, ClientAsk
-from kvferry.serve.router.options import EngineName
+from kvferry.serve.router.options import EngineName, replicated
 from kvferry.serve.router.roster import Health, Unwell, Worker, WorkerPart
 from kvferry.serve.router.upstream import TRANSFER_FAILED, Blame, Failed, Opened
 
 PARAMS = "kv_transfer_params"
+# By which vLLM's API server is told the data-parallel replica.
+REPLICA_HEADER = "X-data-parallel-rank"
 # How vLLM's answers and streams begin where its engine gave a request up.
 ERROR_EVENT = b'data: {"error"'
 # What asks for more than the prompt, and for more than one answer.
@@ -47,6 +49,10 @@ class Dialect(ABC):
         self, session: aiohttp.ClientSession, worker: Worker, nonce: str
     ) -> Health:
         """How a worker is, by its own words."""
+
+    def headers(self, prefill: str, room: int) -> dict[str, str]:
+        """What the prompt's half needs beside its body."""
+        return {}
 
     def splits(self, ask: ClientAsk) -> bool:
         """Whether a request can be computed by two workers."""
@@ -103,6 +109,7 @@ class VllmDialect(Dialect):
     """vLLM's, with kvferry's connector on both sides (``docs/integrations/vllm.md``).
 
     Decode computes the prompt's last token again and samples by itself, so that prefill need not.
+    Of a prefill's data-parallel replicas behind one address (``NAME*N``) the room's number decides.
     """
 
     def for_prefill(self, ask: ClientAsk, room: int, deadline_s: float) -> bytes:
@@ -114,9 +121,14 @@ class VllmDialect(Dialect):
 
     def for_decode(self, ask: ClientAsk, room: int, prefill: str, deadline_s: float) -> bytes:
         """With the room in which that instance computes the prompt."""
-        own = {"room": room, "prefill": prefill}
+        own = {"room": room, "prefill": instance_of(prefill, room)}
         params = {"do_remote_prefill": True, "kvferry": own}
         return msgspec.json.encode(ask.body | {PARAMS: params})
+
+    def headers(self, prefill: str, room: int) -> dict[str, str]:
+        """Which replica computes."""
+        _, num_replicas = replicated(prefill)
+        return {} if num_replicas == 1 else {REPLICA_HEADER: str(room % num_replicas)}
 
     def whole(self, ask: ClientAsk) -> bytes:
         """Rooms are the router's to choose, so a client's are left out."""
@@ -149,6 +161,12 @@ class VllmDialect(Dialect):
         if not models:
             raise Unwell("it serves no model")
         return Health(worker.part, worker.name or worker.url, models[0].id)
+
+
+def instance_of(prefill: str, room: int) -> str:
+    """The instance that computes a room, as the connector calls it at the rendezvous."""
+    name, num_replicas = replicated(prefill)
+    return name if num_replicas == 1 else f"{name}-dp{room % num_replicas}"
 
 
 def _several(prompt: Any) -> bool:

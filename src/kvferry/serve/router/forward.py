@@ -165,7 +165,8 @@ class Forwarder:
         in_room(room)
         prompt = dialect.for_prefill(ask, room, room_s)
         answer = dialect.for_decode(ask, room, pair.prefill.name, room_s)
-        first = asyncio.create_task(self._prefill(pair.prefill, ask.path, prompt))
+        headers = dialect.headers(pair.prefill.name, room)
+        first = asyncio.create_task(self._prefill(pair.prefill, ask.path, prompt, headers))
         second = asyncio.create_task(upstream.ask(pair.decode, ask.path, answer, stream=ask.stream))
         outcome: Opened | Failed | None = None
         try:
@@ -185,12 +186,14 @@ class Forwarder:
         self._stragglers.add(task)
         task.add_done_callback(self._stragglers.discard)
 
-    async def _prefill(self, worker: Worker, path: str, body: bytes) -> Opened | Failed:
+    async def _prefill(
+        self, worker: Worker, path: str, body: bytes, headers: dict[str, str]
+    ) -> Opened | Failed:
         assert self._session is not None
         try:
             async with asyncio.timeout(self._options.room_s):
                 with Upstream(self._session, self._key) as upstream:
-                    return await upstream.ask(worker, path, body, stream=False)
+                    return await upstream.ask(worker, path, body, stream=False, headers=headers)
         except TimeoutError:
             message = f"the {worker} did not answer within {self._options.room_s:g} s"
             return Failed(worker, Blame.WORKER, message, 504, "deadline")

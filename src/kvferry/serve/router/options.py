@@ -36,6 +36,7 @@ class EngineName(StrEnum):
 
 # A worker that is well answers in milliseconds, unless its machine has far too much to do.
 CHECK_S = 1.5
+MAX_REPLICAS = 4096
 # One missed check may be a busy machine.
 MOST_MISSES = 2
 
@@ -47,7 +48,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     transfer. A worker that has not said that it is well for ``lost_s`` is given up
     with everything that it was asked for; one that misses two checks is left out before.
     vLLM's prefill workers are given as ``NAME=URL``, with their instance's name at the rendezvous,
-    SGLang's with their bootstrap address as the name.
+    or ``NAME*N=URL`` where N data-parallel replicas share the address; SGLang's with their
+    bootstrap address as the name.
     """
 
     host: str = "127.0.0.1"
@@ -95,6 +97,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     f"vLLM does not say what its instance is called; give {text!r:.200} as "
                     f"NAME=URL, such as prefill-0=http://10.0.0.2:8000"
                 )
+            if self.engine is EngineName.VLLM:
+                replicated(name)
             if self.engine is EngineName.SGLANG and not name.rpartition(":")[2].isdecimal():
                 raise InputError(
                     f"SGLang does not say where its bootstrap port is; give {text!r:.200} as "
@@ -106,6 +110,19 @@ def named_url(text: str) -> tuple[str, str]:
     """A worker's name, where one was given, and its address."""
     name, equals, url = text.partition("=")
     return (name, checked_url(url)) if equals else ("", checked_url(text))
+
+
+def replicated(name: str) -> tuple[str, int]:
+    """A vLLM prefill's name, and how many data-parallel replicas share its address."""
+    instance, star, count = name.rpartition("*")
+    if not star:
+        return name, 1
+    if not (instance and count.isdecimal() and 1 < int(count) <= MAX_REPLICAS):
+        raise InputError(
+            f"{name!r:.200} does not say how many replicas there are; write NAME*N, such as "
+            f"prefill-0*2, with N from 2 to {MAX_REPLICAS}"
+        )
+    return instance, int(count)
 
 
 def checked_url(url: str) -> str:

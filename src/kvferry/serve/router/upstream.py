@@ -85,21 +85,32 @@ class Upstream:
     def __exit__(self, *exc_info: object) -> None:
         self._open.close()
 
-    async def ask(self, worker: Worker, path: str, body: bytes, *, stream: bool) -> Opened | Failed:
+    async def ask(
+        self,
+        worker: Worker,
+        path: str,
+        body: bytes,
+        *,
+        stream: bool,
+        headers: dict[str, str] | None = None,
+    ) -> Opened | Failed:
         """Send a request and wait until its answer is there, or has begun."""
+        more = {"Content-Type": JSON} | (headers or {})
         try:
             with worker.asked():
-                return await unless_lost(worker, self._ask(worker, path, body, stream))
+                return await unless_lost(worker, self._ask(worker, path, body, stream, more))
         except WorkerBroke as error:
             return Failed(worker, Blame.WORKER, str(error))
 
-    async def _ask(self, worker: Worker, path: str, body: bytes, stream: bool) -> Opened | Failed:
+    async def _ask(
+        self, worker: Worker, path: str, body: bytes, stream: bool, headers: dict[str, str]
+    ) -> Opened | Failed:
         with translated(worker):
             response = await self._session.post(
                 worker.url + path,
                 # In pieces, so that a large body does not hold up everybody else.
                 data=io.BytesIO(body),
-                headers={"Content-Type": JSON} | self._headers(worker, "POST", path, body),
+                headers=headers | self._headers(worker, "POST", path, body),
                 allow_redirects=False,
             )
             self._open.callback(response.close)
