@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 
 import msgspec
@@ -50,6 +51,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.outcome import Done
 from kvferry.protocol.states import LinkState
 from kvferry.runtime.driver.driver import (
+    MOST_UNSAID,
     Driver,
     PeerGone,
     Ports,
@@ -393,6 +395,35 @@ def test_each_peer_hears_its_own() -> None:
 
 def test_a_step_sends_nothing_needless(stage: Stage) -> None:
     assert stage.do(say(ACCEPT), say(CLOSE)) == [("send", CLOSE)]
+
+
+def test_a_turn_sends_nothing_needless(stage: Stage) -> None:
+    push, finish = Cancel("push"), Cancel("finish")
+    stage.puppet.answers = {push: [say(ACCEPT), say(DIRECT)], finish: [say(CLOSE)]}
+    stage.driver.turn([push, finish], 0.0)
+    assert stage.desk.asked == [("send", CLOSE)]
+
+
+def test_a_long_turn_is_not_silent_to_its_end(stage: Stage) -> None:
+    def arrived() -> Iterator[Event]:
+        for number in range(2 * MOST_UNSAID):
+            step = Cancel(number)
+            stage.puppet.answers[step] = [say(Heartbeat())]
+            yield step
+            said.append(len(stage.desk.asked))
+
+    said: list[int] = []
+    stage.driver.turn(arrived(), 0.0)
+    assert said == sorted(said)
+    assert set(said) == {0, MOST_UNSAID, 2 * MOST_UNSAID}
+
+
+def test_what_a_turn_has_to_say_is_said_though_a_step_of_it_raises(stage: Stage) -> None:
+    stage.puppet.breaks_at = Cancel("r")
+    stage.puppet.answers[Cancel("before")] = [say(Heartbeat())]
+    with pytest.raises(ZeroDivisionError):
+        stage.driver.turn([Cancel("before"), Cancel("r")], 0.0)
+    assert stage.desk.asked == [("send", Heartbeat())]
 
 
 def header(seq: int) -> Header:

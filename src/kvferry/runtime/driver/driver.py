@@ -56,6 +56,9 @@ from kvferry.runtime.driver.sessions import Record, Sessions
 
 M = TypeVar("M", bound=Endpoint)
 
+# So many frames are said before a turn is over: peers need not wait for the end of a long one.
+MOST_UNSAID = 16
+
 
 class PeerGone(Event, frozen=True):
     """Proof: that life of a peer is over, and its process writes and reads nothing."""
@@ -139,6 +142,7 @@ class Driver(Generic[M]):
         self._writes: dict[Op, Write] = {}
         self._held: set[Room] = set()
         self._turning = False
+        self._in_turn = False
         self._tick_at = inf
         times = machine.config
         # No timer of a machine begins with less, but for deadlines.
@@ -162,13 +166,22 @@ class Driver(Generic[M]):
                 self._step(self._events.popleft(), now)
         finally:
             self._turning = False
-            self._say()
+            if not self._in_turn or len(self._frames) >= MOST_UNSAID:
+                self._say()
 
     def turn(self, arrived: Iterable[Event], now: float) -> None:
-        """Take all that has come, and then the time."""
-        for event in arrived:
-            self.take(event, now)
-        self.pass_time(now)
+        """Take all that has come, and then the time. What is to be said is said at the end.
+
+        An engine that pushes and closes does so in two steps, and the second says it all.
+        """
+        self._in_turn = True
+        try:
+            for event in arrived:
+                self.take(event, now)
+            self.pass_time(now)
+        finally:
+            self._in_turn = False
+            self._say()
 
     def pass_time(self, now: float) -> None:
         """Tick if a timer may be due."""
@@ -263,6 +276,8 @@ class Driver(Generic[M]):
 
     def _say(self) -> None:
         """Send what these steps had to say, without what is said again by what follows it."""
+        if not self._frames:
+            return
         frames, self._frames = self._frames, []
         for frame in without_needless(frames) if len(frames) > 1 else frames:
             self.ports.control.send(frame.peer, frame.envelope)
