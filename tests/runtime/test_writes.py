@@ -1,11 +1,98 @@
-"""Which writes an owner makes itself, rather than hand them to the mover."""
+"""What becomes of a source's writes: who makes them, and who hears how they ended."""
 
 from __future__ import annotations
 
-import pytest
+from math import inf
+from types import SimpleNamespace
+from typing import Any
 
-from kvferry.plan.bind import Size
-from kvferry.runtime.owner.writes import AT_ONCE_BYTES, AT_ONCE_PIECES, is_small
+import pytest
+from prometheus_client import CollectorRegistry
+from runtime.puppet import LAYOUT, ME, PLAN
+
+from kvferry.errors import InputError
+from kvferry.ids import Generation, Op, Peer, Session
+from kvferry.layout.intervals import Span
+from kvferry.plan import Block, Request
+from kvferry.plan.bind import Binding, Size
+from kvferry.plan.choose import PRESETS, Path
+from kvferry.plan.places import contiguous_pools
+from kvferry.plan.plan import Plan
+from kvferry.protocol.events import Event, Fate, SendFailed, Sent, Write
+from kvferry.protocol.messages import Arrived, Envelope
+from kvferry.runtime.costs import LinkCosts
+from kvferry.runtime.mover.mover import WriteEnd
+from kvferry.runtime.outgoing import Outgoing
+from kvferry.runtime.owner.rooms import RoomTable
+from kvferry.runtime.owner.stories import StoryBook
+from kvferry.runtime.owner.writes import AT_ONCE_BYTES, AT_ONCE_PIECES, Writes, is_small
+from kvferry.runtime.tables import Shelf
+from kvferry.runtime.telemetry.metrics import Meter
+
+PEER, SESSION = Peer("d", 0), Session(1, 1)
+OP = Op(1)
+
+
+class Bench:
+    """A source's writes, with a mover that only writes down what it is given."""
+
+    def __init__(self, problem: str = "") -> None:
+        self.posted: list[Op] = []
+        self.heard: list[Event] = []
+        self._problem = problem
+        meter = Meter(str(ME), "shm", CollectorRegistry())
+        rooms: RoomTable[Any] = RoomTable(ME, meter)
+        shelf = Shelf(LAYOUT, 0, contiguous_pools(LAYOUT, 0, 4).map)
+        self.handle = Outgoing("r", inf, shelf, lambda *_: None, lambda _: None)
+        rooms.add(self.handle)
+        mover = SimpleNamespace(write=lambda posting: self.posted.append(posting.op))
+        setup = SimpleNamespace(member=SimpleNamespace(peer=ME))
+        outfit: Any = SimpleNamespace(
+            setup=setup,
+            rooms=rooms,
+            mover=mover,
+            copier=None,
+            meter=meter,
+            stories=StoryBook(0),
+        )
+        self.writes = Writes(outfit, LinkCosts({"shm": PRESETS["shm"]}), measures=False)
+        machine: Any = SimpleNamespace(links={SESSION: SimpleNamespace(plan=PLAN)})
+        policy: Any = SimpleNamespace(binding=self._bind)
+        self.writes.attach(machine, policy, self.heard.append)
+
+    def _bind(self, plan: Plan, action: Write) -> Binding:
+        if self._problem:
+            raise InputError(self._problem)
+        return Binding(())
+
+    def write(self) -> None:
+        blocks = (Block("kv", Span(0, 1), Span(0, 1)),)
+        note = Envelope(ME, 1, SESSION, 0, Arrived("r", Generation(1), blocks))
+        self.writes.write(Write(OP, PEER, "r", Generation(1), Request(1), blocks, (), note))
+
+
+def test_a_write_that_ended_well_is_told_and_counted() -> None:
+    bench = Bench()
+    bench.write()
+    assert (bench.posted, bench.heard) == ([OP], [])
+    bench.writes.ended(WriteEnd(OP, None, path=Path.RUNS, num_bytes=10))
+    assert bench.heard == [Sent(OP)]
+    assert (bench.handle.carried, bench.handle.num_writes) == ({Path.RUNS: 10}, 1)
+
+
+@pytest.mark.parametrize("fate", list(Fate))
+def test_a_write_that_did_not_end_well_is_told_and_not_counted(fate: Fate) -> None:
+    bench = Bench()
+    bench.write()
+    bench.writes.ended(WriteEnd(OP, fate, "a reason"))
+    assert bench.heard == [SendFailed(OP, fate)]
+    assert (bench.handle.carried, bench.handle.num_writes) == ({}, 0)
+
+
+def test_a_write_whose_pages_are_wrong_fails_and_goes_to_nobody() -> None:
+    bench = Bench("no such page")
+    bench.write()
+    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, Fate.FAILED)])
 
 
 @pytest.mark.parametrize(
