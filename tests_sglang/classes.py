@@ -87,10 +87,15 @@ class Backend:
 
     def rank(self, mode: DisaggregationMode, rank: int, tp: int) -> Rank:
         args, pools, rows = kv_args(rank, tp, self.heads)
+        return Rank(self.manager(args, mode, rank, tp), pools, rows)
+
+    def manager(self, args: Any, mode: DisaggregationMode, rank: int, tp: int) -> Any:
         # A server of its own: it is known by its port.
         with as_rank(rank, tp), get_serving().override(port=later_port()):
-            manager = self._class[KVClassType.MANAGER](args, mode, self._args, False)
-        return Rank(manager, pools, rows)
+            return self._class[KVClassType.MANAGER](args, mode, self._args, False)
+
+    def kind(self, part: KVClassType) -> Any:
+        return self._class[part]
 
     def begin(self, prefill: list[Rank], decode: Rank, number: int) -> Room:
         """As far as prefill's forward pass."""

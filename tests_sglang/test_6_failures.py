@@ -19,10 +19,10 @@ DONE = {"receiver": "Success", "wrong": 0}
 STUCK_S = "5"
 
 
-def run(folder: Path, backend: str, *flags: str, **variables: str) -> list[dict[str, Any]]:
-    """What ``classes.py`` says of each request."""
-    log = folder / f"classes-{backend}.log"
-    command = [sys.executable, str(HERE / "classes.py"), backend, *flags]
+def run(folder: Path, program: str, *flags: str, **variables: str) -> list[dict[str, Any]]:
+    """What a program here says of each request."""
+    log = folder / f"{program}.log"
+    command = [sys.executable, str(HERE / program), *flags]
     with log.open("ab") as file:
         ended = subprocess.run(
             command,
@@ -35,7 +35,7 @@ def run(folder: Path, backend: str, *flags: str, **variables: str) -> list[dict[
             cwd=HERE,
         )
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-    print(f"\n{backend} {' '.join(flags)}: {' '.join(lines)}", flush=True)
+    print(f"\n{program} {' '.join(flags)}: {' '.join(lines)}", flush=True)
     return [json.loads(line) for line in lines]
 
 
@@ -47,7 +47,7 @@ def are_done(said: list[dict[str, Any]]) -> bool:
 
 def test_22145_stock_waits_for_ever_and_tells_nobody(folder: Path) -> None:
     """Prefill TP4 and decode TP1: its threads end, and what waits for them goes on waiting."""
-    (one,) = run(folder, "nixl", "--prefill-tp", "4", "--patience-s", STUCK_S)
+    (one,) = run(folder, "classes.py", "nixl", "--prefill-tp", "4", "--patience-s", STUCK_S)
     assert one["receiver"] == "WaitingForInput"
     assert set(one["senders"]) == {"Bootstrapping"}
     assert one["wrong"] == one["of"]
@@ -56,13 +56,13 @@ def test_22145_stock_waits_for_ever_and_tells_nobody(folder: Path) -> None:
 
 def test_22145_one_prefill_of_four_ranks_serves_four_decodes(folder: Path) -> None:
     """Two heads for four ranks, and four targets that share every source."""
-    said = run(folder, "kvferry", "--prefill-tp", "4", "--decodes", "4")
+    said = run(folder, "classes.py", "kvferry", "--prefill-tp", "4", "--decodes", "4")
     assert len(said) == 4
     assert are_done(said)
 
 
 def test_22145_heads_are_dealt_out_over_four_ranks(folder: Path) -> None:
-    said = run(folder, "kvferry", "--prefill-tp", "4", "--heads", "8")
+    said = run(folder, "classes.py", "kvferry", "--prefill-tp", "4", "--heads", "8")
     assert len(said) == 1
     assert are_done(said)
 
@@ -70,19 +70,19 @@ def test_22145_heads_are_dealt_out_over_four_ranks(folder: Path) -> None:
 def test_25699_a_dense_model_is_done_in_both(folder: Path) -> None:
     """Stock has been corrected. With kvferry it does not matter what stands for no state."""
     for backend, flags in (("nixl", []), ("kvferry", []), ("kvferry", ["--none"])):
-        said = run(folder, backend, *flags)
+        said = run(folder, "classes.py", backend, *flags)
         assert len(said) == 1
         assert are_done(said)
 
 
 def test_22536_stock_has_no_staging_on_a_cpu(folder: Path) -> None:
     flags = {"SGLANG_DISAGG_STAGING_BUFFER": "1"}
-    (one,) = run(folder, "nixl", "--prefill-tp", "4", **flags)
+    (one,) = run(folder, "classes.py", "nixl", "--prefill-tp", "4", **flags)
     assert "not supported on device type 'cpu'" in one["error"]
 
 
 def test_22536_aborts_leave_nothing_that_the_next_request_waits_for(folder: Path) -> None:
-    *given_up, last = run(folder, "kvferry", "--prefill-tp", "4", "--aborts", "8")
+    *given_up, last = run(folder, "classes.py", "kvferry", "--prefill-tp", "4", "--aborts", "8")
     assert len(given_up) == 8
     assert all(each["receiver"] == "Failed" for each in given_up)
     assert all(set(each["senders"]) == {"Failed"} for each in given_up)

@@ -2,7 +2,7 @@
 
 ``plugin`` offers it to SGLang (``--disaggregation-transfer-backend kvferry``), ``facts`` reads
 what the engine knows of itself; nothing else here imports SGLang or torch. ``geometry``,
-``instances``, ``metadata`` and ``prompts`` decide and are pure. ``managers``, ``sender`` and
-``receiver`` act: one endpoint a rank, one handle a room. ``docs/integrations/sglang.md`` is for
-who runs it.
+``states``, ``windows``, ``instances``, ``metadata`` and ``prompts`` decide and are pure.
+``managers``, ``sender`` and ``receiver`` act: one endpoint a rank, one handle a room.
+``docs/integrations/sglang.md`` is for who runs it.
 """

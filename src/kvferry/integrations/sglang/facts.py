@@ -23,7 +23,7 @@ from kvferry import (
     EndpointConfig,
     InputError,
 )
-from kvferry.integrations.sglang.geometry import Buffers, Cache, Heads, Place
+from kvferry.integrations.sglang.geometry import Buffers, Cache, Heads, Place, WindowPool
 from kvferry.integrations.sglang.instances import Replica
 from kvferry.integrations.sglang.rows import MetadataRows
 from kvferry.integrations.sglang.settings import (
@@ -40,12 +40,14 @@ from kvferry.integrations.sglang.states import StateBuffer
 ROWS = "mamba"
 # Pages of sliding-window layers in a pool of their own.
 WINDOWS = "swa"
+# What may stand beside K and V.
+CARRIED: tuple[list[str], ...] = ([], [ROWS], [WINDOWS])
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def settings_of(kv_args: Any, server_args: Any, *, is_mla: bool, is_prefill: bool) -> RankSettings:
     """Everything that an endpoint of this scheduler needs."""
-    demand_supported(kv_args)
+    demand_supported(kv_args, is_mla=is_mla)
     model = ModelConfig.from_server_args(server_args)
     key = ClusterKey.from_environment()
     host = _host(key)
@@ -72,9 +74,10 @@ def settings_of(kv_args: Any, server_args: Any, *, is_mla: bool, is_prefill: boo
     )
 
 
-def demand_supported(kv_args: Any) -> None:
+def demand_supported(kv_args: Any, *, is_mla: bool) -> None:
     """Refuse what this backend does not carry, each with its remedy."""
     parallel, disagg = get_parallel(), get_disagg()
+    kinds = [str(kind.value) for kind in kv_args.state_types]
     for unsupported, remedy in (
         (parallel.attn_cp_size > 1, "attention context parallelism: use --attn-cp-size 1"),
         (parallel.attn_dcp_size > 1, "decode context parallelism: use --dcp-size 1"),
@@ -94,9 +97,12 @@ def demand_supported(kv_args: Any) -> None:
             "--load-balance-method other than follow_bootstrap_room with data parallelism",
         ),
         (
-            bool(others := _other_states(kv_args)),
-            f"{', '.join(others)} state beside K and V: "
-            + ("use --disable-hybrid-swa-memory" if others == [WINDOWS] else "use another backend"),
+            kinds not in CARRIED,
+            f"state beside K and V of the kinds {', '.join(kinds)}: use another backend",
+        ),
+        (
+            is_mla and WINDOWS in kinds,
+            "sliding windows beside an MLA latent: use --disable-hybrid-swa-memory",
         ),
         (
             parallel.pp_size > 1 and bool(kv_args.state_types or kv_args.kv_layer_ids),
@@ -114,7 +120,10 @@ def _cache(kv_args: Any, model: Any, *, is_mla: bool, gpu: int | None) -> Cache:
         get_pp_indices(num_layers, stage, parallel.pp_size) for stage in range(parallel.pp_size)
     ]
     first, end = spans[parallel.pp_rank]
-    listed = tuple(dict.fromkeys(kv_args.kv_layer_ids))
+    window = _window(kv_args, model, gpu)
+    listed = tuple(
+        dict.fromkeys(model.full_attention_layer_ids if window else kv_args.kv_layer_ids)
+    )
     layers = listed or tuple(range(first, end))
     return Cache(
         num_layers=num_layers,
@@ -137,17 +146,37 @@ def _cache(kv_args: Any, model: Any, *, is_mla: bool, gpu: int | None) -> Cache:
             device="cpu" if gpu is None else f"cuda:{gpu}",
         ),
         states=_states(kv_args),
+        window=window,
     )
 
 
-def _other_states(kv_args: Any) -> list[str]:
-    """The kinds of state that are not carried."""
-    return [str(kind.value) for kind in kv_args.state_types if kind.value != ROWS]
+def _window(kv_args: Any, model: Any, gpu: int | None) -> WindowPool | None:
+    """The pool of sliding-window layers, if there is one."""
+    if not kv_args.state_types or kv_args.state_types[0].value != WINDOWS:
+        return None
+    layers, num_tokens = model.swa_attention_layer_ids, model.sliding_window_size
+    if not (layers and num_tokens and model.full_attention_layer_ids):
+        raise InputError(
+            "SGLang does not say which of this model's layers have a sliding window, or how long "
+            "it is, so kvferry's backend can't carry it; use --disable-hybrid-swa-memory"
+        )
+    return WindowPool(
+        num_tokens=num_tokens,
+        buffers=Buffers(
+            addresses=kv_args.state_data_ptrs[0],
+            lengths=kv_args.state_data_lens[0],
+            page_lengths=kv_args.state_item_lens[0],
+            layers=tuple(layers),
+            page_tokens=kv_args.page_size,
+            dtype=_cache_dtype(kv_args, model),
+            device="cpu" if gpu is None else f"cuda:{gpu}",
+        ),
+    )
 
 
 def _states(kv_args: Any) -> tuple[StateBuffer, ...]:
     """The rows of linear-attention layers; SGLang names the first kind of state so, if any."""
-    if not kv_args.state_types:
+    if not kv_args.state_types or kv_args.state_types[0].value != ROWS:
         return ()
     if len(kv_args.state_layer_ids[0]) != len(kv_args.state_data_ptrs[0]):
         raise InputError(

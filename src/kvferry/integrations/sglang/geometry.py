@@ -32,12 +32,14 @@ from kvferry import (
     Span,
     Stated,
     Tensor,
+    Window,
     attention_group,
 )
 from kvferry.integrations.sglang.states import StateBuffer, state_groups, state_placements
 
 KV = "kv"
 LATENT = "latent"
+WINDOW = "window"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,14 @@ class Buffers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WindowPool:
+    """The pool of sliding-window layers, which have pages of their own for the last tokens."""
+
+    num_tokens: int
+    buffers: Buffers
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cache:
     """What one rank has. ``heads`` is None for MLA; ``stages`` are the layers of each PP stage."""
 
@@ -89,12 +99,14 @@ class Cache:
     heads: Heads | None
     buffers: Buffers
     states: tuple[StateBuffer, ...] = ()
+    window: WindowPool | None = None
 
 
 def layout_of(cache: Cache) -> Layout:
     """The whole instance's, the same on every rank of it."""
     place, heads = cache.place, cache.heads
-    spec = CacheSpec(cache.num_layers, (_group(cache), *state_groups(cache.states, place.tp)))
+    groups = (*_groups(cache), *state_groups(cache.states, place.tp))
+    spec = CacheSpec(cache.num_layers, groups)
     if heads is not None and heads.padded and heads.total % place.tp:
         sharding: Parallel | Stated = _padded(cache, heads)
     else:
@@ -104,22 +116,19 @@ def layout_of(cache: Cache) -> Layout:
 
 def memory_of(cache: Cache) -> Memory:
     """This rank's pools, where SGLang has them."""
-    buffers = cache.buffers
-    tensors = _group(cache).tensors
-    if len(buffers.addresses) != len(tensors) * len(buffers.layers):
-        raise InputError(
-            f"SGLang has {len(buffers.addresses)} KV buffers for {len(buffers.layers)} layers of "
-            f"{' and '.join(tensor.name for tensor in tensors)}; this pool is not supported"
-        )
+    placements: list[Placement] = []
+    regions: list[tuple[int, int]] = []
+    for group, buffers in zip(_groups(cache), _pools(cache), strict=True):
+        _demand_all(group, buffers)
+        for index in range(len(group.tensors)):
+            placements.append(_placement(cache, group, buffers, index, len(regions)))
+        regions += zip(buffers.addresses, buffers.lengths, strict=True)
     if not _has_heads(cache):
         return Memory.at(PoolMap(()), [])
-    placements = [_placement(cache, index) for index in range(len(tensors))]
-    placements += state_placements(cache.states, cache.place.tp, len(buffers.addresses))
-    regions = [
-        *zip(buffers.addresses, buffers.lengths, strict=True),
-        *((state.address, state.length) for state in cache.states),
-    ]
-    return Memory.at(PoolMap(tuple(placements)), [(*region, buffers.device) for region in regions])
+    placements += state_placements(cache.states, cache.place.tp, len(regions))
+    regions += [(state.address, state.length) for state in cache.states]
+    device = cache.buffers.device
+    return Memory.at(PoolMap(tuple(placements)), [(*region, device) for region in regions])
 
 
 def head_span(heads: Heads, tp: int, tp_rank: int) -> Span:
@@ -131,13 +140,22 @@ def head_span(heads: Heads, tp: int, tp_rank: int) -> Span:
     return Parallel(tp=tp).unit_span(heads.total, tp_rank)
 
 
-def _group(cache: Cache) -> Group:
-    dtype = cache.buffers.dtype
-    if cache.heads is None:
-        elements = _row_bytes(cache, 0) // dtype.num_bytes
-        return Group(LATENT, Paged(), cache.layers, 1, (Tensor(LATENT, dtype, elements),))
-    heads = cache.heads
-    return attention_group(KV, Paged(), cache.layers, heads.total, heads.k_dim, heads.v_dim, dtype)
+def _pools(cache: Cache) -> list[Buffers]:
+    return [cache.buffers] + ([] if cache.window is None else [cache.window.buffers])
+
+
+def _groups(cache: Cache) -> list[Group]:
+    """Of what follows tokens, in the order of the pools."""
+    dtype, heads, window = cache.buffers.dtype, cache.heads, cache.window
+    if heads is None:
+        elements = _row_bytes(cache.buffers, 0) // dtype.num_bytes
+        return [Group(LATENT, Paged(), cache.layers, 1, (Tensor(LATENT, dtype, elements),))]
+    its = (heads.total, heads.k_dim, heads.v_dim, dtype)
+    groups = [attention_group(KV, Paged(), cache.layers, *its)]
+    if window is not None:
+        kind = Window(window.num_tokens)
+        groups.append(attention_group(WINDOW, kind, window.buffers.layers, *its))
+    return groups
 
 
 def _padded(cache: Cache, heads: Heads) -> Stated:
@@ -149,8 +167,9 @@ def _padded(cache: Cache, heads: Heads) -> Stated:
             f"supported for a model with state; use a --tp-size that does"
         )
     stages = Parallel(pp=place.pp, stages=cache.stages).stage_spans(cache.num_layers)
+    names = [group.name for group in _groups(cache)]
     ranks = tuple(
-        (Holding(KV, stage, units),) if len(units) else ()
+        tuple(Holding(name, stage, units) for name in names if len(units))
         for stage in stages
         for units in (head_span(heads, place.tp, rank) for rank in range(place.tp))
     )
@@ -162,18 +181,18 @@ def _has_heads(cache: Cache) -> bool:
     return heads is None or len(head_span(heads, cache.place.tp, cache.place.tp_rank)) > 0
 
 
-def _placement(cache: Cache, index: int) -> Placement:
-    buffers = cache.buffers
-    tensor = _group(cache).tensors[index]
+def _placement(
+    cache: Cache, group: Group, buffers: Buffers, index: int, first_region: int
+) -> Placement:
+    tensor = group.tensors[index]
     first = index * len(buffers.layers)
     _demand_alike(buffers, first, tensor.name)
-    row = _row_bytes(cache, first)
+    row = _row_bytes(buffers, first)
     _demand_row(cache, tensor, row)
-    bases = tuple(
-        Base(layer, first + buffers.layers.index(layer), 0) for layer in sorted(buffers.layers)
-    )
+    regions = {layer: first_region + first + place for place, layer in enumerate(buffers.layers)}
+    bases = tuple(Base(layer, regions[layer], 0) for layer in sorted(buffers.layers))
     return Placement(
-        _group(cache).name,
+        group.name,
         tensor.name,
         buffers.page_lengths[first],
         row,
@@ -183,9 +202,8 @@ def _placement(cache: Cache, index: int) -> Placement:
     )
 
 
-def _row_bytes(cache: Cache, buffer: int) -> int:
+def _row_bytes(buffers: Buffers, buffer: int) -> int:
     """What a token takes in one buffer."""
-    buffers = cache.buffers
     row, rest = divmod(buffers.page_lengths[buffer], buffers.page_tokens)
     if rest:
         raise InputError(
@@ -193,6 +211,14 @@ def _row_bytes(cache: Cache, buffer: int) -> int:
             f"{buffers.page_tokens} equal rows; this KV layout is not supported"
         )
     return row
+
+
+def _demand_all(group: Group, buffers: Buffers) -> None:
+    if len(buffers.addresses) != len(group.tensors) * len(buffers.layers):
+        raise InputError(
+            f"SGLang has {len(buffers.addresses)} KV buffers for {len(buffers.layers)} layers of "
+            f"{' and '.join(tensor.name for tensor in group.tensors)}; this pool is not supported"
+        )
 
 
 def _demand_alike(buffers: Buffers, first: int, tensor: str) -> None:

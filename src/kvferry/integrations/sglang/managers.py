@@ -7,23 +7,29 @@ scheduler and keeps it; it is the scheduler thread's.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvferry import Incoming, InstanceView, Outgoing, SourceEndpoint, TargetEndpoint
-from kvferry.integrations.sglang.geometry import layout_of, memory_of
+from kvferry.integrations.sglang.geometry import KV, WINDOW, layout_of, memory_of
 from kvferry.integrations.sglang.prefills import Prefills
 from kvferry.integrations.sglang.prompts import Prompt, prompt_of
 from kvferry.integrations.sglang.settings import RankSettings
+from kvferry.integrations.sglang.states import row_of
+from kvferry.integrations.sglang.windows import window_pages
 
 log = logging.getLogger("kvferry.integrations.sglang")
 
 
 class Offered(NamedTuple):
-    """Where a request's cache is to go: pages behind a prefix, and a state row if there is any."""
+    """Where a request's cache is to go: pages behind a prefix, a state row, pages of a window."""
 
     prefix: int
     pages: list[int]
-    state: int | None
+    state: int | None = None
+    window: Sequence[int] = ()
 
 
 class RankManager:
@@ -50,6 +56,17 @@ class RankManager:
     def prompt_of(self, req: Any) -> Prompt:
         """What is computed for a request."""
         return prompt_of(req, model=self.settings.model, dtype=self.settings.dtype)
+
+    def state_row(self, state_indices: Sequence[Any] | None) -> int | None:
+        """A request's row of linear-attention layers; None where the model has none."""
+        return row_of(state_indices) if self.settings.cache.states else None
+
+    def window_indices(self, state_indices: Sequence[Any] | None) -> list[int]:
+        """A request's pages of sliding-window layers, as SGLang names them."""
+        if self.settings.cache.window is None or not state_indices:
+            return []
+        pages: list[int] = np.asarray(state_indices[0]).reshape(-1).tolist()
+        return pages
 
     def complain(self, room: int) -> None:
         """A room did not end although it was given up."""
@@ -122,12 +139,17 @@ class DecodeManager(RankManager):
     def receive(self, room: int, view: InstanceView, prompt: Prompt, offered: Offered) -> Incoming:
         """Offer a room's pages to its prefill server."""
         self.settings.settled()
+        window = self.settings.cache.window
+        pages: list[int] | dict[str, list[int]] = offered.pages
+        if window is not None:
+            kept = window_pages(window, offered.window, prompt.num_tokens, offered.prefix)
+            pages = {KV: offered.pages, WINDOW: kept}
         handle = self.endpoint.receive(
             room,
             prefill=view,
             tokens=prompt.num_tokens,
             prefix=offered.prefix,
-            pages=offered.pages,
+            pages=pages,
             states=offered.state,
             deadline_s=self.settings.waiting_s,
             digest=prompt.digest,

@@ -91,13 +91,13 @@ def _tell_sender(made: bool, queue: Any, req: Any, *_: Any, **__: Any) -> None:
 
     # Warm-up and health checks have a sender of SGLang's own.
     if made and isinstance(req.disagg_kv_sender, RoomSender):
-        req.disagg_kv_sender.tell(req)
+        req.disagg_kv_sender.tell(req, queue.scheduler.sliding_window_size)
 
 
 def _tell_receiver(queue: Any, decode_req: Any, *_: Any, **__: Any) -> None:
     from kvferry.integrations.sglang.receiver import RoomReceiver  # noqa: PLC0415
 
     if isinstance(decode_req.kv_receiver, RoomReceiver):
-        decode_req.kv_receiver.tell(decode_req.req)
+        decode_req.kv_receiver.tell(decode_req.req, queue.scheduler.sliding_window_size)
         # SGLang would reuse pages that may still be written once it has waited for this long.
         queue.transfer_queue.deferred_kv_release_timeout = math.inf

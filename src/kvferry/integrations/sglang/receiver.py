@@ -17,7 +17,7 @@ from kvferry.integrations.sglang.failures import RoomFailed
 from kvferry.integrations.sglang.managers import DecodeManager, Offered
 from kvferry.integrations.sglang.metadata import decoded
 from kvferry.integrations.sglang.prompts import Prompt
-from kvferry.integrations.sglang.states import row_of
+from kvferry.integrations.sglang.windows import demand_covered
 
 
 class RoomReceiver:
@@ -52,9 +52,13 @@ class RoomReceiver:
 
     # ------------------------------------------------------------ what SGLang asks for
 
-    def tell(self, req: Any) -> None:
-        """Which request this is; called by our hook before pages are offered."""
+    def tell(self, req: Any, window: int | None = None) -> None:
+        """Which request this is, and SGLang's window; called by our hook before pages are."""
         self._prompt = self.kv_mgr.prompt_of(req)
+        try:
+            demand_covered(self.kv_mgr.settings.cache.window, window)
+        except KvferryError as error:
+            self.refuse(str(error))
 
     def init(self, prefill_dp_rank: int) -> None:
         """Of the prefill server's replicas, it is that one."""
@@ -86,7 +90,8 @@ class RoomReceiver:
             offer = Offered(
                 prefix=decode_prefix_len or 0,
                 pages=np.asarray(kv_indices).tolist(),
-                state=row_of(state_indices),
+                state=self.kv_mgr.state_row(state_indices),
+                window=self.kv_mgr.window_indices(state_indices),
             )
             self._handle = self.kv_mgr.receive(self.bootstrap_room, view, self._prompt, offer)
         except KvferryError as error:

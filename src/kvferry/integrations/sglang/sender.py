@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from kvferry import KvferryError, Outgoing, Status, Waitable
 from kvferry.integrations.sglang.failures import RoomFailed
+from kvferry.integrations.sglang.geometry import KV, WINDOW
 from kvferry.integrations.sglang.managers import PrefillManager
 from kvferry.integrations.sglang.metadata import encoded
 from kvferry.integrations.sglang.prompts import Prompt
-from kvferry.integrations.sglang.states import row_of
+from kvferry.integrations.sglang.windows import demand_covered, first_kept, window_pages
 
 # The owner's thread ends a room in well under a millisecond; this long only if it hangs.
 ABORT_S = 5.0
@@ -52,7 +53,10 @@ class RoomSender:
         self._row = -1
         self._num_pages = 0
         self._pages_sent = 0
+        # What was given, and of it what was pushed; the pages between wait for the window's.
         self._tokens_sent = 0
+        self._tokens_pushed = 0
+        self._held: list[int] = []
         self._began: float | None = None
         self._ended: float | None = None
         self._refusal = mgr.refusal(bootstrap_room, named=req_has_disagg_prefill_dp_rank)
@@ -72,9 +76,13 @@ class RoomSender:
 
     # ------------------------------------------------------------ what SGLang asks for
 
-    def tell(self, req: Any) -> None:
-        """Which request this is; called by our hook before anything is sent."""
+    def tell(self, req: Any, window: int | None = None) -> None:
+        """Which request this is, and SGLang's window; called by our hook before it is sent."""
         self._prompt = self.kv_mgr.prompt_of(req)
+        try:
+            demand_covered(self.kv_mgr.settings.cache.window, window)
+        except KvferryError as error:
+            self._give_up(str(error))
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """The room is about to be filled: so many pages, and that metadata row."""
@@ -111,9 +119,11 @@ class RoomSender:
         num_tokens = self._tokens_in(len(pages), num_kv_tokens)
         self._pages_sent += len(pages)
         try:
-            self._push(self._handle, pages, num_tokens, after)
-            if state_indices is not None or self._pages_sent >= self._num_pages:
-                self._close(self._handle, row_of(state_indices), after)
+            last = state_indices is not None or self._pages_sent >= self._num_pages
+            self._take(self._handle, pages, num_tokens, after)
+            if last:
+                self._push_window(self._handle, state_indices, after)
+                self._close(self._handle, self.kv_mgr.state_row(state_indices), after)
         except KvferryError as error:
             self._give_up(str(error))
 
@@ -127,16 +137,45 @@ class RoomSender:
             most if self._prompt is None else min(most, self._prompt.num_tokens - self._tokens_sent)
         )
 
-    def _push(
+    def _take(
         self, handle: Outgoing, pages: list[int], num_tokens: int, after: Waitable | None
     ) -> None:
+        """Push a chunk, up to where a window begins: its pages come with the last chunk."""
         if num_tokens <= 0:
             return
         if self._began is None:
             self._began = time.monotonic()
-        end = self._tokens_sent + num_tokens
-        handle.push((self._tokens_sent, end), pages, after=after)
-        self._tokens_sent = end
+        self._tokens_sent += num_tokens
+        self._held += pages
+        window = self.kv_mgr.settings.cache.window
+        if window is None:
+            self._push(handle, self._tokens_sent, [], after)
+        elif self._prompt is not None:
+            end = min(self._tokens_sent, first_kept(window, self._prompt.num_tokens))
+            self._push(handle, end, [], after)
+
+    def _push_window(
+        self, handle: Outgoing, state_indices: Sequence[Any] | None, after: Waitable | None
+    ) -> None:
+        window = self.kv_mgr.settings.cache.window
+        if window is not None:
+            named = self.kv_mgr.window_indices(state_indices)
+            kept = window_pages(window, named, self._tokens_sent)
+            self._push(handle, self._tokens_sent, kept, after)
+
+    def _push(self, handle: Outgoing, end: int, kept: list[int], after: Waitable | None) -> None:
+        """All up to there; ``kept`` are the window's pages, none in front of it."""
+        first, page_tokens = self._tokens_pushed, self.kv_mgr.settings.cache.buffers.page_tokens
+        if end <= first:
+            return
+        all_given = end == self._tokens_sent
+        num_pages = len(self._held) if all_given else end // page_tokens - first // page_tokens
+        pages, self._held = self._held[:num_pages], self._held[num_pages:]
+        self._tokens_pushed = end
+        given: list[int] | dict[str, Sequence[int | None]] = pages
+        if self.kv_mgr.settings.cache.window is not None:
+            given = {KV: pages, WINDOW: kept or [None] * len(pages)}
+        handle.push((first, end), given, after=after)
 
     def _close(self, handle: Outgoing, state: int | None, after: Waitable | None) -> None:
         """The metadata goes along with every last chunk, whether there is any state or not."""

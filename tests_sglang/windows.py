@@ -1,0 +1,179 @@
+"""SGLang's own pools for sliding windows, carried without a server.
+
+``SWAKVPool`` and its allocator on both sides, arguments and page lists as schedulers make them, in
+one process: TP2 in pages of 1 to TP1 in pages of 4, in two chunks, one request after another of
+the lengths that are named. What prefill has freed in front of the window is gone there before
+the last chunk. Prints a line of JSON for each: how it ended, how many entries are wrong, and how
+many of decode's slots changed that are not the request's. ``test_7_windows.py`` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import classes
+import torch
+from sglang.srt.disaggregation import utils
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.common import kv_to_page_indices
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+LAYERS, HEADS, SLOTS, WINDOW, PATIENCE_S = 4, 2, 64, 8, 30.0
+SLIDING, FULL = [0, 2], [1, 3]
+# As SGLang's models count it: without the token itself.
+LOOKED_BACK = WINDOW - 1
+
+
+class WindowedRank:
+    """One scheduler's two pools, and the manager over them."""
+
+    def __init__(self, backend: classes.Backend, mode: Any, rank: int, tp: int, page: int) -> None:
+        share = HEADS // tp
+        self.page, self.heads = page, range(rank * share, (rank + 1) * share)
+        self.pool = SWAKVPool(
+            *(SLOTS, SLOTS, page, torch.float32, share, classes.DIM, SLIDING, FULL, "cpu"),
+        )
+        self.allocator = SWATokenToKVPoolAllocator(
+            *(SLOTS, SLOTS, page, torch.float32, "cpu", self.pool, False),
+        )
+        args, _, self.rows = classes.kv_args(rank, tp, HEADS)
+        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
+            self.pool.get_contiguous_buf_infos()
+        )
+        args.page_size, args.prefill_end_layer = page, LAYERS
+        utils.setup_state_kv_args(args, self.pool, total_kv_layers=LAYERS)
+        self.manager = backend.manager(args, mode, rank, tp)
+
+    def allocate(self, num_tokens: int, num_kept: int) -> torch.Tensor:
+        """Slots in the full pool for all tokens, and in the other for the last ones."""
+        ceil = -(-num_tokens // self.page) * self.page
+        begins = (num_tokens - num_kept) // self.page * self.page
+        full: torch.Tensor = self.allocator.full_attn_allocator.alloc(ceil)
+        kept = self.allocator.swa_attn_allocator.alloc(ceil - begins)
+        self.allocator.set_full_to_swa_mapping(full[begins:], kept)
+        return full[:num_tokens]
+
+    def state(self, slots: torch.Tensor) -> list[Any]:
+        """The window's pages, as both schedulers name them."""
+        begins = max(0, len(slots) - LOOKED_BACK) // self.page * self.page
+        kept = self.allocator.translate_swa_indices_for_transfer(slots[begins:])
+        return [kv_to_page_indices(kept, self.page)]
+
+    def entries(self, slots: torch.Tensor, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of one layer, each with the places of the tokens in it."""
+        if layer in SLIDING:
+            slots = self.allocator.translate_loc_from_full_to_swa(slots)
+        pool = self.pool
+        return [(pool.get_key_buffer(layer), slots), (pool.get_value_buffer(layer), slots)]
+
+    def fill(self, slots: torch.Tensor, room: int) -> None:
+        for layer in range(LAYERS):
+            for kind, (buffer, places) in enumerate(self.entries(slots, layer)):
+                for token, place in enumerate(places.tolist()):
+                    for local, head in enumerate(self.heads):
+                        buffer[place, local] = entry(room, layer, kind, token, head)
+
+    def looked_at(self, num_tokens: int, layer: int) -> range:
+        """The tokens that the next one sees."""
+        return range(max(0, num_tokens - LOOKED_BACK) if layer in SLIDING else 0, num_tokens)
+
+    def wrong(self, slots: torch.Tensor, room: int) -> int:
+        return sum(
+            not bool((buffer[places[token], head] == entry(room, layer, kind, token, head)).all())
+            for layer in range(LAYERS)
+            for kind, (buffer, places) in enumerate(self.entries(slots, layer))
+            for token in self.looked_at(len(slots), layer)
+            for head in self.heads
+        )
+
+    def strange(self, slots: torch.Tensor) -> int:
+        """Slots that hold anything and are not in the request's pages; page 0 is nobody's."""
+        found = 0
+        for layer in range(LAYERS):
+            for buffer, places in self.entries(slots, layer):
+                used = {0, *(places // self.page).tolist()}
+                held = buffer.flatten(1).abs().sum(1).nonzero().flatten() // self.page
+                found += sum(page not in used for page in held.tolist())
+        return found
+
+    def clear(self) -> None:
+        for layer in range(LAYERS):
+            self.pool.get_key_buffer(layer).zero_()
+            self.pool.get_value_buffer(layer).zero_()
+        self.allocator.clear()
+
+
+def entry(room: int, layer: int, kind: int, token: int, head: int) -> float:
+    return room + 1000 * (2 * layer + kind) + 10 * token + head
+
+
+def wait_for(happens: Any) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not happens() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def carry(
+    backend: classes.Backend, prefill: list[WindowedRank], decode: WindowedRank, num_tokens: int
+) -> dict[str, Any]:
+    """One request, as schedulers would send it."""
+    none = dict.fromkeys(("lora_id", "cache_salt", "extra_key", "multimodal_inputs"))
+    told = SimpleNamespace(origin_input_ids=list(range(num_tokens)), **none), LOOKED_BACK
+    wait_for(lambda: decode.manager.try_ensure_parallel_info(backend.address))
+    receiver = backend.kind(KVClassType.RECEIVER)(decode.manager, backend.address, num_tokens)
+    receiver.init(0)
+    receiver.tell(*told)
+    into = decode.allocate(num_tokens, min(num_tokens, LOOKED_BACK))
+    pages = kv_to_page_indices(into, decode.page)
+    receiver.send_metadata(pages, 0, decode.state(into))
+    senders = []
+    for rank, one in enumerate(prefill):
+        with classes.as_rank(rank, len(prefill)):
+            sender = backend.kind(KVClassType.SENDER)(one.manager, backend.address, num_tokens)
+        sender.tell(*told)
+        senders.append(sender)
+    wait_for(lambda: all(sender.poll() != KVPoll.Bootstrapping for sender in senders))
+    for one, sender in zip(prefill, senders, strict=True):
+        slots = one.allocate(num_tokens, num_tokens)
+        one.fill(slots, num_tokens)
+        one.rows.bootstrap_room[1, 0] = num_tokens
+        sender.init(num_tokens, 1)
+        half = num_tokens // 2
+        sender.send(slots[:half].numpy(), None, num_kv_tokens=half)
+        one.allocator.free_swa(slots[: max(0, num_tokens - LOOKED_BACK)])
+        sender.send(slots[half:].numpy(), one.state(slots), num_kv_tokens=num_tokens - half)
+    wait_for(lambda: receiver.poll() in classes.ENDS)
+    wait_for(lambda: all(sender.poll() in classes.ENDS for sender in senders))
+    ends = classes.Room(receiver, senders).ends
+    return {**ends, "wrong": decode.wrong(into, num_tokens), "strange": decode.strange(into)}
+
+
+def main(model: Path) -> None:
+    config = json.loads((classes.config_of(model, HEADS) / "config.json").read_text())
+    config |= {"num_hidden_layers": LAYERS, "sliding_window": WINDOW, "is_hybrid_swa": True}
+    config["hybrid_layer_pattern"] = [int(layer in SLIDING) for layer in range(LAYERS)]
+    (model / "config.json").write_text(json.dumps(config))
+    backend = classes.Backend("kvferry", HEADS, model)
+    prefill = [WindowedRank(backend, DisaggregationMode.PREFILL, rank, 2, 1) for rank in range(2)]
+    decode = WindowedRank(backend, DisaggregationMode.DECODE, 0, 1, 4)
+    for num_tokens in map(int, sys.argv[1:]):
+        said = carry(backend, prefill, decode, num_tokens)
+        print(json.dumps({"tokens": num_tokens} | said), flush=True)
+        for one in (*prefill, decode):
+            one.clear()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        main(Path(folder))
+    # Its threads would go on for ever.
+    os._exit(0)
