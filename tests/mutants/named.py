@@ -51,13 +51,13 @@ NAMED = (
     Named(
         "a driver takes time before what has come",
         f"{RUNTIME}/driver/driver.py",
-        """        for event in arrived:
-            self.take(event, now)
-        self.pass_time(now)
+        """            for event in arrived:
+                self.take(event, now)
+            self.pass_time(now)
 """,
-        """        self.pass_time(now)
-        for event in arrived:
-            self.take(event, now)
+        """            self.pass_time(now)
+            for event in arrived:
+                self.take(event, now)
 """,
     ),
     Named(
