@@ -35,16 +35,17 @@ FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One server as it is to be started."""
+    """One server as it is to be started. ``times``: pipeline stages, or data-parallel replicas."""
 
     role: str
     tp: int = 1
     page: int = 1
     flags: tuple[str, ...] = ()
     backend: str = "kvferry"
+    times: int = 1
 
     def __str__(self) -> str:
-        return f"{self.role} TP{self.tp} page {self.page}"
+        return f"{self.role} TP{self.tp} page {self.page}" + f" x{self.times}" * (self.times > 1)
 
 
 @dataclass
@@ -113,7 +114,7 @@ def start(side: Side, model: Path, folder: Path) -> Server:
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
-            env=environment(side.tp, folder),
+            env=environment(side.tp * side.times, folder),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -121,7 +122,7 @@ def start(side: Side, model: Path, folder: Path) -> Server:
     return Server(side, process, port, bootstrap, log)
 
 
-def environment(tp: int, folder: Path) -> dict[str, str]:
+def environment(ranks: int, folder: Path) -> dict[str, str]:
     """Of a server: this checkout, its entry points, the stand-ins, and one core a rank."""
     points = folder / "entry-points"
     if not points.is_dir():
@@ -142,7 +143,7 @@ def environment(tp: int, folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(tp)),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(ranks)),
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models()),
         # Short enough for a test to wait for, long enough for a busy machine.
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
