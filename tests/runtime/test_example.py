@@ -16,7 +16,9 @@ def test_two_processes() -> None:
     ran = subprocess.run(
         [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=50, check=False
     )
-    assert (ran.returncode, ran.stderr) == (0, "")
+    # A machine that is so busy that a loop stood still may say so.
+    said = [line for line in ran.stderr.splitlines() if "stalled" not in line]
+    assert (ran.returncode, said) == (0, [])
     assert ran.stdout.splitlines() == [
         "Done(metadata=b'the first token')",
         "K of each token: " + " ".join(map(str, range(40))),

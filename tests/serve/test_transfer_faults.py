@@ -195,7 +195,7 @@ def test_a_prefill_that_is_not_there(pair: list[Worker], alone: Alone) -> None:
     assert failed.status == 503
     assert failed.document["error"]["type"] == "server_error"
     assert failed.document["error"]["code"] == "kv_transfer_failed"
-    assert "'nobody' is not at the rendezvous" in failed.document["error"]["message"]
+    assert "nobody has registered as 'nobody'" in failed.document["error"]["message"]
     assert local.told["source"] == "recomputed"
     assert [local.tokens] == alone(TinyKind.LLAMA, PROMPTS[2:])
 
