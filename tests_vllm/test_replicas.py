@@ -161,12 +161,14 @@ def test_a_decode_that_is_preempted_answers_all_the_same(engines: Engines, side:
     prompts = [prompt_of(20 + number, LONG) for number in range(2)]
     before = metric(decode, "vllm:num_preemptions_total")
 
-    def answered(prompt: list[int]) -> list[int]:
-        params = prefilled(engines.prefill, prompt)
-        return token_ids(complete(decode, prompt, LONG_ANSWER, kv_transfer_params=params))
+    # Computed first, so that decode has both at once however fast the transfer is.
+    params = [prefilled(engines.prefill, prompt) for prompt in prompts]
+
+    def answered(prompt: list[int], own: Json) -> list[int]:
+        return token_ids(complete(decode, prompt, LONG_ANSWER, kv_transfer_params=own))
 
     with timed("two long requests where one has room"), ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(answered, prompts))
+        answers = list(pool.map(answered, prompts, params))
     assert metric(decode, "vllm:num_preemptions_total") > before
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert tokens == alone(engines, prompt, LONG_ANSWER)
