@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from runtime.fleets import eventually
 
 from kvferry import DType, EndpointConfig, RendezvousServer, Status, make_transport
 from kvferry.integrations.sglang.failures import RoomFailed
@@ -145,10 +145,7 @@ def pair(*, heads: int = 4, waiting_s: float = ENOUGH_S) -> Iterator[Pair]:
 
 
 def until(happens: Any) -> None:
-    end = time.monotonic() + ENOUGH_S
-    while not happens():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    eventually(happens, ENOUGH_S)
 
 
 def receivers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runtime.fleets import eventually
 
 from kvferry import DType, EndpointConfig, InputError, RendezvousServer, Status, make_transport
 from kvferry.integrations.sglang.failures import RoomFailed
@@ -149,10 +149,7 @@ def said(buffer: int, token: int, head: int) -> float:
 
 
 def until(happens: Callable[[], Any]) -> None:
-    end = time.monotonic() + ENOUGH_S
-    while not happens():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    eventually(happens, ENOUGH_S)
 
 
 @pytest.mark.parametrize("num_tokens", [5, 8, 22, 24])
