@@ -156,9 +156,9 @@ def test_nobody_at_the_door() -> None:
 def test_a_door_is_part_of_what_peers_are_told_and_earlier_ones_have_none() -> None:
     door = LocalDoor("kvferry-x", bytes(SECRET_BYTES))
     metadata = PeerMetadata(("127.0.0.1", 1), door=door)
-    assert PeerMetadata.door_in(metadata.encode()) == door
-    assert PeerMetadata.door_in(replace(metadata, door=None).encode()) is None
-    assert PeerMetadata.door_in(b"\xc1") is None
+    assert PeerMetadata.decode(metadata.encode()).door == door
+    assert PeerMetadata.decode(replace(metadata, door=None).encode()).door is None
+    assert PeerMetadata.read(b"\xc1") is None
     assert door.secret.hex() not in repr(metadata)
     assert repr(door.secret) not in repr(metadata)
 

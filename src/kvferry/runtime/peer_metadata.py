@@ -40,18 +40,10 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
             raise TransportError(f"a peer's metadata can't be read: {error}") from None
 
     @staticmethod
-    def address_in(data: bytes) -> Address | None:
-        """Where a peer's lifeline is; None for what is no metadata."""
+    def read(data: bytes) -> PeerMetadata | None:
+        """The same; None for what is no metadata."""
         try:
-            return PeerMetadata.decode(data).address
-        except TransportError:
-            return None
-
-    @staticmethod
-    def door_in(data: bytes) -> LocalDoor | None:
-        """Where a peer listens for processes of its host; None if nowhere."""
-        try:
-            return PeerMetadata.decode(data).door
+            return PeerMetadata.decode(data)
         except TransportError:
             return None
 

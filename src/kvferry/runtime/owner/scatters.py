@@ -80,9 +80,9 @@ class Scatters:
         )
         self._meter.linked(action.peer, offer.name)
         self._mover.let_write(action.session, offer.name)
-        door = PeerMetadata.door_in(action.metadata)
-        if door is not None:
-            self._join(action.peer, door)
+        told = PeerMetadata.read(action.metadata)
+        if told is not None and told.door is not None:
+            self._join(action.peer, told.door)
 
     def write(self, action: Write) -> None:
         """Never asked for."""

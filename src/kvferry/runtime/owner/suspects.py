@@ -19,9 +19,9 @@ class Suspects:
 
     def suspect(self, record: Record) -> None:
         """Ask after that life until it is proven gone, or acquitted."""
-        address = PeerMetadata.address_in(record.metadata)
-        if address:
-            self._prober.suspect(record.peer, record.incarnation, address)
+        told = PeerMetadata.read(record.metadata)
+        if told:
+            self._prober.suspect(record.peer, record.incarnation, told.address)
 
     def acquit(self, peer: Peer, incarnation: int) -> None:
         """Nobody waits for that proof any more."""
@@ -29,6 +29,6 @@ class Suspects:
 
     def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
         """There was a sign that it may be gone: ask until it answers, for a short while."""
-        address = PeerMetadata.address_in(metadata)
-        if address:
-            self._prober.sign(peer, incarnation, address)
+        told = PeerMetadata.read(metadata)
+        if told:
+            self._prober.sign(peer, incarnation, told.address)
