@@ -75,7 +75,7 @@ NAMED = (
     Named(
         "the owner's port asks nobody",
         f"{RUNTIME}/owner/suspects.py",
-        "            self._prober.suspect(record.peer, record.incarnation, address)",
+        "            self._prober.suspect(record.peer, record.incarnation, told.address)",
         "            pass",
     ),
     Named(
