@@ -31,7 +31,7 @@ SlotIndex = NewType("SlotIndex", int)
 Op = NewType("Op", int)
 
 
-class Peer(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Peer(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One rank of one instance. A data-parallel replica is an instance of its own."""
 
     instance: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
@@ -44,7 +44,7 @@ class Peer(msgspec.Struct, frozen=True, order=True, array_like=True):
 Id = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
 
 
-class Session(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Session(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One handshake: both incarnations, and a count by each side.
 
     The source's half is 0 in a Hello, because only its answer can name it. A

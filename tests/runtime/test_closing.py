@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry import Memory, SourceEndpoint, TargetEndpoint, make_transport
-from kvferry.errors import Misuse
+from kvferry.errors import InputError, Misuse
 from kvferry.layout import Layout, attention
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.rendezvous.server import RendezvousServer
@@ -46,6 +46,16 @@ def test_a_target_that_still_looks_for_its_prefill(
     assert not errors_in(caplog)
     with pytest.raises(Misuse, match="closing"):
         target.receive("y", prefill="nobody", tokens=4, pages=[1])
+
+
+@pytest.mark.parametrize("name", ["", "no body", "\ud800", "x" * 257])
+def test_a_prefill_whose_name_nobody_can_have(url: str, name: str) -> None:
+    means = make_transport("shm")
+    memory = Memory.allocate(LAYOUT, 0, 8, means.allocate)
+    target = TargetEndpoint(LAYOUT, memory, name="d", model="m", transport=means, rendezvous=url)
+    with pytest.raises(InputError, match="an instance's name has 1 to 256 letters"):
+        target.receive("x", prefill=name, tokens=4, pages=[1])
+    assert target.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", "nixl", "mooncake"])

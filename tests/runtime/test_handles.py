@@ -256,12 +256,21 @@ def test_a_room_that_fails_waits_for_nothing(pair: Pair) -> None:
 # ---------------------------------------------------------------- misuse
 
 
-@pytest.mark.parametrize("room", [-1, MAX_ID + 1, "", "x" * 257, 1.5, None, b"bytes"])
+@pytest.mark.parametrize("room", [-1, MAX_ID + 1, "", "x" * 257, "\ud800", 1.5, None, b"bytes"])
 def test_what_is_no_room(pair: Pair, room: Room) -> None:
     with pytest.raises(InputError, match="a room's id is a whole number"):
         pair.source.open(room)
     with pytest.raises(InputError, match="a room's id is a whole number"):
         pair.target.receive(room, prefill=pair.view, tokens=4, pages=[0])
+    carry(pair, "room")
+
+
+@pytest.mark.parametrize("text", ["x" * 513, "\ud800", 7])
+def test_what_is_no_tag(pair: Pair, text: str) -> None:
+    with pytest.raises(InputError, match="request and traceparent are texts"):
+        pair.source.open("room", request=text)
+    with pytest.raises(InputError, match="request and traceparent are texts"):
+        pair.target.receive("room", prefill=pair.view, tokens=4, pages=[0], traceparent=text)
     carry(pair, "room")
 
 

@@ -176,3 +176,14 @@ class ErrorDocument(msgspec.Struct, frozen=True):
     """Every error of the service."""
 
     error: ErrorBody
+
+
+def demand_name(name: str) -> None:
+    """Raises ``InputError`` unless an instance may be called that."""
+    try:
+        msgspec.convert(name, Name)
+    except msgspec.ValidationError:
+        raise InputError(
+            f"an instance's name has 1 to {MAX_NAME} letters, digits and any of ._:@+/- behind "
+            f"the first; {name!r:.300} has not"
+        ) from None

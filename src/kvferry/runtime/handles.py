@@ -31,8 +31,8 @@ class Handle:
         self.finished: float | None = None
         # Whose room it is, where its engine says so.
         self.tag = NOBODYS
-        # The owner's: what it has written down of the room, where stories are kept.
-        self.told: list[Any] | None = None
+        # The owner's: whether the room's story has begun.
+        self.told = False
         self._outcome: Once[Outcome] = Once()
         self._released: Once[Literal[True]] = Once()
 

@@ -7,18 +7,16 @@ import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import msgspec
-
 from kvferry.copy.cpu import copy_binding, warm_up
 from kvferry.copy.devices import copier_on
 from kvferry.errors import InputError, TransportError
-from kvferry.ids import MAX_ID, MAX_NAME, Peer
+from kvferry.ids import MAX_ID, Peer
 from kvferry.layout.layout import Layout
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.messages import Staging, TransportOffers
 from kvferry.regions import Region
-from kvferry.rendezvous.records import Name
+from kvferry.rendezvous.records import demand_name
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.lifeline import Lifeline
 from kvferry.runtime.local import LocalDoor
@@ -247,13 +245,7 @@ def _demand_reachable(host: str) -> None:
 
 def _demand_sayable(member: Member) -> None:
     """What others could not read must not be sent to them."""
-    try:
-        msgspec.convert(member.name, Name)
-    except msgspec.ValidationError:
-        raise InputError(
-            f"an instance's name has 1 to {MAX_NAME} letters, digits and any of ._:@+/- behind "
-            f"the first; {member.name!r:.300} has not"
-        ) from None
+    demand_name(member.name)
     if len(member.model) > MAX_MODEL:
         raise InputError(
             f"model has {len(member.model)} characters, and {MAX_MODEL} at most; use a hash"

@@ -13,7 +13,7 @@ from kvferry.errors import InputError
 from kvferry.ids import Room
 from kvferry.plan.plan import Request
 from kvferry.protocol.target import TargetMachine
-from kvferry.rendezvous.records import InstanceView
+from kvferry.rendezvous.records import InstanceView, demand_name
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.driver.driver import Driver, Ports
 from kvferry.runtime.incoming import Asked, Incoming, wanted_pages
@@ -83,8 +83,10 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         every source says that it has computed just that. ``request`` and ``traceparent`` name
         whose room it is in logs and in its story.
         """
-        if isinstance(prefill, str) and self._client is None:
-            raise InputError("finding an instance by its name takes a rendezvous; pass its URL")
+        if isinstance(prefill, str):
+            if self._client is None:
+                raise InputError("finding an instance by its name takes a rendezvous; pass its URL")
+            demand_name(prefill)
         wanted = Request(tokens, prefix)
         tables = self._shelf.tables(wanted, pages, states)
         seconds = self._deadline_s if deadline_s is None else deadline_s

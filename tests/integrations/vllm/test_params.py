@@ -51,6 +51,8 @@ def test_nobody_asks(params: object) -> None:
         {"room": 1 << 63, "prefill": "p"},
         {"room": "", "prefill": "p"},
         {"room": "x" * 257, "prefill": "p"},
+        {"room": "half \udc80", "prefill": "p"},
+        {"room": 1, "prefill": "\ud800"},
         {"room": 1.5, "prefill": "p"},
         {"room": True, "prefill": "p"},
         {"room": 1, "prefill": ""},
@@ -65,7 +67,7 @@ def test_what_decode_can_not_use_is_one_sentence(own: object) -> None:
         asked_of_decode({"do_remote_prefill": True, "kvferry": own})
 
 
-@pytest.mark.parametrize("own", [[1], "x", {"room": -1}])
+@pytest.mark.parametrize("own", [[1], "x", {"room": -1}, {"room": "\ud800"}])
 def test_what_prefill_can_not_use(own: object) -> None:
     with pytest.raises(InputError, match="can't be used"):
         asked_of_prefill({"do_remote_decode": True, "kvferry": own})

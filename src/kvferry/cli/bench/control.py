@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 
 import msgspec
@@ -20,6 +21,8 @@ from kvferry.testing.fleet import Fleet, FleetSide
 
 PAGE_TOKENS = 16
 MAX_CONCURRENCY = 1024
+# No room's id is used twice.
+SERIES = itertools.count()
 
 
 class ControlLevel(msgspec.Struct):
@@ -71,8 +74,9 @@ def timed_level(fleet: Fleet, concurrency: int, num_rooms: int) -> ControlLevel:
     """Both sides play their part by themselves; the target times each room."""
     source, target = fleet.sources[0], fleet.targets["decode"][0]
     before = [rank.ask("cpu_s") for rank in (source, target)]
-    source.begin("serve_rooms", concurrency, num_rooms, concurrency)
-    target.begin("ask_rooms", fleet.prefill.name, concurrency, num_rooms, concurrency)
+    series = next(SERIES)
+    source.begin("serve_rooms", series, num_rooms, concurrency)
+    target.begin("ask_rooms", fleet.prefill.name, series, num_rooms, concurrency)
     seconds, total_s = target.answer(300.0)
     source.answer(300.0)
     after = [rank.ask("cpu_s") for rank in (source, target)]

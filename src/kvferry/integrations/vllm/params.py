@@ -64,8 +64,11 @@ def _wanted(params: object, flag: str) -> bool:
 
 def _read(own: object, kind: type[T]) -> T:
     try:
-        return msgspec.convert(own, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
+        asked = msgspec.convert(own, kind)
+        # JSON may have half a surrogate in a text, which no frame can carry.
+        msgspec.msgpack.encode(asked)
+        return asked
+    except (msgspec.ValidationError, RecursionError, UnicodeEncodeError) as error:
         raise InputError(
             f"kv_transfer_params.{OWN_FIELD} can't be used ({error}); pass on what prefill "
             f"answered with"

@@ -13,7 +13,7 @@ from itertools import count
 from math import ceil, inf
 
 from kvferry.ids import Room
-from kvferry.runtime.owner.step_lists import Steps
+from kvferry.runtime.telemetry.tags import RoomTag
 
 # How far back the slowest rooms are looked for.
 SLOW_S = 300.0
@@ -21,8 +21,8 @@ SLOW_S = 300.0
 PART_S = 30.0
 MOST_OF_A_PART = 8
 
-# When it ended, how many seconds after it began, which room, and its steps: made for every room.
-EndedRoom = tuple[float, float, Room, Steps | bytes]
+# When it ended, how many seconds after it began, which room, and whose.
+EndedRoom = tuple[float, float, Room, RoomTag]
 
 
 class SlowRooms:

@@ -18,7 +18,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from kvferry.errors import Misuse
-from kvferry.ids import Peer
+from kvferry.ids import Peer, Room
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Cancel, Event, Received, Tick
 from kvferry.protocol.messages import Envelope, Heartbeat
@@ -167,6 +167,7 @@ class Owner:
         self._tidy(now)
         self._copier.launch()
         self.channel.flush()
+        self.stories.tidy(self._held_rooms)
 
     def _arrived(self, ready: set[object]) -> Iterator[Event]:
         """All that has come from other threads and from peers. The driver takes the time after it.
@@ -211,9 +212,12 @@ class Owner:
             self.rooms.refresh(Tick(), self.driver.machine.status)
             self._tidy_at = now + (TIDY_S if len(self.rooms) else IDLE_TIDY_S)
             self.role.tidy()
-            self.stories.tidy()
             self.clocks.ask(self.driver.machine.links.values(), now)
             self._measure(now)
+
+    def _held_rooms(self) -> set[Room]:
+        """Those that go on, that peers have offered, or whose memory is not free."""
+        return self.rooms.held().union(self.driver.machine.rooms)
 
     def _take(self, item: object) -> None:
         match item:

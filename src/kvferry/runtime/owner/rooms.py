@@ -83,6 +83,10 @@ class RoomTable(Generic[H]):
     def __iter__(self) -> Iterator[H]:
         return iter(list(self._handles.values()))
 
+    def held(self) -> set[Room]:
+        """Those whose memory is held."""
+        return set(self._handles)
+
     def get(self, room: Room) -> H | None:
         """A room whose memory is held."""
         return self._handles.get(room)
@@ -173,7 +177,10 @@ def _demand_room(room: Room) -> None:
     """What no frame could carry would never be answered."""
     try:
         msgspec.convert(room, Room)
-    except msgspec.ValidationError:
+        if isinstance(room, str):
+            # Half a surrogate is a character to Python and nothing to any encoding.
+            room.encode()
+    except (msgspec.ValidationError, UnicodeEncodeError):
         raise InputError(
             f"a room's id is a whole number from 0 to {MAX_ID} or 1 to {MAX_NAME} characters, "
             f"not {room!r:.300}"

@@ -24,7 +24,6 @@ from kvferry.protocol.endpoint import Link
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import EndedRoom
 from kvferry.runtime.owner.loop import Owner
-from kvferry.runtime.owner.step_lists import tag_of
 from kvferry.runtime.owner.stories import FailedRoom
 from kvferry.runtime.setup import EndpointSetup
 
@@ -125,9 +124,9 @@ def _slow_rooms(owner: Owner, now: float) -> tuple[RoomView, ...]:
             status="ended",
             begun=at - seconds,
             seconds=seconds,
-            request=tag_of(steps).request,
+            request=tag.request,
         )
-        for at, seconds, room, steps in slowest
+        for at, seconds, room, tag in slowest
     )
 
 

@@ -247,7 +247,7 @@ class Writes:
             handle = self._rooms.get(action.room)
             if asked is not None:
                 self._tell_gathered(action, end, asked)
-            self._stories.wrote(handle, action.peer, end.path, end.num_bytes, end.seconds)
+            self._stories.wrote(action.room, action.peer, end.path, end.num_bytes, end.seconds)
             if handle is not None:
                 handle.carried[end.path] = handle.carried.get(end.path, 0) + end.num_bytes
                 handle.num_writes += 1

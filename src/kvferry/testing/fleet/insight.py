@@ -168,6 +168,10 @@ class Insight:
         """Seconds that this process has computed, in all its threads."""
         return time.process_time()
 
+    def keep_stories(self, keep: bool) -> None:
+        """Whether the stories of rooms are kept, from the next room on."""
+        self.endpoint._owner.stories.keeps = keep
+
     def resources(self) -> dict[str, int]:
         """What this process has of the machine's: Linux only."""
         with open("/proc/self/statm", encoding="ascii") as file:
