@@ -55,6 +55,8 @@ def digest_of(
 
 def checked_digest(digest: bytes) -> bytes:
     """A digest that fits its frame; any function's will do, if both sides use the same."""
+    if not isinstance(digest, bytes):
+        raise InputError(f"a digest is bytes, not {type(digest).__name__}")
     if len(digest) > MAX_DIGEST:
         raise InputError(
             f"a digest has at most {MAX_DIGEST} bytes, not {len(digest)}; "

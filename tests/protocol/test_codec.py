@@ -418,3 +418,12 @@ def test_a_layout_that_cannot_be_is_malformed(name: str) -> None:
 
 def test_more_fields_than_we_know_are_ignored() -> None:
     assert isinstance(decode(raw([*OFFER, "from", "the future"])), Envelope)
+
+
+@pytest.mark.parametrize(
+    "body", [Want("r", Generation(1), 1 << 70), Want("\ud800", Generation(1), 1)]
+)
+def test_what_no_frame_can_carry_is_said(body: Want) -> None:
+    """A room of it fails; the thread that sends goes on."""
+    with pytest.raises(KvferryError, match="no frame can carry this Want"):
+        encode(Envelope(Peer("p", 0), 1, Session(1, 1), 1, body))

@@ -253,7 +253,87 @@ def test_a_room_that_fails_waits_for_nothing(pair: Pair) -> None:
     out.wait_released(WAIT_S)
 
 
+class Broken:
+    """An event of a GPU that has failed."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_push_whose_event_fails_ends_its_room_alone(pair: Pair) -> None:
+    into = pair.target.receive("room", prefill=pair.view, tokens=8, pages=[0, 1])
+    out = pair.source.open("room")
+    out.push((0, 4), [0], after=Broken())
+    out.push((4, 8), [1])
+    out.close(b"last")
+    failure = out.wait(WAIT_S)
+    assert isinstance(failure, Failure)
+    assert failure.code is FailureCode.INTERNAL
+    assert "what a push waited for has failed" in failure.message
+    assert "illegal memory access" in failure.message
+    assert isinstance(into.wait(WAIT_S), Failure)
+    assert not pair.pages.any()
+    out.wait_released(WAIT_S)
+    carry(pair, "room")
+
+
 # ---------------------------------------------------------------- misuse
+
+
+NO_NUMBERS = ["4", None, 1.5, float("nan")]
+
+
+@pytest.mark.parametrize("seconds", ["1", float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_deadline(pair: Pair, seconds: float) -> None:
+    """By one that never comes, a room would never end."""
+    with pytest.raises(InputError, match="deadline_s is a finite number of seconds"):
+        pair.source.open("room", deadline_s=seconds)
+    with pytest.raises(InputError, match="deadline_s is a finite number of seconds"):
+        pair.target.receive("room", prefill=pair.view, tokens=4, pages=[0], deadline_s=seconds)
+    carry(pair, "room")
+
+
+@pytest.mark.parametrize("prefill", [None, 7, {}, ["p"]])
+def test_what_is_no_prefill(pair: Pair, prefill: InstanceView) -> None:
+    with pytest.raises(InputError, match="prefill is an instance's name or view"):
+        pair.target.receive("room", prefill=prefill, tokens=4, pages=[0])
+    carry(pair, "room")
+
+
+@pytest.mark.parametrize("count", [*NO_NUMBERS, -1, 1 << 31, 1 << 70])
+def test_what_is_no_number_of_tokens(pair: Pair, count: int) -> None:
+    with pytest.raises(InputError, match=r"tokens is a whole number from 0 to \d+, not"):
+        pair.target.receive("room", prefill=pair.view, tokens=count, pages=[0])
+    with pytest.raises(InputError, match=r"prefix is a whole number from 0 to \d+, not"):
+        pair.target.receive("room", prefill=pair.view, tokens=4, prefix=count, pages=[0])
+    with pytest.raises(InputError, match=r"tokens are \(first, end\)"):
+        pair.source.open("pushed").push((0, count), [0])
+    if count is not None:
+        with pytest.raises(InputError, match=r"tokens is a whole number from 0 to \d+, not"):
+            pair.source.open("closed").close(tokens=count)
+    carry(pair, "room")
+
+
+@pytest.mark.parametrize("text", ["text", 7, None])
+def test_what_is_no_bytes(pair: Pair, text: bytes) -> None:
+    out = pair.source.open("other")
+    with pytest.raises(InputError, match=r"metadata is bytes, not \w+; encode it"):
+        out.close(text)
+    with pytest.raises(InputError, match="a digest is bytes, not"):
+        out.close(digest=text)
+    with pytest.raises(InputError, match="a digest is bytes, not"):
+        pair.target.receive("room", prefill=pair.view, tokens=4, pages=[0], digest=text)
+    carry(pair, "room")
+
+
+@pytest.mark.parametrize("after", [7, "event", object()])
+def test_what_is_no_event(pair: Pair, after: Later) -> None:
+    out = pair.source.open("other")
+    with pytest.raises(InputError, match=r"after is an event with query\(\)"):
+        out.push((0, 4), [0], after=after)
+    with pytest.raises(InputError, match=r"after is an event with query\(\)"):
+        out.close(after=after)
+    carry(pair, "room")
 
 
 @pytest.mark.parametrize("room", [-1, MAX_ID + 1, "", "x" * 257, "\ud800", 1.5, None, b"bytes"])

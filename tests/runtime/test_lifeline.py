@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError
-from kvferry.runtime.lifeline import ANSWER, MAGIC, Address, Life, Lifeline, judge, probe
+from kvferry.runtime.life.lifeline import ANSWER, MAGIC, Address, Life, Lifeline, judge, probe
 
 SCRIPT = """
 import select, sys
-from kvferry.runtime.lifeline import Lifeline
+from kvferry.runtime.life.lifeline import Lifeline
 line = Lifeline(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 print(line.address[1], flush=True)
 while True:

@@ -23,7 +23,7 @@ from kvferry.protocol.states import LinkState
 from kvferry.runtime.copier import HostCopier
 from kvferry.runtime.driver.driver import Driver, Ports
 from kvferry.runtime.handles import Handle
-from kvferry.runtime.lifeline import Address, Life, Lifeline, probe
+from kvferry.runtime.life.lifeline import Address, Life, Lifeline, probe
 from kvferry.runtime.owner.channels import Dropped, TargetChannel
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.loop import Owner

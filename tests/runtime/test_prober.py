@@ -12,10 +12,10 @@ from kvferry.ids import Peer, Session
 from kvferry.mailbox import Mailbox
 from kvferry.runtime.driver.driver import PeerGone
 from kvferry.runtime.driver.sessions import Record
-from kvferry.runtime.lifeline import Address
+from kvferry.runtime.life.lifeline import Address
+from kvferry.runtime.life.prober import Prober
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.peer_metadata import PeerMetadata
-from kvferry.runtime.prober import Prober
 
 GONE, STUCK, OTHER = Peer("gone", 0), Peer("stuck", 0), Peer("other", 0)
 LIFE = 7

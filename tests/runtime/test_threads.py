@@ -28,7 +28,7 @@ from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.rendezvous.records import InstanceView, RankRecord, RankView
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.copier import CopyJob, HostCopier
-from kvferry.runtime.lifeline import Life, probe
+from kvferry.runtime.life.lifeline import Life, probe
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.mover.mover import ThreadBroke
 from kvferry.runtime.owner.inbox import Inbox, new_pipe

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from kvferry.transport.shm import ShmTransport
 PAGE = 4096
 # How the scripts of this module begin.
 PROLOGUE = """
-    import os, sys
+    import os, signal, sys
     import msgspec
     from kvferry.regions import Region
     from kvferry.testing.transports import copy_by_memmove
@@ -222,7 +223,8 @@ class TestLife:
         assert [ended.fate for ended in ours.poll()] == [Fate.FAILED, Fate.FAILED]
         assert not array.any()
 
-    def test_whoever_is_killed_leaves_nothing_behind(self) -> None:
+    @pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["alone", "with its group"])
+    def test_whoever_is_killed_leaves_nothing_behind(self, kill: Callable[..., None]) -> None:
         body = """
             array = registered(1 << 20)
             print(name_of(transport), flush=True)
@@ -234,13 +236,64 @@ class TestLife:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         with child:
             assert child.stdout is not None
             name = child.stdout.readline().strip()
             assert exists(name)
-            child.kill()
+            kill(child.pid, signal.SIGKILL)
             await_gone(name)
+
+    def test_what_a_forked_child_makes_goes_with_it_and_nothing_else(self) -> None:
+        body = """
+            array = registered(1 << 20)
+            read, write = os.pipe()
+            child = os.fork()
+            if child == 0:
+                segment = segments.Segment(100)
+                os.write(write, segment.name.encode())
+                signal.pause()
+            theirs = os.read(read, 100).decode()
+            print(name_of(transport), theirs, child, flush=True)
+            sys.stdin.read()
+        """
+        child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", script(body)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with child:
+            assert child.stdout is not None
+            ours, theirs, grandchild = child.stdout.readline().split()
+            os.kill(int(grandchild), signal.SIGKILL)
+            await_gone(theirs)
+            assert exists(ours)
+            child.kill()
+            await_gone(ours)
+
+    def test_a_sweeper_that_was_ended_is_replaced(self) -> None:
+        body = """
+            first = segments.Segment(100)
+            os.kill(segments._sweeper.pid, signal.SIGKILL)
+            os.waitpid(segments._sweeper.pid, 0)
+            second = segments.Segment(100)
+            print(first.name, second.name, flush=True)
+            signal.pause()
+        """
+        child = subprocess.Popen(
+            [sys.executable, "-c", script(body)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with child:
+            assert child.stdout is not None
+            names = child.stdout.readline().split()
+            assert exists(names[1])
+            child.kill()
+            for name in names:
+                await_gone(name)
 
     def test_also_a_spawned_worker_whose_parent_lives_on(self, tmp_path: Path) -> None:
         """The standard library would leave its memory until the parent ends."""

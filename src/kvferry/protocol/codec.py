@@ -55,21 +55,16 @@ _body_decoder = msgspec.msgpack.Decoder(Body)
 
 
 def encode(envelope: Envelope) -> bytes:
-    """One frame."""
-    frame = _encoder.encode(
-        (
-            MAGIC,
-            VERSION,
-            envelope.sender,
-            envelope.incarnation,
-            envelope.session,
-            envelope.seq,
-            envelope.body,
-        )
-    )
+    """One frame. Raises ``KvferryError`` for what none can carry."""
+    body = envelope.body
+    head = MAGIC, VERSION, envelope.sender, envelope.incarnation, envelope.session, envelope.seq
+    try:
+        frame = _encoder.encode((*head, body))
+    except (OverflowError, TypeError, UnicodeEncodeError) as error:
+        raise KvferryError(f"no frame can carry this {type(body).__name__}: {error}") from None
     if len(frame) > MAX_FRAME_BYTES:
         raise KvferryError(
-            f"a {type(envelope.body).__name__} of {len(frame)} bytes is above the limit of "
+            f"a {type(body).__name__} of {len(frame)} bytes is above the limit of "
             f"{MAX_FRAME_BYTES}; use larger pages or shorter requests"
         )
     return frame

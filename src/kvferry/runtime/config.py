@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 import msgspec
 
@@ -50,5 +51,5 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"story_steps is from 0 to {MAX_KEPT_STEPS}, not {self.story_steps}")
         for name in ("deadline_s", "lease_s", "stalled_s", "find_s"):
             seconds = getattr(self, name)
-            if seconds is not None and seconds <= 0:
-                raise InputError(f"{name} must be above 0, not {seconds}")
+            if seconds is not None and not 0 < seconds < inf:
+                raise InputError(f"{name} must be above 0 and finite, not {seconds}")

@@ -16,6 +16,7 @@ from kvferry.plan.bind import Side
 from kvferry.plan.choose import Path
 from kvferry.protocol.events import Event, Finish, Prepare, Push
 from kvferry.protocol.messages import MAX_METADATA
+from kvferry.runtime.arguments import bytes_of, demand_waitable, span_of, token_count
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.tables import Chunk, GrowingTables, Pages, Reach, Rows, Shelf
 
@@ -93,7 +94,8 @@ class Outgoing(Handle):
         these layers go too: then the tokens are the request's last.
         """
         span = self._span(tokens, "push")
-        some = None if layers is None else self._layers(layers)
+        demand_waitable(after)
+        some = None if layers is None else span_of(layers, "layers", self._all.end)
         chunk = self._shelf.chunk(span, pages, some)
         rows = {} if states is None else self._shelf.rows(states, some, self._rows)
         self._demand_new(span, some or self._all, bool(rows))
@@ -133,17 +135,19 @@ class Outgoing(Handle):
         target that was given another, or none, fails the room and uses nothing of it.
         """
         self._demand_open("close")
-        if len(metadata) > MAX_METADATA:
-            raise InputError(f"metadata has at most {MAX_METADATA} bytes, not {len(metadata)}")
+        demand_waitable(after)
+        data = bytes_of(metadata, "metadata")
+        if len(data) > MAX_METADATA:
+            raise InputError(f"metadata has at most {MAX_METADATA} bytes, not {len(data)}")
         rows = self._shelf.rows(states, known=self._rows)
-        num_tokens = self._pushed.end if tokens is None else tokens
+        num_tokens = self._pushed.end if tokens is None else token_count(tokens)
         if self._state_ends - {num_tokens}:
             early = f"tokens up to {min(self._state_ends)} of {num_tokens}"
             raise InputError(
                 f"state rows were pushed with {early}; push them with the last tokens, or give "
                 f"them at the close"
             )
-        finish = Finish(self.room, num_tokens, metadata, checked_digest(digest))
+        finish = Finish(self.room, num_tokens, data, checked_digest(digest))
         self._closed = True
         self._step(self, after, lambda: self.tables.add_rows(rows), finish)
 
@@ -153,18 +157,7 @@ class Outgoing(Handle):
 
     def _span(self, tokens: tuple[int, int], what: str) -> Span:
         self._demand_open(what)
-        first, end = tokens
-        if not 0 <= first < end:
-            raise InputError(f"tokens are (first, end) with 0 <= first < end, not {tokens}")
-        return Span(first, end)
-
-    def _layers(self, layers: tuple[int, int]) -> Span:
-        first, end = layers
-        if not 0 <= first < end <= self._all.end:
-            raise InputError(
-                f"layers are (first, end) with 0 <= first < end <= {self._all.end}, not {layers}"
-            )
-        return Span(first, end)
+        return span_of(tokens, "tokens")
 
     def _demand_open(self, what: str) -> None:
         if self._closed:

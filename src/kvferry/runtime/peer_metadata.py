@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from kvferry.errors import TransportError
-from kvferry.runtime.lifeline import Address
+from kvferry.runtime.life.lifeline import Address
 from kvferry.runtime.local import LocalDoor
 
 _Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]

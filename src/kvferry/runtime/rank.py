@@ -22,7 +22,7 @@ from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.driver.driver import PeerGone
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.keys import ClusterKey
-from kvferry.runtime.lifeline import Address
+from kvferry.runtime.life.lifeline import Address
 from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.owner.loop import CLOSE_S, Aborted, Owner

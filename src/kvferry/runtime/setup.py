@@ -18,7 +18,7 @@ from kvferry.protocol.messages import Staging, TransportOffers
 from kvferry.regions import Region
 from kvferry.rendezvous.records import demand_name
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.lifeline import Lifeline
+from kvferry.runtime.life.lifeline import Lifeline
 from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.memory import Memory, PoolArrays, arrays_of
 from kvferry.runtime.mover.calibration import scratch_bytes

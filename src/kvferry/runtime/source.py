@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import ClassVar
@@ -15,6 +14,7 @@ from kvferry.plan.choose import Constants
 from kvferry.protocol.events import Event, Open
 from kvferry.protocol.source import SourceMachine
 from kvferry.rendezvous.records import RankRecord
+from kvferry.runtime.arguments import deadline_in
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.control import ControlServer
 from kvferry.runtime.costs import LinkCosts, first_constants
@@ -84,8 +84,7 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
 
         ``request`` and ``traceparent`` name whose room it is in logs and in its story.
         """
-        seconds = self._deadline_s if deadline_s is None else deadline_s
-        deadline = time.monotonic() + seconds
+        deadline = deadline_in(self._deadline_s if deadline_s is None else deadline_s)
         handle = Outgoing(room, deadline, self._shelf, self._step, self._abort)
         handle.tag = RoomTag.of(request, traceparent)
         self._owner.rooms.add(handle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from functools import partial
 from math import inf
@@ -14,6 +13,7 @@ from kvferry.ids import Room
 from kvferry.plan.plan import Request
 from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView, demand_name
+from kvferry.runtime.arguments import deadline_in, token_count
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.driver.driver import Driver, Ports
 from kvferry.runtime.incoming import Asked, Incoming, wanted_pages
@@ -87,10 +87,11 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             if self._client is None:
                 raise InputError("finding an instance by its name takes a rendezvous; pass its URL")
             demand_name(prefill)
-        wanted = Request(tokens, prefix)
+        elif not isinstance(prefill, InstanceView):
+            raise InputError(f"prefill is an instance's name or view, not {prefill!r:.200}")
+        wanted = Request(token_count(tokens), token_count(prefix, "prefix"))
         tables = self._shelf.tables(wanted, pages, states)
-        seconds = self._deadline_s if deadline_s is None else deadline_s
-        deadline = time.monotonic() + seconds
+        deadline = deadline_in(self._deadline_s if deadline_s is None else deadline_s)
         asked = Asked(prefill, wanted, tables, deadline, checked_digest(digest))
         member = self._setup.member
         everything = partial(wanted_pages, member.layout, member.rank, asked)

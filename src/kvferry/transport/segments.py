@@ -4,9 +4,9 @@ The standard library's ``SharedMemory`` makes the same calls, but is not used he
 Up to Python 3.12 it registers a name also where it is only attached, so that the
 end of a source would take away its target's memory. It registers with a resource
 tracker that spawned workers share with their parent, so that the memory of a killed
-worker stays until the parent ends. And it complains at exit about views that are
-still alive. Here only the maker registers, with a tracker of its own: a small
-process that removes what its maker left behind, however it came to its end.
+worker stays until the parent ends, and that dies with them where a whole process group
+is killed. And it complains at exit about views that are still alive. Here only the maker
+tells of its segments, to a ``sweeper`` of its own.
 
 An engine's own memory can be had as a segment too, if it is shared memory under a name
 already (``linked``): it gets a second name, of ours.
@@ -23,7 +23,6 @@ import sys
 import weakref
 from contextlib import suppress
 from functools import cache
-from multiprocessing.resource_tracker import ResourceTracker
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
 from kvferry.transport.boot import boot
+from kvferry.transport.sweeper import Sweeper
 
 # Short enough for macOS, which allows 31 characters.
 NAME_PATTERN = r"^/kvferry-[0-9a-f]{16}$"
@@ -46,7 +46,7 @@ _FOLDER = "/dev/shm"
 _DELETED = " (deleted)"
 
 _posixshmem = importlib.import_module("_posixshmem")  # The type checker has no stubs for it.
-_tracker = ResourceTracker()
+_sweeper = Sweeper()
 
 
 class Mapping:
@@ -125,7 +125,7 @@ class Linked:
         self.address, self.num_bytes = mapped.start - mapped.offset, mapped.offset + mapped.length
         self._unlink = weakref.finalize(self, _unlink, self.name, os.getpid())
         try:
-            _tracker.register(self.name, "shared_memory")
+            _sweeper.add(self.name)
             os.link(mapped.path, f"{_FOLDER}{self.name}")
         except OSError as error:
             self._unlink()
@@ -266,7 +266,7 @@ def _create() -> tuple[str, int]:
     name = _new_name()
     try:
         # First, so that there is no moment at which our death would leave it behind.
-        _tracker.register(name, "shared_memory")
+        _sweeper.add(name)
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
         return name, _posixshmem.shm_open(name, flags, mode=_MODE)
     except OSError as error:
@@ -284,7 +284,7 @@ def _unlink(name: str, maker: int) -> None:
     with suppress(OSError):
         _posixshmem.shm_unlink(name)
     with suppress(OSError):
-        _tracker.unregister(name, "shared_memory")
+        _sweeper.discard(name)
 
 
 def _size(descriptor: int, num_bytes: int) -> None:

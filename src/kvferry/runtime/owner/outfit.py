@@ -12,13 +12,13 @@ from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.copier import Copier, HostCopier
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.keys import ClusterKey
+from kvferry.runtime.life.prober import Prober
 from kvferry.runtime.mover.mover import Mover
 from kvferry.runtime.owner.gpu_copies import GpuCopies
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.owner.stories import StoryBook
-from kvferry.runtime.prober import Prober
 from kvferry.runtime.setup import EndpointSetup
 from kvferry.runtime.telemetry.metrics import Meter
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvferry.ids import Peer, Room
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Event, Finish, Instance, NewLife, Receive
+from kvferry.protocol.events import Cancel, Event, Finish, Instance, NewLife, Receive
 from kvferry.protocol.legs import TargetRoom
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.protocol.source import SourceMachine
@@ -115,7 +115,7 @@ class SourceRole:
         """Take the steps that a room was asked for, as far as the GPU has come."""
         while handle.steps:
             after, learn, event = handle.steps[0]
-            if after is not None and handle.outcome is None and not after.query():
+            if after is not None and handle.outcome is None and not self._is_past(after, handle):
                 self._waiting[handle] = None
                 return
             handle.steps.popleft()
@@ -126,6 +126,15 @@ class SourceRole:
                     handle.finished = monotonic()
                 self._take(event)
         self._waiting.pop(handle, None)
+
+    def _is_past(self, after: Waitable, handle: Outgoing) -> bool:
+        try:
+            return bool(after.query())
+        except Exception as error:
+            why = f"what a push waited for has failed: {error!r:.500}"
+            self._take(Cancel(handle.room, Failure.of(FailureCode.INTERNAL, why)))
+            # Nothing more can come of the room, so nothing need wait.
+            return True
 
     def advance(self, now: float) -> None:
         """Look at the pushes that wait for a GPU."""

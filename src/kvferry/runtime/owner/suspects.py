@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from kvferry.ids import Peer
 from kvferry.runtime.driver.sessions import Record
+from kvferry.runtime.life.prober import Prober
 from kvferry.runtime.peer_metadata import PeerMetadata
-from kvferry.runtime.prober import Prober
 
 
 class Suspects:

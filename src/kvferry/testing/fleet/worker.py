@@ -323,8 +323,6 @@ def serve(pipe: Connection) -> None:
     # Ctrl-C ends a rank at once and without a word: the fleet says that it was interrupted.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     logging.basicConfig(level=os.environ.get("KVFERRY_TEST_LOG", "ERROR"))
-    # Python's tracker of shared memory need not complain when a rank is killed.
-    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"
     worker: RankWorker | None = None
     while True:
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvferry.ids import Peer
 from kvferry.runtime.driver.driver import PeerGone
-from kvferry.runtime.lifeline import Address, Life, probe
+from kvferry.runtime.life.lifeline import Address, Life, probe
 
 PROBE_S = 0.5
 REPEAT_S = 0.5
