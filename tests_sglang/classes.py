@@ -89,10 +89,12 @@ class Backend:
         args, pools, rows = kv_args(rank, tp, self.heads)
         return Rank(self.manager(args, mode, rank, tp), pools, rows)
 
-    def manager(self, args: Any, mode: DisaggregationMode, rank: int, tp: int) -> Any:
+    def manager(
+        self, args: Any, mode: DisaggregationMode, rank: int, tp: int, *, is_mla: bool = False
+    ) -> Any:
         # A server of its own: it is known by its port.
         with as_rank(rank, tp), get_serving().override(port=later_port()):
-            return self._class[KVClassType.MANAGER](args, mode, self._args, False)
+            return self._class[KVClassType.MANAGER](args, mode, self._args, is_mla)
 
     def kind(self, part: KVClassType) -> Any:
         return self._class[part]
@@ -176,9 +178,9 @@ def wrong(rank: Rank, heads: int, room: int) -> int:
     )
 
 
-def wait_for(happens: Any) -> None:
+def wait_for(happens: Any, patience_s: float | None = None) -> None:
     """Or for as long as we are told to; what has not happened then is shown."""
-    end = time.monotonic() + asked.patience_s
+    end = time.monotonic() + (asked.patience_s if patience_s is None else patience_s)
     while not happens() and time.monotonic() < end:
         time.sleep(0.01)
 

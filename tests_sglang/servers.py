@@ -127,13 +127,8 @@ def environment(ranks: int, folder: Path) -> dict[str, str]:
     points = folder / "entry-points"
     if not points.is_dir():
         subprocess.run([sys.executable, ROOT / "scripts" / "entry-points", points], check=True)
-        broken = points / "kvferry_broken-0.dist-info"
-        broken.mkdir()
-        (broken / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: kvferry-broken\nVersion: 0\n"
-        )
-        entry = "[sglang.srt.plugins]\nkvferry_broken = kvferry_broken:register\n"
-        (broken / "entry_points.txt").write_text(entry)
+        for plugin in ("kvferry_broken", "kvferry_cpu"):
+            _offer(plugin, points)
     path = [ROOT / "src", HERE / "standins", HERE / "broken", points]
     cores = os.cpu_count() or 1
     return {
@@ -149,6 +144,14 @@ def environment(ranks: int, folder: Path) -> dict[str, str]:
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
     }
+
+
+def _offer(plugin: str, points: Path) -> None:
+    """As if it were installed."""
+    info = points / f"{plugin}-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {plugin}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{plugin} = {plugin}:register\n")
 
 
 def _other_models() -> list[str]:

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,9 +116,7 @@ def entry(room: int, layer: int, kind: int, token: int, head: int) -> float:
 
 
 def wait_for(happens: Any) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not happens() and time.monotonic() < end:
-        time.sleep(0.01)
+    classes.wait_for(happens, PATIENCE_S)
 
 
 def carry(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry import DType, Layout, Parallel, Refused, attention, reshard
-from kvferry.integrations.sglang.geometry import Buffers, Cache, Heads, Place, layout_of
+from kvferry.integrations.sglang.geometry import layout_of
+from kvferry.integrations.sglang.pools import Buffers, Cache, Heads, Place
 from kvferry.integrations.vllm.caches import CacheView, EngineShape, plan_caches
 
 LAYERS, HEADS, DIM = 2, 3, 64

@@ -7,15 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvferry import DType, InputError, Parallel, Refused, Span, Stated, reshard
-from kvferry.integrations.sglang.geometry import (
-    Buffers,
-    Cache,
-    Heads,
-    Place,
-    head_span,
-    layout_of,
-    memory_of,
-)
+from kvferry.integrations.sglang.geometry import head_span, layout_of, memory_of
+from kvferry.integrations.sglang.pools import Buffers, Cache, Heads, Place
 from kvferry.plan.prove import check
 
 LAYERS = 4
@@ -28,7 +21,7 @@ def cache(
     tp_rank: int = 0,
     total: int = 3,
     share: int | None = None,
-    padded: bool = True,
+    padded_for: int | None = None,
     page: int = 16,
     pp: int = 1,
     pp_rank: int = 0,
@@ -44,7 +37,7 @@ def cache(
         layers=tuple(range(sum(stages))),
         stages=stages,
         place=Place(tp=tp, tp_rank=tp_rank, pp=pp, pp_rank=pp_rank),
-        heads=Heads(total=total, k_dim=8, v_dim=4, padded=padded),
+        heads=Heads(total=total, k_dim=8, v_dim=4, padded_for=padded_for or tp),
         buffers=Buffers(
             addresses=[1 << 20 << index for index in range(len(rows))],
             lengths=[row * page * PAGES for row in rows],
@@ -63,9 +56,11 @@ def cache(
         # More ranks than heads: neighbours share one, which is where #22145 went wrong.
         (Heads(total=2, k_dim=1, v_dim=1), 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
         # A CPU pads instead, and nobody else has the padding.
-        (Heads(total=3, k_dim=1, v_dim=1, padded=True), 2, [(0, 2), (2, 3)]),
-        (Heads(total=3, k_dim=1, v_dim=1, padded=True), 4, [(0, 1), (1, 2), (2, 3), (3, 3)]),
-        (Heads(total=4, k_dim=1, v_dim=1, padded=True), 2, [(0, 2), (2, 4)]),
+        (Heads(total=3, k_dim=1, v_dim=1, padded_for=2), 2, [(0, 2), (2, 3)]),
+        (Heads(total=3, k_dim=1, v_dim=1, padded_for=4), 4, [(0, 1), (1, 2), (2, 3), (3, 3)]),
+        (Heads(total=4, k_dim=1, v_dim=1, padded_for=2), 2, [(0, 2), (2, 4)]),
+        # Attention of one rank a replica: it has the padding of both.
+        (Heads(total=3, k_dim=1, v_dim=1, padded_for=2), 1, [(0, 3)]),
     ],
 )
 def test_heads_are_dealt_out_as_sglang_does(

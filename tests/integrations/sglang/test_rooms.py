@@ -9,21 +9,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from integrations.sglang.schedulers import (
+    ENOUGH_S,
+    SchedulerRows,
+    buffers_of,
+    new_pool,
+    request,
+    settings_of,
+    until,
+)
 from numpy.typing import NDArray
-from runtime.fleets import eventually
 
-from kvferry import DType, EndpointConfig, RendezvousServer, Status, make_transport
+from kvferry import RendezvousServer, Status, make_transport
 from kvferry.integrations.sglang.failures import RoomFailed
-from kvferry.integrations.sglang.geometry import Buffers, Cache, Heads, Place, head_span
+from kvferry.integrations.sglang.geometry import head_span
 from kvferry.integrations.sglang.instances import Replica
 from kvferry.integrations.sglang.managers import DecodeManager, PrefillManager
+from kvferry.integrations.sglang.pools import Cache, Heads, Place
 from kvferry.integrations.sglang.receiver import RoomReceiver
-from kvferry.integrations.sglang.rows import MetadataRows
 from kvferry.integrations.sglang.sender import RoomSender
 from kvferry.integrations.sglang.settings import RankSettings
 
 LAYERS, DIM, TOKENS = 2, 4, 64
-ENOUGH_S = 30.0
 
 
 class Rank:
@@ -36,43 +43,26 @@ class Rank:
         self.place = Place(tp=tp, tp_rank=tp_rank)
         self.page = page
         shape = (TOKENS, len(self.span), DIM)
-        num_bytes = 4 * int(np.prod(shape))
-        self.pools = [
-            self.transport.allocate(num_bytes).view(np.float32).reshape(shape)
-            for _ in range(2 * LAYERS)
-        ]
-        self.tokens = np.zeros((4, 16), np.int32)
-        self.rooms = np.zeros((4, 8), np.uint64)
+        self.pools = [new_pool(self.transport, *shape) for _ in range(2 * LAYERS)]
+        self.rows = SchedulerRows()
 
     def settings(self, replica: Replica, rendezvous: str | None, waiting_s: float) -> RankSettings:
-        rows: list[NDArray[Any]] = [self.tokens, self.rooms]
-        return RankSettings(
-            cache=Cache(
-                num_layers=LAYERS,
-                layers=tuple(range(LAYERS)),
-                stages=(LAYERS,),
-                place=self.place,
-                heads=self.heads,
-                buffers=Buffers(
-                    addresses=[pool.ctypes.data for pool in self.pools],
-                    lengths=[pool.nbytes for pool in self.pools],
-                    page_lengths=[pool[: self.page].nbytes for pool in self.pools],
-                    layers=tuple(range(LAYERS)),
-                    page_tokens=self.page,
-                    dtype=DType.FLOAT32,
-                ),
-            ),
-            replica=replica,
-            rows=MetadataRows(
-                [row.ctypes.data for row in rows], [row.nbytes for row in rows], [64, 64]
-            ),
-            model="m",
-            dtype="float32",
-            transport=self.transport,
-            bootstrap_s=ENOUGH_S,
-            waiting_s=waiting_s,
-            config=EndpointConfig(staging_bytes=0),
+        layers = tuple(range(LAYERS))
+        cache = Cache(
+            num_layers=LAYERS,
+            layers=layers,
+            stages=(LAYERS,),
+            place=self.place,
+            heads=self.heads,
+            buffers=buffers_of(self.pools, layers, self.page),
+        )
+        return settings_of(
+            cache,
+            self.rows,
+            replica,
+            self.transport,
             rendezvous=rendezvous,
+            waiting_s=waiting_s,
         )
 
     def compute(self, pages: list[int], num_tokens: int, seed: int) -> None:
@@ -100,13 +90,6 @@ class Rank:
 
 def said(seed: int, buffer: int, token: int, head: int) -> NDArray[np.float32]:
     return np.arange(DIM) + 10 * head + 1000 * token + 100_000 * buffer + seed * 0.125
-
-
-def request(num_tokens: int, seed: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(
-        origin_input_ids=list(range(seed, seed + num_tokens)),
-        **{"lora_id": None, "cache_salt": None, "extra_key": None, "multimodal_inputs": None},
-    )
 
 
 class Pair:
@@ -142,10 +125,6 @@ class Pair:
 def pair(*, heads: int = 4, waiting_s: float = ENOUGH_S) -> Iterator[Pair]:
     with ExitStack() as stack:
         yield Pair(stack, heads=heads, waiting_s=waiting_s)
-
-
-def until(happens: Any) -> None:
-    eventually(happens, ENOUGH_S)
 
 
 def receivers(
@@ -193,7 +172,7 @@ def carry(
     until(lambda: agreed(out) == Status.WAITING)
     for (rank, _), sender in zip(prefill, out, strict=True):
         rank.compute(from_pages, num_tokens, seed)
-        rank.tokens[1, 0], rank.rooms[1, 0] = 77, room
+        rank.rows.tokens[1, 0], rank.rows.rooms[1, 0] = 77, room
         sender.send(np.array(from_pages[:1], np.int32), None, num_kv_tokens=first)
         rest = num_tokens - first
         sender.send(np.array(from_pages[1:], np.int32), [], num_kv_tokens=rest)
@@ -201,7 +180,7 @@ def carry(
     for (rank, _), receiver in zip(decode, into, strict=True):
         assert receiver.poll() == Status.DONE
         assert np.array_equal(rank.found(to_pages, num_tokens), rank.wanted(num_tokens, seed))
-        assert (rank.tokens[2, 0], rank.rooms[2, 0]) == (77, room)
+        assert (rank.rows.tokens[2, 0], rank.rows.rooms[2, 0]) == (77, room)
         receiver.clear()
     until(lambda: agreed(out) == Status.DONE)
     return out
@@ -242,11 +221,11 @@ def test_25699_a_dense_model_completes_whatever_stands_for_no_state() -> None:
             (into,) = receivers(both, decode, room, asked)
             into.send_metadata([1, 2], 0, none)
             (out,) = senders(prefill, room, asked, num_pages=2)
-            prefill[0][0].rooms[1, 0] = room
+            prefill[0][0].rows.rooms[1, 0] = room
             out.send([3, 4], none, num_kv_tokens=8)
             until(lambda into=into: into.poll() in (Status.DONE, Status.FAILED))
             assert into.poll() == Status.DONE
-            assert decode[0][0].rooms[0, 0] == room
+            assert decode[0][0].rows.rooms[0, 0] == room
 
 
 def test_22536_an_abort_leaves_nothing_that_the_next_room_would_wait_for() -> None:
@@ -276,7 +255,7 @@ def test_a_prefix_that_decode_has_is_not_written() -> None:
         into.send_metadata([6, 7], 0, [], decode_prefix_len=4)
         (out,) = senders([prefill], 5, asked, num_pages=3)
         source.compute([1, 2, 3], 12, seed=3)
-        source.rooms[1, 0] = 5
+        source.rows.rooms[1, 0] = 5
         out.send([1, 2, 3], [], num_kv_tokens=12)
         until(lambda: agreed([into, out]) == Status.DONE)
         assert np.array_equal(target.found([0, 6, 7], 12)[:, 4:], target.wanted(12, 3)[:, 4:])

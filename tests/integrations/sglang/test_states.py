@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from kvferry import DType, InputError, Layout, Request, Slot
 from kvferry.copy.reference import copy_pieces
-from kvferry.integrations.sglang.geometry import Buffers, Cache, Heads, Place, layout_of, memory_of
+from kvferry.integrations.sglang.geometry import layout_of, memory_of
+from kvferry.integrations.sglang.pools import Buffers, Cache, Heads, Place
 from kvferry.integrations.sglang.states import StateBuffer, kinds_of, row_of, state_groups
 from kvferry.plan.bind import Pair, Side, bind
 from kvferry.plan.places import PageTable

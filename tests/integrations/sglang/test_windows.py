@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from runtime.fleets import eventually
-
-from kvferry import DType, EndpointConfig, InputError, RendezvousServer, Status, make_transport
-from kvferry.integrations.sglang.failures import RoomFailed
-from kvferry.integrations.sglang.geometry import (
-    Buffers,
-    Cache,
-    Heads,
-    Place,
-    WindowPool,
-    head_span,
+from integrations.sglang.schedulers import (
+    SchedulerRows,
+    buffers_of,
+    new_pool,
+    request,
+    settings_of,
+    until,
 )
+
+from kvferry import DType, InputError, RendezvousServer, Status, make_transport
+from kvferry.integrations.sglang.failures import RoomFailed
+from kvferry.integrations.sglang.geometry import head_span
 from kvferry.integrations.sglang.instances import Replica
 from kvferry.integrations.sglang.managers import DecodeManager, PrefillManager
+from kvferry.integrations.sglang.pools import Buffers, Cache, Heads, Place, WindowPool
 from kvferry.integrations.sglang.receiver import RoomReceiver
-from kvferry.integrations.sglang.rows import MetadataRows
 from kvferry.integrations.sglang.sender import RoomSender
-from kvferry.integrations.sglang.settings import RankSettings
 from kvferry.integrations.sglang.windows import (
     demand_covered,
     first_kept,
     window_pages,
 )
 
-DIM, HEADS, SLOTS, KEPT, ENOUGH_S = 4, 2, 64, 8, 30.0
+DIM, HEADS, SLOTS, KEPT = 4, 2, 64, 8
 FULL, SLIDING = (1, 3), (0, 2)
-NONE = dict.fromkeys(("lora_id", "cache_salt", "extra_key", "multimodal_inputs"))
 
 
 def pool_of(page: int, num_tokens: int = KEPT) -> WindowPool:
@@ -75,54 +72,26 @@ class Rank:
     """Two pools, each with K and V of two layers, and metadata rows."""
 
     def __init__(self, kind: Any, tp: int, rank: int, page: int, url: str | None) -> None:
-        self.transport, self.page = make_transport("shm"), page
+        transport, self.page = make_transport("shm"), page
         heads = Heads(total=HEADS, k_dim=DIM, v_dim=DIM)
         self.span = head_span(heads, tp, rank)
         shape = (SLOTS, len(self.span), DIM)
         self.full, self.sliding = (
-            [
-                self.transport.allocate(4 * int(np.prod(shape))).view(np.float32).reshape(shape)
-                for _ in range(4)
-            ]
-            for _ in range(2)
+            [new_pool(transport, *shape) for _ in range(4)] for _ in range(2)
         )
-        self.rooms = np.zeros((2, 8), np.uint64)
-        self.tokens = np.zeros((2, 16), np.int32)
-        rows: list[Any] = [self.tokens, self.rooms]
+        self.rows = SchedulerRows()
         cache = Cache(
             num_layers=4,
             layers=FULL,
             stages=(4,),
             place=Place(tp=tp, tp_rank=rank),
             heads=heads,
-            buffers=self._buffers(self.full, FULL),
-            window=WindowPool(num_tokens=KEPT, buffers=self._buffers(self.sliding, SLIDING)),
+            buffers=buffers_of(self.full, FULL, page),
+            window=WindowPool(num_tokens=KEPT, buffers=buffers_of(self.sliding, SLIDING, page)),
         )
-        settings = RankSettings(
-            cache=cache,
-            replica=Replica(kind.__name__, 0, 1),
-            rows=MetadataRows(
-                [row.ctypes.data for row in rows], [row.nbytes for row in rows], [64, 64]
-            ),
-            model="m",
-            dtype="float32",
-            transport=self.transport,
-            bootstrap_s=ENOUGH_S,
-            waiting_s=ENOUGH_S,
-            config=EndpointConfig(staging_bytes=0),
-            rendezvous=url,
-        )
+        replica = Replica(kind.__name__, 0, 1)
+        settings = settings_of(cache, self.rows, replica, transport, rendezvous=url)
         self.manager = kind(SimpleNamespace(), settings)
-
-    def _buffers(self, pools: list[Any], layers: tuple[int, ...]) -> Buffers:
-        return Buffers(
-            addresses=[pool.ctypes.data for pool in pools],
-            lengths=[pool.nbytes for pool in pools],
-            page_lengths=[pool[: self.page].nbytes for pool in pools],
-            layers=layers,
-            page_tokens=self.page,
-            dtype=DType.FLOAT32,
-        )
 
     def fill(self, pools: list[Any], pages: list[int], first: int, num_tokens: int) -> None:
         """Every value says which buffer, token and head it is of."""
@@ -148,10 +117,6 @@ def said(buffer: int, token: int, head: int) -> float:
     return 1 + head + 10 * token + 10_000 * buffer
 
 
-def until(happens: Callable[[], Any]) -> None:
-    eventually(happens, ENOUGH_S)
-
-
 @pytest.mark.parametrize("num_tokens", [5, 8, 22, 24])
 @pytest.mark.parametrize("used", [KEPT, KEPT - 1], ids=["inclusive", "exclusive"])
 def test_the_last_tokens_of_sliding_layers_and_all_of_the_others(
@@ -166,7 +131,7 @@ def test_the_last_tokens_of_sliding_layers_and_all_of_the_others(
         for rank in (*sources, target):
             stack.callback(rank.manager.endpoint.close)
         until(lambda: target.manager.try_ensure_parallel_info(address))
-        asked = SimpleNamespace(origin_input_ids=list(range(num_tokens)), **NONE)
+        asked = request(num_tokens)
         receiver = RoomReceiver(target.manager, address, 9)
         receiver.init(0)
         receiver.tell(asked, used)
@@ -179,7 +144,7 @@ def test_the_last_tokens_of_sliding_layers_and_all_of_the_others(
         for rank in sources:
             rank.fill(rank.full, pages, 0, num_tokens)
             rank.fill(rank.sliding, kept, begins, num_tokens)
-            rank.rooms[1, 0] = 9
+            rank.rows.rooms[1, 0] = 9
             sender = RoomSender(rank.manager, "", 9)
             sender.tell(asked, used)
             sender.init(num_tokens, 1)
@@ -205,7 +170,7 @@ def test_a_room_whose_window_is_too_long_fails() -> None:
         target = Rank(DecodeManager, 1, 0, 4, None)
         for rank in (source, target):
             stack.callback(rank.manager.endpoint.close)
-        asked = SimpleNamespace(origin_input_ids=[1], **NONE)
+        asked = request(1)
         ends: list[Any] = [
             RoomSender(source.manager, "", 9),
             RoomReceiver(target.manager, "127.0.0.1:1", 9),

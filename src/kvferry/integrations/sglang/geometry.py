@@ -11,13 +11,12 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 from kvferry import (
     Base,
     CacheSpec,
-    DType,
     Group,
     Holding,
     InputError,
@@ -35,80 +34,26 @@ from kvferry import (
     Window,
     attention_group,
 )
-from kvferry.integrations.sglang.states import StateBuffer, state_groups, state_placements
+from kvferry.integrations.sglang.index_keys import index_groups, index_placements
+from kvferry.integrations.sglang.pools import Buffers, Cache, Heads, Place
+from kvferry.integrations.sglang.states import state_groups, state_placements
 
 KV = "kv"
 LATENT = "latent"
 WINDOW = "window"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Which rank of its instance a scheduler is: one data-parallel replica's TP and PP."""
-
-    tp: int
-    tp_rank: int
-    pp: int = 1
-    pp_rank: int = 0
-
-    @property
-    def rank(self) -> int:
-        """As kvferry counts."""
-        return self.pp_rank * self.tp + self.tp_rank
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """The model's KV heads, and their dimensions. ``padded``: this device pads them to ``tp``."""
-
-    total: int
-    k_dim: int
-    v_dim: int
-    padded: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Buffers:
-    """The KV buffers of one rank: K of every layer, then V; for MLA one of each layer."""
-
-    addresses: Sequence[int]
-    lengths: Sequence[int]
-    page_lengths: Sequence[int]
-    layers: tuple[int, ...]
-    page_tokens: int
-    dtype: DType
-    device: str = "cpu"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowPool:
-    """The pool of sliding-window layers, which have pages of their own for the last tokens."""
-
-    num_tokens: int
-    buffers: Buffers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cache:
-    """What one rank has. ``heads`` is None for MLA; ``stages`` are the layers of each PP stage."""
-
-    num_layers: int
-    layers: tuple[int, ...]
-    stages: tuple[int, ...]
-    place: Place
-    heads: Heads | None
-    buffers: Buffers
-    states: tuple[StateBuffer, ...] = ()
-    window: WindowPool | None = None
-
-
 def layout_of(cache: Cache) -> Layout:
     """The whole instance's, the same on every rank of it."""
-    place, heads = cache.place, cache.heads
-    groups = (*_groups(cache), *state_groups(cache.states, place.tp))
+    place, parts = cache.place, _parts(cache)
+    groups = (
+        *(part.group for part in parts),
+        *index_groups(cache),
+        *state_groups(cache.states, place.tp),
+    )
     spec = CacheSpec(cache.num_layers, groups)
-    if heads is not None and heads.padded and heads.total % place.tp:
-        sharding: Parallel | Stated = _padded(cache, heads)
+    if any(_is_padded(part.heads) for part in parts):
+        sharding: Parallel | Stated = _padded(cache)
     else:
         sharding = Parallel(tp=place.tp, pp=place.pp, stages=cache.stages)
     return Layout(spec, sharding, page_tokens=cache.buffers.page_tokens)
@@ -118,13 +63,16 @@ def memory_of(cache: Cache) -> Memory:
     """This rank's pools, where SGLang has them."""
     placements: list[Placement] = []
     regions: list[tuple[int, int]] = []
-    for group, buffers in zip(_groups(cache), _pools(cache), strict=True):
-        _demand_all(group, buffers)
-        for index in range(len(group.tensors)):
-            placements.append(_placement(cache, group, buffers, index, len(regions)))
-        regions += zip(buffers.addresses, buffers.lengths, strict=True)
-    if not _has_heads(cache):
-        return Memory.at(PoolMap(()), [])
+    for part in _parts(cache):
+        _demand_all(part)
+        if not len(_units(part.heads, cache.place)):
+            continue
+        for index in range(len(part.group.tensors)):
+            placements.append(_placement(cache.place, part, index, len(regions)))
+        regions += zip(part.buffers.addresses, part.buffers.lengths, strict=True)
+    if cache.index is not None:
+        placements += index_placements(cache.index, len(regions))
+        regions += zip(cache.index.addresses, cache.index.lengths, strict=True)
     placements += state_placements(cache.states, cache.place.tp, len(regions))
     regions += [(state.address, state.length) for state in cache.states]
     device = cache.buffers.device
@@ -133,63 +81,84 @@ def memory_of(cache: Cache) -> Memory:
 
 def head_span(heads: Heads, tp: int, tp_rank: int) -> Span:
     """The model's heads that a rank has; empty where it has padding alone."""
-    if heads.padded and heads.total % tp:
-        share = -(-heads.total // tp)
+    if _is_padded(heads):
+        share = heads.with_padding // tp
         first = min(tp_rank * share, heads.total)
         return Span(first, min(first + share, heads.total))
     return Parallel(tp=tp).unit_span(heads.total, tp_rank)
 
 
-def _pools(cache: Cache) -> list[Buffers]:
-    return [cache.buffers] + ([] if cache.window is None else [cache.window.buffers])
+class _Part(NamedTuple):
+    """A group of what follows tokens, and the buffers that this rank has of it."""
+
+    group: Group
+    buffers: Buffers
+    heads: Heads | None
 
 
-def _groups(cache: Cache) -> list[Group]:
-    """Of what follows tokens, in the order of the pools."""
-    dtype, heads, window = cache.buffers.dtype, cache.heads, cache.window
-    if heads is None:
-        elements = _row_bytes(cache.buffers, 0) // dtype.num_bytes
-        return [Group(LATENT, Paged(), cache.layers, 1, (Tensor(LATENT, dtype, elements),))]
-    its = (heads.total, heads.k_dim, heads.v_dim, dtype)
-    groups = [attention_group(KV, Paged(), cache.layers, *its)]
+def _parts(cache: Cache) -> list[_Part]:
+    """All that has one tensor or more a layer, by heads or whole."""
+    heads, window = cache.heads, cache.window
+    name = LATENT if heads is None else KV
+    parts = [_part(name, Paged(), cache.layers, heads, cache.buffers)]
     if window is not None:
         kind = Window(window.num_tokens)
-        groups.append(attention_group(WINDOW, kind, window.buffers.layers, *its))
-    return groups
+        parts.append(_part(WINDOW, kind, window.buffers.layers, heads, window.buffers))
+    for pool in cache.beside:
+        parts.append(_part(pool.name, Paged(), pool.layers, pool.heads, pool.buffers))
+    return parts
 
 
-def _padded(cache: Cache, heads: Heads) -> Stated:
+def _part(
+    name: str, kind: Paged | Window, layers: tuple[int, ...], heads: Heads | None, buffers: Buffers
+) -> _Part:
+    dtype = buffers.dtype
+    if heads is None:
+        latent = Tensor(LATENT, dtype, _row_bytes(buffers, 0) // dtype.num_bytes)
+        return _Part(Group(name, kind, layers, 1, (latent,)), buffers, None)
+    its = (heads.total, heads.k_dim, heads.v_dim, dtype)
+    return _Part(attention_group(name, kind, layers, *its), buffers, heads)
+
+
+def _is_padded(heads: Heads | None) -> bool:
+    return heads is not None and heads.with_padding > heads.total
+
+
+def _units(heads: Heads | None, place: Place) -> Span:
+    return Span(0, 1) if heads is None else head_span(heads, place.tp, place.tp_rank)
+
+
+def _padded(cache: Cache) -> Stated:
     """Rank by rank, because the padded heads are not the model's."""
     place = cache.place
     if cache.states:
         raise InputError(
-            f"{place.tp} ranks do not divide the model's {heads.total} KV heads, which is not "
-            f"supported for a model with state; use a --tp-size that does"
+            "a --tp-size that does not divide the model's KV heads is not supported for a model "
+            "with state; use one that does"
         )
     stages = Parallel(pp=place.pp, stages=cache.stages).stage_spans(cache.num_layers)
-    names = [group.name for group in _groups(cache)]
+    shared = [(group.name, None) for group in index_groups(cache)]
+    named = [*((part.group.name, part.heads) for part in _parts(cache)), *shared]
     ranks = tuple(
-        tuple(Holding(name, stage, units) for name in names if len(units))
+        tuple(
+            Holding(name, stage, units)
+            for name, its in named
+            if len(units := _units(its, replace(place, tp_rank=rank)))
+        )
         for stage in stages
-        for units in (head_span(heads, place.tp, rank) for rank in range(place.tp))
+        for rank in range(place.tp)
     )
     return Stated(ranks, lead=(place.pp - 1) * place.tp)
 
 
-def _has_heads(cache: Cache) -> bool:
-    heads = cache.heads
-    return heads is None or len(head_span(heads, cache.place.tp, cache.place.tp_rank)) > 0
-
-
-def _placement(
-    cache: Cache, group: Group, buffers: Buffers, index: int, first_region: int
-) -> Placement:
+def _placement(place: Place, part: _Part, index: int, first_region: int) -> Placement:
+    group, buffers = part.group, part.buffers
     tensor = group.tensors[index]
     first = index * len(buffers.layers)
     _demand_alike(buffers, first, tensor.name)
     row = _row_bytes(buffers, first)
-    _demand_row(cache, tensor, row)
-    regions = {layer: first_region + first + place for place, layer in enumerate(buffers.layers)}
+    _demand_row(place, part.heads, tensor, row)
+    regions = {layer: first_region + first + at for at, layer in enumerate(buffers.layers)}
     bases = tuple(Base(layer, regions[layer], 0) for layer in sorted(buffers.layers))
     return Placement(
         group.name,
@@ -213,7 +182,8 @@ def _row_bytes(buffers: Buffers, buffer: int) -> int:
     return row
 
 
-def _demand_all(group: Group, buffers: Buffers) -> None:
+def _demand_all(part: _Part) -> None:
+    group, buffers = part.group, part.buffers
     if len(buffers.addresses) != len(group.tensors) * len(buffers.layers):
         raise InputError(
             f"SGLang has {len(buffers.addresses)} KV buffers for {len(buffers.layers)} layers of "
@@ -230,13 +200,11 @@ def _demand_alike(buffers: Buffers, first: int, tensor: str) -> None:
         )
 
 
-def _demand_row(cache: Cache, tensor: Tensor, row: int) -> None:
+def _demand_row(place: Place, heads: Heads | None, tensor: Tensor, row: int) -> None:
     """SGLang's rows have the heads that we think they have."""
-    heads = cache.heads
     if heads is None:
         return
-    place = cache.place
-    share = -(-heads.total // place.tp) if heads.padded else max(1, heads.total // place.tp)
+    share = max(1, heads.with_padding // place.tp)
     if row != share * tensor.unit_bytes:
         raise Refused.because(
             ReasonCode.HEAD_DIM,

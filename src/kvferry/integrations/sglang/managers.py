@@ -14,6 +14,7 @@ import numpy as np
 
 from kvferry import Incoming, InstanceView, Outgoing, SourceEndpoint, TargetEndpoint
 from kvferry.integrations.sglang.geometry import KV, WINDOW, layout_of, memory_of
+from kvferry.integrations.sglang.index_keys import demand_same_pages
 from kvferry.integrations.sglang.prefills import Prefills
 from kvferry.integrations.sglang.prompts import Prompt, prompt_of
 from kvferry.integrations.sglang.settings import RankSettings
@@ -63,14 +64,24 @@ class RankManager:
 
     def window_indices(self, state_indices: Sequence[Any] | None) -> list[int]:
         """A request's pages of sliding-window layers, as SGLang names them."""
-        if self.settings.cache.window is None or not state_indices:
-            return []
-        pages: list[int] = np.asarray(state_indices[0]).reshape(-1).tolist()
-        return pages
+        return [] if self.settings.cache.window is None else _named(state_indices)
+
+    def demand_same_pages(self, pages: list[int], state_indices: Sequence[Any] | None) -> None:
+        """Index keys and block scales lie in the pages of K and V, which SGLang names again."""
+        if self.settings.cache.names_pages_twice:
+            demand_same_pages(pages, _named(state_indices))
 
     def complain(self, room: int) -> None:
         """A room did not end although it was given up."""
         log.error("not-ended room=%s endpoint=%s", room, self.settings.replica)
+
+
+def _named(state_indices: Sequence[Any] | None) -> list[int]:
+    """The pages of the one kind of state that there is."""
+    if not state_indices:
+        return []
+    pages: list[int] = np.asarray(state_indices[0]).reshape(-1).tolist()
+    return pages
 
 
 class PrefillManager(RankManager):

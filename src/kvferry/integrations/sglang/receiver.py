@@ -87,9 +87,11 @@ class RoomReceiver:
             self.refuse(self.kv_mgr.prefill_info_table.problem(self.bootstrap_addr))
             return
         try:
+            pages = np.asarray(kv_indices).tolist()
+            self.kv_mgr.demand_same_pages(pages, state_indices)
             offer = Offered(
                 prefix=decode_prefix_len or 0,
-                pages=np.asarray(kv_indices).tolist(),
+                pages=pages,
                 state=self.kv_mgr.state_row(state_indices),
                 window=self.kv_mgr.window_indices(state_indices),
             )

@@ -52,7 +52,7 @@ class RoomSender:
         self._prompt: Prompt | None = None
         self._row = -1
         self._num_pages = 0
-        self._pages_sent = 0
+        self._pages_sent: list[int] = []
         # What was given, and of it what was pushed; the pages between wait for the window's.
         self._tokens_sent = 0
         self._tokens_pushed = 0
@@ -117,11 +117,12 @@ class RoomSender:
         self._early_send_wait_event = None
         pages: list[int] = np.asarray(kv_indices).tolist()
         num_tokens = self._tokens_in(len(pages), num_kv_tokens)
-        self._pages_sent += len(pages)
+        self._pages_sent += pages
         try:
-            last = state_indices is not None or self._pages_sent >= self._num_pages
+            last = state_indices is not None or len(self._pages_sent) >= self._num_pages
             self._take(self._handle, pages, num_tokens, after)
             if last:
+                self.kv_mgr.demand_same_pages(self._pages_sent, state_indices)
                 self._push_window(self._handle, state_indices, after)
                 self._close(self._handle, self.kv_mgr.state_row(state_indices), after)
         except KvferryError as error:

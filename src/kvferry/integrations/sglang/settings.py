@@ -15,8 +15,8 @@ from kvferry import (
     Waitable,
     model_fingerprint,
 )
-from kvferry.integrations.sglang.geometry import Cache
 from kvferry.integrations.sglang.instances import Replica
+from kvferry.integrations.sglang.pools import Cache
 from kvferry.integrations.sglang.rows import MetadataRows
 
 TRANSPORT = "KVFERRY_TRANSPORT"
@@ -64,15 +64,26 @@ def dtype_of(model: Any) -> str:
     return str(DType.parse(str(model.dtype)))
 
 
-def model_of(model: Any, server_args: Any, environment: Mapping[str, str]) -> str:
-    """What both sides must have in common, as SGLang serves it."""
+def model_of(
+    model: Any, server_args: Any, environment: Mapping[str, str], draft: Any = None
+) -> str:
+    """What both sides must have in common, as SGLang serves it; a draft whose cache is carried."""
+    overrides = json.loads(server_args.json_model_override_args or "{}")
+    if draft is not None:
+        overrides["draft model"] = _fingerprint(draft, server_args, environment, {})
+    return _fingerprint(model, server_args, environment, overrides)
+
+
+def _fingerprint(
+    model: Any, server_args: Any, environment: Mapping[str, str], overrides: dict[str, Any]
+) -> str:
     return model_fingerprint(
         model.model_path,
         model.hf_text_config.to_dict(),
         dtype=dtype_of(model),
         tokenizer=server_args.tokenizer_path,
         revision=model.revision,
-        overrides=json.loads(server_args.json_model_override_args or "{}"),
+        overrides=overrides,
         given=environment.get(MODEL),
     )
 

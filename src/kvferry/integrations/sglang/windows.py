@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry import InputError
-from kvferry.integrations.sglang.geometry import WindowPool
+from kvferry.integrations.sglang.pools import WindowPool
 
 NO_PAGE = 0
 

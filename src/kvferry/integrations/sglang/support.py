@@ -1,0 +1,106 @@
+"""Support: what of SGLang this backend carries. The rest is refused when a server starts.
+
+Each refusal is a sentence with its remedy. Asks SGLang how it was started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
+
+from kvferry import InputError
+
+# One row a request, of Mamba or delta-net layers: SGLang's name for it.
+ROWS = "mamba"
+# Pages of sliding-window layers in a pool of their own.
+WINDOWS = "swa"
+# Index keys of sparse attention, and scales of K and V: in the pages of K and V.
+INDEX_KEYS, BLOCK_SCALES = "dsa", "block_scale"
+# What may stand beside K and V.
+CARRIED: tuple[list[str], ...] = ([], [ROWS], [WINDOWS], [INDEX_KEYS], [BLOCK_SCALES])
+# SGLang tells a backend nothing of the scales that these have.
+FOUR_BITS = ("nvfp4", "fp4_mx_block16", "fp4_e2m1")
+# In pages of this size SGLang keeps the scales of a page in another order than its tokens.
+SHUFFLED_PAGE_TOKENS = 128
+
+
+def demand_supported(kv_args: Any, *, is_mla: bool) -> None:
+    """Refuse what this backend does not carry."""
+    kinds = [str(kind.value) for kind in kv_args.state_types]
+    for unsupported, remedy in (
+        *_of_server(),
+        *_of_state(kv_args, kinds, is_mla=is_mla),
+        *_of_draft(kv_args, kinds),
+    ):
+        if unsupported:
+            raise InputError(f"kvferry's SGLang backend does not support {remedy}")
+
+
+def _of_server() -> Iterator[tuple[bool, str]]:
+    parallel = get_parallel()
+    yield parallel.attn_cp_size > 1, "attention context parallelism: use --attn-cp-size 1"
+    yield parallel.attn_dcp_size > 1, "decode context parallelism: use --dcp-size 1"
+    yield parallel.enable_kv_cache_sharding, "--enable-kv-cache-sharding: leave it out"
+    yield (
+        get_disagg().disaggregation_decode_allocation_policy != "early",
+        "--disaggregation-decode-allocation-policy other than early",
+    )
+    yield (
+        not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, which reuses pages that may "
+        "still be written: unset it",
+    )
+    yield (
+        parallel.num_dp_ranks > 1 and parallel.load_balance_method != "follow_bootstrap_room",
+        "--load-balance-method other than follow_bootstrap_room with data parallelism",
+    )
+
+
+def _of_state(kv_args: Any, kinds: list[str], *, is_mla: bool) -> Iterator[tuple[bool, str]]:
+    yield (
+        kinds not in CARRIED,
+        f"state beside K and V of the kinds {', '.join(kinds)}: use another backend",
+    )
+    yield (
+        kv_args.kv_cache_dtype_str in FOUR_BITS,
+        f"--kv-cache-dtype {kv_args.kv_cache_dtype_str}: use fp8_e4m3",
+    )
+    yield (
+        is_mla and WINDOWS in kinds,
+        "sliding windows beside an MLA latent: use --disable-hybrid-swa-memory",
+    )
+    yield (
+        get_parallel().pp_size > 1
+        and bool({ROWS, WINDOWS}.intersection(kinds) or kv_args.kv_layer_ids),
+        "pipeline parallelism of a model with state: use --pp-size 1",
+    )
+    yield (
+        INDEX_KEYS in kinds and torch.version.hip is not None and kv_args.page_size > 1,
+        "index keys in the order in which ROCm's kernels keep them in a page: use --page-size 1",
+    )
+    yield (
+        BLOCK_SCALES in kinds and kv_args.page_size == SHUFFLED_PAGE_TOKENS,
+        f"block scales in pages of {SHUFFLED_PAGE_TOKENS}, where SGLang has them in another "
+        f"order than tokens: use another --page-size, or --kv-cache-dtype fp8_e4m3",
+    )
+
+
+def _of_draft(kv_args: Any, kinds: list[str]) -> Iterator[tuple[bool, str]]:
+    drafts = kv_args.num_draft_entries > 0
+    yield (
+        drafts and get_parallel().pp_size > 1,
+        "a draft model's cache with pipeline parallelism: use --pp-size 1",
+    )
+    yield (
+        drafts and bool({WINDOWS, BLOCK_SCALES}.intersection(kinds)),
+        "a draft model's cache beside sliding windows in a pool of their own or block scales: "
+        "leave speculative decoding out",
+    )
+    yield (
+        drafts and bool(get_memory().enable_unified_memory),
+        "a draft model's cache with --enable-unified-memory: leave it out",
+    )

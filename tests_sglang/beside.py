@@ -1,0 +1,299 @@
+"""SGLang's own pools of what lies beside K and V, carried without a server.
+
+Pools and arguments as schedulers make them, in one process, one request after another, in two
+chunks: ``index`` keys beside a latent, with a draft's (TP2 to TP1; SGLang has pages of 64 only, and
+one layer that has none), block ``scales`` of K and V (TP2 in pages of 1 to TP1 in pages of 4), and
+a ``draft`` model's cache with other heads (the same). Prints a line of JSON for each: how it ended,
+how many rows are wrong, and how many others are not empty; and in the last line what else SGLang
+may have, and why it is refused. ``test_7_beside.py`` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import classes
+import torch
+from sglang.srt.disaggregation import utils
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, StateType
+from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolMXFP8,
+)
+from sglang.srt.runtime_context import get_spec
+
+from kvferry import InputError
+from kvferry.integrations.sglang.support import demand_supported
+
+LAYERS, HEADS, DRAFT_HEADS, PATIENCE_S = 3, 4, 2, 30.0
+# Of the index keys' layers the second looks where the first has looked.
+SHARED = [False, True, False]
+DSA_PAGE = 64
+SPARSE = {
+    **{"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
+    **{"kv_lora_rank": 512, "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},
+    **{"v_head_dim": 64, "n_routed_experts": 4, "num_experts_per_tok": 1, "n_shared_experts": 1},
+    **{"moe_intermediate_size": 64, "first_k_dense_replace": 1, "index_topk": 64},
+    **{"index_head_dim": 128, "index_n_heads": 4, "num_nextn_predict_layers": 1},
+}
+
+
+class Rows(NamedTuple):
+    """What one tensor has of each token: pages, tokens, units, bytes. All units if not by head."""
+
+    bytes: torch.Tensor
+    units: range
+
+
+class Form(NamedTuple):
+    """A model's pools on one rank: the target's, the draft's, and the rows in them."""
+
+    pool: Any
+    draft: Any
+    rows: list[Rows]
+
+
+def paged(buffer: torch.Tensor, page: int, units: range) -> Rows:
+    """A tensor of token rows."""
+    flat = buffer.view(torch.uint8).flatten(1)
+    return Rows(flat.view(-1, page, len(units), flat.shape[1] // len(units)), units)
+
+
+def size(page: int) -> int:
+    """Tokens in a pool, beside the page that is nobody's: enough for the longest request."""
+    return 8 * max(page, 8) - page
+
+
+def share(heads: int, rank: int, tp: int) -> range:
+    return range(rank * heads // tp, (rank + 1) * heads // tp)
+
+
+def index(rank: int, tp: int, page: int) -> Form:
+    """Sparse attention with a layer for multi-token prediction: every rank has all of it."""
+    whole, rows = range(1), []
+    pools = [
+        DSATokenToKVPool(
+            size(page),
+            **{"page_size": page, "kv_lora_rank": 512, "dtype": torch.bfloat16, "device": "cpu"},
+            **{"qk_rope_head_dim": 64, "layer_num": len(skips), "index_head_dim": 128},
+            **{"enable_memory_saver": False, "kv_cache_dim": 576, "skip_topk_layers": skips},
+        )
+        for skips in (SHARED, [False])
+    ]
+    for pool in pools:
+        rows += [paged(buffer, page, whole) for buffer in pool.kv_buffer]
+        for buffer in pool.index_k_with_scale_buffer:
+            if len(buffer):
+                keys, scales = buffer.split([page * 128, page * 4], 1)
+                rows += [Rows(keys.unflatten(1, (page, 1, 128)), whole)]
+                rows += [Rows(scales.unflatten(1, (page, 1, 4)), whole)]
+    return Form(pools[0], pools[1], rows)
+
+
+def scales(rank: int, tp: int, page: int) -> Form:
+    heads = share(HEADS, rank, tp)
+    pool = MHATokenToKVPoolMXFP8(
+        *(size(page), page, torch.float8_e4m3fn, len(heads), classes.DIM, LAYERS),
+        *("cpu", False),
+    )
+    buffers = [*pool.k_buffer, *pool.v_buffer, *pool.k_scale_buffer, *pool.v_scale_buffer]
+    return Form(pool, None, [paged(buffer, page, heads) for buffer in buffers])
+
+
+def draft(rank: int, tp: int, page: int) -> Form:
+    made, rows = [], []
+    for heads, layers in ((HEADS, LAYERS), (DRAFT_HEADS, 1)):
+        own = share(heads, rank, tp)
+        pool = MHATokenToKVPool(
+            *(size(page), page, torch.float32, len(own), classes.DIM, layers),
+            *("cpu", False),
+        )
+        rows += [paged(buffer, page, own) for buffer in (*pool.k_buffer, *pool.v_buffer)]
+        made.append(pool)
+    return Form(made[0], made[1], rows)
+
+
+FORMS: dict[str, Callable[[int, int, int], Form]] = {
+    "index": index,
+    "scales": scales,
+    "draft": draft,
+}
+# On and off the edges of pages, of one chunk and of two.
+LENGTHS = {"index": (40, 64, 150, 200), "scales": (1, 7, 22, 24), "draft": (1, 7, 22, 24)}
+DTYPES = {"index": "bfloat16", "scales": "mxfp8", "draft": "float32"}
+
+
+def arguments(name: str, form: Form, rank: int, tp: int, page: int) -> tuple[KVArgs, Any]:
+    """As schedulers fill them in: the draft's buffers behind the target's."""
+    args, _, rows = classes.kv_args(rank, tp, HEADS)
+    infos = [list(part) for part in form.pool.get_contiguous_buf_infos()]
+    args.num_draft_entries = 0
+    if form.draft is not None:
+        added = form.draft.get_contiguous_buf_infos()
+        args.num_draft_entries = len(added[0])
+        infos = [part + list(more) for part, more in zip(infos, added, strict=True)]
+    args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = infos
+    args.page_size, args.prefill_end_layer = page, LAYERS
+    args.kv_cache_dtype_str = DTYPES[name]
+    utils.setup_state_kv_args(args, form.pool, form.draft, total_kv_layers=LAYERS)
+    return args, rows
+
+
+class BesideRank:
+    """One scheduler's pools, and the manager over them."""
+
+    def __init__(self, backend: classes.Backend, name: str, mode: Any, rank: int, tp: int) -> None:
+        is_prefill = mode == DisaggregationMode.PREFILL
+        self.page = DSA_PAGE if name == "index" else 1 if is_prefill else 4
+        with classes.as_rank(rank, tp):
+            self.form = FORMS[name](rank, tp, self.page)
+        args, self.rows = arguments(name, self.form, rank, tp, self.page)
+        self.manager = backend.manager(args, mode, rank, tp, is_mla=name == "index")
+        # Page 0 is nobody's; the two sides have theirs in opposite orders.
+        most = list(range(1, len(self.form.rows[0].bytes)))
+        self.free = most if is_prefill else most[::-1]
+
+    def pages(self, num_tokens: int) -> list[int]:
+        return self.free[: -(-num_tokens // self.page)]
+
+    def fill(self, num_tokens: int) -> None:
+        for number, rows in enumerate(self.form.rows):
+            for token in range(num_tokens):
+                page, place = self.pages(num_tokens)[token // self.page], token % self.page
+                for local, unit in enumerate(rows.units):
+                    width = rows.bytes.shape[-1]
+                    rows.bytes[page, place, local] = entry(number, token, unit, width)
+
+    def wrong(self, num_tokens: int) -> tuple[int, int]:
+        """Rows that are not what prefill had; what is right is emptied, and so is not strange."""
+        found = 0
+        for number, rows in enumerate(self.form.rows):
+            for token in range(num_tokens):
+                page, place = self.pages(num_tokens)[token // self.page], token % self.page
+                for local, unit in enumerate(rows.units):
+                    row = rows.bytes[page, place, local]
+                    found += not bool((row == entry(number, token, unit, len(row))).all())
+                    row.zero_()
+        strange = sum(int(rows.bytes.any(-1).sum()) for rows in self.form.rows)
+        self.clear()
+        return found, strange
+
+    def clear(self) -> None:
+        for rows in self.form.rows:
+            rows.bytes.zero_()
+
+
+def entry(tensor: int, token: int, unit: int, width: int) -> torch.Tensor:
+    """Bytes that say of which tensor, token and unit they are; none is 0."""
+    first = 31 * tensor + 7 * token + 3 * unit
+    return ((torch.arange(width) + first) % 251 + 1).to(torch.uint8)
+
+
+def carry(
+    backend: classes.Backend, prefill: list[BesideRank], decode: BesideRank, num_tokens: int
+) -> dict[str, Any]:
+    """One request, as schedulers would send it."""
+    none = dict.fromkeys(("lora_id", "cache_salt", "extra_key", "multimodal_inputs"))
+    told = SimpleNamespace(origin_input_ids=list(range(num_tokens)), **none)
+    classes.wait_for(lambda: decode.manager.try_ensure_parallel_info(backend.address), PATIENCE_S)
+    receiver = backend.kind(KVClassType.RECEIVER)(decode.manager, backend.address, num_tokens)
+    receiver.init(0)
+    receiver.tell(told)
+    # SGLang names the same pages again for what lies beside K and V.
+    into = decode.pages(num_tokens)
+    receiver.send_metadata(into, 0, [into for _ in decode.manager.kv_args.state_types])
+    senders = []
+    for rank, one in enumerate(prefill):
+        with classes.as_rank(rank, len(prefill)):
+            sender = backend.kind(KVClassType.SENDER)(one.manager, backend.address, num_tokens)
+        sender.tell(told)
+        senders.append(sender)
+    classes.wait_for(
+        lambda: all(sender.poll() != KVPoll.Bootstrapping for sender in senders), PATIENCE_S
+    )
+    for one, sender in zip(prefill, senders, strict=True):
+        one.fill(num_tokens)
+        one.rows.bootstrap_room[1, 0] = num_tokens
+        pages = one.pages(num_tokens)
+        sender.init(len(pages), 1)
+        half = len(pages) // 2
+        if half:
+            sender.send(pages[:half], None, num_kv_tokens=half * one.page)
+        state = [pages for _ in one.manager.kv_args.state_types]
+        sender.send(pages[half:], state, num_kv_tokens=num_tokens - half * one.page)
+    classes.wait_for(lambda: receiver.poll() in classes.ENDS, PATIENCE_S)
+    classes.wait_for(lambda: all(sender.poll() in classes.ENDS for sender in senders), PATIENCE_S)
+    wrong, strange = decode.wrong(num_tokens)
+    return {**classes.Room(receiver, senders).ends, "wrong": wrong, "strange": strange}
+
+
+def refusals() -> dict[str, str]:
+    """What SGLang may have, and this backend says when it starts."""
+    usual: dict[str, Any] = {"num_draft_entries": 0, "kv_layer_ids": [], "page_size": 64}
+    usual |= {"kv_cache_dtype_str": "auto", "state_types": []}
+    swa, scale, tail = StateType.SWA, StateType.BLOCK_SCALE, StateType.DSA_TAIL
+    said = {}
+    others: dict[str, dict[str, Any]] = {
+        "several kinds": {"state_types": [StateType.DSA, tail]},
+        "four bits": {"kv_cache_dtype_str": "nvfp4"},
+        "shuffled scales": {"state_types": [scale], "page_size": 128},
+        "draft and windows": {"state_types": [swa], "num_draft_entries": 2},
+    }
+    for name, args in others.items():
+        try:
+            demand_supported(SimpleNamespace(**{**usual, **args}), is_mla=False)
+        except InputError as error:
+            said[name] = str(error)
+    return said
+
+
+def configure(model: Path) -> None:
+    """A model of so many layers, and drafts of one: with other heads, and with sparse attention.
+
+    The model of the index keys is a plain one too: what SGLang makes of its flags for sparse
+    attention takes a GPU.
+    """
+    config = json.loads((classes.config_of(model, HEADS) / "config.json").read_text())
+    config |= {"num_hidden_layers": LAYERS}
+    (model / "config.json").write_text(json.dumps(config))
+    config |= {"num_hidden_layers": 1, "num_key_value_heads": DRAFT_HEADS}
+    for name in FORMS:
+        (model / name).mkdir()
+        text = json.dumps(config | (SPARSE if name == "index" else {}))
+        (model / name / "config.json").write_text(text)
+
+
+def carry_all(model: Path, name: str) -> None:
+    """Requests of all lengths between pools of one form."""
+    backend = classes.Backend("kvferry", HEADS, model)
+    with get_spec().override(speculative_draft_model_path=str(model / name)):
+        prefill, decode = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+        sources = [BesideRank(backend, name, prefill, rank, 2) for rank in range(2)]
+        target = BesideRank(backend, name, decode, 0, 1)
+    for num_tokens in LENGTHS[name]:
+        said = carry(backend, sources, target, num_tokens)
+        print(json.dumps({"form": name, "tokens": num_tokens} | said), flush=True)
+        for one in sources:
+            one.clear()
+
+
+def main(model: Path) -> None:
+    configure(model)
+    for name in FORMS:
+        carry_all(model, name)
+    print(json.dumps(refusals()), flush=True)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        main(Path(folder))
+    # Its threads would go on for ever.
+    os._exit(0)
