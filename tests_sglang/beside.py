@@ -13,16 +13,17 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import classes
 import torch
+from pooled import PooledRank, carry
 from sglang.srt.disaggregation import utils
-from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, StateType
-from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType
+from sglang.srt.disaggregation.base.conn import KVArgs, StateType
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     MHATokenToKVPool,
@@ -33,7 +34,7 @@ from sglang.srt.runtime_context import get_spec
 from kvferry import InputError
 from kvferry.integrations.sglang.support import demand_supported
 
-LAYERS, HEADS, DRAFT_HEADS, PATIENCE_S = 3, 4, 2, 30.0
+LAYERS, HEADS, DRAFT_HEADS = 3, 4, 2
 # Of the index keys' layers the second looks where the first has looked.
 SHARED = [False, True, False]
 DSA_PAGE = 64
@@ -147,7 +148,7 @@ def arguments(name: str, form: Form, rank: int, tp: int, page: int) -> tuple[KVA
     return args, rows
 
 
-class BesideRank:
+class BesideRank(PooledRank):
     """One scheduler's pools, and the manager over them."""
 
     def __init__(self, backend: classes.Backend, name: str, mode: Any, rank: int, tp: int) -> None:
@@ -157,34 +158,44 @@ class BesideRank:
             self.form = FORMS[name](rank, tp, self.page)
         args, self.rows = arguments(name, self.form, rank, tp, self.page)
         self.manager = backend.manager(args, mode, rank, tp, is_mla=name == "index")
-        # Page 0 is nobody's; the two sides have theirs in opposite orders.
-        most = list(range(1, len(self.form.rows[0].bytes)))
-        self.free = most if is_prefill else most[::-1]
+        self.num_tokens, self.pages = 0, [0]
 
-    def pages(self, num_tokens: int) -> list[int]:
-        return self.free[: -(-num_tokens // self.page)]
+    def allocate(self, num_tokens: int, *, computes: bool) -> list[int]:
+        """Page 0 is nobody's; the two sides have theirs in opposite orders."""
+        all_pages = range(1, len(self.form.rows[0].bytes))
+        in_order = all_pages if computes else all_pages[::-1]
+        self.num_tokens = num_tokens
+        self.pages = list(in_order[: -(-num_tokens // self.page)])
+        return self.pages
 
-    def fill(self, num_tokens: int) -> None:
+    def state(self) -> list[Any]:
+        """SGLang names the same pages again."""
+        return [self.pages for _ in self.manager.kv_args.state_types]
+
+    def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Every row of the request's, and what is to be in it."""
         for number, rows in enumerate(self.form.rows):
-            for token in range(num_tokens):
-                page, place = self.pages(num_tokens)[token // self.page], token % self.page
-                for local, unit in enumerate(rows.units):
-                    width = rows.bytes.shape[-1]
-                    rows.bytes[page, place, local] = entry(number, token, unit, width)
-
-    def wrong(self, num_tokens: int) -> tuple[int, int]:
-        """Rows that are not what prefill had; what is right is emptied, and so is not strange."""
-        found = 0
-        for number, rows in enumerate(self.form.rows):
-            for token in range(num_tokens):
-                page, place = self.pages(num_tokens)[token // self.page], token % self.page
+            for token in range(self.num_tokens):
+                page, place = self.pages[token // self.page], token % self.page
                 for local, unit in enumerate(rows.units):
                     row = rows.bytes[page, place, local]
-                    found += not bool((row == entry(number, token, unit, len(row))).all())
-                    row.zero_()
-        strange = sum(int(rows.bytes.any(-1).sum()) for rows in self.form.rows)
-        self.clear()
-        return found, strange
+                    yield row, entry(number, token, unit, len(row))
+
+    def fill(self) -> None:
+        for row, wanted in self.each():
+            row.copy_(wanted)
+
+    def forget(self) -> None:
+        """Nothing is freed."""
+
+    def wrong(self) -> int:
+        return sum(not bool((row == wanted).all()) for row, wanted in self.each())
+
+    def strange(self) -> int:
+        """Rows that are not the request's, and not empty; the request's are emptied."""
+        for row, _ in self.each():
+            row.zero_()
+        return sum(int(rows.bytes.any(-1).sum()) for rows in self.form.rows)
 
     def clear(self) -> None:
         for rows in self.form.rows:
@@ -195,44 +206,6 @@ def entry(tensor: int, token: int, unit: int, width: int) -> torch.Tensor:
     """Bytes that say of which tensor, token and unit they are; none is 0."""
     first = 31 * tensor + 7 * token + 3 * unit
     return ((torch.arange(width) + first) % 251 + 1).to(torch.uint8)
-
-
-def carry(
-    backend: classes.Backend, prefill: list[BesideRank], decode: BesideRank, num_tokens: int
-) -> dict[str, Any]:
-    """One request, as schedulers would send it."""
-    none = dict.fromkeys(("lora_id", "cache_salt", "extra_key", "multimodal_inputs"))
-    told = SimpleNamespace(origin_input_ids=list(range(num_tokens)), **none)
-    classes.wait_for(lambda: decode.manager.try_ensure_parallel_info(backend.address), PATIENCE_S)
-    receiver = backend.kind(KVClassType.RECEIVER)(decode.manager, backend.address, num_tokens)
-    receiver.init(0)
-    receiver.tell(told)
-    # SGLang names the same pages again for what lies beside K and V.
-    into = decode.pages(num_tokens)
-    receiver.send_metadata(into, 0, [into for _ in decode.manager.kv_args.state_types])
-    senders = []
-    for rank, one in enumerate(prefill):
-        with classes.as_rank(rank, len(prefill)):
-            sender = backend.kind(KVClassType.SENDER)(one.manager, backend.address, num_tokens)
-        sender.tell(told)
-        senders.append(sender)
-    classes.wait_for(
-        lambda: all(sender.poll() != KVPoll.Bootstrapping for sender in senders), PATIENCE_S
-    )
-    for one, sender in zip(prefill, senders, strict=True):
-        one.fill(num_tokens)
-        one.rows.bootstrap_room[1, 0] = num_tokens
-        pages = one.pages(num_tokens)
-        sender.init(len(pages), 1)
-        half = len(pages) // 2
-        if half:
-            sender.send(pages[:half], None, num_kv_tokens=half * one.page)
-        state = [pages for _ in one.manager.kv_args.state_types]
-        sender.send(pages[half:], state, num_kv_tokens=num_tokens - half * one.page)
-    classes.wait_for(lambda: receiver.poll() in classes.ENDS, PATIENCE_S)
-    classes.wait_for(lambda: all(sender.poll() in classes.ENDS for sender in senders), PATIENCE_S)
-    wrong, strange = decode.wrong(num_tokens)
-    return {**classes.Room(receiver, senders).ends, "wrong": wrong, "strange": strange}
 
 
 def refusals() -> dict[str, str]:
@@ -279,9 +252,10 @@ def carry_all(model: Path, name: str) -> None:
         sources = [BesideRank(backend, name, prefill, rank, 2) for rank in range(2)]
         target = BesideRank(backend, name, decode, 0, 1)
     for num_tokens in LENGTHS[name]:
-        said = carry(backend, sources, target, num_tokens)
-        print(json.dumps({"form": name, "tokens": num_tokens} | said), flush=True)
-        for one in sources:
+        said = {"form": name, **carry(backend, sources, target, num_tokens)}
+        said |= {"tokens": num_tokens, "wrong": target.wrong(), "strange": target.strange()}
+        print(json.dumps(said), flush=True)
+        for one in (*sources, target):
             one.clear()
 
 

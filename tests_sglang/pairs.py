@@ -54,14 +54,15 @@ def ask(
     *,
     room: int | None = None,
     timeout_s: float = ANSWER_S,
+    at_prefill: dict[str, Any] | None = None,
     **more: Any,
 ) -> Answers:
-    """Ask both sides, and wait for both."""
+    """Ask both sides, and wait for both. ``at_prefill`` is for that side alone."""
     asked = body(prompt, prefill, room or new_room(), **more)
     said: list[dict[str, Any]] = []
 
     def to_prefill() -> None:
-        said.append(post(f"{prefill.url}/generate", asked, timeout_s))
+        said.append(post(f"{prefill.url}/generate", asked | (at_prefill or {}), timeout_s))
 
     thread = threading.Thread(target=to_prefill, daemon=True)
     thread.start()

@@ -35,7 +35,10 @@ FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One server as it is to be started. ``times``: pipeline stages, or data-parallel replicas."""
+    """One server as it is to be started. ``times``: pipeline stages, or data-parallel replicas.
+
+    ``arch`` is SGLang's file of the model.
+    """
 
     role: str
     tp: int = 1
@@ -43,6 +46,7 @@ class Side:
     flags: tuple[str, ...] = ()
     backend: str = "kvferry"
     times: int = 1
+    arch: str = "llama"
 
     def __str__(self) -> str:
         return f"{self.role} TP{self.tp} page {self.page}" + f" x{self.times}" * (self.times > 1)
@@ -114,7 +118,7 @@ def start(side: Side, model: Path, folder: Path) -> Server:
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
-            env=environment(side.tp * side.times, folder),
+            env=environment(side.tp * side.times, folder, side.arch),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -122,7 +126,7 @@ def start(side: Side, model: Path, folder: Path) -> Server:
     return Server(side, process, port, bootstrap, log)
 
 
-def environment(ranks: int, folder: Path) -> dict[str, str]:
+def environment(ranks: int, folder: Path, arch: str = "llama") -> dict[str, str]:
     """Of a server: this checkout, its entry points, the stand-ins, and one core a rank."""
     points = folder / "entry-points"
     if not points.is_dir():
@@ -139,7 +143,7 @@ def environment(ranks: int, folder: Path) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(ranks)),
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models()),
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(arch)),
         # Short enough for a test to wait for, long enough for a busy machine.
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
@@ -154,13 +158,13 @@ def _offer(plugin: str, points: Path) -> None:
     (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{plugin} = {plugin}:register\n")
 
 
-def _other_models() -> list[str]:
+def _other_models(arch: str) -> list[str]:
     """Importing every model takes each scheduler half a minute."""
     spec = find_spec("sglang")
     assert spec is not None
     assert spec.origin is not None
     models = Path(spec.origin).parent / "srt" / "models"
-    return sorted(path.stem for path in models.glob("*.py") if path.stem != "llama")
+    return sorted(path.stem for path in models.glob("*.py") if path.stem != arch)
 
 
 def post(url: str, body: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:

@@ -14,26 +14,27 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import classes
 import torch
+from pooled import PooledRank, carry
 from sglang.srt.disaggregation import utils
-from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.common import kv_to_page_indices
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-LAYERS, HEADS, SLOTS, WINDOW, PATIENCE_S = 4, 2, 64, 8, 30.0
+LAYERS, HEADS, SLOTS, WINDOW = 4, 2, 64, 8
 SLIDING, FULL = [0, 2], [1, 3]
 # As SGLang's models count it: without the token itself.
 LOOKED_BACK = WINDOW - 1
 
 
-class WindowedRank:
+class WindowedRank(PooledRank):
     """One scheduler's two pools, and the manager over them."""
+
+    window = LOOKED_BACK
 
     def __init__(self, backend: classes.Backend, mode: Any, rank: int, tp: int, page: int) -> None:
         share = HEADS // tp
@@ -51,54 +52,66 @@ class WindowedRank:
         args.page_size, args.prefill_end_layer = page, LAYERS
         utils.setup_state_kv_args(args, self.pool, total_kv_layers=LAYERS)
         self.manager = backend.manager(args, mode, rank, tp)
+        self.slots = torch.empty(0, dtype=torch.int64)
 
-    def allocate(self, num_tokens: int, num_kept: int) -> torch.Tensor:
-        """Slots in the full pool for all tokens, and in the other for the last ones."""
+    def allocate(self, num_tokens: int, *, computes: bool) -> list[int]:
+        """Slots in the full pool for all tokens, and in the other for the last, or all, of them."""
+        num_kept = num_tokens if computes else min(num_tokens, LOOKED_BACK)
         ceil = -(-num_tokens // self.page) * self.page
         begins = (num_tokens - num_kept) // self.page * self.page
         full: torch.Tensor = self.allocator.full_attn_allocator.alloc(ceil)
         kept = self.allocator.swa_attn_allocator.alloc(ceil - begins)
         self.allocator.set_full_to_swa_mapping(full[begins:], kept)
-        return full[:num_tokens]
+        self.slots = full[:num_tokens]
+        return list(kv_to_page_indices(self.slots, self.page).tolist())
 
-    def state(self, slots: torch.Tensor) -> list[Any]:
+    def state(self) -> list[Any]:
         """The window's pages, as both schedulers name them."""
-        begins = max(0, len(slots) - LOOKED_BACK) // self.page * self.page
-        kept = self.allocator.translate_swa_indices_for_transfer(slots[begins:])
+        begins = max(0, len(self.slots) - LOOKED_BACK) // self.page * self.page
+        kept = self.allocator.translate_swa_indices_for_transfer(self.slots[begins:])
         return [kv_to_page_indices(kept, self.page)]
 
-    def entries(self, slots: torch.Tensor, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def forget(self) -> None:
+        self.allocator.free_swa(self.slots[: max(0, len(self.slots) - LOOKED_BACK)])
+
+    def entries(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of one layer, each with the places of the tokens in it."""
+        slots = self.slots
         if layer in SLIDING:
             slots = self.allocator.translate_loc_from_full_to_swa(slots)
         pool = self.pool
         return [(pool.get_key_buffer(layer), slots), (pool.get_value_buffer(layer), slots)]
 
-    def fill(self, slots: torch.Tensor, room: int) -> None:
+    def fill(self) -> None:
         for layer in range(LAYERS):
-            for kind, (buffer, places) in enumerate(self.entries(slots, layer)):
+            for kind, (buffer, places) in enumerate(self.entries(layer)):
                 for token, place in enumerate(places.tolist()):
                     for local, head in enumerate(self.heads):
-                        buffer[place, local] = entry(room, layer, kind, token, head)
+                        buffer[place, local] = self.entry(layer, kind, token, head)
 
-    def looked_at(self, num_tokens: int, layer: int) -> range:
+    def entry(self, layer: int, kind: int, token: int, head: int) -> float:
+        """Says of which request it is, too."""
+        return len(self.slots) + 1000 * (2 * layer + kind) + 10 * token + head
+
+    def looked_at(self, layer: int) -> range:
         """The tokens that the next one sees."""
+        num_tokens = len(self.slots)
         return range(max(0, num_tokens - LOOKED_BACK) if layer in SLIDING else 0, num_tokens)
 
-    def wrong(self, slots: torch.Tensor, room: int) -> int:
+    def wrong(self) -> int:
         return sum(
-            not bool((buffer[places[token], head] == entry(room, layer, kind, token, head)).all())
+            not bool((buffer[places[token], head] == self.entry(layer, kind, token, head)).all())
             for layer in range(LAYERS)
-            for kind, (buffer, places) in enumerate(self.entries(slots, layer))
-            for token in self.looked_at(len(slots), layer)
+            for kind, (buffer, places) in enumerate(self.entries(layer))
+            for token in self.looked_at(layer)
             for head in self.heads
         )
 
-    def strange(self, slots: torch.Tensor) -> int:
+    def strange(self) -> int:
         """Slots that hold anything and are not in the request's pages; page 0 is nobody's."""
         found = 0
         for layer in range(LAYERS):
-            for buffer, places in self.entries(slots, layer):
+            for buffer, places in self.entries(layer):
                 used = {0, *(places // self.page).tolist()}
                 held = buffer.flatten(1).abs().sum(1).nonzero().flatten() // self.page
                 found += sum(page not in used for page in held.tolist())
@@ -111,49 +124,6 @@ class WindowedRank:
         self.allocator.clear()
 
 
-def entry(room: int, layer: int, kind: int, token: int, head: int) -> float:
-    return room + 1000 * (2 * layer + kind) + 10 * token + head
-
-
-def wait_for(happens: Any) -> None:
-    classes.wait_for(happens, PATIENCE_S)
-
-
-def carry(
-    backend: classes.Backend, prefill: list[WindowedRank], decode: WindowedRank, num_tokens: int
-) -> dict[str, Any]:
-    """One request, as schedulers would send it."""
-    none = dict.fromkeys(("lora_id", "cache_salt", "extra_key", "multimodal_inputs"))
-    told = SimpleNamespace(origin_input_ids=list(range(num_tokens)), **none), LOOKED_BACK
-    wait_for(lambda: decode.manager.try_ensure_parallel_info(backend.address))
-    receiver = backend.kind(KVClassType.RECEIVER)(decode.manager, backend.address, num_tokens)
-    receiver.init(0)
-    receiver.tell(*told)
-    into = decode.allocate(num_tokens, min(num_tokens, LOOKED_BACK))
-    pages = kv_to_page_indices(into, decode.page)
-    receiver.send_metadata(pages, 0, decode.state(into))
-    senders = []
-    for rank, one in enumerate(prefill):
-        with classes.as_rank(rank, len(prefill)):
-            sender = backend.kind(KVClassType.SENDER)(one.manager, backend.address, num_tokens)
-        sender.tell(*told)
-        senders.append(sender)
-    wait_for(lambda: all(sender.poll() != KVPoll.Bootstrapping for sender in senders))
-    for one, sender in zip(prefill, senders, strict=True):
-        slots = one.allocate(num_tokens, num_tokens)
-        one.fill(slots, num_tokens)
-        one.rows.bootstrap_room[1, 0] = num_tokens
-        sender.init(num_tokens, 1)
-        half = num_tokens // 2
-        sender.send(slots[:half].numpy(), None, num_kv_tokens=half)
-        one.allocator.free_swa(slots[: max(0, num_tokens - LOOKED_BACK)])
-        sender.send(slots[half:].numpy(), one.state(slots), num_kv_tokens=num_tokens - half)
-    wait_for(lambda: receiver.poll() in classes.ENDS)
-    wait_for(lambda: all(sender.poll() in classes.ENDS for sender in senders))
-    ends = classes.Room(receiver, senders).ends
-    return {**ends, "wrong": decode.wrong(into, num_tokens), "strange": decode.strange(into)}
-
-
 def main(model: Path) -> None:
     config = json.loads((classes.config_of(model, HEADS) / "config.json").read_text())
     config |= {"num_hidden_layers": LAYERS, "sliding_window": WINDOW, "is_hybrid_swa": True}
@@ -163,8 +133,9 @@ def main(model: Path) -> None:
     prefill = [WindowedRank(backend, DisaggregationMode.PREFILL, rank, 2, 1) for rank in range(2)]
     decode = WindowedRank(backend, DisaggregationMode.DECODE, 0, 1, 4)
     for num_tokens in map(int, sys.argv[1:]):
-        said = carry(backend, prefill, decode, num_tokens)
-        print(json.dumps({"tokens": num_tokens} | said), flush=True)
+        said = {"tokens": num_tokens, **carry(backend, prefill, decode, num_tokens)}
+        said |= {"wrong": decode.wrong(), "strange": decode.strange()}
+        print(json.dumps(said), flush=True)
         for one in (*prefill, decode):
             one.clear()
 

@@ -1,7 +1,8 @@
-"""A plugin for SGLang that stands in for its compiled CPU kernels where attention is data-parallel.
+"""A plugin for SGLang that stands in for what its plain PyTorch lacks for data-parallel attention.
 
-A replica that has nothing to compute goes along with no tokens. SGLang's own CPU attention says how
-long such requests are, and its rotary positions take them; what it has in plain PyTorch does not.
+A replica that has nothing to compute goes along with no tokens. SGLang asks its attention how long
+such a request is, which the one in plain PyTorch does not say, and turns keys of no tokens, which
+its rotary positions in plain PyTorch do not take.
 """
 
 from __future__ import annotations
