@@ -57,7 +57,7 @@ test-vllm: ## real vLLM engines on this machine's CPU (VLLM_VENV: where vLLM is,
 
 test-sglang: ## real SGLang servers on this machine's CPU (SGLANG_VENV: where SGLang is, or is put)
 	@scripts/sglang-env $(SGLANG_VENV) $(PYTHON)
-	@scripts/test-sglang $(SGLANG_VENV)/bin/python
+	@VLLM_VENV=$(abspath $(VLLM_VENV)) scripts/test-sglang $(SGLANG_VENV)/bin/python
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

@@ -27,6 +27,6 @@ def _say_length(batch: Any, runner: Any, *_: Any, **__: Any) -> None:
 
 
 def _turn(
-    original: Callable[..., Any], self: Any, positions: Any, query: Any, key: Any, *more: Any
+    original: Callable[..., Any], self: Any, positions: Any, *others: Any, **named: Any
 ) -> Any:
-    return original(self, positions, query, key, *more) if len(positions) else (query, key)
+    return original(self, positions, *others, **named) if len(positions) else others[:2]

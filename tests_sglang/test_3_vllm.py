@@ -1,0 +1,149 @@
+"""SGLang on one side and vLLM on the other: neither reads the other's cache, and both say so.
+
+On a CPU, vLLM keeps K column by column inside a block. What is refused is that, at the handshake:
+not the model, whose fingerprints agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import Cast
+from pairs import NUM_TOKENS, new_room
+from prompts import SHORT
+from reference import Reference
+from servers import ROOT, STOP_S, post, until_up
+from test_3_engines import instance, sglang_body
+from test_4_trouble import is_idle, until
+
+from kvferry import RendezvousServer
+from kvferry.testing.ports import later_port
+
+VENV = Path(os.environ.get("VLLM_VENV", ROOT / ".venv-vllm"))
+VLLM = VENV / "bin" / "vllm"
+# The least that vLLM takes on a CPU.
+BLOCK_TOKENS = 32
+# Blocks whose K is not by tokens have a name of their own.
+THEIRS = f"blocks_of_{BLOCK_TOKENS}_tokens"
+DIFFER = "so one can't read the other's; use engines that keep it in the same form"
+
+pytestmark = pytest.mark.skipif(
+    not VLLM.exists(),
+    reason=f"there is no {VLLM}: make it with scripts/vllm-env, and name its folder in VLLM_VENV",
+)
+
+
+class Vllm(NamedTuple):
+    """One that runs."""
+
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_S)
+
+
+def start(role: str, rendezvous: str, model: Path, folder: Path) -> Vllm:
+    """Begin to start one, with kvferry's connector, at a rendezvous."""
+    port, log, points = later_port(), folder / f"vllm-{role}.log", folder / "vllm-points"
+    subprocess.run([sys.executable, ROOT / "scripts" / "entry-points", points], check=True)
+    own = {"rendezvous": rendezvous, "instance": f"vllm-{role}"}
+    transfer: dict[str, Any] = {"kv_connector": "KVFerryConnector", "kv_role": role}
+    transfer |= {"kv_load_failure_policy": "fail", "kv_connector_extra_config": own}
+    command = [
+        *(str(VLLM), "serve", str(model), "--port", str(port), "--host", "127.0.0.1"),
+        *("--served-model-name", "m", "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20)),
+        *("--max-num-seqs", "4", "--block-size", str(BLOCK_TOKENS)),
+        *("--kv-transfer-config", json.dumps(transfer)),
+    ]
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        **{"PYTHONPATH": f"{ROOT / 'src'}:{points}", "HF_HUB_OFFLINE": "1"},
+        **{"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"},
+        **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "UCX_LOG_LEVEL": "error"},
+    }
+    print(f"starting vLLM as {role}, log {log}", flush=True)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+    return Vllm(f"http://127.0.0.1:{port}", log, process)
+
+
+class Neighbours(NamedTuple):
+    """A vLLM that prefills, the port of its rendezvous, and one that decodes SGLang's."""
+
+    prefill: Vllm
+    port: int
+    decode: Vllm
+
+
+@pytest.fixture(scope="module")
+def neighbours(cast: Cast, model: Path, folder: Path) -> Iterator[Neighbours]:
+    with RendezvousServer() as rendezvous:
+        prefill = start("kv_producer", rendezvous.url, model, folder)
+        decode = start("kv_consumer", f"http://127.0.0.1:{cast.one.bootstrap}", model, folder)
+        try:
+            for each in (prefill, decode):
+                until_up(f"{each.url}/health", each.process, each.log)
+            yield Neighbours(prefill, int(rendezvous.url.rpartition(":")[2]), decode)
+        finally:
+            prefill.stop()
+            decode.stop()
+
+
+def vllm_body(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "kv_transfer_params": params,
+    }
+
+
+def ask_beside(url: str, body: dict[str, Any]) -> None:
+    """The side that computes; nobody waits for what it says."""
+    threading.Thread(target=post, args=(url, body), daemon=True).start()
+
+
+def test_sglang_does_not_decode_what_vllm_prefilled(
+    neighbours: Neighbours, cast: Cast, reference: Reference
+) -> None:
+    prompt, room = reference.ids(SHORT), new_room()
+    params = {"do_remote_decode": True, "kvferry": {"room": room}}
+    ask_beside(f"{neighbours.prefill.url}/v1/completions", vllm_body(prompt, params))
+    answer = post(f"{cast.decode.url}/generate", sglang_body(prompt, neighbours.port, room))
+    assert answer.get("status") == 500, answer
+    assert f"the tensors {THEIRS} at prefill and k, v at decode, {DIFFER}" in answer["error"]
+
+
+def test_vllm_does_not_decode_what_sglang_prefilled(
+    neighbours: Neighbours, cast: Cast, reference: Reference
+) -> None:
+    """vLLM answers just that it failed; why is in its log."""
+    prompt, room = reference.ids(SHORT), new_room()
+    own = {"room": room, "prefill": instance(cast.one), "tokens": len(prompt)}
+    params = {"do_remote_prefill": True, "kvferry": own}
+    asked = sglang_body(prompt, cast.one.bootstrap, room) | {"rid": "for-vllm"}
+    ask_beside(f"{cast.one.url}/generate", asked)
+    answer = post(f"{neighbours.decode.url}/v1/completions", vllm_body(prompt, params))
+    assert answer.get("status") == 500, answer
+    said = f"the tensors k, v at prefill and {THEIRS} at decode, {DIFFER}"
+    until(lambda: said in neighbours.decode.log.read_text(errors="replace"), "vLLM never said it")
+    # Prefill would wait for its own deadline, for a decode that does not come.
+    until(lambda: not is_idle(cast.one), "prefill never had the request")
+    post(f"{cast.one.url}/abort_request", {"rid": "for-vllm"})
+    until(lambda: is_idle(cast.one), "prefill still has the request")
