@@ -28,7 +28,8 @@ FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"),
     *("--max-total-tokens", "4096", "--max-running-requests", "16", "--skip-server-warmup"),
-    *("--mem-fraction-static", "0.3", "--dtype", "float32", "--sleep-on-idle"),
+    # Of what is free when a rank starts, less what anybody takes until it has loaded its weights.
+    *("--mem-fraction-static", "0.95", "--dtype", "float32", "--sleep-on-idle"),
     *("--host", "127.0.0.1", "--log-level", "info"),
 )
 
@@ -80,6 +81,9 @@ class Server:
             self.kill()
 
 
+_started: list[Server] = []
+
+
 def until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     """Until somebody answers there. The process is watched too: one that dies tells nobody."""
     until = time.monotonic() + START_S
@@ -123,7 +127,15 @@ def start(side: Side, model: Path, folder: Path) -> Server:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Server(side, process, port, bootstrap, log)
+    server = Server(side, process, port, bootstrap, log)
+    _started.append(server)
+    return server
+
+
+def make_way() -> None:
+    """End all that were started, for others that need the memory."""
+    while _started:
+        _started.pop().stop()
 
 
 def environment(ranks: int, folder: Path, arch: str = "llama") -> dict[str, str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,14 @@ from conftest import Cast
 from pairs import NUM_TOKENS, new_room
 from prompts import SHORT
 from reference import Reference
-from servers import ROOT, STOP_S, post, until_up
+from servers import ROOT, post
 from test_3_engines import instance, sglang_body
 from test_4_trouble import is_idle, until
 
 from kvferry import RendezvousServer
 from kvferry.testing.ports import later_port
+from tests_vllm.servers import Server as Vllm
+from tests_vllm.servers import environment
 
 VENV = Path(os.environ.get("VLLM_VENV", ROOT / ".venv-vllm"))
 VLLM = VENV / "bin" / "vllm"
@@ -42,21 +44,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Vllm(NamedTuple):
-    """One that runs."""
-
-    url: str
-    log: Path
-    process: subprocess.Popen[bytes]
-
-    def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(STOP_S)
-
-
 def start(role: str, rendezvous: str, model: Path, folder: Path) -> Vllm:
     """Begin to start one, with kvferry's connector, at a rendezvous."""
-    port, log, points = later_port(), folder / f"vllm-{role}.log", folder / "vllm-points"
+    port, points = later_port(), folder / "vllm-points"
     subprocess.run([sys.executable, ROOT / "scripts" / "entry-points", points], check=True)
     own = {"rendezvous": rendezvous, "instance": f"vllm-{role}"}
     transfer: dict[str, Any] = {"kv_connector": "KVFerryConnector", "kv_role": role}
@@ -68,18 +58,9 @@ def start(role: str, rendezvous: str, model: Path, folder: Path) -> Vllm:
         *("--max-num-seqs", "4", "--block-size", str(BLOCK_TOKENS)),
         *("--kv-transfer-config", json.dumps(transfer)),
     ]
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        **{"PYTHONPATH": f"{ROOT / 'src'}:{points}", "HF_HUB_OFFLINE": "1"},
-        **{"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"},
-        **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "UCX_LOG_LEVEL": "error"},
-    }
-    print(f"starting vLLM as {role}, log {log}", flush=True)
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
-    return Vllm(f"http://127.0.0.1:{port}", log, process)
+    server = Vllm(role, command, port, environment(points))
+    print(f"starting vLLM as {role}, log {server.log}", flush=True)
+    return server
 
 
 class Neighbours(NamedTuple):
@@ -92,16 +73,14 @@ class Neighbours(NamedTuple):
 
 @pytest.fixture(scope="module")
 def neighbours(cast: Cast, model: Path, folder: Path) -> Iterator[Neighbours]:
-    with RendezvousServer() as rendezvous:
+    with RendezvousServer() as rendezvous, ExitStack() as stack:
         prefill = start("kv_producer", rendezvous.url, model, folder)
+        stack.callback(prefill.stop)
         decode = start("kv_consumer", f"http://127.0.0.1:{cast.one.bootstrap}", model, folder)
-        try:
-            for each in (prefill, decode):
-                until_up(f"{each.url}/health", each.process, each.log)
-            yield Neighbours(prefill, int(rendezvous.url.rpartition(":")[2]), decode)
-        finally:
-            prefill.stop()
-            decode.stop()
+        stack.callback(decode.stop)
+        for each in (prefill, decode):
+            each.wait_until_up()
+        yield Neighbours(prefill, int(rendezvous.url.rpartition(":")[2]), decode)
 
 
 def vllm_body(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from conftest import CHUNK, running
 from pairs import NUM_TOKENS, ask, new_room
 from prompts import LONG, SHORT
 from reference import Reference
-from servers import Server, Side
+from servers import Server, Side, make_way
 from transformers import AutoModelForCausalLM
 
 
@@ -39,6 +39,8 @@ def untied(model: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def staged(untied: Path, folder: Path, reference: Reference) -> Iterator[Staged]:
+    # Nobody asks the servers of earlier files any more.
+    make_way()
     follow = ("--load-balance-method", "follow_bootstrap_room")
     sides = (
         Side(role="prefill", page=16, flags=(*CHUNK, "--pp-size", "2"), times=2),

@@ -17,7 +17,7 @@ from conftest import CHUNK, running
 from pairs import NUM_TOKENS, ask, new_room
 from prompts import LONG, SHORT
 from reference import Reference
-from servers import Server, Side
+from servers import Server, Side, make_way
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 SAME = (
@@ -58,6 +58,8 @@ def own_reference(qwen: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def attentive(qwen: Path, folder: Path, own_reference: Reference) -> Iterator[Attentive]:
+    # Nobody asks the servers of earlier files any more.
+    make_way()
     parallel = ("--dp-size", "2", "--enable-dp-attention")
     follow = ("--load-balance-method", "follow_bootstrap_room")
     sides = (

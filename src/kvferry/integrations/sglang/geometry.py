@@ -4,7 +4,7 @@ SGLang keeps one K and one V buffer a layer (MLA: one buffer), pages of token ro
 buffer is a pointer, a length, and the length of a page. Which heads a rank has follows from
 SGLang's two ways of dealing them out: evenly, with neighbours that share a head where there are
 more ranks than heads; on a CPU it pads instead, and the padding, which no other side has, is
-nobody's.
+nobody's. Block scales and a draft's cache are pools of the same form; a draft's heads are its own.
 
 Pure.
 """
