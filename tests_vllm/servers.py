@@ -28,6 +28,8 @@ CACHE_BYTES = 256 << 20
 BLOCK_TOKENS = 32
 # Rooms whose id begins like this are not carried where the connector is ``skipping.py``.
 SKIPPED = "skip-"
+# Of these the recurrent state is not.
+STATELESS = "stateless-"
 Json = dict[str, Any]
 
 

@@ -1,4 +1,7 @@
-"""The negative control: a connector that says of some rooms that they came, and moves nothing."""
+"""The negative control: a connector that says of some rooms that they came, and moves nothing.
+
+Of some others it moves all but the recurrent state, which it puts where nobody reads it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.integrations.vllm.connector import KVFerryConnector
-from tests_vllm.servers import SKIPPED
+from kvferry.integrations.vllm.orders import BlocksByGroup
+from kvferry.integrations.vllm.paging import NULL_BLOCK
+from tests_vllm.servers import SKIPPED, STATELESS
 
 
 class SkippingConnector(KVFerryConnector):
@@ -21,8 +26,20 @@ class SkippingConnector(KVFerryConnector):
             replace(order, prefix=order.tokens, blocks=()) if order in skipped else order
             for order in orders.received
         ]
+        orders.received = [
+            replace(order, blocks=self._stateless(order.blocks))
+            if str(order.room).startswith(STATELESS)
+            else order
+            for order in orders.received
+        ]
         self._skipped: set[str] = {order.request for order in skipped}
         super().start_load_kv(forward_context, **kwargs)
+
+    def _stateless(self, blocks: BlocksByGroup) -> BlocksByGroup:
+        return tuple(
+            own if group.state is None else (NULL_BLOCK,)
+            for own, group in zip(blocks, self._kept, strict=True)
+        )
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)

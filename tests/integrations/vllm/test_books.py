@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.integrations.vllm.decode import DecodeBook
 from kvferry.integrations.vllm.orders import OpenRoom, PushTokens, ReceiveRoom
+from kvferry.integrations.vllm.paging import BlockCuts
 from kvferry.integrations.vllm.params import AskedOfDecode
 from kvferry.integrations.vllm.prefill import PrefillBook
 from kvferry.integrations.vllm.scheduler import SchedulerPart
@@ -16,7 +17,7 @@ from kvferry.integrations.vllm.scheduler import SchedulerPart
 
 def prefill_book() -> PrefillBook:
     rooms = iter(["r1", "r2", "r3"])
-    return PrefillBook("prefill-0", block_tokens=16, room=lambda: next(rooms))
+    return PrefillBook("prefill-0", BlockCuts(16), room=lambda: next(rooms))
 
 
 # ---------------------------------------------------------------- prefill
@@ -115,7 +116,7 @@ ASKED = AskedOfDecode("r", "prefill-0")
 
 
 def decode_book() -> DecodeBook:
-    book = DecodeBook()
+    book = DecodeBook(BlockCuts(16))
     book.begin("a", ASKED, 40, b"d")
     return book
 
@@ -198,7 +199,7 @@ def request(params: object, **more: Any) -> Any:
 
 
 def part() -> SchedulerPart:
-    return SchedulerPart(prefill_book(), DecodeBook(), model="m", dtype="float32")
+    return SchedulerPart(prefill_book(), DecodeBook(BlockCuts(16)), model="m", dtype="float32")
 
 
 def no_step() -> Any:
@@ -254,8 +255,8 @@ def test_a_prompt_of_more_than_ids_is_not_carried(lacks: dict[str, Any]) -> None
 
 
 def with_windows() -> SchedulerPart:
-    books = prefill_book(), DecodeBook()
-    return SchedulerPart(*books, model="m", dtype="float32", has_windows=True)
+    books = prefill_book(), DecodeBook(BlockCuts(16))
+    return SchedulerPart(*books, model="m", dtype="float32", leaves_last=True)
 
 
 def test_behind_a_window_decode_computes_the_last_token_itself() -> None:

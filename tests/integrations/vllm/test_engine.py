@@ -10,6 +10,7 @@ import pytest
 from kvferry import InputError
 from kvferry.integrations.vllm.caches import BlockGroup
 from kvferry.integrations.vllm.engine import block_groups, replica_of
+from kvferry.integrations.vllm.states import StateSpec
 
 
 def spec(kind: str, **more: Any) -> Any:
@@ -19,6 +20,14 @@ def spec(kind: str, **more: Any) -> Any:
 
 FULL = spec("FullAttentionSpec", sliding_window=64)
 SLIDING = spec("SlidingWindowSpec", sliding_window=64, extra_retained_tokens=2)
+STATE = spec(
+    "MambaSpec",
+    block_size=1024,
+    shapes=[[3, 48], [4, 8, 2]],
+    dtypes=["torch.bfloat16", "torch.float32"],
+    mamba_type=SimpleNamespace(name="MAMBA2"),
+    tp_replicated=False,
+)
 
 
 def groups(*specs: Any, hybrid: bool = True, draft: object = None) -> list[BlockGroup]:
@@ -36,6 +45,13 @@ def test_a_window_keeps_what_the_next_token_sees() -> None:
     assert sliding == BlockGroup(frozenset({"1"}), window=65)
 
 
+def test_state_has_blocks_of_another_size_beside_attention() -> None:
+    full, state = groups(FULL, STATE)
+    assert full.state is None
+    assert state.window is None
+    assert state.state == StateSpec("MAMBA2", ((3, 48), (4, 8, 2)), ("bfloat16", "float32"), 1024)
+
+
 def test_with_the_hybrid_allocator_off_all_is_kept() -> None:
     assert [group.window for group in groups(SLIDING, hybrid=False)] == [None]
 
@@ -48,7 +64,8 @@ def test_layers_of_one_kind_may_differ_in_size() -> None:
 @pytest.mark.parametrize(
     ("kept", "draft", "said"),
     [
-        (spec("MambaSpec"), None, "recurrent state"),
+        (STATE, object(), "recurrent state .* speculative decoding"),
+        (spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": STATE}), None, "several forms"),
         (spec("ChunkedLocalAttentionSpec"), None, "--disable-hybrid-kv-cache-manager"),
         (spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": SLIDING}), None, "SlidingWindowSpec"),
         (SLIDING, object(), "speculative decoding"),

@@ -147,15 +147,15 @@ def test_groups_with_blocks_of_their_own_share_memory(undo: ExitStack) -> None:
     assert not here[names[2]][null].any()
 
 
-def test_recurrent_state_is_refused(undo: ExitStack) -> None:
+def test_a_cache_of_several_tensors_is_refused(undo: ExitStack) -> None:
     worker = WorkerPart(
         read_settings({"rendezvous": "http://127.0.0.1:1", "instance": "p"}), None, "p", "m"
     )
     engine = EngineShape(1, (1,), 0, HEADS, 16, on_cpu=True)
-    state = {"model.layers.0.mixer": [torch.zeros(4, 4)]}
-    with pytest.raises(InputError, match="recurrent state can't be carried yet"):
+    several = {"model.layers.0.mixer": [torch.zeros(4, 4)]}
+    with pytest.raises(InputError, match="no single tensor"):
         worker.register(
-            state,  # type: ignore[arg-type]
+            several,  # type: ignore[arg-type]
             engine,
             sends=True,
             receives=False,

@@ -3,7 +3,7 @@
 Since 0.32 every layer's cache is a view ``[blocks, heads, tokens, content]``, whatever the order
 in memory; content is a token's K and V of one head, or an MLA latent. It travels as one tensor.
 Layers that are cached alike, and have the same blocks, are one group. On a CPU (``paging.py``) a
-page and head is one cell.
+page and head is one cell. Recurrent state (``states.py``) is registered as a block's bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from kvferry import (
     Tensor,
     Window,
 )
+from kvferry.integrations.states import StatePart
 from kvferry.integrations.vllm.paging import BlockTables, Paging
+from kvferry.integrations.vllm.states import PlacedState, StateSharding, StateSpec, place_states
 
 ONLY_GROUP = "kv"
 
@@ -40,7 +42,8 @@ class CacheView(NamedTuple):
 class EngineShape(NamedTuple):
     """What matters of an engine: its sharding, and the whole model's layers and KV heads.
 
-    ``stages`` are the layers of each pipeline stage; with MLA ``num_heads`` is 1.
+    ``stages`` are the layers of each pipeline stage; with MLA ``num_heads`` is 1. For recurrent
+    state: whether a convolution's channels come before its inputs, and how many groups share B, C.
     """
 
     tp: int
@@ -49,6 +52,13 @@ class EngineShape(NamedTuple):
     num_heads: int
     block_tokens: int
     on_cpu: bool
+    channels_first: bool = False
+    bc_groups: int | None = None
+
+    @property
+    def state_sharding(self) -> StateSharding:
+        """How recurrent state is dealt out."""
+        return StateSharding(self.tp, self.channels_first, self.bc_groups)
 
     @property
     def num_layers(self) -> int:
@@ -75,20 +85,26 @@ class EngineShape(NamedTuple):
 class BlockGroup(NamedTuple):
     """One of vLLM's cache groups: layers with the same blocks.
 
-    ``window`` is how many tokens before the next one are kept; None is all of them.
+    ``window`` is how many tokens before the next one are kept; None is all of them. With ``state``
+    none are, but what was made of them.
     """
 
     names: frozenset[str]
     window: int | None = None
+    state: StateSpec | None = None
 
 
 class CachePlan(NamedTuple):
-    """The layout, how blocks become pages, and which tensor is which layer of which group."""
+    """The layout, how blocks become pages, and which tensor is which layer of which group.
+
+    ``states`` are where in a block's bytes a part of some layers' state lies.
+    """
 
     layout: Layout
     tables: BlockTables
     names: dict[str, dict[int, str]]
     tensor: str
+    states: tuple[tuple[StatePart, dict[int, str]], ...] = ()
 
 
 def plan_caches(
@@ -99,25 +115,36 @@ def plan_caches(
     Without ``kept`` all layers have the same blocks and keep all tokens.
     """
     kept = kept or [BlockGroup(frozenset(views))]
+    engine = engine.with_draft(max((layer_of(name)[0] for name in views), default=-1))
+    found = _groups(views, engine, kept)
+    placed = _states(found, engine, kept)
+    found = {name: alike for name, alike in found.items() if kept[alike.place].state is None}
+    views = {name: views[name] for alike in found.values() for name in alike.layers.values()}
     if not views:
-        raise InputError("vLLM registered no KV cache; this model has nothing to carry")
+        raise InputError("vLLM registered no KV cache of attention; this model can't be carried")
     for name, view in views.items():
         _demand_carriable(name, view)
-    engine = engine.with_draft(max(layer_of(name)[0] for name in views))
     page_tokens = _the_same({view.shape[2] for view in views.values()}, "blocks of", "tokens")
     paging = Paging(engine.block_tokens, page_tokens, engine.on_cpu)
     order = _order(views)
     tensor = f"blocks_of_{page_tokens}_tokens" if engine.on_cpu else "content"
-    found = _groups(views, engine, kept)
     groups = tuple(
         _group(name, alike, views[min(alike.layers.items())[1]], engine, (tensor, paging))
         for name, alike in found.items()
     )
     sharding = Parallel(tp=engine.tp, pp=len(engine.stages), stages=engine.stages)
-    spec = CacheSpec(num_layers=engine.num_layers, groups=groups)
+    of_states = [(alike, group) for alike, own in placed for group in own.groups]
+    spec = CacheSpec(engine.num_layers, groups + tuple(group for _, group in of_states))
     layout = Layout(spec, sharding, page_tokens=paging.page_cells, order=order)
-    tables = BlockTables(paging, groups, {name: alike.place for name, alike in found.items()})
-    return CachePlan(layout, tables, {name: alike.layers for name, alike in found.items()}, tensor)
+    tables = BlockTables(
+        paging,
+        groups,
+        {name: alike.place for name, alike in found.items()},
+        {group.name: alike.place for alike, group in of_states},
+    )
+    names = {name: alike.layers for name, alike in found.items()}
+    parts = tuple((part, alike.layers) for alike, own in placed for part in own.parts)
+    return CachePlan(layout, tables, names, tensor, parts)
 
 
 def layer_of(name: str) -> tuple[int, str]:
@@ -138,7 +165,7 @@ def _demand_carriable(name: str, view: CacheView) -> None:
     if len(view.shape) != 4 or min(view.shape, default=0) < 1:
         raise InputError(
             f"vLLM's cache {name!r:.200} has shape {list(view.shape)}, not [blocks, heads, tokens, "
-            f"content]; what is no attention cache (recurrent state) can't be carried yet"
+            f"content]; what is no attention cache can't be carried yet"
         )
     if view.strides[3] != 1:
         raise InputError(
@@ -207,6 +234,26 @@ def _groups(
     return found
 
 
+def _states(
+    found: Mapping[str, _Alike], engine: EngineShape, kept: Sequence[BlockGroup]
+) -> list[tuple[_Alike, PlacedState]]:
+    """Per kind of recurrent state, the layers that have it and where it lies in their blocks."""
+    placed = []
+    for name, alike in found.items():
+        spec = kept[alike.place].state
+        if spec is not None:
+            numbers = _numbers(alike, engine)
+            own = place_states(name, numbers, spec, engine.state_sharding)
+            placed += [(alike, each) for each in own]
+    return placed
+
+
+def _numbers(alike: _Alike, engine: EngineShape) -> list[int]:
+    """The layers of a group; with several stages every layer is of every group, as was demanded."""
+    several = len(engine.stages) > 1
+    return list(range(engine.num_layers)) if several else sorted(alike.layers)
+
+
 def _group(
     role: str,
     alike: _Alike,
@@ -216,13 +263,10 @@ def _group(
 ) -> Group:
     _, num_heads, _, content = view.shape
     units = _units(role, num_heads, engine)
-    # With several stages every layer is of every group, as was demanded.
-    several = len(engine.stages) > 1
-    numbers = tuple(range(engine.num_layers)) if several else tuple(sorted(alike.layers))
     name, paging = tensor
     kind = Paged() if alike.window is None else Window(paging.window_cells(alike.window))
     held = Tensor(name, DType.parse(view.dtype), content * paging.cell_tokens)
-    return Group(role, kind, numbers, units, (held,))
+    return Group(role, kind, tuple(_numbers(alike, engine)), units, (held,))
 
 
 def _units(role: str, num_heads: int, engine: EngineShape) -> int:

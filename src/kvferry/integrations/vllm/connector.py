@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.integrations.vllm.decode import DecodeBook
@@ -30,6 +31,7 @@ from kvferry.integrations.vllm.engine import (
 )
 from kvferry.integrations.vllm.metrics import FerryMetrics, FerryStats
 from kvferry.integrations.vllm.orders import DecodeOrders, PrefillOrders
+from kvferry.integrations.vllm.paging import BlockCuts
 from kvferry.integrations.vllm.prefill import PrefillBook
 from kvferry.integrations.vllm.scheduler import SchedulerPart
 from kvferry.integrations.vllm.settings import demand_known, read_settings
@@ -75,13 +77,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         model = model_name(vllm_config, settings.model)
         self._arrivals = Arrivals(set(), set(), set(), {})
         if role is KVConnectorRole.SCHEDULER:
-            block_tokens = vllm_config.cache_config.block_size
+            states = {p: g.state for p, g in enumerate(self._kept) if g.state is not None}
+            cuts = BlockCuts(vllm_config.cache_config.block_size, states)
             self._scheduler = SchedulerPart(
-                PrefillBook(name, block_tokens) if config.is_kv_producer else None,
-                DecodeBook() if config.is_kv_consumer else None,
+                PrefillBook(name, cuts) if config.is_kv_producer else None,
+                DecodeBook(cuts) if config.is_kv_consumer else None,
                 model=model,
                 dtype=cache_dtype(vllm_config),
-                has_windows=any(group.window is not None for group in self._kept),
+                leaves_last=bool(states) or any(g.window is not None for g in self._kept),
             )
         else:
             self._worker = WorkerPart(settings, key, name, model)
@@ -139,7 +142,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         on_cpu = isinstance(first, torch.Tensor) and first.device.type == "cpu"
         self._worker.register(
             kv_caches,
-            engine_shape(self._vllm_config, rank, on_cpu=on_cpu),
+            engine_shape(
+                *(self._vllm_config, rank), on_cpu=on_cpu, channels_first=is_conv_state_dim_first()
+            ),
             self._kept,
             sends=config.is_kv_producer,
             receives=config.is_kv_consumer,

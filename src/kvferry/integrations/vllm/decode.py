@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvferry import Room
 from kvferry.integrations.vllm.orders import DecodeOrders, ReceiveRoom
+from kvferry.integrations.vllm.paging import BlockCuts
 from kvferry.integrations.vllm.params import AskedOfDecode
 
 
@@ -29,7 +30,8 @@ class TargetRequest:
 class DecodeBook:
     """One scheduler's requests that others compute. ``orders`` are taken each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuts: BlockCuts) -> None:
+        self._cuts = cuts
         self._requests: dict[str, TargetRequest] = {}
         self._rooms: set[Room] = set()
         self.orders = DecodeOrders()
@@ -73,7 +75,7 @@ class DecodeBook:
         self.orders.received.append(
             ReceiveRoom(
                 *(request, known.asked.room, known.asked.prefill, known.num_tokens, prefix),
-                tuple(map(tuple, blocks)),
+                self._cuts.named(blocks, 0, known.num_tokens),
                 known.digest,
             )
         )

@@ -10,10 +10,14 @@ from typing import Any
 
 from kvferry import InputError, model_fingerprint
 from kvferry.integrations.vllm.caches import BlockGroup, EngineShape
+from kvferry.integrations.vllm.states import StateSpec
 
 # vLLM's kinds of cache that keep every token, and those that keep a window of them.
 KEEP_ALL = ("FullAttentionSpec", "MLAAttentionSpec")
 KEEP_WINDOW = ("SlidingWindowSpec",)
+KEEP_STATE = "MambaSpec"
+# How configurations call the number of groups of heads that share a Mamba-2 layer's B and C.
+BC_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 
 
 def demand_carriable(vllm_config: Any) -> None:
@@ -27,15 +31,22 @@ def demand_carriable(vllm_config: Any) -> None:
 def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup]:
     """vLLM's cache groups, or an ``InputError`` for one that can't be carried."""
     groups = kv_cache_config.kv_cache_groups
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+    has_state = any(type(group.kv_cache_spec).__name__ == KEEP_STATE for group in groups)
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and not has_state:
         return [BlockGroup(frozenset(group.layer_names)) for group in groups]
-    found = [BlockGroup(frozenset(g.layer_names), _window(g.kv_cache_spec)) for g in groups]
+    found = [_block_group(frozenset(g.layer_names), g.kv_cache_spec) for g in groups]
+    if vllm_config.speculative_config is not None and has_state:
+        raise InputError(
+            "recurrent state (Mamba) can't be carried with speculative decoding yet; leave out "
+            "--speculative-config"
+        )
     if vllm_config.speculative_config is not None and any(g.window is not None for g in found):
         raise InputError(
             "windows can't be carried with speculative decoding yet; give vLLM "
             "--disable-hybrid-kv-cache-manager"
         )
-    sizes = {group.kv_cache_spec.block_size for group in groups}
+    paged = zip(groups, found, strict=True)
+    sizes = {group.kv_cache_spec.block_size for group, own in paged if own.state is None}
     if len(sizes) > 1:
         shown = ", ".join(map(str, sorted(sizes)))
         raise InputError(
@@ -43,6 +54,19 @@ def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup]:
             f"vLLM --disable-hybrid-kv-cache-manager"
         )
     return found
+
+
+def _block_group(names: frozenset[str], spec: Any) -> BlockGroup:
+    if type(spec).__name__ != KEEP_STATE:
+        return BlockGroup(names, _window(spec))
+    state = StateSpec(
+        spec.mamba_type.name,
+        tuple(map(tuple, spec.shapes)),
+        tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
+        spec.block_size,
+        spec.tp_replicated,
+    )
+    return BlockGroup(names, state=state)
 
 
 def _window(spec: Any) -> int | None:
@@ -53,16 +77,21 @@ def _window(spec: Any) -> int | None:
         return None
     if kinds <= set(KEEP_WINDOW) and not of_layers:
         return int(spec.sliding_window - 1 + spec.extra_retained_tokens)
-    if "MambaSpec" in kinds:
-        raise InputError("recurrent state (Mamba) can't be carried yet; serve this model whole")
+    if KEEP_STATE in kinds:
+        raise InputError(
+            "recurrent state (Mamba) of several forms in one cache group can't be carried yet; "
+            "serve this model whole"
+        )
     raise InputError(
         f"vLLM's {', '.join(sorted(kinds))} can't be carried in cache groups of its own yet; give "
         f"vLLM --disable-hybrid-kv-cache-manager"
     )
 
 
-def engine_shape(vllm_config: Any, rank: int, *, on_cpu: bool) -> EngineShape:
-    """One rank's place in its engine."""
+def engine_shape(
+    vllm_config: Any, rank: int, *, on_cpu: bool, channels_first: bool = False
+) -> EngineShape:
+    """One rank's place in its engine. ``channels_first``: so convolutions keep their state."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     return EngineShape(
@@ -72,7 +101,15 @@ def engine_shape(vllm_config: Any, rank: int, *, on_cpu: bool) -> EngineShape:
         num_heads=num_heads,
         block_tokens=vllm_config.cache_config.block_size,
         on_cpu=on_cpu,
+        channels_first=channels_first,
+        bc_groups=_bc_groups(model.hf_text_config),
     )
+
+
+def _bc_groups(config: Any) -> int | None:
+    """How many groups share a Mamba-2 layer's B and C, if the model's configuration says."""
+    found = (getattr(config, name, None) for name in BC_GROUPS)
+    return next((int(number) for number in found if number is not None), None)
 
 
 def _stages(vllm_config: Any) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from kvferry import Room
 
-# A request's blocks, or some of them, in each of vLLM's cache groups.
+# A request's blocks, or some of them, in each of vLLM's cache groups; where that holds recurrent
+# state, the one block that has it.
 BlocksByGroup = tuple[tuple[int, ...], ...]
 
 

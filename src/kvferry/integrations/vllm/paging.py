@@ -5,7 +5,8 @@ those. On a GPU a cell is a token. On a CPU the kernels keep the K of a (block, 
 so a part of a block means nothing anywhere else: there a cell is a whole page.
 
 vLLM's cache groups each have blocks of their own for a request. Where layers see a window, the
-blocks before it are given away while the prompt is still computed, and are never named.
+blocks before it are given away while the prompt is still computed, and are never named. Where
+layers keep state, one block has it, and the others of its list are of no interest.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from kvferry import Group, InputError
 from kvferry.integrations.vllm.orders import BlocksByGroup
+from kvferry.integrations.vllm.states import StateSpec
 
 # As a push takes them; None is a page that a window has dropped.
 PagesByGroup = dict[str, list[int | None]]
@@ -67,12 +69,45 @@ class Paging(msgspec.Struct, frozen=True):
         return list(pages[first // self.page_cells : -(-end // self.page_cells)])
 
 
+class BlockCuts(msgspec.Struct, frozen=True):
+    """What a scheduler names of a request's block lists. ``states``: the place of each that has it.
+
+    Of a list with state that is the block which has it after the last of the tokens.
+    """
+
+    block_tokens: int
+    states: Mapping[int, StateSpec] = {}
+
+    def named(
+        self, blocks: Sequence[Sequence[int]], first_block: int, num_tokens: int
+    ) -> BlocksByGroup:
+        """The blocks from that number on in which the request's first tokens lie."""
+        end = -(-num_tokens // self.block_tokens)
+        return tuple(
+            tuple(own[spec.block_at(num_tokens) :][:1]) if spec else tuple(own[first_block:end])
+            for own, spec in ((own, self.states.get(p)) for p, own in enumerate(blocks))
+        )
+
+
+# A block that no request has: vLLM's own placeholder.
+NULL_BLOCK = 0
+
+
 class BlockTables(msgspec.Struct, frozen=True):
-    """Which of vLLM's block lists each of a layout's groups has, by its place among them."""
+    """Which of vLLM's block lists each of a layout's groups has, by its place among them.
+
+    ``groups`` are those with pages, ``states`` the places of those with state rows.
+    """
 
     paging: Paging
     groups: tuple[Group, ...]
     places: Mapping[str, int]
+    states: Mapping[str, int] = {}
+
+    def rows(self, blocks: BlocksByGroup) -> dict[str, int] | None:
+        """A request's state rows, if the layout has any. Who wants nothing names no block."""
+        rows = {n: blocks[place][0] if blocks else NULL_BLOCK for n, place in self.states.items()}
+        return rows or None
 
     def wanted(self, blocks: BlocksByGroup, num_cells: int, cached: int) -> dict[str, list[int]]:
         """Per group, the pages that a target with so many cached cells wants to have filled."""

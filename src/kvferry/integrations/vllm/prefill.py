@@ -15,6 +15,7 @@ from typing import Any
 
 from kvferry import Room
 from kvferry.integrations.vllm.orders import OpenRoom, PrefillOrders, PushTokens
+from kvferry.integrations.vllm.paging import BlockCuts
 from kvferry.integrations.vllm.params import for_decode
 
 
@@ -39,11 +40,9 @@ class SourceRequest:
 class PrefillBook:
     """One scheduler's requests for other instances to decode. ``orders`` are taken each step."""
 
-    def __init__(
-        self, instance: str, block_tokens: int, room: Callable[[], Room] = new_room
-    ) -> None:
+    def __init__(self, instance: str, cuts: BlockCuts, room: Callable[[], Room] = new_room) -> None:
         self._instance = instance
-        self._block_tokens = block_tokens
+        self._cuts = cuts
         self._new_room = room
         self._requests: dict[str, SourceRequest] = {}
         # Rooms that were chosen elsewhere, until every rank has released them.
@@ -79,11 +78,10 @@ class PrefillBook:
             self.orders.opened.append(OpenRoom(request, known.room, known.num_tokens))
         end = min(end, known.num_tokens)
         known.is_closed = end == known.num_tokens
-        first = known.computed // self._block_tokens
-        upto = -(-end // self._block_tokens)
+        first = known.computed // self._cuts.block_tokens
         digest = known.digest if known.is_closed else None
         known.computed = end
-        chunk = tuple(tuple(own[first:upto]) for own in blocks)
+        chunk = self._cuts.named(blocks, first, end)
         self.orders.pushed.append(PushTokens(known.room, end, first, chunk, digest))
 
     def preempted(self, request: str) -> None:

@@ -32,18 +32,19 @@ class SchedulerPart:
         *,
         model: str,
         dtype: str,
-        has_windows: bool = False,
+        leaves_last: bool = False,
     ) -> None:
-        """``has_windows``: what precedes a layer's window is gone when the prompt is computed.
+        """``leaves_last``: a prompt's last token is computed at decode alone.
 
-        vLLM computes a prompt's last token at decode to have the first one of the answer, and that
-        token sees one further back than the next. So then it is computed there alone.
+        vLLM computes it there in any case, to have the first one of the answer. Where a layer has
+        a window, that token sees one further back than the next; where it has recurrent state, the
+        state must not have seen it yet.
         """
         self._prefill = prefill
         self._decode = decode
         self._model = model
         self._dtype = dtype
-        self._num_left = int(has_windows)
+        self._num_left = int(leaves_last)
 
     # ------------------------------------------------------------ requests come
 

@@ -177,8 +177,12 @@ class SourceRooms:
         if ahead is not None:
             known.pages.end = ahead[0][1]
         if push.digest is not None:
-            cells_in_all = self._tables.paging.cells(push.end)
-            known.handle.close(tokens=cells_in_all, after=computed, digest=push.digest)
+            known.handle.close(
+                tokens=self._tables.paging.cells(push.end),
+                states=self._tables.rows(push.blocks),
+                after=computed,
+                digest=push.digest,
+            )
 
     def handles(self) -> list[Outgoing]:
         """Of all rooms that are held here."""

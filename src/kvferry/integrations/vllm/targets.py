@@ -107,6 +107,7 @@ class TargetRooms:
             tokens=num_cells,
             prefix=cached,
             pages=self._tables.wanted(order.blocks, num_cells, cached),
+            states=self._tables.rows(order.blocks),
             digest=order.digest,
         )
 

@@ -19,6 +19,7 @@ from kvferry import (
     SourceEndpoint,
     TargetEndpoint,
 )
+from kvferry.integrations.states import StatePart
 from kvferry.integrations.vllm.caches import (
     BlockGroup,
     CachePlan,
@@ -142,8 +143,8 @@ def _distinct(caches: Mapping[str, Any], kept: Sequence[BlockGroup]) -> dict[str
     for name, cache in caches.items():
         if not isinstance(cache, torch.Tensor):
             raise InputError(
-                f"vLLM's cache {name!r:.200} is no single tensor; recurrent state can't be "
-                f"carried yet"
+                f"vLLM's cache {name!r:.200} is no single tensor, which can't be carried; use the "
+                f"vLLM that this connector was written for"
             )
         if cache.device.type not in ("cpu", "cuda"):
             raise InputError(f"caches on {cache.device.type} can't be carried; use a CPU or CUDA")
@@ -161,10 +162,21 @@ def pools_of(
     plan: CachePlan, caches: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, dict[int, torch.Tensor]]]:
     """The caches as views that an endpoint takes: group, tensor, layer."""
-    return {
+    pools = {
         group: {plan.tensor: {layer: _pool(plan, caches[name]) for layer, name in layers.items()}}
         for group, layers in plan.names.items()
     }
+    for part, layers in plan.states:
+        rows = {layer: _rows(part, caches[name]) for layer, name in layers.items()}
+        pools.setdefault(part.group, {})[part.tensor] = rows
+    return pools
+
+
+def _rows(part: StatePart, cache: torch.Tensor) -> torch.Tensor:
+    """A part of every block's bytes, unit by unit."""
+    blocks = cache.flatten(1).view(torch.uint8)
+    end = part.first_byte + part.num_units * part.unit_bytes
+    return blocks[:, part.first_byte : end].view(-1, part.num_units, part.unit_bytes)
 
 
 def _pool(plan: CachePlan, cache: torch.Tensor) -> torch.Tensor:
