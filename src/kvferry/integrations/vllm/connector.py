@@ -91,6 +91,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ------------------------------------------------------------ for the scheduler
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether cached attention is of use where the state after it is not cached: that comes.
+
+        A window that is not cached as far would not.
+        """
+        return all(group.window is None for group in self._kept)
+
     def on_new_request(self, request: Any) -> None:
         """A request has come."""
         self._scheduler.arrived(request)
