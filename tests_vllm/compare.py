@@ -138,6 +138,8 @@ def started(deployment: Deployment, connector: str, transport: str) -> Pair:
                 transfer=transfer,
                 more="--no-enable-prefix-caching",
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(later_port()),
+                # Processes as vLLM has them on a CPU by default, for both connectors.
+                VLLM_ENABLE_V1_MULTIPROCESSING="1",
             )
         )
     for server in made:
