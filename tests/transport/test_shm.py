@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from kvferry.transport.shm import ShmTransport
 PAGE = 4096
 # How the scripts of this module begin.
 PROLOGUE = """
-    import os, signal, sys
+    import os, signal, sys, time
     import msgspec
     from kvferry.regions import Region
     from kvferry.testing.transports import copy_by_memmove
@@ -97,6 +98,19 @@ def exists(name: str) -> bool:
     except TransportError:
         return False
     return True
+
+
+def kill_tree(pid: int, number: int) -> None:
+    """As engines end their own: every descendant, and then the process."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    doomed = [pid]
+    for each in doomed:
+        doomed += [child for child, parent in parents.items() if parent == each]
+    for each in reversed(doomed):
+        os.kill(each, number)
 
 
 def await_gone(name: str) -> None:
@@ -223,11 +237,15 @@ class TestLife:
         assert [ended.fate for ended in ours.poll()] == [Fate.FAILED, Fate.FAILED]
         assert not array.any()
 
-    @pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["alone", "with its group"])
+    @pytest.mark.parametrize("kill", [os.kill, os.killpg, kill_tree], ids=lambda it: it.__name__)
     def test_whoever_is_killed_leaves_nothing_behind(self, kill: Callable[..., None]) -> None:
         body = """
+            import torch
+            cache = torch.zeros(1000)
+            transport.adopt([cache])
             array = registered(1 << 20)
-            print(name_of(transport), flush=True)
+            made = segments.find_shared(cache.data_ptr(), 4000).path.removeprefix("/dev/shm")
+            print(name_of(transport), made, flush=True)
             sys.stdin.read()
         """
         child = subprocess.Popen(
@@ -240,10 +258,11 @@ class TestLife:
         )
         with child:
             assert child.stdout is not None
-            name = child.stdout.readline().strip()
-            assert exists(name)
+            names = child.stdout.readline().split()
+            assert [exists(name) for name in names] == [True, True]
             kill(child.pid, signal.SIGKILL)
-            await_gone(name)
+            for name in names:
+                await_gone(name)
 
     def test_what_a_forked_child_makes_goes_with_it_and_nothing_else(self) -> None:
         body = """
@@ -276,8 +295,16 @@ class TestLife:
     def test_a_sweeper_that_was_ended_is_replaced(self) -> None:
         body = """
             first = segments.Segment(100)
-            os.kill(segments._sweeper.pid, signal.SIGKILL)
-            os.waitpid(segments._sweeper.pid, 0)
+            pipe = os.readlink(f"/proc/self/fd/{segments._sweeper._pipe}")
+            for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+                try:
+                    if pid != os.getpid() and os.readlink(f"/proc/{pid}/fd/0") == pipe:
+                        os.kill(pid, signal.SIGKILL)
+                        print("killed", flush=True)
+                        while os.path.exists(f"/proc/{pid}"):
+                            time.sleep(0.01)
+                except OSError:
+                    continue
             second = segments.Segment(100)
             print(first.name, second.name, flush=True)
             signal.pause()
@@ -289,6 +316,7 @@ class TestLife:
         )
         with child:
             assert child.stdout is not None
+            assert child.stdout.readline() == "killed\n"
             names = child.stdout.readline().split()
             assert exists(names[1])
             child.kill()

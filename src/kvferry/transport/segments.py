@@ -154,6 +154,13 @@ def linked(address: int, num_bytes: int) -> Linked | None:
     return Linked(mapped) if mapped else None
 
 
+def sweep_with_us(address: int, num_bytes: int) -> None:
+    """Have the name of this memory removed when this process is gone, whoever made it."""
+    mapped = find_shared(address, num_bytes)
+    if mapped:
+        _sweeper.add(mapped.path.removeprefix(_FOLDER))
+
+
 def find_shared(address: int, num_bytes: int) -> Mapped | None:
     """The shared, named segment that these bytes of this process lie in, if any."""
     try:

@@ -1,9 +1,10 @@
 """The sweeper: a small process that removes the shared memory that its maker left behind.
 
 It reads names until its maker is gone, however that came about, and takes away those that were
-not taken back. It is in a session of its own, because whoever ends an engine often kills its
-whole process group, and Python's own resource tracker with it. This file is run by its path: it
-imports nothing of ours, so it starts at once and holds little.
+not taken back. It is in a session of its own and nobody's child, because whoever ends an engine
+often kills its whole process group, or all its descendants, and Python's own resource tracker
+with them. This file is run by its path: it imports nothing of ours, so it starts at once and
+holds little.
 """
 
 from __future__ import annotations
@@ -23,34 +24,29 @@ class Sweeper:
         self._lock = threading.Lock()
         self._names: set[str] = set()
         self._pipe = -1
-        self.pid = 0
         os.register_at_fork(after_in_child=self._forget)
 
     def add(self, name: str) -> None:
         """Take this name away when this process is gone. Tell it before it is made."""
         with self._lock:
             self._names.add(name)
-            self._tell(f"+{name}\n")
+            try:
+                os.write(self._pipe, f"+{name}\n".encode())
+            except OSError:
+                # There is none yet, or somebody has ended it.
+                self._start()
+                os.write(self._pipe, "".join(f"+{each}\n" for each in self._names).encode())
 
     def discard(self, name: str) -> None:
         """This name is gone."""
         with self._lock:
             self._names.discard(name)
-            self._tell(f"-{name}\n")
-
-    def _tell(self, line: str) -> None:
-        try:
-            os.write(self._pipe, line.encode())
-        except OSError:
-            # There is none yet, or somebody has ended it.
-            self._start()
-            os.write(self._pipe, "".join(f"+{name}\n" for name in self._names).encode())
+            with suppress(OSError):  # Then the next is told what there is.
+                os.write(self._pipe, f"-{name}\n".encode())
 
     def _start(self) -> None:
         if self._pipe >= 0:
             os.close(self._pipe)
-            with suppress(ChildProcessError):  # Somebody else has reaped it.
-                os.waitpid(self.pid, os.WNOHANG)
         from multiprocessing.spawn import get_executable  # noqa: PLC0415 - not in the sweeper
 
         python = os.fsdecode(get_executable())
@@ -60,9 +56,9 @@ class Sweeper:
         actions = [(os.POSIX_SPAWN_DUP2, theirs, 0), *quiet]
         arguments = [python, "-I", "-S", __file__]
         try:
-            self.pid = os.posix_spawn(
-                python, arguments, os.environ, file_actions=actions, setsid=True
-            )
+            child = os.posix_spawn(python, arguments, os.environ, file_actions=actions, setsid=True)
+            with suppress(ChildProcessError):  # Where the program lets the kernel reap.
+                os.waitpid(child, 0)
         finally:
             os.close(theirs)
 
@@ -77,6 +73,8 @@ class Sweeper:
 
 def sweep() -> None:
     """Read names from the standard input to its end, and remove those that were left."""
+    if os.fork():
+        os._exit(0)
     # Libraries leave descriptors open to whatever a process starts: sockets, devices.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

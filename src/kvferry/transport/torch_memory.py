@@ -46,3 +46,5 @@ def _move(storage: Any) -> None:
         ) from error
     finally:
         sharing.set_sharing_strategy(before)
+    # torch's own daemon is a child of this process, and may be killed with it.
+    segments.sweep_with_us(storage.data_ptr(), num_bytes)
