@@ -138,12 +138,23 @@ def test_a_story_is_asked_of_everybody_once_and_put_together() -> None:
     assert book.take(view(clock=2.0, stories=(source(),)), 1.1).rooms == ()
     assert not book.is_told("17", 1.1)
     assert book.take(view("target", clock=1.0), 1.2).rooms == ("17",)
+    assert not book.is_told("17", 1.2), "who was asked just now has not answered yet"
     book.take(view("target", clock=1.1, stories=(target(),)), 1.3)
     assert book.is_told("17", 1.3)
     story = book.waterfall("17")
     assert story is not None
     assert {bar.endpoint for bar in story.bars} == {"p/0", "d/0"}
     assert book.waterfall("18") is None
+
+
+def test_who_knows_nothing_of_a_room_answers_with_the_next_view() -> None:
+    book = ClusterBook()
+    book.take(view(), 0.0)
+    book.ask("17", 1.0)
+    assert book.take(view(clock=1.0), 1.0).rooms == ("17",)
+    assert not book.is_told("17", 1.0)
+    book.take(view(clock=1.1), 1.1)
+    assert book.is_told("17", 1.1)
 
 
 def test_a_room_and_a_failure_are_shown_once() -> None:

@@ -113,6 +113,8 @@ class ClusterBook:
 
     def take(self, view: EndpointView, now: float) -> Wishes:
         """A view has come; what is wanted of its endpoint."""
+        # First: what it is asked for now, it answers with its next view.
+        self._hear_stories(view)
         name, wishes = view.name, self._wishes(view, now)
         known = self._known.get(name)
         if known is None or known.view.incarnation != view.incarnation:
@@ -123,7 +125,6 @@ class ClusterBook:
             known.before, known.view = known.view, view
             known.told_at, known.every_s = now, wishes.every_s
             known.layout = view.layout or known.layout
-        self._hear_stories(view)
         return wishes
 
     def _wishes(self, view: EndpointView, now: float) -> Wishes:
