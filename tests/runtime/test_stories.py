@@ -57,7 +57,7 @@ def over(book: StoryBook, room: Room, seconds: float = 0.0, *held: Room) -> None
     handle = opened(book, room)
     handle.begun = book.now - seconds
     book.ended(handle, Done())
-    book.tidy(lambda: set(held))
+    book.tidy(set(held).__and__)
 
 
 def test_the_oldest_rooms_are_forgotten() -> None:
@@ -133,7 +133,7 @@ def test_of_a_long_room_its_beginning_and_its_end_are_told(num_kept: int) -> Non
     for i in range(3000):
         book.now += 1.0
         book.asked(Push("r", Span(i, i + 1)), handle)
-        book.tidy(lambda: {"r"})
+        book.tidy({"r"}.__and__)
     assert all(len(steps) <= 4 * HALF for steps in book._journal._aside.values())
     book.now += 1.0
     book.ended(handle, Done())
@@ -190,7 +190,7 @@ def test_when_a_failed_room_was_released_is_told_however_many_ended_meanwhile() 
     book.ended(handle, Failure.of(FailureCode.DEADLINE, "late \udc80"))
     for number in range(2, 50):
         over(book, number)
-        book.tidy(lambda: {1})
+        book.tidy({1}.__and__)
     book.released(1)
     story = told(book, "1")
     assert moments(story) == ["opened", "failed", "released"]

@@ -38,6 +38,7 @@ class SlowRooms:
         self._numbers = count()
         # What is no slower than this, and ended before that, need not be added.
         self.least_s, self.until = -inf, -inf
+        self.rooms: set[Room] = set()
 
     def add(self, ended: EndedRoom) -> None:
         """A room has ended, later than those before it."""
@@ -51,6 +52,7 @@ class SlowRooms:
         elif seconds > heap[0][0]:
             heapreplace(heap, (seconds, next(self._numbers), ended))
         self.least_s = heap[0][0] if len(heap) == MOST_OF_A_PART else -inf
+        self.rooms = {room for _, _, room, _ in self}
 
     def __iter__(self) -> Iterator[EndedRoom]:
         return (ended for _, heap in self._parts for _, _, ended in heap)

@@ -10,7 +10,7 @@ not be are put aside. Belongs to the owner's thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import chain, starmap
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from kvferry.runtime.telemetry.tags import RoomTag
 # Steps one after another, each in its places.
 Steps = list[Any]
 Step = tuple[Any, ...]
+# Some of these rooms.
+Choice = Callable[[Set[Room]], Set[Room]]
 
 WIDE = 5
 HALF = MAX_STORY_STEPS // 2 * WIDE
@@ -66,18 +68,20 @@ class Journal:
         """Whether the page should be turned."""
         return len(self.open) >= self._most_places
 
-    def turn_page(self, kept: set[Room]) -> None:
-        """Begin another page. Of the rooms in ``kept`` nothing is forgotten."""
+    def turn_page(self, kept: Choice) -> None:
+        """Begin another page. Of the rooms that ``kept`` chooses nothing is forgotten."""
         page, self.open = self.open, []
         self._pages.append(Page(set(page[2::WIDE]), _pack(page)))
         if len(self._pages) > NUM_PAGES:
             self._forget(self._pages.popleft(), kept)
 
-    def _forget(self, page: Page, kept: set[Room]) -> None:
-        for room in self._aside.keys() - kept:
-            if not any(room in page.rooms for page in self._pages):
-                del self._aside[room]
-        saved = page.rooms & (kept | self._aside.keys())
+    def _forget(self, page: Page, kept: Choice) -> None:
+        if self._aside:
+            aside = set(self._aside)
+            for room in aside - kept(aside):
+                if not any(room in page.rooms for page in self._pages):
+                    del self._aside[room]
+        saved = kept(page.rooms) | (self._aside.keys() & page.rooms)
         for step in page.steps() if saved else ():
             if step[2] in saved:
                 self._aside.setdefault(step[2], []).extend(_typed(*step))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from itertools import chain
 from math import inf
@@ -215,9 +215,10 @@ class Owner:
             self.clocks.ask(self.driver.machine.links.values(), now)
             self._measure(now)
 
-    def _held_rooms(self) -> set[Room]:
-        """Those that go on, that peers have offered, or whose memory is not free."""
-        return self.rooms.held().union(self.driver.machine.rooms)
+    def _held_rooms(self, rooms: Set[Room]) -> Set[Room]:
+        """Those of them that go on, that peers have offered, or whose memory is not free."""
+        known: Set[Room] = self.driver.machine.rooms.keys()
+        return self.rooms.held(rooms) | (known & rooms)
 
     def _take(self, item: object) -> None:
         match item:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from time import monotonic
 from typing import Generic, TypeVar
 
@@ -83,9 +83,9 @@ class RoomTable(Generic[H]):
     def __iter__(self) -> Iterator[H]:
         return iter(list(self._handles.values()))
 
-    def held(self) -> set[Room]:
-        """Those whose memory is held."""
-        return set(self._handles)
+    def held(self, rooms: Set[Room]) -> Set[Room]:
+        """Those of them whose memory is held."""
+        return self._handles.keys() & rooms
 
     def get(self, room: Room) -> H | None:
         """A room whose memory is held."""

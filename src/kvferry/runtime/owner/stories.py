@@ -9,7 +9,7 @@ do, and the slowest of the last minutes. Belongs to the owner's thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from time import monotonic
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import SlowRooms
-from kvferry.runtime.owner.journal import Journal, story_of
+from kvferry.runtime.owner.journal import Choice, Journal, story_of
 from kvferry.runtime.telemetry.tags import RoomTag
 
 MESSAGES: dict[type, Moment] = {
@@ -169,11 +169,11 @@ class StoryBook:
         if self.keeps:
             self._journal.open += (self.now, RELEASED, room, None, None)
 
-    def tidy(self, held: Callable[[], set[Room]]) -> None:
-        """After every turn. ``held`` are the rooms that are not over."""
+    def tidy(self, held: Choice) -> None:
+        """After every turn. ``held`` chooses the rooms that are not over."""
         if self._journal.is_full:
-            slow = {room for _, _, room, _ in self.slow}
-            self._journal.turn_page(held() | slow | {one.room for one in self.failures})
+            others = self.slow.rooms.union(one.room for one in self.failures)
+            self._journal.turn_page(lambda rooms: held(rooms) | (others & rooms))
 
     # ------------------------------------------------------------ what is known
 
