@@ -240,16 +240,17 @@ def test_another_prompt_of_the_same_length_under_the_same_room(
     """Nothing of what prefill computed is used, nor left in the cache for whoever asks next."""
     prefill, decode = pair
     salt = 1 + (fallback == "local")
+    room = 4711 + 10 * salt
     a, b = (tuple((salt * 31 + 7 * i + k) % 200 for i in range(49)) for k in (0, 3))
 
     async def talk(caller: Caller) -> tuple[Reply, ...]:
         there = {"prefill": prefill.name, "fallback": fallback}
         replies = await asyncio.gather(
-            caller.post(prefill.url, half(a, 4711)),
-            caller.post(decode.url, half(b, 4711, **there)),
+            caller.post(prefill.url, half(a, room)),
+            caller.post(decode.url, half(b, room, **there)),
         )
         await both_idle(caller, pair)
-        after = await caller.pair(prefill, decode, 4712, body_of(b))
+        after = await caller.pair(prefill, decode, room + 1, body_of(b))
         await both_idle(caller, pair)
         return (*replies, after[1])
 
