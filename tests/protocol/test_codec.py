@@ -16,7 +16,16 @@ from kvferry.errors import KvferryError
 from kvferry.ids import MAX_ID, Generation, Peer, Room, Serial, Session, SlotIndex
 from kvferry.layout import Layout, Span, attention
 from kvferry.plan import Block, PoolMap, Request, contiguous_pools
-from kvferry.protocol.codec import MAGIC, MAX_FRAME_BYTES, BadFrame, FrameFault, decode, encode
+from kvferry.protocol.codec import (
+    MAGIC,
+    MAX_FRAME_BYTES,
+    BadFrame,
+    FrameFault,
+    Gist,
+    decode,
+    encode,
+    gist,
+)
 from kvferry.protocol.messages import (
     MAX_BLOCKS,
     MAX_COUNT,
@@ -42,6 +51,7 @@ from kvferry.protocol.messages import (
     Offer,
     RefusalCode,
     Refuse,
+    RoomMessage,
     Staging,
     Table,
     TransportLack,
@@ -137,6 +147,9 @@ def test_there_is_a_strategy_for_every_message() -> None:
 def test_every_message_survives_the_journey(kind: type, data: st.DataObject) -> None:
     envelope = Envelope(*data.draw(heads), data.draw(BODIES[kind]))
     assert decode(encode(envelope)) == envelope
+    body = envelope.body
+    about = Gist(envelope.sender, type(body), body.room) if isinstance(body, RoomMessage) else None
+    assert gist(encode(envelope)) == about
 
 
 # ---------------------------------------------------------------- hostile bytes
@@ -145,6 +158,7 @@ def test_every_message_survives_the_journey(kind: type, data: st.DataObject) -> 
 def assert_taken_or_refused(frame: bytes) -> None:
     result = decode(frame)
     assert isinstance(result, Envelope | BadFrame)
+    assert isinstance(gist(frame), Gist | None)
     if isinstance(result, Envelope):
         assert decode(encode(result)) == result
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
 from runtime.fleets import eventually
 
-from kvferry.ids import Peer, Session
+from kvferry.ids import Generation, Peer, Room, Session
+from kvferry.observe.steps import Moment
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 from kvferry.protocol.events import Received
-from kvferry.protocol.messages import Envelope, Heartbeat
+from kvferry.protocol.messages import Accept, Envelope, Heartbeat
 from kvferry.runtime.bundles import bundle
 from kvferry.runtime.control import ControlServer
+from kvferry.runtime.handles import Handle
 from kvferry.runtime.local import (
     MAX_UNPROVEN,
     MAX_UNSENT_BYTES,
@@ -28,6 +30,8 @@ from kvferry.runtime.local import (
 )
 from kvferry.runtime.owner.channels import Channel, Dropped, SourceChannel, TargetChannel
 from kvferry.runtime.owner.poller import Poller
+from kvferry.runtime.owner.stories import StoryBook
+from kvferry.runtime.owner.telling import Teller
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.runtime.telemetry.metrics import Meter
 
@@ -191,18 +195,18 @@ def frame(sender: Peer, seq: int) -> Envelope:
     return Envelope(sender, 1, SESSION, seq, Heartbeat())
 
 
-def taken(channel: Channel, poller: Poller) -> list[object]:
+def taken(channel: Channel[Any], poller: Poller) -> list[object]:
     """The numbers of the frames that have come, and what became of connections."""
     found = channel.receive(poller.wait(0.0))
     return [one.envelope.seq if isinstance(one, Received) else one for one in found]
 
 
-def say(channel: Channel, to: Peer, sender: Peer, seq: int) -> None:
+def say(channel: Channel[Any], to: Peer, sender: Peer, seq: int) -> None:
     channel.send(to, frame(sender, seq))
     channel.flush()
 
 
-def awaited(channel: Channel, poller: Poller, wanted: object) -> None:
+def awaited(channel: Channel[Any], poller: Poller, wanted: object) -> None:
     eventually(lambda: wanted in taken(channel, poller))
 
 
@@ -228,6 +232,25 @@ def test_when_the_line_ends_the_control_channel_is_still_there(two: Two) -> None
     awaited(two.source, two.source_poller, 2)
     say(two.source, TARGET, SOURCE, 1)
     awaited(two.target, two.target_poller, 1)
+
+
+def test_what_is_about_a_room_is_written_down_on_both_sides_and_heartbeats_are_not(
+    two: Two,
+) -> None:
+    books = StoryBook(100), StoryBook(100)
+    two.source.attach(lambda _: None, books[0])
+    two.target.attach(lambda _: None, books[1])
+    say(two.target, SOURCE, TARGET, 1)
+    awaited(two.source, two.source_poller, 1)
+    assert [book._journal.open for book in books] == [[], []]
+    two.target.send(SOURCE, replace(frame(TARGET, 2), body=Accept(7, Generation(1))))
+    say(two.target, SOURCE, TARGET, 3)
+    awaited(two.source, two.source_poller, 3)
+    handles: dict[Room, Handle] = {7: Handle(7)}
+    for book, teller, peer in zip(books, (SOURCE, TARGET), (TARGET, SOURCE), strict=True):
+        (story,) = book.stories(Teller(str(teller), "source"), ["7"], handles.get)
+        (step,) = [step for step in story.steps if step.step is Moment.ACCEPTED]
+        assert (step.peer, step.heard) == (str(peer), book is books[0])
 
 
 def test_a_second_session_replaces_the_line(two: Two) -> None:

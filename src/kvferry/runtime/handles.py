@@ -31,7 +31,7 @@ class Handle:
         self.finished: float | None = None
         # Whose room it is, where its engine says so.
         self.tag = NOBODYS
-        # The owner's: whether the room's story has begun.
+        # The owner's: whether its end stands in its story.
         self.told = False
         self._outcome: Once[Outcome] = Once()
         self._released: Once[Literal[True]] = Once()

@@ -27,6 +27,7 @@ from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.owner.loop import CLOSE_S, Aborted, Owner
 from kvferry.runtime.owner.outfit import Outfit, outfit_of
+from kvferry.runtime.owner.telling import Teller
 from kvferry.runtime.owner.views import endpoint_view
 from kvferry.runtime.setup import Member, set_up
 from kvferry.runtime.tables import Shelf
@@ -137,8 +138,8 @@ class RankEndpoint(ABC, Generic[H]):
 
     def _ended_since(self, since: float) -> Future[list[RoomStory]]:
         """The stories of what has ended since then, made on the owner's thread."""
-        stories, me = self._owner.stories, self._owner.me
-        return self._looked(lambda: stories.ended_since(me, self.role, since))
+        stories, teller = self._owner.stories, Teller(str(self._owner.me), self.role)
+        return self._looked(lambda: stories.ended_since(teller, since))
 
     def _looked(self, make: Callable[[], T]) -> Future[T]:
         """What is made on the owner's thread, which nobody who leaves meanwhile may disturb."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer, Room, Session
@@ -39,6 +39,7 @@ log = logging.getLogger("kvferry.runtime")
 
 # A connection may fail once in the middle of a restart; a wrong key fails every time.
 SHUT_AFTER = 3
+W = TypeVar("W")
 # So many frames leave before the turn is over.
 MOST_WAITING = 8
 
@@ -49,8 +50,19 @@ class Dropped(NamedTuple):
     peer: Peer | None
 
 
-class Channel(ABC):
-    """What both sides' channels have in common."""
+class Parcel:
+    """What waits to be sent to one peer, and whether any of it is about a room."""
+
+    __slots__ = ("frames", "is_news", "peer")
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.frames: list[bytes] = []
+        self.is_news = False
+
+
+class Channel(ABC, Generic[W]):
+    """What both sides' channels have in common. ``W`` are the ways that lead to peers."""
 
     def __init__(self, me: Peer, poller: Poller, meter: Meter) -> None:
         self._me = me
@@ -58,6 +70,8 @@ class Channel(ABC):
         self._meter = meter
         self._answer: Callable[[Event], None] = lambda _: None
         self._stories = StoryBook(0)
+        self._lines = LocalLines(poller)
+        self._outbox: dict[W | LocalLine, Parcel] = {}
         self._num_waiting = 0
 
     def attach(self, answer: Callable[[Event], None], stories: StoryBook | None = None) -> None:
@@ -70,12 +84,12 @@ class Channel(ABC):
         """What has come, from those that are ready."""
 
     @abstractmethod
-    def _put(self, peer: Peer, envelope: Envelope) -> None:
-        """Have a frame sent at the end of this turn. Raises ``KvferryError``."""
+    def _way_to(self, peer: Peer, session: Session) -> W | LocalLine | None:
+        """Where frames of that session go; None if nobody knows."""
 
     @abstractmethod
-    def _send_waiting(self) -> None:
-        """Send what was put."""
+    def _send(self, way: W, messages: Iterable[bytes]) -> None:
+        """Not on a line of this host."""
 
     @abstractmethod
     def close(self) -> None:
@@ -85,13 +99,19 @@ class Channel(ABC):
         """Send what this turn had to say."""
         if self._num_waiting:
             self._num_waiting = 0
-            self._send_waiting()
+            outbox, self._outbox = self._outbox, {}
+            for way, parcel in outbox.items():
+                if parcel.is_news:
+                    self._stories.said(parcel.peer, parcel.frames)
+                if isinstance(way, LocalLine):
+                    self._lines.send(way, parcel.frames)
+                else:
+                    self._send(way, bundle(parcel.frames))
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
         """Have a frame sent at the end of this turn, or before. It may be lost."""
         try:
             self._put(peer, envelope)
-            self._stories.said(peer, envelope)
             self._num_waiting += 1
             if self._num_waiting >= MOST_WAITING:
                 self.flush()
@@ -103,16 +123,30 @@ class Channel(ABC):
                 room: Room = envelope.body.room
                 self._answer(Cancel(room))
 
+    def _put(self, peer: Peer, envelope: Envelope) -> None:
+        way = self._way_to(peer, envelope.session)
+        if way is None:
+            return
+        frame = encode(envelope)
+        parcel = self._outbox.get(way)
+        if parcel is None:
+            parcel = self._outbox[way] = Parcel(peer)
+        parcel.frames.append(frame)
+        if isinstance(envelope.body, RoomMessage):
+            parcel.is_news = True
+
     def _frames(self, message: bytes) -> list[bytes]:
         frames = unbundle(message)
         if frames is None:
             self._meter.refused("frame-foreign")
         return frames or []
 
-    def _events(self, frames: Iterable[bytes]) -> Iterator[tuple[Session, Event]]:
+    def _events(self, frames: list[bytes]) -> Iterator[tuple[Session, Event]]:
         """What frames mean, and in which session each was said."""
-        for frame in frames:
-            decoded = decode(frame)
+        known = [decode(frame) for frame in frames]
+        if _is_news(known):
+            self._stories.heard(frames)
+        for decoded in known:
             event = frame_event(decoded)
             if isinstance(decoded, BadFrame):
                 self._meter.refused(f"frame-{decoded.fault}")
@@ -125,7 +159,14 @@ class Channel(ABC):
             yield session, event
 
 
-class SourceChannel(Channel):
+def _is_news(frames: list[Envelope | BadFrame]) -> bool:
+    """Whether any is about a room. Frames that are not come alone, but for a few."""
+    if len(frames) == 1:
+        return isinstance(frames[0], Envelope) and isinstance(frames[0].body, RoomMessage)
+    return len(frames) > 1
+
+
+class SourceChannel(Channel[bytes]):
     """A source's: a bound socket and, for this host, a door; spoken to by many targets."""
 
     def __init__(
@@ -139,9 +180,7 @@ class SourceChannel(Channel):
         super().__init__(me, poller, meter)
         self._server = server
         self._local = local
-        self._lines = LocalLines(poller)
         self._routes: dict[Session, bytes | LocalLine] = {}
-        self._outbox: dict[bytes | LocalLine, list[bytes]] = {}
         for one in server.sockets:
             poller.watch(one)
         if local is not None:
@@ -172,21 +211,14 @@ class SourceChannel(Channel):
             self._routes[session.greeting] = route
             yield event
 
-    def _put(self, peer: Peer, envelope: Envelope) -> None:
-        route = self._routes.get(envelope.session.greeting)
-        if route is not None:
-            self._outbox.setdefault(route, []).append(encode(envelope))
+    def _way_to(self, peer: Peer, session: Session) -> bytes | LocalLine | None:
+        """Along which that session was last heard."""
+        return self._routes.get(session.greeting)
 
-    def _send_waiting(self) -> None:
-        """Send what was put."""
-        for route, frames in self._outbox.items():
-            if isinstance(route, LocalLine):
-                self._lines.send(route, frames)
-                continue
-            for message in bundle(frames):
-                self._server.send(route, message)
-            self._poller.used(self._server.socket)
-        self._outbox.clear()
+    def _send(self, way: bytes, messages: Iterable[bytes]) -> None:
+        for message in messages:
+            self._server.send(way, message)
+        self._poller.used(self._server.socket)
 
     def keep(self, sessions: Iterable[Session]) -> None:
         """Forget the routes of all other sessions."""
@@ -204,7 +236,7 @@ class SourceChannel(Channel):
         self._server.close()
 
 
-class TargetChannel(Channel):
+class TargetChannel(Channel[ControlClient]):
     """A target's: a connection to each source, and lines to those on this host.
 
     ``address_of`` knows where a source is, if anybody.
@@ -224,9 +256,7 @@ class TargetChannel(Channel):
         self._context = new_context()
         self._clients: dict[Peer, tuple[str, ControlClient]] = {}
         self._by_socket: dict[ZmqSocket, Peer] = {}
-        self._lines = LocalLines(poller)
         self._line_to: dict[Peer, LocalLine] = {}
-        self._outbox: dict[ControlClient | LocalLine, list[bytes]] = {}
 
     @property
     def peers(self) -> set[Peer]:
@@ -271,22 +301,15 @@ class TargetChannel(Channel):
         self._lines.drop(line)
         return led_to
 
-    def _put(self, peer: Peer, envelope: Envelope) -> None:
+    def _way_to(self, peer: Peer, session: Session) -> ControlClient | LocalLine | None:
+        """A line if there is one; a connection stands behind it."""
         client = self._client_for(peer)
-        if client is not None:
-            way = self._line_to.get(peer, client)
-            self._outbox.setdefault(way, []).append(encode(envelope))
+        return None if client is None else self._line_to.get(peer, client)
 
-    def _send_waiting(self) -> None:
-        """Send what was put."""
-        for way, frames in self._outbox.items():
-            if isinstance(way, LocalLine):
-                self._lines.send(way, frames)
-                continue
-            for message in bundle(frames):
-                way.send(message)
-            self._poller.used(way.socket)
-        self._outbox.clear()
+    def _send(self, way: ControlClient, messages: Iterable[bytes]) -> None:
+        for message in messages:
+            way.send(message)
+        self._poller.used(way.socket)
 
     def _client_for(self, peer: Peer) -> ControlClient | None:
         address, known = self._address_of(peer), self._clients.get(peer)

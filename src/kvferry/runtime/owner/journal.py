@@ -1,178 +1,195 @@
-"""The journal of an endpoint: the steps of its rooms as they come, in pages of plain values.
+"""The journal of an endpoint: what happens to its rooms as it comes, in pages of plain values.
 
-A step is five places of the open page: when, what, of which room, with whom (at the beginning:
-whose room it is), and what else belongs to it. So writing one down costs no look-up. A full page
-is packed into one value, because thousands of small ones that stay cost more than making them:
-whatever is made next lies in cold memory. When a page is forgotten, the steps of rooms that must
-not be are put aside. Belongs to the owner's thread.
+An entry is five places of the open page: when, what, of which room, with whom, and what else
+belongs to it. So writing one down costs no look-up. Frames that came or left together are one
+entry, as they are, and understood when somebody asks. When a room began, and whose it is, stands
+at its end; before that its handle knows. A full page is packed into one value, because thousands
+of small ones that stay cost more than making them: whatever is made next lies in cold memory.
+When a page is forgotten, the steps of rooms that must not be are put aside. Belongs to the
+owner's thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from itertools import chain, starmap
+from math import inf
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvferry.ids import Peer, Room
 from kvferry.layout.intervals import Span
-from kvferry.observe.steps import MAX_STORY_STEPS, Moment, RoomStory, StoryStep
+from kvferry.observe.steps import Moment
+from kvferry.protocol.codec import gist
+from kvferry.protocol.messages import (
+    Abort,
+    Accept,
+    Arrived,
+    Close,
+    Complete,
+    Drained,
+    Grant,
+    Nudge,
+    Offer,
+    RoomMessage,
+    Want,
+)
+from kvferry.runtime.owner.telling import ENDS, HALF, WIDE, Step, Steps, each, last_end, shorten
 from kvferry.runtime.telemetry.tags import RoomTag
 
-# Steps one after another, each in its places.
-Steps = list[Any]
-Step = tuple[Any, ...]
-# Some of these rooms.
-Choice = Callable[[Set[Room]], Set[Room]]
-
-WIDE = 5
-HALF = MAX_STORY_STEPS // 2 * WIDE
 NUM_PAGES = 8
+# Stands for a moment where frames are written down as they are.
+BUNDLE = ""
+# Of longer frames only what is understood is kept: offers have thousands of pages.
+MOST_FRAME_BYTES = 512
 
-BEGINS = frozenset((Moment.OPENED, Moment.ASKED))
-ENDS = frozenset((Moment.DONE, Moment.FAILED))
-OVER = ENDS | {Moment.RELEASED}
+MESSAGES: dict[type[RoomMessage], Moment] = {
+    Offer: Moment.OFFERED,
+    Accept: Moment.ACCEPTED,
+    Want: Moment.WANTED,
+    Grant: Moment.GRANTED,
+    Arrived: Moment.ARRIVED,
+    Nudge: Moment.NUDGED,
+    Close: Moment.CLOSED,
+    Complete: Moment.COMPLETED,
+    Abort: Moment.ABORTED,
+    Drained: Moment.DRAINED,
+}
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(list).decode
 
 
-class Page(NamedTuple):
-    """A full page, and which rooms it tells of."""
+class Lasting(NamedTuple):
+    """A room that must not be forgotten, and from when until when anything was written of it.
 
-    rooms: set[Room]
+    Of one that peers have offered, and that did not begin here, nobody knows since when.
+    """
+
+    room: Room
+    begun: float = inf
+    ended: float = inf
+
+
+class Page(NamedTuple):
+    """A full page: what was written in that time, and who at its end was offered and not begun."""
+
+    since: float
+    until: float
+    early: set[Room]
     packed: bytes
 
-    def steps(self) -> Iterator[Step]:
-        """With texts and lists for what they were."""
-        return _each(_unpack(self.packed))
+    def may_tell_of(self, one: Lasting) -> bool:
+        """Whether there can be anything of that room in it."""
+        return (one.begun <= self.until and one.ended >= self.since) or one.room in self.early
+
+    def entries(self) -> Iterator[Step]:
+        """As they were written."""
+        return starmap(_typed, each(_unpack(self.packed)))
 
 
 class Journal:
     """The last ``most_steps`` steps or somewhat more.
 
-    Steps are written by adding their places to ``open``.
+    An entry is written by adding its places to ``open``.
     """
 
     def __init__(self, most_steps: int) -> None:
         self.open: Steps = []
         self._most_places = max(1, most_steps // NUM_PAGES) * WIDE
+        # Of bundles, for their frames after the first.
+        self._more_places = 0
+        self._turned = -inf
         self._pages: deque[Page] = deque()
         # What stood in pages that are forgotten.
         self._aside: dict[Room, Steps] = {}
 
+    def write_frames(self, at: float, peer: Peer | None, frames: list[bytes]) -> None:
+        """Said to a peer, or heard."""
+        if max(map(len, frames)) > MOST_FRAME_BYTES:
+            self.open.extend(chain.from_iterable(_understood(at, peer, frames)))
+        else:
+            self.open += (at, BUNDLE, None, peer, frames)
+            self._more_places += WIDE * (len(frames) - 1)
+
     @property
     def is_full(self) -> bool:
         """Whether the page should be turned."""
-        return len(self.open) >= self._most_places
+        return len(self.open) + self._more_places >= self._most_places
 
-    def turn_page(self, kept: Choice) -> None:
-        """Begin another page. Of the rooms that ``kept`` chooses nothing is forgotten."""
-        page, self.open = self.open, []
-        self._pages.append(Page(set(page[2::WIDE]), _pack(page)))
+    # ------------------------------------------------------------ pages
+
+    def turn_page(self, now: float, lasting: Collection[Lasting]) -> None:
+        """Begin another page. Of lasting rooms nothing is forgotten."""
+        early = {one.room for one in lasting if one.begun == inf}
+        self._pages.append(Page(self._turned, now, early, _pack(self.open)))
+        self.open, self._more_places, self._turned = [], 0, now
         if len(self._pages) > NUM_PAGES:
-            self._forget(self._pages.popleft(), kept)
+            self._forget(self._pages.popleft(), lasting)
 
-    def _forget(self, page: Page, kept: Choice) -> None:
-        if self._aside:
-            aside = set(self._aside)
-            for room in aside - kept(aside):
-                if not any(room in page.rooms for page in self._pages):
-                    del self._aside[room]
-        saved = kept(page.rooms) | (self._aside.keys() & page.rooms)
-        for step in page.steps() if saved else ():
+    def _forget(self, page: Page, lasting: Collection[Lasting]) -> None:
+        kept = {one.room for one in lasting}
+        over = {room for room, steps in self._aside.items() if last_end(steps) is not None}
+        for room in over - kept:
+            del self._aside[room]
+        # What is aside and has no end there has it in a later page.
+        saved = {one.room for one in lasting if page.may_tell_of(one)} | self._aside.keys() - over
+        for step in _steps(page.entries()) if saved else ():
             if step[2] in saved:
-                self._aside.setdefault(step[2], []).extend(_typed(*step))
-        for room in saved:
-            steps = self._aside[room] = _last_attempt(self._aside[room])
+                self._aside.setdefault(step[2], []).extend(step)
+        for room in saved & self._aside.keys():
+            steps = self._aside[room]
             if len(steps) > 4 * HALF:
                 shorten(steps)
 
-    def told(self, wanted: Callable[[Room], bool]) -> dict[Room, Steps]:
-        """The steps of those rooms, of each since its last beginning."""
-        found = {room: list(steps) for room, steps in self._aside.items() if wanted(room)}
-        packed = (step for page in self._pages for step in page.steps() if wanted(step[2]))
-        fresh = (step for step in _each(self.open) if wanted(step[2]))
-        for step in chain(starmap(_typed, packed), fresh):
-            found.setdefault(step[2], []).extend(step)
-        begun = {
-            room: steps for room, steps in found.items() if not BEGINS.isdisjoint(steps[1::WIDE])
-        }
-        return {room: _last_attempt(steps) for room, steps in begun.items()}
+    # ------------------------------------------------------------ what is known
 
-    def ended_since(self, since: float) -> dict[Room, Steps]:
-        """The steps of the rooms that ended since then."""
-        steps = chain(
-            *map(_each, self._aside.values()),
-            *(page.steps() for page in self._pages),
-            _each(self.open),
-        )
-        late = {room for at, moment, room, _, _ in steps if moment in ENDS and at >= since}
-        return self.told(late.__contains__)
+    def knows_since(self, room: Room, begun: float) -> bool:
+        """Whether nothing is forgotten of a room that began then and has ended."""
+        return room in self._aside or not self._pages or begun >= self._pages[0].since
 
+    def told(self, rooms: Set[Room]) -> dict[Room, Steps]:
+        """The steps of those rooms, of all attempts that are known."""
+        found = {room: list(self._aside[room]) for room in rooms & self._aside.keys()}
+        for step in _steps(self._entries()):
+            if step[2] in rooms:
+                found.setdefault(step[2], []).extend(step)
+        return found
 
-def _last_attempt(steps: Steps) -> Steps:
-    """Since the attempt before the last beginning, for an id may be used again."""
-    moments = steps[1::WIDE]
-    begun = max((i for i, moment in enumerate(moments) if moment in BEGINS), default=0)
-    over = (i + 1 for i, moment in enumerate(moments[:begun]) if moment in OVER)
-    return steps[max(over, default=0) * WIDE :]
+    def ended_since(self, since: float) -> set[Room]:
+        """The rooms that ended since then."""
+        entries = chain(*map(each, self._aside.values()), self._entries())
+        return {room for at, moment, room, _, _ in entries if moment in ENDS and at >= since}
+
+    def _entries(self) -> Iterator[Step]:
+        """Of all pages."""
+        return chain(*(page.entries() for page in self._pages), each(self.open))
 
 
-def _each(steps: Iterable[Any]) -> Iterator[Step]:
-    places = iter(steps)
-    return zip(*[places] * WIDE, strict=True)
+def _steps(entries: Iterable[Step]) -> Iterator[Step]:
+    """With frames understood."""
+    for entry in entries:
+        at, moment, _, peer, frames = entry
+        if moment == BUNDLE:
+            yield from _understood(at, peer, frames)
+        else:
+            yield entry
 
 
-def _typed(at: float, moment: str | None, room: Room, who: Any, more: Any) -> Step:
-    """A step as it was before it was packed; lists stand for more than one type."""
-    if moment is None:
-        return at, moment, room, who, more
-    kind = Moment(moment)
+def _understood(at: float, peer: Peer | None, frames: Iterable[bytes]) -> Iterator[Step]:
+    """The steps that frames are which were said to a peer, or heard."""
+    for said in map(gist, frames):
+        if said is not None:
+            yield at, MESSAGES[said.kind], said.room, peer or said.sender, peer is None
+
+
+def _typed(at: float, moment: str, room: Room, who: Any, more: Any) -> Step:
+    """An entry as it was before it was packed; lists stand for more than one type."""
+    kind = Moment(moment) if moment else BUNDLE
     if who is not None:
-        who = RoomTag(*who) if kind in BEGINS else Peer(*who)
-    if isinstance(more, list):
+        who = RoomTag(*who) if kind in ENDS else Peer(*who)
+    if isinstance(more, list) and moment:
         more = Span(*more) if kind is Moment.PUSHED else tuple(more)
     return at, kind, room, who, more
-
-
-def shorten(steps: Steps) -> None:
-    """Leave the beginning and the end, and between them a place that says how many are missing."""
-    middle = steps[HALF:-HALF]
-    missing = sum(1 if step[1] is not None else step[4] for step in _each(middle))
-    steps[HALF:-HALF] = (middle[0], None, middle[2], None, missing)
-
-
-def story_of(endpoint: str, role: str, room: Room, steps: Steps) -> RoomStory:
-    """As a value that can be shown and sent."""
-    if len(steps) > 2 * HALF:
-        shorten(steps)
-    each = list(_each(steps))
-    tag: RoomTag = next(step[3] for step in each if step[1] in BEGINS)
-    told = [_step(*step) for step in each if step[1] is not None]
-    return RoomStory(
-        endpoint=endpoint,
-        role=role,
-        room=str(room),
-        steps=tuple(sorted(told, key=lambda step: step.at)),
-        request=tag.request,
-        traceparent=tag.traceparent,
-        left_out=sum(step[4] for step in each if step[1] is None),
-    )
-
-
-def _step(at: float, moment: Moment, _: Room, who: Peer | RoomTag | None, more: Any) -> StoryStep:
-    """As a value: what stands behind the moment depends on it."""
-    match who, more:
-        case _, Span(first=first, end=end):
-            return StoryStep(moment, at, detail=f"tokens {first} to {end}")
-        case _, str():
-            return StoryStep(moment, at, detail=more)
-        case Peer(), bool():
-            return StoryStep(moment, at, str(who), more)
-        case Peer(), (seconds, num_bytes, path):
-            return StoryStep(moment, at, str(who), False, seconds, num_bytes, str(path))
-        case _:
-            return StoryStep(moment, at)

@@ -11,17 +11,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
 from kvferry.errors import Misuse
-from kvferry.ids import Peer, Room
+from kvferry.ids import Peer
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Cancel, Event, Received, Tick
-from kvferry.protocol.messages import Envelope, Heartbeat
+from kvferry.protocol.messages import Heartbeat
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LinkState
 from kvferry.runtime.driver.driver import Driver
@@ -29,6 +29,7 @@ from kvferry.runtime.handles import Handle
 from kvferry.runtime.mover.mover import ThreadBroke
 from kvferry.runtime.owner.channels import Channel, Dropped
 from kvferry.runtime.owner.clocks import PeerClocks
+from kvferry.runtime.owner.journal import Lasting
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.roles import AFTER_POLL_S, Role
 from kvferry.runtime.pulse import WATCHMAN, Patient, Pulse
@@ -65,7 +66,7 @@ class Owner:
     """A driver with a thread of its own."""
 
     def __init__(
-        self, driver: Driver[Any], role: Role, channel: Channel, outfit: Outfit[Any]
+        self, driver: Driver[Any], role: Role, channel: Channel[Any], outfit: Outfit[Any]
     ) -> None:
         self.driver = driver
         self.outfit = outfit
@@ -179,8 +180,9 @@ class Owner:
         for item in chain(self._inbox.drain(), self.channel.receive(ready), self._meanwhile()):
             stories.now = time.monotonic()
             if isinstance(item, Event):
-                if isinstance(item, Received) and not stories.heard(item.envelope):
-                    self._tell_time(item.envelope)
+                if isinstance(item, Received) and isinstance(item.envelope.body, Heartbeat):
+                    # Who asks for the time is told.
+                    self.clocks.heard(item.envelope, item.envelope.body)
                 yield item
                 self.rooms.refresh(item, self.driver.machine.status)
             else:
@@ -189,11 +191,6 @@ class Owner:
     def _meanwhile(self) -> Iterator[object]:
         """Once: who answers every end with another room must not keep the rest waiting."""
         yield from self._inbox.drain()
-
-    def _tell_time(self, envelope: Envelope) -> None:
-        """To who asks for it with a heartbeat."""
-        if isinstance(envelope.body, Heartbeat):
-            self.clocks.heard(envelope, envelope.body)
 
     def _wakeup(self, now: float) -> float:
         """When to turn again although nothing comes."""
@@ -215,10 +212,11 @@ class Owner:
             self.clocks.ask(self.driver.machine.links.values(), now)
             self._measure(now)
 
-    def _held_rooms(self, rooms: Set[Room]) -> Set[Room]:
-        """Those of them that go on, that peers have offered, or whose memory is not free."""
-        known: Set[Room] = self.driver.machine.rooms.keys()
-        return self.rooms.held(rooms) | (known & rooms)
+    def _held_rooms(self) -> Iterator[Lasting]:
+        """Those that go on, that peers have offered, or whose memory is not free."""
+        for handle in self.rooms:
+            yield Lasting(handle.room, handle.begun)
+        yield from map(Lasting, self.rooms.others(self.driver.machine.rooms.keys()))
 
     def _take(self, item: object) -> None:
         match item:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvferry.ids import Peer, Room
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Cancel, Event, Finish, Instance, NewLife, Receive
+from kvferry.protocol.events import Cancel, Event, Finish, Instance, NewLife, Push, Receive
 from kvferry.protocol.legs import TargetRoom
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.protocol.source import SourceMachine
@@ -121,8 +121,9 @@ class SourceRole:
             handle.steps.popleft()
             if self._rooms.holds(handle):
                 learn()
-                self._stories.asked(event, handle)
-                if isinstance(event, Finish):
+                if isinstance(event, Push):
+                    self._stories.pushed(event.room, event.tokens)
+                elif isinstance(event, Finish):
                     handle.finished = monotonic()
                 self._take(event)
         self._waiting.pop(handle, None)
@@ -177,7 +178,6 @@ class TargetRole:
         self._mover = outfit.mover
         self._slots = outfit.setup.slots
         self._meter = outfit.meter
-        self._stories = outfit.stories
         # As the machine has them, for a last look after it has forgotten one.
         self._received: dict[Room, TargetRoom] = {}
         outfit.rooms.before_end = self._before_end
@@ -206,9 +206,7 @@ class TargetRole:
         asked = handle.asked
         instance = Instance(view.name, view.fingerprint, view.layout)
         wanted = asked.request, asked.tables, asked.deadline, asked.digest
-        asking = Receive(handle.room, instance, *wanted)
-        self._stories.asked(asking, handle)
-        self._take(asking)
+        self._take(Receive(handle.room, instance, *wanted))
         room = self._driver.machine.rooms.get(handle.room)
         if room:
             self._received[handle.room] = room

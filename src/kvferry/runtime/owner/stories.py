@@ -1,70 +1,60 @@
 """Stories of an endpoint's last rooms: what happened, written down beside it, told when asked for.
 
-Writing a step down is done for every frame, so it costs five places in the ``journal`` and
-nothing else. Nothing is kept that could be large. A room that goes on keeps its steps, however
-many others end meanwhile, and so do those that failed last. Of those that have ended, the last
-do, and the slowest of the last minutes. Belongs to the owner's thread.
+It is written down for every frame, so it costs five places in the ``journal`` and nothing else.
+Nothing is kept that could be large. A room that goes on keeps its steps, however many others end
+meanwhile, and so do those that failed last. Of those that have ended, the last do, and the
+slowest of the last minutes. Belongs to the owner's thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from time import monotonic
 from typing import NamedTuple
 
-from kvferry.ids import Peer, Room
+from kvferry.ids import MAX_ID, Peer, Room
 from kvferry.layout.intervals import Span
 from kvferry.observe.steps import Moment, RoomStory
 from kvferry.plan.choose import Path
-from kvferry.protocol.events import Event, Finish, Open, Push, Receive
-from kvferry.protocol.messages import (
-    Abort,
-    Accept,
-    Arrived,
-    Close,
-    Complete,
-    Drained,
-    Envelope,
-    Grant,
-    Nudge,
-    Offer,
-    Want,
-)
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import SlowRooms
-from kvferry.runtime.owner.journal import Choice, Journal, story_of
+from kvferry.runtime.owner.journal import Journal, Lasting
+from kvferry.runtime.owner.telling import (
+    Setting,
+    Steps,
+    Teller,
+    ended_attempt,
+    last_end,
+    present_attempt,
+)
 from kvferry.runtime.telemetry.tags import RoomTag
 
-MESSAGES: dict[type, Moment] = {
-    Offer: Moment.OFFERED,
-    Accept: Moment.ACCEPTED,
-    Want: Moment.WANTED,
-    Grant: Moment.GRANTED,
-    Arrived: Moment.ARRIVED,
-    Nudge: Moment.NUDGED,
-    Close: Moment.CLOSED,
-    Complete: Moment.COMPLETED,
-    Abort: Moment.ABORTED,
-    Drained: Moment.DRAINED,
-}
 # Members of an enumeration are slow to name.
-OPENED, ASKED = Moment.OPENED, Moment.ASKED
-PUSHED, FINISHED, WRITTEN = Moment.PUSHED, Moment.FINISHED, Moment.WRITTEN
-GATHERED, SCATTERED = Moment.GATHERED, Moment.SCATTERED
-DONE, FAILED, RELEASED = Moment.DONE, Moment.FAILED, Moment.RELEASED
+PUSHED, WRITTEN, GATHERED = Moment.PUSHED, Moment.WRITTEN, Moment.GATHERED
+SCATTERED, DONE, FAILED, RELEASED = (
+    Moment.SCATTERED,
+    Moment.DONE,
+    Moment.FAILED,
+    Moment.RELEASED,
+)
 
 MAX_FAILURES = 16
 
 
-class FailedRoom(NamedTuple):
-    """Why a room failed."""
+@dataclass(slots=True)
+class FailedRoom:
+    """Why a room failed, and until when anything was written of it."""
 
     at: float
     room: Room
     failure: Failure
     tag: RoomTag
+    begun: float
+    until: float
 
 
 class Took(NamedTuple):
@@ -94,41 +84,21 @@ class StoryBook:
 
     # ------------------------------------------------------------ what happens
 
-    def heard(self, envelope: Envelope) -> bool:
-        """From a peer; whether it was about a room."""
-        body = envelope.body
-        moment = MESSAGES.get(body.__class__)
-        if moment is None:
-            return False
+    def heard(self, frames: list[bytes]) -> None:
+        """All that came together."""
         if self.keeps:
-            room: Room = body.room  # type: ignore[union-attr]
-            self._journal.open += (self.now, moment, room, envelope.sender, True)
-        return True
+            self.now = now = monotonic()
+            self._journal.write_frames(now, None, frames)
 
-    def said(self, peer: Peer, envelope: Envelope) -> None:
-        """To a peer."""
+    def said(self, peer: Peer, frames: list[bytes]) -> None:
+        """All that leaves together."""
         if self.keeps:
-            body = envelope.body
-            moment = MESSAGES.get(body.__class__)
-            if moment is not None:
-                room: Room = body.room  # type: ignore[union-attr]
-                self._journal.open += (self.now, moment, room, peer, False)
+            self._journal.write_frames(monotonic(), peer, frames)
 
-    def asked(self, event: Event, handle: Handle) -> None:
+    def pushed(self, room: Room, tokens: Span) -> None:
         """By the engine."""
         if self.keeps:
-            kind, room = event.__class__, handle.room
-            if kind is Push:
-                tokens: Span = event.tokens  # type: ignore[attr-defined]
-                self._journal.open += (self.now, PUSHED, room, None, tokens)
-            elif kind is Finish:
-                self._journal.open += (self.now, FINISHED, room, None, None)
-            elif kind is Open or kind is Receive:
-                self._begin(handle, OPENED if kind is Open else ASKED)
-
-    def _begin(self, handle: Handle, moment: Moment) -> None:
-        handle.told = True
-        self._journal.open += (handle.begun, moment, handle.room, handle.tag, None)
+            self._journal.open += (self.now, PUSHED, room, None, tokens)
 
     def wrote(self, room: Room, peer: Peer, path: Path, num_bytes: int, seconds: float) -> None:
         """A write has ended well."""
@@ -150,17 +120,16 @@ class StoryBook:
         """For its engine."""
         if not self.keeps:
             return
-        now, room = self.now, handle.room
-        if not handle.told:
-            # It never came to the machine.
-            self._begin(handle, ASKED)
+        handle.told = True
+        now, room, begun = self.now, handle.room, handle.begun
         if isinstance(outcome, Failure):
             why = f"{outcome.code}: {outcome.message}"[:1000].encode(errors="replace").decode()
-            self._journal.open += (now, FAILED, room, None, why)
-            self.failures.append(FailedRoom(now, room, outcome, handle.tag))
+            more = begun, handle.finished, why
+            self._journal.open += (now, FAILED, room, handle.tag, more)
+            self.failures.append(FailedRoom(now, room, outcome, handle.tag, begun, now))
         else:
-            self._journal.open += (now, DONE, room, None, None)
-        seconds, slow = now - handle.begun, self.slow
+            self._journal.open += (now, DONE, room, handle.tag, (begun, handle.finished, None))
+        seconds, slow = now - begun, self.slow
         if seconds > slow.least_s or now >= slow.until:
             slow.add((now, seconds, room, handle.tag))
 
@@ -168,29 +137,57 @@ class StoryBook:
         """After a failure, when proof has come; what is done is released at once."""
         if self.keeps:
             self._journal.open += (self.now, RELEASED, room, None, None)
+            for one in self.failures:
+                if one.room == room:
+                    one.until = self.now
 
-    def tidy(self, held: Choice) -> None:
-        """After every turn. ``held`` chooses the rooms that are not over."""
+    def tidy(self, held: Callable[[], Iterable[Lasting]]) -> None:
+        """After every turn. ``held`` are the rooms that are not over."""
         if self._journal.is_full:
-            others = self.slow.rooms.union(one.room for one in self.failures)
-            self._journal.turn_page(lambda rooms: held(rooms) | (others & rooms))
+            slow = (Lasting(room, at - seconds, at) for at, seconds, room, _ in self.slow)
+            failed = (Lasting(one.room, one.begun, one.until) for one in self.failures)
+            self._journal.turn_page(self.now, [*held(), *slow, *failed])
 
     # ------------------------------------------------------------ what is known
 
-    def stories(self, endpoint: Peer, role: str, names: Iterable[str]) -> Iterator[RoomStory]:
+    def stories(
+        self, teller: Teller, names: Iterable[str], held: Callable[[Room], Handle | None]
+    ) -> Iterator[RoomStory]:
         """What is known of rooms by their names; nothing of those that are forgotten."""
-        wanted = set(names)
-        if wanted:
-            known = self._journal.told(lambda room: str(room) in wanted)
-            for room, steps in known.items():
-                yield story_of(str(endpoint), role, room, steps)
+        rooms = set(chain.from_iterable(map(_meant, names)))
+        if rooms:
+            known = self._journal.told(rooms)
+            for room in rooms:
+                story = self._story(teller, room, known.get(room, []), held(room))
+                if story is not None:
+                    yield story
 
-    def ended_since(self, endpoint: Peer, role: str, since: float) -> list[RoomStory]:
+    def ended_since(self, teller: Teller, since: float) -> list[RoomStory]:
         """The stories of rooms that ended since then, as far as they are kept."""
-        known = self._journal.ended_since(since)
-        return [story_of(str(endpoint), role, room, steps) for room, steps in known.items()]
+        known = self._journal.told(self._journal.ended_since(since))
+        stories = (self._story(teller, room, steps, None) for room, steps in known.items())
+        return [story for story in stories if story is not None]
+
+    def _story(
+        self, teller: Teller, room: Room, steps: Steps, handle: Handle | None
+    ) -> RoomStory | None:
+        if handle is not None and not handle.told:
+            setting = Setting(handle.tag, handle.begun, handle.finished)
+            return teller.story(room, present_attempt(steps), setting)
+        end = last_end(steps)
+        if end is None:
+            return None
+        since, setting = ended_attempt(steps, end)
+        whole = self._journal.knows_since(room, setting.begun)
+        return teller.story(room, since, setting) if whole else None
 
     def forget_peers(self, known: set[Peer]) -> None:
         """Nobody asks what was sent to any other."""
         for peer in self.sent.keys() - known:
             del self.sent[peer]
+
+
+def _meant(name: str) -> tuple[Room, ...]:
+    """The rooms that have that name: a text, and the number that it is."""
+    is_number = len(name) <= len(str(MAX_ID)) and name.isascii() and name.isdecimal()
+    return (name, int(name)) if is_number and str(int(name)) == name else (name,)

@@ -25,6 +25,7 @@ from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import EndedRoom
 from kvferry.runtime.owner.loop import Owner
 from kvferry.runtime.owner.stories import FailedRoom
+from kvferry.runtime.owner.telling import Teller
 from kvferry.runtime.setup import EndpointSetup
 
 
@@ -59,7 +60,11 @@ def endpoint_view(owner: Owner, role: str, wishes: Wishes) -> EndpointView:
         rooms=_open_rooms(handles, now),
         slow=_slow_rooms(owner, now),
         failures=_failures(owner),
-        stories=tuple(owner.stories.stories(owner.me, role, wishes.rooms[:MAX_STORIES])),
+        stories=tuple(
+            owner.stories.stories(
+                Teller(str(owner.me), role), wishes.rooms[:MAX_STORIES], owner.rooms.get
+            )
+        ),
         layout=setup.member.layout if wishes.layout else None,
     )
 
