@@ -188,19 +188,18 @@ def test_a_service_that_has_just_started_does_not_say_that_an_instance_ended() -
 def test_stopping_answers_those_who_wait() -> None:
     server = RendezvousServer().start()
     asking = [Asking(server.url, "/v1/instances/p?wait_s=50") for _ in range(5)]
-    wait_until(lambda: b'asked="GET /healthz"' in _metrics_after_health(server.url))
+    waiting = b"kvferry_rendezvous_waiting_requests 5.0"
+    wait_until(lambda: waiting in ask(server.url, "GET", "/metrics").body)
     begun = time.monotonic()
     server.stop()
     server.stop()
     assert time.monotonic() - begun < ENOUGH_S / 3
-    for one in asking:
-        one.join(ENOUGH_S)
-        assert not one.is_alive()
+    assert {one.result().code for one in asking} == {"stopping"}
 
 
-def _metrics_after_health(url: str) -> bytes:
+def test_health_is_answered_and_counted(url: str) -> None:
     assert ask(url, "GET", "/healthz").json == {"status": "ok"}
-    return ask(url, "GET", "/metrics").body
+    assert b'asked="GET /healthz"' in ask(url, "GET", "/metrics").body
 
 
 # ---------------------------------------------------------------- input that is wrong

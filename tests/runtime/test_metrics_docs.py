@@ -20,6 +20,7 @@ from kvferry.protocol.events import Fate
 from kvferry.protocol.outcome import Done
 from kvferry.rendezvous.metrics import RendezvousMetrics
 from kvferry.rendezvous.service import Registry
+from kvferry.rendezvous.waiters import Waiters
 from kvferry.runtime.mover.mover import WriteEnd
 from kvferry.runtime.telemetry.metrics import LABELS, Meter
 from kvferry.serve.api.metrics import WorkerMetrics
@@ -100,7 +101,7 @@ def test_every_metric_of_an_endpoint_has_its_row() -> None:
 
 
 def test_every_metric_of_the_rendezvous_has_its_row() -> None:
-    metrics = RendezvousMetrics(Registry("epoch"))
+    metrics = RendezvousMetrics(Registry("epoch"), Waiters())
     metrics.requests.labels("GET /healthz", "200").inc()
     assert collected(metrics.collection) == documented("## The rendezvous")
 

@@ -95,10 +95,10 @@ class Service:
 
     def __init__(self, signing_key: bytes | None, settle_s: float) -> None:
         self.registry = Registry(secrets.token_hex(4))
-        self.metrics = RendezvousMetrics(self.registry)
+        self._waiters = Waiters()
+        self.metrics = RendezvousMetrics(self.registry, self._waiters)
         self._guard = Guard(signing_key) if signing_key is not None else None
         self._settled_at = time.monotonic() + settle_s
-        self._waiters = Waiters()
         self._signing_key = signing_key
         self.lookout = RendezvousLookout(self.registry)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from kvferry.rendezvous.service import Registry
+from kvferry.rendezvous.waiters import Waiters
 
 
 class RendezvousMetrics:
     """What one service counts, in a collection of its own."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, waiters: Waiters) -> None:
         self.collection = CollectorRegistry()
         self.requests = Counter(
             "kvferry_rendezvous_requests",
@@ -30,6 +31,9 @@ class RendezvousMetrics:
             lambda: registry.num_complete
         )
         self._gauge("ranks", "Registered ranks").set_function(lambda: registry.num_records)
+        self._gauge("waiting_requests", "Requests that wait for news").set_function(
+            lambda: waiters.num_waiting
+        )
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"kvferry_rendezvous_{name}", text, registry=self.collection)

@@ -15,23 +15,23 @@ class Waiters:
 
     def __init__(self) -> None:
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
-        self._num_waiting = 0
+        self.num_waiting = 0
         self._closed = False
 
     async def wait(self, name: str, timeout_s: float) -> None:
         """Until there is news of that name, or the time is over."""
-        if self._num_waiting >= MAX_WAITING:
+        if self.num_waiting >= MAX_WAITING:
             raise RendezvousError(Fault.FULL, f"{MAX_WAITING} requests wait; ask again later")
         event = asyncio.Event()
         self._waiting[name].add(event)
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             if not self._closed:
                 await asyncio.wait_for(event.wait(), timeout_s)
         except TimeoutError:
             return
         finally:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
             self._waiting[name].discard(event)
             if not self._waiting[name]:
                 del self._waiting[name]
