@@ -70,6 +70,12 @@ class Asking(threading.Thread):
     def run(self) -> None:
         self.answer = ask(self.url, "GET", self.path)
 
+    def until_it_waits(self, num_waiting: int = 1) -> Asking:
+        """For an answer that is not there yet."""
+        waiting = f"kvferry_rendezvous_waiting_requests {num_waiting}.0".encode()
+        wait_until(lambda: waiting in ask(self.url, "GET", "/metrics").body)
+        return self
+
     def result(self) -> Answer:
         self.join(ENOUGH_S)
         assert self.answer is not None
@@ -143,7 +149,7 @@ def test_names_may_have_slashes_and_ports(url: str) -> None:
 
 
 def test_who_waits_hears_at_once(url: str) -> None:
-    asking = Asking(url, "/v1/instances/p?wait_s=30")
+    asking = Asking(url, "/v1/instances/p?wait_s=30").until_it_waits()
     put(url, 0)
     begun = time.monotonic()
     put(url, 1)
@@ -155,14 +161,14 @@ def test_who_has_the_version_waits_for_another(url: str) -> None:
     version = complete(url).version
     path = f"/v1/instances/p?version={version}&wait_s="
     assert ask(url, "GET", f"{path}0.2").status == 304
-    asking = Asking(url, f"{path}30")
+    asking = Asking(url, f"{path}30").until_it_waits()
     put(url, 0, 7)
     assert asking.result().json["ranks"][0]["incarnation"] == 7
 
 
 def test_who_has_the_version_hears_of_the_end_at_once(url: str) -> None:
     version = complete(url).version
-    asking = Asking(url, f"/v1/instances/p?version={version}&wait_s=30")
+    asking = Asking(url, f"/v1/instances/p?version={version}&wait_s=30").until_it_waits()
     ask(url, "DELETE", f"{RANK}?incarnation=1")
     assert asking.result().code == "incomplete"
     assert ask(url, "GET", f"/v1/instances/p?version={version}&wait_s=30").code == "incomplete"
@@ -188,8 +194,7 @@ def test_a_service_that_has_just_started_does_not_say_that_an_instance_ended() -
 def test_stopping_answers_those_who_wait() -> None:
     server = RendezvousServer().start()
     asking = [Asking(server.url, "/v1/instances/p?wait_s=50") for _ in range(5)]
-    waiting = b"kvferry_rendezvous_waiting_requests 5.0"
-    wait_until(lambda: waiting in ask(server.url, "GET", "/metrics").body)
+    asking[-1].until_it_waits(5)
     begun = time.monotonic()
     server.stop()
     server.stop()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import get_args
 
 import msgspec
@@ -21,7 +24,7 @@ from kvferry.protocol.messages import Accept, Body, Envelope, Heartbeat, Offer, 
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import MOST_OF_A_PART, PART_S, SLOW_S
-from kvferry.runtime.owner.journal import MESSAGES, NUM_PAGES, Lasting
+from kvferry.runtime.owner.journal import MESSAGES, NUM_PAGES
 from kvferry.runtime.owner.stories import StoryBook, Took
 from kvferry.runtime.owner.telling import HALF, Teller
 from kvferry.runtime.telemetry.tags import NOBODYS, RoomTag
@@ -29,11 +32,11 @@ from kvferry.runtime.telemetry.tags import NOBODYS, RoomTag
 ME, PEER = Teller("p/0", "source"), Peer("d", 3)
 
 
-def accept(room: int) -> bytes:
+def accept(room: Room) -> bytes:
     return encode(Envelope(PEER, 1, Session(1, 1), 1, Accept(room, Generation(1))))
 
 
-def offer(room: int, num_pages: int = 0) -> bytes:
+def offer(room: Room, num_pages: int = 0) -> bytes:
     tables = (Table("kv", (7,) * num_pages),) if num_pages else ()
     body = Offer(room, Generation(1), Request(4), tables, 1.0)
     return encode(Envelope(PEER, 1, Session(1, 1), 1, body))
@@ -62,12 +65,25 @@ def opened(book: StoryBook, room: Room, tag: RoomTag = NOBODYS) -> Handle:
     return handle
 
 
-def over(book: StoryBook, room: Room, seconds: float = 0.0, *held: Lasting) -> None:
-    """A room that took so long, and has ended, while others are held."""
+def tidy(book: StoryBook, *held: Handle, early: Iterable[Room] = ()) -> None:
+    """After a turn, while these rooms are held, and those have been offered."""
+    if book.is_full:
+        book.turn_page(held, set(early))
+
+
+def over(
+    book: StoryBook,
+    room: Room,
+    seconds: float = 0.0,
+    *held: Handle,
+    early: Iterable[Room] = (),
+) -> None:
+    """A room that took so long, and has ended, while others are held, or have been offered."""
+    book.now += 1e-6
     handle = opened(book, room)
     handle.begun = book.now - seconds
     book.ended(handle, Done())
-    book.tidy(lambda: held)
+    tidy(book, *held, early=early)
 
 
 def test_the_oldest_rooms_are_forgotten() -> None:
@@ -87,7 +103,7 @@ def test_a_room_that_goes_on_keeps_its_steps() -> None:
     for room in range(100):
         if room == 50:
             book.pushed("long", Span(4, 8))
-        over(book, room, 0.0, Lasting("long", handle.begun))
+        over(book, room, 0.0, handle)
         assert "pushed" in moments(told(book, "long", handle))
     book.ended(handle, Done())
     story = told(book, "long", handle)
@@ -104,20 +120,25 @@ def test_a_room_that_has_just_begun_has_a_story() -> None:
     assert moments(there) == ["asked"]
 
 
-def test_a_room_that_went_on_is_forgotten_as_a_whole() -> None:
-    book = StoryBook(16)
+def test_a_room_that_went_on_is_forgotten_as_a_whole_with_those_that_end_with_it() -> None:
+    book = StoryBook(64)
     handle = opened(book, "long")
     book.pushed("long", Span(0, 4))
-    for room in range(100):
-        over(book, room, 0.0, Lasting("long", handle.begun))
+    for room in range(300):
+        over(book, room, 0.0, handle)
     book.ended(handle, Done())
-    stories = []
-    for room in range(100, 200):
+    over(book, "short")
+    stories: dict[str, list[RoomStory]] = {"long": [], "short": []}
+    for room in range(300, 600):
         book.now += 0.1
         over(book, room, 1.0)
-        stories.append(told(book, "long"))
-    assert stories[-1] is None
-    assert {tuple(moments(story)) for story in stories if story} == {("opened", "pushed", "done")}
+        for name, known in stories.items():
+            known.extend(named(book, ME, name))
+    assert abs(len(stories["long"]) - len(stories["short"])) <= 64 / NUM_PAGES
+    assert 60 <= len(stories["long"]) <= 100
+    assert {tuple(map(str, moments(one))) for one in stories["long"]} == {
+        ("opened", "pushed", "done")
+    }
 
 
 def test_a_room_whose_first_steps_are_forgotten_is_not_told_of() -> None:
@@ -143,11 +164,11 @@ def test_an_offer_that_came_before_its_room_is_part_of_its_story() -> None:
     book.heard([offer(7)])
     assert told(book, "7") is None
     for room in range(100, 200):
-        over(book, room, 0.0, Lasting(7))
+        over(book, room, early=[7])
     handle = opened(book, 7)
     assert set(moments(told(book, "7", handle))) == {"opened", "offered"}
     for room in range(200, 300):
-        over(book, room, 0.0, Lasting(7, handle.begun))
+        over(book, room, 0.0, handle)
     assert set(moments(told(book, "7", handle))) == {"opened", "offered"}
 
 
@@ -156,11 +177,11 @@ def test_an_offer_whose_page_lasts_longer_than_the_room_is_early_is_kept() -> No
     book = StoryBook(16)
     book.heard([offer(7)])
     for room in range(100, 105):
-        over(book, room, 0.0, Lasting(7))
+        over(book, room, early=[7])
     book.now += 1.0
     handle = opened(book, 7)
     for room in range(200, 300):
-        over(book, room, 0.0, Lasting(7, handle.begun))
+        over(book, room, 0.0, handle)
     assert set(moments(told(book, "7", handle))) == {"opened", "offered"}
 
 
@@ -171,6 +192,19 @@ def test_offers_for_rooms_that_nobody_opens_are_forgotten() -> None:
         over(book, room)
     handle = opened(book, 0)
     assert moments(told(book, "0", handle)) == ["opened"]
+
+
+def test_offers_that_were_taken_back_are_forgotten_too() -> None:
+    book = StoryBook(16)
+    book.heard([offer(0)])
+    for room in range(100, 200):
+        over(book, room, early=[0])
+    assert 0 in book._journal._aside
+    for room in range(200, 300):
+        book.now += 1.0
+        over(book, room)
+    assert 0 not in book._journal._aside
+    assert not book._journal._unended
 
 
 def test_an_id_that_is_used_again_tells_of_its_last_use() -> None:
@@ -203,7 +237,7 @@ def test_of_a_long_room_its_beginning_and_its_end_are_told(num_kept: int) -> Non
     for i in range(3000):
         book.now += 1.0
         book.pushed("r", Span(i, i + 1))
-        book.tidy(lambda: [Lasting("r", handle.begun)])
+        tidy(book, handle)
     assert all(len(steps) <= 4 * HALF for steps in book._journal._aside.values())
     book.now += 1.0
     book.ended(handle, Done())
@@ -213,6 +247,91 @@ def test_of_a_long_room_its_beginning_and_its_end_are_told(num_kept: int) -> Non
     assert (story.steps[0].step, story.steps[-1].step) == (Moment.OPENED, Moment.DONE)
     assert [story.steps[i].detail for i in (1, -2)] == ["tokens 0 to 1", "tokens 2999 to 3000"]
     assert (story.request, story.traceparent) == ("req", "00-1-2-01")
+
+
+class Chronicle:
+    """A book, and beside it everything that ever happened to each room."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.book = StoryBook(24)
+        self.held: dict[Room, Handle] = {}
+        self.early: set[Room] = set()
+        self.happened: dict[Room, list[str]] = defaultdict(list)
+        self.ended: dict[Room, list[str]] = {}
+
+    def step(self, fresh: Room) -> None:
+        """Something happens, most often to a new room that is soon over."""
+        self.book.now += self.random.choice([1e-6, 0.001, 0.5])
+        match self.random.randrange(6):
+            case 0:
+                self._offer(fresh)
+            case 1 if self.early:
+                self._begin(self.random.choice(sorted(self.early, key=str)))
+            case 2:
+                self._begin(fresh)
+            case 3 | 4 if self.held:
+                self._push(self.random.choice(sorted(self.held, key=str)))
+            case _ if self.held:
+                self._end(self.random.choice(sorted(self.held, key=str)))
+        tidy(self.book, *self.held.values(), early=self.early)
+
+    def _offer(self, room: Room) -> None:
+        now = self.book.now
+        self.book._journal.write_frames(now, None, [offer(room), accept(room)])
+        self.early.add(room)
+        self.happened[room] += ["offered", "accepted"]
+
+    def _begin(self, room: Room) -> None:
+        self.early.discard(room)
+        self.held[room] = opened(self.book, room)
+        self.happened[room] += ["opened"]
+
+    def _push(self, room: Room) -> None:
+        self.book.pushed(room, Span(0, 1))
+        self.happened[room] += ["pushed"]
+
+    def _end(self, room: Room) -> None:
+        handle = self.held.pop(room)
+        if self.random.random() < 0.1:
+            self.book.ended(handle, Failure.of(FailureCode.ABORTED, "given up"))
+            self.happened[room] += ["failed"]
+        else:
+            self.book.ended(handle, Done())
+            self.happened[room] += ["done"]
+        self.ended[room] = self.happened.pop(room)
+
+    def demand_true(self) -> None:
+        """What goes on is told in full, what has ended in full or not at all."""
+        for room, handle in self.held.items():
+            assert sorted(moments(told(self.book, str(room), handle))) == sorted(
+                self.happened[room]
+            )
+        for room, steps in self.ended.items():
+            story = told(self.book, str(room))
+            assert story is None or sorted(moments(story)) == sorted(steps)
+        lasting = {one.room for one in self.book.failures} | self.book.slow.rooms
+        assert all(told(self.book, str(room)) is not None for room in lasting)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_stories_are_whole_and_the_book_is_bounded(seed: int) -> None:
+    chronicle = Chronicle(seed)
+    for number in range(1, 401):
+        chronicle.step(number)
+        if number % 20 == 0:
+            chronicle.demand_true()
+    journal = chronicle.book._journal
+    for room, handle in list(chronicle.held.items()):
+        chronicle.book.ended(handle, Done())
+        del chronicle.held[room]
+    chronicle.early.clear()
+    for number in range(1000, 1100):
+        chronicle.book.now += 1.0
+        over(chronicle.book, number, seconds=1000.0)
+    failed = {one.room for one in chronicle.book.failures}
+    assert journal._aside.keys() <= chronicle.book.slow.rooms | failed | set(range(1000, 1100))
+    assert not journal._unended.keys() - set(range(1000, 1100))
 
 
 def test_nothing_large_is_kept() -> None:
@@ -271,7 +390,7 @@ def test_a_story_stays_the_same_when_it_is_packed(num_pushes: int, num_pages: in
     book.said(PEER, [accept(1)])
     before, since = told(book, "1"), book.ended_since(ME, 0.0)
     for _ in range(num_pages):
-        over(book, 3, 0.0, Lasting(1, handle.begun))
+        over(book, 3, 0.0, handle)
     assert before is not None
     assert {"offered", "pushed", "gathered", "written", "finished", "accepted"} <= set(
         moments(before)
@@ -287,7 +406,7 @@ def test_when_a_failed_room_was_released_is_told_however_many_ended_meanwhile() 
     handle = opened(book, 1)
     book.ended(handle, Failure.of(FailureCode.DEADLINE, "late \udc80"))
     for number in range(2, 50):
-        over(book, number, 0.0, Lasting(1, handle.begun))
+        over(book, number, 0.0, handle)
     book.now += 1.0
     book.released(1)
     for number in range(50, 100):

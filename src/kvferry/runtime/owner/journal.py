@@ -12,7 +12,7 @@ owner's thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain, starmap
 from math import inf
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from kvferry.protocol.messages import (
 from kvferry.runtime.owner.telling import ENDS, HALF, WIDE, Step, Steps, each, last_end, shorten
 from kvferry.runtime.telemetry.tags import RoomTag
 
-NUM_PAGES = 8
+NUM_PAGES = 4
 # Stands for a moment where frames are written down as they are.
 BUNDLE = ""
 # Of longer frames only what is understood is kept: offers have thousands of pages.
@@ -62,28 +62,16 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(list).decode
 
 
-class Lasting(NamedTuple):
-    """A room that must not be forgotten, and from when until when anything was written of it.
-
-    Of one that peers have offered, and that did not begin here, nobody knows since when.
-    """
-
-    room: Room
-    begun: float = inf
-    ended: float = inf
-
-
 class Page(NamedTuple):
-    """A full page: what was written in that time, and who at its end was offered and not begun."""
+    """A full page: what was written in that time.
+
+    ``early`` are the rooms that at its end had been offered, and had not begun here.
+    """
 
     since: float
     until: float
-    early: set[Room]
+    early: Set[Room]
     packed: bytes
-
-    def may_tell_of(self, one: Lasting) -> bool:
-        """Whether there can be anything of that room in it."""
-        return (one.begun <= self.until and one.ended >= self.since) or one.room in self.early
 
     def entries(self) -> Iterator[Step]:
         """As they were written."""
@@ -103,8 +91,12 @@ class Journal:
         self._more_places = 0
         self._turned = -inf
         self._pages: deque[Page] = deque()
+        # Who was early at the end of the last page that is forgotten.
+        self._offered_before: Set[Room] = frozenset()
         # What stood in pages that are forgotten.
         self._aside: dict[Room, Steps] = {}
+        # Those of them that have no end there, and when they were last kept.
+        self._unended: dict[Room, float] = {}
 
     def write_frames(self, at: float, peer: Peer | None, frames: list[bytes]) -> None:
         """Said to a peer, or heard."""
@@ -121,34 +113,48 @@ class Journal:
 
     # ------------------------------------------------------------ pages
 
-    def turn_page(self, now: float, lasting: Collection[Lasting]) -> None:
-        """Begin another page. Of lasting rooms nothing is forgotten."""
-        early = {one.room for one in lasting if one.begun == inf}
+    def turn_page(self, now: float, early: Set[Room]) -> Page | None:
+        """Begin another page. The oldest, which is one too many, has to be forgotten."""
         self._pages.append(Page(self._turned, now, early, _pack(self.open)))
         self.open, self._more_places, self._turned = [], 0, now
-        if len(self._pages) > NUM_PAGES:
-            self._forget(self._pages.popleft(), lasting)
+        return self._pages.popleft() if len(self._pages) > NUM_PAGES else None
 
-    def _forget(self, page: Page, lasting: Collection[Lasting]) -> None:
-        kept = {one.room for one in lasting}
-        over = {room for room, steps in self._aside.items() if last_end(steps) is not None}
-        for room in over - kept:
-            del self._aside[room]
-        # What is aside and has no end there has it in a later page.
-        saved = {one.room for one in lasting if page.may_tell_of(one)} | self._aside.keys() - over
-        for step in _steps(page.entries()) if saved else ():
-            if step[2] in saved:
-                self._aside.setdefault(step[2], []).extend(step)
-        for room in saved & self._aside.keys():
-            steps = self._aside[room]
-            if len(steps) > 4 * HALF:
-                shorten(steps)
+    def forget(self, page: Page, kept: Set[Room], saved: Set[Room]) -> None:
+        """Of the rooms that are kept, put aside what the page has of those that are saved."""
+        self._offered_before = page.early
+        for room in self._aside.keys() - kept:
+            # Whose end is not aside had it after it was last kept, if ever.
+            if self._unended.get(room, -inf) < page.since:
+                del self._aside[room]
+                self._unended.pop(room, None)
+        for room in self._unended.keys() & kept:
+            self._unended[room] = self._turned
+        wanted = saved | self._unended.keys()
+        # Also of whom the page says nothing: that is known then.
+        found: dict[Room, Steps] = {room: [] for room in wanted}
+        for step in _steps(page.entries()) if wanted else ():
+            if step[2] in wanted:
+                found[step[2]].extend(step)
+        for room, steps in found.items():
+            self._put_aside(room, steps)
+
+    def _put_aside(self, room: Room, more: Steps) -> None:
+        steps = self._aside.setdefault(room, [])
+        steps += more
+        if last_end(steps) is None:
+            self._unended.setdefault(room, self._turned)
+        else:
+            self._unended.pop(room, None)
+        if len(steps) > 4 * HALF:
+            shorten(steps)
 
     # ------------------------------------------------------------ what is known
 
     def knows_since(self, room: Room, begun: float) -> bool:
         """Whether nothing is forgotten of a room that began then and has ended."""
-        return room in self._aside or not self._pages or begun >= self._pages[0].since
+        if room in self._aside or not self._pages:
+            return True
+        return begun > self._pages[0].since and room not in self._offered_before
 
     def told(self, rooms: Set[Room]) -> dict[Room, Steps]:
         """The steps of those rooms, of all attempts that are known."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
 from kvferry.errors import Misuse
-from kvferry.ids import Peer
+from kvferry.ids import Peer, Room
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Cancel, Event, Received, Tick
 from kvferry.protocol.messages import Heartbeat
@@ -29,7 +29,6 @@ from kvferry.runtime.handles import Handle
 from kvferry.runtime.mover.mover import ThreadBroke
 from kvferry.runtime.owner.channels import Channel, Dropped
 from kvferry.runtime.owner.clocks import PeerClocks
-from kvferry.runtime.owner.journal import Lasting
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.roles import AFTER_POLL_S, Role
 from kvferry.runtime.pulse import WATCHMAN, Patient, Pulse
@@ -168,7 +167,9 @@ class Owner:
         self._tidy(now)
         self._copier.launch()
         self.channel.flush()
-        self.stories.tidy(self._held_rooms)
+        if self.stories.is_full:
+            known: Set[Room] = self.driver.machine.rooms.keys()
+            self.stories.turn_page(list(self.rooms), self.rooms.others(known))
 
     def _arrived(self, ready: set[object]) -> Iterator[Event]:
         """All that has come from other threads and from peers. The driver takes the time after it.
@@ -211,12 +212,6 @@ class Owner:
             self.role.tidy()
             self.clocks.ask(self.driver.machine.links.values(), now)
             self._measure(now)
-
-    def _held_rooms(self) -> Iterator[Lasting]:
-        """Those that go on, that peers have offered, or whose memory is not free."""
-        for handle in self.rooms:
-            yield Lasting(handle.room, handle.begun)
-        yield from map(Lasting, self.rooms.others(self.driver.machine.rooms.keys()))
 
     def _take(self, item: object) -> None:
         match item:

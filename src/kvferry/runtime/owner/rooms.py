@@ -83,9 +83,9 @@ class RoomTable(Generic[H]):
     def __iter__(self) -> Iterator[H]:
         return iter(list(self._handles.values()))
 
-    def others(self, rooms: Set[Room]) -> Set[Room]:
+    def others(self, rooms: Set[Room]) -> set[Room]:
         """Those of them whose memory is not held here."""
-        return rooms - self._handles.keys()
+        return set(rooms - self._handles.keys())
 
     def get(self, room: Room) -> H | None:
         """A room whose memory is held."""

@@ -9,7 +9,7 @@ slowest of the last minutes. Belongs to the owner's thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from time import monotonic
@@ -22,7 +22,7 @@ from kvferry.plan.choose import Path
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import SlowRooms
-from kvferry.runtime.owner.journal import Journal, Lasting
+from kvferry.runtime.owner.journal import Journal, Page
 from kvferry.runtime.owner.telling import (
     Setting,
     Steps,
@@ -141,12 +141,28 @@ class StoryBook:
                 if one.room == room:
                     one.until = self.now
 
-    def tidy(self, held: Callable[[], Iterable[Lasting]]) -> None:
-        """After every turn. ``held`` are the rooms that are not over."""
-        if self._journal.is_full:
-            slow = (Lasting(room, at - seconds, at) for at, seconds, room, _ in self.slow)
-            failed = (Lasting(one.room, one.begun, one.until) for one in self.failures)
-            self._journal.turn_page(self.now, [*held(), *slow, *failed])
+    # ------------------------------------------------------------ pages
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a page should be turned."""
+        return self._journal.is_full
+
+    def turn_page(self, held: Collection[Handle], early: set[Room]) -> None:
+        """After a turn. Rooms are held until they are over; early ones peers have offered."""
+        page = self._journal.turn_page(self.now, early)
+        if page is not None:
+            kept = early.union((one.room for one in held), self.slow.rooms)
+            kept.update(one.room for one in self.failures)
+            self._journal.forget(page, kept, self._told_in(page, held) | (page.early & kept))
+
+    def _told_in(self, page: Page, held: Collection[Handle]) -> set[Room]:
+        """The rooms to keep of which that page may tell, by when they began and ended."""
+        since, until = page.since, page.until
+        found = {one.room for one in held if one.begun <= until}
+        found.update(room for at, took, room, _ in self.slow if at >= since and at - took <= until)
+        found.update(one.room for one in self.failures if one.until >= since and one.begun <= until)
+        return found
 
     # ------------------------------------------------------------ what is known
 
