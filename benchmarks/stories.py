@@ -4,7 +4,7 @@ One pair of processes stays up for the whole run and keeps stories in every othe
 whatever else the machine does, and however the pair came to lie in memory, meets both. Ends in
 one JSON line.
 
-    python benchmarks/stories.py [ROUNDS] [ROOMS]
+    python benchmarks/stories.py [ROUNDS] [ROOMS] [AT_ONCE] [TRANSPORT]
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Request
 from kvferry.testing.fleet import Fleet, FleetSide
 
-CONCURRENCY = 32
 
-
-def fleet() -> Fleet:
+def fleet(at_once: int, transport: str) -> Fleet:
     layout = Layout(
         attention(layers=2, kv_heads=2, head_dim=64), Parallel(), page_tokens=PAGE_TOKENS
     )
-    sides = [FleetSide(name, layout, 2 * CONCURRENCY + 2) for name in ("prefill", "decode")]
-    return Fleet(*sides, transport="shm")
+    sides = [FleetSide(name, layout, 2 * at_once + 2) for name in ("prefill", "decode")]
+    return Fleet(*sides, transport=transport)
 
 
-def turn(pair: Fleet, rooms: int, *, keep: bool) -> ControlLevel:
+def turn(pair: Fleet, at_once: int, rooms: int, *, keep: bool) -> ControlLevel:
     pair.all(pair.ranks, "keep_stories", keep)
     # The first rooms still find the other way's things in the caches.
-    timed_level(pair, CONCURRENCY, 2 * CONCURRENCY)
-    return timed_level(pair, CONCURRENCY, rooms)
+    timed_level(pair, at_once, 2 * at_once)
+    return timed_level(pair, at_once, rooms)
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-    rooms = int(sys.argv[2]) if len(sys.argv) > 2 else 600
+    given, usual = sys.argv[1:], ("100", "600", "32", "shm")
+    rounds, rooms, at_once, transport = (*given, *usual[len(given) :])
+    measure(int(rounds), int(rooms), int(at_once), transport)
+
+
+def measure(rounds: int, rooms: int, at_once: int, transport: str) -> None:
     levels: dict[bool, list[ControlLevel]] = {True: [], False: []}
-    with fleet() as pair:
+    with fleet(at_once, transport) as pair:
         pair.carry("first", Request(PAGE_TOKENS), seed=0)
-        timed_level(pair, CONCURRENCY, 5 * rooms)
+        timed_level(pair, at_once, 5 * rooms)
         for number in range(rounds):
             for keep in (True, False) if number % 2 else (False, True):
-                levels[keep].append(turn(pair, rooms, keep=keep))
+                levels[keep].append(turn(pair, at_once, rooms, keep=keep))
     document = {name: told(levels[keep]) for name, keep in (("with", True), ("without", False))}
     both = list(zip(levels[True], levels[False], strict=True))
     slower = statistics.median(1 - a.rooms_per_s / b.rooms_per_s for a, b in both)
@@ -56,7 +58,8 @@ def main() -> None:
         "cpu": round(dearer, 4),
         "cpu_us_a_room": round(more_us, 1),
     }
-    print(json.dumps({"rounds": rounds, "rooms": rooms, "concurrency": CONCURRENCY, **document}))
+    asked = {"rounds": rounds, "rooms": rooms, "at_once": at_once, "transport": transport}
+    print(json.dumps(asked | document))
 
 
 def cpu_us(level: ControlLevel) -> float:

@@ -51,14 +51,14 @@ class Dropped(NamedTuple):
 
 
 class Parcel:
-    """What waits to be sent to one peer, and whether any of it is about a room."""
+    """What waits to be sent to one peer, and the last of it that is about a room."""
 
-    __slots__ = ("frames", "is_news", "peer")
+    __slots__ = ("frames", "news", "peer")
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.frames: list[bytes] = []
-        self.is_news = False
+        self.news: RoomMessage | None = None
 
 
 class Channel(ABC, Generic[W]):
@@ -101,12 +101,19 @@ class Channel(ABC, Generic[W]):
             self._num_waiting = 0
             outbox, self._outbox = self._outbox, {}
             for way, parcel in outbox.items():
-                if parcel.is_news:
-                    self._stories.said(parcel.peer, parcel.frames)
+                self._tell_stories(parcel)
                 if isinstance(way, LocalLine):
                     self._lines.send(way, parcel.frames)
                 else:
                     self._send(way, bundle(parcel.frames))
+
+    def _tell_stories(self, parcel: Parcel) -> None:
+        if parcel.news is None:
+            return
+        if len(parcel.frames) == 1:
+            self._stories.said(parcel.peer, parcel.news)
+        else:
+            self._stories.said_together(parcel.peer, parcel.frames)
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
         """Have a frame sent at the end of this turn, or before. It may be lost."""
@@ -133,7 +140,7 @@ class Channel(ABC, Generic[W]):
             parcel = self._outbox[way] = Parcel(peer)
         parcel.frames.append(frame)
         if isinstance(envelope.body, RoomMessage):
-            parcel.is_news = True
+            parcel.news = envelope.body
 
     def _frames(self, message: bytes) -> list[bytes]:
         frames = unbundle(message)
@@ -144,8 +151,11 @@ class Channel(ABC, Generic[W]):
     def _events(self, frames: list[bytes]) -> Iterator[tuple[Session, Event]]:
         """What frames mean, and in which session each was said."""
         known = [decode(frame) for frame in frames]
-        if _is_news(known):
-            self._stories.heard(frames)
+        if len(known) > 1:
+            # Frames that are about no room come alone, but for a few.
+            self._stories.heard_together(frames)
+        elif known and isinstance(known[0], Envelope):
+            self._stories.heard(known[0])
         for decoded in known:
             event = frame_event(decoded)
             if isinstance(decoded, BadFrame):
@@ -157,13 +167,6 @@ class Channel(ABC, Generic[W]):
                 session = decoded.session
             assert event is not None
             yield session, event
-
-
-def _is_news(frames: list[Envelope | BadFrame]) -> bool:
-    """Whether any is about a room. Frames that are not come alone, but for a few."""
-    if len(frames) == 1:
-        return isinstance(frames[0], Envelope) and isinstance(frames[0].body, RoomMessage)
-    return len(frames) > 1
 
 
 class SourceChannel(Channel[bytes]):

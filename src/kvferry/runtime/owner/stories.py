@@ -19,10 +19,11 @@ from kvferry.ids import MAX_ID, Peer, Room
 from kvferry.layout.intervals import Span
 from kvferry.observe.steps import Moment, RoomStory
 from kvferry.plan.choose import Path
+from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import SlowRooms
-from kvferry.runtime.owner.journal import Journal, Page
+from kvferry.runtime.owner.journal import MESSAGES, Journal, Page
 from kvferry.runtime.owner.telling import (
     Setting,
     Steps,
@@ -84,16 +85,30 @@ class StoryBook:
 
     # ------------------------------------------------------------ what happens
 
-    def heard(self, frames: list[bytes]) -> None:
-        """All that came together."""
+    def heard(self, envelope: Envelope) -> None:
+        """What came alone."""
+        if self.keeps and isinstance(envelope.body, RoomMessage):
+            self.now = now = monotonic()
+            self._write(now, envelope.body, envelope.sender, True)
+
+    def heard_together(self, frames: list[bytes]) -> None:
+        """All that came with one message."""
         if self.keeps:
             self.now = now = monotonic()
             self._journal.write_frames(now, None, frames)
 
-    def said(self, peer: Peer, frames: list[bytes]) -> None:
-        """All that leaves together."""
+    def said(self, peer: Peer, body: RoomMessage) -> None:
+        """What leaves alone."""
         if self.keeps:
-            self._journal.write_frames(monotonic(), peer, frames)
+            self._write(self.now, body, peer, False)
+
+    def said_together(self, peer: Peer, frames: list[bytes]) -> None:
+        """All that leaves at once."""
+        if self.keeps:
+            self._journal.write_frames(self.now, peer, frames)
+
+    def _write(self, at: float, body: RoomMessage, peer: Peer, is_heard: bool) -> None:
+        self._journal.open += (at, MESSAGES[body.__class__], body.room, peer, is_heard)
 
     def pushed(self, room: Room, tokens: Span) -> None:
         """By the engine."""
