@@ -156,7 +156,7 @@ def test_a_room_can_be_given_up_while_it_waits(directory: Directory) -> None:
     assert role.cancel(room)
     assert not role.cancel(room)
     assert rooms.told == [("1", FailureCode.ABORTED)]
-    assert (rooms.released, role.wakeup()) == (["1"], inf)
+    assert (rooms.released, role.wakeup(0.0)) == (["1"], inf)
 
 
 def test_lives_are_asked_after_only_where_the_rendezvous_has_spoken_of_their_instance(

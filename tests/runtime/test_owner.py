@@ -61,7 +61,7 @@ class Nothing:
 class Sleepy(Nothing):
     """A role that never wants to be woken."""
 
-    def wakeup(self) -> float:
+    def wakeup(self, now: float) -> float:
         return inf
 
 

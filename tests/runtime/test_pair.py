@@ -58,9 +58,20 @@ class Occupied(ShmTransport):
 class GoingOn(Occupied):
     """Shared memory whose writes go on when they were begun at once."""
 
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._looks: dict[Op, tuple[int, Ended]] = {}
+
     def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:  # type: ignore[override]
-        self.write(remote, op, pieces)
+        self._looks[op] = 3, ShmTransport.write_now(self, remote, op, pieces)
         return None
+
+    def look(self, op: Op) -> Ended | None:
+        left, ended = self._looks.pop(op)
+        if left:
+            self._looks[op] = left - 1, ended
+            return None
+        return ended
 
 
 class Means(NamedTuple):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.protocol.events import Event, Open
-from kvferry.runtime.owner.roles import SourceRole, Stepped
+from kvferry.runtime.owner.roles import AFTER_POLL_S, SourceRole, Stepped
 from kvferry.runtime.owner.stories import StoryBook
 
 FIRST, SECOND = Open("first", inf), Open("second", inf)
@@ -30,7 +30,8 @@ def role_and_taken(*, held: bool = True) -> tuple[SourceRole, list[Event]]:
     setup = SimpleNamespace(slots=None)
     outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, meter=None, stories=StoryBook(0))
     nothing: Any = None
-    return SourceRole(nothing, taken.append, outfit, nothing, nothing), taken
+    no_writes: Any = SimpleNamespace(advance=lambda now: None, wakeup=lambda: inf)
+    return SourceRole(nothing, taken.append, outfit, no_writes, nothing), taken
 
 
 class RoomHandle:
@@ -55,10 +56,10 @@ def test_steps_keep_their_order_and_nobody_is_woken_when_none_waits() -> None:
     role.take(Stepped(room, gpu, nothing_to_learn, FIRST))
     role.take(Stepped(room, None, nothing_to_learn, SECOND))
     role.advance(0.0)
-    assert (taken, role.wakeup()) == ([], 0.0)
+    assert (taken, role.wakeup(5.0)) == ([], 5.0 + AFTER_POLL_S)
     gpu.happened = True
     role.advance(0.0)
-    assert (taken, role.wakeup()) == ([FIRST, SECOND], inf)
+    assert (taken, role.wakeup(5.0)) == ([FIRST, SECOND], inf)
 
 
 def test_a_room_that_is_over_waits_for_no_gpu() -> None:
@@ -67,4 +68,4 @@ def test_a_room_that_is_over_waits_for_no_gpu() -> None:
     role.take(Stepped(room, Happening(), nothing_to_learn, FIRST))
     room.outcome = "failed"
     role.advance(0.0)
-    assert (taken, role.wakeup()) == ([], inf)
+    assert (taken, role.wakeup(5.0)) == ([], inf)

@@ -15,7 +15,9 @@ import ctypes
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 from kvferry.copy.gpu_tables import (
     HEADER,
@@ -82,7 +84,7 @@ class GpuCopier:
         tiles = [tile for choices in TILES.values() for tile in choices]
         # A part for each, of one tile in none of its layers: every kernel runs and does nothing.
         launches = tuple(Launch(tile, i * HEADER, 1, 1, 1) for i, tile in enumerate(tiles))
-        with torch.cuda.device(self._device):
+        with self._on_device():
             table = Table(launches, self._room(len(tiles) * HEADER)[: len(tiles) * HEADER])
             table.numbers[:] = 0
             table.numbers[::HEADER] = 1
@@ -95,23 +97,42 @@ class GpuCopier:
 
         No job may write what another of them reads or writes.
         """
-        if torch.cuda.current_device() != self._device.index:
-            with torch.cuda.device(self._device):
-                return self.copy(jobs, after)
-        try:
+        with self._on_device():
             if after is not None:
                 self._stream.wait_event(after)
             for batch in batches(jobs):
                 done = self._queue(table_of(batch, self._book, self._room))
-        except RuntimeError as error:
-            raise TransportError(f"the GPU took no copy ({error}); restart this process") from error
         return done
 
-    def start(
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """With our device as the current one. What the driver has to say against it is told."""
+        elsewhere = torch.cuda.current_device() != self._device.index
+        try:
+            with torch.cuda.device(self._device) if elsewhere else nullcontext():
+                yield
+        except RuntimeError as error:
+            raise TransportError(f"the GPU took no copy ({error}); restart this process") from error
+
+    def prepare(
         self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]
-    ) -> Callable[[], None]:
-        """Queue one copy. What is returned waits for its end, on any thread."""
-        return self.copy([GpuCopy(binding, sources, targets)]).synchronize
+    ) -> PreparedCopy:
+        """Have the table of a copy on the GPU, so that starting it is a launch and no more."""
+        with self._on_device():
+            table = table_of([GpuCopy(binding, sources, targets)], self._book, self._room)
+            upload = self._next.popleft()
+            upload.send(len(table.numbers), self._stream.cuda_stream)
+        return PreparedCopy(table.launches, upload)
+
+    def start(self, prepared: PreparedCopy) -> torch.cuda.Event:
+        """Queue a copy that was prepared, once; the event tells its end."""
+        with self._on_device():
+            return self._launch(prepared)
+
+    def forget(self, prepared: PreparedCopy) -> None:
+        """It will not be started."""
+        with self._on_device():
+            self._launch(PreparedCopy((), prepared.upload))
 
     def drain(self) -> None:
         """Wait until nothing that was queued still runs."""
@@ -129,15 +150,21 @@ class GpuCopier:
         return uploads[0].array
 
     def _queue(self, table: Table) -> torch.cuda.Event:
-        upload, stream = self._next[0], self._stream.cuda_stream
-        upload.send(len(table.numbers), stream)
-        for launch in table.launches:
+        """Queue what the table that is being filled says."""
+        upload = self._next.popleft()
+        upload.send(len(table.numbers), self._stream.cuda_stream)
+        return self._launch(PreparedCopy(table.launches, upload))
+
+    def _launch(self, prepared: PreparedCopy) -> torch.cuda.Event:
+        """The upload is free again when the event has come, which is behind its sending too."""
+        upload, stream = prepared.upload, self._stream.cuda_stream
+        for launch in prepared.launches:
             kernel = self._kernels.get(launch.tile) or self._compile(launch.tile)
             kernel.start(launch, upload.address, stream)
         done = torch.cuda.Event(blocking=self._yields)
         done.record(self._stream)
         upload.last_use = done
-        self._next.rotate(-1)
+        self._uploads[upload.capacity].append(upload)
         return done
 
     def _compile(self, tile: Tile) -> _Kernel:
@@ -145,6 +172,13 @@ class GpuCopier:
         with _compiling:
             kernel = self._kernels[tile] = _Kernel(tile)
         return kernel
+
+
+class PreparedCopy(NamedTuple):
+    """A copy whose table is on the GPU, or on its way."""
+
+    launches: tuple[Launch, ...]
+    upload: _Upload
 
 
 class _Kernel:
@@ -173,6 +207,7 @@ class _Upload:
     """Pinned memory for a table, and the device memory that it is sent to."""
 
     def __init__(self, capacity: int, stream: torch.cuda.Stream) -> None:
+        self.capacity = capacity
         pinned = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
         self.array: Int64s = pinned.numpy()
         # Allocated for that stream, so that it is not given to another while a launch reads it.

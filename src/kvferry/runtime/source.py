@@ -58,7 +58,9 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         setup, config, rooms, meter = outfit.setup, outfit.config, outfit.rooms, outfit.meter
         self._costs = costs = LinkCosts(first_constants(config, setup))
         writes = Writes(outfit, costs, measures=config.constants is None)
-        policy = StagingPolicy(setup.member.rank, writes.sides_of, costs.of, config.path)
+        policy = StagingPolicy(
+            setup.member.rank, writes.sides_of, costs.of, config.path, writes.foresee
+        )
         machine = SourceMachine(setup.identity, _with_slots(config, setup), policy)
         channel = SourceChannel(outfit.me, outfit.poller, meter, self._server, self._local)
         suspects = Suspects(outfit.prober)

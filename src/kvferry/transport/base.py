@@ -1,10 +1,11 @@
 """What a transport is: one endpoint's means of writing into its peers' memory.
 
-A transport belongs to one thread, which calls everything here but ``missing`` and
-``write_now``. It knows regions and bytes, never rooms, credits or plans, and tells the
-target nothing: that something has arrived, the endpoint says itself once the write has
-ended. Foreign exceptions end here: set-up errors leave as ``TransportError``, and what
-becomes of a write is told by ``poll``, once per write, as an ``Ended``.
+A transport belongs to one thread, which calls everything here but ``missing`` and what is
+for writes that are made at once (``foresee``, ``write_now``, ``look``). It knows regions and
+bytes, never rooms, credits or plans, and tells the target nothing: that something has
+arrived, the endpoint says itself once the write has ended. Foreign exceptions end here:
+set-up errors leave as ``TransportError``, and what becomes of a write is told once, as an
+``Ended``: by ``poll``, or to whoever made it at once.
 
 The promise behind ``Ended``, on which every arrival note and every release of memory rests:
 
@@ -40,13 +41,27 @@ from kvferry.regions import Device, Region
 Copy = Callable[[Binding, Sequence[int], Sequence[int]], None]
 
 
+class DeviceEvent(Protocol):
+    """The end of a copy. Both raise where the GPU has failed, after which nothing runs on it."""
+
+    def query(self) -> bool:
+        """Whether it is over."""
+
+    def synchronize(self) -> None:
+        """Wait for it, on any thread, using no core."""
+
+
 class DeviceCopier(Protocol):
     """Copies between addresses on one GPU, in the order in which they were started."""
 
-    def start(
-        self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]
-    ) -> Callable[[], None]:
-        """Queue a copy. What is returned waits for its end, on any thread, using no core."""
+    def prepare(self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]) -> Any:
+        """Everything about a copy but its start."""
+
+    def start(self, prepared: Any) -> DeviceEvent:
+        """Queue a copy, once."""
+
+    def forget(self, prepared: Any) -> None:
+        """It will not be started."""
 
     def drain(self) -> None:
         """Wait until nothing that was started still runs, also not what failed to start."""
@@ -153,13 +168,26 @@ class Transport(ABC):
         A piece outside a region of either side is FAILED before anything is written.
         """
 
+    def foresee(self, remote: Remote, pieces: Binding) -> None:  # noqa: B027 - most need no time
+        """This very binding may be written at once soon: work out what can be.
+
+        By whoever calls ``write_now``. What is wrong with it is told when it is written.
+        """
+
     def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:
-        """Write here and now, and say how it ended; None: it goes on, and ``poll`` will tell.
+        """Write here and now, and say how it ended; None: it goes on, and ``look`` will tell.
 
         BUSY: nothing was submitted, because the transport's own thread is at work; let it do
         this one too. May be called on any thread, also while the transport's own thread is
         inside any other method, but not for a remote that is being disconnected, as all are
-        by ``close``. What was told here is not told by ``poll``. Bounds are those of ``write``.
+        by ``close``. ``poll`` tells nothing of it. Bounds are those of ``write``.
+        """
+        raise TransportError("this transport does not write at once")
+
+    def look(self, op: Op) -> Ended | None:
+        """How a write that ``write_now`` has begun ended, once; None: it goes on.
+
+        On any thread, as ``write_now``. Never waits for others.
         """
         raise TransportError("this transport does not write at once")
 

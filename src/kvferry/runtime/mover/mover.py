@@ -9,7 +9,6 @@ sessions may be written to, and what the end of a write means, is the driver's.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,21 +24,19 @@ from kvferry.plan.choose import Constants, Path
 from kvferry.protocol.events import Fate
 from kvferry.protocol.messages import TransportOffer
 from kvferry.runtime.mover.calibration import Calibration
+from kvferry.runtime.naps import CORES_TO_SPARE, wake_in_time
 from kvferry.runtime.pulse import Pulse
 from kvferry.transport.base import Ended, Remote, Transport
 
 log = logging.getLogger("kvferry.runtime")
 
-# Those that this process may use, which in a container or under taskset are not all.
-_NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-_CORES_TO_SPARE = (_NUM_CORES or 1) >= 8
-# How often to look while something is about to happen: polling costs a core that may be needed.
-BUSY_POLL_S = 50e-6 if _CORES_TO_SPARE else 250e-6
+# How often to look while something is about to happen.
+BUSY_POLL_S = 50e-6 if CORES_TO_SPARE else 250e-6
 PATIENT_POLL_S = 1e-3
 IDLE_POLL_S = 20e-3
 LONG_JOB_S = 1e-3
 # After so long without news, the end of a write is not about to come any moment.
-EAGER_S = 20e-3 if _CORES_TO_SPARE else 2e-3
+EAGER_S = 20e-3 if CORES_TO_SPARE else 2e-3
 
 
 class Posting(NamedTuple):
@@ -131,8 +128,6 @@ class Mover:
         self._problems: dict[Session, str] = {}
         self._cut: set[Session] = set()
         self._flights: dict[Op, Flight] = {}
-        # Ends of writes that somebody else has begun and not yet told us of.
-        self._early: dict[Op, Ended] = {}
         self._calibrations: dict[Op, tuple[Session, Calibration, Constants]] = {}
         self._own_ops = 0
         self._expecting = False
@@ -165,10 +160,6 @@ class Mover:
         """Make a write."""
         self._jobs.put(lambda: self._write(posting))
 
-    def follow(self, op: Op, flight: Flight) -> None:
-        """Look after a write that has begun on another thread, and tell how it ends."""
-        self._jobs.put(lambda: self._follow(op, flight))
-
     def cut(self, session: Session) -> None:
         """Let nothing more of a session start: what waits here fails."""
         self._jobs.put(lambda: self._cut.add(session))
@@ -191,6 +182,7 @@ class Mover:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        wake_in_time()
         try:
             while not self._closing:
                 self._take(self._pause())
@@ -246,7 +238,7 @@ class Mover:
         """Taking some ends may be what lets the next come."""
         while ended := transport.poll():
             for each in ended:
-                self._end(each, transport)
+                self._end(each)
             self._news_at = time.monotonic()
 
     # ------------------------------------------------------------ peers
@@ -302,22 +294,13 @@ class Mover:
         self._flights[op] = Flight(began, path or direct, *binding.size, transport.name)
         transport.write(remote, op, binding)
 
-    def _follow(self, op: Op, flight: Flight) -> None:
-        ended = self._early.pop(op, None)
-        if ended is None:
-            self._flights[op] = flight
-        else:
-            self._tell(flight.end(ended))
-
-    def _end(self, ended: Ended, transport: Transport) -> None:
+    def _end(self, ended: Ended) -> None:
         if ended.op in self._calibrations:
             self._calibration_ended(ended)
             return
         flight = self._flights.pop(ended.op, None)
         if flight is not None:
             self._tell(flight.end(ended))
-        elif transport.writes_at_once:
-            self._early[ended.op] = ended
         else:
             log.error("write-ended-twice op=%d fate=%s", ended.op, ended.fate)
 

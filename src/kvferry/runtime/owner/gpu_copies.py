@@ -19,10 +19,9 @@ from kvferry.errors import KvferryError
 from kvferry.plan.bind import Binding
 from kvferry.runtime.copier import Copied, Copier, CopyJob
 from kvferry.runtime.mover.mover import Posting
+from kvferry.runtime.naps import NAP_S
 from kvferry.runtime.pulse import Pulse
 
-# How long the owner sleeps at most while a copy runs.
-GPU_POLL_S = 40e-6
 # Copies that are launched as one.
 MAX_BATCH = 32
 
@@ -62,7 +61,9 @@ class GpuCopies(Copier):
 
     def wakeup(self) -> float:
         """Soon, while something runs."""
-        return GPU_POLL_S if self._running else inf
+        if self._failed:
+            return 0.0
+        return NAP_S if self._running else inf
 
     def ended(self) -> Iterator[Copied | Posting]:
         """What copies that are over have led to. Launches end in their order."""

@@ -27,10 +27,11 @@ from kvferry.protocol.states import LinkState
 from kvferry.runtime.driver.driver import Driver
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.mover.mover import ThreadBroke
+from kvferry.runtime.naps import wake_in_time
 from kvferry.runtime.owner.channels import Channel, Dropped
 from kvferry.runtime.owner.clocks import PeerClocks
 from kvferry.runtime.owner.outfit import Outfit
-from kvferry.runtime.owner.roles import AFTER_POLL_S, Role
+from kvferry.runtime.owner.roles import Role
 from kvferry.runtime.pulse import WATCHMAN, Patient, Pulse
 
 log = logging.getLogger("kvferry.runtime")
@@ -137,6 +138,7 @@ class Owner:
 
     def _run(self) -> None:
         WATCHMAN.watch(self._patient)
+        wake_in_time()
         try:
             while not self._stopped:
                 self._turn()
@@ -165,8 +167,9 @@ class Owner:
             self._lifeline.answer()
         self.stories.now = time.monotonic()
         self._tidy(now)
-        self._copier.launch()
+        # First what others wait for: launching takes longer.
         self.channel.flush()
+        self._copier.launch()
         if self.stories.is_full:
             known: Set[Room] = self.driver.machine.rooms.keys()
             self.stories.turn_page(list(self.rooms), self.rooms.others(known))
@@ -195,10 +198,10 @@ class Owner:
 
     def _wakeup(self, now: float) -> float:
         """When to turn again although nothing comes."""
-        role = self.role.wakeup()
+        role = self.role.wakeup(now)
         tidy = self._tidy_at if self._has_something else inf
         copies = now + self._copier.wakeup()
-        return min(self.driver.wakeup(), tidy, copies, max(role, now + AFTER_POLL_S))
+        return min(self.driver.wakeup(), tidy, copies, role)
 
     @property
     def _has_something(self) -> bool:

@@ -27,7 +27,7 @@ from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.writes import Writes
 
 # How long a push that waits for a GPU lets the owner sleep.
-AFTER_POLL_S = 200e-6
+AFTER_POLL_S = 100e-6
 
 
 class Role(Protocol):
@@ -42,7 +42,7 @@ class Role(Protocol):
     def advance(self, now: float) -> None:
         """At the end of a turn: what was waiting for something else than an event."""
 
-    def wakeup(self) -> float:
+    def wakeup(self, now: float) -> float:
         """When to look again although nothing came."""
 
     def tidy(self) -> None:
@@ -138,13 +138,14 @@ class SourceRole:
             return True
 
     def advance(self, now: float) -> None:
-        """Look at the pushes that wait for a GPU."""
+        """Look at the pushes that wait for a GPU, and at writes that go on."""
         for handle in list(self._waiting):
             self._advance(handle)
+        self._writes.advance(now)
 
-    def wakeup(self) -> float:
+    def wakeup(self, now: float) -> float:
         """Soon, while a push waits."""
-        return 0.0 if self._waiting else inf
+        return min(now + AFTER_POLL_S if self._waiting else inf, self._writes.wakeup())
 
     def tidy(self) -> None:
         """Routes, and staging in use."""
@@ -246,9 +247,9 @@ class TargetRole:
             text = f"the prefill instance is not there: {why}"
             self._never_began(handle, FailureCode.UNREACHABLE, text)
 
-    def wakeup(self) -> float:
+    def wakeup(self, now: float) -> float:
         """When the first of these has to end."""
-        return self._directory.wakeup()
+        return max(self._directory.wakeup(), now + AFTER_POLL_S)
 
     # ------------------------------------------------------------ ends
 

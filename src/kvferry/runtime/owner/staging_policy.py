@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvferry.errors import InputError
 from kvferry.ids import Room, Session
-from kvferry.plan.bind import Binding, Outline, Pair, Part, Side, outline
+from kvferry.plan.bind import Binding, Outline, Pair, Side, outline
 from kvferry.plan.choose import Constants, Path, choose, shape_of
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.events import Write
@@ -56,11 +56,13 @@ class StagingPolicy:
         sides_of: Callable[[Course], Sides],
         constants_of: Callable[[Session], Constants],
         override: Path | None = None,
+        foresee: Callable[[Session, Binding], None] = lambda _, __: None,
     ) -> None:
         self._rank = rank
         self._sides_of = sides_of
         self._constants_of = constants_of
         self._override = override
+        self._foresee = foresee
         # Whole chunks that were bound, and of which something is not yet written.
         self._bound: OrderedDict[tuple[Room, Session, int, Block], Binding] = OrderedDict()
         self._outlines: dict[tuple[Session, Request, Block], Outline] = {}
@@ -92,7 +94,10 @@ class StagingPolicy:
             tables=lane.tables,
         )
         ((part, whole),) = self._within(course, block)
-        return self._part(course, part, whole)
+        binding = self._part(course, part, whole)
+        if part == whole:
+            self._foresee(link.session, binding)
+        return binding
 
     def binding(self, plan: Plan, action: Write) -> Binding:
         """What a direct write copies. Raises ``InputError`` where the pages are wrong."""
@@ -106,13 +111,14 @@ class StagingPolicy:
             request=action.request,
             tables=action.tables,
         )
-        parts: list[Part] = []
+        found: list[Binding] = []
         for block in action.blocks:
             for part, whole in self._within(course, block):
-                parts += self._part(course, part, whole).parts
+                found.append(self._part(course, part, whole))
                 if part == whole:
                     self._bound.pop(_key(course, whole), None)
-        return Binding(tuple(parts))
+        # The very one that was foreseen, if there is one.
+        return found[0] if len(found) == 1 else Binding(tuple(p for b in found for p in b.parts))
 
     def forget(self, room: Room) -> None:
         """A room is over."""

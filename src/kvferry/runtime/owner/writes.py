@@ -15,7 +15,7 @@ from functools import partial
 from kvferry.errors import KvferryError, TransportError
 from kvferry.ids import Op, Peer, Session
 from kvferry.logs.context import about
-from kvferry.plan.bind import Image, Pair, Side, Size, bind
+from kvferry.plan.bind import Binding, Image, Pair, Side, Size, bind
 from kvferry.plan.choose import Path
 from kvferry.plan.places import Base
 from kvferry.protocol.events import (
@@ -46,6 +46,7 @@ from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.staging_policy import Course, Sides, StagingPolicy
 from kvferry.runtime.owner.stories import GATHERED, Took
+from kvferry.runtime.owner.underway import Underway
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.runtime.telemetry.tags import NOBODYS
 
@@ -71,6 +72,7 @@ class Writes:
         # Links whose small writes are made at once.
         self._at_once: dict[Session, Reached] = {}
         self._flying: dict[Op, Write] = {}
+        self._underway = Underway()
         # When a gather was asked for.
         self._gathering: dict[Op, float] = {}
 
@@ -180,9 +182,8 @@ class Writes:
             return
         posting = Posting(action.op, session, binding)
         reached = self._at_once.get(session)
-        size = binding.size
-        if reached is not None and (reached.transport.writes_elsewhere or is_small(size)):
-            self._write_now(posting, reached, size)
+        if reached is not None and (reached.transport.writes_elsewhere or is_small(binding.size)):
+            self._write_now(posting, reached)
         else:
             self._mover.write(posting)
 
@@ -192,22 +193,38 @@ class Writes:
         if reached is None:
             self._mover.write(posting)
         else:
-            self._write_now(posting, reached, posting.binding.size)
+            self._write_now(posting, reached)
 
-    def _write_now(self, posting: Posting, reached: Reached, size: Size) -> None:
+    def _write_now(self, posting: Posting, reached: Reached) -> None:
         transport, binding = reached.transport, posting.binding
-        direct = Path.RUNS if binding.contiguous else Path.SLICES
         if not transport.maps_peer and posting.path is None:
             binding = binding.merged()
-            size = binding.size
-        flight = Flight(time.monotonic(), posting.path or direct, *size, transport.name)
+        started = time.monotonic()
         ended = transport.write_now(reached.remote, posting.op, binding)
+        # What it was is worked out while it goes on.
+        direct = Path.RUNS if posting.binding.contiguous else Path.SLICES
+        flight = Flight(started, posting.path or direct, *binding.size, transport.name)
         if ended is None:
-            self._mover.follow(posting.op, flight)
+            self._underway.add(posting.op, transport, flight)
         elif ended.fate is Fate.BUSY:
             self._mover.write(posting)
         else:
             self.ended(flight.end(ended))
+
+    def foresee(self, session: Session, binding: Binding) -> None:
+        """This may be written soon, as one write, into mapped memory."""
+        reached = self._at_once.get(session)
+        if reached is not None:
+            reached.transport.foresee(reached.remote, binding)
+
+    def advance(self, now: float) -> None:
+        """Take the ends of what was begun here."""
+        for end in self._underway.ended(now):
+            self.ended(end)
+
+    def wakeup(self) -> float:
+        """When to look at these again."""
+        return self._underway.wakeup()
 
     def scatter(self, action: Scatter) -> None:
         """Never asked for: what comes to a source is its engine's."""

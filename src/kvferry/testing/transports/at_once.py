@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 class AtOnceCases(Cases):
-    """``write_now`` says how a write ended, or leaves that to ``poll``, and is in nobody's way."""
+    """``write_now`` says how a write ended, or leaves that to ``look``, and is in nobody's way."""
 
     @pytest.fixture
     def at_once(self, crew: Crew) -> Crew:

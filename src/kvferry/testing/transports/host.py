@@ -54,6 +54,8 @@ class Life:
         self._memory = memory
         self._remotes: list[Remote] = []
         self._writes: dict[Op, HostWrite] = {}
+        # Writes that were made at once and go on.
+        self._begun: list[Op] = []
         self._told: list[Ended] = []
         self._is_resting = False
         self._news = threading.Event()
@@ -123,7 +125,7 @@ class Life:
                 time.sleep(PACE_S)
                 ended = self._write_now(one)
             if ended is None:
-                self._writes[Op(one.op)] = one
+                self._begun.append(Op(one.op))
             else:
                 told.append(ended)
         return told
@@ -146,7 +148,14 @@ class Life:
 
     def idle(self) -> None:
         """Poll if an endpoint would."""
-        if self._is_resting or not (self.transport.needs_polling or self._news.is_set()):
+        if self._is_resting:
+            return
+        for op in list(self._begun):
+            ended = self.transport.look(op)
+            if ended is not None:
+                self._begun.remove(op)
+                self._told.append(ended)
+        if not (self.transport.needs_polling or self._news.is_set()):
             return
         self._news.clear()
         for ended in self.transport.poll():

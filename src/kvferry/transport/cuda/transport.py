@@ -3,8 +3,9 @@
 For GPUs of one host. One pass over the bytes and no staging: the target tells how its
 allocations can be mapped (``exports``), the source maps them once when it connects
 (``maps``), and a write is one launch of the copy kernel from our pages into theirs.
-A write is over when the GPU says so (``waiter``); nothing is polled. To launch takes less
-time than to wake another thread for it, so whoever asks for a write may launch it.
+To launch takes less time than to wake another thread for it, so whoever asks for a write may
+launch it, and ask the GPU for its end; for others a thread waits (``waiter``). What is known
+before it is written is checked then, and its table lies on the GPU already (``foresee``).
 
 The target takes no part in a write, so one that is stopped holds nobody up, and one that
 has died is not noticed here: its memory stays for as long as we map it. Heartbeats notice.
@@ -19,25 +20,28 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from kvferry.errors import TransportError
+from kvferry.errors import KvferryError, TransportError
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Device, Region
 from kvferry.transport import bounds, descriptors, options
-from kvferry.transport.base import DeviceCopier, Ended, Remote, Setup, Transport
+from kvferry.transport.base import DeviceCopier, DeviceEvent, Ended, Remote, Setup, Transport
 from kvferry.transport.boot import boot
 from kvferry.transport.bounds import Limits
 from kvferry.transport.cuda import driver
 from kvferry.transport.cuda.driver import DriverError, Gpu
 from kvferry.transport.cuda.exports import MAX_REGIONS, Exports, Span, SpanPlace
 from kvferry.transport.cuda.maps import Exporter, MappedSpan
-from kvferry.transport.cuda.waiter import Waiter
+from kvferry.transport.cuda.waiter import Waiter, gpu_failed
+
+# Copies that are kept ready. What is announced and not written soon is worked out again.
+MAX_FORESEEN = 64
 
 _Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
@@ -103,6 +107,28 @@ class _Copying(NamedTuple):
     problem: str = ""
 
 
+class _Foreseen(NamedTuple):
+    """A binding that may be written soon, and all of its copy but the start."""
+
+    remote: _MappedPeer
+    binding: Binding
+    copy: Any
+
+
+class _Drained:
+    """The end of a copy of which nobody knows how far it was started: that of everything."""
+
+    def __init__(self, copier: DeviceCopier) -> None:
+        self._copier = copier
+
+    def query(self) -> bool:
+        self._copier.drain()
+        return True
+
+    def synchronize(self) -> None:
+        self._copier.drain()
+
+
 class CudaTransport(Transport):
     """Pools in GPU memory, written by a peer's GPU."""
 
@@ -121,6 +147,9 @@ class CudaTransport(Transport):
         self._exports: Exports | None = None
         self._remotes: set[_MappedPeer] = set()
         self._ended: list[Ended] = []
+        # Writes that were launched at once, and those that may be, by their binding's identity.
+        self._launched: dict[Op, tuple[_Copying, DeviceEvent]] = {}
+        self._foreseen: dict[int, _Foreseen] = {}
         self._limits = Limits(())
         self._addresses: tuple[int, ...] = ()
         # Held while a copy is launched and while writes are counted: one thread launches and
@@ -184,47 +213,97 @@ class CudaTransport(Transport):
     def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
         """Launch the copy."""
         with self._turn:
-            ended = self._launch(remote, op, pieces)
-            if ended is not None:
-                self._ended.append(ended)
-        if ended is not None:
+            begun = self._launch(remote, op, pieces)
+            if isinstance(begun, Ended):
+                self._ended.append(begun)
+            else:
+                copying, event = begun
+                self._waits().watch(copying, event.synchronize)
+        if isinstance(begun, Ended):
             self.on_news()
 
     def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:
         """Launch the copy from any thread."""
         with self._turn:
-            return self._launch(remote, op, pieces)
+            begun = self._launch(remote, op, pieces)
+            if isinstance(begun, Ended):
+                return begun
+            self._launched[op] = begun
+            return None
 
-    def _launch(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:
-        """Launch, and have somebody wait for the end; or say why not."""
+    def look(self, op: Op) -> Ended | None:
+        """Ask the GPU."""
+        with self._turn:
+            copying, event = self._launched[op]
+            problem = copying.problem
+            try:
+                if not event.query():
+                    return None
+            except Exception as error:  # Of CUDA, after which nothing runs on the GPU any more.
+                problem = problem or gpu_failed(error)
+            del self._launched[op]
+            self._end(copying, problem)
+            return self._ended.pop()
+
+    def foresee(self, remote: Remote, pieces: Binding) -> None:
+        """Check it, and send its table to the GPU."""
+        assert isinstance(remote, _MappedPeer)
+        with self._turn:
+            outside = bounds.problem(pieces, self._limits, remote.limits)
+            if outside or remote.is_left or self._copier is None or id(pieces) in self._foreseen:
+                return
+            while len(self._foreseen) >= MAX_FORESEEN:
+                self._unforesee(next(iter(self._foreseen)))
+            with suppress(KvferryError):
+                copy = self._copier.prepare(pieces, self._addresses, remote.addresses)
+                self._foreseen[id(pieces)] = _Foreseen(remote, pieces, copy)
+
+    def _unforesee(self, key: int) -> None:
+        foreseen = self._foreseen.pop(key)
+        assert self._copier is not None
+        with suppress(KvferryError):
+            self._copier.forget(foreseen.copy)
+
+    def _launch(
+        self, remote: Remote, op: Op, pieces: Binding
+    ) -> Ended | tuple[_Copying, DeviceEvent]:
+        """Launch, and give what tells of the end; or say why not."""
         assert isinstance(remote, _MappedPeer)
         assert not remote.is_left, "a write comes before disconnect"
-        outside = bounds.problem(pieces, self._limits, remote.limits)
-        if outside:
-            return Ended(op, Fate.FAILED, outside)
+        foreseen = self._foreseen.pop(id(pieces), None)
+        if foreseen is None:
+            outside = bounds.problem(pieces, self._limits, remote.limits)
+            if outside:
+                return Ended(op, Fate.FAILED, outside)
         try:
-            copier, waiter = self._engine()
+            copier = self._engine()
         except Exception as error:  # Nothing was launched.
             return Ended(op, Fate.FAILED, f"the GPU can't copy ({error})")
         remote.num_writes += 1
         try:
-            waiter.watch(
-                _Copying(remote, op), copier.start(pieces, self._addresses, remote.addresses)
-            )
+            if foreseen is None:
+                copy = copier.prepare(pieces, self._addresses, remote.addresses)
+            else:
+                assert foreseen.remote is remote, "each peer's pages are bound by themselves"
+                copy = foreseen.copy
+            return _Copying(remote, op), copier.start(copy)
         except Exception as error:  # Some of it may have been launched: it is over after that.
             problem = f"copying failed ({type(error).__name__}: {error})"
-            waiter.watch(_Copying(remote, op, problem), copier.drain)
-        return None
+            return _Copying(remote, op, problem), _Drained(copier)
 
-    def _engine(self) -> tuple[DeviceCopier, Waiter[_Copying]]:
-        """What copies, and what waits for it; a target has them only if it writes too."""
+    def _engine(self) -> DeviceCopier:
+        """What copies; a target has it only if it writes too."""
         if self._copier is None:
             assert self._gpu is not None
             self._copier = self.setup.copies_on(Device("cuda", self._gpu.number))
+        return self._copier
+
+    def _waits(self) -> Waiter[_Copying]:
+        """What waits for copies that nobody asks for."""
         if self._waiter is None:
             name = f"kvferry-waiter-{self.setup.agent}"
             self._waiter = Waiter(self._nudge, name)
-        return self._copier, self._waiter
+        return self._waiter
 
     def _nudge(self) -> None:
         self.on_news()
@@ -252,6 +331,8 @@ class CudaTransport(Transport):
         assert isinstance(remote, _MappedPeer)
         with self._turn:
             remote.is_left = True
+            for key in [key for key, one in self._foreseen.items() if one.remote is remote]:
+                self._unforesee(key)
             self._let_go(remote)
 
     def _let_go(self, remote: _MappedPeer) -> None:
@@ -268,6 +349,7 @@ class CudaTransport(Transport):
             self._waiter.close()
             self.poll()
             self._waiter = None
+        self._drain()
         for remote in list(self._remotes):
             self.disconnect(remote)
         if self._exports is not None:
@@ -276,6 +358,16 @@ class CudaTransport(Transport):
             self._exports = None
         self._copier, self._ended = None, []
         self.regions, self._addresses, self._limits = (), (), Limits(())
+
+    def _drain(self) -> None:
+        """Let what was launched at once end. Whoever would have asked for it is gone."""
+        if self._copier is not None and self._launched:
+            with suppress(Exception):  # Of CUDA, after which nothing runs on the GPU any more.
+                self._copier.drain()
+        with self._turn:
+            for copying, _ in self._launched.values():
+                self._end(copying, copying.problem)
+            self._launched = {}
 
 
 def _device_of(regions: Sequence[Region]) -> Device:

@@ -16,6 +16,11 @@ from kvferry.mailbox import Mailbox
 T = TypeVar("T")
 
 
+def gpu_failed(error: Exception) -> str:
+    """What is told of copies on a GPU that has failed."""
+    return f"the GPU failed ({type(error).__name__}: {error}); restart this process"
+
+
 class _Copy(NamedTuple, Generic[T]):
     what: T
     wait: Callable[[], None]
@@ -50,6 +55,6 @@ class Waiter(Generic[T]):
             try:
                 copy.wait()
             except Exception as error:  # Of CUDA, after which nothing runs on the GPU any more.
-                problem = f"the GPU failed ({type(error).__name__}: {error}); restart this process"
+                problem = gpu_failed(error)
             self._over.put((copy.what, problem))
             self._on_end()

@@ -102,6 +102,9 @@ class NixlTransport(Transport):
         self._peers: dict[str, Peer] = {}
         self._writes: dict[Write, None] = {}
         self._ended: list[Ended] = []
+        # Writes that were made at once and go on, and how they ended once they have.
+        self._asked_for: dict[Op, Write] = {}
+        self._told: dict[Op, Ended] = {}
 
     @classmethod
     def missing(cls) -> str | None:
@@ -181,9 +184,23 @@ class NixlTransport(Transport):
             enough = time.monotonic() + _AT_ONCE_S
             while write in self._writes and time.monotonic() < enough:
                 self._step(write)
-            return None if write in self._writes else self._ended.pop()
+            if write is None or write not in self._writes:
+                return self._ended.pop()
+            self._asked_for[op] = write
+            return None
         finally:
             self._turn.release()
+
+    def look(self, op: Op) -> Ended | None:
+        """Move a write on, unless the agent is in use, and it with all others."""
+        if op not in self._told and self._turn.acquire(blocking=False):
+            try:
+                write = self._asked_for.get(op)
+                if write is not None:
+                    self._step(write)
+            finally:
+                self._turn.release()
+        return self._told.pop(op, None)
 
     def _begin(self, remote: Remote, op: Op, pieces: Binding) -> Write | None:
         """Begin a write; None if it has failed, which is in ``_ended`` then."""
@@ -250,11 +267,18 @@ class NixlTransport(Transport):
 
     def _end(self, write: Write, fate: Fate | None, detail: str = "") -> None:
         if not write.remote.is_left:
-            self._ended.append(Ended(write.op, fate, detail))
+            self._tell(Ended(write.op, fate, detail))
         del self._writes[write]
         write.release()
         write.remote.peer.num_writes -= 1
         self._retire(write.remote.peer)
+
+    def _tell(self, ended: Ended) -> None:
+        """Whoever made the write at once, or whoever polls."""
+        if self._asked_for.pop(ended.op, None) is None:
+            self._ended.append(ended)
+        else:
+            self._told[ended.op] = ended
 
     # ------------------------------------------------------------ the end
 
@@ -266,7 +290,7 @@ class NixlTransport(Transport):
             return
         for write in [write for write in self._writes if write.remote is remote]:
             if write.give_up():
-                self._ended.append(Ended(write.op, Fate.UNKNOWN, "disconnected while under way"))
+                self._tell(Ended(write.op, Fate.UNKNOWN, "disconnected while under way"))
             else:
                 self._end(write, Fate.FAILED, "disconnected between two batches")
         remote.is_left = True
@@ -291,7 +315,7 @@ class NixlTransport(Transport):
             with suppress(Exception):
                 self._agent.deregister_memory(registered)
         self._agent, self._registered, self._ended = None, [], []
-        self._peers, self._writes = {}, {}
+        self._peers, self._writes, self._asked_for, self._told = {}, {}, {}, {}
         self.regions = self._public = ()
 
 

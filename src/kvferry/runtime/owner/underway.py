@@ -1,0 +1,56 @@
+"""Writes that the owner has begun itself, and asks after until they are over.
+
+It asks often at first and then less and less: the end of a short write is seen within
+microseconds, and a long one costs little and is seen late by a small part of its own time.
+To have another thread do this would cost two hand-offs, each longer than most writes take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import NamedTuple
+
+from kvferry.ids import Op
+from kvferry.runtime.mover.mover import Flight, WriteEnd
+from kvferry.runtime.naps import NAP_S
+from kvferry.transport.base import Transport
+
+# How much of the time that a write has taken so far may pass before it is asked after again.
+PART = 1 / 16
+MOST_S = 5e-3
+
+
+class _Write(NamedTuple):
+    """A write, and when to ask after it."""
+
+    transport: Transport
+    flight: Flight
+    due: float
+
+
+class Underway:
+    """Writes of one owner that go on."""
+
+    def __init__(self) -> None:
+        self._writes: dict[Op, _Write] = {}
+
+    def add(self, op: Op, transport: Transport, flight: Flight) -> None:
+        """Ask after this one from now on."""
+        self._writes[op] = _Write(transport, flight, flight.started + NAP_S)
+
+    def ended(self, now: float) -> Iterator[WriteEnd]:
+        """Those that are over, of those whose time has come."""
+        for op in [op for op, write in self._writes.items() if write.due <= now]:
+            transport, flight, _ = self._writes[op]
+            ended = transport.look(op)
+            if ended is None:
+                pause_s = min(max(NAP_S, PART * (now - flight.started)), MOST_S)
+                self._writes[op] = _Write(transport, flight, now + pause_s)
+            else:
+                del self._writes[op]
+                yield flight.end(ended)
+
+    def wakeup(self) -> float:
+        """When to ask again."""
+        return min((write.due for write in self._writes.values()), default=inf)

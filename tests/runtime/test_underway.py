@@ -1,0 +1,93 @@
+"""Writes that an owner has begun itself: how often it asks after them, and what it hears."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import pytest
+
+from kvferry.ids import Op
+from kvferry.plan.choose import Path
+from kvferry.protocol.events import Fate
+from kvferry.runtime.mover.mover import Flight
+from kvferry.runtime.naps import NAP_S
+from kvferry.runtime.owner.underway import MOST_S, PART, Underway
+from kvferry.transport.base import Ended
+
+
+class Carrier:
+    """A transport whose writes end when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[Op] = []
+        self.ends: dict[Op, Ended] = {}
+
+    def look(self, op: Op) -> Ended | None:
+        self.asked.append(op)
+        return self.ends.pop(op, None)
+
+
+def flight(started: float) -> Flight:
+    return Flight(started, Path.RUNS, 12, 3, "carrier")
+
+
+def underway_with(carrier: Any, *started: float) -> Underway:
+    underway = Underway()
+    for number, at in enumerate(started):
+        underway.add(Op(number), carrier, flight(at))
+    return underway
+
+
+def test_nobody_is_woken_for_nothing() -> None:
+    assert Underway().wakeup() == inf
+    assert not list(Underway().ended(1.0))
+
+
+@pytest.mark.parametrize("fate", [None, Fate.FAILED, Fate.UNKNOWN])
+def test_an_end_is_told_once_with_what_it_was(fate: Fate | None) -> None:
+    carrier = Carrier()
+    underway = underway_with(carrier, 10.0)
+    carrier.ends[Op(0)] = Ended(Op(0), fate, "why")
+    (end,) = underway.ended(11.0)
+    assert end[:6] == (0, fate, "why", Path.RUNS, 12, 3)
+    assert end.transport == "carrier"
+    assert not list(underway.ended(12.0))
+    assert underway.wakeup() == inf
+
+
+def test_it_asks_no_earlier_than_it_said_and_ever_less_often() -> None:
+    carrier = Carrier()
+    underway = underway_with(carrier, 10.0)
+    now, times = 10.0, list[float]()
+    while now < 10.2:
+        wakeup = underway.wakeup()
+        assert wakeup > now
+        assert not list(underway.ended(now + (wakeup - now) / 2))
+        assert len(carrier.asked) == len(times)
+        now = wakeup
+        assert not list(underway.ended(now))
+        times.append(now)
+        assert len(carrier.asked) == len(times)
+    pauses = [after - before for before, after in pairwise(times)]
+    assert pauses[0] == pytest.approx(NAP_S, abs=1e-6)
+    assert all(
+        pause <= max(NAP_S, PART * (at - 10.0)) + 1e-9
+        for pause, at in zip(pauses, times, strict=False)
+    )
+    assert pauses[-1] == pytest.approx(MOST_S)
+    # A core that asked every time it could would ask thousands of times.
+    assert len(times) < 200
+
+
+def test_each_write_has_a_pace_of_its_own() -> None:
+    carrier = Carrier()
+    underway = underway_with(carrier, 10.0, 10.5)
+    assert not list(underway.ended(10.5))
+    assert carrier.asked == [0]
+    assert underway.wakeup() == pytest.approx(10.5 + NAP_S)
+    carrier.ends[Op(1)] = Ended(Op(1), None)
+    assert [end.op for end in underway.ended(10.5 + NAP_S)] == [1]
+    assert carrier.asked == [0, 1]
+    assert underway.wakeup() == pytest.approx(10.5 + MOST_S)
