@@ -160,6 +160,12 @@ class Outline(NamedTuple):
         """The binding of one request's pages. Raises ``InputError`` where they are wrong."""
         return Binding(tuple(part for draft in self.drafts for part in draft.on(source, target)))
 
+    def moved(self, source: int, target: int) -> Outline:
+        """The same, so many pages later in the request."""
+        if not source and not target:
+            return self
+        return Outline(tuple(draft.moved(source, target) for draft in self.drafts))
+
 
 def bind(
     plan: Plan,
@@ -333,6 +339,12 @@ class _Draft(NamedTuple):
     source_page: int
     target_page: int
     strands: tuple[_Strand, ...]
+
+    def moved(self, source: int, target: int) -> _Draft:
+        """So many pages later."""
+        return _Draft(
+            self.group, self.source_page + source, self.target_page + target, self.strands
+        )
 
     def on(self, source: Tables, target: Tables) -> Iterator[Part]:
         """On a request's pages."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import partial
 
 from kvferry.ids import Op, Peer, Session
-from kvferry.plan.bind import Image, Pair, bind
+from kvferry.plan.bind import Image, Pair
+from kvferry.plan.binder import Binders
 from kvferry.protocol.events import Cancel, Connect, Event, Scatter, Scattered, Write
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.target import TargetMachine
@@ -32,6 +33,7 @@ class Scatters:
         self._copier = outfit.copier
         self._meter = outfit.meter
         self._stories = outfit.stories
+        self._binders = Binders()
         self._scattering: dict[Op, tuple[Scatter, float]] = {}
 
     def attach(
@@ -52,7 +54,8 @@ class Scatters:
         assert handle is not None
         plan = self._machine.rooms[action.room].plan
         pair = Pair(action.source.rank, self._setup.member.rank)
-        make = partial(bind, plan, pair, action.request, Image(), handle.side, action.blocks)
+        binder = self._binders.of(plan, pair, None, self._setup.memory.map)
+        make = partial(binder.bind, action.request, Image(), handle.side, action.blocks)
         from_ = (slots.address(action.slot),)
         self._scattering[action.op] = action, time.monotonic()
         self._copier.submit(CopyJob(action.op, make, from_, self._setup.addresses))

@@ -30,12 +30,16 @@ _FEW = 32
 
 
 class Batch(NamedTuple):
-    """One transfer: where it reads, where it writes, and NIXL's names for the memory there."""
+    """One transfer: where it reads, where it writes, and NIXL's names for the memory there.
+
+    ``piece`` is all of it, where it is a single one.
+    """
 
     source: Table
     target: Table
     source_kind: str
     target_kind: str
+    piece: Single | None = None
 
 
 class Memory:
@@ -87,6 +91,7 @@ def batch_of(piece: Single, source: Memory, target: Memory) -> Batch:
         np.array([theirs], dtype=np.uint64),
         kind(source.regions[piece.source_region].device),
         kind(target.regions[piece.target_region].device),
+        piece,
     )
 
 

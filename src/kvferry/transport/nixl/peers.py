@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from contextlib import suppress
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -12,8 +14,11 @@ from kvferry.errors import TransportError
 from kvferry.regions import Device, Region
 from kvferry.transport.base import Remote
 from kvferry.transport.nixl.batches import Memory
+from kvferry.transport.single import Single
 
 MAX_REGIONS = 1 << 16
+# As many transfers to one peer are kept, to be posted again.
+MAX_HANDLES = 64
 # Registered regions make NIXL's own metadata, at 44 bytes each.
 _MAX_AGENT_BYTES = 64 << 20
 
@@ -54,6 +59,40 @@ def decode(metadata: bytes) -> Metadata:
         ) from error
 
 
+def release(handle: Any) -> None:
+    """Give a transfer back to NIXL. That does not stop it."""
+    with suppress(Exception):
+        handle.release()
+
+
+class Handles:
+    """Transfers of a single piece that are over, to be posted again: slots are used in turns.
+
+    Making one costs as much as posting it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Single, Any] = OrderedDict()
+
+    def take(self, piece: Single | None) -> Any:
+        """The transfer of that piece, if there is one; nobody else has it then."""
+        return None if piece is None else self._kept.pop(piece, None)
+
+    def keep(self, piece: Single | None, handle: Any) -> None:
+        """One that is over."""
+        if piece is None or piece in self._kept:
+            release(handle)
+            return
+        self._kept[piece] = handle
+        if len(self._kept) > MAX_HANDLES:
+            release(self._kept.popitem(last=False)[1])
+
+    def clear(self) -> None:
+        """Give all of them back."""
+        while self._kept:
+            release(self._kept.popitem()[1])
+
+
 class Peer:
     """An agent that NIXL knows, for as long as it is connected or written to."""
 
@@ -64,6 +103,7 @@ class Peer:
         )
         self.num_remotes = 0
         self.num_writes = 0
+        self.handles = Handles()
         # NIXL can't mend a connection. It must be given up and made again.
         self.is_broken = False
 

@@ -300,6 +300,7 @@ class NixlTransport(Transport):
     def _retire(self, peer: Peer) -> None:
         if not peer.is_needed:
             del self._peers[peer.name]
+            peer.handles.clear()
             self._forget(peer.name)
 
     @_in_turn
@@ -309,7 +310,8 @@ class NixlTransport(Transport):
             return
         for write in self._writes:
             write.release()
-        for name in self._peers:
+        for name, peer in self._peers.items():
+            peer.handles.clear()
             self._forget(name)
         for registered in self._registered:
             with suppress(Exception):

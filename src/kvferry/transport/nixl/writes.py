@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from kvferry.ids import Op
 from kvferry.transport.nixl.batches import Batch
-from kvferry.transport.nixl.peers import Connected
+from kvferry.transport.nixl.peers import Connected, release
 
 
 class Write:
@@ -20,6 +19,7 @@ class Write:
         self.remote = remote
         self.op = op
         self._todo = batches[::-1]
+        self._batch: Batch | None = None
         self._handle: Any = None
         self._act: Any = None
 
@@ -32,13 +32,15 @@ class Write:
         """Hand NIXL the next batch, if it has none. Nothing is submitted yet."""
         if self._handle is not None or not self._todo:
             return
-        batch = self._todo.pop()
-        self._handle = agent.initialize_xfer(
-            "WRITE",
-            agent.get_xfer_descs(batch.source, batch.source_kind),
-            agent.get_xfer_descs(batch.target, batch.target_kind),
-            self.remote.peer.name,
-        )
+        batch = self._batch = self._todo.pop()
+        self._handle = self.remote.peer.handles.take(batch.piece)
+        if self._handle is None:
+            self._handle = agent.initialize_xfer(
+                "WRITE",
+                agent.get_xfer_descs(batch.source, batch.source_kind),
+                agent.get_xfer_descs(batch.target, batch.target_kind),
+                self.remote.peer.name,
+            )
         self._act = agent.transfer
 
     def go_on(self, agent: Any) -> bool:
@@ -49,8 +51,9 @@ class Write:
         self._act = agent.check_xfer_state
         if state not in ("DONE", "PROC"):
             raise RuntimeError(f"NIXL says {state}")
-        if state == "DONE":
-            self.release()
+        if state == "DONE" and self._batch is not None:
+            self.remote.peer.handles.keep(self._batch.piece, self._handle)
+            self._handle = None
         return bool(state == "DONE")
 
     def give_up(self) -> bool:
@@ -62,5 +65,4 @@ class Write:
         """Give the batch back to NIXL. That does not stop it."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            with suppress(Exception):
-                handle.release()
+            release(handle)
