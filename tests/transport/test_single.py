@@ -53,4 +53,5 @@ def test_its_batch_is_that_of_the_long_way() -> None:
     short, (long,) = batch_of(only, memory, memory), batches(binding, memory, memory)
     assert (short.source == long.source).all()
     assert (short.target == long.target).all()
-    assert short[2:] == long[2:]
+    assert short[2:4] == long[2:4]
+    assert (short.piece, long.piece) == (only, None)

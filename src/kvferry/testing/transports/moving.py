@@ -107,11 +107,11 @@ class MovingCases(Cases):
             deliver(source, target, HostWrite(source.connect(target.metadata), rank, binding))
 
     def test_a_later_write_wins(self, crew: Crew) -> None:
-        """Writes that follow each other's end leave the last bytes."""
+        """Writes that follow each other's end leave the last bytes, also those made before."""
         source, target = crew.source(MIB), crew.target(MIB)
         remote = source.connect(target.metadata)
-        for op in range(8):
-            piece = PlacedPiece(op * 100 * KIB, 5, 100 * KIB)
+        for op in range(16):
+            piece = PlacedPiece(op % 8 * 100 * KIB, 5, 100 * KIB)
             deliver(source, target, HostWrite(remote, op, binding_of([piece])))
 
     def test_many_writes_in_flight_to_several_peers(self, crew: Crew) -> None:
