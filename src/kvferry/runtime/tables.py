@@ -86,9 +86,10 @@ class Shelf:
             if not self._has(group.name, layers):
                 continue
             local = self._local_pages(group.name, tokens)
-            named = _pages_of(group.name, pages, gaps=isinstance(group.kind, Window))
-            self._demand_good(group.name, [page for page in named if page is not None])
-            given = tuple(UNKNOWN if page is None else page for page in named)
+            gaps = isinstance(group.kind, Window)
+            named: list[Any] = _pages_of(group.name, pages, gaps=gaps)
+            self._demand_good(group.name, [p for p in named if p is not None] if gaps else named)
+            given = tuple([UNKNOWN if p is None else p for p in named] if gaps else named)
             if len(given) != len(local):
                 raise InputError(
                     f"tokens {tokens} touch {len(local)} pages of group {group.name!r}, "
@@ -163,7 +164,9 @@ def _numbers(group: str, pages: Sequence[int | None], *, gaps: bool) -> list[int
     try:
         # Arrays and tensors have this; their own integers can't travel.
         listed: Sequence[Any] = pages.tolist() if hasattr(pages, "tolist") else pages
-        return [None if gaps and page is None else page.__index__() for page in listed]
+        if not gaps:
+            return [page.__index__() for page in listed]
+        return [None if page is None else page.__index__() for page in listed]
     except (AttributeError, TypeError):
         raise InputError(f"pages of group {group!r} are whole numbers in a flat list") from None
 

@@ -28,6 +28,8 @@ from kvferry.units import human_bytes, human_seconds
 
 TIMEOUT_S = 120.0
 READY_S = 30.0
+# By then every source has been told to push.
+START_S = 5e-3
 
 
 class TransferReport(msgspec.Struct, kw_only=True):
@@ -182,7 +184,10 @@ class _Course:
         self._tell = tell
 
     def carry(self, number: int, *, verify: bool) -> tuple[float, bool]:
-        """Seconds from the first push to the last target's end, and whether it was right."""
+        """Seconds from the push, which all sources make together, to the last target's end.
+
+        And whether every byte was right.
+        """
         job, fleet, room = self._job, self._fleet, f"bench-{number}"
         tokens = job.request.num_tokens
         self._tell(f"repetition {number} of {job.repeat}" if number else "first transfer")
@@ -197,7 +202,8 @@ class _Course:
             _until_offered(room, fleet.sources)
             # As engines do when they begin to compute a chunk.
             fleet.all(fleet.sources, "prepare", room, (0, min(job.chunk, tokens)))
-        began = min(fleet.all(fleet.sources, "push_all", room, tokens, job.chunk, b"first token"))
+        how = job.chunk, b"first token", None, time.monotonic() + START_S
+        began = min(fleet.all(fleet.sources, "push_all", room, tokens, *how))
         fleet.demand_done(room, [*self._targets, *fleet.sources], TIMEOUT_S)
         ended = max(fleet.all(self._targets, "ended", room))
         good = True

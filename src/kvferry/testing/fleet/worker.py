@@ -39,6 +39,9 @@ from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
 from kvferry.testing.fleet.turns import News, RoomOrder, Turns
 from kvferry.transport.several import TransportSet
 
+# A chunk's tokens, and its pages by group.
+_Pushed = tuple[tuple[int, int], dict[str, list[int]]]
+
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a rank is started with."""
@@ -183,14 +186,23 @@ class RankWorker(Insight):
         self.handles[room].close(metadata, states=self.where[room].row, tokens=num_tokens)
 
     def push_all(
-        self, room: Room, num_tokens: int, chunk: int, metadata: bytes, layers: int | None = None
+        self,
+        room: Room,
+        num_tokens: int,
+        chunk: int,
+        metadata: bytes,
+        layers: int | None = None,
+        begin: float = 0.0,
     ) -> float:
         """Push and close a room that is open; when that began. Later chunks are announced ahead.
 
-        With ``layers``, chunks go so many layers at a time; see ``_push_layers``.
+        With ``layers``, chunks go so many layers at a time; see ``_push_layers``. Ranks that
+        compute together have their caches at the same time: that is ``begin``, if given.
         """
+        spans = [(at, min(at + chunk, num_tokens)) for at in range(0, num_tokens, chunk)]
+        chunks = [(span, self._pages(self.where[room], range(*span))) for span in spans]
+        time.sleep(max(0.0, begin - time.monotonic()))
         began = time.monotonic()
-        chunks = [(at, min(at + chunk, num_tokens)) for at in range(0, num_tokens, chunk)]
         if layers is None:
             self._push_chunks(room, chunks)
         else:
@@ -198,24 +210,24 @@ class RankWorker(Insight):
         self.finish(room, metadata, num_tokens)
         return began
 
-    def _push_chunks(self, room: Room, chunks: list[tuple[int, int]]) -> None:
-        for tokens, following in itertools.zip_longest(chunks, chunks[1:]):
+    def _push_chunks(self, room: Room, chunks: list[_Pushed]) -> None:
+        handle = self.handles[room]
+        for one, following in itertools.zip_longest(chunks, chunks[1:]):
             if following:
-                self.prepare(room, following)
-            self.push(room, tokens)
+                handle.prepare(*following)
+            handle.push(*one)
 
-    def _push_layers(self, room: Room, chunks: list[tuple[int, int]], layers: int) -> None:
+    def _push_layers(self, room: Room, chunks: list[_Pushed], layers: int) -> None:
         """The last chunk first; of each second one the upper layers first, the others whole.
 
         State rows go with the layers of the last chunk, where a rank has some.
         """
         handle, end = self.handles[room], self.spec.layout.spec.num_layers
         groups = [(at, min(at + layers, end)) for at in range(0, end, layers)]
-        for number, tokens in enumerate(reversed(chunks)):
+        for number, (tokens, pages) in enumerate(reversed(chunks)):
             if number % 2:
-                self.push(room, tokens)
+                handle.push(tokens, pages)
                 continue
-            pages = self._pages(self.where[room], range(*tokens))
             states = None if number else self.where[room].row
             for some in reversed(groups):
                 handle.push(tokens, pages, layers=some, states=states)

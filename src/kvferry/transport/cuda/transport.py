@@ -249,8 +249,9 @@ class CudaTransport(Transport):
         """Check it, and send its table to the GPU."""
         assert isinstance(remote, _MappedPeer)
         with self._turn:
-            outside = bounds.problem(pieces, self._limits, remote.limits)
-            if outside or remote.is_left or self._copier is None or id(pieces) in self._foreseen:
+            if remote.is_left or self._copier is None or id(pieces) in self._foreseen:
+                return
+            if bounds.problem(pieces, self._limits, remote.limits):
                 return
             while len(self._foreseen) >= MAX_FORESEEN:
                 self._unforesee(next(iter(self._foreseen)))
