@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.config import ProtocolConfig
-from kvferry.ids import Peer, Room
+from kvferry.ids import Op, Peer, Room
 from kvferry.layout import Layout, Parallel, Span, attention
 from kvferry.layout.spec import Slot
 from kvferry.plan import Block, Plan, Request, contiguous_pools, reshard
@@ -21,15 +21,18 @@ from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import (
     Action,
     Connect,
+    Discard,
     Disconnect,
     Disconnected,
     Event,
     Fate,
     Finish,
     Forget,
+    Gather,
     Instance,
     MemoryReached,
     Open,
+    Post,
     Push,
     Receive,
     Received,
@@ -45,6 +48,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.lanes import Lane, StagePolicy, never_stage
 from kvferry.protocol.messages import (
+    Arrived,
     Body,
     Envelope,
     Staging,
@@ -85,6 +89,7 @@ class Held:
     """What a test keeps back until it says otherwise."""
 
     writes: bool = False
+    discards: bool = False
     notes: bool = False
     scatters: bool = False
     teardowns: bool = False
@@ -110,6 +115,10 @@ class World:
     targets: dict[Peer, TargetMachine] = field(default_factory=dict)
     pending: deque[tuple[Peer, Event]] = field(default_factory=deque)
     writes: list[tuple[Peer, Write]] = field(default_factory=list)
+    # What was gathered and neither posted nor discarded, and all that ever was.
+    gathers: dict[tuple[Peer, Op], Gather] = field(default_factory=dict)
+    gathered: list[Gather] = field(default_factory=list)
+    discards: list[tuple[Peer, Op]] = field(default_factory=list)
     scatters: list[tuple[Peer, Scatter]] = field(default_factory=list)
     teardowns: list[tuple[Peer, Disconnect]] = field(default_factory=list)
     connects: list[tuple[Peer, Connect]] = field(default_factory=list)
@@ -196,6 +205,8 @@ class World:
                 self.post(peer, envelope)
             case Write() | Scatter():
                 self._begin_copy(me, action)
+            case Gather() | Post() | Discard():
+                self._gather_ahead(me, action)
             case Disconnect():
                 self.teardowns.append((me, action))
                 if not self.hold.teardowns:
@@ -232,6 +243,19 @@ class World:
         if not self.hold.writes:
             self.end_write(self.writes.pop())
 
+    def _gather_ahead(self, me: Peer, action: Gather | Post | Discard) -> None:
+        if isinstance(action, Gather):
+            self.gathers[me, action.op] = action
+            self.gathered.append(action)
+            return
+        gather = self.gathers.pop((me, action.op))
+        if isinstance(action, Post):
+            self._begin_copy(me, as_write(gather, action))
+            return
+        self.discards.append((me, action.op))
+        if not self.hold.discards:
+            self.end_discard(self.discards.pop())
+
     def _begin_connect(self, me: Peer, action: Connect) -> None:
         if me in self.sources:
             self.connects.append((me, action))
@@ -255,6 +279,10 @@ class World:
 
     def fail_write(self, held: tuple[Peer, Write], fate: Fate) -> None:
         self.pending.append((held[0], SendFailed(held[1].op, fate)))
+
+    def end_discard(self, held: tuple[Peer, Op]) -> None:
+        """A gather that is for nothing has ended."""
+        self.pending.append((held[0], SendFailed(held[1], Fate.BUSY)))
 
     def end_scatter(self, held: tuple[Peer, Scatter]) -> None:
         me, scatter = held
@@ -363,7 +391,8 @@ class World:
     def finish(self, attempts: int = 1) -> None:
         """Everybody has heard once, nothing is left in any table."""
         self.run()
-        assert not [*self.writes, *self.scatters, *self.teardowns], "the test holds something"
+        held = [*self.writes, *self.gathers, *self.discards, *self.scatters, *self.teardowns]
+        assert not held, "the test holds something"
         ended = {key: len(said) for key, said in self.reports.items()}
         assert all(count <= attempts for count in ended.values()), f"reported twice: {ended}"
         assert ended == dict(self.releases), "a report without its release, or the other way"
@@ -371,6 +400,7 @@ class World:
             assert not source.rooms
             assert not source.writing
             assert not source._ready
+            assert not source._eager
             assert sorted(source.local_slots) == list(range(self.config.local_slots))
             assert source.num_quarantined == 0
             assert all(link.state is LinkState.UP for link in source.links.values())
@@ -383,6 +413,23 @@ class World:
             assert target.num_quarantined == 0
             states = {link.state for link in target.links.values()}
             assert states <= {LinkState.UP, LinkState.GREETING}
+
+
+def as_write(gather: Gather, post: Post) -> Write:
+    """What was gathered, as a write of its slot."""
+    assert isinstance(post.note.body, Arrived)
+    return Write(
+        op=gather.op,
+        peer=gather.peer,
+        room=gather.room,
+        generation=post.note.body.generation,
+        request=gather.request,
+        blocks=gather.blocks,
+        tables=(),
+        note=post.note,
+        slot=post.slot,
+        local_slot=gather.local_slot,
+    )
 
 
 # ---------------------------------------------------------------- small worlds that tests share

@@ -11,7 +11,8 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a machine waits, and how much it keeps.
 
     Both sides may have different values; only ``heartbeat_s`` must stay well
-    below the other side's ``silence_s``.
+    below the other side's ``silence_s``. ``ahead_slots`` is how many slots a lane may gather
+    before it has credits for them; None is what suits the memory, and 0 for a machine alone.
     """
 
     heartbeat_s: float = 1.0
@@ -29,11 +30,14 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     credits_per_source: int = 4
     local_slots: int = 3
     local_slot_bytes: int = 4 << 20
+    ahead_slots: int | None = None
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if getattr(self, name) <= 0:
+            if name != "ahead_slots" and getattr(self, name) <= 0:
                 raise InputError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.ahead_slots is not None and self.ahead_slots < 0:
+            raise InputError(f"ahead_slots must be 0 or above, not {self.ahead_slots}")
         if self.silence_s < 2 * self.heartbeat_s:
             raise InputError(
                 f"silence_s={self.silence_s} must be at least twice heartbeat_s="

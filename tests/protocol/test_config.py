@@ -9,11 +9,17 @@ from kvferry.config import ProtocolConfig
 from kvferry.errors import InputError
 
 
-@pytest.mark.parametrize("name", ProtocolConfig.__struct_fields__)
+@pytest.mark.parametrize("name", sorted({*ProtocolConfig.__struct_fields__} - {"ahead_slots"}))
 @pytest.mark.parametrize("value", [0, -1])
 def test_every_value_must_be_above_zero(name: str, value: int) -> None:
     with pytest.raises(InputError, match=name):
         replace(ProtocolConfig(), **{name: value})
+
+
+def test_a_lane_may_gather_nothing_ahead() -> None:
+    assert ProtocolConfig(ahead_slots=0).ahead_slots == 0
+    with pytest.raises(InputError, match="ahead_slots"):
+        ProtocolConfig(ahead_slots=-1)
 
 
 def test_one_lost_heartbeat_is_not_a_death() -> None:

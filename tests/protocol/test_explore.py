@@ -30,7 +30,7 @@ from kvferry.testing.explore import (
     cases,
     explore,
 )
-from kvferry.testing.explore.model import METADATA
+from kvferry.testing.explore.model import AHEAD, METADATA
 from kvferry.testing.explore.snapshot import copy_of, key_of
 from kvferry.testing.sim.drivers import (
     AsksNobody,
@@ -190,6 +190,24 @@ class SharesLocalSlot(SourceMachine):
         super()._settle()
 
 
+class ForgetsDiscarded(SourceMachine):
+    """S7: pages are released although a gather for nothing still reads them."""
+
+    def _discard_held(self, lane: Lane) -> None:
+        lane.inflight.difference_update(lane.held)
+        super()._discard_held(lane)
+
+
+class PostsAfterAll(Driver[Any]):
+    """What was gathered is posted although it was discarded."""
+
+    def _discard(self, op: Op) -> None:
+        gather = self._gathers.get(op)
+        super()._discard(op)
+        if gather is not None:
+            self.ports.data.discard(op)
+
+
 class IgnoresDigest(TargetMachine):
     """C10: what has the right length is taken for what was asked for."""
 
@@ -219,6 +237,8 @@ BROKEN: list[tuple[Model, Fault | None, str]] = [
     (replace(DIRECT, source=DrainedTooEarly), Fault.CANCEL_TARGET, "pages that were released"),
     (replace(DIRECT, source=SaysCloseOnce), Fault.DROP, "not everybody is Done"),
     (replace(STAGED, source=SharesLocalSlot), None, "which is in flight"),
+    (replace(AHEAD, source=ForgetsDiscarded), Fault.CANCEL_SOURCE, "is in flight"),
+    (replace(AHEAD, driver=PostsAfterAll), Fault.CANCEL_SOURCE, "nothing was gathered for it"),
     (replace(MODELS["mixed"], target=IgnoresDigest), None, "with another request's cache"),
     (replace(DIRECT, driver=ForgetsDoubt), Fault.UNKNOWN, "is in flight"),
     (replace(DIRECT, driver=ForgetsAnEnd), None, "never ends"),

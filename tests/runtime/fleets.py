@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from kvferry.config import ProtocolConfig
 from kvferry.layout.layout import Layout, Order, Parallel
 from kvferry.layout.spec import (
@@ -58,8 +60,8 @@ class Way(NamedTuple):
     config: EndpointConfig
 
     def __str__(self) -> str:
-        path = self.config.path
-        return f"{self.transport}-{path}" if path else self.transport
+        path, ahead = self.config.path, "-ahead" if self.config.protocol.ahead_slots else ""
+        return f"{self.transport}-{path}{ahead}" if path else self.transport
 
 
 # Few slots of the least size, so that a room goes through each of them several times.
@@ -68,6 +70,8 @@ STAGED = EndpointConfig(
     path=Path.STAGED, slot_bytes=4096, staging_bytes=SCRATCH_BYTES + NUM_SLOTS * 4096
 )
 DIRECT = EndpointConfig(path=Path.SLICES, staging_bytes=0)
+# The same, gathering ahead.
+AHEAD = replace(STAGED, protocol=ProtocolConfig(ahead_slots=2, local_slots=NUM_SLOTS))
 PLAIN = [Way(name, EndpointConfig()) for name in ("shm", "nixl", "mooncake")]
 STAGING = [Way(name, STAGED) for name in ("nixl", "mooncake")]
 UNSTAGED = [Way(name, DIRECT) for name in ("nixl", "mooncake")]

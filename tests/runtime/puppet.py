@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
-from kvferry.ids import Peer, Room, Session
+from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Plan, reshard
 from kvferry.protocol.endpoint import Endpoint, Identity, Link
-from kvferry.protocol.events import Action, Connect, Event, Scatter, Write
+from kvferry.protocol.events import Action, Connect, Event, Gather, Post, Scatter, Write
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Failure, Outcome, Status
 from kvferry.runtime.driver.sessions import Record
@@ -84,6 +84,15 @@ class Desk:
     def write(self, action: Write) -> None:
         self.asked.append(("write", action.op))
         self.on_write(action)
+
+    def gather(self, action: Gather) -> None:
+        self.asked.append(("gather", action.op))
+
+    def post_gathered(self, action: Post) -> None:
+        self.asked.append(("post", (action.op, action.slot)))
+
+    def discard(self, op: Op) -> None:
+        self.asked.append(("discard", op))
 
     def cut(self, session: Session) -> None:
         self.asked.append(("cut", session))

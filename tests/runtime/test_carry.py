@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 from runtime.fleets import (
+    AHEAD,
     FEW_HEADS,
     HEADS,
     HYBRID,
@@ -61,6 +62,7 @@ COMBINATIONS = [
     *((case, PLAIN[0]) for case in MORE_CASES),
     *((case, STAGING[number % 2]) for number, case in enumerate([*CASES[2::2], *MORE_CASES])),
     *((CASES[3], way) for way in UNSTAGED),
+    *((case, Way("nixl", AHEAD)) for case in (CASES[3], MORE_CASES[0])),
 ]
 # A whole prompt in one piece, a prefix that ends inside a page, one that ends with a page, a
 # prompt that is all cached (only its metadata travels), and the shortest.
@@ -102,7 +104,7 @@ def test_every_byte_arrives_and_no_other_is_touched(case: Case, way: Way) -> Non
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("way", [*PLAIN, *STAGING], ids=str)
+@pytest.mark.parametrize("way", [*PLAIN, *STAGING, Way("nixl", AHEAD)], ids=str)
 def test_many_rooms_at_once_to_instances_of_different_sizes(way: Way) -> None:
     names: list[Room] = [0, 1 << 62, MAX_ID, "0", "room/ü", "x" * 256]
     rooms = [(name, n, Request(NUM_TOKENS, 15 * n - n % 2)) for n, name in enumerate(names)]

@@ -20,13 +20,16 @@ from kvferry.protocol.events import (
     Action,
     Cancel,
     Connect,
+    Discard,
     Disconnect,
     Disconnected,
     Event,
     Fate,
     Forget,
+    Gather,
     Instance,
     Open,
+    Post,
     Receive,
     Received,
     Release,
@@ -189,6 +192,78 @@ def test_each_action_has_its_port(stage: Stage) -> None:
     assert stage.do(Connect(PEER, LIFE, TWO, b"")) == [("connect", TWO)]
     with pytest.raises(AssertionError, match="nobody carries out"):
         stage.do(Action())
+
+
+# ---------------------------------------------------------------- gathers ahead
+
+
+def gather(op: int, session: Session = ONE) -> Gather:
+    return Gather(Op(op), PEER, f"room-{op}", REQUEST, (), session, SlotIndex(1))
+
+
+def post(op: int, session: Session = ONE) -> Post:
+    return Post(Op(op), SlotIndex(5), frame(note(op), session))
+
+
+def test_a_gather_is_in_flight_before_it_is_posted_and_its_note_leaves_at_its_end(
+    stage: Stage,
+) -> None:
+    stage.meet()
+    assert stage.do(gather(1)) == [("gather", 1)]
+    assert stage.driver.sessions.num_flying == 1
+    assert stage.do(post(1)) == [("post", (1, 5))]
+    assert stage.driver.sessions.num_flying == 1
+    assert stage.take(Sent(Op(1))) == [("send", note(1))]
+    assert stage.driver.sessions.num_flying == 0
+
+
+def test_what_was_discarded_is_in_flight_until_that_is_answered(stage: Stage) -> None:
+    stage.meet()
+    stage.do(gather(1))
+    assert stage.do(Discard(Op(1))) == [("discard", 1)]
+    assert stage.do(Discard(Op(1)), post(1)) == [], "once"
+    assert stage.do(drop()) == [("cut", ONE), ("suspect", (PEER, LIFE))]
+    assert proof() not in stage.puppet.heard
+    stage.take(SendFailed(Op(1), Fate.BUSY))
+    assert stage.puppet.heard[-1] == proof()
+
+
+def test_a_gather_of_a_session_that_was_cut_fails_at_once(stage: Stage) -> None:
+    stage.meet()
+    stage.do(drop())
+    assert stage.do(gather(1)) == []
+    assert stage.puppet.heard[-1] == SendFailed(Op(1), Fate.FAILED)
+    assert stage.do(post(1), Discard(Op(1))) == []
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_nothing_that_is_gathered_is_posted_in_a_session_that_was_cut(
+    stage: Stage, gone: bool
+) -> None:
+    stage.meet(ONE)
+    stage.meet(TWO)
+    for op, session in ((1, ONE), (2, ONE), (3, TWO)):
+        stage.do(gather(op, session))
+    stage.do(post(1))
+    if gone:
+        stage.meet(THREE, OTHER)
+        stage.do(gather(4, THREE))
+        heard = stage.take(PeerGone(OTHER, LIFE))
+        assert heard == [("cut", THREE), ("discard", 4)]
+        assert stage.do(post(4)) == []
+        return
+    heard = stage.do(drop())
+    assert heard == [("cut", ONE), ("discard", 2), ("suspect", (PEER, LIFE))]
+    assert stage.do(post(2), Discard(Op(2))) == []
+    assert stage.do(post(3, TWO)) == [("post", (3, 5))]
+
+
+def test_a_gather_that_has_failed_is_not_posted(stage: Stage) -> None:
+    stage.meet()
+    stage.do(gather(1))
+    stage.take(SendFailed(Op(1), Fate.FAILED))
+    assert stage.do(post(1), Discard(Op(1))) == []
+    assert stage.take(Sent(Op(1))) == []
 
 
 # ---------------------------------------------------------------- proof

@@ -266,11 +266,11 @@ LONG = Request(1500)
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("blow", Blow)
 @pytest.mark.parametrize("victim_is", ["source", "target"])
-@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+@pytest.mark.parametrize(("transport", "ahead"), [("nixl", 0), ("nixl", 1), ("mooncake", 0)])
 def test_while_slots_are_gathered_written_and_scattered(
-    transport: str, victim_is: str, blow: Blow
+    transport: str, ahead: int, victim_is: str, blow: Blow
 ) -> None:
-    config = replace(STAGED, protocol=TIMES[blow], lease_s=1.0)
+    config = replace(STAGED, protocol=replace(TIMES[blow], ahead_slots=ahead), lease_s=1.0)
     sides = [FleetSide(name, layout(HEADS, 8), 400, config) for name in ("prefill", "decode")]
     with Fleet(*sides, transport=transport) as fleet:
         (source,), (target,) = fleet.sources, fleet.targets["decode"]

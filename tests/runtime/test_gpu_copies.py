@@ -11,7 +11,7 @@ from kvferry.ids import Op, Session
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Path
 from kvferry.plan.places import Base
-from kvferry.runtime.copier import BulkWrite, Copied, CopyJob
+from kvferry.runtime.copier import BulkWrite, Copied, CopyJob, Filled
 from kvferry.runtime.mover.mover import Posting
 from kvferry.runtime.owner.gpu_copies import MAX_BATCH, GpuCopies
 
@@ -110,6 +110,15 @@ def test_what_was_gathered_is_to_be_written() -> None:
     copies.launch()
     gpu.launches[0][1].over = True
     assert list(copies.ended()) == [Posting(Op(7), SESSION, bulk(), Path.STAGED)]
+
+
+def test_what_was_gathered_ahead_is_told_with_its_size() -> None:
+    gpu = Gpu()
+    copies = GpuCopies(gpu)
+    copies.submit(CopyJob(Op(7), bulk, (0,), (0, 0), BulkWrite(SESSION, SLOT)))
+    copies.launch()
+    gpu.launches[0][1].over = True
+    assert list(copies.ended()) == [Filled(Op(7), 100)]
 
 
 def test_pages_that_are_wrong_fail_one_copy_and_no_other() -> None:

@@ -174,7 +174,7 @@ class Sent(Event, frozen=True):
 class Fate(StrEnum):
     """What is known of a write that did not succeed."""
 
-    BUSY = "busy"  # never submitted: the transport is full, try again
+    BUSY = "busy"  # never submitted: the transport is full, or it was discarded
     FAILED = "failed"  # ended: it reads and writes nothing any more
     UNKNOWN = "unknown"  # may still read our memory and write theirs
 
@@ -244,6 +244,36 @@ class Write(Action, frozen=True):
     note: Envelope
     slot: SlotIndex | None = None
     local_slot: SlotIndex | None = None
+
+
+class Gather(Action, frozen=True):
+    """Fill ``local_slot`` with blocks of a room, before there is a slot of the target for them.
+
+    It is a write that is answered like any other, but goes no further before its ``Post`` or
+    its ``Discard``.
+    """
+
+    op: Op
+    peer: Peer
+    room: Room
+    request: Request
+    blocks: tuple[Block, ...]
+    session: Session
+    local_slot: SlotIndex
+
+
+class Post(Action, frozen=True):
+    """Write what was gathered into ``slot``, as soon as it is. ``note`` follows the data."""
+
+    op: Op
+    slot: SlotIndex
+    note: Envelope
+
+
+class Discard(Action, frozen=True):
+    """Let go of what was gathered: answer ``BUSY`` once nothing of it is read or written."""
+
+    op: Op
 
 
 class Scatter(Action, frozen=True):

@@ -38,6 +38,8 @@ class Lane:
     state: LaneState = LaneState.SENDING
     direct: deque[Block] = field(default_factory=deque)
     staged: deque[Block] = field(default_factory=deque)
+    # Writes whose slots are gathered, or being gathered, and wait for their credits.
+    held: deque[Op] = field(default_factory=deque)
     # Credits that were said to be needed over the lane's life, and of these, those for what
     # was announced, chunk by chunk, and is not pushed yet.
     wanted: int = 0
@@ -63,7 +65,13 @@ class Lane:
     @property
     def num_needed(self) -> int:
         """Credits that this lane needs over its life, as far as is known."""
-        return len(self.used) + len(self.staged) + sum(self.expected.values())
+        waiting = len(self.staged) + len(self.held)
+        return len(self.used) + waiting + sum(self.expected.values())
+
+    @property
+    def awaits_credit(self) -> bool:
+        """Whether something waits that is to go through a slot, gathered or not."""
+        return bool(self.staged or self.held)
 
     @property
     def may_stage(self) -> bool:
@@ -82,7 +90,7 @@ class Lane:
             return self.said_at + config.resend_s
         if self.state is LaneState.SENDING and self.busy_until > 0:
             return self.busy_until
-        if self.state is LaneState.SENDING and self.staged:
+        if self.state is LaneState.SENDING and self.awaits_credit:
             patience = self.waiting_since + config.credit_patience_s
             return min(patience, self.said_at + config.resend_s)
         return inf
@@ -166,6 +174,11 @@ class Writing:
     blocks: tuple[Block, ...]
     credit: Credit | None
     local_slot: SlotIndex | None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it was gathered, and has never had a credit."""
+        return self.local_slot is not None and self.credit is None
 
 
 # Decides whether a block of a lane goes through staging.

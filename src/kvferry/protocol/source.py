@@ -352,6 +352,7 @@ class SourceMachine(Writer):
         for lane in room.lanes.values():
             lane.state = advance(LANE, lane.state, LaneStep.FAIL)
             lane.drop_pending()
+            self._discard_held(lane)
             if lane.inflight and lane.link.state is LinkState.UP:
                 self._say(lane.link, Abort(room.name, lane.generation, failure))
         self._drain(room)
@@ -424,12 +425,14 @@ class SourceMachine(Writer):
         if lane.busy_until and self._now >= lane.busy_until:
             lane.busy_until = 0.0
             self._wake(lane)
-        if lane.staged and self._now >= lane.waiting_since + self.config.credit_patience_s:
-            self.counts["impatient"] += len(lane.staged)
+        impatient = self._now >= lane.waiting_since + self.config.credit_patience_s
+        if lane.awaits_credit and impatient:
+            self.counts["impatient"] += len(lane.staged) + len(lane.held)
             lane.direct.extend(lane.staged)
             lane.staged.clear()
+            self._discard_held(lane)
             self._wake(lane)
-        elif lane.staged and self._now >= lane.said_at + self.config.resend_s:
+        elif lane.awaits_credit and self._now >= lane.said_at + self.config.resend_s:
             self._want(lane)
 
     def _room_timers(self) -> Iterable[float]:

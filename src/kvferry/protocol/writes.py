@@ -6,12 +6,19 @@ while it waits for another, except a credit, which its pages already back.
 
 What waits is written together: pushes of a few layers each cost as many writes as the
 transport has time for, and no more.
+
+Where gathering takes its time, a lane gathers ahead: its next fragments go into local slots
+before it has credits for them, and are only posted when these come. Such a write is in flight
+from its gather on, so whatever waits for writes to end waits for it too. It holds a local slot
+while it waits for a credit, and so half of the slots are never used for that: lanes with
+credits go on, whatever becomes of a target.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from itertools import islice
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, SlotIndex
@@ -19,7 +26,17 @@ from kvferry.layout.intervals import Span
 from kvferry.plan.plan import Block
 from kvferry.protocol.cutting import image_bytes, join_layers
 from kvferry.protocol.endpoint import Identity
-from kvferry.protocol.events import Event, Fate, Push, SendFailed, Sent, Write
+from kvferry.protocol.events import (
+    Discard,
+    Event,
+    Fate,
+    Gather,
+    Post,
+    Push,
+    SendFailed,
+    Sent,
+    Write,
+)
 from kvferry.protocol.handshake import Welcomer
 from kvferry.protocol.lanes import (
     Lane,
@@ -31,7 +48,7 @@ from kvferry.protocol.lanes import (
     num_expected,
     states,
 )
-from kvferry.protocol.messages import Arrived, Credit, Want
+from kvferry.protocol.messages import Arrived, Credit, Envelope, Want
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LaneState, RoomState
 
@@ -56,6 +73,10 @@ class Writer(Welcomer):
         self._ready: dict[Lane, None] = {}
         self._starved: dict[Lane, None] = {}
         self._touched: dict[Lane, None] = {}
+        # Those that would gather ahead, if fewer did.
+        self._eager: dict[Lane, None] = {}
+        self._most_ahead = min(config.local_slots, config.max_inflight) // 2
+        self._ahead_slots = min(config.ahead_slots or 0, self._most_ahead)
         self._ops = 0
 
     def _take(self, event: Event) -> None:
@@ -118,7 +139,7 @@ class Writer(Welcomer):
         """Have blocks written; how many fragments of them wait for credits?"""
         direct, staged = self._cut(lane, blocks)
         lane.direct.extend(direct)
-        if staged and not lane.staged:
+        if staged and not lane.awaits_credit:
             lane.waiting_since = self._now
         lane.staged.extend(staged)
         self._wake(lane)
@@ -141,10 +162,14 @@ class Writer(Welcomer):
 
     def _settle(self) -> None:
         """Start what can be started, lanes in turn, then close what has been sent."""
+        for lane in self._touched:
+            self._post_held(lane)
         while self._ready and len(self.writing) < self.config.max_inflight:
             lane = next(iter(self._ready))
             del self._ready[lane]
+            self._post_held(lane)
             if not self._may_write(lane):
+                self._gather_ahead(lane)
                 continue
             if not self._writes_directly(lane) and not self.local_slots:
                 self._starved[lane] = None
@@ -167,35 +192,43 @@ class Writer(Welcomer):
             some = [lane.direct.popleft() for _ in range(count)]
             self._write(lane, join_layers(lane.link.plan.spec, some))
         else:
-            serial = min(lane.credit)
-            lane.used.add(serial)
-            lane.waiting_since = self._now
-            credit = Credit(serial, lane.credit.pop(serial))
+            credit = self._use_credit(lane)
             self._write(lane, self._fill_slot(lane), credit, self.local_slots.pop())
+
+    def _use_credit(self, lane: Lane) -> Credit:
+        serial = min(lane.credit)
+        lane.used.add(serial)
+        lane.waiting_since = self._now
+        return Credit(serial, lane.credit.pop(serial))
 
     def _fill_slot(self, lane: Lane) -> tuple[Block, ...]:
         """The fragments that wait, as many as a slot holds."""
-        room_bytes = min(lane.slot_bytes, self.config.local_slot_bytes)
-        blocks = [lane.staged.popleft()]
-        while lane.staged and len(blocks) < MAX_BLOCKS_PER_WRITE:
-            pair = self.me.rank, lane.peer.rank
-            more = [*blocks, lane.staged[0]]
-            if image_bytes(lane.link.plan, *pair, lane.request, more) > room_bytes:
-                break
-            blocks.append(lane.staged.popleft())
+        blocks = [lane.staged.popleft() for _ in range(self._num_fitting(lane))]
         return join_layers(lane.link.plan.spec, blocks)
+
+    def _num_fitting(self, lane: Lane) -> int:
+        """How many of the fragments that wait fit one slot together. The first always does."""
+        left_bytes = min(lane.slot_bytes, self.config.local_slot_bytes)
+        about = lane.link.plan, self.me.rank, lane.peer.rank, lane.request
+        for count, block in enumerate(islice(lane.staged, MAX_BLOCKS_PER_WRITE)):
+            left_bytes -= image_bytes(*about, [block])
+            if left_bytes < 0 and count:
+                return count
+        return min(len(lane.staged), MAX_BLOCKS_PER_WRITE)
 
     def _writes_directly(self, lane: Lane) -> bool:
         if not lane.direct:
             return False
-        direct = sum(self.writing[op].credit is None for op in lane.inflight)
+        direct = sum(self.writing[op].local_slot is None for op in lane.inflight)
         return direct < MAX_DIRECT_PER_LANE
 
-    def _may_write(self, lane: Lane) -> bool:
+    def _is_able(self, lane: Lane) -> bool:
         running = lane.room.state in (RoomState.OPEN, RoomState.FINISHED)
-        able = lane.state is LaneState.SENDING and self._now >= lane.busy_until
-        return (
-            running and able and (self._writes_directly(lane) or bool(lane.staged and lane.credit))
+        return running and lane.state is LaneState.SENDING and self._now >= lane.busy_until
+
+    def _may_write(self, lane: Lane) -> bool:
+        return self._is_able(lane) and (
+            self._writes_directly(lane) or bool(lane.staged and lane.credit)
         )
 
     def _write(
@@ -205,25 +238,81 @@ class Writer(Welcomer):
         credit: Credit | None = None,
         local_slot: SlotIndex | None = None,
     ) -> None:
-        self._ops += 1
-        op = Op(self._ops)
-        lane.inflight.add(op)
-        self.writing[op] = Writing(lane, blocks, credit, local_slot)
-        note = Arrived(lane.room.name, lane.generation, blocks, credit.serial if credit else None)
+        write = Writing(lane, blocks, credit, local_slot)
         self._do(
             Write(
-                op=op,
+                op=self._begin(write),
                 peer=lane.peer,
                 room=lane.room.name,
                 generation=lane.generation,
                 request=lane.request,
                 blocks=blocks,
                 tables=lane.tables,
-                note=self._envelope(lane.link.session, 0, note),
+                note=self._note_of(write),
                 slot=credit.slot if credit else None,
                 local_slot=local_slot,
             )
         )
+
+    def _begin(self, write: Writing) -> Op:
+        self._ops += 1
+        op = Op(self._ops)
+        write.lane.inflight.add(op)
+        self.writing[op] = write
+        return op
+
+    def _note_of(self, write: Writing) -> Envelope:
+        lane, credit = write.lane, write.credit
+        about = lane.room.name, lane.generation, write.blocks
+        arrived = Arrived(*about, credit.serial if credit else None)
+        return self._envelope(lane.link.session, 0, arrived)
+
+    # ------------------------------------------------------------ gathering ahead
+
+    def _gather_ahead(self, lane: Lane) -> None:
+        """Fill a local slot with what waits for a credit, if enough are left for others."""
+        if len(lane.held) >= self._ahead_slots or not self._is_able(lane):
+            return
+        if not self._fills_a_slot(lane):
+            return
+        num_ahead = sum(write.is_ahead for write in self.writing.values())
+        if not self.local_slots or num_ahead >= self._most_ahead:
+            self._eager[lane] = None
+            return
+        write = Writing(lane, self._fill_slot(lane), None, self.local_slots.pop())
+        assert write.local_slot is not None
+        op = self._begin(write)
+        lane.held.append(op)
+        about = lane.peer, lane.room.name, lane.request, write.blocks
+        self._do(Gather(op, *about, lane.link.session, write.local_slot))
+        self._ready[lane] = None
+
+    def _fills_a_slot(self, lane: Lane) -> bool:
+        """Whether a slot can be filled that nothing which is pushed later would share."""
+        if not lane.staged:
+            return False
+        return lane.room.finish is not None or self._num_fitting(lane) < len(lane.staged)
+
+    def _post_held(self, lane: Lane) -> None:
+        """Write what was gathered ahead, the oldest first, as far as there are credits."""
+        while lane.held and lane.credit and self._is_able(lane):
+            op = lane.held.popleft()
+            write = self.writing[op]
+            write.credit = self._use_credit(lane)
+            self._do(Post(op, write.credit.slot, self._note_of(write)))
+            self._wake_eager()
+
+    def _discard_held(self, lane: Lane) -> None:
+        """Let go of what was gathered ahead. It stays in flight until that is answered."""
+        for op in lane.held:
+            self._do(Discard(op))
+        lane.held.clear()
+
+    def _wake_eager(self) -> None:
+        self._ready |= self._eager
+        self._eager.clear()
+
+    # ------------------------------------------------------------ ends
 
     def _on_sent(self, event: Sent) -> None:
         write = self._end_write(event.op)
@@ -244,10 +333,13 @@ class Writer(Welcomer):
             self.counts["late"] += 1
             return None
         write.lane.inflight.discard(op)
+        if op in write.lane.held:
+            write.lane.held.remove(op)
         if write.local_slot is not None:
             self.local_slots.append(write.local_slot)
             self._ready |= self._starved
             self._starved.clear()
+        self._wake_eager()
         self._wake(write.lane)
         return write
 
@@ -276,6 +368,11 @@ class Writer(Welcomer):
     def _retry(self, write: Writing) -> None:
         """Nothing was submitted. Back-pressure is not death: wait, and try again."""
         lane, credit = write.lane, write.credit
+        if write.is_ahead:
+            # It was discarded because no credit came.
+            if lane.state is LaneState.SENDING:
+                lane.direct.extend(write.blocks)
+            return
         self.counts["busy"] += 1
         if lane.state is not LaneState.SENDING:
             return

@@ -1,8 +1,8 @@
 """Copiers: who gathers into slots and scatters out of them.
 
 The owner never waits for a copy. On the host a thread copies, one job after another, and a
-gather that has ended goes straight on to the mover. A GPU copies by itself and needs no
-thread (``owner.gpu_copies``).
+gather that has ended goes straight on to the mover, unless it was made ahead. A GPU copies by
+itself and needs no thread (``owner.gpu_copies``).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvferry.runtime.pulse import Pulse
 
 
 class BulkWrite(NamedTuple):
-    """Where a slot that has been filled is to be written."""
+    """Where a slot that has been filled is to be written; without a ``target``, not yet."""
 
     session: Session
     source: Base
-    target: Base
+    target: Base | None = None
 
 
 class Copied(NamedTuple):
@@ -40,11 +40,18 @@ class Copied(NamedTuple):
     problem: str = ""
 
 
+class Filled(NamedTuple):
+    """A slot is filled that nobody has said the target of; so much is in it."""
+
+    op: Op
+    num_bytes: int
+
+
 class CopyJob(NamedTuple):
     """Bind, and copy between regions at those addresses.
 
-    ``then``: what was gathered is written in bulk, and will be read again at once. Without
-    it, the end of the copy is told.
+    ``then``: what was gathered is written in bulk, and will be read again at once, or when it
+    is known where to. Without it, the end of the copy is told.
     """
 
     op: Op
@@ -53,16 +60,18 @@ class CopyJob(NamedTuple):
     targets: tuple[int, ...]
     then: BulkWrite | None = None
 
-    def outcome(self, binding: Binding) -> Copied | Posting:
+    def outcome(self, binding: Binding) -> Copied | Filled | Posting:
         """What comes of it once it went well."""
         if self.then is None:
             return Copied(self.op)
         session, source, target = self.then
+        if target is None:
+            return Filled(self.op, binding.num_bytes)
         bulk = Binding.bulk(source, target, binding.num_bytes)
         return Posting(self.op, session, bulk, Path.STAGED)
 
 
-CopierNews = Copied | ThreadBroke
+CopierNews = Copied | Filled | ThreadBroke
 
 
 class Copier(ABC):
@@ -74,7 +83,7 @@ class Copier(ABC):
     def submit(self, job: CopyJob) -> None:
         """Do this after what was submitted before. Never waits."""
 
-    def ended(self) -> Iterable[Copied | Posting]:
+    def ended(self) -> Iterable[Copied | Filled | Posting]:
         """Every turn: what is over, where no thread tells of it."""
         return ()
 

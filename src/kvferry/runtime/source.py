@@ -33,6 +33,10 @@ from kvferry.runtime.rank import RankEndpoint
 from kvferry.runtime.setup import EndpointSetup
 from kvferry.runtime.telemetry.tags import RoomTag
 
+# Slots that a lane gathers on a GPU before it has credits for them: one that is posted with the
+# next credit, and one that is being filled meanwhile.
+GPU_AHEAD_SLOTS = 2
+
 
 class SourceEndpoint(RankEndpoint[Outgoing]):
     """One prefill rank."""
@@ -130,9 +134,15 @@ def _record(setup: EndpointSetup, control: str) -> RankRecord:
 
 def _with_slots(config: EndpointConfig, setup: EndpointSetup) -> ProtocolConfig:
     """The machine hands out the slots that there are."""
-    slots = setup.slots
+    slots, ahead_slots = setup.slots, config.protocol.ahead_slots
     if slots is None:
         return config.protocol
+    if ahead_slots is None:
+        # A slot of host memory that waits goes cold in the CPU's cache.
+        ahead_slots = 0 if setup.memory.device.is_host else GPU_AHEAD_SLOTS
     return replace(
-        config.protocol, local_slots=slots.pool.num_slots, local_slot_bytes=slots.pool.slot_bytes
+        config.protocol,
+        local_slots=slots.pool.num_slots,
+        local_slot_bytes=slots.pool.slot_bytes,
+        ahead_slots=ahead_slots,
     )

@@ -25,12 +25,15 @@ from kvferry.protocol.endpoint import Endpoint, Link
 from kvferry.protocol.events import (
     Action,
     Connect,
+    Discard,
     Disconnect,
     Disconnected,
     Event,
     Fate,
     Forget,
+    Gather,
     Open,
+    Post,
     Receive,
     Received,
     Release,
@@ -75,13 +78,22 @@ class Control(Protocol):
 
 
 class Data(Protocol):
-    """Peers' memory. Answers each write with ``Sent`` or ``SendFailed``, once."""
+    """Peers' memory. Answers each write, and each gather, with ``Sent`` or ``SendFailed``, once."""
 
     def connect(self, action: Connect) -> None:
         """Reach a peer's memory."""
 
     def write(self, action: Write) -> None:
         """Write, and say how it ended."""
+
+    def gather(self, action: Gather) -> None:
+        """Fill a local slot. What becomes of it is said by one of the next two, once."""
+
+    def post_gathered(self, action: Post) -> None:
+        """Write what was gathered, when it is, and say how that ended."""
+
+    def discard(self, op: Op) -> None:
+        """Say ``BUSY`` when the gather has ended, and write nothing."""
 
     def cut(self, session: Session) -> None:
         """Let nothing more of a session start; what has not begun fails."""
@@ -139,7 +151,10 @@ class Driver(Generic[M]):
         self.sessions = Sessions(exposed=machine.exposed)
         self._events: deque[Event] = deque()
         self._frames: list[Send] = []
-        self._writes: dict[Op, Write] = {}
+        # What leaves when a write has ended well.
+        self._notes: dict[Op, Send] = {}
+        # Gathers that were neither posted nor discarded.
+        self._gathers: dict[Op, Gather] = {}
         self._held: set[Room] = set()
         self._turning = False
         self._in_turn = False
@@ -238,6 +253,12 @@ class Driver(Generic[M]):
                 self._frames.append(action)
             case Write():
                 self._write(action)
+            case Gather():
+                self._gather(action)
+            case Post():
+                self._post(action)
+            case Discard(op=op):
+                self._discard(op)
             case Scatter():
                 ports.copies.scatter(action)
             case Report(room=room, outcome=outcome):
@@ -256,23 +277,44 @@ class Driver(Generic[M]):
                 raise AssertionError(f"nobody carries out {action!r}")
 
     def _write(self, action: Write) -> None:
-        if self.sessions.start(action.op, action.note.session):
-            self._writes[action.op] = action
+        if self._start(action.op, action.note.session):
+            self._notes[action.op] = Send(action.peer, action.note)
             self.ports.data.write(action)
-        else:
+
+    def _start(self, op: Op, session: Session) -> bool:
+        starts = self.sessions.start(op, session)
+        if not starts:
             # Whoever has proof that nothing is in flight must also let nothing start.
-            self._events.append(SendFailed(action.op, Fate.FAILED))
+            self._events.append(SendFailed(op, Fate.FAILED))
+        return starts
+
+    def _gather(self, action: Gather) -> None:
+        if self._start(action.op, action.session):
+            self._gathers[action.op] = action
+            self.ports.data.gather(action)
+
+    def _post(self, action: Post) -> None:
+        # If it has ended or its session was cut, an answer is on its way.
+        gather = self._gathers.pop(action.op, None)
+        if gather is not None:
+            self._notes[action.op] = Send(gather.peer, action.note)
+            self.ports.data.post_gathered(action)
+
+    def _discard(self, op: Op) -> None:
+        if self._gathers.pop(op, None) is not None:
+            self.ports.data.discard(op)
 
     def _end(self, op: Op, fate: Fate | None) -> Record | None:
+        self._gathers.pop(op, None)
         if fate is not None:
-            self._writes.pop(op, None)
+            self._notes.pop(op, None)
         return self.sessions.end(op, doubtful=fate is Fate.UNKNOWN)
 
     def _note(self, op: Op) -> None:
         """The data is there: now its note may leave, before anything that builds on it."""
-        action = self._writes.pop(op, None)
-        if action is not None:
-            self._frames.append(Send(action.peer, action.note))
+        note = self._notes.pop(op, None)
+        if note is not None:
+            self._frames.append(note)
 
     def _say(self) -> None:
         """Send what these steps had to say, without what is said again by what follows it."""
@@ -287,7 +329,7 @@ class Driver(Generic[M]):
     def _disconnect(self, session: Session) -> None:
         record = self.sessions.cut(session)
         if record is not None:
-            self.ports.data.cut(session)
+            self._cut(session)
             if not record.is_over:
                 # Where a write's fate is unknown, or the peer writes here, only the end of its
                 # process settles it.
@@ -295,7 +337,13 @@ class Driver(Generic[M]):
 
     def _bury(self, event: PeerGone) -> None:
         for record in self.sessions.bury(event.peer, event.incarnation):
-            self.ports.data.cut(record.session)
+            self._cut(record.session)
+
+    def _cut(self, session: Session) -> None:
+        """Let nothing more of a session start: what was gathered for it will never be written."""
+        self.ports.data.cut(session)
+        for op in [op for op, gather in self._gathers.items() if gather.session == session]:
+            self._discard(op)
 
     def _settle(self) -> None:
         """Say what is proven, and let go of what nobody waits for."""

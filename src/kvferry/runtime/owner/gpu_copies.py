@@ -17,7 +17,7 @@ from typing import Protocol
 from kvferry.copy.gpu_tables import GpuCopy
 from kvferry.errors import KvferryError
 from kvferry.plan.bind import Binding
-from kvferry.runtime.copier import Copied, Copier, CopyJob
+from kvferry.runtime.copier import Copied, Copier, CopyJob, Filled
 from kvferry.runtime.mover.mover import Posting
 from kvferry.runtime.naps import NAP_S
 from kvferry.runtime.pulse import Pulse
@@ -65,7 +65,7 @@ class GpuCopies(Copier):
             return 0.0
         return NAP_S if self._running else inf
 
-    def ended(self) -> Iterator[Copied | Posting]:
+    def ended(self) -> Iterator[Copied | Filled | Posting]:
         """What copies that are over have led to. Launches end in their order."""
         while self._running and (problem := _end_of(self._running[0][0])) is not None:
             _, bound = self._running.popleft()

@@ -15,7 +15,7 @@ from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView
-from kvferry.runtime.copier import Copied
+from kvferry.runtime.copier import Copied, Filled
 from kvferry.runtime.driver.driver import Driver
 from kvferry.runtime.incoming import Incoming, bad_pages
 from kvferry.runtime.mover.mover import Measured, Posting, Reached, Unreached, WriteEnd
@@ -95,6 +95,8 @@ class SourceRole:
             case Stepped(handle=handle):
                 handle.steps.append((item.after, item.learn, item.event))
                 self._advance(handle)
+            case Filled():
+                self._writes.filled(item)
             case Copied():
                 self._writes.copied(item)
             case Reached():

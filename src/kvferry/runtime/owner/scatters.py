@@ -10,7 +10,16 @@ from functools import partial
 from kvferry.ids import Op, Peer, Session
 from kvferry.plan.bind import Image, Pair
 from kvferry.plan.binder import Binders
-from kvferry.protocol.events import Cancel, Connect, Event, Scatter, Scattered, Write
+from kvferry.protocol.events import (
+    Cancel,
+    Connect,
+    Event,
+    Gather,
+    Post,
+    Scatter,
+    Scattered,
+    Write,
+)
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.copier import Copied, CopyJob
@@ -90,6 +99,18 @@ class Scatters:
     def write(self, action: Write) -> None:
         """Never asked for."""
         raise AssertionError(f"a target was asked for {action!r}")
+
+    def gather(self, action: Gather) -> None:
+        """Never asked for."""
+        raise AssertionError(f"a target was asked for {action!r}")
+
+    def post_gathered(self, action: Post) -> None:
+        """Never asked for."""
+        raise AssertionError(f"a target was asked for {action!r}")
+
+    def discard(self, op: Op) -> None:
+        """Never asked for."""
+        raise AssertionError(f"a target was asked to discard {op}")
 
     def cut(self, session: Session) -> None:
         """Nothing of ours is under way."""

@@ -13,17 +13,20 @@ from collections.abc import Callable
 from functools import partial
 
 from kvferry.errors import KvferryError, TransportError
-from kvferry.ids import Op, Peer, Session
+from kvferry.ids import Op, Peer, Session, SlotIndex
 from kvferry.logs.context import about
-from kvferry.plan.bind import Binding, Image, Pair, Side, Size, bind
+from kvferry.plan.bind import Binding, Image, Pair, Side, Size
+from kvferry.plan.binder import Binders
 from kvferry.plan.choose import Path
 from kvferry.plan.places import Base
 from kvferry.protocol.events import (
     Connect,
     Event,
     Fate,
+    Gather,
     MemoryReached,
     MemoryUnreached,
+    Post,
     Scatter,
     SendFailed,
     Sent,
@@ -31,7 +34,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.transports import common_transports
-from kvferry.runtime.copier import BulkWrite, Copied, CopyJob
+from kvferry.runtime.copier import BulkWrite, Copied, CopyJob, Filled
 from kvferry.runtime.costs import LinkCosts
 from kvferry.runtime.mover.calibration import SCRATCH_BYTES, Calibration
 from kvferry.runtime.mover.mover import (
@@ -43,6 +46,7 @@ from kvferry.runtime.mover.mover import (
     WriteEnd,
 )
 from kvferry.runtime.outgoing import Outgoing
+from kvferry.runtime.owner.ahead import AheadSlot
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.staging_policy import Course, Sides, StagingPolicy
 from kvferry.runtime.owner.stories import GATHERED, Took
@@ -71,10 +75,13 @@ class Writes:
         self._metadata: dict[Session, PeerMetadata] = {}
         # Links whose small writes are made at once.
         self._at_once: dict[Session, Reached] = {}
-        self._flying: dict[Op, Write] = {}
+        self._flying: dict[Op, Write | Gather] = {}
         self._underway = Underway()
+        self._binders = Binders()
         # When a gather was asked for.
         self._gathering: dict[Op, float] = {}
+        # Gathers that have not ended, or of which nobody has said what becomes of them.
+        self._ahead: dict[Op, AheadSlot] = {}
 
     def attach(
         self, machine: SourceMachine, policy: StagingPolicy, answer: Callable[[Event], None]
@@ -232,28 +239,100 @@ class Writes:
 
     def _gather(self, action: Write) -> None:
         """Fill the local slot, then write it in bulk."""
+        session = action.note.session
+        assert action.slot is not None
+        assert action.local_slot is not None
+        there = self._slot_there(session, action.slot)
+        if there is None:
+            self._has_no_slot(action)
+        else:
+            then = BulkWrite(session, self._slot_here(action.local_slot), there)
+            self._fill(action, action.local_slot, then)
+
+    def _has_no_slot(self, action: Write | Gather) -> None:
+        problem = f"{action.peer} granted a slot that it does not have"
+        self.ended(WriteEnd(action.op, Fate.FAILED, problem))
+
+    def _slot_here(self, slot: SlotIndex) -> Base:
+        assert self._setup.slots is not None
+        return Base(0, len(self._setup.memory.regions), self._setup.slots.pool.offset(slot))
+
+    def _slot_there(self, session: Session, slot: SlotIndex) -> Base | None:
+        hello, region = self._machine.links[session].hello, self._metadata[session].staging_region
+        assert hello is not None
+        return None if region is None else Base(0, region, slot * hello.staging.slot_bytes)
+
+    def _fill(self, action: Write | Gather, slot: SlotIndex, then: BulkWrite) -> None:
         self._gathering[action.op] = time.monotonic()
-        slots, link = self._setup.slots, self._machine.links[action.note.session]
-        metadata = self._metadata[link.session]
+        slots, link = self._setup.slots, self._machine.links[then.session]
         assert slots is not None
-        assert link.hello is not None
-        if metadata.staging_region is None or action.slot is None or action.local_slot is None:
-            problem = f"{action.peer} granted a slot that it does not have"
-            self.ended(WriteEnd(action.op, Fate.FAILED, problem))
-            return
         handle = self._rooms.get(action.room)
         ours = Side(self._setup.memory.map, handle.tables.tables() if handle else {})
         pair = Pair(self._setup.member.rank, action.peer.rank)
-        make = partial(bind, link.plan, pair, action.request, ours, Image(), action.blocks)
-        from_ = Base(0, len(self._setup.memory.regions), slots.pool.offset(action.local_slot))
-        to = Base(0, metadata.staging_region, action.slot * link.hello.staging.slot_bytes)
-        into = (slots.address(action.local_slot),)
-        then = BulkWrite(link.session, from_, to)
+        binder = self._binders.of(link.plan, pair, ours.pools, None)
+        make = partial(binder.bind, action.request, ours, Image(), action.blocks)
+        into = (slots.address(slot),)
         self._copier.submit(CopyJob(action.op, make, self._setup.addresses, into, then))
 
     def copied(self, news: Copied) -> None:
-        """A gather has failed; one that went well is the mover's by now."""
+        """A gather has failed; one that went well is the mover's by now, or filled a slot."""
+        self._ahead.pop(news.op, None)
         self.ended(WriteEnd(news.op, Fate.FAILED, news.problem))
+
+    # ------------------------------------------------------------ gathers ahead
+
+    def gather(self, action: Gather) -> None:
+        """Fill the local slot; where it is written will be said."""
+        self._flying[action.op] = action
+        if self._slot_there(action.session, SlotIndex(0)) is None:
+            self._has_no_slot(action)
+            return
+        here = self._slot_here(action.local_slot)
+        self._ahead[action.op] = AheadSlot(action.op, action.session, here)
+        self._fill(action, action.local_slot, BulkWrite(action.session, here))
+
+    def post_gathered(self, action: Post) -> None:
+        """Write a slot, when it is filled."""
+        slot = self._ahead.get(action.op)
+        if slot is not None:  # Or else its gather has failed, which is being told.
+            slot.there = self._slot_there(slot.session, action.slot)
+            self._settle(slot)
+
+    def discard(self, op: Op) -> None:
+        """Write nothing; say so when the gather has ended."""
+        slot = self._ahead.get(op)
+        if slot is not None:
+            slot.discarded = True
+            self._settle(slot)
+
+    def filled(self, news: Filled) -> None:
+        """A gather has ended."""
+        slot, action = self._ahead[news.op], self._flying[news.op]
+        slot.num_bytes = news.num_bytes
+        now = time.monotonic()
+        took = Took(now - self._gathering.pop(news.op), news.num_bytes, str(Path.STAGED))
+        self._tell_gathered(action, now, took)
+        self._settle(slot)
+
+    @property
+    def _on_host(self) -> bool:
+        """Whether a core copies what is written from our slots."""
+        slots = self._setup.slots
+        return slots is not None and slots.region.device.is_host
+
+    def _settle(self, slot: AheadSlot) -> None:
+        """Go on with a slot that is filled, if it is known what becomes of it."""
+        if not slot.is_settled:
+            return
+        del self._ahead[slot.op]
+        posting = slot.posting()
+        if posting is not None and self._on_host:
+            self._mover.write(posting)
+        elif posting is not None:
+            self.post(posting)
+        else:
+            del self._flying[slot.op]
+            self._answer(SendFailed(slot.op, Fate.BUSY))
 
     def ended(self, end: WriteEnd) -> None:
         """A write has ended, or nobody knows whether."""
@@ -263,7 +342,9 @@ class Writes:
         if end.fate is None:
             handle = self._rooms.get(action.room)
             if asked is not None:
-                self._tell_gathered(action, end, asked)
+                begun = time.monotonic() - end.seconds
+                took = Took(begun - asked, end.num_bytes, str(end.path))
+                self._tell_gathered(action, begun, took)
             self._stories.wrote(action.room, action.peer, end.path, end.num_bytes, end.seconds)
             if handle is not None:
                 handle.carried[end.path] = handle.carried.get(end.path, 0) + end.num_bytes
@@ -273,13 +354,11 @@ class Writes:
         self._log(action.peer, action, end)
         self._answer(SendFailed(end.op, end.fate))
 
-    def _tell_gathered(self, action: Write, end: WriteEnd, asked: float) -> None:
-        begun = time.monotonic() - end.seconds
-        took = Took(begun - asked, end.num_bytes, str(end.path))
+    def _tell_gathered(self, action: Write | Gather, ended: float, took: Took) -> None:
         self._meter.took("gather", took.seconds)
-        self._stories.copied(action.room, GATHERED, action.peer, begun, took)
+        self._stories.copied(action.room, GATHERED, action.peer, ended, took)
 
-    def _log(self, peer: Peer, action: Write, end: WriteEnd) -> None:
+    def _log(self, peer: Peer, action: Write | Gather, end: WriteEnd) -> None:
         handle = self._rooms.get(action.room)
         with about(*(handle.tag if handle else NOBODYS)):
             log.warning(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvferry.testing.explore.model import (
+    AHEAD,
     CACHED,
     DIRECT,
     LAYERED,
@@ -63,11 +64,13 @@ _MANY_ORDERS = frozenset({Fault.CUT, Fault.TICK, Fault.DEADLINE, Fault.SILENCE})
 _LARGE = _MANY_ORDERS | {Fault.STALL, Fault.KILL_TARGET}
 _STAGED = tuple(fault for fault in Fault if fault not in _LARGE)
 _CACHED = (Fault.DROP, Fault.DUPLICATE, Fault.DELAY, Fault.CANCEL_TARGET, Fault.KILL_SOURCE)
+_AHEAD = (Fault.DROP, Fault.BUSY, Fault.FAILED, Fault.STALL, Fault.KILL_SOURCE)
 
 _QUICK = (
     *((_in_order(DIRECT) if fault in _MANY_ORDERS else DIRECT, fault) for fault in Fault),
     *((_in_order(STAGED), fault) for fault in _STAGED),
     *((CACHED, fault) for fault in _CACHED),
+    *((_in_order(AHEAD), fault) for fault in _AHEAD),
     (_in_order(STATE), Fault.DROP_NOTE),
     (_in_order(LAYERED), Fault.KILL_SOURCE),
 )

@@ -20,7 +20,9 @@ from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Connect,
     Event,
+    Gather,
     MemoryReached,
+    Post,
     Received,
     Scatter,
     Write,
@@ -80,6 +82,8 @@ class Writing(NamedTuple):
 
     def __str__(self) -> str:
         where = "pages" if self.slot is None else f"slot {self.slot} serial {self.serial}"
+        if self.slot is None and self.local_slot is not None:
+            where = f"from slot {self.local_slot}, not posted"
         return f"write {self.op} to {PEERS[self.to]} {where}"
 
 
@@ -98,6 +102,9 @@ class EffectKind(Enum):
 
     FRAME = "frame"
     WRITE = "write"
+    GATHER = "gather"
+    POST = "post"
+    DISCARD = "discard"
     SCATTER = "scatter"
     SUSPECT = "suspect"
     ACQUIT = "acquit"
@@ -155,6 +162,18 @@ class Recorder:
         """A write is under way."""
         self._effects.append((EffectKind.WRITE, self._catalogue.number_write(action)))
 
+    def gather(self, action: Gather) -> None:
+        """A local slot is being filled."""
+        self._effects.append((EffectKind.GATHER, self._catalogue.number_gather(action)))
+
+    def post_gathered(self, action: Post) -> None:
+        """What was gathered is to be written. The catalogue knows its gather by its op."""
+        self._effects.append((EffectKind.POST, self._catalogue.number_post(action)))
+
+    def discard(self, op: Op) -> None:
+        """What was gathered is to be let go of."""
+        self._effects.append((EffectKind.DISCARD, op))
+
     def scatter(self, action: Scatter) -> None:
         """A scatter is under way."""
         self._effects.append(
@@ -208,6 +227,7 @@ class Catalogue:
         self.plan: Plan = reshard(*model.layouts())
         self.frames: Numbers[Frame] = Numbers([], {})
         self.writes: Numbers[Writing] = Numbers([], {})
+        self.posts: Numbers[tuple[Op, int, int | None]] = Numbers([], {})
         self.scatters: Numbers[Scattering] = Numbers([], {})
         self.events: Numbers[Event] = Numbers([], {})
         self.scripts = tuple(tuple(map(self.events.of, script)) for script in model.scripts())
@@ -269,6 +289,21 @@ class Catalogue:
                 write.local_slot,
             )
         )
+
+    def number_gather(self, gather: Gather) -> int:
+        """The number of a write that is only gathered."""
+        to, atoms = PEERS.index(gather.peer), self.atoms(gather.blocks)
+        return self.writes.of(Writing(gather.op, to, atoms, None, None, gather.local_slot))
+
+    def number_post(self, post: Post) -> int:
+        """The number of a posting."""
+        assert isinstance(post.note.body, Arrived)
+        return self.posts.of((post.op, post.slot, post.note.body.serial))
+
+    def posted(self, gather: int, post: int) -> int:
+        """The number of the write that a gather becomes."""
+        _, slot, serial = self.posts.things[post]
+        return self.writes.of(self.writes.things[gather]._replace(slot=slot, serial=serial))
 
     def number_scatter(self, me: Peer, scatter: Scatter) -> int:
         """The number of a scatter."""

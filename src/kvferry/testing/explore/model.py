@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer
 from kvferry.layout.intervals import Span
@@ -212,11 +214,15 @@ STATE = Model(name="state", spec=_with_state())
 PREPARED = replace(STAGED, name="prepared", prepares=True)
 # Two layers of one chunk that are pushed apart, the upper one first.
 LAYERED = Model(name="layered", spec=attention(layers=2, kv_heads=2, head_dim=1), by_layers=True)
+# The second parcel for each target is gathered while its slot is still in use.
+AHEAD = replace(
+    STAGED, name="ahead", times=msgspec.structs.replace(TIMES, local_slots=2, ahead_slots=1)
+)
 # The target has everything already: Close alone.
 CACHED = replace(DIRECT, name="cached", prefix=1)
 
 # Two requests were given one room.
 MIXED = replace(DIRECT, name="mixed", wanted=b"another prompt")
 
-_ALL = (DIRECT, CHUNKED, STAGED, STATE, PREPARED, LAYERED, CACHED, MIXED)
+_ALL = (DIRECT, CHUNKED, STAGED, STATE, PREPARED, LAYERED, CACHED, MIXED, AHEAD)
 MODELS = {model.name: model for model in _ALL}

@@ -20,7 +20,15 @@ from kvferry.testing.explore.world import DEAD, EMPTY, TICK, Draft, Phase, Stage
 Step = tuple[str, int, Fault | None]
 
 _MAY_LAND = (Phase.DOUBTED, Phase.ORPHAN)
-_WRITE_STEPS = {Phase.SUBMITTED: "land", Phase.LANDED: "sent", Phase.CUT: "fail"}
+_WRITE_STEPS = {
+    Phase.SUBMITTED: "land",
+    Phase.LANDED: "sent",
+    Phase.CUT: "fail",
+    Phase.GATHERING: "filled",
+    Phase.FILLING: "filled",
+    Phase.DROPPING: "filled",
+    Phase.DROPPED: "dropped",
+}
 _FATES = {Fault.BUSY: Fate.BUSY, Fault.FAILED: Fate.FAILED, Fault.UNKNOWN: Fate.UNKNOWN}
 
 
@@ -134,6 +142,8 @@ def _is_linked(world: World, target: int) -> bool:
 def _write_faults(phase: Phase) -> tuple[Fault, ...]:
     if phase is Phase.SUBMITTED:
         return (Fault.BUSY, Fault.FAILED, Fault.UNKNOWN, Fault.STALL)
+    if phase in (Phase.GATHERING, Phase.FILLING, Phase.DROPPING):
+        return (Fault.FAILED,)
     return (Fault.FAILED, Fault.UNKNOWN) if phase is Phase.LANDED else ()
 
 
@@ -233,6 +243,8 @@ _VERBS: dict[str, Callable[[Draft, int], None]] = {
     "land": _land,
     "sent": Draft.sent,
     "fail": lambda draft, number: draft.send_failed(number, Fate.FAILED),
+    "filled": Draft.filled,
+    "dropped": lambda draft, number: draft.send_failed(number, Fate.BUSY),
     "doubt": lambda draft, number: draft.send_failed(number, Fate.UNKNOWN),
     "scatter": Draft.end_scatter,
     "cut": Draft.sever,
@@ -322,7 +334,7 @@ def describe(catalogue: Catalogue, step: Step) -> str:
     match verb:
         case "deliver" | "deliver late":
             thing = str(catalogue.frames.things[number])
-        case "land" | "sent" | "fail" | "doubt":
+        case "land" | "sent" | "fail" | "doubt" | "filled" | "dropped":
             return f"{catalogue.writes.things[number]}: {verb}"
         case "scatter":
             scatter = catalogue.scatters.things[number]

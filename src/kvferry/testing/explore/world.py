@@ -43,6 +43,15 @@ class Phase(IntEnum):
     ORPHAN = 5  # its source is dead: may land until the connection is cut
     DOOMED = 6  # its target is dead: ends in failure or doubt, or not at all
     CUT = 7  # the connection was cut: it never lands, and is about to fail
+    GATHERING = 8  # its local slot is being filled, and what becomes of that is not said
+    HELD = 9  # the slot is filled, and nothing happens before it is posted or discarded
+    FILLING = 10  # the slot is being filled, and will then be submitted
+    DROPPING = 11  # the slot is being filled, and will then be let go of
+    DROPPED = 12  # was let go of; the source has not heard so
+
+
+# Nothing of these concerns a peer: they are told of, whatever becomes of it.
+LOCAL = frozenset({Phase.GATHERING, Phase.HELD, Phase.FILLING, Phase.DROPPING, Phase.DROPPED})
 
 
 class Stage(IntEnum):
@@ -86,7 +95,7 @@ class World(NamedTuple):
     def is_settled(self, catalogue: Catalogue, target: int) -> bool:
         """Whether every write to that target has ended, or will never be told of again."""
         return all(
-            phase in (Phase.DOUBTED, Phase.DOUBTED_LANDED, Phase.ORPHAN)
+            phase in (Phase.DOUBTED, Phase.DOUBTED_LANDED, Phase.ORPHAN, *LOCAL)
             for number, phase in self.writes
             if catalogue.writes.things[number].to == target
         )
@@ -164,7 +173,15 @@ class Draft:
                 if self.machines[self.catalogue.frames.things[number].to] != DEAD:
                     self.frames.append(number)
             case EffectKind.WRITE:
+                self._demand_free(number)
                 self._submit(number)
+            case EffectKind.GATHER:
+                self._demand_free(number)
+                self.writes[number] = Phase.GATHERING
+            case EffectKind.POST:
+                self._post(number)
+            case EffectKind.DISCARD:
+                self._discard(number)
             case EffectKind.SCATTER:
                 self._start_scatter(number)
             case EffectKind.SUSPECT:
@@ -209,13 +226,46 @@ class Draft:
 
     # ------------------------------------------------------------ writes
 
-    def _submit(self, number: int) -> None:
+    def _demand_free(self, number: int) -> None:
         writing = self.catalogue.writes.things[number]
         for other in map(self.catalogue.writes.things.__getitem__, self.writes):
             if writing.shares_a_slot_with(other):
                 raise Broken(f"{writing} uses a slot of {other}, which is in flight")
         if self.released[SOURCE]:
             raise Broken(f"{writing} reads pages that were released")
+
+    def _post(self, post: int) -> None:
+        gather = self._gather_of(self.catalogue.posts.things[post][0])
+        phase, number = self.writes.pop(gather), self.catalogue.posted(gather, post)
+        self._demand_free(number)
+        if phase is Phase.HELD:
+            self._submit(number)
+        else:
+            self.writes[number] = Phase.FILLING
+
+    def _discard(self, op: int) -> None:
+        number = self._gather_of(op)
+        held = self.writes[number] is Phase.HELD
+        self.writes[number] = Phase.DROPPED if held else Phase.DROPPING
+
+    def _gather_of(self, op: int) -> int:
+        """The gather of that write. Whoever posts or discards another breaks a promise."""
+        for number, phase in self.writes.items():
+            mine = self.catalogue.writes.things[number].op == op
+            if mine and phase in (Phase.GATHERING, Phase.HELD):
+                return number
+        raise Broken(f"write {op} is posted or discarded, and nothing was gathered for it")
+
+    def filled(self, number: int) -> None:
+        """The gather of a write has ended."""
+        phase = self.writes.pop(number)
+        if phase is Phase.FILLING:
+            self._submit(number)
+        else:
+            self.writes[number] = Phase.DROPPED if phase is Phase.DROPPING else Phase.HELD
+
+    def _submit(self, number: int) -> None:
+        writing = self.catalogue.writes.things[number]
         phase = Phase.CUT if writing.to in self.cut else Phase.SUBMITTED
         if phase is Phase.SUBMITTED and self.machines[writing.to] == DEAD:
             phase = Phase.DOOMED
@@ -298,7 +348,8 @@ class Draft:
         self.cut.add(target)
         source_lives = self.machines[SOURCE] != DEAD
         for number, phase in list(self.writes.items()):
-            if self.catalogue.writes.things[number].to != target or phase is Phase.LANDED:
+            unmoved = phase is Phase.LANDED or phase in LOCAL
+            if self.catalogue.writes.things[number].to != target or unmoved:
                 continue
             if source_lives and phase in (Phase.SUBMITTED, Phase.STALLED, Phase.DOOMED):
                 self.writes[number] = Phase.CUT
@@ -309,8 +360,8 @@ class Draft:
         """An endpoint gets its proof that nothing is in flight to or from a peer."""
         self.told.discard((index, peer))
         if index == SOURCE:
-            for number in list(self.writes):
-                if self.catalogue.writes.things[number].to == peer:
+            for number, phase in list(self.writes.items()):
+                if self.catalogue.writes.things[number].to == peer and phase not in LOCAL:
                     del self.writes[number]
         event = PeerGone(PEERS[peer], INCARNATIONS[peer])
         self.tell(index, self.catalogue.events.of(event))

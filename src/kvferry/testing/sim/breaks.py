@@ -19,7 +19,7 @@ from kvferry.protocol.checks import close_problem
 from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Push
-from kvferry.protocol.lanes import Lane, SourceRoom
+from kvferry.protocol.lanes import Lane, SourceRoom, Writing
 from kvferry.protocol.legs import Leg, TargetRoom
 from kvferry.protocol.messages import (
     Abort,
@@ -208,6 +208,25 @@ class RefillsSlot(SourceMachine):
             self.writing[Op(self._ops)].local_slot = None
 
 
+class RefillsDiscarded(SourceMachine):
+    """Uses a slot again that was gathered ahead for nothing, before its gather has ended."""
+
+    def _discard_held(self, lane: Lane) -> None:
+        for op in lane.held:
+            slot, self.writing[op].local_slot = self.writing[op].local_slot, None
+            assert slot is not None
+            self.local_slots.append(slot)
+        super()._discard_held(lane)
+
+
+class LosesDiscarded(SourceMachine):
+    """Forgets what it had gathered ahead when no credit comes for it."""
+
+    def _retry(self, write: Writing) -> None:
+        if not write.is_ahead:
+            super()._retry(write)
+
+
 # ---------------------------------------------------------------- credits
 
 
@@ -373,6 +392,16 @@ BREAKS: dict[str, Break] = {
     ),
     "refill-slot": Break(
         "send buffer refilled before it was read", Machines(source=RefillsSlot), STAGED
+    ),
+    "refill-discarded": Break(
+        "slot refilled before its gather has ended",
+        Machines(source=RefillsDiscarded),
+        {"slow_write": 0.7, "cancel_source": 0.3, "drop": 0.3},
+    ),
+    "lose-discarded": Break(
+        "what was gathered for nothing is never sent",
+        Machines(source=LosesDiscarded),
+        {"drop": 0.3, "slow_prefill": 0.1},
     ),
     "overcommit": Break(
         "credits overcommitted", Machines(target=_with_book(OvercommittedBook)), STAGED

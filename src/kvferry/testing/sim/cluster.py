@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer
 from kvferry.layout import (
@@ -110,6 +112,7 @@ class Shape:
     orders: tuple[Order, Order] = (Order.NHD, Order.NHD)
     staging: Staging = SMALL
     policy: Policy = field(default_factory=Policy)
+    ahead_slots: int = 0
     num_pages: int = 24
     num_rows: int = 6
 
@@ -132,6 +135,15 @@ class Shape:
             policy=Policy(rng.choice(["all", "none", "mixed"])),
             num_pages=14 if tight else 40,
             num_rows=2 if tight else 8,
+            ahead_slots=rng.choice([0, 1, 2]),
+        )
+
+    @property
+    def config(self) -> ProtocolConfig:
+        """Times and limits: half of the local slots are never gathered ahead."""
+        local_slots = max(CONFIG.local_slots, 2 * self.ahead_slots)
+        return msgspec.structs.replace(
+            CONFIG, ahead_slots=self.ahead_slots, local_slots=local_slots
         )
 
 
@@ -183,10 +195,11 @@ class Cluster:
         )
 
     def _source(self, peer: Peer) -> SourceNode:
-        memory = self._memory(self.prefill, peer.rank, CONFIG.local_slots)
+        config = self.shape.config
+        memory = self._memory(self.prefill, peer.rank, config.local_slots)
         node = SourceNode(self.world, self.wire, peer, memory)
         identity = Identity(peer, 1000 + self._lives, self.prefill, MODEL, b"", TRANSPORTS)
-        machine = self.machines.source(identity, CONFIG, self.shape.policy)
+        machine = self.machines.source(identity, config, self.shape.policy)
         node.drive(machine, self.machines.driver)
         return node
 

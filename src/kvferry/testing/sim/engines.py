@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvferry.ids import Peer, Room
+from kvferry.ids import Op, Peer, Room
 from kvferry.layout.intervals import Span
 from kvferry.plan.bind import Image, Pair, Side, bind
 from kvferry.protocol.events import (
     Cancel,
+    Discard,
     Finish,
+    Gather,
     Instance,
     Open,
+    Post,
     Prepare,
     Push,
     Receive,
@@ -29,6 +32,7 @@ from kvferry.protocol.outcome import Done, Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.driver.driver import Driver
+from kvferry.testing.sim.gathers import SimGather
 from kvferry.testing.sim.jobs import SimJob, SimPush
 from kvferry.testing.sim.memory import Allocation, SimMemory, fetch
 from kvferry.testing.sim.nodes import Node
@@ -88,14 +92,36 @@ class SourceNode(Node):
         link = self.machine.links[action.note.session]
         assert link.hello is not None
         theirs = {table.group: table.as_page_table() for table in action.tables}
-        ours = self.memory.side(self.allocations[action.room].side_tables())
-        return Flight(self, action, link.plan, ours, Side(link.hello.pools, theirs))
+        return Flight(
+            self, action, link.plan, self._pages(action.room), Side(link.hello.pools, theirs)
+        )
+
+    def _pages(self, room: Room) -> Side:
+        return self.memory.side(self.allocations[room].side_tables())
+
+    def gather(self, action: Gather) -> None:
+        """Start to fill a local slot."""
+        self.world.remember(self.peer, ">", action)
+        plan = self.machine.links[action.session].plan
+        self.wire.gathers.begin(SimGather(self, action, plan, self._pages(action.room)))
+
+    def post_gathered(self, action: Post) -> None:
+        """Write what was gathered."""
+        self.world.remember(self.peer, ">", action)
+        self.wire.gathers.post(self, action)
+
+    def discard(self, op: Op) -> None:
+        """Let go of what was gathered."""
+        self.world.remember(self.peer, ">", Discard(op))
+        self.wire.gathers.discard(self, op)
 
     def before_release(self, room: Room) -> None:
         """Nothing may still read these pages."""
         for flight in self.wire.flights:
             if flight.source is self and flight.action.room == room:
                 self.world.violate("never reuses", f"{self.peer} released pages being read", room)
+        if any(gather.room == room for gather in self.wire.gathers.reading(self)):
+            self.world.violate("never reuses", f"{self.peer} released pages being read", room)
 
     def tables(self) -> dict[str, int]:
         """All of a source machine's tables."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
 
-from kvferry.ids import Peer, Room, Session
+from kvferry.ids import Op, Peer, Room, Session
 from kvferry.protocol.codec import BadFrame
 from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
@@ -19,6 +19,8 @@ from kvferry.protocol.events import (
     Connect,
     Event,
     Fate,
+    Gather,
+    Post,
     Received,
     Release,
     Report,
@@ -154,6 +156,18 @@ class Node(ABC):
     def write(self, action: Write) -> None:
         """Only a source writes."""
         raise AssertionError(f"{self.peer} writes")
+
+    def gather(self, action: Gather) -> None:
+        """Only a source gathers."""
+        raise AssertionError(f"{self.peer} gathers")
+
+    def post_gathered(self, action: Post) -> None:
+        """Only a source writes."""
+        raise AssertionError(f"{self.peer} writes")
+
+    def discard(self, op: Op) -> None:
+        """Only a source gathers."""
+        raise AssertionError(f"{self.peer} gathers")
 
     def scatter(self, action: Scatter) -> None:
         """Only a target scatters."""

@@ -8,12 +8,13 @@ cluster and what must come of it, beyond the promises, which always hold.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from kvferry.ids import Peer
 from kvferry.layout import Parallel
+from kvferry.protocol.events import Discard, Gather, Post
 from kvferry.protocol.messages import (
     Accept,
     Arrived,
@@ -52,6 +53,7 @@ from kvferry.testing.sim.scripts import (
     lose_first,
     other_version,
     shuffle_notes,
+    slow_gathers,
     slow_writes,
     stall,
 )
@@ -103,6 +105,13 @@ def staged_something(cluster: Cluster) -> None:
     ]
     if not writes:
         cluster.world.violate("never hangs", "nothing was staged")
+
+
+def gathered_ahead(cluster: Cluster) -> None:
+    """Slots were filled before their credits came; some were posted, and some let go."""
+    seen = {type(thing) for _, _, _, thing in cluster.world.history}
+    if not seen.issuperset({Gather, Post, Discard}):
+        cluster.world.violate("never hangs", f"nothing was gathered ahead: {seen}")
 
 
 def failed_with(instance: str, index: int, *codes: FailureCode) -> Demand:
@@ -171,6 +180,8 @@ STAGED = Shape(policy=Policy("all"))
 ONE_SLOT = Shape(
     policy=Policy("all"), staging=msgspec.structs.replace(Shape().staging, num_slots=1)
 )
+# Credits come late, because a slot of the target is used for long.
+AHEAD = replace(ONE_SLOT, ahead_slots=2)
 WIDE = Shape(prefill=Parallel(tp=2, pp=2), decodes=(Parallel(tp=2),))
 DEEP = Shape(spec=HYBRID, prefill=Parallel(tp=2), decodes=(Parallel(tp=4),))
 LOST = (FailureCode.PEER_GONE, FailureCode.PEER_SILENT, FailureCode.PEER_RESTARTED)
@@ -247,6 +258,17 @@ SCENARIOS: dict[str, Scenario] = {
         ONE_SLOT,
     ),
     "S6": Scenario("credits and pages make no cycle", jobs(6, 0.01), all_done, TIGHT),
+    "S7": Scenario(
+        "an abort lets go of what was gathered ahead, when that has ended",
+        both(
+            slow_writes(0.1),
+            slow_gathers(0.05),
+            jobs(4, 0.1, cached=False),
+            at(0.15, cancel(0, PREFILL)),
+        ),
+        both(done(1), done(3), gathered_ahead),
+        AHEAD,
+    ),
     "L1": Scenario(
         "decode gives up while prefill writes",
         both(jobs(3, 0.1), at(0.05, cancel(0, "decode0"))),

@@ -125,6 +125,15 @@ def slow_writes(seconds: float) -> Script:
     return script
 
 
+def slow_gathers(seconds: float) -> Script:
+    """Every gather ahead takes so much longer."""
+
+    def script(cluster: Cluster) -> None:
+        cluster.wire.gathers.extra_s = seconds
+
+    return script
+
+
 def shuffle_notes(cluster: Cluster) -> None:
     """Notes take anything from no time to half a second."""
     rng = cluster.world.rng

@@ -28,6 +28,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.messages import TransportOffer, TransportOffers
 from kvferry.runtime.driver.driver import PeerGone
+from kvferry.testing.sim.gathers import SimGathers
 from kvferry.testing.sim.memory import fetch
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Wire:
     def __init__(self, world: World) -> None:
         self.world = world
         self.flights: list[Flight] = []
+        self.gathers = SimGathers(world, self._write_gathered)
         self.extra_s = 0.0  # every write takes so much longer
         self._reached: set[Session] = set()
 
@@ -101,26 +103,38 @@ class Wire:
 
     def write(self, source: SourceNode, action: Write) -> None:
         """Start a write and decide how it will go."""
+        flight = self._start(source, action)
+        if flight is not None:
+            self._gather(flight)
+            self._schedule(flight)
+
+    def _write_gathered(self, source: SourceNode, action: Write) -> None:
+        """The same, of a slot that is filled."""
+        flight = self._start(source, action)
+        if flight is not None:
+            self._schedule(flight)
+
+    def _start(self, source: SourceNode, action: Write) -> Flight | None:
         world = self.world
         if action.note.session not in self._reached:
             text = f"{source.peer} was asked to write where it reaches nothing"
             world.violate("says no early", text, action.room)
         if world.strikes("busy"):
             self._answer(source, SendFailed(action.op, Fate.BUSY))
-            return
+            return None
         flight = source.submit(action)
         for kind, fate in (("write_failed", Fate.FAILED), ("write_unknown", Fate.UNKNOWN)):
             if flight.fate is None and world.strikes(kind):
                 flight.fate = fate
         self.flights.append(flight)
-        self._gather(flight)
-        self._schedule(flight)
+        return flight
 
     def _gather(self, flight: Flight) -> None:
         """Fill the local slot of a staged write."""
         slot, memory = flight.action.local_slot, flight.source.memory
         if slot is None:
             return
+        self.gathers.demand_free(flight.source, slot, flight.action.room)
         pieces = flight.bind(Image())
         if pieces.length.sum() > memory.slot_bytes:
             text = "a parcel is larger than a slot"
@@ -235,6 +249,7 @@ class Wire:
 
     def bury(self, node: Node) -> None:
         """A process was killed: its writes land late or never; writes to it fail."""
+        self.gathers.bury(node)
         for flight in list(self.flights):
             if flight.source is node:
                 if self.world.rng.random() < 0.5:

@@ -1,0 +1,308 @@
+"""Slots that a source gathers before it has credits for them."""
+
+from __future__ import annotations
+
+import pytest
+from wire import DENSE, ROOM, World, always_stage, dense
+
+from kvferry.config import ProtocolConfig
+from kvferry.ids import Peer
+from kvferry.layout import Span
+from kvferry.plan import Request
+from kvferry.protocol.events import Cancel, Fate, Finish, Push, SendFailed
+from kvferry.protocol.messages import Arrived, Drained, Grant, Staging, Want
+from kvferry.protocol.outcome import FailureCode
+
+S0, T0 = Peer("prefill", 0), Peer("decode0", 0)
+# Of a token of both layers, which is what a slot holds.
+SLOT_BYTES = 64
+FOR_EVER_S = 50.0
+
+
+def world(
+    ahead: int | None,
+    target_tp: int = 1,
+    *,
+    num_slots: int = 3,
+    slot_bytes: int = SLOT_BYTES,
+    **limits: float,
+) -> World:
+    """Everything is staged, and no credit comes before a test lets it."""
+    times = {"local_slots": 4, "credit_patience_s": FOR_EVER_S} | limits
+    config = ProtocolConfig(ahead_slots=ahead, **times)  # type: ignore[arg-type]
+    w = World(dense(), (dense(target_tp),), config, Staging(slot_bytes, num_slots), always_stage)
+    w.drops = lambda _, envelope: isinstance(envelope.body, Grant)
+    return w
+
+
+def push(w: World, tokens: int = 8, *, finish: bool = True) -> None:
+    w.open(ROOM)
+    w.receive(ROOM, Request(tokens))
+    w.run()
+    w.each_source(Push(ROOM, Span(0, tokens)))
+    if finish:
+        w.each_source(Finish(ROOM, tokens, b"meta"))
+    w.run()
+
+
+def grant(w: World) -> None:
+    """Let credits come: what was lost is asked for again."""
+    w.drops = lambda _, __: False
+    w.wait(2 * w.config.resend_s)
+
+
+def serials(w: World) -> set[int | None]:
+    return {body.serial for body in w.where(Arrived) if isinstance(body, Arrived)}
+
+
+@pytest.mark.parametrize("ahead", [None, 0])
+def test_nothing_is_gathered_ahead_unless_that_is_asked_for(ahead: int | None) -> None:
+    w = world(ahead)
+    push(w)
+    assert (w.gathered, w.writes) == ([], [])
+    w.hold.writes = True
+    grant(w)
+    assert {write.local_slot is not None for _, write in w.writes} == {True}
+    assert not w.gathered
+    w.hold.writes = False
+    for held in w.writes:
+        w.end_write(held)
+    w.writes.clear()
+    w.wait(2)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+@pytest.mark.parametrize(
+    ("ahead", "limits", "num_held"),
+    [
+        (1, {}, 1),
+        (2, {}, 2),
+        (3, {}, 2),
+        (9, {"local_slots": 9}, 4),
+        (9, {"local_slots": 9, "max_inflight": 5}, 2),
+        (2, {"local_slots": 1}, 0),
+        (2, {"max_inflight": 1}, 0),
+    ],
+)
+def test_a_lane_holds_so_many_and_leaves_half_of_all(
+    ahead: int, limits: dict[str, int], num_held: int
+) -> None:
+    w = world(ahead, **limits)
+    push(w)
+    assert len(w.gathers) == num_held
+    assert len({gather.local_slot for gather in w.gathers.values()}) == num_held
+    grant(w)
+    w.wait(2)
+    assert w.outcomes(ROOM) == {"done"}
+    assert None not in serials(w), "all of it went through slots"
+    w.finish()
+
+
+def test_all_lanes_together_leave_half_of_the_slots() -> None:
+    w = world(2, target_tp=4)
+    push(w)
+    assert len(w.gathers) == 2
+    assert len({gather.peer for gather in w.gathers.values()}) == 2, "lanes take turns"
+    grant(w)
+    w.wait(2)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+def test_a_lane_that_waits_leaves_slots_to_one_with_credits() -> None:
+    w = world(2, target_tp=2, num_slots=1, local_slots=2)
+    stopped = Peer("decode0", 1)
+    w.drops = lambda to, envelope: isinstance(envelope.body, Grant) and envelope.sender == stopped
+    push(w)
+    written = [envelope for to, envelope in w.frames if to == T0]
+    blocks = [e.body for e in written if isinstance(e.body, Arrived)]
+    assert len(blocks) >= 4, "one with credits has gone on to its end"
+    assert {gather.peer for gather in w.gathers.values()} == {stopped}
+    w.drops = lambda _, __: False
+    w.wait(4)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+def test_the_oldest_is_posted_first_and_before_anything_new() -> None:
+    w = world(2, num_slots=1)
+    push(w)
+    held = list(w.gathers.values())
+    w.hold.writes = True
+    grant(w)
+    ((_, first),) = w.writes
+    assert (first.op, first.blocks, first.local_slot) == (
+        held[0].op,
+        held[0].blocks,
+        held[0].local_slot,
+    )
+    assert isinstance(first.note.body, Arrived)
+    assert first.note.body.serial == 0
+    assert [gather.op for gather in w.gathers.values()] == [held[1].op, w.gathered[2].op]
+    w.hold.writes = False
+    w.end_write(w.writes.pop())
+    w.wait(2)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+def test_what_is_posted_does_not_wait_for_other_writes() -> None:
+    w = world(2, max_inflight=4, num_slots=1)
+    push(w, 16, finish=False)
+    w.hold.writes = True
+    policy, w.source().stages = w.source().stages, lambda _, __: False
+    w.open("other")
+    w.receive("other", Request(8))
+    w.run()
+    for token in range(2):
+        w.tell(S0, Push("other", Span(token, token + 1)))
+    assert len(w.source().writing) == w.config.max_inflight, "nothing new may start"
+    w.source().stages = policy
+    grant(w)
+    assert [write.slot for _, write in w.writes] == [None, None, 0]
+    w.hold.writes = False
+    for held in w.writes:
+        w.end_write(held)
+    w.writes.clear()
+    w.each_source(Cancel(ROOM))
+    w.each_source(Cancel("other"))
+    w.wait(4)
+    w.finish()
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_credits_are_asked_for_once(ahead: int) -> None:
+    w = world(ahead)
+    push(w)
+    totals = {body.total for body in w.where(Want) if isinstance(body, Want)}
+    assert totals == {8}, "a token each, gathered or not"
+    grant(w)
+    w.wait(2)
+    assert {body.total for body in w.where(Want) if isinstance(body, Want)} == {8}
+    assert serials(w) == set(range(8))
+    w.finish()
+
+
+def test_what_may_still_share_a_slot_is_not_gathered_yet() -> None:
+    w = world(2, slot_bytes=2 * SLOT_BYTES)
+    w.open(ROOM)
+    w.receive(ROOM, Request(3))
+    w.run()
+    w.each_source(Push(ROOM, Span(0, 1)))
+    assert not w.gathered, "half a slot is free"
+    w.each_source(Push(ROOM, Span(1, 2)))
+    assert not w.gathered, "nobody knows that it is full"
+    w.each_source(Push(ROOM, Span(2, 3)))
+    (gather,) = w.gathers.values()
+    assert [str(block.tokens) for block in gather.blocks] == ["[0, 1)", "[1, 2)"]
+    w.each_source(Finish(ROOM, 3, b"meta"))
+    assert len(w.gathers) == 2, "nothing more comes"
+    grant(w)
+    w.wait(2)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+def test_without_credits_what_was_gathered_is_written_directly_and_once() -> None:
+    w = world(2, credit_patience_s=1.0)
+    w.hold.discards = True
+    push(w)
+    assert len(w.gathers) == 2
+    w.wait(1.1)
+    assert not w.gathers
+    assert w.source().counts["impatient"] == 8
+    assert w.outcomes(ROOM) == set(), "some of it may still be read"
+    assert w.source().counts["busy"] == 0
+    while w.discards:
+        w.end_discard(w.discards.pop())
+    w.wait(1)
+    assert w.outcomes(ROOM) == {"done"}
+    assert serials(w) == {None}
+    assert w.source().counts["busy"] == 0, "nobody was too busy for it"
+    w.finish()
+
+
+def test_patience_counts_what_is_gathered_alone() -> None:
+    w = world(2, credit_patience_s=1.0)
+    push(w, 2)
+    assert not w.source().rooms[ROOM].lanes[0].staged
+    assert len(w.gathers) == 2
+    w.wait(1.1)
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+@pytest.mark.parametrize("who", [S0, T0])
+def test_an_abort_waits_for_what_is_gathered(who: Peer) -> None:
+    w = world(2)
+    w.hold.discards = True
+    push(w)
+    w.tell(who, Cancel(ROOM))
+    w.run()
+    assert len(w.discards) == 2
+    assert not w.gathers
+    assert w.outcomes(ROOM) == {FailureCode.ABORTED}
+    assert w.releases[S0, ROOM] == 0
+    assert len(w.source().local_slots) == w.config.local_slots - 2
+    w.end_discard(w.discards.pop())
+    w.run()
+    assert w.releases[S0, ROOM] == 0
+    assert not w.where(Drained)
+    w.end_discard(w.discards.pop())
+    w.run()
+    assert w.releases[S0, ROOM] == 1
+    w.wait(2)
+    w.finish()
+
+
+def test_a_lost_target_lets_go_of_what_is_gathered_for_it() -> None:
+    w = world(2, silence_s=4.0, heartbeat_s=1.0)
+    w.hold.teardowns = w.hold.discards = True
+    push(w)
+    del w.targets[T0]
+    w.wait(6)
+    assert len(w.discards) == 2
+    assert w.outcomes(ROOM) == {FailureCode.PEER_SILENT}
+    assert w.releases[S0, ROOM] == 0
+    while w.discards:
+        w.end_discard(w.discards.pop())
+    w.run()
+    assert w.releases[S0, ROOM] == 1, "nothing reads its pages, whatever becomes of the target"
+
+
+def test_a_gather_that_fails_fails_its_room_and_frees_its_slot() -> None:
+    w = world(2)
+    push(w)
+    (key, _), (other, _) = w.gathers.items()
+    del w.gathers[key]
+    w.tell(S0, SendFailed(key[1], Fate.FAILED))
+    assert w.outcomes(ROOM) == {FailureCode.TRANSPORT}
+    w.run()
+    assert other not in w.gathers
+    w.wait(2)
+    w.finish()
+
+
+def test_a_posted_write_that_finds_the_transport_busy_is_tried_again() -> None:
+    w = world(2)
+    push(w)
+    w.hold.writes = True
+    grant(w)
+    held = w.writes.pop(0)
+    w.hold.writes = False
+    for each in w.writes:
+        w.end_write(each)
+    w.writes.clear()
+    w.fail_write(held, Fate.BUSY)
+    w.run()
+    assert w.source().counts["busy"] == 1
+    w.wait(2)
+    assert w.outcomes(ROOM) == {"done"}
+    assert None not in serials(w)
+    w.finish()
+
+
+def test_a_slot_is_as_large_as_a_token_here() -> None:
+    (group,) = DENSE.groups
+    assert DENSE.num_layers * group.units * group.unit_bytes == SLOT_BYTES
