@@ -77,6 +77,34 @@ def test_what_a_turn_asked_for_is_one_launch() -> None:
     assert [count for count, _ in gpu.launches] == [3]
 
 
+def test_what_nobody_waits_for_yet_waits_while_there_is_hurry() -> None:
+    gpu = Gpu()
+    copies = GpuCopies(gpu)
+    ahead = CopyJob(Op(1), bulk, (0,), (0, 0), BulkWrite(SESSION, SLOT))
+    for job in (ahead, scatter(2), gather(3)):
+        copies.submit(job)
+    copies.launch(hurried=True)
+    assert [count for count, _ in gpu.launches] == [2]
+    copies.launch(hurried=True)
+    assert len(gpu.launches) == 1
+    copies.launch()
+    assert [count for count, _ in gpu.launches] == [2, 1]
+    for _, launched in gpu.launches:
+        launched.over = True
+    assert [news.op for news in copies.ended()] == [2, 3, 1]
+
+
+def test_what_can_be_done_meanwhile_is_done_after_the_launch() -> None:
+    gpu, told = Gpu(), list[int]()
+    copies = GpuCopies(gpu)
+    copies.submit(scatter(1)._replace(meanwhile=lambda: told.append(len(gpu.launches))))
+    copies.submit(scatter(2))
+    assert not told
+    copies.launch()
+    copies.launch()
+    assert told == [1]
+
+
 def test_no_launch_is_too_large() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)

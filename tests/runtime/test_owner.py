@@ -61,6 +61,8 @@ class Nothing:
 class Sleepy(Nothing):
     """A role that never wants to be woken."""
 
+    hurried = False
+
     def wakeup(self, now: float) -> float:
         return inf
 

@@ -13,7 +13,7 @@ from kvferry.plan.choose import Path
 from kvferry.protocol.events import Fate
 from kvferry.runtime.mover.mover import Flight
 from kvferry.runtime.naps import NAP_S
-from kvferry.runtime.owner.underway import MOST_S, PART, Underway
+from kvferry.runtime.owner.underway import FRESH_S, MOST_S, PART, Underway
 from kvferry.transport.base import Ended
 
 
@@ -91,3 +91,12 @@ def test_each_write_has_a_pace_of_its_own() -> None:
     assert [end.op for end in underway.ended(10.5 + NAP_S)] == [1]
     assert carrier.asked == [0, 1]
     assert underway.wakeup() == pytest.approx(10.5 + MOST_S)
+
+
+def test_a_write_is_fresh_for_a_while() -> None:
+    underway = underway_with(Carrier(), 10.0)
+    assert underway.has_fresh(10.0 + FRESH_S / 2)
+    assert not underway.has_fresh(10.0 + 2 * FRESH_S)
+    underway.add(Op(1), Carrier(), flight(11.0))  # type: ignore[arg-type]
+    assert underway.has_fresh(11.0 + FRESH_S / 2)
+    assert not Underway().has_fresh(10.0)

@@ -51,7 +51,8 @@ class CopyJob(NamedTuple):
     """Bind, and copy between regions at those addresses.
 
     ``then``: what was gathered is written in bulk, and will be read again at once, or when it
-    is known where to. Without it, the end of the copy is told.
+    is known where to. Without it, the end of the copy is told. ``meanwhile``: what its owner
+    can do while something else than a core copies.
     """
 
     op: Op
@@ -59,6 +60,12 @@ class CopyJob(NamedTuple):
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     then: BulkWrite | None = None
+    meanwhile: Callable[[], None] | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether nobody waits for it yet."""
+        return self.then is not None and self.then.target is None
 
     def outcome(self, binding: Binding) -> Copied | Filled | Posting:
         """What comes of it once it went well."""
@@ -87,8 +94,8 @@ class Copier(ABC):
         """Every turn: what is over, where no thread tells of it."""
         return ()
 
-    def launch(self) -> None:  # noqa: B027 - a thread needs no telling
-        """At the end of every turn: start what it asked for."""
+    def launch(self, *, hurried: bool = False) -> None:  # noqa: B027 - a thread needs no telling
+        """At the end of every turn: start what it asked for; if ``hurried``, nothing ahead."""
 
     def wakeup(self) -> float:
         """After how many seconds at most to turn again although nothing comes."""

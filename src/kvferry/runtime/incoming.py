@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
-from kvferry.ids import Room
+from kvferry.ids import Op, Peer, Room
 from kvferry.layout.layout import Holding, Layout, find_holding
 from kvferry.layout.spec import Slot
-from kvferry.plan.bind import Side
+from kvferry.plan.bind import Binding, Side
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block, Request
 from kvferry.protocol.messages import Table
@@ -45,6 +45,10 @@ class Incoming(Handle):
         self.asked = asked
         self._pools = pools
         self._bad: dict[str, list[int]] | None = None
+        # The owner's: the last scatter of what each source has sent, and what it will probably
+        # send next, bound already.
+        self.latest: dict[Peer, Op] = {}
+        self.foreseen: dict[Peer, tuple[tuple[Block, ...], Binding]] = {}
 
     @cached_property
     def side(self) -> Side:

@@ -74,11 +74,18 @@ class GpuCopies(Copier):
         failed, self._failed = self._failed, []
         yield from failed
 
-    def launch(self) -> None:
+    def launch(self, *, hurried: bool = False) -> None:
         """Start what this turn asked for."""
-        while self._waiting:
-            count = min(len(self._waiting), MAX_BATCH)
-            self._start([self._waiting.popleft() for _ in range(count)])
+        jobs = [job for job in self._waiting if not (hurried and job.is_ahead)]
+        if len(jobs) < len(self._waiting):
+            self._waiting = deque(job for job in self._waiting if job.is_ahead)
+        else:
+            self._waiting.clear()
+        for first in range(0, len(jobs), MAX_BATCH):
+            self._start(jobs[first : first + MAX_BATCH])
+        for job in jobs:
+            if job.meanwhile is not None:
+                job.meanwhile()
 
     def _start(self, jobs: list[CopyJob]) -> None:
         bound: list[_Bound] = []

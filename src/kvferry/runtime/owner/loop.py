@@ -169,7 +169,7 @@ class Owner:
         self._tidy(now)
         # First what others wait for: launching takes longer.
         self.channel.flush()
-        self._copier.launch()
+        self._copier.launch(hurried=self.role.hurried)
         if self.stories.is_full:
             known: Set[Room] = self.driver.machine.rooms.keys()
             self.stories.turn_page(list(self.rooms), self.rooms.others(known))

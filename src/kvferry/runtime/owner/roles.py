@@ -33,6 +33,10 @@ AFTER_POLL_S = 100e-6
 class Role(Protocol):
     """What the loop turns beside the driver."""
 
+    @property
+    def hurried(self) -> bool:
+        """Whether something that others wait for is about to end."""
+
     def take(self, item: object) -> bool:
         """Something came from another thread; whether it was for this role."""
 
@@ -145,6 +149,11 @@ class SourceRole:
             self._advance(handle)
         self._writes.advance(now)
 
+    @property
+    def hurried(self) -> bool:
+        """Whether a write has just begun: its end is news for a target that waits."""
+        return self._writes.has_fresh
+
     def wakeup(self, now: float) -> float:
         """Soon, while a push waits."""
         return min(now + AFTER_POLL_S if self._waiting else inf, self._writes.wakeup())
@@ -248,6 +257,11 @@ class TargetRole:
             why = self._directory.problem(str(handle.asked.prefill))
             text = f"the prefill instance is not there: {why}"
             self._never_began(handle, FailureCode.UNREACHABLE, text)
+
+    @property
+    def hurried(self) -> bool:
+        """A target launches only what its sources wait for."""
+        return False
 
     def wakeup(self, now: float) -> float:
         """When the first of these has to end."""

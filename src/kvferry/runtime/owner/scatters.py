@@ -5,11 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
+from msgspec.structs import replace
+
+from kvferry.errors import KvferryError
 from kvferry.ids import Op, Peer, Session
-from kvferry.plan.bind import Image, Pair
-from kvferry.plan.binder import Binders
+from kvferry.layout.intervals import Span
+from kvferry.plan.bind import Binding, Image, Pair
+from kvferry.plan.binder import Binder, Binders
+from kvferry.plan.plan import Block, Request
 from kvferry.protocol.events import (
     Cancel,
     Connect,
@@ -64,10 +70,28 @@ class Scatters:
         plan = self._machine.rooms[action.room].plan
         pair = Pair(action.source.rank, self._setup.member.rank)
         binder = self._binders.of(plan, pair, None, self._setup.memory.map)
-        make = partial(binder.bind, action.request, Image(), handle.side, action.blocks)
+        make = partial(self._bound, handle, binder, action)
         from_ = (slots.address(action.slot),)
         self._scattering[action.op] = action, time.monotonic()
-        self._copier.submit(CopyJob(action.op, make, from_, self._setup.addresses))
+        job = CopyJob(action.op, make, from_, self._setup.addresses)
+        handle.latest[action.source] = action.op
+        self._copier.submit(job._replace(meanwhile=partial(self._foresee, handle, binder, action)))
+
+    def _bound(self, handle: Incoming, binder: Binder, action: Scatter) -> Binding:
+        blocks, binding = handle.foreseen.pop(action.source, ((), None))
+        if binding is not None and blocks == action.blocks:
+            return binding
+        return binder.bind(action.request, Image(), handle.side, action.blocks)
+
+    def _foresee(self, handle: Incoming, binder: Binder, action: Scatter) -> None:
+        """Bind what the same source will probably send next: as many tokens, behind these."""
+        if len(action.blocks) != 1 or handle.latest[action.source] != action.op:
+            return
+        following = _after(binder, action.request, action.blocks[0])
+        if following is not None:
+            with suppress(KvferryError):  # What is wrong with it is told when it has come.
+                binding = binder.bind(action.request, Image(), handle.side, following)
+                handle.foreseen[action.source] = following, binding
 
     def copied(self, news: Copied) -> None:
         """Well or not, it is over and touches nothing any more."""
@@ -118,3 +142,12 @@ class Scatters:
     def forget(self, session: Session) -> None:
         """It is written by nobody any more."""
         self._mover.forget(session)
+
+
+def _after(binder: Binder, request: Request, block: Block) -> tuple[Block, ...] | None:
+    tokens = block.tokens
+    for owed in binder.plan.blocks(*binder.pair, request):
+        if owed.group == block.group and owed.layers.covers(block.layers):
+            behind = Span(tokens.end, tokens.end + len(tokens)).intersect(owed.tokens)
+            return (replace(block, tokens=behind),) if len(behind) else None
+    return None

@@ -19,6 +19,8 @@ from kvferry.transport.base import Transport
 # How much of the time that a write has taken so far may pass before it is asked after again.
 PART = 1 / 16
 MOST_S = 5e-3
+# A GPU writes a slot of some ten megabytes in less.
+FRESH_S = 300e-6
 
 
 class _Write(NamedTuple):
@@ -50,6 +52,10 @@ class Underway:
             else:
                 del self._writes[op]
                 yield flight.end(ended)
+
+    def has_fresh(self, now: float) -> bool:
+        """Whether one has begun so lately that it will be over soon."""
+        return any(now < write.flight.started + FRESH_S for write in self._writes.values())
 
     def wakeup(self) -> float:
         """When to ask again."""

@@ -229,6 +229,11 @@ class Writes:
         for end in self._underway.ended(now):
             self.ended(end)
 
+    @property
+    def has_fresh(self) -> bool:
+        """Whether one of these has just begun."""
+        return self._underway.has_fresh(time.monotonic())
+
     def wakeup(self) -> float:
         """When to look at these again."""
         return self._underway.wakeup()

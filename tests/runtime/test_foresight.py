@@ -1,0 +1,151 @@
+"""A target binds, while a GPU copies, what a source will probably send next."""
+
+from __future__ import annotations
+
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from kvferry.ids import Op, Peer, Serial, SlotIndex
+from kvferry.layout import Layout, Parallel, Span, attention
+from kvferry.plan import Block, Image, Pair, Request, bind, reshard
+from kvferry.plan.bind import Binding
+from kvferry.plan.binder import Binder
+from kvferry.plan.places import contiguous_pools
+from kvferry.protocol.events import Scatter
+from kvferry.protocol.messages import Table
+from kvferry.runtime.copier import CopyJob
+from kvferry.runtime.incoming import Asked, Incoming
+from kvferry.runtime.owner.scatters import Scatters
+from kvferry.runtime.owner.stories import StoryBook
+
+NUM_PAGES, PAGE = 16, 4
+LAYOUT = Layout(attention(layers=2, kv_heads=2, head_dim=8), Parallel(), page_tokens=PAGE)
+PLAN = reshard(LAYOUT, LAYOUT)
+GROUP = LAYOUT.spec.groups[0].name
+POOLS = contiguous_pools(LAYOUT, 0, NUM_PAGES).map
+REQUEST = Request(4 * PAGE * 3 + 2)
+SOURCE = Peer("p", 0)
+(OWED,) = PLAN.blocks(0, 0, REQUEST)
+
+
+def block(first: int, end: int) -> Block:
+    return replace(OWED, tokens=Span(first, end))
+
+
+class Desk:
+    """A target's scatters, with a copier that writes down what it is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.jobs: list[CopyJob] = []
+        self.num_bound = 0
+        self.rooms: dict[str, Incoming] = {}
+        outfit: Any = SimpleNamespace(
+            setup=SimpleNamespace(
+                member=SimpleNamespace(rank=0),
+                memory=SimpleNamespace(map=POOLS),
+                slots=SimpleNamespace(address=lambda slot: 4096 * slot),
+                addresses=(0, 0, 0, 0),
+            ),
+            rooms=self.rooms,
+            mover=None,
+            copier=SimpleNamespace(submit=self.jobs.append),
+            meter=None,
+            stories=StoryBook(0),
+        )
+        self.scatters = Scatters(outfit)
+        room = SimpleNamespace(plan=PLAN)
+        machine: Any = SimpleNamespace(rooms={"r": room, "s": room})
+        nothing: Any = None
+        self.scatters.attach(machine, nothing, nothing)
+        asked, self._ops = Binder.bind, 0
+
+        def counted(*args: Any) -> Binding:
+            self.num_bound += 1
+            return asked(*args)
+
+        monkeypatch.setattr(Binder, "bind", counted)
+
+    def receive(self, room: str, pages: list[int]) -> None:
+        asked = Asked("p", REQUEST, (Table(GROUP, tuple(pages)),), inf)
+        nothing: Any = lambda *_: None  # noqa: E731
+        self.rooms[room] = Incoming(room, asked, POOLS, nothing, nothing)
+
+    def scatter(self, room: str, *blocks: Block) -> CopyJob:
+        self._ops += 1
+        about = Op(self._ops), room, SOURCE, REQUEST, blocks, SlotIndex(0), Serial(1)
+        self.scatters.scatter(Scatter(*about))
+        return self.jobs[-1]
+
+    def check(self, job: CopyJob, room: str, *blocks: Block) -> None:
+        """It copies what it should."""
+        side = self.rooms[room].side
+        wanted = bind(PLAN, Pair(0, 0), REQUEST, Image(), side, blocks)
+        for got, right in zip(job.bind().descriptors(), wanted.descriptors(), strict=True):
+            np.testing.assert_array_equal(got, right)
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    desk = Desk(monkeypatch)
+    desk.receive("r", list(range(NUM_PAGES)))
+    return desk
+
+
+def copy(job: CopyJob) -> None:
+    """As a GPU's copier does."""
+    job.bind()
+    assert job.meanwhile is not None
+    job.meanwhile()
+
+
+def test_what_comes_next_is_bound_before_it_comes(desk: Desk) -> None:
+    copy(desk.scatter("r", block(0, 20)))
+    assert desk.num_bound == 2
+    desk.check(desk.scatter("r", block(20, 40)), "r", block(20, 40))
+    assert desk.num_bound == 2
+    copy(desk.jobs[-1])
+    # The last is shorter, and nothing comes after it.
+    last = block(40, REQUEST.num_tokens)
+    desk.check(desk.scatter("r", last), "r", last)
+
+
+def test_nothing_comes_after_the_end(desk: Desk) -> None:
+    copy(desk.scatter("r", block(30, REQUEST.num_tokens)))
+    assert (desk.num_bound, desk.rooms["r"].foreseen) == (1, {})
+
+
+@pytest.mark.parametrize("blocks", [(block(24, 30),), (block(20, 30), block(40, 42))])
+def test_what_was_not_foreseen_is_bound_as_it_comes(desk: Desk, blocks: tuple[Block, ...]) -> None:
+    copy(desk.scatter("r", block(0, 20)))
+    desk.check(desk.scatter("r", *blocks), "r", *blocks)
+    # What was foreseen has been forgotten with that.
+    assert not desk.rooms["r"].foreseen
+
+
+def test_of_several_only_the_last_is_followed(desk: Desk) -> None:
+    first, second = desk.scatter("r", block(0, 10)), desk.scatter("r", block(10, 20))
+    first.bind()
+    second.bind()
+    assert first.meanwhile is not None
+    first.meanwhile()
+    assert desk.num_bound == 2
+    copy(second)
+    desk.check(desk.scatter("r", block(20, 30)), "r", block(20, 30))
+
+
+def test_a_room_of_the_same_name_has_other_pages(desk: Desk) -> None:
+    copy(desk.scatter("r", block(0, 20)))
+    desk.receive("r", list(reversed(range(NUM_PAGES))))
+    desk.check(desk.scatter("r", block(20, 40)), "r", block(20, 40))
+
+
+def test_pages_that_are_wrong_are_told_of_when_they_are_needed(desk: Desk) -> None:
+    desk.receive("s", [0, 1, 2])
+    job = desk.scatter("s", block(0, 12))
+    copy(job)
+    assert not desk.rooms["s"].foreseen
