@@ -12,8 +12,8 @@ from kvferry.ids import Op
 from kvferry.plan.choose import Path
 from kvferry.protocol.events import Fate
 from kvferry.runtime.mover.mover import Flight
-from kvferry.runtime.naps import NAP_S
-from kvferry.runtime.owner.underway import FRESH_S, MOST_S, PART, Underway
+from kvferry.runtime.naps import MOST_S, NAP_S, PART
+from kvferry.runtime.owner.underway import FRESH_S, Underway
 from kvferry.transport.base import Ended
 
 

@@ -19,6 +19,18 @@ _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") el
 CORES_TO_SPARE = (_NUM_CORES or 1) >= 8
 # The shortest sleep that is worth it.
 NAP_S = 30e-6 if CORES_TO_SPARE else 100e-6
+# How much of the time that something has taken so far may pass before it is looked at again.
+PART = 1 / 16
+MOST_S = 5e-3
+
+
+def pause(taken_s: float) -> float:
+    """How long to sleep until the next look at something that has taken so long.
+
+    Short at first and then longer and longer: the end of what is short is seen within
+    microseconds, and what takes long costs little and is seen late by a small part of its time.
+    """
+    return min(max(NAP_S, PART * taken_s), MOST_S)
 
 
 def wake_in_time() -> None:

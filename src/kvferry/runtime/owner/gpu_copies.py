@@ -8,6 +8,7 @@ Python's lock (ADR 21).
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from kvferry.errors import KvferryError
 from kvferry.plan.bind import Binding
 from kvferry.runtime.copier import Copied, Copier, CopyJob, Filled
 from kvferry.runtime.mover.mover import Posting
-from kvferry.runtime.naps import NAP_S
+from kvferry.runtime.naps import pause
 from kvferry.runtime.pulse import Pulse
 
 # Copies that are launched as one.
@@ -52,7 +53,8 @@ class GpuCopies(Copier):
         self.pulse = Pulse("copies")
         self._engine = engine
         self._waiting: deque[CopyJob] = deque()
-        self._running: deque[tuple[GpuEvent, list[_Bound]]] = deque()
+        # When each was launched, when it is over, and what it is.
+        self._running: deque[tuple[float, GpuEvent, list[_Bound]]] = deque()
         self._failed: list[Copied] = []
 
     def submit(self, job: CopyJob) -> None:
@@ -63,12 +65,16 @@ class GpuCopies(Copier):
         """Soon, while something runs."""
         if self._failed:
             return 0.0
-        return NAP_S if self._running else inf
+        if not self._running:
+            return inf
+        # It may have to wait for what an engine computes, and then takes long.
+        launched, _, _ = self._running[0]
+        return pause(time.monotonic() - launched)
 
     def ended(self) -> Iterator[Copied | Filled | Posting]:
         """What copies that are over have led to. Launches end in their order."""
-        while self._running and (problem := _end_of(self._running[0][0])) is not None:
-            _, bound = self._running.popleft()
+        while self._running and (problem := _end_of(self._running[0][1])) is not None:
+            *_, bound = self._running.popleft()
             for job, binding in bound:
                 yield Copied(job.op, problem) if problem else job.outcome(binding)
         failed, self._failed = self._failed, []
@@ -98,7 +104,7 @@ class GpuCopies(Copier):
             return
         try:
             copies = [GpuCopy(binding, job.sources, job.targets) for job, binding in bound]
-            self._running.append((self._engine.copy(copies), bound))
+            self._running.append((time.monotonic(), self._engine.copy(copies), bound))
         except KvferryError as error:
             # Some of it may have been launched: it is over after that, or the GPU is.
             with suppress(RuntimeError):

@@ -1,8 +1,7 @@
 """Writes that the owner has begun itself, and asks after until they are over.
 
-It asks often at first and then less and less: the end of a short write is seen within
-microseconds, and a long one costs little and is seen late by a small part of its own time.
-To have another thread do this would cost two hand-offs, each longer than most writes take.
+It asks often at first and then less and less (``naps``). To have another thread do this would
+cost two hand-offs, each longer than most writes take.
 """
 
 from __future__ import annotations
@@ -13,12 +12,9 @@ from typing import NamedTuple
 
 from kvferry.ids import Op
 from kvferry.runtime.mover.mover import Flight, WriteEnd
-from kvferry.runtime.naps import NAP_S
+from kvferry.runtime.naps import NAP_S, pause
 from kvferry.transport.base import Transport
 
-# How much of the time that a write has taken so far may pass before it is asked after again.
-PART = 1 / 16
-MOST_S = 5e-3
 # A GPU writes a slot of some ten megabytes in less.
 FRESH_S = 300e-6
 
@@ -47,8 +43,7 @@ class Underway:
             transport, flight, _ = self._writes[op]
             ended = transport.look(op)
             if ended is None:
-                pause_s = min(max(NAP_S, PART * (now - flight.started)), MOST_S)
-                self._writes[op] = _Write(transport, flight, now + pause_s)
+                self._writes[op] = _Write(transport, flight, now + pause(now - flight.started))
             else:
                 del self._writes[op]
                 yield flight.end(ended)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -18,6 +20,10 @@ from kvferry.runtime.memory import Memory
 from kvferry.testing.fleet.pattern import Bytes, pattern
 
 BACKGROUND = 0xA5
+# Pools of that size are worked on by as many threads at most.
+LARGE_BYTES, MOST_THREADS = 256 << 20, 8
+
+T = TypeVar("T")
 
 
 class _Layer(NamedTuple):
@@ -87,28 +93,40 @@ class TestPools:
 
     def fill(self, seed: int, where: RoomPages, tokens: range, *, states: bool) -> None:
         """Compute tokens of a room, and its state row."""
-        for layer in self._layers:
+
+        def compute(layer: _Layer) -> None:
             if isinstance(layer.group.kind, Slot):
                 if states:
                     layer.view[where.row, 0] = self._state(seed, layer)[0]
-                continue
+                return
             mine = self._mine(layer, tokens)
             if len(mine):
                 page, within = self._at(layer, mine, where)
                 layer.view[page, within] = self._tokens(seed, layer, mine)
 
+        list(self._in_each_layer(compute))
+
     def problem(self, rooms: Iterable[Content]) -> str | None:
         """What is wrong if these rooms should be here, and nothing else."""
         wanted = list(rooms)
-        for layer in self._layers:
+
+        def compare(layer: _Layer) -> str | None:
             expected = np.full(layer.view.shape, BACKGROUND, dtype=np.uint8)
             for room in wanted:
                 page, within = self._owed(layer, room)
                 expected[page, within] = self._bytes(layer, room)
             wrong = layer.view != expected
-            if wrong.any():
-                return layer.describe(wrong)
-        return None
+            return layer.describe(wrong) if wrong.any() else None
+
+        return next(filter(None, self._in_each_layer(compare)), None)
+
+    def _in_each_layer(self, work: Callable[[_Layer], T]) -> Iterator[T]:
+        """What comes of it in each layer, in order; by several threads where it takes long."""
+        if sum(array.nbytes for array in self._arrays) < LARGE_BYTES:
+            yield from map(work, self._layers)
+            return
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+            yield from threads.map(work, self._layers)
 
     def room_problem(self, room: Content) -> str | None:
         """What is wrong with a room, whatever is in other pages."""
