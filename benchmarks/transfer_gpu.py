@@ -172,6 +172,7 @@ def measured(case: GpuCase, report: TransferReport) -> dict[str, Any]:
         "staging_bytes": report.staging_bytes,
         "first_ms": round(1e3 * report.first_seconds, 3),
         "repeats": len(all_s),
+        "all_ms": [round(1e3 * seconds, 1) for seconds in all_s],
     }
 
 

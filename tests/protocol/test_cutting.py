@@ -85,6 +85,21 @@ def test_a_cut_is_even_and_at_pages() -> None:
         assert [len(fragment.tokens) for fragment in fragments or ()] == expected
 
 
+def test_layers_are_cut_apart_where_that_takes_fewer_blocks() -> None:
+    spec = attention(layers=8, kv_heads=1, head_dim=1, dtype=DType.UINT8)
+    plan = reshard(*[Layout(spec, page_tokens=4)] * 2)
+    block = Block("kv", Span(0, 8), Span(0, 32))
+    # Seven tokens of all layers fit, which is one page; two pages do of seven layers.
+    upper, last = Span(0, 7), Span(7, 8)
+    assert cut_to_slots(plan, 0, 0, block, 120) == [
+        *[Block("kv", upper, Span(first, first + 8)) for first in range(0, 32, 8)],
+        Block("kv", last, Span(0, 32)),
+    ]
+    # Three pages fit of all layers, and four of six: that would be no fewer.
+    fragments = cut_to_slots(plan, 0, 0, block, 8 * 2 * 13)
+    assert [len(one.layers) for one in fragments or ()] == [8, 8, 8]
+
+
 def test_a_slot_is_filled_with_every_other_token() -> None:
     spec = attention(layers=1, kv_heads=1, head_dim=1, dtype=DType.UINT8)
     plan = reshard(Layout(spec, Parallel(cp=2)), Layout(spec))

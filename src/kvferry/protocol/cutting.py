@@ -15,6 +15,8 @@ from kvferry.plan.plan import Block, Plan, Request
 
 # How many times as many blocks it may take that they end where pages do.
 MORE_FOR_PAGES = 4 / 3
+# How many times as many it must be for layers to be cut apart: those have blocks of their own.
+FEWER_BY_LAYERS = 0.9
 
 
 def within(
@@ -37,20 +39,33 @@ def cut_to_slots(
 ) -> list[Block] | None:
     """Blocks whose dense images fit a slot; None if not even one token of one layer does.
 
-    Prefers whole tokens over all layers; cuts layers only where one token of all
-    of them is too large, as a state row often is. The blocks end where pages do if that
-    takes few more of them, because whole pages are bound in half the time, and are about
-    even: a small one at the end would cost as much as the others.
+    Prefers whole tokens over all layers; cuts layers where one token of all of them is too
+    large, as a state row often is, or where it takes fewer blocks. The blocks end where pages
+    do if that takes few more of them, because whole pages are bound in half the time, and are
+    about even: a small one at the end would cost as much as the others.
     """
     layers = plan.spec.group(block.group).layers_in(block.layers)
-    rates = _rates(plan, source, target, block)
-    one_token = sum(rate.token_bytes for rate in rates)
-    num_layers = min(len(layers), slot_bytes // one_token)
-    if not num_layers:
-        return None
-    most = _most_tokens(slot_bytes // num_layers, rates)
     page_tokens = lcm(plan.source.page_tokens, plan.target.page_tokens)
-    num_tokens = _even(len(block.tokens), most, page_tokens)
+    size = _SlotSize(slot_bytes, _rates(plan, source, target, block), page_tokens)
+    if slot_bytes < size.of(1):
+        return None
+    plain = _cut(block, layers, size)
+    # One page more than fits, and as many layers as then do.
+    pages = -(-size.most_tokens(min(len(layers), slot_bytes // size.of(1))) // page_tokens)
+    num_layers = slot_bytes // size.of(pages * page_tokens)
+    if 0 < num_layers < len(layers):
+        parts = layers[:num_layers], layers[num_layers:]
+        other = [one for part in parts for one in _cut(block, part, size)]
+        ends_with_pages = len(plain[0].tokens) % page_tokens == 0
+        if len(other) <= (FEWER_BY_LAYERS if ends_with_pages else 1) * len(plain):
+            return other
+    return plain
+
+
+def _cut(block: Block, layers: tuple[int, ...], size: _SlotSize) -> list[Block]:
+    """Blocks of as many of these layers as one token of them fits, and of as many tokens."""
+    num_layers = min(len(layers), size.slot_bytes // size.of(1))
+    num_tokens = _even(len(block.tokens), size.most_tokens(num_layers), size.page_tokens)
     return [
         Block(block.group, Span(some[0], some[-1] + 1), Span(first, end))
         for some in (layers[i : i + num_layers] for i in range(0, len(layers), num_layers))
@@ -74,12 +89,24 @@ def _rates(plan: Plan, source: int, target: int, block: Block) -> list[_Rate]:
     ]
 
 
-def _most_tokens(room_bytes: int, rates: list[_Rate]) -> int:
-    """The longest stretch of tokens whose bytes of one layer always fit."""
-    count = int(room_bytes / sum(rate.token_bytes / rate.step for rate in rates))
-    while count > 1 and sum(-(-count // r.step) * r.token_bytes for r in rates) > room_bytes:
-        count -= 1
-    return max(1, count)
+class _SlotSize(NamedTuple):
+    """What a slot holds of a pair's moves."""
+
+    slot_bytes: int
+    rates: list[_Rate]
+    page_tokens: int
+
+    def of(self, num_tokens: int) -> int:
+        """The most bytes that a stretch of so many tokens of one layer can have."""
+        return sum(-(-num_tokens // rate.step) * rate.token_bytes for rate in self.rates)
+
+    def most_tokens(self, num_layers: int) -> int:
+        """The longest stretch of tokens that always fits with so many layers."""
+        room_bytes = self.slot_bytes // num_layers
+        count = int(room_bytes / sum(rate.token_bytes / rate.step for rate in self.rates))
+        while count > 1 and self.of(count) > room_bytes:
+            count -= 1
+        return max(1, count)
 
 
 def _even(num_tokens: int, most: int, page_tokens: int) -> int:

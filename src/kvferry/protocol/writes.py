@@ -192,8 +192,8 @@ class Writer(Welcomer):
             some = [lane.direct.popleft() for _ in range(count)]
             self._write(lane, join_layers(lane.link.plan.spec, some))
         else:
-            credit = self._use_credit(lane)
-            self._write(lane, self._fill_slot(lane), credit, self.local_slots.pop())
+            credit, blocks = self._use_credit(lane), self._fill_slot(lane, self._num_fitting(lane))
+            self._write(lane, blocks, credit, self.local_slots.pop())
 
     def _use_credit(self, lane: Lane) -> Credit:
         serial = min(lane.credit)
@@ -201,16 +201,19 @@ class Writer(Welcomer):
         lane.waiting_since = self._now
         return Credit(serial, lane.credit.pop(serial))
 
-    def _fill_slot(self, lane: Lane) -> tuple[Block, ...]:
-        """The fragments that wait, as many as a slot holds."""
-        blocks = [lane.staged.popleft() for _ in range(self._num_fitting(lane))]
+    def _fill_slot(self, lane: Lane, count: int) -> tuple[Block, ...]:
+        """So many of the fragments that wait, as one."""
+        blocks = [lane.staged.popleft() for _ in range(count)]
         return join_layers(lane.link.plan.spec, blocks)
 
     def _num_fitting(self, lane: Lane) -> int:
         """How many of the fragments that wait fit one slot together. The first always does."""
-        left_bytes = min(lane.slot_bytes, self.config.local_slot_bytes)
+        left_bytes = most_bytes = min(lane.slot_bytes, self.config.local_slot_bytes)
         about = lane.link.plan, self.me.rank, lane.peer.rank, lane.request
         for count, block in enumerate(islice(lane.staged, MAX_BLOCKS_PER_WRITE)):
+            # Large requests are cut so that each fragment fills a slot: no second look, then.
+            if count and left_bytes < most_bytes // 4:
+                return count
             left_bytes -= image_bytes(*about, [block])
             if left_bytes < 0 and count:
                 return count
@@ -273,13 +276,14 @@ class Writer(Welcomer):
         """Fill a local slot with what waits for a credit, if enough are left for others."""
         if len(lane.held) >= self._ahead_slots or not self._is_able(lane):
             return
-        if not self._fills_a_slot(lane):
+        count = self._num_filling(lane)
+        if not count:
             return
         num_ahead = sum(write.is_ahead for write in self.writing.values())
         if not self.local_slots or num_ahead >= self._most_ahead:
             self._eager[lane] = None
             return
-        write = Writing(lane, self._fill_slot(lane), None, self.local_slots.pop())
+        write = Writing(lane, self._fill_slot(lane, count), None, self.local_slots.pop())
         assert write.local_slot is not None
         op = self._begin(write)
         lane.held.append(op)
@@ -287,11 +291,12 @@ class Writer(Welcomer):
         self._do(Gather(op, *about, lane.link.session, write.local_slot))
         self._ready[lane] = None
 
-    def _fills_a_slot(self, lane: Lane) -> bool:
-        """Whether a slot can be filled that nothing which is pushed later would share."""
+    def _num_filling(self, lane: Lane) -> int:
+        """How many fragments fill a slot that nothing which is pushed later would share."""
         if not lane.staged:
-            return False
-        return lane.room.finish is not None or self._num_fitting(lane) < len(lane.staged)
+            return 0
+        count = self._num_fitting(lane)
+        return count if lane.room.finish is not None or count < len(lane.staged) else 0
 
     def _post_held(self, lane: Lane) -> None:
         """Write what was gathered ahead, the oldest first, as far as there are credits."""
