@@ -22,6 +22,7 @@ from kvferry.plan.plan import Request
 from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.messages import Accept, Body, Envelope, Heartbeat, Offer, RoomMessage, Table
 from kvferry.protocol.outcome import Done, Failure, FailureCode
+from kvferry.runtime.bundles import Message, bundle
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import MOST_OF_A_PART, PART_S, SLOW_S
 from kvferry.runtime.owner.journal import MESSAGES, NUM_PAGES
@@ -34,6 +35,11 @@ ME, PEER = Teller("p/0", "source"), Peer("d", 3)
 
 def accept(room: Room) -> bytes:
     return encode(Envelope(PEER, 1, Session(1, 1), 1, Accept(room, Generation(1))))
+
+
+def together(frames: list[bytes]) -> Message:
+    (message,) = bundle(frames)
+    return message
 
 
 def offer(room: Room, num_pages: int = 0) -> bytes:
@@ -164,7 +170,7 @@ def test_a_room_whose_first_steps_are_forgotten_is_not_told_of() -> None:
 
 def test_an_offer_that_came_before_its_room_is_part_of_its_story() -> None:
     book = StoryBook(16)
-    book.heard_together([offer(7)])
+    book.heard_together(together([offer(7)]))
     assert told(book, "7") is None
     for room in range(100, 200):
         over(book, room, early=[7])
@@ -178,7 +184,7 @@ def test_an_offer_that_came_before_its_room_is_part_of_its_story() -> None:
 def test_an_offer_whose_page_lasts_longer_than_the_room_is_early_is_kept() -> None:
     """It is opened pages after its offer was heard, and before that page is forgotten."""
     book = StoryBook(16)
-    book.heard_together([offer(7)])
+    book.heard_together(together([offer(7)]))
     for room in range(100, 105):
         over(book, room, early=[7])
     book.now += 1.0
@@ -190,7 +196,7 @@ def test_an_offer_whose_page_lasts_longer_than_the_room_is_early_is_kept() -> No
 
 def test_offers_for_rooms_that_nobody_opens_are_forgotten() -> None:
     book = StoryBook(16)
-    book.heard_together([offer(0)])
+    book.heard_together(together([offer(0)]))
     for room in range(100, 200):
         over(book, room)
     handle = opened(book, 0)
@@ -199,7 +205,7 @@ def test_offers_for_rooms_that_nobody_opens_are_forgotten() -> None:
 
 def test_offers_that_were_taken_back_are_forgotten_too() -> None:
     book = StoryBook(16)
-    book.heard_together([offer(0)])
+    book.heard_together(together([offer(0)]))
     for room in range(100, 200):
         over(book, room, early=[0])
     assert 0 in book._journal._aside
@@ -215,7 +221,7 @@ def test_an_id_that_is_used_again_tells_of_its_last_use() -> None:
     handle = opened(book, 1, RoomTag("first"))
     book.ended(handle, Failure.of(FailureCode.DEADLINE, "late"))
     book.released(1)
-    book.heard_together([offer(1)])
+    book.heard_together(together([offer(1)]))
     book.now += 1.0
     again = opened(book, 1, RoomTag("second"))
     story = told(book, "1", again)
@@ -281,7 +287,7 @@ class Chronicle:
 
     def _offer(self, room: Room) -> None:
         now = self.book.now
-        self.book._journal.write_frames(now, None, [offer(room), accept(room)])
+        self.book._journal.write_message(now, None, together([offer(room), accept(room)]))
         self.early.add(room)
         self.happened[room] += ["offered", "accepted"]
 
@@ -341,8 +347,8 @@ def test_nothing_large_is_kept() -> None:
     """Offers have thousands of pages, and closes a megabyte of metadata."""
     book = StoryBook(100)
     handle = opened(book, 1, RoomTag("req", ""))
-    book.heard_together([offer(2), offer(1, num_pages=5000)])
-    book.said_together(PEER, [accept(1)])
+    book.heard_together(together([offer(2), offer(1, num_pages=5000)]))
+    book.said_together(PEER, together([accept(1)]))
     book.pushed(1, Span(0, 4))
     book.wrote(1, PEER, Path.RUNS, 10, 0.1)
     book.ended(handle, Done(b"x" * 1000))
@@ -359,7 +365,7 @@ def test_frames_that_leave_together_count_each() -> None:
     """So that as many rooms fit as ever, and no more."""
     book = StoryBook(64)
     for room in range(200):
-        book.said_together(PEER, [accept(n) for n in range(8 * room, 8 * room + 8)])
+        book.said_together(PEER, together([accept(n) for n in range(8 * room, 8 * room + 8)]))
         over(book, 10_000 + room)
     known = [room for room in range(200) if told(book, str(10_000 + room))]
     assert 6 <= len(known) <= 10 + MOST_OF_A_PART
@@ -372,7 +378,7 @@ def test_every_message_about_a_room_is_a_step() -> None:
 
 def test_bytes_that_are_no_frame_are_no_step() -> None:
     book = StoryBook(64)
-    book.heard_together([b"", b"nonsense", accept(1)])
+    book.heard_together(together([b"", b"nonsense", accept(1)]))
     book.now += 1.0
     over(book, 1)
     assert moments(told(book, "1")) == ["accepted", "opened", "done"]
@@ -383,14 +389,14 @@ def test_bytes_that_are_no_frame_are_no_step() -> None:
 def test_a_story_stays_the_same_when_it_is_packed(num_pushes: int, num_pages: int) -> None:
     book = StoryBook(8)
     handle = opened(book, 1, RoomTag("req", "00-1-2-01"))
-    book.heard_together([offer(1), offer(2)])
+    book.heard_together(together([offer(1), offer(2)]))
     for i in range(num_pushes):
         book.pushed(1, Span(i, i + 1))
     handle.finished = book.now
     book.copied(1, Moment.GATHERED, PEER, book.now, Took(0.5, 9, "staged"))
     book.wrote(1, PEER, Path.RUNS, 10, 0.1)
     book.ended(handle, Done())
-    book.said_together(PEER, [accept(1)])
+    book.said_together(PEER, together([accept(1)]))
     before, since = told(book, "1"), book.ended_since(ME, 0.0)
     for _ in range(num_pages):
         over(book, 3, 0.0, handle)
@@ -424,8 +430,8 @@ def test_when_a_failed_room_was_released_is_told_however_many_ended_meanwhile() 
 def test_nothing_is_kept_where_nothing_is_wanted() -> None:
     book = StoryBook(0)
     handle = opened(book, 1)
-    book.heard_together([offer(1)])
-    book.said_together(PEER, [offer(2)])
+    book.heard_together(together([offer(1)]))
+    book.said_together(PEER, together([offer(2)]))
     book.ended(handle, Failure.of(FailureCode.DEADLINE, "late"))
     assert (told(book, "1"), told(book, "2"), book._journal.open) == (None, None, [])
     assert (len(book.failures), book.slow.slowest(book.now)) == (0, [])

@@ -28,6 +28,7 @@ from typing import Annotated
 import msgspec
 
 from kvferry.protocol.codec import MAX_FRAME_BYTES
+from kvferry.runtime.bundles import Message
 
 SECRET_BYTES = 32
 BACKLOG = 128
@@ -50,6 +51,9 @@ class LocalDoor(msgspec.Struct, frozen=True, array_like=True):
 
     def __repr__(self) -> str:
         return f"<LocalDoor {self.name}>"
+
+
+NOTHING = Message(b"", [])
 
 
 class LocalLine:
@@ -102,25 +106,25 @@ class LocalLine:
             self.over = True
             return 0
 
-    def receive(self) -> list[bytes]:
+    def receive(self) -> Message:
         """The whole frames that have come. Never waits."""
         try:
             data = self._socket.recv(READ_BYTES)
         except BlockingIOError:
-            return []
+            return NOTHING
         except OSError:
             data = b""
         if not data:
             self.over = True
-            return []
+            return NOTHING
         if self._in or not self.is_proven:
             self._in += data
             if not self._prove() or len(self._in) < self._awaited:
-                return []
+                return NOTHING
             data = bytes(self._in)
         frames, at = _cut(data)
         self._keep(data[at:])
-        return frames
+        return Message(data[:at], frames)
 
     def _keep(self, rest: bytes) -> None:
         """The beginning of a frame, which is looked at again when all of it has come."""

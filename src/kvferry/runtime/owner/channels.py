@@ -19,7 +19,7 @@ from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
 from kvferry.protocol.events import Barred, Cancel, Event
 from kvferry.protocol.messages import Envelope, RoomMessage
-from kvferry.runtime.bundles import bundle, unbundle
+from kvferry.runtime.bundles import Message, bundle, unbundle
 from kvferry.runtime.control import (
     LINGER_MS,
     ControlClient,
@@ -88,7 +88,7 @@ class Channel(ABC, Generic[W]):
         """Where frames of that session go; None if nobody knows."""
 
     @abstractmethod
-    def _send(self, way: W, messages: Iterable[bytes]) -> None:
+    def _send(self, way: W, messages: Iterable[Message]) -> None:
         """Not on a line of this host."""
 
     @abstractmethod
@@ -101,19 +101,21 @@ class Channel(ABC, Generic[W]):
             self._num_waiting = 0
             outbox, self._outbox = self._outbox, {}
             for way, parcel in outbox.items():
-                self._tell_stories(parcel)
+                messages = bundle(parcel.frames)
+                self._tell_stories(parcel, messages)
                 if isinstance(way, LocalLine):
-                    self._lines.send(way, parcel.frames)
+                    self._lines.send(way, messages)
                 else:
-                    self._send(way, bundle(parcel.frames))
+                    self._send(way, messages)
 
-    def _tell_stories(self, parcel: Parcel) -> None:
+    def _tell_stories(self, parcel: Parcel, messages: list[Message]) -> None:
         if parcel.news is None:
             return
         if len(parcel.frames) == 1:
             self._stories.said(parcel.peer, parcel.news)
-        else:
-            self._stories.said_together(parcel.peer, parcel.frames)
+            return
+        for message in messages:
+            self._stories.said_together(parcel.peer, message)
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
         """Have a frame sent at the end of this turn, or before. It may be lost."""
@@ -142,18 +144,18 @@ class Channel(ABC, Generic[W]):
         if isinstance(envelope.body, RoomMessage):
             parcel.news = envelope.body
 
-    def _frames(self, message: bytes) -> list[bytes]:
-        frames = unbundle(message)
+    def _opened(self, data: bytes) -> Message:
+        frames = unbundle(data)
         if frames is None:
             self._meter.refused("frame-foreign")
-        return frames or []
+        return Message(data, frames or [])
 
-    def _events(self, frames: list[bytes]) -> Iterator[tuple[Session, Event]]:
+    def _events(self, message: Message) -> Iterator[tuple[Session, Event]]:
         """What frames mean, and in which session each was said."""
-        known = [decode(frame) for frame in frames]
+        known = [decode(frame) for frame in message.frames]
         if len(known) > 1:
             # Frames that are about no room come alone, but for a few.
-            self._stories.heard_together(frames)
+            self._stories.heard_together(message)
         elif known and isinstance(known[0], Envelope):
             self._stories.heard(known[0])
         for decoded in known:
@@ -191,8 +193,8 @@ class SourceChannel(Channel[bytes]):
 
     def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
         """Frames, and the routes along which they would be answered."""
-        for line, frames in self._lines.receive(ready):
-            yield from self._routed(line, frames)
+        for line, heard in self._lines.receive(ready):
+            yield from self._routed(line, heard)
             if line.over:
                 self._lines.drop(line)
                 yield Dropped(None)
@@ -204,13 +206,13 @@ class SourceChannel(Channel[bytes]):
         if not any(one in ready for one in server.sockets):
             return
         for route, message in server.receive(ready):
-            yield from self._routed(route, self._frames(message))
+            yield from self._routed(route, self._opened(message))
         self._meter.total("connection", server.counts["refused"])
         if server.counts.pop("dropped", 0):
             yield Dropped(None)
 
-    def _routed(self, route: bytes | LocalLine, frames: list[bytes]) -> Iterator[Event]:
-        for session, event in self._events(frames):
+    def _routed(self, route: bytes | LocalLine, message: Message) -> Iterator[Event]:
+        for session, event in self._events(message):
             self._routes[session.greeting] = route
             yield event
 
@@ -218,9 +220,9 @@ class SourceChannel(Channel[bytes]):
         """Along which that session was last heard."""
         return self._routes.get(session.greeting)
 
-    def _send(self, way: bytes, messages: Iterable[bytes]) -> None:
+    def _send(self, way: bytes, messages: Iterable[Message]) -> None:
         for message in messages:
-            self._server.send(way, message)
+            self._server.send(way, message.data)
         self._poller.used(self._server.socket)
 
     def keep(self, sessions: Iterable[Session]) -> None:
@@ -268,15 +270,15 @@ class TargetChannel(Channel[ControlClient]):
 
     def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
         """Frames, and what became of connections."""
-        for line, frames in self._lines.receive(ready):
-            yield from (event for _, event in self._events(frames))
+        for line, heard in self._lines.receive(ready):
+            yield from (event for _, event in self._events(heard))
             if line.over:
                 yield from map(Dropped, self._hang_up(line))
         peers = {self._by_socket[one] for one in ready if one in self._by_socket}
         for peer in peers:
             _, client = self._clients[peer]
             for message in client.receive(ready):
-                for _, event in self._events(self._frames(message)):
+                for _, event in self._events(self._opened(message)):
                     yield event
             if client.counts.pop("dropped", 0):
                 yield Dropped(peer)
@@ -309,9 +311,9 @@ class TargetChannel(Channel[ControlClient]):
         client = self._client_for(peer)
         return None if client is None else self._line_to.get(peer, client)
 
-    def _send(self, way: ControlClient, messages: Iterable[bytes]) -> None:
+    def _send(self, way: ControlClient, messages: Iterable[Message]) -> None:
         for message in messages:
-            way.send(message)
+            way.send(message.data)
         self._poller.used(way.socket)
 
     def _client_for(self, peer: Peer) -> ControlClient | None:

@@ -2,9 +2,10 @@
 
 An entry is five places of the open page: when, what, of which room, with whom, and what else
 belongs to it. So writing one down costs no look-up. Frames that came or left together are one
-entry, as they are, and understood when somebody asks. When a room began, and whose it is, stands
-at its end; before that its handle knows. A full page is packed into one value, because thousands
-of small ones that stay cost more than making them: whatever is made next lies in cold memory.
+entry, the message that they were in, and understood when somebody asks. When a room began, and
+whose it is, stands at its end; before that its handle knows. A full page is packed into one
+value, because thousands of small ones that stay cost more than making them: whatever is made
+next lies in cold memory.
 When a page is forgotten, the steps of rooms that must not be are put aside. Belongs to the
 owner's thread.
 """
@@ -36,13 +37,14 @@ from kvferry.protocol.messages import (
     RoomMessage,
     Want,
 )
+from kvferry.runtime.bundles import MAX_FRAMES, Message, unbundle
 from kvferry.runtime.owner.telling import ENDS, HALF, WIDE, Step, Steps, each, last_end, shorten
 from kvferry.runtime.telemetry.tags import RoomTag
 
 NUM_PAGES = 4
-# Stands for a moment where frames are written down as they are.
+# Stands for a moment where a message is written down as it is.
 BUNDLE = ""
-# Of longer frames only what is understood is kept: offers have thousands of pages.
+# Where frames are longer, only what is understood is kept: offers have thousands of pages.
 MOST_FRAME_BYTES = 512
 
 MESSAGES: dict[type[RoomMessage], Moment] = {
@@ -98,12 +100,13 @@ class Journal:
         # Those of them that have no end there, and when they were last kept.
         self._unended: dict[Room, float] = {}
 
-    def write_frames(self, at: float, peer: Peer | None, frames: list[bytes]) -> None:
+    def write_message(self, at: float, peer: Peer | None, message: Message) -> None:
         """Said to a peer, or heard."""
-        if max(map(len, frames)) > MOST_FRAME_BYTES:
+        data, frames = message
+        if len(data) > MOST_FRAME_BYTES * len(frames) or len(frames) > MAX_FRAMES:
             self.open.extend(chain.from_iterable(_understood(at, peer, frames)))
         else:
-            self.open += (at, BUNDLE, None, peer, frames)
+            self.open += (at, BUNDLE, None, peer, data)
             self._more_places += WIDE * (len(frames) - 1)
 
     @property
@@ -177,9 +180,9 @@ class Journal:
 def _steps(entries: Iterable[Step]) -> Iterator[Step]:
     """With frames understood."""
     for entry in entries:
-        at, moment, _, peer, frames = entry
+        at, moment, _, peer, message = entry
         if moment == BUNDLE:
-            yield from _understood(at, peer, frames)
+            yield from _understood(at, peer, unbundle(message) or ())
         else:
             yield entry
 

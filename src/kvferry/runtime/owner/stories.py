@@ -21,6 +21,7 @@ from kvferry.observe.steps import Moment, RoomStory
 from kvferry.plan.choose import Path
 from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.protocol.outcome import Failure, Outcome
+from kvferry.runtime.bundles import Message
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import SlowRooms
 from kvferry.runtime.owner.journal import MESSAGES, Journal, Page
@@ -91,21 +92,21 @@ class StoryBook:
             self.now = now = monotonic()
             self._write(now, envelope.body, envelope.sender, True)
 
-    def heard_together(self, frames: list[bytes]) -> None:
+    def heard_together(self, message: Message) -> None:
         """All that came with one message."""
         if self.keeps:
             self.now = now = monotonic()
-            self._journal.write_frames(now, None, frames)
+            self._journal.write_message(now, None, message)
 
     def said(self, peer: Peer, body: RoomMessage) -> None:
         """What leaves alone."""
         if self.keeps:
             self._write(self.now, body, peer, False)
 
-    def said_together(self, peer: Peer, frames: list[bytes]) -> None:
-        """All that leaves at once."""
+    def said_together(self, peer: Peer, message: Message) -> None:
+        """All that leaves with one message."""
         if self.keeps:
-            self._journal.write_frames(self.now, peer, frames)
+            self._journal.write_message(self.now, peer, message)
 
     def _write(self, at: float, body: RoomMessage, peer: Peer, is_heard: bool) -> None:
         self._journal.open += (at, MESSAGES[body.__class__], body.room, peer, is_heard)
