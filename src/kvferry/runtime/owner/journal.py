@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
-from itertools import chain, starmap
+from itertools import chain
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -46,6 +46,8 @@ NUM_PAGES = 4
 BUNDLE = ""
 # Where frames are longer, only what is understood is kept: offers have thousands of pages.
 MOST_FRAME_BYTES = 512
+# For so many rooms messages are searched for their names before they are understood.
+MOST_NAMES = 32
 
 MESSAGES: dict[type[RoomMessage], Moment] = {
     Offer: Moment.OFFERED,
@@ -75,9 +77,13 @@ class Page(NamedTuple):
     early: Set[Room]
     packed: bytes
 
-    def entries(self) -> Iterator[Step]:
-        """As they were written."""
-        return starmap(_typed, each(_unpack(self.packed)))
+    def steps_of(self, rooms: Set[Room]) -> Iterator[Step]:
+        """The steps of these rooms."""
+        return map(_typed, _steps(each(_unpack(self.packed)), rooms))
+
+    def ends(self) -> Iterator[tuple[float, Room]]:
+        """The rooms that ended then, and when each did."""
+        return _ends(each(_unpack(self.packed)))
 
 
 class Journal:
@@ -135,9 +141,8 @@ class Journal:
         wanted = saved | self._unended.keys()
         # Also of whom the page says nothing: that is known then.
         found: dict[Room, Steps] = {room: [] for room in wanted}
-        for step in _steps(page.entries()) if wanted else ():
-            if step[2] in wanted:
-                found[step[2]].extend(step)
+        for step in page.steps_of(wanted) if wanted else ():
+            found[step[2]].extend(step)
         for room, steps in found.items():
             self._put_aside(room, steps)
 
@@ -162,29 +167,34 @@ class Journal:
     def told(self, rooms: Set[Room]) -> dict[Room, Steps]:
         """The steps of those rooms, of all attempts that are known."""
         found = {room: list(self._aside[room]) for room in rooms & self._aside.keys()}
-        for step in _steps(self._entries()):
-            if step[2] in rooms:
-                found.setdefault(step[2], []).extend(step)
+        pages = chain.from_iterable(page.steps_of(rooms) for page in self._pages)
+        for step in chain(pages, _steps(each(self.open), rooms)):
+            found.setdefault(step[2], []).extend(step)
         return found
 
     def ended_since(self, since: float) -> set[Room]:
         """The rooms that ended since then."""
-        entries = chain(*map(each, self._aside.values()), self._entries())
-        return {room for at, moment, room, _, _ in entries if moment in ENDS and at >= since}
-
-    def _entries(self) -> Iterator[Step]:
-        """Of all pages."""
-        return chain(*(page.entries() for page in self._pages), each(self.open))
+        here = _ends(chain(*map(each, self._aside.values()), each(self.open)))
+        pages = chain.from_iterable(page.ends() for page in self._pages)
+        return {room for at, room in chain(here, pages) if at >= since}
 
 
-def _steps(entries: Iterable[Step]) -> Iterator[Step]:
-    """With frames understood."""
+def _ends(entries: Iterable[Step]) -> Iterator[tuple[float, Room]]:
+    return ((at, room) for at, moment, room, _, _ in entries if moment in ENDS)
+
+
+def _steps(entries: Iterable[Step], rooms: Set[Room]) -> Iterator[Step]:
+    """The steps of these rooms, with frames understood where one of them may be meant."""
+    names = [_pack(room) for room in rooms] if len(rooms) <= MOST_NAMES else None
     for entry in entries:
-        at, moment, _, peer, message = entry
-        if moment == BUNDLE:
-            yield from _understood(at, peer, unbundle(message) or ())
-        else:
-            yield entry
+        at, moment, room, peer, message = entry
+        if moment != BUNDLE:
+            if room in rooms:
+                yield entry
+        elif names is None or any(name in message for name in names):
+            for step in _understood(at, peer, unbundle(message) or ()):
+                if step[2] in rooms:
+                    yield step
 
 
 def _understood(at: float, peer: Peer | None, frames: Iterable[bytes]) -> Iterator[Step]:
@@ -194,11 +204,12 @@ def _understood(at: float, peer: Peer | None, frames: Iterable[bytes]) -> Iterat
             yield at, MESSAGES[said.kind], said.room, peer or said.sender, peer is None
 
 
-def _typed(at: float, moment: str, room: Room, who: Any, more: Any) -> Step:
-    """An entry as it was before it was packed; lists stand for more than one type."""
-    kind = Moment(moment) if moment else BUNDLE
-    if who is not None:
+def _typed(step: Step) -> Step:
+    """A step as it was before it was packed; lists stand for more than one type."""
+    at, moment, room, who, more = step
+    kind = Moment(moment)
+    if isinstance(who, list):
         who = RoomTag(*who) if kind in ENDS else Peer(*who)
-    if isinstance(more, list) and moment:
+    if isinstance(more, list):
         more = Span(*more) if kind is Moment.PUSHED else tuple(more)
     return at, kind, room, who, more
