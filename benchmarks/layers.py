@@ -2,14 +2,14 @@
 
     .venv/bin/python benchmarks/layers.py --transport shm,nixl
 
-A process per rank; a stand-in for the model takes a given time for each layer (1.2 times what
-sending a layer took, so that sending could keep up) and pushes a prompt of one chunk whole, or
-``--group`` layers at a time. Measured is the time from the end of the last layer to Done at the
-last target. Beside it, in the same run: the same for a cache of just one group, which is the
-least that can be left (``group``), and for a prompt that is cached in full, which is one control
-round trip (``control``). The bound is 1.3 times one group's transfer plus one round trip. Every
-byte of the last repetition is compared. Ends in one JSON line; the exit status is 1 if a byte
-was wrong.
+A process per rank; a stand-in for the model takes a given time for each layer (``--slower``
+times what sending a layer took in a whole chunk, so that sending could keep up) and pushes a
+prompt of one chunk whole, or ``--group`` layers at a time. Measured is the time from the end of
+the last layer to Done at the last target. Beside it, in the same run: the same for a cache of
+just one group, which is the least that can be left (``group``), and for a prompt that is cached
+in full, which is one control round trip (``control``). The bound is 1.3 times one group's
+transfer plus one round trip. Every byte of the last repetition is compared. Ends in one JSON
+line; the exit status is 1 if a byte was wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from kvferry.testing.fleet import Fleet, FleetSide
 
 SOURCE_PAGE, TARGET_PAGE = 16, 16
 WAIT_S = 60.0
-SLOWER = 1.2
 
 
 class Shape(NamedTuple):
@@ -75,6 +74,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", default="1024,4096,8192,32768")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--group", type=int, default=2)
+    parser.add_argument("--slower", type=float, default=1.2)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
@@ -94,7 +94,7 @@ def compare(
             # Once to have all memory touched, then to know how fast to compute.
             course.left(tokens, 0.0, args.layers, verify=False)
             rough, _ = course.left(tokens, 0.0, args.layers, verify=False)
-            layer_s = SLOWER * rough / args.layers
+            layer_s = args.slower * rough / args.layers
             whole, right = course.left(tokens, layer_s, args.layers, verify=True)
             by_layers, right_too = course.left(tokens, layer_s, args.group, verify=True)
             control, _ = course.left(tokens, 0.0, args.layers, verify=False, cached=True)
