@@ -22,7 +22,7 @@ from kvferry.plan.plan import Request
 from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.messages import Accept, Body, Envelope, Heartbeat, Offer, RoomMessage, Table
 from kvferry.protocol.outcome import Done, Failure, FailureCode
-from kvferry.runtime.bundles import Message, bundle
+from kvferry.runtime.bundles import Bundle, bundle
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import MOST_OF_A_PART, PART_S, SLOW_S
 from kvferry.runtime.owner.journal import MESSAGES, NUM_PAGES
@@ -37,7 +37,7 @@ def accept(room: Room) -> bytes:
     return encode(Envelope(PEER, 1, Session(1, 1), 1, Accept(room, Generation(1))))
 
 
-def together(frames: list[bytes]) -> Message:
+def together(frames: list[bytes]) -> Bundle:
     (message,) = bundle(frames)
     return message
 

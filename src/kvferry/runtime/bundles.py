@@ -18,26 +18,26 @@ MAX_FRAMES = 1024
 MAX_BUNDLE_BYTES = MAX_FRAME_BYTES + _LENGTH.size
 
 
-class Message(NamedTuple):
+class Bundle(NamedTuple):
     """A message, and the frames in it."""
 
     data: bytes
     frames: list[bytes]
 
 
-def bundle(frames: Iterable[bytes]) -> list[Message]:
+def bundle(frames: Iterable[bytes]) -> list[Bundle]:
     """As few messages as the limit allows."""
-    messages: list[Message] = []
+    messages: list[Bundle] = []
     parts: list[bytes] = []
     size = 0
     for frame in frames:
         full = size + _LENGTH.size + len(frame) > MAX_BUNDLE_BYTES or len(parts) == 2 * MAX_FRAMES
         if parts and full:
-            messages.append(Message(b"".join(parts), parts[1::2]))
+            messages.append(Bundle(b"".join(parts), parts[1::2]))
             parts, size = [], 0
         parts += [_LENGTH.pack(len(frame)), frame]
         size += _LENGTH.size + len(frame)
-    return [*messages, Message(b"".join(parts), parts[1::2])] if parts else messages
+    return [*messages, Bundle(b"".join(parts), parts[1::2])] if parts else messages
 
 
 def unbundle(message: bytes) -> list[bytes] | None:

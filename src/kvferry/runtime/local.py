@@ -28,7 +28,7 @@ from typing import Annotated
 import msgspec
 
 from kvferry.protocol.codec import MAX_FRAME_BYTES
-from kvferry.runtime.bundles import Message
+from kvferry.runtime.bundles import Bundle
 
 SECRET_BYTES = 32
 BACKLOG = 128
@@ -53,7 +53,7 @@ class LocalDoor(msgspec.Struct, frozen=True, array_like=True):
         return f"<LocalDoor {self.name}>"
 
 
-NOTHING = Message(b"", [])
+NOTHING = Bundle(b"", [])
 
 
 class LocalLine:
@@ -106,7 +106,7 @@ class LocalLine:
             self.over = True
             return 0
 
-    def receive(self) -> Message:
+    def receive(self) -> Bundle:
         """The whole frames that have come. Never waits."""
         try:
             data = self._socket.recv(READ_BYTES)
@@ -124,7 +124,7 @@ class LocalLine:
             data = bytes(self._in)
         frames, at = _cut(data)
         self._keep(data[at:])
-        return Message(data[:at], frames)
+        return Bundle(data[:at], frames)
 
     def _keep(self, rest: bytes) -> None:
         """The beginning of a frame, which is looked at again when all of it has come."""

@@ -19,7 +19,7 @@ from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
 from kvferry.protocol.events import Barred, Cancel, Event
 from kvferry.protocol.messages import Envelope, RoomMessage
-from kvferry.runtime.bundles import Message, bundle, unbundle
+from kvferry.runtime.bundles import Bundle, bundle, unbundle
 from kvferry.runtime.control import (
     LINGER_MS,
     ControlClient,
@@ -88,7 +88,7 @@ class Channel(ABC, Generic[W]):
         """Where frames of that session go; None if nobody knows."""
 
     @abstractmethod
-    def _send(self, way: W, messages: Iterable[Message]) -> None:
+    def _send(self, way: W, messages: Iterable[Bundle]) -> None:
         """Not on a line of this host."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Channel(ABC, Generic[W]):
                 else:
                     self._send(way, messages)
 
-    def _tell_stories(self, parcel: Parcel, messages: list[Message]) -> None:
+    def _tell_stories(self, parcel: Parcel, messages: list[Bundle]) -> None:
         if parcel.news is None:
             return
         if len(parcel.frames) == 1:
@@ -144,13 +144,13 @@ class Channel(ABC, Generic[W]):
         if isinstance(envelope.body, RoomMessage):
             parcel.news = envelope.body
 
-    def _opened(self, data: bytes) -> Message:
+    def _opened(self, data: bytes) -> Bundle:
         frames = unbundle(data)
         if frames is None:
             self._meter.refused("frame-foreign")
-        return Message(data, frames or [])
+        return Bundle(data, frames or [])
 
-    def _events(self, message: Message) -> Iterator[tuple[Session, Event]]:
+    def _events(self, message: Bundle) -> Iterator[tuple[Session, Event]]:
         """What frames mean, and in which session each was said."""
         known = [decode(frame) for frame in message.frames]
         if len(known) > 1:
@@ -211,7 +211,7 @@ class SourceChannel(Channel[bytes]):
         if server.counts.pop("dropped", 0):
             yield Dropped(None)
 
-    def _routed(self, route: bytes | LocalLine, message: Message) -> Iterator[Event]:
+    def _routed(self, route: bytes | LocalLine, message: Bundle) -> Iterator[Event]:
         for session, event in self._events(message):
             self._routes[session.greeting] = route
             yield event
@@ -220,7 +220,7 @@ class SourceChannel(Channel[bytes]):
         """Along which that session was last heard."""
         return self._routes.get(session.greeting)
 
-    def _send(self, way: bytes, messages: Iterable[Message]) -> None:
+    def _send(self, way: bytes, messages: Iterable[Bundle]) -> None:
         for message in messages:
             self._server.send(way, message.data)
         self._poller.used(self._server.socket)
@@ -311,7 +311,7 @@ class TargetChannel(Channel[ControlClient]):
         client = self._client_for(peer)
         return None if client is None else self._line_to.get(peer, client)
 
-    def _send(self, way: ControlClient, messages: Iterable[Message]) -> None:
+    def _send(self, way: ControlClient, messages: Iterable[Bundle]) -> None:
         for message in messages:
             way.send(message.data)
         self._poller.used(way.socket)

@@ -37,7 +37,7 @@ from kvferry.protocol.messages import (
     RoomMessage,
     Want,
 )
-from kvferry.runtime.bundles import MAX_FRAMES, Message, unbundle
+from kvferry.runtime.bundles import MAX_FRAMES, Bundle, unbundle
 from kvferry.runtime.owner.telling import ENDS, HALF, WIDE, Step, Steps, each, last_end, shorten
 from kvferry.runtime.telemetry.tags import RoomTag
 
@@ -106,7 +106,7 @@ class Journal:
         # Those of them that have no end there, and when they were last kept.
         self._unended: dict[Room, float] = {}
 
-    def write_message(self, at: float, peer: Peer | None, message: Message) -> None:
+    def write_message(self, at: float, peer: Peer | None, message: Bundle) -> None:
         """Said to a peer, or heard."""
         data, frames = message
         if len(data) > MOST_FRAME_BYTES * len(frames) or len(frames) > MAX_FRAMES:

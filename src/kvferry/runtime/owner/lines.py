@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvferry.runtime.bundles import Message
+from kvferry.runtime.bundles import Bundle
 from kvferry.runtime.local import LocalLine
 from kvferry.runtime.owner.poller import Poller
 
@@ -22,7 +22,7 @@ class LocalLines:
         self._lines[line.fileno()] = line
         self._poller.watch(line.fileno())
 
-    def receive(self, ready: Iterable[object]) -> Iterator[tuple[LocalLine, Message]]:
+    def receive(self, ready: Iterable[object]) -> Iterator[tuple[LocalLine, Bundle]]:
         """Lines that have something to say, or are over."""
         for line in [self._lines[one] for one in ready if one in self._lines]:
             if line in self._full:
@@ -30,7 +30,7 @@ class LocalLines:
                 self._watch_room(line)
             yield line, line.receive()
 
-    def send(self, line: LocalLine, messages: Iterable[Message]) -> None:
+    def send(self, line: LocalLine, messages: Iterable[Bundle]) -> None:
         """Now, or when there is room."""
         for message in messages:
             line.send(message.data)

@@ -21,7 +21,7 @@ from kvferry.observe.steps import Moment, RoomStory
 from kvferry.plan.choose import Path
 from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.protocol.outcome import Failure, Outcome
-from kvferry.runtime.bundles import Message
+from kvferry.runtime.bundles import Bundle
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.owner.ended import SlowRooms
 from kvferry.runtime.owner.journal import MESSAGES, Journal, Page
@@ -92,7 +92,7 @@ class StoryBook:
             self.now = now = monotonic()
             self._write(now, envelope.body, envelope.sender, True)
 
-    def heard_together(self, message: Message) -> None:
+    def heard_together(self, message: Bundle) -> None:
         """All that came with one message."""
         if self.keeps:
             self.now = now = monotonic()
@@ -103,7 +103,7 @@ class StoryBook:
         if self.keeps:
             self._write(self.now, body, peer, False)
 
-    def said_together(self, peer: Peer, message: Message) -> None:
+    def said_together(self, peer: Peer, message: Bundle) -> None:
         """All that leaves with one message."""
         if self.keeps:
             self._journal.write_message(self.now, peer, message)
