@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -171,12 +171,14 @@ class Closed(Diary):
     def __init__(self) -> None:
         super().__init__()
         self.polls = 0
+        self.polled = threading.Event()
 
     def connect(self, metadata: bytes) -> Remote:
         raise TransportError("no such memory")
 
     def poll(self) -> list[Ended]:
         self.polls += 1
+        self.polled.set()
         return super().poll()
 
 
@@ -200,7 +202,6 @@ def test_a_transport_is_polled_once_a_peer_writes_by_it() -> None:
     mover = Mover([closed], told.put, "mover")
     mover.start()
     mover.let_write(ONE, "closed")
-    while not closed.polls:
-        time.sleep(0.001)
+    assert closed.polled.wait(WAIT_S)
     mover.forget(ONE)
     mover.close()

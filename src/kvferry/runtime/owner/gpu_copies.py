@@ -82,11 +82,10 @@ class GpuCopies(Copier):
 
     def launch(self, *, hurried: bool = False) -> None:
         """Start what this turn asked for."""
+        if not self._waiting:
+            return
         jobs = [job for job in self._waiting if not (hurried and job.is_ahead)]
-        if len(jobs) < len(self._waiting):
-            self._waiting = deque(job for job in self._waiting if job.is_ahead)
-        else:
-            self._waiting.clear()
+        self._waiting = deque(job for job in self._waiting if hurried and job.is_ahead)
         for first in range(0, len(jobs), MAX_BATCH):
             self._start(jobs[first : first + MAX_BATCH])
         for job in jobs:

@@ -73,9 +73,10 @@ class Scatters:
         make = partial(self._bound, handle, binder, action)
         from_ = (slots.address(action.slot),)
         self._scattering[action.op] = action, time.monotonic()
-        job = CopyJob(action.op, make, from_, self._setup.addresses)
         handle.latest[action.source] = action.op
-        self._copier.submit(job._replace(meanwhile=partial(self._foresee, handle, binder, action)))
+        then = partial(self._foresee, handle, binder, action)
+        addresses = self._setup.addresses
+        self._copier.submit(CopyJob(action.op, make, from_, addresses, meanwhile=then))
 
     def _bound(self, handle: Incoming, binder: Binder, action: Scatter) -> Binding:
         blocks, binding = handle.foreseen.pop(action.source, ((), None))

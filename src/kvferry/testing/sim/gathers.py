@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.ids import Op, Room, SlotIndex
-from kvferry.plan.bind import Image, Pair, Side, bind
+from kvferry.plan.bind import Descriptors, Image, Pair, Side, bind
 from kvferry.plan.plan import Plan
 from kvferry.protocol.events import Fate, Gather, Post, SendFailed, Write
 from kvferry.protocol.messages import Arrived
-from kvferry.testing.sim.memory import fetch
+from kvferry.testing.sim.memory import SimMemory, fetch
 
 if TYPE_CHECKING:
     from kvferry.testing.sim.engines import SourceNode
@@ -41,13 +41,7 @@ class SimGather:
         action, memory = self.action, self.source.memory
         pair = Pair(self.source.peer.rank, action.peer.rank)
         binding = bind(self.plan, pair, action.request, self.ours, Image(), action.blocks)
-        pieces = binding.descriptors()
-        if pieces.length.sum() > memory.slot_bytes:
-            world.violate("never corrupts", "a parcel is larger than a slot", action.room)
-        data = fetch(memory.regions, pieces)
-        for at, piece in zip(pieces.target_offset, data, strict=True):
-            slot = memory.slots[action.local_slot]
-            slot[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        fill_slot(world, memory, action.local_slot, binding.descriptors(), action.room)
 
     def write(self) -> Write:
         """What was gathered, as a write of its slot."""
@@ -66,6 +60,17 @@ class SimGather:
             slot=self.post.slot,
             local_slot=action.local_slot,
         )
+
+
+def fill_slot(
+    world: World, memory: SimMemory, slot: SlotIndex, pieces: Descriptors, room: Room
+) -> None:
+    """Copy pieces of pages into a slot, which must hold them."""
+    if pieces.length.sum() > memory.slot_bytes:
+        world.violate("never corrupts", "a parcel is larger than a slot", room)
+    data = fetch(memory.regions, pieces)
+    for at, piece in zip(pieces.target_offset, data, strict=True):
+        memory.slots[slot][at : at + len(piece)] = np.frombuffer(piece, np.uint8)
 
 
 class SimGathers:

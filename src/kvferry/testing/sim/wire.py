@@ -28,7 +28,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.messages import TransportOffer, TransportOffers
 from kvferry.runtime.driver.driver import PeerGone
-from kvferry.testing.sim.gathers import SimGathers
+from kvferry.testing.sim.gathers import SimGathers, fill_slot
 from kvferry.testing.sim.memory import fetch
 
 if TYPE_CHECKING:
@@ -135,13 +135,7 @@ class Wire:
         if slot is None:
             return
         self.gathers.demand_free(flight.source, slot, flight.action.room)
-        pieces = flight.bind(Image())
-        if pieces.length.sum() > memory.slot_bytes:
-            text = "a parcel is larger than a slot"
-            self.world.violate("never corrupts", text, flight.action.room)
-        data = fetch(memory.regions, pieces)
-        for at, piece in zip(pieces.target_offset, data, strict=True):
-            memory.slots[slot][at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        fill_slot(self.world, memory, slot, flight.bind(Image()), flight.action.room)
 
     def _schedule(self, flight: Flight) -> None:
         rng = self.world.rng
