@@ -1,4 +1,4 @@
-"""A target binds, while a GPU copies, what a source will probably send next."""
+"""A target binds, when its GPU copies nothing, what a source will probably send next."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
 def copy(job: CopyJob) -> None:
     """As a GPU's copier does."""
     job.bind()
-    assert job.meanwhile is not None
-    job.meanwhile()
+    assert job.at_leisure is not None
+    job.at_leisure()
 
 
 def test_what_comes_next_is_bound_before_it_comes(desk: Desk) -> None:
@@ -131,8 +131,8 @@ def test_of_several_only_the_last_is_followed(desk: Desk) -> None:
     first, second = desk.scatter("r", block(0, 10)), desk.scatter("r", block(10, 20))
     first.bind()
     second.bind()
-    assert first.meanwhile is not None
-    first.meanwhile()
+    assert first.at_leisure is not None
+    first.at_leisure()
     assert desk.num_bound == 2
     copy(second)
     desk.check(desk.scatter("r", block(20, 30)), "r", block(20, 30))

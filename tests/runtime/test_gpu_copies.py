@@ -94,12 +94,17 @@ def test_what_nobody_waits_for_yet_waits_while_there_is_hurry() -> None:
     assert [news.op for news in copies.ended()] == [2, 3, 1]
 
 
-def test_what_can_be_done_meanwhile_is_done_after_the_launch() -> None:
+def test_what_can_be_done_at_leisure_is_done_once_when_nothing_runs() -> None:
     gpu, told = Gpu(), list[int]()
     copies = GpuCopies(gpu)
-    copies.submit(scatter(1)._replace(meanwhile=lambda: told.append(len(gpu.launches))))
+    copies.submit(scatter(1)._replace(at_leisure=lambda: told.append(1)))
     copies.submit(scatter(2))
+    copies.launch()
+    copies.launch()
     assert not told
+    gpu.launches[0][1].over = True
+    assert len(list(copies.ended())) == 2
+    assert not told, "first others hear of the end"
     copies.launch()
     copies.launch()
     assert told == [1]

@@ -74,5 +74,6 @@ def test_many_pieces_and_many_bytes_are_cut() -> None:
 def test_tables_are_what_nixl_reads() -> None:
     memory = Memory([Region(4096, MIB)])
     (batch,) = batches(binding_of([PlacedPiece(0, 8, 16)]), memory, memory)
+    assert isinstance(batch.source, np.ndarray)
     assert batch.source.dtype == np.uint64
     assert batch.source.shape == (1, 3)

@@ -51,8 +51,8 @@ class CopyJob(NamedTuple):
     """Bind, and copy between regions at those addresses.
 
     ``then``: what was gathered is written in bulk, and will be read again at once, or when it
-    is known where to. Without it, the end of the copy is told. ``meanwhile``: what its owner
-    can do while something else than a core copies.
+    is known where to. Without it, the end of the copy is told. ``at_leisure``: what its owner
+    can do, where something else than a core copies, when nothing is being copied.
     """
 
     op: Op
@@ -60,7 +60,7 @@ class CopyJob(NamedTuple):
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     then: BulkWrite | None = None
-    meanwhile: Callable[[], None] | None = None
+    at_leisure: Callable[[], None] | None = None
 
     @property
     def is_ahead(self) -> bool:

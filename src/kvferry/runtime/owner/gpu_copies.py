@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Protocol
@@ -56,6 +56,8 @@ class GpuCopies(Copier):
         # When each was launched, when it is over, and what it is.
         self._running: deque[tuple[float, GpuEvent, list[_Bound]]] = deque()
         self._failed: list[Copied] = []
+        # What can be done when nothing runs.
+        self._leisurely: deque[Callable[[], None]] = deque(maxlen=MAX_BATCH)
 
     def submit(self, job: CopyJob) -> None:
         """Launch this at the end of the turn."""
@@ -81,16 +83,15 @@ class GpuCopies(Copier):
         yield from failed
 
     def launch(self, *, hurried: bool = False) -> None:
-        """Start what this turn asked for."""
-        if not self._waiting:
-            return
-        jobs = [job for job in self._waiting if not (hurried and job.is_ahead)]
-        self._waiting = deque(job for job in self._waiting if hurried and job.is_ahead)
-        for first in range(0, len(jobs), MAX_BATCH):
-            self._start(jobs[first : first + MAX_BATCH])
-        for job in jobs:
-            if job.meanwhile is not None:
-                job.meanwhile()
+        """Start what this turn asked for, or use that there is nothing to wait for."""
+        if self._waiting:
+            jobs = [job for job in self._waiting if not (hurried and job.is_ahead)]
+            self._waiting = deque(job for job in self._waiting if hurried and job.is_ahead)
+            for first in range(0, len(jobs), MAX_BATCH):
+                self._start(jobs[first : first + MAX_BATCH])
+            self._leisurely.extend(job.at_leisure for job in jobs if job.at_leisure is not None)
+        while self._leisurely and not self._running:
+            self._leisurely.popleft()()
 
     def _start(self, jobs: list[CopyJob]) -> None:
         bound: list[_Bound] = []

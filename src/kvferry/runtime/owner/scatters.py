@@ -76,7 +76,7 @@ class Scatters:
         handle.latest[action.source] = action.op
         then = partial(self._foresee, handle, binder, action)
         addresses = self._setup.addresses
-        self._copier.submit(CopyJob(action.op, make, from_, addresses, meanwhile=then))
+        self._copier.submit(CopyJob(action.op, make, from_, addresses, at_leisure=then))
 
     def _bound(self, handle: Incoming, binder: Binder, action: Scatter) -> Binding:
         blocks, binding = handle.foreseen.pop(action.source, ((), None))
@@ -86,7 +86,9 @@ class Scatters:
 
     def _foresee(self, handle: Incoming, binder: Binder, action: Scatter) -> None:
         """Bind what the same source will probably send next: as many tokens, behind these."""
-        if len(action.blocks) != 1 or handle.latest[action.source] != action.op:
+        if self._rooms.get(action.room) is not handle or handle.latest[action.source] != action.op:
+            return
+        if len(action.blocks) != 1:
             return
         following = _after(binder, action.request, action.blocks[0])
         if following is not None:
