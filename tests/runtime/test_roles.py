@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ def role_and_taken(*, held: bool = True) -> tuple[SourceRole, list[Event]]:
     setup = SimpleNamespace(slots=None)
     outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, meter=None, stories=StoryBook(0))
     nothing: Any = None
-    no_writes: Any = SimpleNamespace(advance=lambda now: None, wakeup=lambda: inf)
+    no_writes: Any = SimpleNamespace(ends=lambda now: (), wakeup=lambda: inf)
     return SourceRole(nothing, taken.append, outfit, no_writes, nothing), taken
 
 
@@ -69,3 +70,20 @@ def test_a_room_that_is_over_waits_for_no_gpu() -> None:
     room.outcome = "failed"
     role.advance(0.0)
     assert (taken, role.wakeup(5.0)) == ([], inf)
+
+
+def test_a_target_hears_of_each_write_before_the_next_end_is_looked_at() -> None:
+    told: list[object] = []
+
+    def ends(now: float) -> Iterator[int]:
+        for op in (1, 2):
+            told.append(op)
+            yield op
+
+    nothing: Any = None
+    setup = SimpleNamespace(slots=None)
+    outfit: Any = SimpleNamespace(rooms=None, setup=setup, meter=None, stories=StoryBook(0))
+    writes: Any = SimpleNamespace(ends=ends)
+    channel: Any = SimpleNamespace(let_out=lambda: told.append("let out"))
+    SourceRole(nothing, told.append, outfit, writes, channel).advance(0.0)
+    assert told == [1, "let out", 2, "let out"]

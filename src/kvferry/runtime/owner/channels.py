@@ -10,6 +10,7 @@ begin with the first of many.
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Generic, NamedTuple, TypeVar
@@ -40,8 +41,9 @@ log = logging.getLogger("kvferry.runtime")
 # A connection may fail once in the middle of a restart; a wrong key fails every time.
 SHUT_AFTER = 3
 W = TypeVar("W")
-# So many frames leave before the turn is over.
+# So many frames leave before the turn is over, and so does what has waited for longer than this.
 MOST_WAITING = 8
+MOST_S = 100e-6
 
 
 class Dropped(NamedTuple):
@@ -73,6 +75,7 @@ class Channel(ABC, Generic[W]):
         self._lines = LocalLines(poller)
         self._outbox: dict[W | LocalLine, Parcel] = {}
         self._num_waiting = 0
+        self._flushed = 0.0
 
     def attach(self, answer: Callable[[Event], None], stories: StoryBook | None = None) -> None:
         """Who hears of a frame that can't be sent, and who writes down what was said."""
@@ -95,10 +98,16 @@ class Channel(ABC, Generic[W]):
     def close(self) -> None:
         """Say nothing more."""
 
+    def let_out(self) -> None:
+        """In the middle of a turn: send what waits, unless something has just been sent."""
+        if self._num_waiting and time.monotonic() >= self._flushed + MOST_S:
+            self.flush()
+
     def flush(self) -> None:
         """Send what this turn had to say."""
         if self._num_waiting:
             self._num_waiting = 0
+            self._flushed = time.monotonic()
             outbox, self._outbox = self._outbox, {}
             for way, parcel in outbox.items():
                 messages = bundle(parcel.frames)

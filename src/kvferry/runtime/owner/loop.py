@@ -163,6 +163,9 @@ class Owner:
         self.driver.turn(self._arrived(ready), now)
         for news in self._copier.ended():
             self._take(news)
+            # Peers need not wait for the end of a long turn.
+            self.role.advance(time.monotonic())
+            self.channel.let_out()
         if self._lifeline.fileno() in ready:
             self._lifeline.answer()
         self.stories.now = time.monotonic()

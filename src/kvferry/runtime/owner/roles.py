@@ -147,7 +147,8 @@ class SourceRole:
         """Look at the pushes that wait for a GPU, and at writes that go on."""
         for handle in list(self._waiting):
             self._advance(handle)
-        self._writes.advance(now)
+        for _ in self._writes.ends(now):
+            self._channel.let_out()
 
     @property
     def hurried(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from kvferry.errors import KvferryError, TransportError
@@ -224,10 +224,11 @@ class Writes:
         if reached is not None:
             reached.transport.foresee(reached.remote, binding)
 
-    def advance(self, now: float) -> None:
-        """Take the ends of what was begun here."""
+    def ends(self, now: float) -> Iterator[Op]:
+        """Take the ends of what was begun here, one by one."""
         for end in self._underway.ended(now):
             self.ended(end)
+            yield end.op
 
     @property
     def has_fresh(self) -> bool:
