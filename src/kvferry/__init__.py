@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Refused,
         TransportError,
     )
+    from kvferry.heap import settle_heap
     from kvferry.ids import MAX_NAME, Peer, Room
     from kvferry.layout.hf import spec_from_config
     from kvferry.layout.intervals import Span, Tokens
@@ -162,6 +163,7 @@ __all__ = [
     "read_config",
     "ready_transports",
     "reshard",
+    "settle_heap",
     "spec_from_config",
     "transport_class",
     "warm_up",
@@ -174,6 +176,7 @@ _HOMES = {
     "copy.cpu": "warm_up",
     "digest": "digest_of",
     "errors": "BrokenPlan InputError KvferryError Misuse Reason ReasonCode Refused TransportError",
+    "heap": "settle_heap",
     "ids": "MAX_NAME Peer Room",
     "layout.hf": "spec_from_config",
     "layout.intervals": "Span Tokens",

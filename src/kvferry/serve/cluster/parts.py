@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry import InputError
+from kvferry import InputError, settle_heap
 
 T = TypeVar("T")
 Ready = Callable[[str], None]
@@ -43,19 +43,23 @@ def run_part(kind: PartKind, options: dict[str, Any], ready: Ready) -> None:
     """
     from kvferry.http.limits import raise_open_files  # noqa: PLC0415
 
+    def serves(address: str) -> None:
+        settle_heap()
+        ready(address)
+
     raise_open_files()
     match kind:
         case PartKind.RENDEZVOUS:
-            run_rendezvous(_read(options, RendezvousOptions), ready)
+            run_rendezvous(_read(options, RendezvousOptions), serves)
         case PartKind.ROUTER:
             from kvferry.serve.router.options import RouterOptions  # noqa: PLC0415
             from kvferry.serve.router.serving import run_router  # noqa: PLC0415
 
-            run_router(_read(options, RouterOptions), ready)
+            run_router(_read(options, RouterOptions), serves)
         case PartKind.WORKER:
             from kvferry.serve.worker.instance import InstanceOptions, run_instance  # noqa: PLC0415
 
-            run_instance(_read(options, InstanceOptions), ready)
+            run_instance(_read(options, InstanceOptions), serves)
 
 
 def _read(options: dict[str, Any], kind: type[T]) -> T:

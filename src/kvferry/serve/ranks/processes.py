@@ -28,7 +28,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from kvferry import InputError, KvferryError
+from kvferry import InputError, KvferryError, settle_heap
 from kvferry.logs.lines import LogSettings, install, installed
 from kvferry.serve.engine.steps import StepPlan, StepResult
 from kvferry.serve.ranks.figures import FiguresWriter, left_figures
@@ -249,6 +249,7 @@ def rank_main(
         started.set()
         give_signs(beats, setup.lost_s)
         with closing(FiguresWriter(folder, rank)):
+            settle_heap()
             pipe.send_bytes(_ENCODER.encode(RankAnswer()))
             while data := pipe.recv_bytes():
                 pipe.send_bytes(_ENCODER.encode(RankAnswer(worker.execute(_PLANS.decode(data)))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -163,6 +164,10 @@ class Insight:
         """Memory taken beside the pools."""
         size: int = self.endpoint.staging_bytes
         return size
+
+    def num_settled(self) -> int:
+        """How much of what it holds is never looked at for garbage."""
+        return gc.get_freeze_count()
 
     def cpu_s(self) -> float:
         """Seconds that this process has computed, in all its threads."""

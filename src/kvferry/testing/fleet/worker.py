@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvferry.heap import settle_heap
 from kvferry.ids import Room
 from kvferry.layout.layout import Layout
 from kvferry.plan.plan import Request
@@ -344,6 +345,7 @@ def serve(pipe: Connection) -> None:
         try:
             if method == "start":
                 worker = RankWorker(*args)
+                settle_heap()
                 pipe.send((True, None))
                 continue
             call: Callable[..., Any] = getattr(worker, method)

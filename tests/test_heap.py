@@ -1,0 +1,40 @@
+"""Garbage: what a process holds when it is set up is not looked through again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from kvferry.layout import Layout, Parallel, attention
+from kvferry.testing.fleet import Fleet, FleetSide
+
+SCRIPT = """
+import gc
+import kvferry
+
+held = [[] for _ in range(100_000)]
+lost = []
+lost.append(lost)
+del lost
+kvferry.settle_heap()
+assert gc.get_freeze_count() > 100_000
+assert len(gc.get_objects()) < 1_000, len(gc.get_objects())
+# What is made from now on is looked after as before.
+found = gc.collect()
+one = []
+one.append(one)
+del one
+assert gc.collect() == found + 1
+"""
+
+
+def test_what_is_there_is_not_looked_at_again() -> None:
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+
+
+def test_a_fleets_ranks_have_done_so() -> None:
+    layout = Layout(attention(layers=1, kv_heads=1, head_dim=8), Parallel(), page_tokens=4)
+    sides = [FleetSide(name, layout, 4) for name in ("prefill", "decode")]
+    with Fleet(*sides, transport="shm") as fleet:
+        counts = fleet.all([*fleet.sources, *fleet.targets["decode"]], "num_settled")
+    assert min(counts) > 10_000
