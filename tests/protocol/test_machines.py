@@ -11,9 +11,9 @@ from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer
 from kvferry.layout import CacheSpec, DType, Layout, Paged, Parallel, Slot, Span, attention
 from kvferry.layout.spec import Group, Tensor, Window
-from kvferry.plan import Request
+from kvferry.plan import Block, Request
 from kvferry.protocol.events import Cancel, Finish, Prepare, Push, Received, Sent, Tick
-from kvferry.protocol.lanes import StagePolicy, never_stage
+from kvferry.protocol.lanes import Lane, StagePolicy, never_stage
 from kvferry.protocol.messages import (
     Accept,
     Arrived,
@@ -229,6 +229,32 @@ def test_prepare_asks_for_credits_before_the_push() -> None:
     w.wait(4)
     assert want.total == len({b.serial for b in w.where(Arrived) if isinstance(b, Arrived)})
     assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+def test_how_an_announced_chunk_is_cut_is_asked_once() -> None:
+    asked: list[Span] = []
+
+    def stages(lane: Lane, block: Block) -> bool:
+        asked.append(block.tokens)
+        return block.tokens.first < 4
+
+    dense = layout(DENSE)
+    w = World(dense, (dense,), ProtocolConfig(), Staging(64, 2), stages)
+    w.open(ROOM)
+    w.receive(ROOM, Request(12))
+    w.run()
+    for tokens in (Span(0, 4), Span(4, 8)):
+        w.each_source(Prepare(ROOM, tokens))
+    assert asked == [Span(0, 4), Span(4, 8)]
+    for tokens in (Span(0, 4), Span(4, 8), Span(8, 12)):
+        w.each_source(Push(ROOM, tokens))
+    # What goes directly is asked for again: its pages may not have been known.
+    assert asked[2:] == [Span(4, 8), Span(8, 12)]
+    w.each_source(Finish(ROOM, 12))
+    w.run()
+    assert w.outcomes(ROOM) == {"done"}
+    assert not any(lane.cuts for r in w.source().rooms.values() for lane in r.lanes.values())
     w.finish()
 
 

@@ -44,6 +44,8 @@ class Lane:
     # was announced, chunk by chunk, and is not pushed yet.
     wanted: int = 0
     expected: dict[Span, int] = field(default_factory=dict)
+    # How the blocks of a chunk that was announced are cut, until it is pushed.
+    cuts: dict[Span, dict[Block, list[Block]]] = field(default_factory=dict)
     waiting_since: float = 0.0
     busy_until: float = 0.0
     credit: dict[Serial, SlotIndex] = field(default_factory=dict)
@@ -204,22 +206,14 @@ def states(lane: Lane, layers: Span) -> list[Block]:
 
 
 def cut(
-    lane: Lane, source: int, blocks: Iterable[Block], stages: StagePolicy, local_bytes: int
-) -> tuple[list[Block], list[Block]]:
-    """Blocks to write directly, and fragments that each fit a slot of either side."""
-    plan, target, slot_bytes = lane.link.plan, lane.peer.rank, min(lane.slot_bytes, local_bytes)
-    direct: list[Block] = []
-    staged: list[Block] = []
-    for block in blocks:
-        fragments = None
-        # Always asked, because it binds what will be written.
-        if stages(lane, block) and lane.may_stage:
-            fragments = cut_to_slots(plan, source, target, block, slot_bytes)
-        if fragments is None:
-            direct.append(block)
-        else:
-            staged += fragments
-    return direct, staged
+    lane: Lane, source: int, block: Block, stages: StagePolicy, local_bytes: int
+) -> list[Block] | None:
+    """Fragments that each fit a slot of either side; None if a block is written directly."""
+    # Always asked, because it binds what will be written.
+    if not stages(lane, block) or not lane.may_stage:
+        return None
+    slot_bytes = min(lane.slot_bytes, local_bytes)
+    return cut_to_slots(lane.link.plan, source, lane.peer.rank, block, slot_bytes)
 
 
 def chunk(lane: Lane, tokens: Span, layers: Span) -> list[Block]:

@@ -17,7 +17,7 @@ credits go on, whatever becomes of a target.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from kvferry.config import ProtocolConfig
@@ -112,15 +112,19 @@ class Writer(Welcomer):
     def _expect(self, lane: Lane, tokens: Span) -> None:
         """These tokens will be pushed: ask for the credits that they need."""
         if tokens not in lane.expected and lane.room.lacks_of(lane, tokens):
-            _, staged = self._cut(lane, chunk(lane, tokens, self._all_layers))
-            lane.expected[tokens] = len(staged)
+            blocks = chunk(lane, tokens, self._all_layers)
+            cuts = lane.cuts[tokens] = {
+                block: fragments for block in blocks if (fragments := self._cut(lane, block))
+            }
+            lane.expected[tokens] = sum(map(len, cuts.values()))
             self._ask(lane)
 
     def _send(self, lane: Lane, push: Push) -> None:
         """Have written what a push means for a lane; ask at once for what its rest will need."""
         tokens, layers = push.tokens, self._layers_of(push)
         rows = states(lane, layers) if push.states else []
-        num_staged = self._enqueue(lane, [*chunk(lane, tokens, layers), *rows])
+        known = lane.cuts.pop(tokens, {})
+        num_staged = self._enqueue(lane, [*chunk(lane, tokens, layers), *rows], known)
         if push.layers is not None and not lane.expects(tokens):
             lane.expected[tokens] = num_expected(lane, tokens, layers, num_staged)
         else:
@@ -135,18 +139,29 @@ class Writer(Welcomer):
         self._enqueue(lane, [row for layers in gaps for row in states(lane, layers)])
         self._ask(lane)
 
-    def _enqueue(self, lane: Lane, blocks: Iterable[Block]) -> int:
-        """Have blocks written; how many fragments of them wait for credits?"""
-        direct, staged = self._cut(lane, blocks)
-        lane.direct.extend(direct)
+    def _enqueue(
+        self, lane: Lane, blocks: Iterable[Block], known: Mapping[Block, list[Block]] = {}
+    ) -> int:
+        """Have blocks written; how many fragments of them wait for credits?
+
+        ``known``: how some of them are cut. One that goes directly is asked for again, because
+        its pages may not have been known before.
+        """
+        staged: list[Block] = []
+        for block in blocks:
+            fragments = known.get(block) or self._cut(lane, block)
+            if fragments is None:
+                lane.direct.append(block)
+            else:
+                staged += fragments
         if staged and not lane.awaits_credit:
             lane.waiting_since = self._now
         lane.staged.extend(staged)
         self._wake(lane)
         return len(staged)
 
-    def _cut(self, lane: Lane, blocks: Iterable[Block]) -> tuple[list[Block], list[Block]]:
-        return cut(lane, self.me.rank, blocks, self.stages, self.config.local_slot_bytes)
+    def _cut(self, lane: Lane, block: Block) -> list[Block] | None:
+        return cut(lane, self.me.rank, block, self.stages, self.config.local_slot_bytes)
 
     def _ask(self, lane: Lane) -> None:
         """Ask for the credits that the lane needs, if they are more than it has asked for."""
