@@ -174,6 +174,39 @@ def test_the_same_tokens_of_other_layers_are_in_the_same_pages() -> None:
         reach.extend(its.chunk(Span(1 << 30, (1 << 30) + 1), [1]))
 
 
+def test_what_is_named_again_is_the_same_object_and_all_else_is_checked() -> None:
+    made, tokens, pages = shelf(), Span(0, 8), [3, 4]
+    first = made.chunk(tokens, pages)
+    again = made.chunk(tokens, pages, Span(0, 1), first)
+    assert again["kv"] is first["kv"]
+    # An engine may use its list again for something else.
+    pages[1] = NUM_PAGES
+    with pytest.raises(InputError, match=f"page 3 or {NUM_PAGES}"):
+        made.chunk(tokens, pages, Span(1, 2), first)
+    with pytest.raises(InputError, match="3 pages .* and 2 were given"):
+        made.chunk(Span(0, 9), [3, 4], Span(1, 2), first)
+    # The same pages for other tokens are another chunk.
+    assert made.chunk(Span(8, 16), [3, 4], None, first) == {"kv": (2, (3, 4))}
+
+
+def test_other_pages_are_noticed_after_the_same_were_named_again() -> None:
+    known, grown = Reach(), GrowingTables()
+    chunk, other = {"kv": (0, (3, 4))}, {"kv": (0, (3, 5))}
+    for _ in range(2):
+        known.extend(chunk)
+        grown.add(chunk)
+    table = grown.tables()["kv"]
+    grown.add(chunk)
+    assert grown.tables()["kv"] is table
+    with pytest.raises(InputError, match="names other pages"):
+        known.extend(other)
+    # Nothing of it was taken in.
+    known.extend(chunk)
+    known.extend({"kv": (2, (6,))})
+    with pytest.raises(InputError, match="names other pages"):
+        known.extend(other)
+
+
 def test_pages_are_needed_of_groups_that_have_such_layers() -> None:
     its = shelf(layout(HYBRID, 4))
     assert its.chunk(Span(0, 4), {"full": [1]}, Span(0, 1)) == {"full": (0, (1,))}

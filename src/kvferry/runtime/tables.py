@@ -6,6 +6,7 @@ Pure. What is wrong is said before anything is sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 from kvferry.errors import InputError
@@ -79,17 +80,30 @@ class Shelf:
 
     # ------------------------------------------------------------ chunk by chunk
 
-    def chunk(self, tokens: Span, pages: Pages, layers: Span | None = None) -> Chunk:
-        """The pages that a chunk touches, in groups of which this rank holds such layers."""
-        chunks = {}
+    def chunk(
+        self,
+        tokens: Span,
+        pages: Pages,
+        layers: Span | None = None,
+        known: Chunk | None = None,
+    ) -> Chunk:
+        """The pages that a chunk touches, in groups of which this rank holds such layers.
+
+        What is as in ``known`` was found to be good, and is given back as the same object.
+        """
+        chunks: dict[str, tuple[int, tuple[int, ...]]] = {}
         for group in self._paged:
             if not self._has(group.name, layers):
                 continue
             local = self._local_pages(group.name, tokens)
             gaps = isinstance(group.kind, Window)
             named: list[Any] = _pages_of(group.name, pages, gaps=gaps)
-            self._demand_good(group.name, [p for p in named if p is not None] if gaps else named)
             given = tuple([UNKNOWN if p is None else p for p in named] if gaps else named)
+            before = (known or {}).get(group.name)
+            if before == (local.first, given) and len(given) == len(local):
+                chunks[group.name] = before
+                continue
+            self._demand_good(group.name, [p for p in named if p is not None] if gaps else named)
             if len(given) != len(local):
                 raise InputError(
                     f"tokens {tokens} touch {len(local)} pages of group {group.name!r}, "
@@ -165,7 +179,7 @@ def _numbers(group: str, pages: Sequence[int | None], *, gaps: bool) -> list[int
         # Arrays and tensors have this; their own integers can't travel.
         listed: Sequence[Any] = pages.tolist() if hasattr(pages, "tolist") else pages
         if not gaps:
-            return [page.__index__() for page in listed]
+            return list(map(index, listed))
         return [None if page is None else page.__index__() for page in listed]
     except (AttributeError, TypeError):
         raise InputError(f"pages of group {group!r} are whole numbers in a flat list") from None
@@ -185,6 +199,8 @@ class KnownPages:
     def __init__(self, first: int) -> None:
         self.first = first
         self.pages: list[int] = []
+        # What was named last, and where it begins: layer by layer it comes again.
+        self._latest: tuple[int, Sequence[int]] = (0, ())
 
     @property
     def num_pages(self) -> int:
@@ -193,6 +209,8 @@ class KnownPages:
 
     def takes(self, first: int, pages: Sequence[int]) -> bool:
         """Whether no other page was named before for one of these places."""
+        if self._is_latest(first, pages):
+            return True
         skip = first - self.first
         known = self.pages[max(0, skip) : max(0, skip + len(pages))]
         given = pages[max(0, -skip) :]
@@ -200,6 +218,9 @@ class KnownPages:
 
     def put(self, first: int, pages: Sequence[int]) -> bool:
         """Take in pages from that place on; whether one of them is new."""
+        if self._is_latest(first, pages):
+            return False
+        self._latest = first, pages
         if first < self.first:
             self.pages[:0] = [UNKNOWN] * (self.first - first)
             self.first = first
@@ -209,6 +230,10 @@ class KnownPages:
             return False
         self.pages[at : at + len(pages)] = pages
         return True
+
+    def _is_latest(self, first: int, pages: Sequence[int]) -> bool:
+        at, latest = self._latest
+        return first == at and pages is latest
 
 
 class Reach:
