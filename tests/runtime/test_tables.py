@@ -183,7 +183,7 @@ def test_what_is_named_again_is_the_same_object_and_all_else_is_checked() -> Non
     pages[1] = NUM_PAGES
     with pytest.raises(InputError, match=f"page 3 or {NUM_PAGES}"):
         made.chunk(tokens, pages, Span(1, 2), first)
-    with pytest.raises(InputError, match="3 pages .* and 2 were given"):
+    with pytest.raises(InputError, match=r"3 pages .* and 2 were given"):
         made.chunk(Span(0, 9), [3, 4], Span(1, 2), first)
     # The same pages for other tokens are another chunk.
     assert made.chunk(Span(8, 16), [3, 4], None, first) == {"kv": (2, (3, 4))}
