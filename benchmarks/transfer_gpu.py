@@ -39,8 +39,8 @@ MOST_WRONG = 1.5
 class GpuCase(NamedTuple):
     """One measurement. ``transport`` None is the one that maps memory of the device.
 
-    Two slots of 62 MiB carry one long request in less time than the four that 128 MiB are cut
-    into by default, which serve many short ones.
+    Two slots of 62 MiB carry one long request in less time than the three that 128 MiB are cut
+    into by default, which serve several short ones.
     """
 
     name: str

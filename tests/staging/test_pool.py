@@ -11,6 +11,8 @@ from kvferry.staging.pool import (
     DEFAULT_BUDGET_BYTES,
     DEFAULT_SLOT_BYTES,
     ENOUGH_SLOTS,
+    GPU_ENOUGH_SLOTS,
+    GPU_SLOT_BYTES,
     MIB,
     PAGE_BYTES,
     SlotPool,
@@ -36,6 +38,14 @@ def test_slots_follow_each_other() -> None:
 
 def test_a_small_budget_is_still_cut_into_enough_slots() -> None:
     assert slots_for(4096, budget_bytes=MIB) == SlotPool(MIB // 4, 4)
+    assert slots_for(4096, budget_bytes=3 * MIB, enough_slots=3) == SlotPool(MIB, 3)
+
+
+@pytest.mark.parametrize(("budget_mib", "slot_mib"), [(60, 20), (1020, 340), (4092, 340)])
+def test_a_gpus_slots_grow_with_the_budget(budget_mib: int, slot_mib: int) -> None:
+    how = {"most_slot_bytes": GPU_SLOT_BYTES, "enough_slots": GPU_ENOUGH_SLOTS}
+    pool = slots_for(4096, budget_bytes=budget_mib * MIB, **how)
+    assert pool == SlotPool(slot_mib * MIB, budget_mib // slot_mib)
 
 
 def test_a_large_unit_makes_the_slots_larger() -> None:

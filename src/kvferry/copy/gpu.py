@@ -79,6 +79,11 @@ class GpuCopier:
         # Nobody else may get the pinned memory while the GPU still reads a table from it.
         weakref.finalize(self, self._stream.synchronize)
 
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Where its copies are queued."""
+        return self._stream
+
     def warm_up(self) -> None:
         """Compile and load every kernel, so that no request waits for it."""
         tiles = [tile for choices in TILES.values() for tile in choices]

@@ -80,7 +80,7 @@ class Tile(NamedTuple):
 # For each word, the longest span first. A row longer than its piece leaves threads idle, so the
 # first is taken whose span divides the longest piece, or else the last. Measured on an H200.
 TILES = {
-    16: (Tile(16, 512, 2, 1, 2), Tile(16, 128, 32, 4, 2)),
+    16: (Tile(16, 512, 2, 1, 2), Tile(16, 256, 8, 2, 2), Tile(16, 128, 32, 4, 2)),
     8: (Tile(8, 256, 16, 4, 2), Tile(8, 64, 64, 4, 2)),
     4: (Tile(4, 128, 16, 4, 2),),
     2: (Tile(2, 64, 16, 4, 2),),

@@ -24,7 +24,13 @@ from kvferry.runtime.memory import Memory, PoolArrays, arrays_of
 from kvferry.runtime.mover.calibration import scratch_bytes
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.staging import SlotPool, allocate, slots_for
-from kvferry.staging.pool import DEFAULT_SLOT_BYTES, GPU_SLOT_BYTES, MAX_SLOTS
+from kvferry.staging.pool import (
+    DEFAULT_SLOT_BYTES,
+    ENOUGH_SLOTS,
+    GPU_ENOUGH_SLOTS,
+    GPU_SLOT_BYTES,
+    MAX_SLOTS,
+)
 from kvferry.transport.base import Setup, Transport
 from kvferry.transport.registry import load, transport_class
 from kvferry.transport.several import AUTO, TransportSet, asked_for
@@ -271,6 +277,7 @@ def _slots(
         budget_bytes=config.staging_bytes - scratch,
         slot_bytes=config.slot_bytes,
         most_slot_bytes=DEFAULT_SLOT_BYTES if on_host else GPU_SLOT_BYTES,
+        enough_slots=ENOUGH_SLOTS if on_host else GPU_ENOUGH_SLOTS,
         most_slots=most_slots if on_host else MAX_SLOTS,
     )
     buffer = allocate(pool.num_bytes + scratch, memory.device)
