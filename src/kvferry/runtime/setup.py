@@ -146,6 +146,8 @@ class EndpointSetup(NamedTuple):
     incarnation: int
     lifeline: Lifeline
     metadata: PeerMetadata
+    # Of the pools' regions. One object for all copies: whoever has seen it knows it again.
+    addresses: tuple[int, ...]
 
     @property
     def identity(self) -> Identity:
@@ -163,11 +165,6 @@ class EndpointSetup(NamedTuple):
     def staging_bytes(self) -> int:
         """Memory taken beside the pools."""
         return self.slots.region.num_bytes if self.slots else 0
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Of the pools' regions."""
-        return tuple(region.address for region in self.memory.regions)
 
     @property
     def staging(self) -> Staging:
@@ -213,7 +210,9 @@ def set_up(
     staging_region = len(memory.regions) if slots else None
     scratch = (slots.scratch_offset, slots.scratch_bytes) if slots else (0, 0)
     metadata = PeerMetadata(lifeline.address, staging_region, *scratch, door)
-    return EndpointSetup(member, memory, slots, transports, offers, incarnation, lifeline, metadata)
+    addresses = tuple(region.address for region in memory.regions)
+    what = member, memory, slots, transports, offers, incarnation, lifeline, metadata
+    return EndpointSetup(*what, addresses)
 
 
 def _several(transport: str | Transport | TransportSet, config: EndpointConfig) -> TransportSet:
