@@ -251,10 +251,11 @@ def test_how_an_announced_chunk_is_cut_is_asked_once() -> None:
         w.each_source(Push(ROOM, tokens))
     # What goes directly is asked for again: its pages may not have been known.
     assert asked[2:] == [Span(4, 8), Span(8, 12)]
+    (lane,) = w.source().rooms[ROOM].lanes.values()
+    assert not lane.cuts, "what was pushed is not remembered"
     w.each_source(Finish(ROOM, 12))
     w.run()
     assert w.outcomes(ROOM) == {"done"}
-    assert not any(lane.cuts for r in w.source().rooms.values() for lane in r.lanes.values())
     w.finish()
 
 

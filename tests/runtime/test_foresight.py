@@ -114,6 +114,15 @@ def test_what_comes_next_is_bound_before_it_comes(desk: Desk) -> None:
     desk.check(desk.scatter("r", last), "r", last)
 
 
+def test_nothing_is_bound_for_a_room_that_is_over(desk: Desk) -> None:
+    job = desk.scatter("r", block(0, 20))
+    job.bind()
+    del desk.rooms["r"]
+    assert job.at_leisure is not None
+    job.at_leisure()
+    assert desk.num_bound == 1
+
+
 def test_nothing_comes_after_the_end(desk: Desk) -> None:
     copy(desk.scatter("r", block(30, REQUEST.num_tokens)))
     assert (desk.num_bound, desk.rooms["r"].foreseen) == (1, {})
