@@ -55,8 +55,6 @@ class Outgoing(Handle):
         self._all = Span(0, shelf.num_layers)
         self._pushed = Coverage()
         self._reach = Reach()
-        # What was named last, and is likely to be named again for the next layers.
-        self._latest: Chunk = {}
         self._rows: dict[str, int] = {}
         self._states = SpanSet()
         self._state_ends: set[int] = set()
@@ -77,9 +75,8 @@ class Outgoing(Handle):
     def prepare(self, tokens: tuple[int, int], pages: Pages) -> None:
         """These tokens are about to be computed into these pages: ask for credits now."""
         span = self._span(tokens, "prepare")
-        chunk = self._shelf.chunk(span, pages, known=self._latest)
+        chunk = self._shelf.chunk(span, pages, known=self._reach.latest)
         self._reach.extend(chunk)
-        self._latest = chunk
         self._step(self, None, lambda: self.tables.add(chunk), Prepare(self.room, span))
 
     def push(
@@ -99,11 +96,10 @@ class Outgoing(Handle):
         span = self._span(tokens, "push")
         demand_waitable(after)
         some = None if layers is None else span_of(layers, "layers", self._all.end)
-        chunk = self._shelf.chunk(span, pages, some, self._latest)
+        chunk = self._shelf.chunk(span, pages, some, self._reach.latest)
         rows = {} if states is None else self._shelf.rows(states, some, self._rows)
         self._demand_new(span, some or self._all, bool(rows))
         self._reach.extend(chunk)
-        self._latest = chunk
         self._pushed.add(some or self._all, span)
         if rows:
             self._rows |= rows

@@ -210,9 +210,17 @@ def set_up(
     staging_region = len(memory.regions) if slots else None
     scratch = (slots.scratch_offset, slots.scratch_bytes) if slots else (0, 0)
     metadata = PeerMetadata(lifeline.address, staging_region, *scratch, door)
-    addresses = tuple(region.address for region in memory.regions)
-    what = member, memory, slots, transports, offers, incarnation, lifeline, metadata
-    return EndpointSetup(*what, addresses)
+    return EndpointSetup(
+        member,
+        memory,
+        slots,
+        transports,
+        offers,
+        incarnation,
+        lifeline,
+        metadata,
+        addresses=tuple(region.address for region in memory.regions),
+    )
 
 
 def _several(transport: str | Transport | TransportSet, config: EndpointConfig) -> TransportSet:

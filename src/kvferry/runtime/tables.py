@@ -199,8 +199,6 @@ class KnownPages:
     def __init__(self, first: int) -> None:
         self.first = first
         self.pages: list[int] = []
-        # What was named last, and where it begins: layer by layer it comes again.
-        self._latest: tuple[int, Sequence[int]] = (0, ())
 
     @property
     def num_pages(self) -> int:
@@ -209,8 +207,6 @@ class KnownPages:
 
     def takes(self, first: int, pages: Sequence[int]) -> bool:
         """Whether no other page was named before for one of these places."""
-        if self._is_latest(first, pages):
-            return True
         skip = first - self.first
         known = self.pages[max(0, skip) : max(0, skip + len(pages))]
         given = pages[max(0, -skip) :]
@@ -218,9 +214,6 @@ class KnownPages:
 
     def put(self, first: int, pages: Sequence[int]) -> bool:
         """Take in pages from that place on; whether one of them is new."""
-        if self._is_latest(first, pages):
-            return False
-        self._latest = first, pages
         if first < self.first:
             self.pages[:0] = [UNKNOWN] * (self.first - first)
             self.first = first
@@ -231,20 +224,19 @@ class KnownPages:
         self.pages[at : at + len(pages)] = pages
         return True
 
-    def _is_latest(self, first: int, pages: Sequence[int]) -> bool:
-        at, latest = self._latest
-        return first == at and pages is latest
-
 
 class Reach:
     """What an engine has said of a room's pages; checked before anything is done."""
 
     def __init__(self) -> None:
         self._known: dict[str, KnownPages] = {}
+        # What was named last of each group, and comes again layer by layer.
+        self.latest: Chunk = {}
 
     def extend(self, chunk: Chunk) -> None:
         """Take in a chunk. Raises ``InputError``, and then nothing was taken in."""
-        for group, (first, pages) in chunk.items():
+        new = {group: its for group, its in chunk.items() if its is not self.latest.get(group)}
+        for group, (first, pages) in new.items():
             known = self._known.get(group)
             if known is None or not pages:
                 continue
@@ -256,9 +248,10 @@ class Reach:
             far = max(known.first + len(known.pages), first + len(pages))
             if far - min(known.first, first) > MAX_PAGES:
                 raise InputError(f"group {group!r} names pages too far apart; push nearer tokens")
-        for group, (first, pages) in chunk.items():
+        for group, (first, pages) in new.items():
             if pages:
                 self._known.setdefault(group, KnownPages(first)).put(first, pages)
+        self.latest = {**self.latest, **new}
 
 
 class GrowingTables:
