@@ -6,6 +6,7 @@ import asyncio
 import functools
 import io
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,11 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from prometheus_client import CollectorRegistry
 
+from kvferry.http.connections import Connections
+from kvferry.http.limits import HttpLimits
+from kvferry.http.site import HttpSite
 from kvferry.serve.router.options import RouterOptions
 from kvferry.serve.router.serving import serving
 
@@ -71,7 +76,7 @@ class FakeWorker:
         self.is_silent = False
         self.problem = ""
         self.port = 0
-        self._runner: web.AppRunner | None = None
+        self._site: HttpSite | None = None
 
     @property
     def url(self) -> str:
@@ -83,15 +88,19 @@ class FakeWorker:
         app.router.add_delete("/kvferry/rooms/{room}", self._give_up)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        await self.listen(app)
+
+    async def listen(self, app: web.Application) -> None:
+        """As our servers do: who comes in the moment of the end is let in and then closed."""
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = listener.getsockname()[1]
+        connections = Connections(HttpLimits(), CollectorRegistry())
+        self._site = HttpSite(app, connections, shutdown_s=0.1)
+        await self._site.start(listener)
 
     async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._site is not None:
+            await self._site.stop()
 
     async def _health(self, request: web.Request) -> web.Response:
         if self.is_silent:

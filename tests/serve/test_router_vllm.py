@@ -95,10 +95,7 @@ class FakeVllm(FakeWorker):
         app.router.add_get("/health", self._well)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._answer)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.port = self._runner.addresses[0][1]
+        await self.listen(app)
 
     async def _well(self, request: web.Request) -> web.Response:
         return web.Response()
