@@ -36,7 +36,6 @@ from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.copier import BulkWrite, Copied, CopierNews, CopyJob, Filled, HostCopier
 from kvferry.runtime.costs import LinkCosts
 from kvferry.runtime.memory import Memory
-from kvferry.runtime.mover.calibration import SCRATCH_BYTES
 from kvferry.runtime.mover.mover import Posting, WriteEnd
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.rooms import RoomTable
@@ -223,7 +222,7 @@ def config(num_slots: int) -> EndpointConfig:
     return EndpointConfig(
         path=Path.STAGED,
         slot_bytes=4096,
-        staging_bytes=SCRATCH_BYTES + num_slots * 4096,
+        staging_bytes=num_slots * 4096,
         constants=PRESETS["nixl-host"],
         protocol=replace(QUICK, credit_patience_s=60.0, ahead_slots=AHEAD, local_slots=8),
     )

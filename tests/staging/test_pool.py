@@ -23,7 +23,7 @@ from kvferry.staging.pool import (
 def test_the_default_stays_within_64_mib() -> None:
     pool = slots_for(4096)
     assert pool == SlotPool(DEFAULT_SLOT_BYTES, ENOUGH_SLOTS)
-    assert 60 * MIB <= pool.num_bytes <= DEFAULT_BUDGET_BYTES == 64 * MIB
+    assert pool.num_bytes == DEFAULT_BUDGET_BYTES == 64 * MIB
 
 
 def test_slots_follow_each_other() -> None:
@@ -41,7 +41,7 @@ def test_a_small_budget_is_still_cut_into_enough_slots() -> None:
     assert slots_for(4096, budget_bytes=3 * MIB, enough_slots=3) == SlotPool(MIB, 3)
 
 
-@pytest.mark.parametrize(("budget_mib", "slot_mib"), [(60, 20), (1020, 340), (4092, 340)])
+@pytest.mark.parametrize(("budget_mib", "slot_mib"), [(60, 20), (768, 256), (4096, 256)])
 def test_a_gpus_slots_grow_with_the_budget(budget_mib: int, slot_mib: int) -> None:
     how = {"most_slot_bytes": GPU_SLOT_BYTES, "enough_slots": GPU_ENOUGH_SLOTS}
     pool = slots_for(4096, budget_bytes=budget_mib * MIB, **how)

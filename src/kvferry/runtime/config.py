@@ -19,8 +19,8 @@ MAX_KEPT_STEPS = 1 << 22
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where an endpoint listens, how much it stages, and which path it takes.
 
-    ``staging_bytes`` is all that an endpoint takes beside the pools; 0 is none. It is
-    cut into slots of ``slot_bytes``, or of what suits the pools' device.
+    ``staging_bytes`` is what is staged through, beside 1 MiB (4 on a GPU) to measure links; 0 is
+    neither. It is cut into slots of ``slot_bytes``, or of what suits the pools' device.
     ``path`` overrides the chooser and ``constants`` what it would measure.
     ``options`` are the transport's own. A thread of ours that is overdue by ``stalled_s``
     is told of. A room waits ``find_s`` for an instance that the rendezvous says is not complete;

@@ -120,7 +120,7 @@ class RankEndpoint(ABC, Generic[H]):
 
     @property
     def staging_bytes(self) -> int:
-        """Memory taken beside the pools."""
+        """What its staging slots take."""
         return self._setup.staging_bytes
 
     @property

@@ -163,8 +163,8 @@ class EndpointSetup(NamedTuple):
 
     @property
     def staging_bytes(self) -> int:
-        """Memory taken beside the pools."""
-        return self.slots.region.num_bytes if self.slots else 0
+        """What the slots take."""
+        return self.slots.pool.num_bytes if self.slots else 0
 
     @property
     def staging(self) -> Staging:
@@ -275,17 +275,17 @@ def _slots(
     if not transports.stages or not config.staging_bytes:
         return None
     unit_bytes = max(group.unit_bytes for group in layout.spec.groups)
-    scratch = scratch_bytes(memory.device)
     # A GPU gathers all slots that wait in one launch and needs no core for their writes, so a
     # source has as many there as a target.
     on_host = memory.device.is_host
     pool = slots_for(
         unit_bytes,
-        budget_bytes=config.staging_bytes - scratch,
+        budget_bytes=config.staging_bytes,
         slot_bytes=config.slot_bytes,
         most_slot_bytes=DEFAULT_SLOT_BYTES if on_host else GPU_SLOT_BYTES,
         enough_slots=ENOUGH_SLOTS if on_host else GPU_ENOUGH_SLOTS,
         most_slots=most_slots if on_host else MAX_SLOTS,
     )
-    buffer = allocate(pool.num_bytes + scratch, memory.device)
+    # Beside the slots, which would hold less than a power of two of what comes in powers of two.
+    buffer = allocate(pool.num_bytes + scratch_bytes(memory.device), memory.device)
     return StagingMemory(buffer.region, pool, buffer)

@@ -8,14 +8,14 @@ from kvferry.errors import InputError
 
 MIB = 1 << 20
 DEFAULT_BUDGET_BYTES = 64 * MIB
-# As large as four of them fit the budget beside a little scratch memory: what a slot costs
-# beside its bytes is messages and changes of threads (docs/adr/0012).
-DEFAULT_SLOT_BYTES = 15 * MIB
+# As large as four of them fit the budget: what a slot costs beside its bytes is messages and
+# changes of threads (docs/adr/0012).
+DEFAULT_SLOT_BYTES = 16 * MIB
 # Enough that one can be gathered into, one sent and one scattered at the same time.
 ENOUGH_SLOTS = 4
 # A GPU copies a slot in less time than its messages take: fewer there, which grow with the budget.
 GPU_ENOUGH_SLOTS = 3
-GPU_SLOT_BYTES = 340 * MIB
+GPU_SLOT_BYTES = 256 * MIB
 MAX_SLOTS = 1 << 20
 # A slot begins where a memory page does: copies store whole lines, transports pin whole pages.
 PAGE_BYTES = 4096

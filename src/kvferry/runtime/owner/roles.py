@@ -164,10 +164,9 @@ class SourceRole:
         machine = self._driver.machine
         self._channel.keep(machine.links)
         if self._slots:
-            pool, total = self._slots.pool, self._slots.region.num_bytes
-            self._meter.staging(
-                (pool.num_slots - len(machine.local_slots)) * pool.slot_bytes, total
-            )
+            pool = self._slots.pool
+            used = pool.num_slots - len(machine.local_slots)
+            self._meter.staging(used * pool.slot_bytes, pool.num_bytes)
 
 
 class TargetRole:
@@ -292,7 +291,7 @@ class TargetRole:
         if self._slots:
             pool = self._slots.pool
             used = pool.num_slots - len(machine.credits.free)
-            self._meter.staging(used * pool.slot_bytes, self._slots.region.num_bytes)
+            self._meter.staging(used * pool.slot_bytes, pool.num_bytes)
 
 
 def _differs(link: Link, lives: dict[Peer, int]) -> bool:

@@ -161,7 +161,7 @@ class Insight:
         return self.endpoint.constants
 
     def staging_bytes(self) -> int:
-        """Memory taken beside the pools."""
+        """What its staging slots take."""
         size: int = self.endpoint.staging_bytes
         return size
 

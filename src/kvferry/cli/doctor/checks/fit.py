@@ -29,7 +29,6 @@ from kvferry.plan import (
 )
 from kvferry.regions import HOST, Device
 from kvferry.runtime.costs import GPU_SLOT_S, SLOT_S, preset_for
-from kvferry.runtime.mover.calibration import SCRATCH_BYTES
 from kvferry.staging.pool import DEFAULT_BUDGET_BYTES, DEFAULT_SLOT_BYTES, ENOUGH_SLOTS, slots_for
 from kvferry.units import human_bytes, human_seconds
 
@@ -138,7 +137,7 @@ def staging(pairing: Pairing, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Check
         told = f"of no use here; staging_bytes=0 saves {shown} for each endpoint"
         return ok(AREA, "staging", told)
     try:
-        slots = slots_for(_largest_bytes(pairing), budget_bytes=budget_bytes - SCRATCH_BYTES)
+        slots = slots_for(_largest_bytes(pairing), budget_bytes=budget_bytes)
     except InputError as error:
         what, _, remedy = str(error).rpartition("; ")
         return Check(AREA, "staging", State.NOTE, f"{what}, so slices are written", remedy)
