@@ -41,7 +41,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kvferry.copy.gpu import GpuCopier, GpuCopy
+from kvferry.copy.gpu import MAX_DRAFTS, GpuCopier, GpuCopy
 
 pytestmark = pytest.mark.gpu
 
@@ -333,6 +333,43 @@ def test_many_calls_under_way_keep_their_tables_apart(copier: GpuCopier) -> None
     for moving, _, slots in cases:
         for slot, pair in zip(slots, (Pair(0, 0), Pair(0, 1)), strict=True):
             np.testing.assert_array_equal(slot.cpu().numpy(), moving._reference_slot(pair))
+
+
+def _scattered(tokens: int = 64) -> tuple[Moving, GpuCopy]:
+    """What a target has to scatter: a slot that is filled with what it is to get."""
+    spec = attention(layers=2, kv_heads=4, head_dim=128)
+    moving = Moving(plan_of(spec, (1, 1), (16, 16), ORDERS[0]), Request(tokens), seed=tokens)
+    slot = on_gpu(moving._reference_slot(Pair(0, 0)))
+    moving.held.append([slot])  # It lives as long as the rest.
+    torch.cuda.synchronize()
+    return moving, moving._scatter(Pair(0, 0), slot)
+
+
+@pytest.mark.parametrize("shift", [0, 4096, 8])
+def test_what_was_foreseen_is_copied_from_where_it_has_come(copier: GpuCopier, shift: int) -> None:
+    """Also from where the table can't simply be moved to, and although the guess is rubbish."""
+    moving, job = _scattered()
+    guess = job._replace(sources=(job.sources[0] - shift,))
+    copier.foresee(guess)
+    copier.foresee(guess)
+    copier.copy([job]).synchronize()
+    moving.assert_arrived()
+
+
+def test_what_was_foreseen_may_come_with_others_or_never(copier: GpuCopier) -> None:
+    cases = [_scattered(tokens) for tokens in range(1, MAX_DRAFTS + 9)]
+    for _, job in cases:
+        copier.foresee(job)
+    for moving, job in cases[:3]:
+        copier.copy([job]).synchronize()
+        moving.assert_arrived()
+    rest = cases[3::2]
+    copier.copy([job for _, job in rest]).synchronize()
+    for moving, _ in rest:
+        moving.assert_arrived()
+    again, job = _scattered(5)
+    copier.copy([job]).synchronize()
+    again.assert_arrived()
 
 
 def test_any_thread_may_own_a_copier() -> None:

@@ -19,6 +19,7 @@ from kvferry.copy.gpu_tables import (
     Launch,
     Table,
     batches,
+    may_move,
     table_of,
 )
 from kvferry.errors import InputError
@@ -134,6 +135,35 @@ def test_any_layout_to_any_layout(
     for addresses, regions in zip(to, wanted, strict=True):
         for address, want in zip(addresses, regions, strict=True):
             np.testing.assert_array_equal(space.bytes[address : address + len(want)], want)
+
+
+@pytest.mark.parametrize("v_head_dim", [64, 48])
+@pytest.mark.parametrize("by", [0, 16, 4096, -64])
+def test_a_table_can_be_moved_to_another_slot(v_head_dim: int, by: int) -> None:
+    """With K and V alike, which are one part, and with parts of their own."""
+    spec = attention(layers=3, kv_heads=2, head_dim=64, v_head_dim=v_head_dim)
+    layout = Layout(spec, page_tokens=4)
+    (rank,) = make_ranks(layout, 16, np.random.default_rng(1))
+    binding = bind(reshard(layout, layout), Pair(0, 0), Request(16), Image(), rank.side)
+    targets = tuple(1 << 20 for _ in rank.regions)
+    job, moved = (
+        GpuCopy(binding, (1 << 16,), targets),
+        GpuCopy(binding, ((1 << 16) + by,), targets),
+    )
+    table, wanted = (table_of([each], AddressBook(), room) for each in (job, moved))
+    table.move_sources(by)
+    np.testing.assert_array_equal(table.numbers, wanted.numbers)
+    assert table.launches == wanted.launches
+    assert may_move(job, moved)
+
+
+def test_what_can_t_be_moved() -> None:
+    job = GpuCopy(Binding(()), (64,), (1, 2))
+    assert not may_move(job, job._replace(sources=(72,))), "words may be narrower there"
+    assert not may_move(job, job._replace(targets=(1, 3)))
+    two = job._replace(sources=(64, 128))
+    assert not may_move(two, two), "each region of several would move by its own"
+    assert not may_move(job, two)
 
 
 def gathers(target_tp: int, v_head_dim: int = 128, slot: int = 1 << 30) -> list[GpuCopy]:

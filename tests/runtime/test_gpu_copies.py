@@ -39,12 +39,16 @@ class Gpu:
         self.launches: list[tuple[int, Launched]] = []
         self.refuses = ""
         self.drained = 0
+        self.foreseen: list[GpuCopy] = []
 
     def copy(self, jobs: Sequence[GpuCopy]) -> Launched:
         if self.refuses:
             raise TransportError(self.refuses)
         self.launches.append((len(jobs), Launched()))
         return self.launches[-1][1]
+
+    def foresee(self, job: GpuCopy) -> None:
+        self.foreseen.append(job)
 
     def drain(self) -> None:
         self.drained += 1
@@ -181,6 +185,16 @@ def test_a_launch_that_is_refused_is_over_before_that_is_told() -> None:
     copies.launch()
     assert gpu.drained == 1
     assert list(copies.ended()) == [Copied(Op(1), "the GPU took no copy")]
+
+
+def test_what_may_come_soon_is_told_to_the_gpu_and_launches_nothing() -> None:
+    gpu, binding = Gpu(), bulk()
+    copies = GpuCopies(gpu)
+    copies.foresee(binding, (7,), (0, 0))
+    copies.launch()
+    assert gpu.foreseen == [GpuCopy(binding, (7,), (0, 0))]
+    assert gpu.foreseen[0].binding is binding
+    assert not gpu.launches
 
 
 def test_closing_waits_for_what_runs() -> None:

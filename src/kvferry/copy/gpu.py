@@ -14,10 +14,10 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from kvferry.copy.gpu_tables import (
     HEADER,
@@ -28,6 +28,7 @@ from kvferry.copy.gpu_tables import (
     Table,
     Tile,
     batches,
+    may_move,
     table_of,
 )
 from kvferry.errors import InputError, TransportError
@@ -53,6 +54,10 @@ _upload.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_
 
 __all__ = ["GpuCopier", "GpuCopy"]
 
+R = TypeVar("R")
+
+# Copies whose table is kept, made and not sent, until they come.
+MAX_DRAFTS = 32
 # Uploads hold so many numbers, or by this factor more, so that few sizes serve every table.
 SMALLEST_UPLOAD, UPLOAD_GROWTH = 4096, 4
 NUMBER_BYTES = 8
@@ -76,6 +81,8 @@ class GpuCopier:
         # By size, the least recently used first; and those of the size that is being filled.
         self._uploads: defaultdict[int, deque[_Upload]] = defaultdict(deque)
         self._next: deque[_Upload] = deque()
+        # By the identity of the binding, which each keeps from being another's.
+        self._drafts: OrderedDict[int, _Draft] = OrderedDict()
         # Nobody else may get the pinned memory while the GPU still reads a table from it.
         weakref.finalize(self, self._stream.synchronize)
 
@@ -89,11 +96,15 @@ class GpuCopier:
         tiles = [tile for choices in TILES.values() for tile in choices]
         # A part for each, of one tile in none of its layers: every kernel runs and does nothing.
         launches = tuple(Launch(tile, i * HEADER, 1, 1, 1) for i, tile in enumerate(tiles))
-        with self._on_device():
-            table = Table(launches, self._room(len(tiles) * HEADER)[: len(tiles) * HEADER])
+        size = len(tiles) * HEADER
+
+        def run() -> None:
+            table = Table(launches, self._room(size)[:size])
             table.numbers[:] = 0
             table.numbers[::HEADER] = 1
-            self._queue(table).synchronize()
+            self._queue(table, self._next.popleft()).synchronize()
+
+        self._on_device(run)
 
     def copy(
         self, jobs: Sequence[GpuCopy], after: torch.cuda.Event | None = None
@@ -102,20 +113,54 @@ class GpuCopier:
 
         No job may write what another of them reads or writes.
         """
-        with self._on_device():
-            if after is not None:
-                self._stream.wait_event(after)
-            for batch in batches(jobs):
-                done = self._queue(table_of(batch, self._book, self._room))
+        return self._on_device(partial(self._copy, jobs, after))
+
+    def _copy(self, jobs: Sequence[GpuCopy], after: torch.cuda.Event | None) -> torch.cuda.Event:
+        if after is not None:
+            self._stream.wait_event(after)
+        draft = self._drafted(jobs)
+        if draft is not None:
+            return self._queue(draft.table, draft.upload)
+        for batch in batches(jobs):
+            done = self._queue(*self._made(batch))
         return done
 
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """With our device as the current one. What the driver has to say against it is told."""
-        elsewhere = torch.cuda.current_device() != self._device.index
+    def foresee(self, job: GpuCopy) -> None:
+        """This may be copied soon, by itself: have its table made. What it reads may lie elsewhere.
+
+        The GPU hears nothing of it: a GPU that other processes use would have to change between
+        them once more.
+        """
+        if id(job.binding) in self._drafts:
+            return
+        made = self._on_device(partial(self._made, [job]))
+        self._drafts[id(job.binding)] = _Draft(job, *made)
+        if len(self._drafts) > MAX_DRAFTS:
+            self._drop(self._drafts.popitem(last=False)[1])
+
+    def _drop(self, draft: _Draft) -> None:
+        """The GPU has never read its memory."""
+        self._uploads[draft.upload.capacity].appendleft(draft.upload)
+
+    def _drafted(self, jobs: Sequence[GpuCopy]) -> _Draft | None:
+        """The table that was made for a job, with its sources where they are now."""
+        found = [self._drafts.pop(id(job.binding), None) for job in jobs]
+        drafts = [draft for draft in found if draft is not None]
+        if len(jobs) == len(drafts) == 1 and may_move(drafts[0].job, jobs[0]):
+            (draft,), (job,) = drafts, jobs
+            draft.table.move_sources(job.sources[0] - draft.job.sources[0])
+            return draft
+        for each in drafts:
+            self._drop(each)
+        return None
+
+    def _on_device(self, act: Callable[[], R]) -> R:
+        """Do this with our device as the current one. What the driver says against it is told."""
         try:
-            with torch.cuda.device(self._device) if elsewhere else nullcontext():
-                yield
+            if torch.cuda.current_device() == self._device.index:
+                return act()
+            with torch.cuda.device(self._device):
+                return act()
         except RuntimeError as error:
             raise TransportError(f"the GPU took no copy ({error}); restart this process") from error
 
@@ -123,21 +168,20 @@ class GpuCopier:
         self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]
     ) -> PreparedCopy:
         """Have the table of a copy on the GPU, so that starting it is a launch and no more."""
-        with self._on_device():
-            table = table_of([GpuCopy(binding, sources, targets)], self._book, self._room)
-            upload = self._next.popleft()
-            upload.send(len(table.numbers), self._stream.cuda_stream)
+        return self._on_device(partial(self._prepare, GpuCopy(binding, sources, targets)))
+
+    def _prepare(self, job: GpuCopy) -> PreparedCopy:
+        table, upload = self._made([job])
+        upload.send(len(table.numbers), self._stream.cuda_stream)
         return PreparedCopy(table.launches, upload)
 
     def start(self, prepared: PreparedCopy) -> torch.cuda.Event:
         """Queue a copy that was prepared, once; the event tells its end."""
-        with self._on_device():
-            return self._launch(prepared)
+        return self._on_device(partial(self._launch, prepared))
 
     def forget(self, prepared: PreparedCopy) -> None:
         """It will not be started."""
-        with self._on_device():
-            self._launch(PreparedCopy((), prepared.upload))
+        self._on_device(partial(self._launch, PreparedCopy((), prepared.upload)))
 
     def drain(self) -> None:
         """Wait until nothing that was queued still runs."""
@@ -154,9 +198,13 @@ class GpuCopier:
         self._next = uploads
         return uploads[0].array
 
-    def _queue(self, table: Table) -> torch.cuda.Event:
-        """Queue what the table that is being filled says."""
-        upload = self._next.popleft()
+    def _made(self, jobs: Sequence[GpuCopy]) -> tuple[Table, _Upload]:
+        """The jobs' table, and where it is."""
+        table = table_of(jobs, self._book, self._room)
+        return table, self._next.popleft()
+
+    def _queue(self, table: Table, upload: _Upload) -> torch.cuda.Event:
+        """Queue what a table says."""
         upload.send(len(table.numbers), self._stream.cuda_stream)
         return self._launch(PreparedCopy(table.launches, upload))
 
@@ -177,6 +225,14 @@ class GpuCopier:
         with _compiling:
             kernel = self._kernels[tile] = _Kernel(tile)
         return kernel
+
+
+class _Draft(NamedTuple):
+    """A copy whose table is made, and not sent."""
+
+    job: GpuCopy
+    table: Table
+    upload: _Upload
 
 
 class PreparedCopy(NamedTuple):

@@ -43,6 +43,11 @@ CUT_BYTES = 64 << 10
 ENOUGH_PROGRAMS = 16384
 # A copy of so many bytes takes longer than making another job's table.
 LARGE_BYTES = 256 << 20
+# The widest word that is copied at a time.
+WIDEST = 16
+# Regions that are recognised by their addresses. To hash more means to visit as many objects,
+# none of which is in a cache when a slot has just come.
+FEW = 4
 # How much is remembered of each kind.
 MAX_KNOWN = 256
 
@@ -103,6 +108,12 @@ class Table(NamedTuple):
 
     launches: tuple[Launch, ...]
     numbers: Int64s
+    sizes: Sizes = ()
+
+    def move_sources(self, by: int) -> None:
+        """Every source region is so many bytes further on, a whole number of words."""
+        for first, end in _source_layers(self.sizes):
+            self.numbers[first:end] += by
 
 
 class _Layers:
@@ -137,19 +148,22 @@ class _Layers:
 class AddressBook:
     """Addresses of layers, remembered: walking that many objects would cost more than the rest.
 
-    Bases are recognised by being the same object, as they mostly are, or else by what they say.
+    Bases, and regions if they are many, are recognised by being the same object, as they mostly
+    are, or else by what they say.
     """
 
     def __init__(self) -> None:
         self._layers: dict[tuple[Base, Base], _Layers] = {}
         # What is kept beside the addresses keeps the identities in the key from being used again.
-        self._known: dict[tuple[object, ...], tuple[list[tuple[Base, ...]], Int64s]] = {}
+        self._known: dict[tuple[object, ...], tuple[Int64s, tuple[object, ...]]] = {}
 
     def addresses(
         self, parts: Sequence[Part], sources: tuple[int, ...], targets: tuple[int, ...]
     ) -> Int64s:
         """The address of each layer of all parts on the source, and then on the target."""
-        key = (sources, targets, *[id(bases) for part in parts for bases in part[2:4]])
+        regions = (sources, targets)
+        named = [each if len(each) <= FEW else id(each) for each in regions]
+        key = (*named, *[id(bases) for part in parts for bases in part[2:4]])
         known = self._known.get(key)
         if known is None:
             ours, theirs = (
@@ -158,8 +172,9 @@ class AddressBook:
             )
             addresses = [self._addresses(bases, sources) for bases in ours]
             addresses += [self._addresses(bases, targets) for bases in theirs]
-            known = _remember(self._known, key, (ours + theirs, np.concatenate(addresses)))
-        return known[1]
+            kept = (ours, theirs, regions)
+            known = _remember(self._known, key, (np.concatenate(addresses), kept))
+        return known[0]
 
     def _addresses(self, bases: tuple[Base, ...], regions: tuple[int, ...]) -> Int64s:
         known = self._layers.get((bases[0], bases[-1]))
@@ -173,6 +188,13 @@ def _remember(known: dict[K, V], key: K, value: V) -> V:
         known.clear()
     known[key] = value
     return value
+
+
+def may_move(known: GpuCopy, job: GpuCopy) -> bool:
+    """Whether the one's table is the other's but for where their only source region is."""
+    if known.targets != job.targets or len(known.sources) != 1 or len(job.sources) != 1:
+        return False
+    return (job.sources[0] - known.sources[0]) % WIDEST == 0
 
 
 def batches(jobs: Sequence[GpuCopy]) -> list[Sequence[GpuCopy]]:
@@ -213,7 +235,7 @@ def table_of(jobs: Sequence[GpuCopy], book: AddressBook, room: Callable[[int], I
     if known.largest >= MAX_COUNT:
         raise InputError("a copy of 2**29 rows or more is too large; copy fewer tokens at once")
     table[:skip] = known.headers
-    return Table(known.launches, table)
+    return Table(known.launches, table, sizes)
 
 
 def _arrays(jobs: Sequence[GpuCopy], book: AddressBook) -> tuple[list[Int64s], Sizes, Strides]:
@@ -275,6 +297,14 @@ def _edges(sizes: Sizes) -> tuple[Int64s, int, int]:
 
 
 @lru_cache(maxsize=MAX_KNOWN)
+def _source_layers(sizes: Sizes) -> list[tuple[int, int]]:
+    """Where in the table the addresses of each part's layers on the source are."""
+    edges, skip, _ = _edges(sizes)
+    begins = (edges[::ARRAYS] + skip).tolist()
+    return [(begin, begin + size[0]) for begin, size in zip(begins, sizes, strict=True)]
+
+
+@lru_cache(maxsize=MAX_KNOWN)
 def _headers(sizes: Sizes, strides: Strides, bits: bytes, most: bytes) -> _Headers:
     """The headers of parts like these. Arrays come as bytes, to be remembered by."""
     edges, skip, _ = _edges(sizes)
@@ -309,7 +339,7 @@ def _grid(part: _Part) -> tuple[Tile, list[int]]:
 def _word(part: _Part) -> int:
     """The widest word that divides every address, offset, length and stride."""
     row, col = part.strides
-    every = 16 | part.bits
+    every = WIDEST | part.bits
     # A stride that is never taken must not narrow the words.
     if part.rows > 1:
         every |= row.source | row.target

@@ -97,6 +97,11 @@ class Copier(ABC):
     def launch(self, *, hurried: bool = False) -> None:  # noqa: B027 - a thread needs no telling
         """At the end of every turn: start what it asked for; if ``hurried``, nothing ahead."""
 
+    def foresee(  # noqa: B027 - a core has nothing to get ready
+        self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]
+    ) -> None:
+        """This may be copied soon, from there or elsewhere. Raises as the copy itself would."""
+
     def wakeup(self) -> float:
         """After how many seconds at most to turn again although nothing comes."""
         return inf

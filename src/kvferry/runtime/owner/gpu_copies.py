@@ -42,6 +42,9 @@ class GpuEngine(Protocol):
     def copy(self, jobs: Sequence[GpuCopy]) -> GpuEvent:
         """Queue the jobs as one copy."""
 
+    def foresee(self, job: GpuCopy) -> None:
+        """This may be copied soon, from here or elsewhere."""
+
     def drain(self) -> None:
         """Wait until nothing that was queued still runs."""
 
@@ -62,6 +65,10 @@ class GpuCopies(Copier):
     def submit(self, job: CopyJob) -> None:
         """Launch this at the end of the turn."""
         self._waiting.append(job)
+
+    def foresee(self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+        """Have made what the GPU will be told."""
+        self._engine.foresee(GpuCopy(binding, sources, targets))
 
     def wakeup(self) -> float:
         """Soon, while something runs."""

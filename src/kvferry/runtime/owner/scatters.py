@@ -74,7 +74,7 @@ class Scatters:
         from_ = (slots.address(action.slot),)
         self._scattering[action.op] = action, time.monotonic()
         handle.latest[action.source] = action.op
-        then = partial(self._foresee, handle, binder, action)
+        then = partial(self._foresee, handle, binder, action, from_)
         addresses = self._setup.addresses
         self._copier.submit(CopyJob(action.op, make, from_, addresses, at_leisure=then))
 
@@ -84,7 +84,9 @@ class Scatters:
             return binding
         return binder.bind(action.request, Image(), handle.side, action.blocks)
 
-    def _foresee(self, handle: Incoming, binder: Binder, action: Scatter) -> None:
+    def _foresee(
+        self, handle: Incoming, binder: Binder, action: Scatter, from_: tuple[int, ...]
+    ) -> None:
         """Bind what the same source will probably send next: as many tokens, behind these."""
         if self._rooms.get(action.room) is not handle or handle.latest[action.source] != action.op:
             return
@@ -94,6 +96,7 @@ class Scatters:
         if following is not None:
             with suppress(KvferryError):  # What is wrong with it is told when it has come.
                 binding = binder.bind(action.request, Image(), handle.side, following)
+                self._copier.foresee(binding, from_, self._setup.addresses)
                 handle.foreseen[action.source] = following, binding
 
     def copied(self, news: Copied) -> None:
