@@ -81,8 +81,9 @@ def test_nothing_is_gathered_ahead_unless_that_is_asked_for(ahead: int | None) -
         (3, {}, 2),
         (9, {"local_slots": 9}, 4),
         (9, {"local_slots": 9, "max_inflight": 5}, 2),
-        (2, {"local_slots": 1}, 0),
+        (2, {"local_slots": 1}, 1),
         (2, {"max_inflight": 1}, 0),
+        (2, {"local_slots": 1, "max_inflight": 1}, 0),
     ],
 )
 def test_a_lane_holds_so_many_and_leaves_half_of_all(
@@ -122,6 +123,49 @@ def test_a_lane_that_waits_leaves_slots_to_one_with_credits() -> None:
     w.drops = lambda _, __: False
     w.wait(4)
     assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
+def test_the_only_slot_is_taken_back_for_one_with_credits() -> None:
+    w = world(2, target_tp=2, num_slots=1, local_slots=1)
+    push(w)
+    (held,) = w.gathers.values()
+    waits, other = held.peer, next(Peer("decode0", r) for r in (0, 1) if r != held.peer.rank)
+    w.drops = lambda to, envelope: isinstance(envelope.body, Grant) and envelope.sender == waits
+    w.wait(2 * w.config.resend_s)
+    written = [e.body for to, e in w.frames if to == other and isinstance(e.body, Arrived)]
+    assert len(written) >= 4, "one with credits has gone on to its end"
+    assert None not in serials(w)
+    assert {gather.peer for gather in w.gathers.values()} == {waits}, "which has it again"
+    grant(w)
+    w.wait(4)
+    assert w.outcomes(ROOM) == {"done"}
+    assert None not in serials(w), "what was taken back has gone through a slot later"
+    w.finish()
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_what_is_taken_back_is_in_flight_until_its_gather_has_ended(given_up: bool) -> None:
+    """Its own credit may come meanwhile, or the room be given up."""
+    w = world(2, target_tp=2, num_slots=1, local_slots=1)
+    push(w, 1)
+    (held,) = w.gathers.values()
+    w.hold.discards = True
+    w.drops = lambda to, e: isinstance(e.body, Grant) and e.sender == held.peer
+    w.wait(2 * w.config.resend_s)
+    assert (len(w.discards), w.writes, w.source().local_slots) == (1, [], [])
+    grant(w)
+    assert not w.where(Arrived), "the slot is nobody's yet"
+    if given_up:
+        w.each_source(Cancel(ROOM))
+        w.run()
+        assert w.releases[S0, ROOM] == 0, "its pages may still be read"
+    w.hold.discards = False
+    w.end_discard(w.discards.pop())
+    w.wait(4)
+    assert w.outcomes(ROOM) == ({FailureCode.ABORTED} if given_up else {"done"})
+    assert None not in serials(w)
+    assert w.source().counts["busy"] == 0
     w.finish()
 
 

@@ -198,6 +198,17 @@ class ForgetsDiscarded(SourceMachine):
         super()._discard_held(lane)
 
 
+class SharesTheOnlySlot(SourceMachine):
+    """Whoever has a credit fills the slot that is taken back, before its gather has ended."""
+
+    def _take_back(self) -> None:
+        super()._take_back()
+        for write in self.writing.values():
+            if write.is_taken_back and not self.local_slots:
+                assert write.local_slot is not None
+                self.local_slots.append(write.local_slot)
+
+
 class PostsAfterAll(Driver[Any]):
     """What was gathered is posted although it was discarded."""
 
@@ -238,6 +249,7 @@ BROKEN: list[tuple[Model, Fault | None, str]] = [
     (replace(DIRECT, source=SaysCloseOnce), Fault.DROP, "not everybody is Done"),
     (replace(STAGED, source=SharesLocalSlot), None, "which is in flight"),
     (replace(AHEAD, source=ForgetsDiscarded), Fault.CANCEL_SOURCE, "is in flight"),
+    (replace(MODELS["only-slot"], source=SharesTheOnlySlot), None, "which is in flight"),
     (replace(AHEAD, driver=PostsAfterAll), Fault.CANCEL_SOURCE, "nothing was gathered for it"),
     (replace(MODELS["mixed"], target=IgnoresDigest), None, "with another request's cache"),
     (replace(DIRECT, driver=ForgetsDoubt), Fault.UNKNOWN, "is in flight"),

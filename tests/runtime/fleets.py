@@ -23,7 +23,6 @@ from kvferry.layout.spec import (
 )
 from kvferry.plan.choose import Path
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.mover.calibration import SCRATCH_BYTES
 
 # K and V differ in width, so that one can't pass for the other.
 HEADS = attention(layers=3, kv_heads=12, head_dim=8, v_head_dim=6)
@@ -60,18 +59,21 @@ class Way(NamedTuple):
     config: EndpointConfig
 
     def __str__(self) -> str:
-        path, ahead = self.config.path, "-ahead" if self.config.protocol.ahead_slots else ""
+        path, protocol = self.config.path, self.config.protocol
+        ahead = f"-ahead-{protocol.local_slots}" if protocol.ahead_slots else ""
         return f"{self.transport}-{path}{ahead}" if path else self.transport
 
 
 # Few slots of the least size, so that a room goes through each of them several times.
 NUM_SLOTS = 4
-STAGED = EndpointConfig(
-    path=Path.STAGED, slot_bytes=4096, staging_bytes=SCRATCH_BYTES + NUM_SLOTS * 4096
-)
+STAGED = EndpointConfig(path=Path.STAGED, slot_bytes=4096, staging_bytes=NUM_SLOTS * 4096)
 DIRECT = EndpointConfig(path=Path.SLICES, staging_bytes=0)
 # The same, gathering ahead.
 AHEAD = replace(STAGED, protocol=ProtocolConfig(ahead_slots=2, local_slots=NUM_SLOTS))
+# With one slot, which whoever waits for a credit gives back to who has one.
+ONE_AHEAD = replace(
+    AHEAD, staging_bytes=4096, protocol=ProtocolConfig(ahead_slots=2, local_slots=1)
+)
 PLAIN = [Way(name, EndpointConfig()) for name in ("shm", "nixl", "mooncake")]
 STAGING = [Way(name, STAGED) for name in ("nixl", "mooncake")]
 UNSTAGED = [Way(name, DIRECT) for name in ("nixl", "mooncake")]

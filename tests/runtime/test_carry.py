@@ -12,6 +12,7 @@ from runtime.fleets import (
     HYBRID,
     LATENT,
     NUM_SLOTS,
+    ONE_AHEAD,
     PLAIN,
     STAGING,
     UNSTAGED,
@@ -104,7 +105,9 @@ def test_every_byte_arrives_and_no_other_is_touched(case: Case, way: Way) -> Non
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("way", [*PLAIN, *STAGING, Way("nixl", AHEAD)], ids=str)
+@pytest.mark.parametrize(
+    "way", [*PLAIN, *STAGING, Way("nixl", AHEAD), Way("nixl", ONE_AHEAD)], ids=str
+)
 def test_many_rooms_at_once_to_instances_of_different_sizes(way: Way) -> None:
     names: list[Room] = [0, 1 << 62, MAX_ID, "0", "room/ü", "x" * 256]
     rooms = [(name, n, Request(NUM_TOKENS, 15 * n - n % 2)) for n, name in enumerate(names)]

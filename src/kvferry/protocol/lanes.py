@@ -176,6 +176,7 @@ class Writing:
     blocks: tuple[Block, ...]
     credit: Credit | None
     local_slot: SlotIndex | None
+    is_taken_back: bool = False
 
     @property
     def is_ahead(self) -> bool:

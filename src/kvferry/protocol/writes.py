@@ -75,7 +75,9 @@ class Writer(Welcomer):
         self._touched: dict[Lane, None] = {}
         # Those that would gather ahead, if fewer did.
         self._eager: dict[Lane, None] = {}
-        self._most_ahead = min(config.local_slots, config.max_inflight) // 2
+        # Half of them, or else the only slot, which is taken back from who has no credit.
+        only = config.local_slots == 1 < config.max_inflight
+        self._most_ahead = 1 if only else min(config.local_slots, config.max_inflight) // 2
         self._ahead_slots = min(config.ahead_slots or 0, self._most_ahead)
         self._ops = 0
 
@@ -179,18 +181,22 @@ class Writer(Welcomer):
         """Start what can be started, lanes in turn, then close what has been sent."""
         for lane in self._touched:
             self._post_held(lane)
+        waiting: dict[Lane, None] = {}
         while self._ready and len(self.writing) < self.config.max_inflight:
             lane = next(iter(self._ready))
             del self._ready[lane]
             self._post_held(lane)
             if not self._may_write(lane):
-                self._gather_ahead(lane)
+                waiting[lane] = None
                 continue
             if not self._writes_directly(lane) and not self.local_slots:
                 self._starved[lane] = None
+                self._take_back()
                 continue
             self._start(lane)
             self._ready[lane] = None
+        if waiting:
+            self._gather_waiting(waiting)
         touched, self._touched = self._touched, {}
         for lane in touched:
             self._close_if_sent(lane)
@@ -287,24 +293,33 @@ class Writer(Welcomer):
 
     # ------------------------------------------------------------ gathering ahead
 
-    def _gather_ahead(self, lane: Lane) -> None:
+    def _gather_waiting(self, lanes: dict[Lane, None]) -> None:
+        """Let lanes gather ahead in turn, now that those with credits have what they need."""
+        while lanes and len(self.writing) < self.config.max_inflight:
+            lane = next(iter(lanes))
+            del lanes[lane]
+            if self._gather_ahead(lane):
+                lanes[lane] = None
+        self._ready |= lanes
+
+    def _gather_ahead(self, lane: Lane) -> bool:
         """Fill a local slot with what waits for a credit, if enough are left for others."""
         if len(lane.held) >= self._ahead_slots or not self._is_able(lane):
-            return
+            return False
         count = self._num_filling(lane)
         if not count:
-            return
+            return False
         num_ahead = sum(write.is_ahead for write in self.writing.values())
         if not self.local_slots or num_ahead >= self._most_ahead:
             self._eager[lane] = None
-            return
+            return False
         write = Writing(lane, self._fill_slot(lane, count), None, self.local_slots.pop())
         assert write.local_slot is not None
         op = self._begin(write)
         lane.held.append(op)
         about = lane.peer, lane.room.name, lane.request, write.blocks
         self._do(Gather(op, *about, lane.link.session, write.local_slot))
-        self._ready[lane] = None
+        return True
 
     def _num_filling(self, lane: Lane) -> int:
         """How many fragments fill a slot that nothing which is pushed later would share."""
@@ -321,6 +336,16 @@ class Writer(Welcomer):
             write.credit = self._use_credit(lane)
             self._do(Post(op, write.credit.slot, self._note_of(write)))
             self._wake_eager()
+
+    def _take_back(self) -> None:
+        """Somebody has a credit and no slot: whoever holds the only one without a credit waits."""
+        if self.config.local_slots > 1:
+            return  # Half of them are with writes, and those end.
+        for op, write in self.writing.items():
+            if op in write.lane.held:
+                write.lane.held.remove(op)
+                write.is_taken_back = True
+                self._do(Discard(op))
 
     def _discard_held(self, lane: Lane) -> None:
         """Let go of what was gathered ahead. It stays in flight until that is answered."""
@@ -389,8 +414,10 @@ class Writer(Welcomer):
         """Nothing was submitted. Back-pressure is not death: wait, and try again."""
         lane, credit = write.lane, write.credit
         if write.is_ahead:
-            # It was discarded because no credit came.
-            if lane.state is LaneState.SENDING:
+            if lane.state is LaneState.SENDING and write.is_taken_back:
+                lane.staged.extendleft(reversed(write.blocks))
+            elif lane.state is LaneState.SENDING:
+                # It was discarded because no credit came.
                 lane.direct.extend(write.blocks)
             return
         self.counts["busy"] += 1

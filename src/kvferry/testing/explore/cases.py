@@ -11,6 +11,7 @@ from kvferry.testing.explore.model import (
     DIRECT,
     LAYERED,
     MODELS,
+    ONLY_SLOT,
     SOURCE,
     STAGED,
     STATE,
@@ -64,6 +65,7 @@ _MANY_ORDERS = frozenset({Fault.CUT, Fault.TICK, Fault.DEADLINE, Fault.SILENCE})
 _LARGE = _MANY_ORDERS | {Fault.STALL, Fault.KILL_TARGET}
 _STAGED = tuple(fault for fault in Fault if fault not in _LARGE)
 _CACHED = (Fault.DROP, Fault.DUPLICATE, Fault.DELAY, Fault.CANCEL_TARGET, Fault.KILL_SOURCE)
+_ONLY_SLOT = (Fault.DROP, Fault.FAILED, Fault.CANCEL_SOURCE)
 _AHEAD = (Fault.DROP, Fault.BUSY, Fault.FAILED, Fault.STALL, Fault.KILL_SOURCE)
 
 _QUICK = (
@@ -71,6 +73,7 @@ _QUICK = (
     *((_in_order(STAGED), fault) for fault in _STAGED),
     *((CACHED, fault) for fault in _CACHED),
     *((_in_order(AHEAD), fault) for fault in _AHEAD),
+    *((_in_order(ONLY_SLOT), fault) for fault in _ONLY_SLOT),
     (_in_order(STATE), Fault.DROP_NOTE),
     (_in_order(LAYERED), Fault.KILL_SOURCE),
 )

@@ -218,11 +218,15 @@ LAYERED = Model(name="layered", spec=attention(layers=2, kv_heads=2, head_dim=1)
 AHEAD = replace(
     STAGED, name="ahead", times=msgspec.structs.replace(TIMES, local_slots=2, ahead_slots=1)
 )
+# Both targets' parcels are gathered into the only slot, and taken out of it for who has a credit.
+ONLY_SLOT = replace(
+    STAGED, name="only-slot", times=msgspec.structs.replace(TIMES, local_slots=1, ahead_slots=1)
+)
 # The target has everything already: Close alone.
 CACHED = replace(DIRECT, name="cached", prefix=1)
 
 # Two requests were given one room.
 MIXED = replace(DIRECT, name="mixed", wanted=b"another prompt")
 
-_ALL = (DIRECT, CHUNKED, STAGED, STATE, PREPARED, LAYERED, CACHED, MIXED, AHEAD)
+_ALL = (DIRECT, CHUNKED, STAGED, STATE, PREPARED, LAYERED, CACHED, MIXED, AHEAD, ONLY_SLOT)
 MODELS = {model.name: model for model in _ALL}

@@ -227,6 +227,25 @@ class LosesDiscarded(SourceMachine):
             super()._retry(write)
 
 
+class RefillsTakenBack(SourceMachine):
+    """Takes the only slot from who has no credit, before its gather has ended."""
+
+    def _take_back(self) -> None:
+        super()._take_back()
+        for write in self.writing.values():
+            if write.is_taken_back and write.local_slot is not None:
+                self.local_slots.append(write.local_slot)
+                write.local_slot = None
+
+
+class LosesTakenBack(SourceMachine):
+    """Forgets what it had gathered into a slot that somebody else needed."""
+
+    def _retry(self, write: Writing) -> None:
+        if not write.is_taken_back:
+            super()._retry(write)
+
+
 # ---------------------------------------------------------------- credits
 
 
@@ -402,6 +421,16 @@ BREAKS: dict[str, Break] = {
         "what was gathered for nothing is never sent",
         Machines(source=LosesDiscarded),
         {"drop": 0.3, "slow_prefill": 0.1},
+    ),
+    "refill-taken-back": Break(
+        "the only slot refilled while it is gathered into",
+        Machines(source=RefillsTakenBack),
+        {"slow_write": 0.7, "drop": 0.3},
+    ),
+    "lose-taken-back": Break(
+        "what was gathered into somebody else's slot is never sent",
+        Machines(source=LosesTakenBack),
+        {"drop": 0.3},
     ),
     "overcommit": Break(
         "credits overcommitted", Machines(target=_with_book(OvercommittedBook)), STAGED

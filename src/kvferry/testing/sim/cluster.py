@@ -113,6 +113,7 @@ class Shape:
     staging: Staging = SMALL
     policy: Policy = field(default_factory=Policy)
     ahead_slots: int = 0
+    local_slots: int | None = None
     num_pages: int = 24
     num_rows: int = 6
 
@@ -136,12 +137,13 @@ class Shape:
             num_pages=14 if tight else 40,
             num_rows=2 if tight else 8,
             ahead_slots=rng.choice([0, 1, 2]),
+            local_slots=rng.choice([None, None, 1]),
         )
 
     @property
     def config(self) -> ProtocolConfig:
-        """Times and limits: half of the local slots are never gathered ahead."""
-        local_slots = max(CONFIG.local_slots, 2 * self.ahead_slots)
+        """Times and limits: half of the local slots are never gathered ahead, if there are two."""
+        local_slots = self.local_slots or max(CONFIG.local_slots, 2 * self.ahead_slots)
         return msgspec.structs.replace(
             CONFIG, ahead_slots=self.ahead_slots, local_slots=local_slots
         )

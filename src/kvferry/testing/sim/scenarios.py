@@ -182,6 +182,8 @@ ONE_SLOT = Shape(
 )
 # Credits come late, because a slot of the target is used for long.
 AHEAD = replace(ONE_SLOT, ahead_slots=2)
+# A source has one slot for two targets, and what waits for a credit may have it.
+ONLY_ONE = replace(AHEAD, prefill=Parallel(tp=1), decodes=(Parallel(tp=2),), local_slots=1)
 WIDE = Shape(prefill=Parallel(tp=2, pp=2), decodes=(Parallel(tp=2),))
 DEEP = Shape(spec=HYBRID, prefill=Parallel(tp=2), decodes=(Parallel(tp=4),))
 LOST = (FailureCode.PEER_GONE, FailureCode.PEER_SILENT, FailureCode.PEER_RESTARTED)
@@ -268,6 +270,12 @@ SCENARIOS: dict[str, Scenario] = {
         ),
         both(done(1), done(3), gathered_ahead),
         AHEAD,
+    ),
+    "S8": Scenario(
+        "the only slot is taken back from who has no credit yet",
+        both(slow_gathers(0.01), jobs(4, 0.02, cached=False)),
+        both(all_done, gathered_ahead),
+        ONLY_ONE,
     ),
     "L1": Scenario(
         "decode gives up while prefill writes",
