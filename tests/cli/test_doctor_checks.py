@@ -420,7 +420,7 @@ def test_the_path_follows_from_the_transports_figures(
 
 def test_staging_is_told_where_it_is_of_use() -> None:
     staged = told(f"--prefill tp=4 --decode tp=1 {SHAPE}", transport="nixl")
-    assert "64.0 MiB for each endpoint are 4 slots of 15.0 MiB" in staged["staging"]
+    assert "64.0 MiB for each endpoint are 4 slots of 16.0 MiB" in staged["staging"]
     equal = told(f"--prefill tp=2 --decode tp=2 {SHAPE}", transport="nixl")
     assert "of no use here; staging_bytes=0" in equal["staging"]
     mapped = told(f"--prefill tp=4 --decode tp=1 {SHAPE}")
@@ -433,7 +433,7 @@ def test_a_fully_cached_prompt_needs_no_path() -> None:
 
 
 def test_staging_that_is_too_small_is_a_note() -> None:
-    shape = "--layers 2 --kv-heads 8192 --head-dim 512 --tokens 16"
+    shape = "--layers 2 --kv-heads 10240 --head-dim 512 --tokens 16"
     wide = pairing(f"--prefill order=nhd --decode order=hnd {shape}", transport="nixl")
     assert wide.costs.chosen == "staged"
     few = fit.staging(wide)

@@ -42,6 +42,7 @@ class Desk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.jobs: list[CopyJob] = []
+        self.foreseen: list[tuple[Binding, tuple[int, ...], tuple[int, ...]]] = []
         self.num_bound = 0
         self.rooms: dict[str, Incoming] = {}
         outfit: Any = SimpleNamespace(
@@ -53,7 +54,9 @@ class Desk:
             ),
             rooms=self.rooms,
             mover=None,
-            copier=SimpleNamespace(submit=self.jobs.append),
+            copier=SimpleNamespace(
+                submit=self.jobs.append, foresee=lambda *copy: self.foreseen.append(copy)
+            ),
             meter=None,
             stories=StoryBook(0),
         )
@@ -106,8 +109,12 @@ def copy(job: CopyJob) -> None:
 def test_what_comes_next_is_bound_before_it_comes(desk: Desk) -> None:
     copy(desk.scatter("r", block(0, 20)))
     assert desk.num_bound == 2
-    desk.check(desk.scatter("r", block(20, 40)), "r", block(20, 40))
+    ((binding, *between),) = desk.foreseen
+    job = desk.scatter("r", block(20, 40))
+    assert job.bind() is binding, "a copier knows it by that"
+    assert between == [job.sources, job.targets]
     assert desk.num_bound == 2
+    desk.check(desk.scatter("r", block(20, 40)), "r", block(20, 40))
     copy(desk.jobs[-1])
     # The last is shorter, and nothing comes after it.
     last = block(40, REQUEST.num_tokens)
