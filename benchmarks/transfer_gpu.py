@@ -41,8 +41,6 @@ class GpuCase(NamedTuple):
 
     Few and large slots carry one long request in the least time, because a slot costs more than
     its bytes; by default a GPU's staging is cut into three or more, which serve several short ones.
-    Four sources that share a target's slots need two, so that one is filled while another is
-    emptied.
     """
 
     name: str
@@ -65,10 +63,7 @@ def cases() -> list[GpuCase]:
     mapped = {(4, 1): 3.0, (1, 4): 3.5, (2, 4): 3.5, (1, 1): 2.5}
     return [
         *(GpuCase(f"mapped {p}-{d}", p, d, None, bar) for (p, d), bar in mapped.items()),
-        *(
-            GpuCase(f"staged-128 {p}-{d}", p, d, "nixl", 25.0, slot_mib=64 if p > d else 128)
-            for p, d in pairs
-        ),
+        *(GpuCase(f"staged-128 {p}-{d}", p, d, "nixl", 25.0, slot_mib=128) for p, d in pairs),
         *(GpuCase(f"staged-1024 {p}-{d}", p, d, "nixl", 9.0, 1024, slot_mib=512) for p, d in pairs),
         GpuCase("equal 1-1", 1, 1, "nixl", 30.0, slot_mib=128),
         *(GpuCase(f"equal-{path} 1-1", 1, 1, "nixl", None, 128, path, 128) for path in PATHS),

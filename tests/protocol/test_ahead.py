@@ -73,6 +73,24 @@ def test_nothing_is_gathered_ahead_unless_that_is_asked_for(ahead: int | None) -
     w.finish()
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_write_is_followed_while_its_lane_has_more_for_slots(ahead: int) -> None:
+    w = world(ahead, num_slots=1)
+    push(w, 3)
+    w.hold.writes = True
+    grant(w)
+    followed = []
+    while w.writes:
+        held = w.writes.pop()
+        followed.append(w.source().is_followed(held[1].op))
+        w.end_write(held)
+        w.wait(2 * w.config.resend_s)
+        assert not w.source().is_followed(held[1].op), "it is over"
+    assert followed == [True, True, False]
+    assert w.outcomes(ROOM) == {"done"}
+    w.finish()
+
+
 @pytest.mark.parametrize(
     ("ahead", "limits", "num_held"),
     [

@@ -90,8 +90,10 @@ class Bench:
         )
         self.writes = Writes(outfit, LinkCosts({"nixl": PRESETS["nixl-host"]}), measures=False)
         hello = SimpleNamespace(staging=Staging(8192, 4))
-        machine: Any = SimpleNamespace(links={SESSION: SimpleNamespace(plan=PLAN, hello=hello)})
-        self.writes.attach(machine, SimpleNamespace(), self.heard.append)  # type: ignore[arg-type]
+        link = SimpleNamespace(plan=PLAN, hello=hello)
+        machine: Any = SimpleNamespace(links={SESSION: link}, is_followed=lambda _: False)
+        policy: Any = SimpleNamespace()
+        self.writes.attach(machine, policy, self.heard.append, lambda _: None)
         card = PeerMetadata(("127.0.0.1", 1), staging_region).encode()
         self.writes.connect(Connect(PEER, 1, SESSION, card))
 

@@ -139,6 +139,16 @@ def test_a_note_leaves_when_its_data_is_there_before_what_builds_on_it(stage: St
     assert stage.take(Sent(Op(1))) == []
 
 
+def test_a_note_may_leave_before_the_end_of_its_write_is_taken(stage: Stage) -> None:
+    stage.meet()
+    stage.fly(1)
+    stage.desk.asked.clear()
+    stage.driver.tell(Op(1))
+    assert stage.desk.asked == [("send", note(1))]
+    assert Sent(Op(1)) not in stage.puppet.heard
+    assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", Heartbeat())], "and once"
+
+
 @pytest.mark.parametrize("fate", Fate)
 def test_a_write_that_failed_has_no_note(stage: Stage, fate: Fate) -> None:
     stage.meet()

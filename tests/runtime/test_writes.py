@@ -36,9 +36,11 @@ OP = Op(1)
 class Bench:
     """A source's writes, with a mover that only writes down what it is given."""
 
-    def __init__(self, problem: str = "") -> None:
+    def __init__(self, problem: str = "", *, followed: bool = False) -> None:
         self.posted: list[Op] = []
         self.heard: list[Event] = []
+        # What its target was told of at once, when so much had been heard and counted.
+        self.told: list[tuple[Op, int, int]] = []
         self._problem = problem
         meter = Meter(str(ME), "shm", CollectorRegistry())
         rooms: RoomTable[Any] = RoomTable(ME, meter)
@@ -56,9 +58,13 @@ class Bench:
             stories=StoryBook(0),
         )
         self.writes = Writes(outfit, LinkCosts({"shm": PRESETS["shm"]}), measures=False)
-        machine: Any = SimpleNamespace(links={SESSION: SimpleNamespace(plan=PLAN)})
+        link = SimpleNamespace(plan=PLAN)
+        machine: Any = SimpleNamespace(links={SESSION: link}, is_followed=lambda _: followed)
         policy: Any = SimpleNamespace(binding=self._bind)
-        self.writes.attach(machine, policy, self.heard.append)
+        self.writes.attach(machine, policy, self.heard.append, self._told)
+
+    def _told(self, op: Op) -> None:
+        self.told.append((op, len(self.heard), self.handle.num_writes))
 
     def _bind(self, plan: Plan, action: Write) -> Binding:
         if self._problem:
@@ -80,12 +86,21 @@ def test_a_write_that_ended_well_is_told_and_counted() -> None:
     assert (bench.handle.carried, bench.handle.num_writes) == ({Path.RUNS: 10}, 1)
 
 
+@pytest.mark.parametrize("followed", [True, False])
+def test_a_target_that_is_to_empty_the_slot_hears_of_it_before_all_else(followed: bool) -> None:
+    bench = Bench(followed=followed)
+    bench.write()
+    bench.writes.ended(WriteEnd(OP, None, path=Path.STAGED, num_bytes=10))
+    assert bench.told == ([(OP, 0, 0)] if followed else [])
+    assert (bench.heard, bench.handle.num_writes) == ([Sent(OP)], 1)
+
+
 @pytest.mark.parametrize("fate", list(Fate))
 def test_a_write_that_did_not_end_well_is_told_and_not_counted(fate: Fate) -> None:
-    bench = Bench()
+    bench = Bench(followed=True)
     bench.write()
     bench.writes.ended(WriteEnd(OP, fate, "a reason"))
-    assert bench.heard == [SendFailed(OP, fate)]
+    assert (bench.heard, bench.told) == ([SendFailed(OP, fate)], [])
     assert (bench.handle.carried, bench.handle.num_writes) == ({}, 0)
 
 

@@ -93,18 +93,17 @@ class GpuCopier:
 
     def warm_up(self) -> None:
         """Compile and load every kernel, so that no request waits for it."""
+        self._on_device(self._warm_up)
+
+    def _warm_up(self) -> None:
         tiles = [tile for choices in TILES.values() for tile in choices]
         # A part for each, of one tile in none of its layers: every kernel runs and does nothing.
         launches = tuple(Launch(tile, i * HEADER, 1, 1, 1) for i, tile in enumerate(tiles))
         size = len(tiles) * HEADER
-
-        def run() -> None:
-            table = Table(launches, self._room(size)[:size])
-            table.numbers[:] = 0
-            table.numbers[::HEADER] = 1
-            self._queue(table, self._next.popleft()).synchronize()
-
-        self._on_device(run)
+        table = Table(launches, self._room(size)[:size])
+        table.numbers[:] = 0
+        table.numbers[::HEADER] = 1
+        self._queue(table, self._next.popleft()).synchronize()
 
     def copy(
         self, jobs: Sequence[GpuCopy], after: torch.cuda.Event | None = None

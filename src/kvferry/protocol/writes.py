@@ -359,6 +359,11 @@ class Writer(Welcomer):
 
     # ------------------------------------------------------------ ends
 
+    def is_followed(self, op: Op) -> bool:
+        """Whether its lane goes on after that write, so that its end leads to no Close."""
+        write = self.writing.get(op)
+        return write is not None and write.credit is not None and write.lane.awaits_credit
+
     def _on_sent(self, event: Sent) -> None:
         write = self._end_write(event.op)
         if write is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import ClassVar
 
 from msgspec.structs import replace
 
 from kvferry.config import ProtocolConfig
-from kvferry.ids import Room
+from kvferry.ids import Op, Room
 from kvferry.plan.choose import Constants
 from kvferry.protocol.events import Event, Open
 from kvferry.protocol.source import SourceMachine
@@ -69,7 +70,7 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         channel = SourceChannel(outfit.me, outfit.poller, meter, self._server, self._local)
         suspects = Suspects(outfit.prober)
         driver = Driver(machine, Ports(channel, writes, writes, suspects, rooms))
-        writes.attach(machine, policy, self._take)
+        writes.attach(machine, policy, self._take, partial(_tell, driver, channel))
         channel.attach(self._take, outfit.stories)
         rooms.on_release = policy.forget
         role = SourceRole(driver, self._take, outfit, writes, channel)
@@ -113,6 +114,12 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
     def constants(self) -> Constants:
         """What the link that was measured last costs; before that, what is assumed."""
         return self._costs.latest
+
+
+def _tell(driver: Driver[SourceMachine], channel: SourceChannel, op: Op) -> None:
+    """In the middle of a turn: a write has ended, and its target waits to hear of it."""
+    driver.tell(op)
+    channel.flush()
 
 
 def _nothing() -> None:

@@ -198,6 +198,11 @@ class Driver(Generic[M]):
             self._in_turn = False
             self._say()
 
+    def tell(self, op: Op) -> None:
+        """A write has ended well: say so before its end is taken, if somebody waits for that."""
+        self._note(op)
+        self._say()
+
     def pass_time(self, now: float) -> None:
         """Tick if a timer may be due."""
         if now < self._tick_at:

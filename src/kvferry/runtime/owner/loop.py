@@ -164,8 +164,8 @@ class Owner:
         for news in self._copier.ended():
             self._take(news)
             # Peers need not wait for the end of a long turn.
-            self.role.advance(time.monotonic())
             self.channel.let_out()
+            self.role.advance(time.monotonic())
         if self._lifeline.fileno() in ready:
             self._lifeline.answer()
         self.stories.now = time.monotonic()

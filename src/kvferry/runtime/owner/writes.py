@@ -84,12 +84,17 @@ class Writes:
         self._ahead: dict[Op, AheadSlot] = {}
 
     def attach(
-        self, machine: SourceMachine, policy: StagingPolicy, answer: Callable[[Event], None]
+        self,
+        machine: SourceMachine,
+        policy: StagingPolicy,
+        answer: Callable[[Event], None],
+        tell: Callable[[Op], None],
     ) -> None:
-        """Whom this writes for, and who hears how it went."""
+        """Whom this writes for, who hears how it went, and who tells the target at once."""
         self._machine = machine
         self._policy = policy
         self._answer = answer
+        self._tell = tell
 
     def sides_of(self, course: Course) -> Sides:
         """Where a room's pages are, here and at a target; made once for all writes of an offer."""
@@ -343,22 +348,26 @@ class Writes:
     def ended(self, end: WriteEnd) -> None:
         """A write has ended, or nobody knows whether."""
         action = self._flying.pop(end.op)
-        self._meter.wrote(end)
         asked = self._gathering.pop(end.op, None)
-        if end.fate is None:
-            handle = self._rooms.get(action.room)
-            if asked is not None:
-                begun = time.monotonic() - end.seconds
-                took = Took(begun - asked, end.num_bytes, str(end.path))
-                self._tell_gathered(action, begun, took)
-            self._stories.wrote(action.room, action.peer, end.path, end.num_bytes, end.seconds)
-            if handle is not None:
-                handle.carried[end.path] = handle.carried.get(end.path, 0) + end.num_bytes
-                handle.num_writes += 1
-            self._answer(Sent(end.op))
+        if end.fate is not None:
+            self._meter.wrote(end)
+            self._log(action.peer, action, end)
+            self._answer(SendFailed(end.op, end.fate))
             return
-        self._log(action.peer, action, end)
-        self._answer(SendFailed(end.op, end.fate))
+        self._stories.wrote(action.room, action.peer, end.path, end.num_bytes, end.seconds)
+        if self._machine.is_followed(end.op):
+            # A target has to empty this slot before the next can be written: all else can wait.
+            self._tell(end.op)
+        self._meter.wrote(end)
+        if asked is not None:
+            begun = self._stories.now - end.seconds
+            took = Took(begun - asked, end.num_bytes, str(end.path))
+            self._tell_gathered(action, begun, took)
+        handle = self._rooms.get(action.room)
+        if handle is not None:
+            handle.carried[end.path] = handle.carried.get(end.path, 0) + end.num_bytes
+            handle.num_writes += 1
+        self._answer(Sent(end.op))
 
     def _tell_gathered(self, action: Write | Gather, ended: float, took: Took) -> None:
         self._meter.took("gather", took.seconds)
