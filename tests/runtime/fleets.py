@@ -53,15 +53,22 @@ QUICK = ProtocolConfig(
 
 
 class Way(NamedTuple):
-    """A transport, and how its endpoints are told to use it."""
+    """A transport, how its endpoints are told to use it, and where their memory is."""
 
     transport: str
     config: EndpointConfig
+    device: str = "cpu"
 
     def __str__(self) -> str:
         path, protocol = self.config.path, self.config.protocol
         ahead = f"-ahead-{protocol.local_slots}" if protocol.ahead_slots else ""
-        return f"{self.transport}-{path}{ahead}" if path else self.transport
+        name = f"{self.transport}-{path}{ahead}" if path else self.transport
+        return name if self.device == "cpu" else f"{name}-on-{self.device}"
+
+    @property
+    def maps_peer(self) -> bool:
+        """Whether a source writes a target's memory by itself."""
+        return self.transport in ("shm", "cuda")
 
 
 # Few slots of the least size, so that a room goes through each of them several times.
@@ -77,6 +84,11 @@ ONE_AHEAD = replace(
 PLAIN = [Way(name, EndpointConfig()) for name in ("shm", "nixl", "mooncake")]
 STAGING = [Way(name, STAGED) for name in ("nixl", "mooncake")]
 UNSTAGED = [Way(name, DIRECT) for name in ("nixl", "mooncake")]
+# Between pools on a GPU, where a lane gathers ahead unless it is told not to.
+ON_GPU = [
+    Way("cuda", EndpointConfig(), "cuda"),
+    *(Way("nixl", config, "cuda") for config in (STAGED, ONE_AHEAD)),
+]
 
 
 def layout(

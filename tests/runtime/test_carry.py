@@ -12,6 +12,7 @@ from runtime.fleets import (
     HYBRID,
     LATENT,
     NUM_SLOTS,
+    ON_GPU,
     ONE_AHEAD,
     PLAIN,
     STAGING,
@@ -64,6 +65,11 @@ COMBINATIONS = [
     *((case, STAGING[number % 2]) for number, case in enumerate([*CASES[2::2], *MORE_CASES])),
     *((CASES[3], way) for way in UNSTAGED),
     *((case, Way("nixl", AHEAD)) for case in (CASES[3], MORE_CASES[0])),
+    *(
+        pytest.param(case, way, marks=pytest.mark.gpu)
+        for case in (CASES[3], CASES[7], CASES[9])
+        for way in ON_GPU
+    ),
 ]
 # A whole prompt in one piece, a prefix that ends inside a page, one that ends with a page, a
 # prompt that is all cached (only its metadata travels), and the shortest.
@@ -82,7 +88,7 @@ def fleet_of(way: Way, source: Layout, *targets: Layout, num_rooms: int = 1) -> 
         return FleetSide(name, its, pages, way.config)
 
     decodes = [side(f"decode-{number}", target) for number, target in enumerate(targets)]
-    return Fleet(side("prefill", source), *decodes, transport=way.transport)
+    return Fleet(side("prefill", source), *decodes, transport=way.transport, device=way.device)
 
 
 @pytest.mark.timeout(120)
@@ -106,7 +112,12 @@ def test_every_byte_arrives_and_no_other_is_touched(case: Case, way: Way) -> Non
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "way", [*PLAIN, *STAGING, Way("nixl", AHEAD), Way("nixl", ONE_AHEAD)], ids=str
+    "way",
+    [
+        *(*PLAIN, *STAGING, Way("nixl", AHEAD), Way("nixl", ONE_AHEAD)),
+        *(pytest.param(way, marks=pytest.mark.gpu) for way in ON_GPU),
+    ],
+    ids=str,
 )
 def test_many_rooms_at_once_to_instances_of_different_sizes(way: Way) -> None:
     names: list[Room] = [0, 1 << 62, MAX_ID, "0", "room/ü", "x" * 256]

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from enum import StrEnum
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from runtime.fleets import HEADS, QUICK, STAGED, Way, eventually, layout
+from runtime.fleets import HEADS, ON_GPU, QUICK, STAGED, Way, eventually, layout
 
+from kvferry.layout.spec import attention
 from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
 from kvferry.rendezvous.client import RendezvousClient
@@ -53,6 +56,12 @@ STAGES = [
     *((SHM, stage) for stage in Stage),
     *((way, Stage.MOVING) for way in WAYS[1:]),
 ]
+MAPPED_GPU, STAGED_GPU, _ = ON_GPU
+GPU_STAGES = [*((MAPPED_GPU, stage) for stage in Stage), (STAGED_GPU, Stage.MOVING)]
+
+
+def on_gpu(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.gpu) for case in cases]
 
 
 # Where a process is killed, only the proof of that may end a room, however busy the machine is.
@@ -135,12 +144,13 @@ def source_fleet(way: Way, blow: Blow = Blow.STOP) -> Fleet:
         side("decode", way, 1, 8, blow),
         spares=[side("spare", way, 1, 4, blow)],
         transport=way.transport,
+        device=way.device,
     )
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("blow", Blow)
-@pytest.mark.parametrize(("way", "stage"), STAGES, ids=str)
+@pytest.mark.parametrize(("way", "stage"), [*STAGES, *on_gpu(GPU_STAGES)], ids=str)
 def test_a_source_is_lost(way: Way, stage: Stage, blow: Blow) -> None:
     with source_fleet(way, blow) as fleet:
         victim, sibling = fleet.sources
@@ -221,13 +231,19 @@ def target_fleet(way: Way, blow: Blow) -> Fleet:
         side("decode", way, 2, 8, blow),
         side("decode-2", way, 1, 16, blow),
         transport=way.transport,
+        device=way.device,
     )
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("blow", Blow)
 @pytest.mark.parametrize(
-    ("way", "stage"), [case for case in STAGES if case[1] is not Stage.UNMET], ids=str
+    ("way", "stage"),
+    [
+        *[case for case in STAGES if case[1] is not Stage.UNMET],
+        *on_gpu([case for case in GPU_STAGES if case[1] is not Stage.UNMET]),
+    ],
+    ids=str,
 )
 def test_a_target_is_lost(way: Way, stage: Stage, blow: Blow) -> None:
     with target_fleet(way, blow) as fleet:
@@ -250,7 +266,7 @@ def test_a_target_is_lost(way: Way, stage: Stage, blow: Blow) -> None:
         else:
             assert failure(sibling, "room") is expected(stage, blow)
         finish_other(fleet, "decode-2", "prefill")
-        if blow is Blow.STOP and way is not SHM:
+        if blow is Blow.STOP and not way.maps_peer:
             # A network may still read what is on its way to a process that stands still.
             victim.resume()
         source.ask("wait_released", "room", NOTICED_S)
@@ -266,13 +282,20 @@ LONG = Request(1500)
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("blow", Blow)
 @pytest.mark.parametrize("victim_is", ["source", "target"])
-@pytest.mark.parametrize(("transport", "ahead"), [("nixl", 0), ("nixl", 1), ("mooncake", 0)])
+@pytest.mark.parametrize(
+    ("way", "ahead"),
+    [
+        *((Way("nixl", STAGED), 0), (Way("nixl", STAGED), 1), (Way("mooncake", STAGED), 0)),
+        *on_gpu([(STAGED_GPU, 2)]),
+    ],
+    ids=str,
+)
 def test_while_slots_are_gathered_written_and_scattered(
-    transport: str, ahead: int, victim_is: str, blow: Blow
+    way: Way, ahead: int, victim_is: str, blow: Blow
 ) -> None:
-    config = replace(STAGED, protocol=replace(TIMES[blow], ahead_slots=ahead), lease_s=1.0)
+    config = replace(way.config, protocol=replace(TIMES[blow], ahead_slots=ahead), lease_s=1.0)
     sides = [FleetSide(name, layout(HEADS, 8), 400, config) for name in ("prefill", "decode")]
-    with Fleet(*sides, transport=transport) as fleet:
+    with Fleet(*sides, transport=way.transport, device=way.device) as fleet:
         (source,), (target,) = fleet.sources, fleet.targets["decode"]
         victim, other = (source, target) if victim_is == "source" else (target, source)
         fleet.fill("room", 1, LONG.num_tokens)
@@ -290,6 +313,45 @@ def test_while_slots_are_gathered_written_and_scattered(
             victim.ask("wait_released", "room", NOTICED_S)
         other.ask("wait_released", "room", NOTICED_S)
         _recover(fleet, victim, "room", blow)
+
+
+# 2.1 GB: a GPU works on it for milliseconds.
+HUGE, HUGE_PAGE = Request(32768), 64
+HUGE_HEADS = attention(layers=16, kv_heads=8, head_dim=128)
+# What a GPU would need for all of it, many times over.
+SETTLED_S = 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("way", [MAPPED_GPU, STAGED_GPU._replace(config=EndpointConfig())], ids=str)
+@pytest.mark.parametrize("lives_ms", [1, 2, 4])
+def test_the_gpu_of_a_dead_source_writes_nothing_into_what_was_released(
+    way: Way, lives_ms: int
+) -> None:
+    config = replace(way.config, protocol=TIMES[Blow.KILL], lease_s=1.0)
+    pages = HUGE.num_tokens // HUGE_PAGE
+    sides = [
+        FleetSide(name, layout(HUGE_HEADS, HUGE_PAGE), pages, config)
+        for name in ("prefill", "decode")
+    ]
+    with Fleet(*sides, transport=way.transport, device=way.device) as fleet:
+        (source,), (target,) = fleet.sources, fleet.targets["decode"]
+        fleet.fill("room", 1, HUGE.num_tokens)
+        fleet.receive("room", "decode", HUGE, DEADLINE_S)
+        eventually(lambda: source.ask("offered_by", "room") == [0])
+        source.ask("open", "room", DEADLINE_S)
+        source.begin("push_all", "room", HUGE.num_tokens, 4096, b"")
+        time.sleep(lives_ms / 1000)
+        # Its end is not waited for: that would be the end of its work on the GPU as well.
+        source.process.kill()
+        outcome = target.ask("outcome", "room", DEADLINE_S)
+        assert way.maps_peer or isinstance(outcome, Failure), "it takes longer than that"
+        target.ask("wait_released", "room", NOTICED_S)
+        # It is another room's now.
+        target.ask("clear")
+        time.sleep(SETTLED_S)
+        assert target.ask("problem_among", []) is None
 
 
 @pytest.mark.timeout(60)
