@@ -6,38 +6,28 @@ while it waits for another, except a credit, which its pages already back.
 
 What waits is written together: pushes of a few layers each cost as many writes as the
 transport has time for, and no more.
-
-Where gathering takes its time, a lane gathers ahead: its next fragments go into local slots
-before it has credits for them, and are only posted when these come. Such a write is in flight
-from its gather on, so whatever waits for writes to end waits for it too. It holds a local slot
-while it waits for a credit, and so half of the slots are never used for that: lanes with
-credits go on, whatever becomes of a target.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from itertools import islice
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, SlotIndex
 from kvferry.layout.intervals import Span
 from kvferry.plan.plan import Block
-from kvferry.protocol.cutting import image_bytes, join_layers
+from kvferry.protocol.ahead import Gatherer
+from kvferry.protocol.cutting import join_layers
 from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import (
-    Discard,
     Event,
     Fate,
-    Gather,
-    Post,
     Push,
     SendFailed,
     Sent,
     Write,
 )
-from kvferry.protocol.handshake import Welcomer
 from kvferry.protocol.lanes import (
     Lane,
     SourceRoom,
@@ -48,38 +38,24 @@ from kvferry.protocol.lanes import (
     num_expected,
     states,
 )
-from kvferry.protocol.messages import Arrived, Credit, Envelope, Want
+from kvferry.protocol.messages import Arrived, Credit, Want
 from kvferry.protocol.outcome import Failure, FailureCode
-from kvferry.protocol.states import LaneState, RoomState
+from kvferry.protocol.slots import MAX_BLOCKS_PER_WRITE
+from kvferry.protocol.states import LaneState
 
-# Blocks in one write. More go into the next one.
-MAX_BLOCKS_PER_WRITE = 256
 # Direct writes of one lane at a time: one under way and one behind it. What is pushed
 # meanwhile waits, and becomes one write.
 MAX_DIRECT_PER_LANE = 2
 
 
-class Writer(Welcomer):
+class Writer(Gatherer):
     """The part of a source machine that starts and ends writes."""
 
     def __init__(self, identity: Identity, config: ProtocolConfig, stages: StagePolicy) -> None:
         super().__init__(identity, config)
         self.stages = stages
-        self.writing: dict[Op, Writing] = {}
-        # A stack: the slot that was used last is the one that is still in a cache.
-        self.local_slots = [SlotIndex(i) for i in reversed(range(config.local_slots))]
-        # Ordered sets: lanes that may have something to write, those that wait for a
-        # local slot, and those that this step has changed.
-        self._ready: dict[Lane, None] = {}
+        # Lanes that have a credit and wait for a local slot.
         self._starved: dict[Lane, None] = {}
-        self._touched: dict[Lane, None] = {}
-        # Those that would gather ahead, if fewer did.
-        self._eager: dict[Lane, None] = {}
-        # Half of them, or else the only slot, which is taken back from who has no credit.
-        only = config.local_slots == 1 < config.max_inflight
-        self._most_ahead = 1 if only else min(config.local_slots, config.max_inflight) // 2
-        self._ahead_slots = min(config.ahead_slots or 0, self._most_ahead)
-        self._ops = 0
 
     def _take(self, event: Event) -> None:
         match event:
@@ -201,11 +177,6 @@ class Writer(Welcomer):
         for lane in touched:
             self._close_if_sent(lane)
 
-    def _wake(self, lane: Lane) -> None:
-        """Something changed for the lane: look at it when the step is over."""
-        self._ready[lane] = None
-        self._touched[lane] = None
-
     def _start(self, lane: Lane) -> None:
         """Start one write of the lane, with as much as waits and fits."""
         if self._writes_directly(lane):
@@ -216,39 +187,11 @@ class Writer(Welcomer):
             credit, blocks = self._use_credit(lane), self._fill_slot(lane, self._num_fitting(lane))
             self._write(lane, blocks, credit, self.local_slots.pop())
 
-    def _use_credit(self, lane: Lane) -> Credit:
-        serial = min(lane.credit)
-        lane.used.add(serial)
-        lane.waiting_since = self._now
-        return Credit(serial, lane.credit.pop(serial))
-
-    def _fill_slot(self, lane: Lane, count: int) -> tuple[Block, ...]:
-        """So many of the fragments that wait, as one."""
-        blocks = [lane.staged.popleft() for _ in range(count)]
-        return join_layers(lane.link.plan.spec, blocks)
-
-    def _num_fitting(self, lane: Lane) -> int:
-        """How many of the fragments that wait fit one slot together. The first always does."""
-        left_bytes = most_bytes = min(lane.slot_bytes, self.config.local_slot_bytes)
-        about = lane.link.plan, self.me.rank, lane.peer.rank, lane.request
-        for count, block in enumerate(islice(lane.staged, MAX_BLOCKS_PER_WRITE)):
-            # Large requests are cut so that each fragment fills a slot: no second look, then.
-            if count and left_bytes < most_bytes // 4:
-                return count
-            left_bytes -= image_bytes(*about, [block])
-            if left_bytes < 0 and count:
-                return count
-        return min(len(lane.staged), MAX_BLOCKS_PER_WRITE)
-
     def _writes_directly(self, lane: Lane) -> bool:
         if not lane.direct:
             return False
         direct = sum(self.writing[op].local_slot is None for op in lane.inflight)
         return direct < MAX_DIRECT_PER_LANE
-
-    def _is_able(self, lane: Lane) -> bool:
-        running = lane.room.state in (RoomState.OPEN, RoomState.FINISHED)
-        return running and lane.state is LaneState.SENDING and self._now >= lane.busy_until
 
     def _may_write(self, lane: Lane) -> bool:
         return self._is_able(lane) and (
@@ -277,85 +220,6 @@ class Writer(Welcomer):
                 local_slot=local_slot,
             )
         )
-
-    def _begin(self, write: Writing) -> Op:
-        self._ops += 1
-        op = Op(self._ops)
-        write.lane.inflight.add(op)
-        self.writing[op] = write
-        return op
-
-    def _note_of(self, write: Writing) -> Envelope:
-        lane, credit = write.lane, write.credit
-        about = lane.room.name, lane.generation, write.blocks
-        arrived = Arrived(*about, credit.serial if credit else None)
-        return self._envelope(lane.link.session, 0, arrived)
-
-    # ------------------------------------------------------------ gathering ahead
-
-    def _gather_waiting(self, lanes: dict[Lane, None]) -> None:
-        """Let lanes gather ahead in turn, now that those with credits have what they need."""
-        while lanes and len(self.writing) < self.config.max_inflight:
-            lane = next(iter(lanes))
-            del lanes[lane]
-            if self._gather_ahead(lane):
-                lanes[lane] = None
-        self._ready |= lanes
-
-    def _gather_ahead(self, lane: Lane) -> bool:
-        """Fill a local slot with what waits for a credit, if enough are left for others."""
-        if len(lane.held) >= self._ahead_slots or not self._is_able(lane):
-            return False
-        count = self._num_filling(lane)
-        if not count:
-            return False
-        num_ahead = sum(write.is_ahead for write in self.writing.values())
-        if not self.local_slots or num_ahead >= self._most_ahead:
-            self._eager[lane] = None
-            return False
-        write = Writing(lane, self._fill_slot(lane, count), None, self.local_slots.pop())
-        assert write.local_slot is not None
-        op = self._begin(write)
-        lane.held.append(op)
-        about = lane.peer, lane.room.name, lane.request, write.blocks
-        self._do(Gather(op, *about, lane.link.session, write.local_slot))
-        return True
-
-    def _num_filling(self, lane: Lane) -> int:
-        """How many fragments fill a slot that nothing which is pushed later would share."""
-        if not lane.staged:
-            return 0
-        count = self._num_fitting(lane)
-        return count if lane.room.finish is not None or count < len(lane.staged) else 0
-
-    def _post_held(self, lane: Lane) -> None:
-        """Write what was gathered ahead, the oldest first, as far as there are credits."""
-        while lane.held and lane.credit and self._is_able(lane):
-            op = lane.held.popleft()
-            write = self.writing[op]
-            write.credit = self._use_credit(lane)
-            self._do(Post(op, write.credit.slot, self._note_of(write)))
-            self._wake_eager()
-
-    def _take_back(self) -> None:
-        """Somebody has a credit and no slot: whoever holds the only one without a credit waits."""
-        if self.config.local_slots > 1:
-            return  # Half of them are with writes, and those end.
-        for op, write in self.writing.items():
-            if op in write.lane.held:
-                write.lane.held.remove(op)
-                write.is_taken_back = True
-                self._do(Discard(op))
-
-    def _discard_held(self, lane: Lane) -> None:
-        """Let go of what was gathered ahead. It stays in flight until that is answered."""
-        for op in lane.held:
-            self._do(Discard(op))
-        lane.held.clear()
-
-    def _wake_eager(self) -> None:
-        self._ready |= self._eager
-        self._eager.clear()
 
     # ------------------------------------------------------------ ends
 

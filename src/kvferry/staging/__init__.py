@@ -1,7 +1,7 @@
 """Staging memory: how it is cut into slots, and where it comes from.
 
 Who may write into which slot is the protocol's affair (``protocol.credits`` for
-a target's slots, ``protocol.writes`` for a source's own); nothing is allocated
+a target's slots, ``protocol.slots`` for a source's own); nothing is allocated
 or freed slot by slot here.
 """
 
