@@ -49,7 +49,7 @@ from kvferry.rendezvous.server import RendezvousServer
 from kvferry.runtime.outgoing import Waitable
 from kvferry.serve.engine.cache import Cache
 from kvferry.serve.engine.layouts import KV, STATE
-from kvferry.serve.engine.steps import Sample, StepPlan, Work
+from kvferry.serve.engine.steps import Sample, SampleFailed, StepPlan, Work
 from kvferry.serve.models.tiny import TinyKind, make_tiny
 from kvferry.serve.transfer.extension import EndpointSettings
 from kvferry.serve.transfer.prefill import PrefillExtension
@@ -138,10 +138,12 @@ class Late(PrefillExtension):
             self._delay(plan, [layer])
         super().computed(plan, layer)
 
-    def after(self, plan: StepPlan, samples: Sequence[Sample]) -> list[bytes]:
+    def after(
+        self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
+    ) -> list[bytes]:
         if self.settings.layers == "all":
             self._delay(plan, list(range(self.pace.first, self.pace.end)))
-        return super().after(plan, samples)
+        return super().after(plan, samples, failures)
 
     def _delay(self, plan: StepPlan, layers: list[int]) -> None:
         entries = [entry for work in plan.works for entry in self._entries(work, layers)]

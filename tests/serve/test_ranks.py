@@ -20,7 +20,7 @@ from kvferry.layout.layout import Parallel
 from kvferry.serve.engine.cache import Cache
 from kvferry.serve.engine.engine import Engine
 from kvferry.serve.engine.requests import Noted, Request
-from kvferry.serve.engine.steps import Sample, StepPlan
+from kvferry.serve.engine.steps import Sample, SampleFailed, StepPlan
 from kvferry.serve.models.tiny import TinyKind
 from kvferry.serve.ranks.processes import RankLost
 from kvferry.serve.ranks.rank import Extension
@@ -46,7 +46,9 @@ class Reporting(Extension):
             raise ValueError("this rank was told to fail")
         self.notes += plan.commands
 
-    def after(self, plan: StepPlan, samples: Sequence[Sample]) -> list[bytes]:
+    def after(
+        self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
+    ) -> list[bytes]:
         self.notes += [f"ran {work.first}-{work.end}".encode() for work in plan.works]
         self.notes += [f"sampled {sample.request}".encode() for sample in samples]
         said, self.notes = self.notes, []

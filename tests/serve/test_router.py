@@ -45,7 +45,7 @@ async def test_an_answer_comes_from_a_pair_that_shares_a_room() -> None:
         assert prompt.pop("kvferry").keys() == {"deadline_s"}
         assert 0 <= room < 1 << 63
         assert whole["kvferry"].pop("deadline_s") == 120
-        assert whole.pop("kvferry") == {"room": room, "prefill": "p0", "fallback": "local"}
+        assert whole.pop("kvferry") == {"room": room, "prefill": "p0"}
         assert prompt == whole
         assert prompt["temperature"] == 0.5
 

@@ -6,11 +6,14 @@ import asyncio
 import json
 
 import pytest
+from aiohttp import web
 from serve.router_fakes import (
     MODEL,
     STREAM,
     WORDS,
     Act,
+    Body,
+    FakeWorker,
     begins_then,
     begins_then_hangs,
     bounded,
@@ -19,6 +22,7 @@ from serve.router_fakes import (
     hangs,
     loses_the_cache,
     loses_the_cache_once,
+    refusal,
     refuses,
     site,
     until,
@@ -40,7 +44,6 @@ async def test_retry_asks_another_prefill_worker_in_another_room(act: Act, strea
         first, second = (body["kvferry"] for body in here["d0"].seen)
         assert (first["prefill"], second["prefill"]) == ("p0", "p1")
         assert first["room"] != second["room"]
-        assert second["fallback"] == "fail"
         # The decode worker was told that nothing will come to the first room.
         assert here["d0"].left == 1
         await here.until_idle()
@@ -64,7 +67,7 @@ async def test_local_lets_decode_do_it_all(act: Act) -> None:
         status, answer = await here.ask()
         assert (status, answer["kvferry"]["source"]) == (200, "local")
         assert len(here["p0"].seen + here["p1"].seen) == 1
-        assert here["d0"].seen[0]["kvferry"]["fallback"] == "local"
+        assert "kvferry" not in here["d0"].seen[-1]
 
 
 @bounded
@@ -113,6 +116,49 @@ async def test_another_decode_worker_answers_when_one_has_not_begun(act: Act) ->
             status, answer = await here.ask()
             assert (status, answer["choices"][0]["text"]) == (200, TEXT)
         assert len(here["d1"].seen) == 2
+
+
+@pytest.mark.parametrize("act", [dies, refuses(503, "worker_lost", "rank 1 has ended")])
+@bounded
+async def test_a_request_that_workers_vanish_with_is_tried_twice(act: Act) -> None:
+    """A worker that vanishes may have been killed, so one more attempt is made, and no third."""
+    acts = dict.fromkeys(("p0", "d0", "d1", "d2"), act)
+    async with site(1, 3, acts=acts, attempts=4) as here:
+        status, answer = await here.ask()
+        assert status in (502, 503)
+        assert answer["error"]["type"] in ("server_error", "t")
+        assert sum(len(here[name].seen) for name in ("d0", "d1", "d2")) == 2
+        assert len(here["p0"].seen) <= 2
+
+
+@bounded
+async def test_a_request_that_broke_a_worker_is_not_tried_again() -> None:
+    broke = refuses(500, "request_broke_worker", "the worker broke")
+    for part in ("p0", "d0"):
+        async with site(2, 2, acts={part: broke}) as here:
+            status, answer = await here.ask()
+            while not here[part].seen:
+                status, answer = await here.ask()
+            assert (status, answer["error"]["code"]) == (500, "request_broke_worker")
+            assert len(here[part].seen) == 1
+
+
+@bounded
+async def test_prefill_is_asked_why_a_transfer_failed() -> None:
+    """Decode hears that the room failed before the router hears that prefill broke."""
+
+    async def breaks_later(
+        worker: FakeWorker, request: web.Request, body: Body
+    ) -> web.StreamResponse:
+        worker.wire.room(body["kvferry"]["room"]).set()
+        await until(lambda: here["d0"].seen)
+        await asyncio.sleep(0.1)
+        return refusal(500, "request_broke_worker", "the worker broke")
+
+    async with site(1, 1, acts={"p0": breaks_later, "d0": loses_the_cache}) as here:
+        status, answer = await here.ask()
+        assert (status, answer["error"]["code"]) == (500, "request_broke_worker")
+        assert len(here["d0"].seen) == 1
 
 
 @bounded

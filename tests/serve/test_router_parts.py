@@ -141,6 +141,9 @@ def failure(part: WorkerPart, blame: Blame) -> Failed:
         (WorkerPart.DECODE, Blame.WORKER, OnFailure.RETRY, True, False),
         (WorkerPart.DECODE, Blame.WORKER, OnFailure.LOCAL, True, False),
         (WorkerPart.DECODE, Blame.WORKER, OnFailure.FAIL, False, False),
+        (WorkerPart.DECODE, Blame.LOST, OnFailure.RETRY, True, False),
+        (WorkerPart.PREFILL, Blame.LOST, OnFailure.LOCAL, True, True),
+        (WorkerPart.DECODE, Blame.LOST, OnFailure.FAIL, False, False),
         (WorkerPart.DECODE, Blame.REQUEST, OnFailure.RETRY, False, False),
         (WorkerPart.PREFILL, Blame.REQUEST, OnFailure.LOCAL, False, False),
     ],
@@ -153,6 +156,13 @@ def test_what_is_tried_next(
     assert tried.local is local
     spent = Tried(attempts=2)
     assert not next_try(spent, failure(part, blame), on_failure, 2)
+
+
+def test_a_request_that_two_workers_vanished_with_is_not_tried_again() -> None:
+    tried = Tried(attempts=1)
+    assert next_try(tried, failure(WorkerPart.PREFILL, Blame.LOST), OnFailure.LOCAL, 9)
+    assert next_try(tried, failure(WorkerPart.DECODE, Blame.WORKER), OnFailure.LOCAL, 9)
+    assert not next_try(tried, failure(WorkerPart.DECODE, Blame.LOST), OnFailure.LOCAL, 9)
 
 
 # ---------------------------------------------------------------- bodies and streams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 from serve.driving import PROMPTS, ask, engine_of, requests
 
 from kvferry.errors import InputError
+from kvferry.serve.engine.cache import Cache
+from kvferry.serve.engine.requests import Produced, Request
 from kvferry.serve.engine.sampling import draw, penalised, sample, uniform
-from kvferry.serve.engine.steps import Past, Sampling, Work
+from kvferry.serve.engine.steps import Past, Sample, SampleFailed, Sampling, StepPlan, Work
 from kvferry.serve.models.tiny import TinyKind
+from kvferry.serve.ranks.rank import Extension
 
 Models = dict[TinyKind, Path]
 LOGITS = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
@@ -22,6 +26,12 @@ LOGITS = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 
 def work(sampling: Sampling) -> Work:
     return Work(request="r", tokens=[1], first=9, pages=[0], row=None, sampling=sampling)
+
+
+def only_sample(work: Work) -> Sample:
+    (chosen,), failures = sample(LOGITS[None], [work])
+    assert not failures
+    return chosen
 
 
 def test_frequencies_are_the_probabilities() -> None:
@@ -79,7 +89,7 @@ def test_penalties_are_what_others_compute() -> None:
 def test_a_penalty_moves_the_likeliest_but_not_what_the_model_thought() -> None:
     sampling = Sampling(repetition_penalty=3, logprobs=1)
     penalty = msgspec.structs.replace(work(sampling), past=Past([3], []))
-    (told,) = sample(LOGITS[None], [penalty])
+    told = only_sample(penalty)
     assert told.token == 2
     assert told.logprob == pytest.approx(float(LOGITS[2]))
     assert [token for token, _ in told.top] == [3]
@@ -90,6 +100,70 @@ def test_temperature_sharpens() -> None:
     assert Counter(cold)[3] > 190
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-200, 1e-6, 1e-5, 1e-3])
+@pytest.mark.parametrize("penalty", [0.01, 1, 100])
+def test_the_smallest_temperatures_take_the_likeliest(temperature: float, penalty: float) -> None:
+    sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
+    looking_back = msgspec.structs.replace(work(sampling), past=Past([0], []))
+    logits = 1e4 * torch.tensor([-1.0, 0.5, 1.0, 0.9])
+    (told,), failures = sample(logits[None], [looking_back])
+    assert (told.token, failures) == (2, [])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_fail_their_request_alone(bad: float) -> None:
+    broken = torch.tensor([0.1, bad, 0.3, 0.4])
+    works = [msgspec.structs.replace(work(Sampling()), request=name) for name in ("a", "b", "c")]
+    samples, failures = sample(torch.stack([LOGITS, broken, LOGITS]), works)
+    assert [told.request for told in samples] == ["a", "c"]
+    assert [failure.request for failure in failures] == ["b"]
+    assert "not finite" in failures[0].reason
+
+
+def test_an_exception_while_sampling_fails_its_request_alone(models: Models) -> None:
+    """A past with a token that the model does not have makes the penalty raise IndexError."""
+    bad = msgspec.structs.replace(
+        work(Sampling(repetition_penalty=2)), request="bad", past=Past([99], [])
+    )
+    (told,), (failure,) = sample(torch.stack([LOGITS, LOGITS]), [work(Sampling()), bad])
+    assert told.token == 3
+    assert failure.request == "bad"
+    assert "sampling failed" in failure.reason
+
+
+class NotFinite(Extension):
+    """Fills the cache with NaN under the second chunk of the request "bad"."""
+
+    def __init__(self, rank: int) -> None:
+        pass
+
+    def start(self, cache: Cache) -> None:
+        self._memory = cache.memory
+
+    def before(self, plan: StepPlan) -> None:
+        if any(work.request == "bad" and work.first for work in plan.works):
+            self._memory.fill_(0xFF)
+
+    def after(
+        self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
+    ) -> list[bytes]:
+        if failures:
+            self._memory.zero_()
+        return []
+
+
+def test_an_engine_drops_a_request_that_cannot_be_sampled_and_goes_on(models: Models) -> None:
+    with engine_of(models[TinyKind.LLAMA], extend=NotFinite) as engine:
+        engine.add(Request(id="bad", prompt=PROMPTS[2], max_tokens=4))
+        outputs = [*engine.step(), *engine.step()]
+        (failure,) = (output for output in outputs if isinstance(output, SampleFailed))
+        assert failure.request == "bad"
+        assert engine.idle
+        assert not engine.scheduler.blocks.num_used
+        engine.add(Request(id="good", prompt=PROMPTS[0], max_tokens=1))
+        assert any(isinstance(output, Produced) for output in engine.step())
+
+
 def test_every_position_and_seed_has_its_own_number() -> None:
     numbers = {uniform(seed, position) for seed in range(-30, 30) for position in range(50)}
     assert len(numbers) == 60 * 50
@@ -97,9 +171,9 @@ def test_every_position_and_seed_has_its_own_number() -> None:
 
 
 def test_logprobs_come_when_they_are_asked_for() -> None:
-    (plain,) = sample(LOGITS[None], [work(Sampling())])
+    plain = only_sample(work(Sampling()))
     assert (plain.token, plain.logprob, plain.top) == (3, None, ())
-    (told,) = sample(LOGITS[None], [work(Sampling(logprobs=2))])
+    told = only_sample(work(Sampling(logprobs=2)))
     assert told.logprob == pytest.approx(float(LOGITS[3]))
     assert [token for token, _ in told.top] == [3, 2]
 
@@ -108,12 +182,16 @@ def test_logprobs_come_when_they_are_asked_for() -> None:
     "field",
     [
         {"temperature": -1},
-        {"top_p": 0},
+        {"temperature": 2.1},
+        {"temperature": float("nan")},
+        {"top_p": -0.1},
         {"top_p": 1.1},
         {"top_k": -1},
         {"min_p": -0.1},
         {"min_p": 1.1},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-200},
+        {"repetition_penalty": 101},
         {"presence_penalty": 2.1},
         {"frequency_penalty": -2.1},
         {"seed": 1 << 63},

@@ -117,9 +117,13 @@ def apart(*options: InstanceOptions) -> Iterator[list[Worker]]:
 
 @contextlib.contextmanager
 def hosted(
-    *options: InstanceOptions, extend: MakeExtension | None = None
+    *options: InstanceOptions,
+    extend: MakeExtension | Mapping[str, MakeExtension] | None = None,
 ) -> Iterator[list[Worker]]:
-    """All in this process but for their ranks above 0; at most one may have such."""
+    """All in this process but for their ranks above 0; at most one may have such.
+
+    ``extend`` replaces the extension of all, or of those whose names it has.
+    """
     here = asyncio.new_event_loop()
     thread = threading.Thread(target=here.run_forever, name="hosted", daemon=True)
     thread.start()
@@ -133,7 +137,8 @@ def hosted(
     try:
         running = []
         for one in options:
-            instances.append(Instance(one, extend))
+            mine = extend.get(one.name) if isinstance(extend, Mapping) else extend
+            instances.append(Instance(one, mine))
             running.append(Worker(one.name, run(instances[-1].start()), instances[-1].loop))
         yield running
     finally:

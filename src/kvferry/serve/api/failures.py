@@ -10,6 +10,9 @@ _STATUS = {
     Trouble.TRANSFER: (503, "kv_transfer_failed"),
     Trouble.TIMEOUT: (504, "timeout"),
     Trouble.ENDED: (503, "worker_ended"),
+    Trouble.LOST: (503, "worker_lost"),
+    Trouble.BROKE_WORKER: (500, "request_broke_worker"),
+    Trouble.SAMPLING: (500, "sampling_failed"),
 }
 
 

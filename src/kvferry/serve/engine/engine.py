@@ -11,6 +11,9 @@ The engine then does its half and says so; the caller moves the cache:
 - DECODE: ``Admitted`` with the pages to fill, behind a prefix that is there
   already. Then ``arrived`` (all ranks have it), ``recompute`` (do without), or
   ``cancel`` and ``release``.
+
+A request for which no token can be chosen is cancelled, with ``SampleFailed``. Any
+other exception in a step ends the engine, because its ranks may disagree from then on.
 """
 
 from __future__ import annotations
@@ -103,6 +106,8 @@ class Engine:
             step_tokens=options.step_tokens,
             max_requests=options.max_requests,
         )
+        # Requests in the step that is running; after an exception, those that may have caused it.
+        self.in_step: frozenset[str] = frozenset()
         self._commands: list[bytes] = []
         self._texts: dict[str, TextStream] = {}
         self._ranks = Ranks(
@@ -179,7 +184,9 @@ class Engine:
         if not (plan.works or plan.commands or poll):
             return outputs
         self._commands = []
+        self.in_step = frozenset(work.request for work in plan.works)
         results = self._ranks.run(plan)
+        self.in_step = frozenset()
         return [*outputs, *self._settle(plan.works, results)]
 
     def _settle(self, works: list[Work], results: list[StepResult]) -> list[Output]:
@@ -192,6 +199,9 @@ class Engine:
         for sample in results[self.layout.lead].samples:
             self.scheduler.sampled(sample.request, sample.token)
             outputs.append(self._produce(sample))
+        for failure in results[self.layout.lead].failures:
+            self.cancel(failure.request)
+            outputs.append(failure)
         outputs += [
             Noted(rank, note) for rank, result in enumerate(results) for note in result.notes
         ]

@@ -7,7 +7,7 @@ from enum import StrEnum, auto
 import msgspec
 
 from kvferry import InputError
-from kvferry.serve.engine.steps import Sample, Sampling
+from kvferry.serve.engine.steps import Sample, SampleFailed, Sampling
 
 MAX_STOPS = 16
 
@@ -95,4 +95,4 @@ class Noted(msgspec.Struct, frozen=True):
     note: bytes
 
 
-Output = Admitted | Computed | Produced | Noted
+Output = Admitted | Computed | Produced | SampleFailed | Noted

@@ -6,24 +6,44 @@ is no generator whose state would have to follow a request from engine to engine
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-from kvferry.serve.engine.steps import Past, Sample, Sampling, Work
+from kvferry.serve.engine.steps import Past, Sample, SampleFailed, Sampling, Work
+
+log = logging.getLogger(__name__)
 
 
-def sample(logits: Tensor, works: Sequence[Work]) -> list[Sample]:
-    """One token for each work, from its row of ``logits``."""
+def sample(logits: Tensor, works: Sequence[Work]) -> tuple[list[Sample], list[SampleFailed]]:
+    """Choose one token for each work, from its row of ``logits``.
+
+    An exception while choosing fails that request alone: the batch's other requests,
+    and the ranks, have nothing to do with it.
+    """
     greedy: list[int] = logits.argmax(dim=-1).tolist()
-    samples = []
-    for row, likeliest, work in zip(logits, greedy, works, strict=True):
-        assert work.sampling is not None
-        token = choose(row, likeliest, work.sampling, work)
-        samples.append(_with_logprobs(Sample(work.request, token), row, work.sampling))
-    return samples
+    finite: list[bool] = logits.isfinite().all(dim=-1).tolist()
+    samples, failures = [], []
+    for row, likeliest, is_finite, work in zip(logits, greedy, finite, works, strict=True):
+        if not is_finite:
+            reason = "the model computed logits that are not finite for this prompt"
+            failures.append(SampleFailed(work.request, reason))
+            continue
+        try:
+            samples.append(_sample_one(row, likeliest, work))
+        except Exception as error:
+            log.exception("sampling-failed request=%s", work.request)
+            failures.append(SampleFailed(work.request, f"sampling failed: {error}"))
+    return samples, failures
+
+
+def _sample_one(logits: Tensor, likeliest: int, work: Work) -> Sample:
+    assert work.sampling is not None
+    token = choose(logits, likeliest, work.sampling, work)
+    return _with_logprobs(Sample(work.request, token), logits, work.sampling)
 
 
 def choose(logits: Tensor, likeliest: int, sampling: Sampling, work: Work) -> int:
@@ -31,7 +51,7 @@ def choose(logits: Tensor, likeliest: int, sampling: Sampling, work: Work) -> in
     if work.past is not None:
         logits = penalised(logits, sampling, work.past)
         likeliest = int(logits.argmax())
-    return draw(logits, sampling, work.end) if sampling.temperature > 0 else likeliest
+    return likeliest if sampling.is_greedy else draw(logits, sampling, work.end)
 
 
 def penalised(logits: Tensor, sampling: Sampling, past: Past) -> Tensor:
@@ -51,7 +71,9 @@ def penalised(logits: Tensor, sampling: Sampling, past: Past) -> Tensor:
 
 def draw(logits: Tensor, sampling: Sampling, position: int) -> int:
     """A token by chance, among those that ``min_p``, ``top_k`` and ``top_p`` leave."""
-    scaled = logits.double().cpu() / sampling.temperature
+    logits = logits.double().cpu()
+    # Relative to the maximum, so that a small temperature can't overflow to infinity.
+    scaled = (logits - logits.max()) / sampling.temperature
     probabilities, tokens = scaled.softmax(dim=-1).sort(descending=True, stable=True)
     reached = probabilities[: _num_kept(probabilities, sampling)].cumsum(dim=-1)
     # As many as are needed to reach top_p of what the others have left, so at least one.

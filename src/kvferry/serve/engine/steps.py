@@ -11,9 +11,15 @@ import msgspec
 
 from kvferry import InputError
 
+# As in vLLM, a smaller temperature means greedy: dividing by it would only lose precision.
+MIN_TEMPERATURE = 1e-5
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the next token is chosen. Temperature 0 takes the likeliest.
+    """How the next token is chosen. A temperature below ``MIN_TEMPERATURE`` is greedy.
+
+    The ranges are those that OpenAI documents; ``repetition_penalty``, ``top_k`` and
+    ``min_p`` are vLLM's.
 
     The choice depends on the logits, the seed and the position, so a request samples
     the same whoever computes it. With a penalty it also depends on the tokens that
@@ -32,34 +38,35 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= 100:
-            raise InputError(f"temperature must be from 0 to 100, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        _demand_range("temperature", self.temperature, 0, 2)
+        _demand_range("top_p", self.top_p, 0, 1)
+        _demand_range("min_p", self.min_p, 0, 1)
+        _demand_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _demand_range("presence_penalty", self.presence_penalty, -2, 2)
+        _demand_range("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.top_k < 0:
             raise InputError(f"top_k must be at least 0, which means all, not {self.top_k}")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p must be from 0 to 1, not {self.min_p}")
-        self._demand_penalties()
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise InputError("seed must be a 64-bit whole number")
         if self.logprobs is not None and self.logprobs < 0:
             raise InputError(f"logprobs must be at least 0, not {self.logprobs}")
 
-    def _demand_penalties(self) -> None:
-        if not 0 < self.repetition_penalty <= 100:
-            raise InputError(
-                f"repetition_penalty must be above 0 and at most 100, not {self.repetition_penalty}"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise InputError(f"{name} must be from -2 to 2, not {getattr(self, name)}")
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def looks_back(self) -> bool:
         """Whether the choice depends on the tokens before it."""
         subtracted = self.presence_penalty, self.frequency_penalty
         return self.repetition_penalty != 1 or any(subtracted)
+
+
+def _demand_range(name: str, value: float, least: float, most: float) -> None:
+    # NaN fails the comparison and is refused too.
+    if not least <= value <= most:
+        raise InputError(f"{name} must be from {least} to {most}, not {value}")
 
 
 class Past(msgspec.Struct, frozen=True):
@@ -107,8 +114,16 @@ class Sample(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class SampleFailed(msgspec.Struct, frozen=True):
+    """No token could be chosen for a request; the other requests of the step have theirs."""
+
+    request: str
+    reason: str
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """One rank's answer: samples from the lead, and what its extension has to say."""
 
     samples: list[Sample] = []
+    failures: list[SampleFailed] = []
     notes: list[bytes] = []

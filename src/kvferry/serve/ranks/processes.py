@@ -46,6 +46,10 @@ class RankLost(KvferryError):
     """A rank of this instance is gone or does not answer; start the instance again."""
 
 
+class RankBroke(RankLost):
+    """A rank raised an exception in a step; start the instance again."""
+
+
 class RankFailure(msgspec.Struct, frozen=True, tag=True):
     """A rank could not go on. ``is_input`` where it never began and the user can put it right."""
 
@@ -166,7 +170,7 @@ class Ranks:
             return answer.result
         if answer.is_input:
             raise InputError(answer.message)
-        raise RankLost(f"rank {child.rank} failed: {answer.message}")
+        raise RankBroke(f"rank {child.rank} failed: {answer.message}")
 
     def _explain(self, error: Exception) -> NoReturn:
         """Say which rank is behind an error of our own, where one admits to it."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvferry import Layout
 from kvferry.serve.engine.cache import Cache, zeroed
 from kvferry.serve.engine.sampling import sample
-from kvferry.serve.engine.steps import Sample, StepPlan, StepResult
+from kvferry.serve.engine.steps import Sample, SampleFailed, StepPlan, StepResult
 from kvferry.serve.models.compute.batch import make_batch
 from kvferry.serve.models.compute.build import Build
 from kvferry.serve.models.compute.decoder import Decoder
@@ -51,11 +51,13 @@ class Extension:
     def computed(self, plan: StepPlan, layer: int) -> None:
         """That layer's entries of the step are in this rank's pages; on a GPU, queued."""
 
-    def after(self, plan: StepPlan, samples: Sequence[Sample]) -> list[bytes]:
+    def after(
+        self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
+    ) -> list[bytes]:
         """The step's entries are in this rank's pages; answer with notes for the caller.
 
-        Only the lead rank has samples. On a GPU the work is queued, not done. The
-        first work of a request begins behind its cached prefix, if it has one.
+        Only the lead rank has samples and failures to sample. On a GPU the work is queued, not
+        done. The first work of a request begins behind its cached prefix, if it has one.
         """
         return []
 
@@ -120,14 +122,15 @@ class RankWorker:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
         self.extension.before(plan)
-        samples = self._run(plan) if plan.works else []
-        return StepResult(samples, self.extension.after(plan, samples))
+        samples, failures = self._run(plan) if plan.works else ([], [])
+        notes = self.extension.after(plan, samples, failures)
+        return StepResult(samples, failures, notes)
 
-    def _run(self, plan: StepPlan) -> list[Sample]:
+    def _run(self, plan: StepPlan) -> tuple[list[Sample], list[SampleFailed]]:
         batch = make_batch(plan.works, self.cache.layout.page_tokens, self.device)
         logits = self._model.forward(batch, partial(self.extension.computed, plan))
         if logits is None:
-            return []
+            return [], []
         return sample(logits, [work for work in plan.works if work.sampling is not None])
 
     def close(self) -> None:

@@ -40,9 +40,11 @@ class ClientAsk(msgspec.Struct, frozen=True):
         return msgspec.json.encode(body | {OWN_FIELD: {"room": room, "deadline_s": deadline_s}})
 
     def for_decode(self, room: int, prefill: str, deadline_s: float) -> bytes:
-        """The answer's half, with where the prompt's cache comes from."""
-        fallback = "local" if self.on_failure is OnFailure.LOCAL else "fail"
-        own = {"room": room, "prefill": prefill, "deadline_s": deadline_s, "fallback": fallback}
+        """The answer's half, with where the prompt's cache comes from.
+
+        When the transfer fails, decode says so: the router knows whether another try is safe.
+        """
+        own = {"room": room, "prefill": prefill, "deadline_s": deadline_s}
         return msgspec.json.encode(self.body | {OWN_FIELD: own})
 
     def whole(self) -> bytes:

@@ -22,6 +22,8 @@ PARAMS = "kv_transfer_params"
 REPLICA_HEADER = "X-data-parallel-rank"
 # How vLLM's answers and streams begin where its engine gave a request up.
 ERROR_EVENT = b'data: {"error"'
+# In vLLM's answers once its engine process has ended.
+ENGINE_DEAD = "EngineCore encountered an issue"
 # What asks for more than the prompt, and for more than one answer.
 LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", *STREAM_FIELDS)
 
@@ -139,11 +141,16 @@ class VllmDialect(Dialect):
         return ask.body.get("n") in (None, 1) and not _several(ask.body.get("prompt"))
 
     def judged(self, outcome: Opened | Failed) -> Opened | Failed:
-        """Decode says of a failed transfer only that something went wrong."""
+        """Decode says of a failed transfer only that something went wrong.
+
+        That the whole engine ended is another matter: the request may be why.
+        """
         if isinstance(outcome, Opened):
             if not outcome.head.startswith(ERROR_EVENT):
                 return outcome
             outcome = Failed(outcome.worker, Blame.WORKER, "the answer ended before it began", 500)
+        if ENGINE_DEAD in outcome.message:
+            return outcome._replace(blame=Blame.LOST)
         if outcome.worker.part is WorkerPart.DECODE and outcome.status == 500:
             why = f"the {outcome.worker} could not use the prompt's cache; its log says why"
             return Failed(outcome.worker, Blame.TRANSFER, why, 502, TRANSFER_FAILED)

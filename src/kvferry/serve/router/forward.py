@@ -35,6 +35,11 @@ from kvferry.serve.router.upstream import (
 log = logging.getLogger("kvferry.router")
 
 PREFILL_HEADER, DECODE_HEADER = "X-Kvferry-Prefill", "X-Kvferry-Decode"
+# How often a request is tried again after a worker vanished with it. Once, so that a killed worker
+# costs its requests nothing; no more, so that a request that ends workers does not go on to all.
+MOST_LOSSES = 1
+# How long a failed transfer waits for its prefill worker's own account of what happened.
+EXPLAIN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -44,6 +49,7 @@ class Tried:
     attempts: int = 0
     avoid: set[str] = field(default_factory=set)
     local: bool = False
+    losses: int = 0
     failure: Failed | None = None
 
 
@@ -58,6 +64,9 @@ def next_try(tried: Tried, failure: Failed, on_failure: OnFailure, most_attempts
     """Take note of a failure; say whether to try again."""
     tried.failure = failure
     if failure.blame is Blame.REQUEST or on_failure is OnFailure.FAIL:
+        return False
+    tried.losses += failure.blame is Blame.LOST
+    if tried.losses > MOST_LOSSES:
         return False
     if is_prefills(failure) and on_failure is OnFailure.LOCAL:
         tried.local = True
@@ -202,11 +211,19 @@ class Forwarder:
 async def _decided(
     first: asyncio.Task[Opened | Failed], second: asyncio.Task[Opened | Failed]
 ) -> Opened | Failed:
-    """Decode's outcome, or prefill's if that fails while decode still waits for it."""
+    """Decode's outcome, or prefill's if that fails while decode still waits for it.
+
+    Of a transfer that failed because prefill did, prefill knows the cause.
+    """
     await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
     if not second.done() and isinstance(first.result(), Failed):
         return first.result()
-    return await second
+    outcome = await second
+    if isinstance(outcome, Failed) and outcome.blame is Blame.TRANSFER:
+        await asyncio.wait({first}, timeout=EXPLAIN_S)
+        if first.done() and isinstance(first.result(), Failed):
+            return first.result()
+    return outcome
 
 
 def _at_fault(pair: Pair, failure: Failed) -> Worker:

@@ -27,16 +27,25 @@ T = TypeVar("T")
 CONNECT_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
 TRANSFER_FAILED = "kv_transfer_failed"
+# A worker lost a rank, for a reason it does not know, in a step that ran the request.
+WORKER_LOST = "worker_lost"
+# Another worker would compute the same and fail the same way, or end as the first one did.
+REQUEST_FAILED = ("sampling_failed", "request_broke_worker")
 # A worker that says so has too much to do; another may not.
 BUSY = (408, 429)
 
 
 class Blame(Enum):
-    """What a failure is about, which decides what may help."""
+    """What a failure is about, which decides what may help.
+
+    LOST: a worker vanished while it had the request. It may have been killed, and the request
+    may have ended it; from outside the two look alike.
+    """
 
     REQUEST = auto()
     TRANSFER = auto()
     WORKER = auto()
+    LOST = auto()
 
 
 class Failed(NamedTuple):
@@ -60,6 +69,10 @@ class Opened(NamedTuple):
 
 class WorkerBroke(KvferryError):
     """The worker, or the way to it, failed while it was answering."""
+
+
+class NotConnected(WorkerBroke):
+    """No connection to the worker could be made, so it has not seen the request."""
 
 
 def new_session() -> aiohttp.ClientSession:
@@ -99,8 +112,10 @@ class Upstream:
         try:
             with worker.asked():
                 return await unless_lost(worker, self._ask(worker, path, body, stream, more))
-        except WorkerBroke as error:
+        except NotConnected as error:
             return Failed(worker, Blame.WORKER, str(error))
+        except WorkerBroke as error:
+            return Failed(worker, Blame.LOST, str(error))
 
     async def _ask(
         self, worker: Worker, path: str, body: bytes, stream: bool, headers: dict[str, str]
@@ -168,7 +183,8 @@ def translated(worker: Worker) -> Iterator[None]:
     except (aiohttp.ClientError, OSError, ValueError) as error:
         why = str(error) or type(error).__name__
         worker.failed(why)
-        raise WorkerBroke(f"the {worker} is gone: {why}") from None
+        kind = NotConnected if isinstance(error, aiohttp.ClientConnectorError) else WorkerBroke
+        raise kind(f"the {worker} is gone: {why}") from None
 
 
 async def unless_lost(worker: Worker, work: Coroutine[Any, Any, T]) -> T:
@@ -209,7 +225,9 @@ def _refusal(worker: Worker, status: int, document: bytes) -> Failed:
     blame = Blame.WORKER
     if code == TRANSFER_FAILED:
         blame = Blame.TRANSFER
-    elif 400 <= status < 500 and status not in BUSY:
+    elif code == WORKER_LOST:
+        blame = Blame.LOST
+    elif code in REQUEST_FAILED or (400 <= status < 500 and status not in BUSY):
         blame = Blame.REQUEST
     return Failed(worker, blame, message, status, code, document)
 

@@ -30,7 +30,7 @@ from kvferry import (
     make_transports,
 )
 from kvferry.serve.engine.cache import Cache
-from kvferry.serve.engine.steps import Sample, StepPlan
+from kvferry.serve.engine.steps import Sample, SampleFailed, StepPlan
 from kvferry.serve.listening import key_in
 from kvferry.serve.ranks.rank import Extension
 from kvferry.serve.transfer.messages import (
@@ -44,8 +44,6 @@ from kvferry.serve.transfer.messages import (
     decode_command,
     encode,
 )
-
-# So many layers at a time, as many as pay, or whole chunks.
 
 H = TypeVar("H", bound=Outgoing | Incoming)
 E = TypeVar("E", SourceEndpoint, TargetEndpoint)
@@ -146,7 +144,9 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
         handle.on_end(lambda _: self.on_news())
         handle.on_release(self.on_news)
 
-    def after(self, plan: StepPlan, samples: Sequence[Sample]) -> list[bytes]:
+    def after(
+        self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
+    ) -> list[bytes]:
         """Say what has ended and what is free, each once."""
         notes, self._refused = self._refused, []
         for request, room in list(self.rooms.items()):

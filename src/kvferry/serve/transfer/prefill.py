@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvferry import DeviceMarks, Outgoing, Pace, SourceEndpoint, Waitable
 from kvferry.serve.engine.cache import Cache
-from kvferry.serve.engine.steps import Sample, StepPlan, Work
+from kvferry.serve.engine.steps import Sample, SampleFailed, StepPlan, Work
 from kvferry.serve.transfer.extension import EndpointSettings, RoomExtension
 from kvferry.serve.transfer.messages import First, Open, Receive, encode
 
@@ -96,13 +96,22 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
             pages = self._pages(work, 0, work.first)
             room.push((0, work.first), pages, after=self._computed())
 
-    def after(self, plan: StepPlan, samples: Sequence[Sample]) -> list[bytes]:
-        """Push the step's chunks. With the last one of a prompt comes its first token."""
+    def after(
+        self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
+    ) -> list[bytes]:
+        """Push the step's chunks. With the last one of a prompt comes its first token.
+
+        A prompt without a first token is of no use at decode, so its room is aborted.
+        """
         computed = self._computed()
         firsts = {sample.request: sample for sample in samples}
+        failed = {failure.request for failure in failures}
         for work in plan.works:
             room = self.rooms.get(work.request)
             if room is None:
+                continue
+            if work.request in failed:
+                room.handle.abort()
                 continue
             if self._per_push >= self.pace.num_layers:
                 self._push(room.handle, work, computed)
@@ -116,7 +125,7 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
                     after=computed,
                     digest=room.digest,
                 )
-        notes = super().after(plan, samples)
+        notes = super().after(plan, samples, failures)
         self._begun &= self.rooms.keys()
         return notes
 

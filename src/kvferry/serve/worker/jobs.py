@@ -66,12 +66,20 @@ class TransferAccount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trouble(StrEnum):
-    """Why a job has no answer."""
+    """Why a job has no answer.
+
+    ENDED: the worker ends, and this job has nothing to do with it. LOST: a rank was lost in a
+    step that ran this job, for an unknown reason. BROKE_WORKER: a step that ran this job raised
+    an exception. SAMPLING: no token could be chosen for this job; the worker goes on.
+    """
 
     INVALID = auto()
     TRANSFER = auto()
     TIMEOUT = auto()
     ENDED = auto()
+    LOST = auto()
+    BROKE_WORKER = auto()
+    SAMPLING = auto()
 
 
 class RoomEnd(msgspec.Struct, frozen=True):

@@ -7,6 +7,9 @@ often at first, then ever less often, so that waiting costs little on a small ho
 If a rank is lost, every job is told so, the engine is closed and the thread ends;
 ``died`` says why. Whoever runs the worker starts it anew. That a rank is silent, or
 a step does not end, comes from another thread (``lose``), since this one may be stuck.
+
+A job that ran in the failing step is told apart from the others: it may be the cause, and
+whoever sent it should not send it to the next worker.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from kvferry import Agreement, KvferryError, Path
 from kvferry.mailbox import Mailbox
 from kvferry.serve.engine.engine import Engine
 from kvferry.serve.engine.requests import Admitted, Computed, Noted, Output, Produced, Role
+from kvferry.serve.engine.steps import SampleFailed
+from kvferry.serve.ranks.processes import RankBroke, RankLost
 from kvferry.serve.transfer.extension import RoomExtension
 from kvferry.serve.transfer.messages import Released, decode_note, take_note
 from kvferry.serve.worker.ends import RoomEnds
@@ -40,7 +45,13 @@ WATCH_S = 0.2
 JOIN_S = 30.0
 # A thread that is stuck is not waited for, but one that has just been freed may close its engine.
 JOIN_LOST_S = 5.0
-_TURN: dict[type[Output], int] = {Admitted: 0, Noted: 1, Computed: 2, Produced: 3}
+_TURN: dict[type[Output], int] = {
+    Admitted: 0,
+    Noted: 1,
+    Computed: 2,
+    Produced: 3,
+    SampleFailed: 3,
+}
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +146,15 @@ class EngineLoop:
             self.died.set_result(reason)
         why = f"this worker is ending ({reason})" if reason else "this worker is ending"
         for job in (*self._coming.values(), *self._jobs.values()):
-            job.fail(Trouble.ENDED, f"{why}; ask another one, or try again")
+            if job.id not in self._engine.in_step:
+                job.fail(Trouble.ENDED, f"{why}; ask another one, or try again")
+            elif isinstance(reason, RankLost) and not isinstance(reason, RankBroke):
+                job.fail(Trouble.LOST, f"{why} while it computed this request; try again")
+            else:
+                job.fail(
+                    Trouble.BROKE_WORKER,
+                    "the worker broke in a step with this request and ends; see its log",
+                )
 
     # ------------------------------------------------------------ the thread
 
@@ -161,7 +180,7 @@ class EngineLoop:
             self.ready.set_result(engine)
             while not self._stopping:
                 self._turn()
-        except KvferryError as error:
+        except RankLost as error:
             if not self.died.done():
                 log.error("engine-lost reason=%r", str(error))
             reason = error
@@ -272,12 +291,19 @@ class EngineLoop:
         for job in self._jobs.values():
             if job.ticket is not None and now >= job.transfer_deadline and not job.answered:
                 self._rooms.expire(job)
-            if now >= job.deadline and not job.answered:
-                self._stop(job)
-                job.tell(JobFailed(Trouble.TIMEOUT, "the request took too long; ask for less"))
+            if now >= job.deadline:
+                self._fail(job, Trouble.TIMEOUT, "the request took too long; ask for less")
+
+    def _fail(self, job: ServeJob, trouble: Trouble, message: str) -> None:
+        """Stop a job here and tell its caller why."""
+        if not job.answered:
+            self._stop(job)
+            job.tell(JobFailed(trouble, message))
 
     def _take(self, output: Output) -> None:
         match output:
+            case SampleFailed(request=request, reason=reason):
+                self._fail(self._jobs[request], Trouble.SAMPLING, reason)
             case Noted(rank=rank, note=data):
                 self._note(rank, data)
             case Admitted(request=request):
