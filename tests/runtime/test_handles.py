@@ -119,7 +119,8 @@ def test_callbacks_and_await(pair: Pair) -> None:
         into.on_release(released.set)
         # A task that is given up leaves the room as it is.
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(into, 0.05)
+            async with asyncio.timeout(0.05):
+                await into
         out = pair.source.open(1)
         out.push((0, 4), [0])
         out.close()

@@ -20,12 +20,12 @@ from kvferry.layout.layout import Parallel
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.serve.engine.steps import StepPlan
 from kvferry.serve.models.tiny import TinyKind
+from kvferry.serve.ranks.rank import MakeExtension
 from kvferry.serve.router.options import OnFailure, RouterOptions
 from kvferry.serve.router.serving import serving
 from kvferry.serve.transfer.decode import DecodeExtension
-from kvferry.serve.transfer.extension import EndpointSettings
 from kvferry.serve.transfer.prefill import PrefillExtension
-from kvferry.serve.worker.instance import InstanceOptions, extension_for
+from kvferry.serve.worker.instance import InstanceOptions, WorkerRole, extension_for
 
 Models = dict[TinyKind, Path]
 POISON = 251
@@ -52,11 +52,11 @@ class BreakingDecode(DecodeExtension):
         super().before(plan)
 
 
-def breaking(options: InstanceOptions, kind: type[Any]) -> Any:
+def breaking(options: InstanceOptions) -> MakeExtension:
     made = extension_for(options)
     assert isinstance(made, partial)
-    settings: EndpointSettings = made.args[0]
-    return partial(kind, settings)
+    kind = BreakingPrefill if options.role is WorkerRole.PREFILL else BreakingDecode
+    return partial(kind, *made.args)
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,7 @@ def workers(
         options_for(role, models[TinyKind.LLAMA], rendezvous, ONE)
         for role in ("prefill", "decode", "decode")
     ]
-    kinds = {"prefill": BreakingPrefill, "decode": BreakingDecode}
-    extensions = {
-        one.name: breaking(one, kinds[one.role]) for one in options if one.role in request.param
-    }
+    extensions = {one.name: breaking(one) for one in options if one.role in request.param}
     with hosted(*options, extend=extensions) as running:
         yield running
 

@@ -6,13 +6,16 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 from serve.driving import PROMPTS
 from serve.working import (
@@ -126,6 +129,34 @@ def test_leaving_before_the_first_token_frees_both_sides(pair: list[Worker]) -> 
     reply = call(talk)
     assert reply.status == 503
     assert "given up at decode" in reply.document["error"]["message"]
+
+
+def test_leaving_as_the_body_arrives_frees_decode(pair: list[Worker]) -> None:
+    """The cancellation meets a body, or a first piece, that is there already.
+
+    Each caller names a prefill that sends nothing, so a room that outlives its caller stays for
+    its deadline and is seen here.
+    """
+    where = urlsplit(pair[1].url)
+    address = where.hostname or "", where.port or 0
+
+    def begin(data: bytes) -> socket.socket:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+        sock = socket.create_connection(address, timeout=10)
+        sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data))
+        return sock
+
+    for batch in range(10):
+        bodies = [
+            msgspec.json.encode(half(PROMPTS[0], 1000 + room, prefill=pair[0].name))
+            for room in range(40 * batch, 40 * batch + 40)
+        ]
+        # All handlers wait for their bodies before the first of those comes.
+        callers = [begin(body) for body in bodies]
+        for caller, body in zip(callers, bodies, strict=True):
+            caller.sendall(body)
+            caller.close()
+    call(lambda caller: caller.until(pair[1].url, is_idle, seconds=10))
 
 
 def test_an_offer_that_was_taken_back_before_prefill_began(pair: list[Worker]) -> None:

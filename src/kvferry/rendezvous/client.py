@@ -199,7 +199,8 @@ class RendezvousClient:
         farewells = [self._leave(registration.record) for registration in self._registrations]
         farewells += [self._unreport(one) for one in self._reports if one.is_known]
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*farewells), LEAVE_S)
+            async with asyncio.timeout(LEAVE_S):
+                await asyncio.gather(*farewells)
         for registration in self._registrations:
             if not registration.first.done():
                 registration.first.set_exception(_closed())

@@ -168,7 +168,8 @@ class Service:
             # Nothing is read from whoever does not even try.
             self._demand_signed(request, header, b"")
         try:
-            body = await asyncio.wait_for(request.read(), BODY_S)
+            async with asyncio.timeout(BODY_S):
+                body = await request.read()
         except TimeoutError:
             raise RendezvousError(Fault.SLOW, "the body did not come in time") from None
         self._demand_signed(request, header, body)

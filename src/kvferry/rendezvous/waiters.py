@@ -27,7 +27,8 @@ class Waiters:
         self.num_waiting += 1
         try:
             if not self._closed:
-                await asyncio.wait_for(event.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await event.wait()
         except TimeoutError:
             return
         finally:

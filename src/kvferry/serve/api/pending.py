@@ -84,7 +84,8 @@ class PendingAnswer:
 
     async def _next(self) -> AnswerPiece:
         try:
-            event = await asyncio.wait_for(self._news.get(), self._patience_s)
+            async with asyncio.timeout(self._patience_s):
+                event = await self._news.get()
         except TimeoutError:
             message = "the engine does not answer; see its log"
             raise ApiError(504, message, code="timeout") from None

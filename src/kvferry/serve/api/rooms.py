@@ -77,6 +77,7 @@ async def room_end(ends: RoomEnds, room: str, timeout_s: float) -> RoomEnd:
     if known is not None:
         return known
     try:
-        return await asyncio.wait_for(told, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await told
     finally:
         ends.leave(room, tell)

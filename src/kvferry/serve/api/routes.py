@@ -221,7 +221,8 @@ async def _stream(
 
 async def _read(request: web.Request) -> bytes:
     try:
-        return await asyncio.wait_for(request.read(), BODY_S)
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
     except TimeoutError:
         raise ApiError(408, "the body did not come in time; send it again") from None
 

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 
-# In ``lost_s``: signs of life that a rank gives, and looks at them.
-NUM_BEATS, NUM_LOOKS = 8, 16
+# How often in ``lost_s`` a rank gives a sign of life, and the driver looks for them.
+NUM_BEATS = 80
 BEAT = b"."
 
 
@@ -26,10 +26,11 @@ class Signs:
     """What was seen of the ranks, and what follows from it."""
 
     def __init__(self, ranks: Mapping[int, object], lost_s: float, now: float) -> None:
-        self.look_s = lost_s / NUM_LOOKS
+        self.look_s = lost_s / NUM_BEATS
         self._lost_s = lost_s
         # A rank is given up in half the time, so that what it was asked for ends within all of it.
         self._silent_s = lost_s / 2
+        self._late_s = lost_s / 4
         self._seen = dict.fromkeys(ranks, now)
         self._ended: set[int] = set()
         self._began: float | None = None
@@ -56,7 +57,7 @@ class Signs:
     def verdict(self, now: float) -> str | None:
         """Why the instance can't go on; None if it can, as far as is known."""
         began = self._began
-        if now - self._looked > 4 * self.look_s:
+        if now - self._looked > self._late_s:
             # Whoever looks this late did not run either, and has no right to blame others.
             self._not_before = now
         self._looked = now
@@ -73,7 +74,8 @@ class Signs:
         return None
 
     def _over(self, now: float, seen: float) -> bool:
-        return now - max(seen, self._not_before) > self._silent_s
+        """Whether a rank has not run for ``_silent_s``: it may have stopped just before a beat."""
+        return now - max(seen, self._not_before) > self._silent_s + self.look_s
 
 
 class RankWatch:
