@@ -29,6 +29,7 @@ from kvferry.runtime.local import (
     knock,
 )
 from kvferry.runtime.owner.channels import Channel, Dropped, SourceChannel, TargetChannel
+from kvferry.runtime.owner.lines import MAX_LINES, MAX_UNFINISHED_BYTES
 from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.stories import StoryBook
 from kvferry.runtime.owner.telling import Teller
@@ -276,3 +277,46 @@ def test_a_peer_that_reads_slowly_gets_everything(two: Two) -> None:
         # Woken for there is room, and nothing has come.
         assert taken(two.target, two.target_poller) == []
     assert found == list(range(1, num_frames + 1))
+
+
+def held_bytes(two: Two) -> int:
+    return sum(line.num_unfinished for line in two.source._lines._lines.values())
+
+
+def test_unfinished_frames_of_those_who_know_the_secret_are_bounded(two: Two) -> None:
+    """Twelve lines that each send all but the last byte of the longest frame there is."""
+    lines = [knock(two.door) for _ in range(12)]
+    half_frame = struct.pack(">I", MAX_FRAME_BYTES) + bytes(MAX_FRAME_BYTES - 1)
+    for line in lines:
+        assert line is not None
+        line.send(half_frame)
+    while any(line is not None and line.has_unsent and not line.over for line in lines):
+        assert held_bytes(two) <= MAX_UNFINISHED_BYTES
+        for line in lines:
+            assert line is not None
+            line.resume()
+        taken(two.source, two.source_poller)
+    assert two.source._meter.stats.refusals["unfinished-frames"] >= 8
+    for line in lines:
+        assert line is not None
+        line.close()
+    # Whoever behaves is heard as before.
+    two.target.join(SOURCE, two.door)
+    say(two.target, SOURCE, TARGET, 1)
+    awaited(two.source, two.source_poller, 1)
+
+
+def test_lines_are_so_many_at_most_and_others_use_the_control_channel(two: Two) -> None:
+    lines = []
+    for _ in range(MAX_LINES + 8):
+        lines.append(knock(two.door))
+        taken(two.source, two.source_poller)
+    assert two.source._meter.stats.refusals["too-many-lines"] == 8
+    two.target.join(SOURCE, two.door)
+    taken(two.source, two.source_poller)
+    eventually(lambda: Dropped(SOURCE) in taken(two.target, two.target_poller))
+    say(two.target, SOURCE, TARGET, 1)
+    awaited(two.source, two.source_poller, 1)
+    for line in lines:
+        assert line is not None
+        line.close()

@@ -78,6 +78,11 @@ class LocalLine:
         return not self._expects
 
     @property
+    def num_unfinished(self) -> int:
+        """Bytes of a frame whose rest has not come."""
+        return len(self._in)
+
+    @property
     def has_unsent(self) -> bool:
         """Whether the peer had no room for all: call ``resume`` when it is writable."""
         return bool(self._out)

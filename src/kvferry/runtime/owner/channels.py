@@ -72,7 +72,7 @@ class Channel(ABC, Generic[W]):
         self._meter = meter
         self._answer: Callable[[Event], None] = lambda _: None
         self._stories = StoryBook(0)
-        self._lines = LocalLines(poller)
+        self._lines = LocalLines(poller, meter)
         self._outbox: dict[W | LocalLine, Parcel] = {}
         self._num_waiting = 0
         self._flushed = 0.0
@@ -303,8 +303,9 @@ class TargetChannel(Channel[ControlClient]):
         former = self._line_to.get(peer)
         if former is not None:
             self._hang_up(former)
-        self._line_to[peer] = line
         self._lines.add(line)
+        if not line.over:
+            self._line_to[peer] = line
 
     def _hang_up(self, line: LocalLine) -> list[Peer]:
         """Whom the line led to. They are talked to as all others are."""

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from kvferry.protocol.codec import MAX_FRAME_BYTES
 from kvferry.runtime.bundles import Bundle
-from kvferry.runtime.local import LocalLine
+from kvferry.runtime.local import NOTHING, LocalLine
 from kvferry.runtime.owner.poller import Poller
+from kvferry.runtime.telemetry.metrics import Meter
+
+# Peers of one host are few. Whoever gets no line uses the control channel.
+MAX_LINES = 256
+# Bytes that all lines together may hold of frames whose rest has not come.
+MAX_UNFINISHED_BYTES = 4 * MAX_FRAME_BYTES
 
 
 class LocalLines:
-    """Lines to processes of this host, watched while they last."""
+    """Lines to processes of this host, watched while they last.
 
-    def __init__(self, poller: Poller) -> None:
+    A peer that was let in may still misbehave, so the number of lines and what they hold of
+    unfinished frames are bounded. Frames that a closed line loses are repeated by the protocol.
+    """
+
+    def __init__(self, poller: Poller, meter: Meter) -> None:
         self._poller = poller
+        self._meter = meter
         self._lines: dict[object, LocalLine] = {}
         self._full: set[LocalLine] = set()
+        self._unfinished: dict[LocalLine, int] = {}
 
     def add(self, line: LocalLine) -> None:
-        """Watch one."""
+        """Watch a line, or close it if there are too many."""
+        if len(self._lines) >= MAX_LINES:
+            self._meter.refused("too-many-lines")
+            line.close()
+            return
         self._lines[line.fileno()] = line
         self._poller.watch(line.fileno())
 
@@ -29,6 +46,19 @@ class LocalLines:
                 line.resume()
                 self._watch_room(line)
             yield line, line.receive()
+            yield from self._over_limit(line)
+
+    def _over_limit(self, line: LocalLine) -> Iterator[tuple[LocalLine, Bundle]]:
+        """End the lines with the longest unfinished frames until the rest is within the limit."""
+        self._unfinished.pop(line, None)
+        if line.num_unfinished and not line.over:
+            self._unfinished[line] = line.num_unfinished
+        while sum(self._unfinished.values()) > MAX_UNFINISHED_BYTES:
+            longest = max(self._unfinished, key=lambda one: self._unfinished[one])
+            del self._unfinished[longest]
+            longest.over = True
+            self._meter.refused("unfinished-frames")
+            yield longest, NOTHING
 
     def send(self, line: LocalLine, messages: Iterable[Bundle]) -> None:
         """Now, or when there is room."""
@@ -47,6 +77,7 @@ class LocalLines:
         if self._lines.pop(line.fileno(), None) is not None:
             self._poller.unwatch(line.fileno())
         self._full.discard(line)
+        self._unfinished.pop(line, None)
         line.close()
 
     def sweep(self) -> None:
