@@ -510,3 +510,52 @@ class TestAnotherSharedMemory:
         told = run(body, *apart)
         assert (told.returncode, told.stderr) == (0, "")
         assert told.stdout.startswith("TransportError shared memory has no room for 2097152 bytes")
+
+
+class TestLeftovers:
+    """Segments of processes that were killed together with their sweepers."""
+
+    def test_the_next_transport_removes_them(self) -> None:
+        body = """
+            segment = segments.Segment(100)
+            pipe = os.readlink(f"/proc/self/fd/{segments._sweeper._pipe}")
+            for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+                try:
+                    if pid != os.getpid() and os.readlink(f"/proc/{pid}/fd/0") == pipe:
+                        os.kill(pid, signal.SIGKILL)
+                except OSError:
+                    continue
+            print(segment.name, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+        killed = subprocess.run(
+            [sys.executable, "-c", script(body)], stdout=subprocess.PIPE, text=True, check=False
+        )
+        assert killed.returncode == -signal.SIGKILL
+        mine = segments.Segment(100)
+        run("")
+        assert not exists(killed.stdout.strip())
+        assert exists(mine.name)
+        mine.close()
+
+    def test_a_segment_is_left_over_when_nobody_holds_its_lock(self, tmp_path: Path) -> None:
+        paths = [tmp_path / f"kvferry-{number:016x}" for number in range(3)]
+        for path in (*paths, tmp_path / "kvferry-of-another-kind"):
+            path.touch()
+        held = os.open(paths[1], os.O_RDWR)
+        assert segments._lock_new(held)
+        assert sorted(segments.leftovers(tmp_path)) == [paths[0], paths[2]]
+        os.close(held)
+        assert sorted(segments.leftovers(tmp_path)) == paths
+
+    def test_a_new_segment_that_was_taken_for_one_is_not_used(self, tmp_path: Path) -> None:
+        """Whoever removes leftovers may come between a segment's making and its lock."""
+        path = tmp_path / f"kvferry-{1:016x}"
+        path.touch()
+        made = os.open(path, os.O_RDWR)
+        with segments._unused(path) as is_unused:
+            assert is_unused
+            assert not segments._lock_new(made)
+            path.unlink()
+        assert not segments._lock_new(made)
+        os.close(made)

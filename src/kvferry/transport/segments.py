@@ -10,18 +10,27 @@ tells of its segments, to a ``sweeper`` of its own.
 
 An engine's own memory can be had as a segment too, if it is shared memory under a name
 already (``linked``): it gets a second name, of ours.
+
+A maker holds a lock (``flock``) on each of its segments, which the kernel drops with the
+process, whatever ended it and whatever container it was in. So a segment without a lock is left
+over from a process that was killed together with its sweeper, and the next process to use
+shared memory removes it (``remove_leftovers``).
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import importlib
+import logging
 import mmap
 import os
+import re
 import secrets
 import sys
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -44,6 +53,8 @@ _MODE = 0o600
 # Where Linux shows segments as files.
 _FOLDER = "/dev/shm"
 _DELETED = " (deleted)"
+
+log = logging.getLogger("kvferry.transport")
 
 _posixshmem = importlib.import_module("_posixshmem")  # The type checker has no stubs for it.
 _sweeper = Sweeper()
@@ -100,20 +111,18 @@ class Segment:
 
     def __init__(self, num_bytes: int) -> None:
         self.name, descriptor = _create()
-        self._unlink = weakref.finalize(self, _unlink, self.name, os.getpid())
+        self._remove = weakref.finalize(self, _remove, self.name, descriptor, os.getpid())
         try:
             _size(descriptor, max(1, num_bytes))
             self.mapping = Mapping(descriptor, num_bytes)
             self.address, self.num_bytes = self.mapping.address, num_bytes
         except (OSError, ValueError, OverflowError) as error:
-            self._unlink()
+            self._remove()
             raise TransportError(_refusal(num_bytes, error)) from error
-        finally:
-            os.close(descriptor)
 
     def close(self) -> None:
         """Take the name away and unmap. Who has it mapped keeps it."""
-        self._unlink()
+        self._remove()
         self.mapping.close()
 
 
@@ -123,20 +132,23 @@ class Linked:
     def __init__(self, mapped: Mapped) -> None:
         self.name = _new_name()
         self.address, self.num_bytes = mapped.start - mapped.offset, mapped.offset + mapped.length
-        self._unlink = weakref.finalize(self, _unlink, self.name, os.getpid())
+        descriptor = None
         try:
+            descriptor = os.open(mapped.path, os.O_RDWR)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             _sweeper.add(self.name)
             os.link(mapped.path, f"{_FOLDER}{self.name}")
         except OSError as error:
-            self._unlink()
+            _remove(self.name, descriptor, os.getpid())
             raise TransportError(
                 f"the pool's shared memory {mapped.path} can't be named ({error.strerror}); "
                 f"make the pool with the transport's allocate()"
             ) from error
+        self._remove = weakref.finalize(self, _remove, self.name, descriptor, os.getpid())
 
     def close(self) -> None:
         """Take our name away. The memory is its maker's."""
-        self._unlink()
+        self._remove()
 
 
 class Mapped(NamedTuple):
@@ -250,8 +262,7 @@ def space() -> str:
     try:
         return f"{boot()}:{os.fstat(descriptor).st_dev}"
     finally:
-        os.close(descriptor)
-        _unlink(name, os.getpid())
+        _remove(name, descriptor, os.getpid())
 
 
 def room_problem(num_bytes: int) -> str | None:
@@ -269,22 +280,38 @@ def _new_name() -> str:
 
 
 def _create() -> tuple[str, int]:
-    """A new empty segment: its name and an open descriptor."""
-    name = _new_name()
+    """A new empty segment: its name and an open descriptor that holds its lock."""
+    while True:
+        name, descriptor = _new_name(), None
+        try:
+            # First, so that there is no moment at which our death would leave it behind.
+            _sweeper.add(name)
+            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
+            descriptor = _posixshmem.shm_open(name, flags, mode=_MODE)
+            if _lock_new(descriptor):
+                return name, descriptor
+            _remove(name, descriptor, os.getpid())
+        except OSError as error:
+            _remove(name, descriptor, os.getpid())
+            raise TransportError(
+                f"this machine has no usable POSIX shared memory ({error.strerror}); "
+                f"on Linux, mount a tmpfs at /dev/shm that this user can write to"
+            ) from error
+
+
+def _lock_new(descriptor: int) -> bool:
+    """Lock a segment, unless somebody who removes leftovers came between."""
+    if sys.platform != "linux":
+        return True
     try:
-        # First, so that there is no moment at which our death would leave it behind.
-        _sweeper.add(name)
-        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
-        return name, _posixshmem.shm_open(name, flags, mode=_MODE)
-    except OSError as error:
-        _unlink(name, os.getpid())
-        raise TransportError(
-            f"this machine has no usable POSIX shared memory ({error.strerror}); "
-            f"on Linux, mount a tmpfs at /dev/shm that this user can write to"
-        ) from error
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.fstat(descriptor).st_nlink > 0
 
 
-def _unlink(name: str, maker: int) -> None:
+def _remove(name: str, descriptor: int | None, maker: int) -> None:
+    """Take a name away and let go of its lock."""
     # A forked child has a copy of our objects, but nothing to say about our memory.
     if os.getpid() != maker:
         return
@@ -292,6 +319,55 @@ def _unlink(name: str, maker: int) -> None:
         _posixshmem.shm_unlink(name)
     with suppress(OSError):
         _sweeper.discard(name)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- what killed processes left
+
+
+def leftovers(folder: Path = Path(_FOLDER)) -> list[Path]:
+    """Segments of this user whose makers are gone."""
+    found = []
+    for path in _our_segments(folder):
+        with _unused(path) as is_unused:
+            if is_unused:
+                found.append(path)
+    return found
+
+
+@cache
+def remove_leftovers() -> None:
+    """Remove them, once for each process."""
+    for path in _our_segments(Path(_FOLDER)):
+        with _unused(path) as is_unused, suppress(OSError):
+            if is_unused:
+                path.unlink()
+                log.info("leftover-removed path=%s", path)
+
+
+def _our_segments(folder: Path) -> Iterator[Path]:
+    # Where segments are no files, none is found.
+    for path in folder.glob("kvferry-*"):
+        if re.match(NAME_PATTERN, f"/{path.name}"):
+            yield path
+
+
+@contextmanager
+def _unused(path: Path) -> Iterator[bool]:
+    """Whether nobody holds a segment's lock; nobody can take it while this lasts."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # It has just gone, or is another user's.
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
 
 
 def _size(descriptor: int, num_bytes: int) -> None:

@@ -104,6 +104,7 @@ class ShmTransport(Transport):
         self._metadata = _ShmMetadata((), ())
         self._limits = Limits(())
         self._addresses: list[int] = []
+        segments.remove_leftovers()
 
     @classmethod
     def missing(cls) -> str | None:

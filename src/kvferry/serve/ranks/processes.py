@@ -23,7 +23,6 @@ from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple, NoReturn
 
 import msgspec
@@ -32,6 +31,7 @@ from kvferry import InputError, KvferryError, settle_heap
 from kvferry.logs.lines import LogSettings, install, installed
 from kvferry.serve.engine.steps import StepPlan, StepResult
 from kvferry.serve.ranks.figures import FiguresWriter, left_figures
+from kvferry.serve.ranks.folders import RanksFolder
 from kvferry.serve.ranks.rank import RankSetup, RankWorker
 from kvferry.serve.ranks.watch import RankWatch, give_signs
 
@@ -92,9 +92,8 @@ class Ranks:
         self._children: list[_Child] = []
         self._closed = False
         num_ranks = setup.layout.num_ranks
-        # Where the ranks meet; only this user can reach it.
-        self._folder = TemporaryDirectory(prefix="kvferry-ranks-")
-        folder = Path(self._folder.name)
+        self._folder = RanksFolder()
+        folder = self._folder.path
         try:
             self._children = [_start(setup, rank, folder) for rank in range(1, num_ranks)]
             self.worker = self._own(setup, folder)
@@ -114,7 +113,7 @@ class Ranks:
     def figures(self) -> list[str]:
         """What the ranks of other processes have counted, as each said last. For any thread."""
         try:
-            return left_figures(Path(self._folder.name), [child.rank for child in self._children])
+            return left_figures(self._folder.path, [child.rank for child in self._children])
         except OSError:
             # They have just ended.
             return []
@@ -207,7 +206,7 @@ class Ranks:
             child.pipe.close()
             child.beats.close()
         self._children = []
-        self._folder.cleanup()
+        self._folder.close()
 
 
 def _start(setup: RankSetup, rank: int, folder: Path) -> _Child:

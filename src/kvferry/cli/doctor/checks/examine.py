@@ -41,6 +41,7 @@ def _looks(
         Look(memory.AREA, "shared memory", lambda: memory.shared_memory(asked, request_bytes)),
         Look(memory.AREA, "pinned memory", lambda: memory.pinned_memory(asked, bool(ports))),
         Look(memory.AREA, "huge pages", memory.huge_pages),
+        Look(memory.AREA, "leftovers", memory.left_over),
         Look(rights.AREA, rights.NAME, rights.other_processes),
         Look(gpus.AREA, "cards", lambda: gpus.cards(asked, cards, bool(ports))),
         Look(rdma.AREA, "devices", lambda: rdma.devices(ports)),

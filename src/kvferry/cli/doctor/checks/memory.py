@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvferry.cli.doctor.checks.capabilities import Capability, has_capability
 from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
 from kvferry.cli.doctor.checks.machine import read
+from kvferry.serve.ranks import folders
 from kvferry.transport import segments
 from kvferry.units import human_bytes
 
@@ -74,6 +75,23 @@ def judge_room(free_bytes: int, total_bytes: int, needed: Need | None) -> Check:
         told = f"{shown}, which is little for pools"
         return Check(AREA, "shared memory", State.NOTE, told, ENLARGE)
     return ok(AREA, "shared memory", shown)
+
+
+def left_over() -> Iterator[Check]:
+    """Memory and folders of workers that were killed together with what cleans up after them."""
+    found = [f"{path} ({human_bytes(path.stat().st_size)})" for path in segments.leftovers()] + [
+        str(path) for path in folders.leftovers()
+    ]
+    if not found:
+        yield ok(AREA, "leftovers", "none")
+        return
+    yield lacking(
+        AREA,
+        "leftovers",
+        f"processes that were killed left {', '.join(found)}",
+        needed=False,
+        remedy="start any worker or endpoint on this host, which removes them, or remove them",
+    )
 
 
 def pinned_memory(asked: Asked, has_rdma: bool) -> Iterator[Check]:

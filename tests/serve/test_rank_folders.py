@@ -1,0 +1,91 @@
+"""What workers leave behind when everything of them is killed at once, and who removes it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serve.clusters import family, wait_until
+
+from kvferry.serve.models.tiny import TinyKind
+from kvferry.serve.ranks.folders import RanksFolder, leftovers
+
+Models = dict[TinyKind, Path]
+
+ENGINE = """
+import sys, time
+from pathlib import Path
+from kvferry.layout.layout import Parallel
+from kvferry.serve.engine.engine import Engine, EngineOptions
+
+if __name__ == "__main__":
+    options = EngineOptions(parallel=Parallel(tp=3), cache_tokens=2048, max_requests=16)
+    engine = Engine(Path(sys.argv[1]), options)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of this test's own, with a name short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith(("kv", "pymp")))
+
+
+def started(models: Models, folder: Path) -> subprocess.Popen[str]:
+    program = folder / "engine.py"
+    program.write_text(ENGINE)
+    child = subprocess.Popen(
+        [sys.executable, str(program), str(models[TinyKind.LLAMA])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(folder)},
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+def test_the_next_start_removes_what_killed_workers_left(models: Models, folder: Path) -> None:
+    alive, killed = started(models, folder), started(models, folder)
+    with alive, killed:
+        assert len(left(folder)) == 4
+        assert leftovers() == []
+        everyone = [killed.pid, *family(killed.pid)]
+        # All at once: none of them may see another one end.
+        for pid in everyone:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in everyone:
+            os.kill(pid, signal.SIGKILL)
+        killed.wait(30)
+        wait_until(lambda: len(leftovers()) == 2, "the kernel to drop the locks")
+        RanksFolder().close()
+        assert leftovers() == []
+        # What belongs to the living is left alone.
+        assert len(left(folder) or []) >= 2
+        assert alive.stdin is not None
+        alive.stdin.close()
+        alive.wait(30)
+
+
+def test_a_folder_is_nobodys_leftover_while_its_process_lives(folder: Path) -> None:
+    first, second = RanksFolder(), RanksFolder()
+    assert leftovers() == []
+    first.close()
+    first.close()
+    assert leftovers() == []
+    assert second.path.is_dir()
+    second.close()
