@@ -41,6 +41,10 @@ MAX_QUEUED = 1024
 WRAPPING_BYTES = 128
 LINGER_MS = 200
 HANDSHAKE_MS = 10_000
+# After a network partition the kernel repeats what was not acknowledged ever more rarely: after 30 s
+# it waits for 20 s more. So a connection is given up before that, and connecting is tried again often.
+UNACKNOWLEDGED_MS = 4_000
+CONNECT_MS = 1_000
 # Three sockets a client; the default of about a thousand is too few for many sources.
 MAX_SOCKETS = 1 << 14
 
@@ -282,7 +286,9 @@ def _configure(channel: ZmqSocket) -> None:
         zmq.LINGER: LINGER_MS,
         zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
         zmq.RECONNECT_IVL: 10,
-        zmq.RECONNECT_IVL_MAX: 1000,
+        zmq.RECONNECT_IVL_MAX: 500,
+        zmq.CONNECT_TIMEOUT: CONNECT_MS,
+        zmq.TCP_MAXRT: UNACKNOWLEDGED_MS,
         zmq.TCP_KEEPALIVE: 1,
         zmq.TCP_KEEPALIVE_IDLE: 10,
         zmq.TCP_KEEPALIVE_INTVL: 5,
