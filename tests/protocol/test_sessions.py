@@ -15,7 +15,6 @@ from kvferry.protocol.messages import (
     Abort,
     Accept,
     Envelope,
-    Heartbeat,
     Hello,
     NoSession,
     Offer,
@@ -82,7 +81,7 @@ def test_a_hello_that_names_more_than_a_greeting_is_not_taken() -> None:
     w.finish()
 
 
-@pytest.mark.parametrize("given_up", [False, True], ids=["offer", "heartbeat"])
+@pytest.mark.parametrize("given_up", [False, True], ids=["offer", "abort"])
 def test_the_first_frame_with_the_whole_name_makes_the_source_believe(given_up: bool) -> None:
     w = world()
     w.receive(ROOM, Request(8))
@@ -96,7 +95,7 @@ def test_the_first_frame_with_the_whole_name_makes_the_source_believe(given_up: 
     ((to, event),) = w.pending
     assert to == S0
     assert isinstance(event, Received)
-    assert isinstance(event.envelope.body, Heartbeat if given_up else Offer)
+    assert isinstance(event.envelope.body, Abort if given_up else Offer)
     w.tell(*w.pending.popleft())
     assert states(w) == [LinkState.UP]
     w.run()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvferry.config import ProtocolConfig
-from kvferry.ids import Room
+from kvferry.ids import Peer, Room
 from kvferry.plan.plan import Block
 from kvferry.protocol.checks import offer_problem
 from kvferry.protocol.endpoint import Link
@@ -45,21 +45,17 @@ class Admission:
             # Kept only until its last write has ended. A lane on it would outlive it.
             text = f"the session with {link.peer} is over"
             return Failure.of(FailureCode.SESSION_REPLACED, text)
+        if (offer.room, offer.generation) in link.drained:
+            return Failure.of(FailureCode.ABORTED, "the room was let go of")
         assert link.hello is not None
         problem = offer_problem(link.plan, link.hello, link.peer.rank, offer, owed)
         if problem:
             return Failure.of(FailureCode.BAD_OFFER, problem)
-        if room is None:
-            return self.of_early()
-        if room.state in (RoomState.FAILING, RoomState.OVER):
-            return room.failure
-        if room.state is not RoomState.WARNED and not room.awaits(link.peer):
-            return Failure.of(FailureCode.ROOM_TAKEN, f"the room is being sent to {room.instance}")
-        return None
+        return self.of_early() if room is None else _of_known_room(room, link.peer)
 
     def of_early(self) -> Failure | None:
-        """Why nothing can be kept of a room that was not opened yet."""
-        early = self.count(RoomState.EARLY, RoomState.WARNED)
+        """Why an offer for a room that was not opened yet can't be kept."""
+        early = self.count(RoomState.EARLY)
         if early >= self._config.max_early_rooms:
             text = f"{early} offers wait for rooms that were not opened yet"
             return Failure.of(FailureCode.TOO_MANY_ROOMS, text)
@@ -70,3 +66,13 @@ class Admission:
         if len(self._rooms) < self._config.max_early_rooms:
             return 0
         return sum(room.state in states for room in self._rooms.values())
+
+
+def _of_known_room(room: SourceRoom, peer: Peer) -> Failure | None:
+    awaits = room.awaits(peer)
+    if room.state in (RoomState.FAILING, RoomState.OVER) or (room.failure and awaits):
+        # Another target of the same attempt gave it up.
+        return room.failure
+    if room.state is not RoomState.WARNED and not awaits:
+        return Failure.of(FailureCode.ROOM_TAKEN, f"the room is being sent to {room.instance}")
+    return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ import msgspec
 
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Misuse
-from kvferry.ids import Peer, Session
+from kvferry.ids import Generation, Peer, Room, Session
 from kvferry.layout.layout import Layout
 from kvferry.plan.plan import Plan
 from kvferry.protocol.events import (
@@ -92,6 +92,8 @@ class Link:
     seq_out: int = 0
     seq_in: int = 0
     connected: bool = False
+    # A source's: the attempts at rooms that it last let go of on this link.
+    drained: dict[tuple[Room, Generation], None] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<Link {self.peer} {self.session} {self.state}>"

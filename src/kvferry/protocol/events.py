@@ -89,6 +89,13 @@ class Receive(Event, frozen=True):
     digest: bytes = b""
 
 
+class Decline(Event, frozen=True):
+    """The engine will not receive a room that it never asked for; its sources need not wait."""
+
+    room: Room
+    prefill: Instance
+
+
 class Barred(Event, frozen=True):
     """A source's door stays shut: it knows another key, or we have the wrong address."""
 

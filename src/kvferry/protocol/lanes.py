@@ -146,6 +146,11 @@ class SourceRoom:
         """Whether an offer of that target would be its first, and of the right instance."""
         return peer.rank not in self.heard and self.instance in (None, peer.instance)
 
+    def hear(self, link: Link) -> None:
+        """A target has spoken of the room, by an offer or by giving it up."""
+        self.heard.add(link.peer.rank)
+        self.plan, self.instance = link.plan, link.peer.instance
+
     def awaits_offers(self, source: int) -> bool:
         """Whether some target that should tell this source of the room has not done so."""
         return self.plan is None or not self.heard.issuperset(self.plan.audience(source))

@@ -9,6 +9,7 @@ its pages are released when the last write that reads them has ended.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from kvferry.config import ProtocolConfig
@@ -63,6 +64,9 @@ from kvferry.protocol.states import (
 )
 from kvferry.protocol.writes import Writer
 
+# Attempts that a link remembers to have let go of, so that a repeated Abort is not news.
+MAX_DRAINED = 1024
+
 
 class SourceMachine(Writer):
     """Every room of one source rank."""
@@ -76,6 +80,7 @@ class SourceMachine(Writer):
         super().__init__(identity, config, stages)
         self.rooms: dict[Room, SourceRoom] = {}
         self._admission = Admission(self.rooms, config)
+        self._warned: deque[SourceRoom] = deque()
 
     def _take(self, event: Event) -> None:
         match event:
@@ -220,6 +225,8 @@ class SourceMachine(Writer):
         owed = link.plan.blocks(self.me.rank, link.peer.rank, offer.request)
         failure = self._admission.of_offer(link, room, offer, owed)
         if failure:
+            if room is not None:
+                self._hear_after_end(room, link)
             self._say_drained(link, offer, failure)
             return
         room = self._room_for(offer, room)
@@ -244,8 +251,7 @@ class SourceMachine(Writer):
         named = offer.generation, offer.request, offer.tables
         lane = Lane(room, link, *named, owed, self._now)
         room.lanes[link.peer.rank] = lane
-        room.heard.add(link.peer.rank)
-        room.plan, room.instance = link.plan, link.peer.instance
+        room.hear(link)
         self._say(link, Accept(offer.room, offer.generation))
         for push in room.pushes:
             self._send(lane, push)
@@ -325,21 +331,44 @@ class SourceMachine(Writer):
             self._fail(lane.room, body.failure)
             return
         if room is not None and room.awaits(link.peer):
-            # Its offer was lost, so the room can never be served.
+            # Its offer was lost, or it made none, so the room can never be served.
             self._fail(room, body.failure)
+            self._hear_after_end(room, link)
         elif room is None and not body.accepted:
-            self._warn(body)
+            self._warn(link, body)
         self._say_drained(link, body, body.failure)
 
+    def _hear_after_end(self, room: SourceRoom, link: Link) -> None:
+        """Count a target that speaks of a failed room; forget the room after the last of them."""
+        if room.failure is not None and room.awaits(link.peer):
+            room.hear(link)
+            if room.state is RoomState.OVER and not room.awaits_offers(self.me.rank):
+                del self.rooms[room.name]
+
     def _say_drained(self, link: Link, body: RoomMessage, failure: Failure) -> None:
+        link.drained[body.room, body.generation] = None
+        if len(link.drained) > MAX_DRAINED:
+            del link.drained[next(iter(link.drained))]
         self._say(link, Drained(body.room, body.generation, failure, link.seq_in))
 
-    def _warn(self, body: Abort) -> None:
+    def _warn(self, link: Link, body: Abort) -> None:
         """Remember for a while that the room was given up before it was opened here."""
-        if self._admission.of_early() is None:
-            deadline = self._now + self.config.early_s
-            room = SourceRoom(body.room, RoomState.WARNED, deadline, failure=body.failure)
-            self.rooms[body.room] = room
+        if (body.room, body.generation) in link.drained:
+            # Said again before our answer came: the room has been here, and is over.
+            return
+        deadline = self._now + self.config.early_s
+        room = SourceRoom(body.room, RoomState.WARNED, deadline, failure=body.failure)
+        room.hear(link)
+        self.rooms[body.room] = room
+        self._bound_warned(room)
+
+    def _bound_warned(self, room: SourceRoom) -> None:
+        """Of too many rooms that were given up early, forget the oldest: they have a deadline."""
+        self._warned.append(room)
+        while len(self._warned) > self.config.max_early_rooms:
+            oldest = self._warned.popleft()
+            if oldest.state is RoomState.WARNED and self.rooms.get(oldest.name) is oldest:
+                del self.rooms[oldest.name]
 
     def _fail(self, room: SourceRoom, failure: Failure) -> None:
         """Report, tell every target, and stop; writes in flight end on their own."""
@@ -349,6 +378,8 @@ class SourceMachine(Writer):
         if room.known_to_engine:
             self._do(Report(room.name, failure))
         room.state = advance(SOURCE_ROOM, room.state, RoomStep.FAIL)
+        if room.state is RoomState.WARNED:
+            self._bound_warned(room)
         for lane in room.lanes.values():
             lane.state = advance(LANE, lane.state, LaneStep.FAIL)
             lane.drop_pending()

@@ -19,9 +19,11 @@ from kvferry.plan.plan import Block
 from kvferry.protocol.checks import close_problem
 from kvferry.protocol.credits import CreditBook
 from kvferry.protocol.cutting import image_bytes
+from kvferry.protocol.declines import Declined, Declines
 from kvferry.protocol.endpoint import Identity, Link
 from kvferry.protocol.events import (
     Cancel,
+    Decline,
     Event,
     Receive,
     Release,
@@ -67,6 +69,7 @@ class TargetMachine(Greeter):
         self.rooms: dict[Room, TargetRoom] = {}
         self.scattering: dict[Op, Scattering] = {}
         self.credits = CreditBook(staging.num_slots, config.credits_per_source)
+        self.declines = Declines(config.max_early_rooms)
         self._generations = 0
         self._ops = 0
 
@@ -78,6 +81,8 @@ class TargetMachine(Greeter):
                 self._on_scattered(event)
             case Cancel():
                 self._on_cancel(event)
+            case Decline():
+                self._on_decline(event)
             case _:
                 super()._take(event)
 
@@ -184,6 +189,27 @@ class TargetMachine(Greeter):
             given_up = Failure.of(FailureCode.ABORTED, "given up at decode")
             self._fail(room, event.failure or given_up)
 
+    def _on_decline(self, event: Decline) -> None:
+        if event.room in self.rooms:
+            raise Misuse(f"room {event.room!r} is being received; abort it instead")
+        try:
+            plan = self._plan_with(event.prefill.layout)
+        except Refused:
+            # That instance could not have sent anything here.
+            return
+        failure = Failure.of(FailureCode.ABORTED, "not wanted at decode")
+        self._generations += 1
+        for source in plan.contacts(self.me.rank):
+            link = self._link_to(Peer(event.prefill.name, source), plan)
+            generation = Generation(self._generations)
+            self.declines.add(Declined(link, event.room, generation, failure))
+        self._say_declines()
+
+    def _say_declines(self) -> None:
+        for one in self.declines.due(self._now, self.config.resend_s):
+            one.said_at = self._now
+            self._say(one.link, Abort(one.room, one.generation, one.failure, accepted=False))
+
     def _on_scattered(self, event: Scattered) -> None:
         done = self.scattering.pop(event.op, None)
         if done is None:
@@ -201,6 +227,7 @@ class TargetMachine(Greeter):
         for room, leg in self._legs_of(link):
             if leg.state is LegState.CONNECTING:
                 self._offer(room, leg)
+        self._say_declines()
 
     def _legs_of(self, link: Link) -> Iterator[tuple[TargetRoom, Leg]]:
         for room in list(self.rooms.values()):
@@ -345,6 +372,7 @@ class TargetMachine(Greeter):
     def _on_drained(self, link: Link, body: Drained) -> None:
         found = self._leg(link, body)
         if not found:
+            self.declines.answered(link, body.room, body.generation)
             return
         room, leg = found
         if self._proves(leg, body):
@@ -363,6 +391,7 @@ class TargetMachine(Greeter):
             room.failure = failure
             self._do(Report(room.name, failure))
             for leg in room.legs.values():
+                self._decline_unoffered(room, leg)
                 self._step(leg, LegStep.FAIL)
                 if leg.link.state is LinkState.GONE:
                     self._quiet(room, leg)
@@ -370,6 +399,12 @@ class TargetMachine(Greeter):
                     self._give_up(room, leg)
                 self.credits.stop((room.name, leg.source))
         self._end_if_possible(room)
+
+    def _decline_unoffered(self, room: TargetRoom, leg: Leg) -> None:
+        """Have a source that never had an offer told, once it can be reached."""
+        if leg.state is LegState.CONNECTING and leg.link.state is LinkState.GREETING:
+            assert room.failure is not None
+            self.declines.add(Declined(leg.link, room.name, room.generation, room.failure))
 
     def _quiet(self, room: TargetRoom, leg: Leg) -> None:
         """Proof: this source writes nothing more for this room."""
@@ -404,6 +439,7 @@ class TargetMachine(Greeter):
         self._do(Release(room.name))
 
     def _link_lost(self, link: Link, failure: Failure) -> None:
+        self.declines.lost(link)
         for room, leg in self._legs_of(link):
             # A source that has closed, and from which nothing is missing, may go.
             if leg.state is not LegState.CLOSED or room.ledger.missing(leg.source):
@@ -426,6 +462,7 @@ class TargetMachine(Greeter):
     # ------------------------------------------------------------ time
 
     def _tick_rooms(self) -> None:
+        self._say_declines()
         for room in list(self.rooms.values()):
             if room.failure is None and self._now >= room.deadline:
                 self._fail(room, Failure.of(FailureCode.DEADLINE, self._still_missing(room)))
@@ -461,6 +498,7 @@ class TargetMachine(Greeter):
             self._tell(leg, Nudge(room.name, room.generation, serials))
 
     def _room_timers(self) -> Iterable[float]:
+        yield from self.declines.timers(self.config.resend_s)
         for room in self.rooms.values():
             if room.failure is None:
                 yield room.deadline

@@ -41,8 +41,8 @@ MAX_QUEUED = 1024
 WRAPPING_BYTES = 128
 LINGER_MS = 200
 HANDSHAKE_MS = 10_000
-# After a network partition the kernel repeats what was not acknowledged ever more rarely: after 30 s
-# it waits for 20 s more. So a connection is given up before that, and connecting is tried again often.
+# During a network partition the kernel repeats lost packets ever more rarely: after 30 s it waits
+# for 20 s more. So a connection is given up before that, and connecting is tried again often.
 UNACKNOWLEDGED_MS = 4_000
 CONNECT_MS = 1_000
 # Three sockets a client; the default of about a thousand is too few for many sources.

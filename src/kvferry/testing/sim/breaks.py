@@ -323,7 +323,7 @@ class IgnoresOrder(SourceMachine):
     def _in_order(self, link: Link, envelope: Envelope) -> bool:
         return True
 
-    def _warn(self, body: Abort) -> None:
+    def _warn(self, link: Link, body: Abort) -> None:
         """And forgets what was taken back."""
 
 
@@ -338,6 +338,14 @@ class LetsAnyoneIn(SourceMachine):
 
     def _refusal(self, peer: Any, hello: Hello) -> Refuse | None:
         return None
+
+
+class DeclinesInSilence(TargetMachine):
+    """Tells a source nothing of a room that was given up before it was offered."""
+
+    def _say_declines(self) -> None:
+        for one in self.declines.due(self._now, 0.0):
+            self.declines.answered(one.link, one.room, one.generation)
 
 
 class NoDeadline(TargetMachine):
@@ -490,6 +498,9 @@ BREAKS: dict[str, Break] = {
         {"slow_write": 0.7, "cuts": 4, "stalls": 2},
     ),
     "oversleep": Break("a timer of the machine slept through", _driven_by(Oversleeps)),
+    "decline-in-silence": Break(
+        "a source not told that its room was given up", Machines(target=DeclinesInSilence)
+    ),
     "no-deadline": Break("no deadline", Machines(target=NoDeadline), {"one_sided": 0.3}),
     "keep-early-offers": Break(
         "early offers never expire", Machines(source=KeepsEarlyOffers), {"one_sided": 0.3}

@@ -319,6 +319,17 @@ class Cluster:
             its = job if prefills else wanted
             self.world.at(delay, lambda node=node, its=its: node.start(its))  # type: ignore[misc]
 
+    def decline_one(self) -> SimJob:
+        """Start a job that decode does not want, before or after prefill opens its room."""
+        job, rng = self.draw_job(deadline_s=5.0, probe=True), self.world.rng
+        asked_first = rng.random() < 0.5
+        for node in self.nodes:
+            if isinstance(node, SourceNode):
+                self.world.at(rng.random() * 0.05, partial(node.start, job))
+            elif isinstance(node, TargetNode) and node.peer.instance == job.decode:
+                self.world.at(rng.random() * 0.05, partial(node.decline, job, asked_first))
+        return job
+
     def another(self, job: SimJob) -> SimJob:
         """A request of the same length that was given the same room by mistake, or on purpose."""
         number = job.number + OTHERS

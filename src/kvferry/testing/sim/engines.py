@@ -14,6 +14,7 @@ from kvferry.layout.intervals import Span
 from kvferry.plan.bind import Image, Pair, Side, bind
 from kvferry.protocol.events import (
     Cancel,
+    Decline,
     Discard,
     Finish,
     Gather,
@@ -156,6 +157,15 @@ class TargetNode(Node):
         if self.world.strikes("cancel_target"):
             self.world.at(self.world.rng.random() * 0.2, lambda: self.deliver(Cancel(job.room)))
 
+    def decline(self, job: SimJob, asked_first: bool) -> None:
+        """Want nothing of a room: from the start, or after having asked for it."""
+        allocation = self.memory.allocate(job.number, job.request) if asked_first else None
+        if allocation is None:
+            self.deliver(Decline(job.room, self.prefill))
+            return
+        self.take_on(job, allocation)
+        self.world.at(self.world.rng.random() * 0.02, lambda: self.deliver(Cancel(job.room)))
+
     def send(self, peer: Peer, envelope: Envelope) -> None:
         """Remember which attempt the pages were offered to."""
         offer = envelope.body
@@ -213,6 +223,7 @@ class TargetNode(Node):
     def check(self) -> None:
         """The slots too must add up after every step."""
         self.machine.credits.check()
+        self.machine.declines.check()
 
     def tables(self) -> dict[str, int]:
         """All of a target machine's tables."""
@@ -221,5 +232,6 @@ class TargetNode(Node):
             "rooms": len(machine.rooms),
             "scatters": len(machine.scattering),
             "accounts": len(machine.credits.accounts),
+            "declines": len(machine.declines),
             "slots in use": machine.staging.num_slots - len(machine.credits.free),
         }

@@ -321,6 +321,10 @@ class Node(ABC):
             self.world.happened["pool-full"] += 1
             self.world.at(0.05, lambda: self._start_when_pages_are_free(job, until))
             return
+        self.take_on(job, allocation)
+
+    def take_on(self, job: SimJob, allocation: Allocation) -> None:
+        """Begin a job in these pages."""
         self.allocations[job.room] = allocation
         self.due[job.room] = self.world.now + job.deadline_s
         self.begin(job, allocation)

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from kvferry.protocol.states import RoomState
 from kvferry.testing.sim.breaks import BREAKS
-from kvferry.testing.sim.cluster import STRANGER, Cluster, Machines, Shape
+from kvferry.testing.sim.cluster import PREFILL, STRANGER, Cluster, Machines, Shape
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.scenarios import SCENARIOS
@@ -21,6 +22,8 @@ CALM_AT = 2.5
 DOUBTS_S = 1.2
 PROBES_AT = CALM_AT + 2.1
 END_AT = PROBES_AT + 5.5
+# How long a source may keep a room after decode gave it up: links may have to be made.
+DECLINED_S = 1.0
 
 
 @dataclass
@@ -69,6 +72,9 @@ def play(
         probes = [cluster.draw_job(deadline_s=5.0, probe=True) for _ in range(2)]
         for probe in probes:
             cluster.start(probe)
+        declined = cluster.decline_one()
+        cluster.world.run(PROBES_AT + DECLINED_S)
+        _judge_declined(cluster, declined)
         _run_to_the_end(cluster, probes)
         _judge(cluster, probes)
     except Violation as violation:
@@ -155,6 +161,20 @@ def _run_to_the_end(cluster: Cluster, probes: list[SimJob]) -> None:
         done = all(map(cluster.outcome_is_done, probes))
         if done and not any(node.leftovers() for node in cluster.nodes):
             return
+
+
+def _judge_declined(cluster: Cluster, job: SimJob) -> None:
+    """A room that decode has given up is over at every source, long before its deadline.
+
+    A source whose engine has no pages for the job yet, and so has not opened it, may remember it.
+    """
+    for node in cluster.nodes:
+        if node.peer.instance != PREFILL:
+            continue
+        room = node.machine.rooms.get(job.room)
+        if room is not None and room.state is not RoomState.WARNED:
+            text = f"{node.peer} keeps a room that decode gave up ({room.state})"
+            cluster.world.violate("never leaks", text, job.room)
 
 
 def _judge(cluster: Cluster, probes: list[SimJob]) -> None:

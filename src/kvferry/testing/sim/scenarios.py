@@ -41,6 +41,7 @@ from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.scripts import (
     Script,
+    ask_again,
     at,
     both,
     cancel,
@@ -172,6 +173,16 @@ def _report_and_release(cluster: Cluster, job: SimJob) -> list[tuple[float, floa
         for who, pair in times.items()
         if len(pair) == 2 and not isinstance(cluster.world.nodes[who], SourceNode)
     ]
+
+
+def let_go_soon(cluster: Cluster) -> None:
+    """Pages of rooms that decode gave up are free long before their deadline of 4 s."""
+    for t, who, _, thing in cluster.world.history:
+        if type(thing).__name__ == "Release" and t > 1.5:
+            cluster.world.violate("never leaks", f"{who} kept pages until {t:.2f} s")
+    for node in cluster.nodes:
+        if node.allocations:
+            cluster.world.violate("never leaks", f"{node.peer} still holds pages")
 
 
 # ---------------------------------------------------------------- the list
@@ -335,6 +346,20 @@ SCENARIOS: dict[str, Scenario] = {
         both(layers(1, 1, 0.2), kill_after_a_layer(PREFILL, 0), at(2.0, jobs(1))),
         both(failed_with("decode0", 0, *LOST, FailureCode.ABORTED), done(1)),
         DEEP,
+    ),
+    "L10": Scenario(
+        "decode gives a room up, and asks for it again while prefill pushes, closes and drains",
+        both(jobs(2, 0.05), at(0.03, ask_again(0)), at(0.09, ask_again(1))),
+        promises_only,
+        Shape(prefill=Parallel(tp=2), decodes=(Parallel(tp=2),)),
+        Faults(drop=0.1, delay=0.3, slow_prefill=0.3),
+    ),
+    "L11": Scenario(
+        "decode gives a room up before it could be offered, and prefill lets go of it",
+        both(jobs(2, 0.02), at(0.011, cancel(0, "decode0")), at(0.021, cancel(1, "decode0"))),
+        let_go_soon,
+        Shape(prefill=Parallel(tp=2), decodes=(Parallel(tp=1),)),
+        Faults(drop=0.2),
     ),
     "P1": Scenario(
         "a peer restarts under its name",

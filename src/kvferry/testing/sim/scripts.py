@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -14,6 +15,7 @@ from kvferry.protocol.codec import MAGIC, encode
 from kvferry.protocol.events import Cancel
 from kvferry.protocol.messages import VERSION, Accept, Arrived, Envelope, Offer, Table
 from kvferry.testing.sim.cluster import Cluster
+from kvferry.testing.sim.engines import TargetNode
 from kvferry.testing.sim.jobs import layer_by_layer
 
 Script = Callable[[Cluster], None]
@@ -93,6 +95,26 @@ def cancel(index: int, *instances: str) -> Script:
         for node in cluster.nodes:
             if node.peer.instance in instances:
                 node.deliver(Cancel(cluster.jobs[index].room))
+
+    return script
+
+
+def ask_again(index: int) -> Script:
+    """Decode gives a job up and asks for the same room again as soon as it has its pages back."""
+
+    def again(cluster: Cluster, node: TargetNode) -> None:
+        job = cluster.jobs[index]
+        if job.room in node.allocations:
+            cluster.world.at(0.01, partial(again, cluster, node))
+            return
+        node.outcomes.pop(job.room, None)
+        node.start(job)
+
+    def script(cluster: Cluster) -> None:
+        for node in cluster.nodes:
+            if isinstance(node, TargetNode):
+                node.deliver(Cancel(cluster.jobs[index].room))
+                again(cluster, node)
 
     return script
 
