@@ -54,6 +54,8 @@ from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
 
 # Plans are kept for the layouts last seen; an instance has one, and there are few.
 MAX_PLANS = 64
+# How many attempts that were let go of a link remembers, and for how long.
+MAX_DRAINED, DRAINED_S = 16384, 30.0
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -92,8 +94,17 @@ class Link:
     seq_out: int = 0
     seq_in: int = 0
     connected: bool = False
-    # A source's: the attempts at rooms that it last let go of on this link.
-    drained: dict[tuple[Room, Generation], None] = field(default_factory=dict)
+    # A source's: the attempts at rooms that it let go of on this link lately, and when.
+    drained: dict[tuple[Room, Generation], float] = field(default_factory=dict)
+
+    def remember_drained(self, room: Room, generation: Generation, now: float) -> None:
+        """Remember an attempt for a while: what a target repeats about it is no news then."""
+        self.drained.pop((room, generation), None)
+        self.drained[room, generation] = now
+        oldest = next(iter(self.drained))
+        while len(self.drained) > MAX_DRAINED or self.drained[oldest] < now - DRAINED_S:
+            del self.drained[oldest]
+            oldest = next(iter(self.drained))
 
     def __repr__(self) -> str:
         return f"<Link {self.peer} {self.session} {self.state}>"

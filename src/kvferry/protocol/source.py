@@ -64,9 +64,6 @@ from kvferry.protocol.states import (
 )
 from kvferry.protocol.writes import Writer
 
-# Attempts that a link remembers to have let go of, so that a repeated Abort is not news.
-MAX_DRAINED = 1024
-
 
 class SourceMachine(Writer):
     """Every room of one source rank."""
@@ -346,9 +343,7 @@ class SourceMachine(Writer):
                 del self.rooms[room.name]
 
     def _say_drained(self, link: Link, body: RoomMessage, failure: Failure) -> None:
-        link.drained[body.room, body.generation] = None
-        if len(link.drained) > MAX_DRAINED:
-            del link.drained[next(iter(link.drained))]
+        link.remember_drained(body.room, body.generation, self._now)
         self._say(link, Drained(body.room, body.generation, failure, link.seq_in))
 
     def _warn(self, link: Link, body: Abort) -> None:

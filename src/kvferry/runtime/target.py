@@ -23,7 +23,7 @@ from kvferry.runtime.owner.channels import TargetChannel
 from kvferry.runtime.owner.directory import Directory
 from kvferry.runtime.owner.loop import Owner
 from kvferry.runtime.owner.outfit import Outfit
-from kvferry.runtime.owner.roles import Begun, TargetRole
+from kvferry.runtime.owner.roles import Begun, TargetRole, Unwanted
 from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.rank import RankEndpoint
@@ -83,12 +83,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         every source says that it has computed just that. ``request`` and ``traceparent`` name
         whose room it is in logs and in its story.
         """
-        if isinstance(prefill, str):
-            if self._client is None:
-                raise InputError("finding an instance by its name takes a rendezvous; pass its URL")
-            demand_name(prefill)
-        elif not isinstance(prefill, InstanceView):
-            raise InputError(f"prefill is an instance's name or view, not {prefill!r:.200}")
+        self._demand_instance(prefill)
         wanted = Request(token_count(tokens), token_count(prefix, "prefix"))
         tables = self._shelf.tables(wanted, pages, states)
         deadline = deadline_in(self._deadline_s if deadline_s is None else deadline_s)
@@ -100,3 +95,26 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         self._owner.rooms.add(handle)
         self._owner.tell(Begun(handle))
         return handle
+
+    def decline(
+        self, room: Room, *, prefill: str | InstanceView, deadline_s: float | None = None
+    ) -> None:
+        """Tell a prefill instance that this rank will not receive a room.
+
+        Its ranks then let go of the room's pages at once instead of at their deadline; the room
+        fails there with ``aborted``. For a room that was never received here: ``abort`` of a
+        handle tells them by itself. Returns at once. An instance that is not known yet is told
+        when it is found, within ``deadline_s``.
+        """
+        self._demand_instance(prefill)
+        self._owner.rooms.demand_unknown(room)
+        deadline = deadline_in(self._deadline_s if deadline_s is None else deadline_s)
+        self._owner.tell(Unwanted(room, prefill, deadline))
+
+    def _demand_instance(self, prefill: object) -> None:
+        if isinstance(prefill, str):
+            if self._client is None:
+                raise InputError("finding an instance by its name takes a rendezvous; pass its URL")
+            demand_name(prefill)
+        elif not isinstance(prefill, InstanceView):
+            raise InputError(f"prefill is an instance's name or view, not {prefill!r:.200}")

@@ -165,8 +165,8 @@ def test_a_request_that_ends_early_is_given_up() -> None:
 def test_a_request_that_was_refused_lets_prefill_go() -> None:
     book = decode_book()
     book.finished("a")
-    (order,) = book.take_orders().received
-    assert order.blocks == ()
+    orders = book.take_orders()
+    assert (orders.received, len(orders.declined)) == ([], 1)
 
 
 def test_one_failed_rank_ends_the_others() -> None:
@@ -228,8 +228,7 @@ def test_a_shorter_prompt_at_decode_takes_nothing() -> None:
     scheduler.arrived(shorter)
     assert scheduler.missing(shorter, 0) == 0
     scheduler.finished(shorter)
-    (order,) = scheduler.step(no_step())[1].received
-    assert (order.tokens, order.blocks) == (40, ())
+    assert scheduler.step(no_step())[1].declined == [("r", "prefill-0")]
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def released(handles: list[Outgoing] | list[Incoming]) -> None:
 
 def take(decode: Rank, *orders: ReceiveRoom, aborted: list[str] | None = None) -> list[Incoming]:
     assert isinstance(decode.rooms, TargetRooms)
-    decode.rooms.take(DecodeOrders(list(orders), aborted or []))
+    decode.rooms.take(DecodeOrders(list(orders), aborted=aborted or []))
     return list(decode.rooms.handles())
 
 
@@ -316,6 +316,17 @@ def test_an_abort_at_decode_frees_both_sides(engines: Engines) -> None:
     began = time.monotonic()
     released(outgoing(engines))
     assert time.monotonic() - began < WAIT_S / 2  # long before its deadline
+    assert sent(engines) == [{"p-1"}, {"p-1"}]
+
+
+def test_a_request_that_decode_never_asks_for_frees_prefill(engines: Engines) -> None:
+    whole_room(engines)
+    step(engines, HELD)
+    assert sent(engines) == [set(), set()]
+    decode = engines.decode()
+    assert isinstance(decode.rooms, TargetRooms)
+    decode.rooms.take(DecodeOrders(declined=[("room", "prefill-0")]))
+    released(outgoing(engines))
     assert sent(engines) == [{"p-1"}, {"p-1"}]
 
 

@@ -168,6 +168,11 @@ class DecodeManager(RankManager):
         self._rooms[room] = handle
         return handle
 
+    def decline(self, room: int, view: InstanceView) -> None:
+        """Tell a prefill server that a room which was never offered is not wanted."""
+        self.settings.settled()
+        self.endpoint.decline(room, prefill=view, deadline_s=self.settings.waiting_s)
+
     def let_go(self, room: int, handle: Incoming) -> None:
         """SGLang has done with a room."""
         if self._rooms.get(room) is handle:

@@ -6,6 +6,7 @@ some, and polls. What can't be done fails this room and no other.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from kvferry.integrations.sglang.managers import DecodeManager, Offered
 from kvferry.integrations.sglang.metadata import decoded
 from kvferry.integrations.sglang.prompts import Prompt
 from kvferry.integrations.sglang.windows import demand_covered
+
+log = logging.getLogger("kvferry.integrations.sglang")
 
 
 class RoomReceiver:
@@ -122,9 +125,21 @@ class RoomReceiver:
             self.refuse(str(error))
 
     def refuse(self, why: str) -> None:
-        """This room can't be filled."""
+        """This room can't be filled. Prefill hears of it, whether its pages were offered or not."""
+        if self._refusal is None and self._handle is None:
+            self._decline()
         self._refusal = self._refusal or why
         self._abort_handle()
+
+    def _decline(self) -> None:
+        view = self.kv_mgr.prefill_info_table.view(self.bootstrap_addr, self._prefill or "")
+        if view is None:
+            # Nobody knows whom to tell; prefill's own deadline ends the room there.
+            return
+        try:
+            self.kv_mgr.decline(self.bootstrap_room, view)
+        except KvferryError as error:
+            log.warning("not-declined room=%r why=%r", self.bootstrap_room, str(error))
 
     def failure_exception(self) -> None:
         """Raise why it failed."""

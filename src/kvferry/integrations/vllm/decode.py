@@ -1,8 +1,8 @@
 """The decode book: which of the scheduler's requests wait for which room. Pure.
 
 A request is asked for once: after a failure it is computed here, or fails, as vLLM's policy says.
-A request that ends before its room, or that has all of its prompt cached, still tells prefill, so
-that it lets go of its blocks.
+A request that ends before it was asked for, or that has all of its prompt cached, still tells
+prefill, so that it lets go of its blocks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DecodeBook:
             return
         known.is_asked_for = True
         if not num_external:
-            self._let_go(request, known)
+            self._receive_nothing(request, known)
             return
         known.is_waiting = True
         prefix = known.num_tokens - num_external
@@ -101,10 +101,10 @@ class DecodeBook:
         if known.is_waiting:
             self.orders.aborted.append(request)
         elif not known.is_asked_for:
-            self._let_go(request, known)
+            self.orders.declined.append((known.asked.room, known.asked.prefill))
 
-    def _let_go(self, request: str, known: TargetRequest) -> None:
-        """Ask for nothing, which is how prefill hears that nobody needs its blocks."""
+    def _receive_nothing(self, request: str, known: TargetRequest) -> None:
+        """Complete the room of a prompt that is all cached here, so that prefill frees it."""
         tokens, asked = known.num_tokens, known.asked
         self.orders.received.append(
             ReceiveRoom(request, asked.room, asked.prefill, tokens, tokens, (), known.digest)

@@ -43,7 +43,7 @@ class PushTokens:
 class ReceiveRoom:
     """Have ``tokens`` tokens of a request written into its blocks, but for those in ``prefix``.
 
-    Without ``blocks`` nothing is to be written: prefill only learns that nobody comes.
+    Without ``blocks`` all of it is cached here: nothing is written, and prefill learns that.
     """
 
     request: str
@@ -72,5 +72,7 @@ class DecodeOrders:
     """What a step says to targets."""
 
     received: list[ReceiveRoom] = field(default_factory=list)
+    # Rooms that nobody will receive, each with its prefill instance.
+    declined: list[tuple[Room, str]] = field(default_factory=list)
     # Requests that nobody waits for any more.
     aborted: list[str] = field(default_factory=list)

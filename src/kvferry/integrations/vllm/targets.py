@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry import Failure, FailureCode, Incoming, KvferryError, TargetEndpoint
+from kvferry import Failure, FailureCode, Incoming, KvferryError, Room, TargetEndpoint
 from kvferry.integrations.vllm.orders import DecodeOrders, ReceiveRoom
 from kvferry.integrations.vllm.paging import BlockTables
 from kvferry.integrations.vllm.stats import RoomCounts
@@ -31,7 +31,6 @@ class RoomAtTarget:
     since: float
     refusal: Failure | None = None
     is_told: bool = False
-    is_aborted: bool = False
 
     @property
     def failure(self) -> Failure | None:
@@ -79,11 +78,18 @@ class TargetRooms:
         """Do what a step says."""
         for order in orders.received:
             self._receive(order)
+        for room, prefill in orders.declined:
+            self._decline(room, prefill)
         for request in orders.aborted:
             known = self._rooms.get(request)
             if known is not None and known.handle is not None:
-                known.is_aborted = True
                 known.handle.abort()
+
+    def _decline(self, room: Room, prefill: str) -> None:
+        try:
+            self._endpoint.decline(room, prefill=prefill)
+        except KvferryError as error:
+            log.warning("not-declined room=%r why=%r", room, str(error))
 
     def _receive(self, order: ReceiveRoom) -> None:
         known = RoomAtTarget(order, None, time.monotonic())
@@ -95,7 +101,7 @@ class TargetRooms:
         if order.blocks:
             self._rooms[order.request] = known
         elif known.refusal is not None:
-            log.warning("not-let-go room=%r why=%r", order.room, known.refusal.message)
+            log.warning("not-completed room=%r why=%r", order.room, known.refusal.message)
 
     def _begin(self, order: ReceiveRoom) -> Incoming:
         paging = self._tables.paging
@@ -129,9 +135,6 @@ class TargetRooms:
         found.received.add(known.order.request)
         if known.failure is not None:
             found.failed.add(known.order.request)
-            if known.is_aborted:
-                # Prefill may never have heard of a room that was given up at once.
-                self._receive(replace(known.order, prefix=known.order.tokens, blocks=()))
         self._counts.received(known.failure, time.monotonic() - known.since)
 
     def _unfilled(self, order: ReceiveRoom) -> tuple[int, ...]:

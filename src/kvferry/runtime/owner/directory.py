@@ -17,6 +17,9 @@ from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.incoming import Incoming
 
+# Rooms to tell one instance of, once it is found. Of more, it learns by its own deadline.
+MAX_UNWANTED = 4096
+
 
 class Viewed(NamedTuple):
     """The rendezvous has something to say of an instance: None if it is not complete."""
@@ -41,6 +44,8 @@ class Directory:
         self._views: dict[str, InstanceView] = {}
         self._watches: dict[str, Callable[[InstanceView | None], None]] = {}
         self._waiting: dict[str, dict[Room, Incoming]] = {}
+        # Rooms that an instance is to be told nobody wants, and until when that makes sense.
+        self._unwanted: dict[str, dict[Room, float]] = {}
 
     @property
     def names(self) -> set[str]:
@@ -58,19 +63,41 @@ class Directory:
         """The instance that a room wants; None if it has to wait for it."""
         prefill = handle.asked.prefill
         if isinstance(prefill, InstanceView):
-            self._views[prefill.name] = prefill
+            self.keep(prefill)
             return prefill
         view = self._views.get(prefill)
         if view is None:
             self._wait(prefill, handle)
         return view
 
+    def keep(self, view: InstanceView) -> None:
+        """An engine has described an instance."""
+        self._views[view.name] = view
+
     def _wait(self, name: str, handle: Incoming) -> None:
-        assert self._client is not None
         self._waiting.setdefault(name, {})[handle.room] = handle
+        self._watch(name)
+
+    def _watch(self, name: str) -> None:
+        assert self._client is not None
         if name not in self._watches:
             self._watches[name] = partial(self._told, name)
             self._client.watch(name, self._watches[name], eager=True)
+
+    def find_for_unwanted(self, room: Room, prefill: str, until: float) -> InstanceView | None:
+        """The instance of a room that nobody here wants; None if it is to be told when found."""
+        view = self._views.get(prefill)
+        if view is None:
+            rooms = self._unwanted.setdefault(prefill, {})
+            rooms[room] = until
+            if len(rooms) > MAX_UNWANTED:
+                del rooms[next(iter(rooms))]
+            self._watch(prefill)
+        return view
+
+    def unwanted_at(self, name: str) -> list[Room]:
+        """Rooms that an instance, which has just been found, is to be told of."""
+        return list(self._unwanted.pop(name, {}))
 
     def _told(self, name: str, view: InstanceView | None) -> None:
         self._tell(Viewed(name, view))
@@ -101,6 +128,10 @@ class Directory:
 
     def overdue(self, now: float) -> list[Incoming]:
         """Rooms whose instance was not found in time."""
+        for name, rooms in list(self._unwanted.items()):
+            self._unwanted[name] = {room: until for room, until in rooms.items() if until > now}
+            if not self._unwanted[name]:
+                del self._unwanted[name]
         return [handle for until, handle in self._limits() if now >= until]
 
     def wakeup(self) -> float:
@@ -127,7 +158,7 @@ class Directory:
         for name in self._views.keys() - self._watches.keys() - linked:
             # Given by the engine, which gives it again.
             del self._views[name]
-        needed = {*linked, *self._views, *self._waiting}
+        needed = {*linked, *self._views, *self._waiting, *self._unwanted}
         for name in self._watches.keys() - needed:
             assert self._client is not None
             self._absent.discard(name)

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple, Protocol
 
 from kvferry.ids import Peer, Room
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Cancel, Event, Finish, Instance, NewLife, Push, Receive
+from kvferry.protocol.events import (
+    Cancel,
+    Decline,
+    Event,
+    Finish,
+    Instance,
+    NewLife,
+    Push,
+    Receive,
+)
 from kvferry.protocol.legs import TargetRoom
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.protocol.source import SourceMachine
@@ -57,6 +66,14 @@ class Begun(NamedTuple):
     """An engine wants a room's cache."""
 
     handle: Incoming
+
+
+class Unwanted(NamedTuple):
+    """An engine will not receive a room; its prefill instance is told until then at the latest."""
+
+    room: Room
+    prefill: str | InstanceView
+    until: float
 
 
 class Stepped(NamedTuple):
@@ -200,6 +217,8 @@ class TargetRole:
         match item:
             case Begun(handle=handle):
                 self._receive(handle)
+            case Unwanted():
+                self._decline(item)
             case Copied():
                 self._scatters.copied(item)
             case Viewed():
@@ -214,9 +233,23 @@ class TargetRole:
         if view is not None:
             self._begin(handle, view)
 
+    def _decline(self, item: Unwanted) -> None:
+        if self._rooms.get(item.room) is not None:
+            # The engine has asked for it meanwhile.
+            return
+        view = item.prefill
+        if isinstance(view, str):
+            found = self._directory.find_for_unwanted(item.room, view, item.until)
+            if found is None:
+                return
+            view = found
+        else:
+            self._directory.keep(view)
+        self._take(Decline(item.room, _instance(view)))
+
     def _begin(self, handle: Incoming, view: InstanceView) -> None:
         asked = handle.asked
-        instance = Instance(view.name, view.fingerprint, view.layout)
+        instance = _instance(view)
         wanted = asked.request, asked.tables, asked.deadline, asked.digest
         self._take(Receive(handle.room, instance, *wanted))
         room = self._driver.machine.rooms.get(handle.room)
@@ -236,6 +269,9 @@ class TargetRole:
         for handle in self._directory.learn(news):
             assert view is not None
             self._begin(handle, view)
+        if view is not None:
+            for room in self._directory.unwanted_at(view.name):
+                self._decline(Unwanted(room, view, 0.0))
 
     # ------------------------------------------------------------ rooms that never began
 
@@ -244,6 +280,7 @@ class TargetRole:
         waited = self._directory.give_up(handle)
         if waited:
             self._never_began(handle, FailureCode.ABORTED, "given up at decode")
+            self._decline(Unwanted(handle.room, handle.asked.prefill, handle.deadline))
         return waited
 
     def _never_began(self, handle: Incoming, code: FailureCode, text: str) -> None:
@@ -292,6 +329,10 @@ class TargetRole:
             pool = self._slots.pool
             used = pool.num_slots - len(machine.credits.free)
             self._meter.staging(used * pool.slot_bytes, pool.num_bytes)
+
+
+def _instance(view: InstanceView) -> Instance:
+    return Instance(view.name, view.fingerprint, view.layout)
 
 
 def _differs(link: Link, lives: dict[Peer, int]) -> bool:

@@ -59,6 +59,12 @@ class RoomTable(Generic[H]):
                 raise Misuse(f"room {handle.room!r} is open already; use another id")
             self._handles[handle.room] = handle
 
+    def demand_unknown(self, room: Room) -> None:
+        """Raise ``Misuse`` if a room's memory is held here."""
+        _demand_room(room)
+        if room in self._handles:
+            raise Misuse(f"room {room!r} is being received here; abort its handle instead")
+
     def statuses(self, rooms: Iterable[Room]) -> list[Status | None]:
         """Where rooms stand; None for those whose memory was released long ago."""
         found = (self._handles.get(room) for room in rooms)
