@@ -11,12 +11,15 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a machine waits, and how much it keeps.
 
     Both sides may have different values; only ``heartbeat_s`` must stay well
-    below the other side's ``silence_s``. ``ahead_slots`` is how many slots a lane may gather
+    below the other side's ``silence_s``. A peer that says nothing for so long is lost; one whose
+    process is seen to run, and gets no processor or no GIL to speak, after ``unresponsive_s``.
+    ``ahead_slots`` is how many slots a lane may gather
     before it has credits for them; None is what suits the memory, and 0 for a machine alone.
     """
 
     heartbeat_s: float = 1.0
     silence_s: float = 8.0
+    unresponsive_s: float = 60.0
     handshake_s: float = 15.0
     resend_s: float = 0.5
     nudge_s: float = 2.0

@@ -33,6 +33,9 @@ class Mail(Channel[str]):
     def _way_to(self, peer: Peer, session: Session) -> str:
         return "way"
 
+    def _answered_at(self, way: str, now: float) -> None:
+        return None
+
     def _send(self, way: str, messages: Iterable[Bundle]) -> None:
         self.sent += [len(message.frames) for message in messages]
 

@@ -29,6 +29,7 @@ from kvferry.protocol.events import (
     Gather,
     Instance,
     Open,
+    OwnStall,
     Post,
     Receive,
     Received,
@@ -382,7 +383,20 @@ def test_what_has_come_is_taken_before_time(stage: Stage) -> None:
     stage.take(Open("r", 5.0))
     stage.puppet.heard.clear()
     stage.driver.turn([Cancel("r"), Cancel("s")], 5.0)
-    assert stage.puppet.heard == [Cancel("r"), Cancel("s"), Tick()]
+    assert stage.puppet.heard[-3:] == [Cancel("r"), Cancel("s"), Tick()]
+
+
+def test_a_turn_that_comes_late_says_by_how_much_first(stage: Stage) -> None:
+    stage.take(Open("r", 500.0), at=10.0)
+    due = stage.driver.wakeup()
+    in_time, late = due + TIMES.heartbeat_s / 2, due + 30.0
+    stage.driver.turn([Cancel("r")], in_time)
+    assert OwnStall not in map(type, stage.puppet.heard)
+    stage.take(Open("s", 500.0), at=in_time)
+    due = stage.driver.wakeup()
+    stage.puppet.heard.clear()
+    stage.driver.turn([Cancel("s")], late)
+    assert stage.puppet.heard == [OwnStall(late - due), Cancel("s"), Tick()]
 
 
 def test_time_is_told_when_a_timer_is_due_and_not_before(stage: Stage) -> None:

@@ -32,6 +32,8 @@ from kvferry.protocol.events import (
     Disconnected,
     Event,
     Forget,
+    OwnStall,
+    PeerRuns,
     Received,
     Send,
     Tick,
@@ -90,6 +92,8 @@ class Link:
     begun_at: float
     hello: Hello | None = None
     metadata: bytes = b""
+    # When it last said something; ``heard_at`` is later if its process was seen to run since.
+    spoke_at: float = 0.0
     transport: str = ""
     seq_out: int = 0
     seq_in: int = 0
@@ -151,6 +155,10 @@ class Endpoint(ABC):
                 self._on_disconnected(event)
             case WrongVersion():
                 self._on_wrong_version(event)
+            case PeerRuns():
+                self._on_peer_runs(event)
+            case OwnStall():
+                self._on_own_stall(event)
             case _:
                 raise Misuse(f"{type(self).__name__} does not know {type(event).__name__}")
 
@@ -240,7 +248,18 @@ class Endpoint(ABC):
         self._take_message(link, envelope.body)
 
     def _heard_from(self, link: Link) -> None:
-        link.heard_at = self._now
+        link.heard_at = link.spoke_at = self._now
+
+    def _on_peer_runs(self, event: PeerRuns) -> None:
+        """Not to speak for a while is no silence, but not to speak for long is."""
+        link = self.links.get(event.session)
+        if link is not None and self._now < link.spoke_at + self.config.unresponsive_s:
+            link.heard_at = max(link.heard_at, min(event.at, self._now))
+
+    def _on_own_stall(self, event: OwnStall) -> None:
+        for link in self.links.values():
+            link.heard_at = min(self._now, link.heard_at + event.seconds)
+            link.begun_at = min(self._now, link.begun_at + event.seconds)
 
     def _find(self, envelope: Envelope) -> Link | None:
         """The link of the session that a frame names."""

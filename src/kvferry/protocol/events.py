@@ -48,6 +48,22 @@ class Disconnected(Event, frozen=True):
     session: Session | None = None
 
 
+class PeerRuns(Event, frozen=True):
+    """The process of a link's peer was seen to run at that time, whether it said anything or not.
+
+    Seen below the protocol: by the operating system, or by the connection's own heartbeats.
+    """
+
+    session: Session
+    at: float
+
+
+class OwnStall(Event, frozen=True):
+    """This endpoint did not run for so long, so nobody was silent meanwhile."""
+
+    seconds: float
+
+
 class WrongVersion(Event, frozen=True):
     """A frame came in a version that we do not speak. ``answered``: it had no number."""
 

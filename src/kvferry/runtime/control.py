@@ -48,6 +48,9 @@ CONNECT_MS = 1_000
 # Three sockets a client; the default of about a thousand is too few for many sources.
 MAX_SOCKETS = 1 << 14
 
+# As in ``ProtocolConfig``, for channels that nobody gives another.
+SILENCE_S = 8.0
+
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"kvferry"
 FAILED_HANDSHAKES = (
@@ -59,7 +62,7 @@ FAILED_HANDSHAKES = (
 ADDRESS = re.compile(
     r"tcp://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})", re.ASCII
 )
-WATCHED = FAILED_HANDSHAKES | zmq.EVENT_DISCONNECTED
+WATCHED = FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _numbers = itertools.count()
 
 
@@ -76,12 +79,19 @@ class _Channel:
     ``counts`` has ``refused`` (connections whose handshake failed: another key,
     or not ZeroMQ at all), ``dropped`` (connections that ended: a sign that a peer
     may be gone, and no proof), ``unsent`` and ``malformed``.
+
+    ZeroMQ's own threads exchange heartbeats, without Python and its GIL, and end a connection
+    whose other end does not answer them. So the process at a connection that stands has run
+    within the last ``lag_s``.
     """
 
-    def __init__(self, context: ZmqContext, kind: int) -> None:
+    def __init__(self, context: ZmqContext, kind: int, silence_s: float) -> None:
         self.counts: Counter[str] = Counter()
+        self.num_standing = 0
         self.socket: ZmqSocket = context.socket(kind)
-        _configure(self.socket)
+        ask_s, patience_s = silence_s / 8, silence_s / 2
+        self.lag_s = ask_s + patience_s
+        _configure(self.socket, ask_s, patience_s)
         self._monitor = _monitor(context, self.socket)
 
     @property
@@ -111,7 +121,13 @@ class _Channel:
             if message is None:
                 return
             event = parse_monitor_message(message)["event"]
-            self.counts["refused" if event & FAILED_HANDSHAKES else "dropped"] += 1
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.num_standing += 1
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.num_standing = max(0, self.num_standing - 1)
+                self.counts["dropped"] += 1
+            else:
+                self.counts["refused"] += 1
 
     def _send(self, *parts: bytes) -> bool:
         try:
@@ -137,7 +153,13 @@ class ControlServer(_Channel):
     reconnects has another; the route of a peer is the one of its latest frame.
     """
 
-    def __init__(self, host: str, port: int = 0, key: ClusterKey | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int = 0,
+        key: ClusterKey | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         bound_to = bindable(host, port, key)
         self._key = key
         self._context = new_context()
@@ -145,7 +167,7 @@ class ControlServer(_Channel):
             # The guard stands before the door opens: without one, ZeroMQ lets everybody in.
             self._zap: ZmqSocket = self._context.socket(zmq.REP)
             self._zap.bind(ZAP_ADDRESS)
-            super().__init__(self._context, zmq.ROUTER)
+            super().__init__(self._context, zmq.ROUTER, silence_s)
             self._listen(bound_to, port)
         except BaseException:
             self._context.destroy(0)
@@ -232,11 +254,15 @@ class ControlClient(_Channel):
     """
 
     def __init__(
-        self, address: str, key: ClusterKey | None = None, context: ZmqContext | None = None
+        self,
+        address: str,
+        key: ClusterKey | None = None,
+        context: ZmqContext | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
         made = new_context() if context is None else context
         self._own = made if context is None else None
-        super().__init__(made, zmq.DEALER)
+        super().__init__(made, zmq.DEALER, silence_s)
         try:
             self._connect(address, key)
         except BaseException:
@@ -278,7 +304,7 @@ class ControlClient(_Channel):
             self._own.destroy(linger_ms)
 
 
-def _configure(channel: ZmqSocket) -> None:
+def _configure(channel: ZmqSocket, ask_s: float, patience_s: float) -> None:
     options: dict[int, int] = {
         zmq.MAXMSGSIZE: MAX_FRAME_BYTES + WRAPPING_BYTES,
         zmq.SNDHWM: MAX_QUEUED,
@@ -289,6 +315,8 @@ def _configure(channel: ZmqSocket) -> None:
         zmq.RECONNECT_IVL_MAX: 500,
         zmq.CONNECT_TIMEOUT: CONNECT_MS,
         zmq.TCP_MAXRT: UNACKNOWLEDGED_MS,
+        zmq.HEARTBEAT_IVL: int(1000 * ask_s),
+        zmq.HEARTBEAT_TIMEOUT: int(1000 * patience_s),
         zmq.TCP_KEEPALIVE: 1,
         zmq.TCP_KEEPALIVE_IDLE: 10,
         zmq.TCP_KEEPALIVE_INTVL: 5,

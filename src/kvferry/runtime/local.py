@@ -23,6 +23,7 @@ import secrets
 import socket
 import struct
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -38,6 +39,9 @@ MAX_UNPROVEN = 64
 READ_BYTES = 256 << 10
 # What is kept for a peer that reads nothing. More is lost, and the protocol repeats it.
 MAX_UNSENT_BYTES = 32 << 20
+
+# Running or ready to, sleeping, waiting for a device, idle.
+RUNNING = ("R", "S", "D", "I")
 
 _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")
@@ -62,6 +66,7 @@ class LocalLine:
     def __init__(self, connected: socket.socket, expects: bytes = b"") -> None:
         connected.setblocking(False)
         self._socket = connected
+        self._peer_pid, _ = _credentials(connected)
         self._expects = expects
         # The beginning of a frame, and how long it will be if that is known.
         self._in, self._awaited = bytearray(), 0
@@ -76,6 +81,14 @@ class LocalLine:
     def is_proven(self) -> bool:
         """Whether the peer has said what was expected."""
         return not self._expects
+
+    @property
+    def peer_runs(self) -> bool:
+        """Whether the kernel says that the other end's process is not stopped. It may be starved.
+
+        That needs nothing of the peer, neither a turn of its loop nor its GIL.
+        """
+        return not self.over and process_state(self._peer_pid) in RUNNING
 
     @property
     def num_unfinished(self) -> int:
@@ -253,6 +266,21 @@ def _address(door: LocalDoor) -> str:
 
 def _is_ours(connected: socket.socket) -> bool:
     """Whether the other end is a process of this user. The kernel says so."""
+    _, user = _credentials(connected)
+    return user == os.geteuid()
+
+
+def _credentials(connected: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end."""
     said = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(said)
-    return bool(user == os.geteuid())
+    pid, user, _ = _CREDENTIALS.unpack(said)
+    return pid, user
+
+
+def process_state(pid: int) -> str:
+    """The letter that Linux has for a process's state; empty if there is none to be seen."""
+    try:
+        # The name in parentheses may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -48,7 +48,8 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
     def _listen(
         self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack
     ) -> LocalDoor | None:
-        self._server = ControlServer(config.host, config.port, key)
+        silence_s = config.protocol.silence_s
+        self._server = ControlServer(config.host, config.port, key, silence_s)
         undo.callback(self._server.close)
         self._local = LocalServer.open()
         if self._local is None:

@@ -53,7 +53,14 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
         find_s = inf if config.find_s is None else config.find_s
         directory = Directory(outfit.client, outfit.inbox.put, find_s)
-        channel = TargetChannel(outfit.me, outfit.poller, meter, outfit.key, directory.address_of)
+        channel = TargetChannel(
+            outfit.me,
+            outfit.poller,
+            meter,
+            outfit.key,
+            directory.address_of,
+            config.protocol.silence_s,
+        )
         scatters = Scatters(outfit)
         driver = Driver(machine, Ports(channel, scatters, scatters, Suspects(outfit.prober), rooms))
         scatters.attach(machine, self._take, channel.join)

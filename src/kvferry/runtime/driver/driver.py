@@ -6,7 +6,8 @@ which sessions have something in flight (``sessions``), and therefore when a con
 that was given up is proven to be quiet.
 
 Frames and answers are taken before time is: whoever was stopped for a while must hear
-what others said meanwhile before it concludes that they were silent.
+what others said meanwhile before it concludes that they were silent. A turn that comes late
+tells the machine by how much, so that silence counts only the time in which we ran.
 
 No thread, no clock, no socket. The endpoints, the simulator and the explorer run this
 same driver, each with its own ports; its broken versions are in ``testing/sim``.
@@ -33,6 +34,7 @@ from kvferry.protocol.events import (
     Forget,
     Gather,
     Open,
+    OwnStall,
     Post,
     Receive,
     Received,
@@ -191,12 +193,19 @@ class Driver(Generic[M]):
         """
         self._in_turn = True
         try:
+            self._count_stall(now)
             for event in arrived:
                 self.take(event, now)
             self.pass_time(now)
         finally:
             self._in_turn = False
             self._say()
+
+    def _count_stall(self, now: float) -> None:
+        """A turn that comes late was not run in time; others were not silent meanwhile."""
+        late_s = now - self._tick_at
+        if late_s > self.machine.config.heartbeat_s / 2:
+            self.take(OwnStall(late_s), now)
 
     def tell(self, op: Op) -> None:
         """A write has ended well: say so before its end is taken, if somebody waits for that."""

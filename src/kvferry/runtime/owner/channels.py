@@ -23,6 +23,7 @@ from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.runtime.bundles import Bundle, bundle, unbundle
 from kvferry.runtime.control import (
     LINGER_MS,
+    SILENCE_S,
     ControlClient,
     ControlServer,
     ZmqSocket,
@@ -89,6 +90,17 @@ class Channel(ABC, Generic[W]):
     @abstractmethod
     def _way_to(self, peer: Peer, session: Session) -> W | LocalLine | None:
         """Where frames of that session go; None if nobody knows."""
+
+    def ran_at(self, peer: Peer, session: Session, now: float) -> float | None:
+        """When a peer's process was last seen to run, whether it speaks or not; None if unseen."""
+        way = self._way_to(peer, session)
+        if isinstance(way, LocalLine):
+            return now if way.peer_runs else None
+        return None if way is None else self._answered_at(way, now)
+
+    @abstractmethod
+    def _answered_at(self, way: W, now: float) -> float | None:
+        """Since when at the latest a connection's other end has answered ZeroMQ's heartbeats."""
 
     @abstractmethod
     def _send(self, way: W, messages: Iterable[Bundle]) -> None:
@@ -195,6 +207,8 @@ class SourceChannel(Channel[bytes]):
         self._server = server
         self._local = local
         self._routes: dict[Session, bytes | LocalLine] = {}
+        # Ways that took nothing when they were last tried.
+        self._dead: set[bytes] = set()
         for one in server.sockets:
             poller.watch(one)
         if local is not None:
@@ -229,15 +243,23 @@ class SourceChannel(Channel[bytes]):
         """Along which that session was last heard."""
         return self._routes.get(session.greeting)
 
+    def _answered_at(self, way: bytes, now: float) -> float | None:
+        """Our own heartbeats find a way that does not stand any more."""
+        return None if way in self._dead else now - self._server.lag_s
+
     def _send(self, way: bytes, messages: Iterable[Bundle]) -> None:
         for message in messages:
-            self._server.send(way, message.data)
+            if self._server.send(way, message.data):
+                self._dead.discard(way)
+            else:
+                self._dead.add(way)
         self._poller.used(self._server.socket)
 
     def keep(self, sessions: Iterable[Session]) -> None:
         """Forget the routes of all other sessions."""
         known = {session.greeting for session in sessions}
         self._routes = {s: route for s, route in self._routes.items() if s in known}
+        self._dead &= set(self._routes.values())
 
     def close(self) -> None:
         """Close the socket and the door."""
@@ -263,9 +285,11 @@ class TargetChannel(Channel[ControlClient]):
         meter: Meter,
         key: ClusterKey | None,
         address_of: Callable[[Peer], str | None],
+        silence_s: float = SILENCE_S,
     ) -> None:
         super().__init__(me, poller, meter)
         self._key = key
+        self._silence_s = silence_s
         self._address_of = address_of
         self._context = new_context()
         self._clients: dict[Peer, tuple[str, ControlClient]] = {}
@@ -321,6 +345,9 @@ class TargetChannel(Channel[ControlClient]):
         client = self._client_for(peer)
         return None if client is None else self._line_to.get(peer, client)
 
+    def _answered_at(self, way: ControlClient, now: float) -> float | None:
+        return now - way.lag_s if way.num_standing else None
+
     def _send(self, way: ControlClient, messages: Iterable[Bundle]) -> None:
         for message in messages:
             way.send(message.data)
@@ -332,7 +359,7 @@ class TargetChannel(Channel[ControlClient]):
             return known[1] if known else None
         if known:
             self.drop(peer)
-        client = ControlClient(address, self._key, self._context)
+        client = ControlClient(address, self._key, self._context, self._silence_s)
         self._clients[peer] = address, client
         for one in client.sockets:
             self._poller.watch(one)

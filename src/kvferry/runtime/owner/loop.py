@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from kvferry.errors import Misuse
 from kvferry.ids import Peer, Room
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Cancel, Event, Received, Tick
+from kvferry.protocol.events import Cancel, Event, PeerRuns, Received, Tick
 from kvferry.protocol.messages import Heartbeat
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LinkState
@@ -38,6 +38,8 @@ log = logging.getLogger("kvferry.runtime")
 
 # How often what nobody needs is let go of, while there is anything.
 TIDY_S, IDLE_TIDY_S = 0.25, 1.0
+# After so many heartbeats that did not come a peer's process is looked at.
+QUIET = 2.0
 # How long a closing endpoint lets its last words leave.
 CLOSE_S = 5.0
 
@@ -217,7 +219,18 @@ class Owner:
             self._tidy_at = now + (TIDY_S if len(self.rooms) else IDLE_TIDY_S)
             self.role.tidy()
             self.clocks.ask(self.driver.machine.links.values(), now)
+            self._look_at_quiet_peers(now)
             self._measure(now)
+
+    def _look_at_quiet_peers(self, now: float) -> None:
+        """A peer that says nothing may be starved, of processors or of its GIL, and still run."""
+        machine = self.driver.machine
+        quiet_s = QUIET * machine.config.heartbeat_s
+        for link in list(machine.links.values()):
+            if link.state is LinkState.UP and now > link.heard_at + quiet_s:
+                ran_at = self.channel.ran_at(link.peer, link.session, now)
+                if ran_at is not None and ran_at > link.heard_at:
+                    self.take(PeerRuns(link.session, ran_at))
 
     def _take(self, item: object) -> None:
         match item:

@@ -42,6 +42,7 @@ from kvferry.testing.sim.cluster import Machines
 from kvferry.testing.sim.drivers import (
     AsksNobody,
     BuriesTheLiving,
+    CountsOwnSleep,
     ForgetsDoubt,
     KeepsAnEnd,
     LeavesInTheMiddle,
@@ -478,6 +479,11 @@ BREAKS: dict[str, Break] = {
         "others told of an end with memory still held",
         _driven_by(LeavesInTheMiddle),
         {"leaves": 2, "slow_write": 0.3},
+    ),
+    "count-own-sleep": Break(
+        "peers called silent for the time in which this process did not run",
+        _driven_by(CountsOwnSleep),
+        {"stalls": 6, "one_sided": 0.5, "drop": 0.1},
     ),
     "time-before-frames": Break(
         "the clock looked at before what has come", _driven_by(TakesTimeFirst), {"stalls": 2}

@@ -47,6 +47,13 @@ class TakesTimeFirst(Driver[Any]):
         super().turn(arrived, now)
 
 
+class CountsOwnSleep(Driver[Any]):
+    """Calls peers silent for the time in which it did not run itself."""
+
+    def _count_stall(self, now: float) -> None:
+        pass
+
+
 class AsksNobody(Driver[Any]):
     """Gives a session up and never asks whether its peer is gone."""
 

@@ -67,6 +67,10 @@ class Node(ABC):
         self._together: list[Event] | None = None
         self._unread: Counter[Peer] = Counter()
         self._taking: Event | None = None
+        # How long the process was stopped in all; how long it had run when it last heard from
+        # each peer, and when that was.
+        self._stopped_s = 0.0
+        self._heard_after: dict[Peer, tuple[float, float]] = {}
 
     def drive(self, machine: Endpoint, driver: type[Driver[Any]]) -> None:
         """Get a machine."""
@@ -87,6 +91,11 @@ class Node(ABC):
     def stalled_for(self) -> float:
         """Seconds until the process goes on; 0 if it runs."""
         return max(0.0, self.stalled_until - self.world.now)
+
+    @property
+    def ran_s(self) -> float:
+        """Seconds that the process has run, without those in which it was stopped."""
+        return self.world.now - self._stopped_s + self.stalled_for
 
     # ------------------------------------------------------------ steps
 
@@ -122,6 +131,7 @@ class Node(ABC):
     def _remembered(self, events: list[Event]) -> Iterator[Event]:
         for event in events:
             self.world.remember(self.peer, "<", event)
+            self._heard_after[_sender(event)] = self.ran_s, self.world.now
             self._taking = event
             yield event
             self._unread[_sender(event)] -= 1
@@ -212,9 +222,21 @@ class Node(ABC):
         self.reported(room, outcome)
 
     def _demand_silence(self, room: Room, failure: Failure) -> None:
+        """Silence counts only once all words are read, and only while this process runs."""
+        words = failure.message.split()
         for peer, count in self._unread.items():
-            if count > 0 and str(peer) in failure.message.split():
+            if count > 0 and str(peer) in words:
                 text = f"{self.peer} takes {peer} for silent with its words unread"
+                self.world.violate("never hangs", text, room)
+        times = self.machine.config
+        # A process can't tell when it was stopped between two heartbeats.
+        limit_s = times.silence_s - times.heartbeat_s
+        for peer, (ran_s, heard_at) in self._heard_after.items():
+            if str(peer) not in words or self.machine.current.get(peer) is not None:
+                continue  # another one's judgement
+            silent_s = self.ran_s - ran_s
+            if silent_s < limit_s <= self.world.now - heard_at:
+                text = f"{self.peer} takes {peer} for silent after running for {silent_s:.2f} s"
                 self.world.violate("never hangs", text, room)
 
     def reported(self, room: Room, outcome: Outcome) -> None:  # noqa: B027
@@ -254,8 +276,16 @@ class Node(ABC):
 
     def stall(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT later."""
-        self.stalled_until = max(self.stalled_until, self.world.now + seconds)
+        until = max(self.stalled_until, self.world.now + seconds)
+        self._stopped_s += until - max(self.stalled_until, self.world.now)
+        self.stalled_until = until
         self.world.at(seconds, self.resume)
+
+    def wake(self) -> None:
+        """SIGCONT now, if it is stopped."""
+        self._stopped_s -= self.stalled_for
+        self.stalled_until = 0.0
+        self.resume()
 
     def resume(self) -> None:
         """Go on, with everything that came meanwhile, in its order, and then the time."""

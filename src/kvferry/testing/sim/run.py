@@ -147,8 +147,7 @@ def _calm_down(cluster: Cluster) -> None:
     """Everyone who was stopped goes on, and everyone who died is there again."""
     cluster.world.intercept = None
     for node in cluster.nodes:
-        node.stalled_until = 0.0
-        node.resume()
+        node.wake()
         if not node.alive:
             cluster.boot(node.peer)
     cluster.world.at(DOUBTS_S, cluster.restart_doubted)
