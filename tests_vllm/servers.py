@@ -72,7 +72,10 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env=dict(os.environ) | dict(environment),
                 cwd=ROOT,
-                start_new_session=True,
+                # A group, so that all of it can be signalled, and no session: Linux schedules
+                # sessions against each other (autogroup), and workers that spin with sched_yield
+                # can keep the processes of all other sessions from running for a minute.
+                process_group=0,
             )
 
     def wait_until_up(self, path: str = "/health") -> None:
@@ -91,7 +94,7 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
     def signal(self, number: int) -> None:
-        """To all of its processes, which are a session of their own."""
+        """To all of its processes, which are a process group."""
         os.killpg(self.process.pid, number)
 
     def stop(self) -> None:

@@ -161,6 +161,7 @@ class Driver(Generic[M]):
         self._turning = False
         self._in_turn = False
         self._tick_at = inf
+        self._turned_at = -inf
         times = machine.config
         # No timer of a machine begins with less, but for deadlines.
         self._least_s = min(
@@ -203,7 +204,8 @@ class Driver(Generic[M]):
 
     def _count_stall(self, now: float) -> None:
         """A turn that comes late was not run in time; others were not silent meanwhile."""
-        late_s = now - self._tick_at
+        late_s = now - max(self._tick_at, self._turned_at)
+        self._turned_at = now
         if late_s > self.machine.config.heartbeat_s / 2:
             self.take(OwnStall(late_s), now)
 

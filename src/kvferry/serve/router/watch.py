@@ -158,9 +158,16 @@ class Watch:
             former.cancel()
         self._alarms[worker] = loop.call_at(when, self._ring, worker, when)
 
-    def _ring(self, worker: Worker, now: float) -> None:
+    def _ring(self, worker: Worker, when: float) -> None:
+        """Its time is over, unless this process did not run either and could not ask it."""
+        loop = asyncio.get_running_loop()
+        late_s = loop.time() - when
+        if late_s > self._options.poll_s:
+            again = loop.time() + self._options.left_out_s
+            self._alarms[worker] = loop.call_at(again, self._ring, worker, again)
+            return
         del self._alarms[worker]
-        self._roster.given_up(worker, now)
+        self._roster.given_up(worker, when)
 
 
 def announced(view: InstanceView) -> Announced | None:
