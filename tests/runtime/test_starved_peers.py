@@ -25,7 +25,7 @@ import kvferry
 from kvferry import Done, EndpointConfig, Failure, FailureCode, Layout, ProtocolConfig, attention
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.runtime.control import ControlClient, ControlServer
-from kvferry.runtime.local import LocalDoor, LocalServer, knock, process_state
+from kvferry.runtime.local import RUNNING, LocalDoor, LocalServer, knock, process_state
 
 SILENCE_S = 2.0
 QUICK = ProtocolConfig(heartbeat_s=0.2, silence_s=SILENCE_S, unresponsive_s=30.0)
@@ -48,8 +48,6 @@ def child(work: Callable[..., None], *args: object) -> Iterator[tuple[Connection
     try:
         yield ours, process
     finally:
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGCONT)
         process.kill()
         process.join()
 
@@ -113,10 +111,12 @@ def test_a_source_that_is_stopped_is_noticed_in_time() -> None:
 
 
 def serve_control(pipe: Connection) -> None:
-    """A control channel whose Python never runs: ZeroMQ's threads answer for it."""
+    """A control channel whose Python stops to run: ZeroMQ's threads answer for it."""
     server = ControlServer("127.0.0.1", silence_s=SILENCE_S)
     pipe.send(server.address)
-    pipe.recv()
+    while not pipe.poll(0.01):
+        # Who may connect is judged here, in Python.
+        server.receive()
     hold_the_gil(60.0)
 
 
@@ -186,5 +186,5 @@ def test_the_kernel_tells_who_runs_at_the_other_end_of_a_line() -> None:
 
 
 def test_the_state_of_a_process() -> None:
-    assert process_state(os.getpid()) == "R"
+    assert process_state(os.getpid()) in RUNNING
     assert process_state(1 << 30) == ""

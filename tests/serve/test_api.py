@@ -211,7 +211,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         ("completions", {"prompt": "x", "max_tokens": "9"}, "max_tokens", "Expected"),
         ("completions", {"prompt": "x", "max_tokens": 9999}, "prompt", "maximum context length"),
         ("completions", {"prompt": "x", "temperature": -1}, None, "temperature"),
-        ("completions", {"prompt": "x", "top_p": 0}, None, "top_p"),
+        ("completions", {"prompt": "x", "top_p": 1.5}, None, "top_p"),
         ("completions", {"prompt": "x", "top_k": -2}, "top_k", ">= -1"),
         ("completions", {"prompt": "x", "min_p": 2}, None, "min_p"),
         ("completions", {"prompt": "x", "repetition_penalty": 0}, None, "repetition_penalty"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ if __name__ == "__main__":
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary folder of this test's own, with a name short enough for sockets."""
+    # Where this process keeps its fork server is for all of its tests.
+    util.get_temp_dir()
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)

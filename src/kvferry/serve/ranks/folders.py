@@ -21,7 +21,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 PREFIX = "kvferry-ranks-"
-MARK = "kvferry-in-use"
+MARK = "in-use-by-kvferry"
 
 
 class RanksFolder:
