@@ -72,9 +72,8 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env=dict(os.environ) | dict(environment),
                 cwd=ROOT,
-                # A group, so that all of it can be signalled, and no session: Linux schedules
-                # sessions against each other (autogroup), and workers that spin with sched_yield
-                # can keep the processes of all other sessions from running for a minute.
+                # A process group, so that all of it can be signalled, but no session of its own:
+                # docs/integrations/vllm.md, "More workers than cores", says why.
                 process_group=0,
             )
 

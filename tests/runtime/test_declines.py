@@ -36,7 +36,7 @@ class Trio(NamedTuple):
     target: TargetEndpoint
 
     def kept(self) -> dict[str, int]:
-        """What anybody still has of any room."""
+        """Return how many rooms and declines each endpoint still has, without zeros."""
         machine = self.target._owner.driver.machine
         found = {"target": len(machine.rooms), "declines": len(machine.declines)}
         for rank, source in enumerate(self.sources):

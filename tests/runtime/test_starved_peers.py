@@ -53,7 +53,7 @@ def child(work: Callable[..., None], *args: object) -> Iterator[tuple[Connection
 
 
 def described(name: str, url: str) -> dict[str, Any]:
-    """What an endpoint of this test is made from."""
+    """Return the arguments of an endpoint."""
     transport = kvferry.make_transport("shm")
     shape = (2, 2, 8, 4, 2, 8)
     kv = transport.allocate(2 * math.prod(shape)).view(np.uint16).reshape(shape)
@@ -63,7 +63,7 @@ def described(name: str, url: str) -> dict[str, Any]:
 
 
 def prefill(pipe: Connection, url: str) -> None:
-    """Opens a room, holds the GIL for as long as it is told, and sends."""
+    """Serve one room after another, holding the GIL for a given time before each push."""
     with kvferry.SourceEndpoint(**described("p", url)) as source:
         while room := pipe.recv():
             out = source.open(room)
@@ -74,22 +74,9 @@ def prefill(pipe: Connection, url: str) -> None:
             out.wait(WAIT_S)
 
 
-def test_a_room_outlives_a_source_that_gets_no_gil() -> None:
-    with RendezvousServer() as server, child(prefill, server.url) as (pipe, _):
-        pipe.send("warm")
-        assert pipe.recv() == "open"
-        pipe.send(0.0)
-        with kvferry.TargetEndpoint(**described("d", server.url)) as target:
-            warm = target.receive("warm", prefill="p", tokens=8, pages=[0, 1])
-            assert isinstance(warm.wait(WAIT_S), Done)
-            pipe.send("starved")
-            assert pipe.recv() == "open"
-            into = target.receive("starved", prefill="p", tokens=8, pages=[2, 3])
-            pipe.send(3 * SILENCE_S)
-            assert isinstance(into.wait(WAIT_S), Done)
-
-
-def test_a_source_that_is_stopped_is_noticed_in_time() -> None:
+@contextmanager
+def linked_pair() -> Iterator[tuple[Connection, BaseProcess, kvferry.TargetEndpoint]]:
+    """A prefill process and a target that have carried one room already."""
     with RendezvousServer() as server, child(prefill, server.url) as (pipe, process):
         pipe.send("warm")
         assert pipe.recv() == "open"
@@ -97,14 +84,28 @@ def test_a_source_that_is_stopped_is_noticed_in_time() -> None:
         with kvferry.TargetEndpoint(**described("d", server.url)) as target:
             warm = target.receive("warm", prefill="p", tokens=8, pages=[0, 1])
             assert isinstance(warm.wait(WAIT_S), Done)
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGSTOP)
-            stopped = time.monotonic()
-            into = target.receive("stopped", prefill="p", tokens=8, pages=[2, 3])
-            failure = into.wait(WAIT_S)
-            assert isinstance(failure, Failure)
-            assert failure.code is FailureCode.PEER_SILENT
-            assert time.monotonic() - stopped < 3 * SILENCE_S
+            yield pipe, process, target
+
+
+def test_a_room_outlives_a_source_that_gets_no_gil() -> None:
+    with linked_pair() as (pipe, _, target):
+        pipe.send("starved")
+        assert pipe.recv() == "open"
+        into = target.receive("starved", prefill="p", tokens=8, pages=[2, 3])
+        pipe.send(3 * SILENCE_S)
+        assert isinstance(into.wait(WAIT_S), Done)
+
+
+def test_a_source_that_is_stopped_is_noticed_in_time() -> None:
+    with linked_pair() as (_, process, target):
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        into = target.receive("stopped", prefill="p", tokens=8, pages=[2, 3])
+        failure = into.wait(WAIT_S)
+        assert isinstance(failure, Failure)
+        assert failure.code is FailureCode.PEER_SILENT
+        assert time.monotonic() - stopped < 3 * SILENCE_S
 
 
 # ---------------------------------------------------------------- how it is seen
@@ -115,7 +116,7 @@ def serve_control(pipe: Connection) -> None:
     server = ControlServer("127.0.0.1", silence_s=SILENCE_S)
     pipe.send(server.address)
     while not pipe.poll(0.01):
-        # Who may connect is judged here, in Python.
+        # Python code authenticates new connections (ZAP).
         server.receive()
     hold_the_gil(60.0)
 

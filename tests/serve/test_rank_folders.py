@@ -1,7 +1,8 @@
-"""What workers leave behind when everything of them is killed at once, and who removes it."""
+"""Temporary folders of workers whose processes are all killed at once are removed later."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -77,7 +78,7 @@ def test_the_next_start_removes_what_killed_workers_left(models: Models, folder:
         wait_until(lambda: len(leftovers()) == 2, "the kernel to drop the locks")
         RanksFolder().close()
         assert leftovers() == []
-        # What belongs to the living is left alone.
+        # The running worker keeps its folders.
         assert len(left(folder) or []) >= 2
         assert alive.stdin is not None
         alive.stdin.close()
@@ -92,3 +93,21 @@ def test_a_folder_is_nobodys_leftover_while_its_process_lives(folder: Path) -> N
     assert leftovers() == []
     assert second.path.is_dir()
     second.close()
+
+
+def make_ranks_folder() -> None:
+    RanksFolder().close()
+
+
+def test_a_child_leaves_its_parents_fork_server_alone() -> None:
+    """It has the parent's temporary folder, and ends before the parent does."""
+    context = multiprocessing.get_context("forkserver")
+    mine = Path(util.get_temp_dir())
+    for _ in range(2):
+        child = context.Process(target=make_ranks_folder)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+    assert mine not in leftovers()
+    RanksFolder().close()
+    assert mine.is_dir()

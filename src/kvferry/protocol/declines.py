@@ -1,8 +1,8 @@
-"""Rooms that a target will not receive, until every source that waits for an offer knows it.
+"""Aborts for rooms that a target never offered to a source.
 
 A room may end at its target before an offer reached some source: the link was not up yet, or the
 engine never asked for the room. That source would hold the request's pages until its deadline.
-So it is told with an ``Abort``, repeated until it answers ``Drained`` or its link is lost.
+``Declines`` keeps an ``Abort`` for it, repeated until it answers ``Drained`` or its link is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.protocol.states import LinkState
 
 @dataclass(slots=True, eq=False)
 class Declined:
-    """One room that one source is told of. ``said_at`` is when it was told last."""
+    """A room to abort at one source. ``said_at`` is when the Abort was last sent."""
 
     link: Link
     room: Room
@@ -29,7 +29,7 @@ class Declined:
 
 
 class Declines:
-    """What is still to be said. Beyond ``limit`` the oldest is given up; its source waits."""
+    """Aborts that no source has answered yet; beyond ``limit`` the oldest is dropped."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -39,7 +39,7 @@ class Declines:
         return len(self._waiting)
 
     def add(self, declined: Declined) -> None:
-        """Have a source told, now or when its link is up."""
+        """Queue an Abort; it leaves now, or when the link is up."""
         self._waiting[declined.link, declined.room, declined.generation] = declined
         if len(self._waiting) > self._limit:
             del self._waiting[next(iter(self._waiting))]
@@ -54,7 +54,7 @@ class Declines:
             del self._waiting[key]
 
     def due(self, now: float, resend_s: float) -> list[Declined]:
-        """Those to say now, because they were not said, or not answered in time."""
+        """Return the Aborts to send now: new ones, and those not answered within ``resend_s``."""
         return [
             one
             for one in self._waiting.values()
@@ -62,7 +62,7 @@ class Declines:
         ]
 
     def timers(self, resend_s: float) -> Iterator[float]:
-        """When each of them has to be said again."""
+        """Yield when each Abort is due again."""
         for one in self._waiting.values():
             if one.link.state is LinkState.UP:
                 yield one.said_at + resend_s

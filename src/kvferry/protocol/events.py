@@ -106,7 +106,7 @@ class Receive(Event, frozen=True):
 
 
 class Decline(Event, frozen=True):
-    """The engine will not receive a room that it never asked for; its sources need not wait."""
+    """The engine will not receive this room, so its sources can release their pages."""
 
     room: Room
     prefill: Instance

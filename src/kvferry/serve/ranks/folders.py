@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -44,8 +45,12 @@ class RanksFolder:
 
 @cache
 def _mark_fork_server() -> None:
-    """Mark where this process keeps its fork server's socket, for as long as it lives."""
-    _mark(Path(util.get_temp_dir()))
+    """Mark where this process keeps its fork server's socket, for as long as it lives.
+
+    A child of multiprocessing has its parent's folder, which is not its own to mark.
+    """
+    if multiprocessing.parent_process() is None:
+        _mark(Path(util.get_temp_dir()))
 
 
 def leftovers() -> list[Path]:

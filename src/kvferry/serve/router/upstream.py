@@ -36,7 +36,7 @@ BUSY = (408, 429)
 
 
 class Blame(Enum):
-    """What a failure is about, which decides what may help.
+    """Cause of a failed attempt, by which the forwarder decides what to try next.
 
     LOST: a worker vanished while it had the request. It may have been killed, and the request
     may have ended it; from outside the two look alike.

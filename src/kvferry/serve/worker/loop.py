@@ -8,8 +8,8 @@ If a rank is lost, every job is told so, the engine is closed and the thread end
 ``died`` says why. Whoever runs the worker starts it anew. That a rank is silent, or
 a step does not end, comes from another thread (``lose``), since this one may be stuck.
 
-A job that ran in the failing step is told apart from the others: it may be the cause, and
-whoever sent it should not send it to the next worker.
+A job that ran in the failing step fails with another code than the other jobs: it may be the
+cause, so the router must not send it to the next worker.
 """
 
 from __future__ import annotations
