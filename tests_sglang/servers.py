@@ -125,8 +125,7 @@ def start(side: Side, model: Path, folder: Path) -> Server:
             env=environment(side.tp * side.times, folder, side.arch),
             stdout=file,
             stderr=subprocess.STDOUT,
-            # No session of its own; tests_vllm/servers.py says why.
-            process_group=0,
+            start_new_session=True,
         )
     server = Server(side, process, port, bootstrap, log)
     _started.append(server)
