@@ -20,7 +20,7 @@ from kvferry.serve.engine.steps import StepPlan
 from kvferry.serve.models.tiny import TinyKind
 from kvferry.serve.ranks.processes import RankLost
 from kvferry.serve.ranks.rank import Extension
-from kvferry.serve.ranks.watch import Signs
+from kvferry.serve.ranks.watch import NUM_BEATS, Signs
 
 Models = dict[TinyKind, Path]
 # Long enough that a busy machine is not taken for a stopped rank.
@@ -67,7 +67,7 @@ def test_a_rank_may_be_stopped_for_half_the_time_whenever_that_begins() -> None:
     for tenths in range(1, 20):
         signs = two_ranks()
         last_beat = signs.look_s
-        stopped = last_beat + signs.look_s * tenths / 20
+        stopped = last_beat + 16.0 / NUM_BEATS * tenths / 20
         signs.beat(2, last_beat)
         when, _ = looks(signs, 500, beating=(1,)) or (0.0, "")
         assert 8.0 <= when - stopped <= 8.0 + 2 * signs.look_s
