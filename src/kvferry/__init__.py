@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvferry.config import ProtocolConfig
+    from kvferry.config import LivenessConfig, ProtocolConfig
     from kvferry.copy.cpu import warm_up
     from kvferry.digest import digest_of
     from kvferry.errors import (
@@ -100,6 +100,7 @@ __all__ = [
     "Layers",
     "LayersPerPush",
     "Layout",
+    "LivenessConfig",
     "Memory",
     "Misuse",
     "Order",
@@ -172,7 +173,7 @@ __version__ = "0.1.0"
 
 # Where each name is, looked up when it is asked for: what is not used costs nothing.
 _HOMES = {
-    "config": "ProtocolConfig",
+    "config": "LivenessConfig ProtocolConfig",
     "copy.cpu": "warm_up",
     "digest": "digest_of",
     "errors": "BrokenPlan InputError KvferryError Misuse Reason ReasonCode Refused TransportError",

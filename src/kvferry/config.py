@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 
 from kvferry.errors import InputError
 
 
-class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a machine waits, and how much it keeps.
+class LivenessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a peer, or a thread of this endpoint, may give no sign of life.
 
-    Both sides may have different values; only ``heartbeat_s`` must stay well
-    below the other side's ``silence_s``. A peer that says nothing for so long is lost; one whose
-    process is seen to run, and gets no processor or no GIL to speak, after ``unresponsive_s``.
-    ``ahead_slots`` is how many slots a lane may gather
-    before it has credits for them; None is what suits the memory, and 0 for a machine alone.
+    ``heartbeat_s``: a link that is up carries a frame at least so often. It must stay well below
+    the other side's ``silence_s``.
+    ``silence_s``: a peer that says nothing for so long is lost.
+    ``unresponsive_s``: the same for a peer whose process is seen to run, and gets no processor or
+    no GIL to speak.
+    ``handshake_s``: a peer that does not answer a Hello or a Welcome for so long is lost.
+    ``stalled_s``: a thread of this endpoint that is overdue by so much is reported.
     """
 
     heartbeat_s: float = 1.0
     silence_s: float = 8.0
     unresponsive_s: float = 60.0
     handshake_s: float = 15.0
+    stalled_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in LivenessConfig.__struct_fields__:
+            seconds = getattr(self, name)
+            if not 0 < seconds < inf:
+                raise InputError(f"{name} must be above 0 and finite, not {seconds}")
+        if self.silence_s < 2 * self.heartbeat_s:
+            raise InputError(
+                f"silence_s={self.silence_s} must be at least twice heartbeat_s="
+                f"{self.heartbeat_s}, or one lost heartbeat is taken for a death"
+            )
+
+
+class ProtocolConfig(LivenessConfig, frozen=True, kw_only=True):
+    """How long a machine waits, and how much it keeps. Both sides may have different values.
+
+    ``ahead_slots`` is how many slots a lane may gather before it has credits for them; None is
+    what suits the memory, and 0 for a machine alone.
+    """
+
     resend_s: float = 0.5
     nudge_s: float = 2.0
     early_s: float = 120.0
@@ -36,13 +61,9 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     ahead_slots: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in self.__struct_fields__:
             if name != "ahead_slots" and getattr(self, name) <= 0:
                 raise InputError(f"{name} must be above 0, not {getattr(self, name)}")
         if self.ahead_slots is not None and self.ahead_slots < 0:
             raise InputError(f"ahead_slots must be 0 or above, not {self.ahead_slots}")
-        if self.silence_s < 2 * self.heartbeat_s:
-            raise InputError(
-                f"silence_s={self.silence_s} must be at least twice heartbeat_s="
-                f"{self.heartbeat_s}, or one lost heartbeat is taken for a death"
-            )

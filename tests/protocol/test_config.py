@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import inf, nan
+
 import pytest
 from msgspec.structs import replace
 
-from kvferry.config import ProtocolConfig
+from kvferry.config import LivenessConfig, ProtocolConfig
 from kvferry.errors import InputError
 
 
@@ -20,6 +22,13 @@ def test_a_lane_may_gather_nothing_ahead() -> None:
     assert ProtocolConfig(ahead_slots=0).ahead_slots == 0
     with pytest.raises(InputError, match="ahead_slots"):
         ProtocolConfig(ahead_slots=-1)
+
+
+@pytest.mark.parametrize("name", LivenessConfig.__struct_fields__)
+@pytest.mark.parametrize("value", [inf, nan])
+def test_a_liveness_timeout_is_finite(name: str, value: float) -> None:
+    with pytest.raises(InputError, match=f"{name} must be above 0 and finite"):
+        LivenessConfig(**{name: value})
 
 
 def test_one_lost_heartbeat_is_not_a_death() -> None:

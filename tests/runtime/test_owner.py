@@ -46,7 +46,7 @@ class Nothing:
     """A part of an owner that these tests do not look at: it does nothing and holds nothing."""
 
     pulse = Pulse("another")
-    stalled_s = inf
+    protocol = ProtocolConfig()
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import zmq
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from runtime.fleets import QUICK, eventually, layout
 
@@ -41,6 +42,7 @@ from kvferry.transport.shm import ShmTransport
 
 LAYOUT = layout(attention(layers=1, kv_heads=2, head_dim=8), 4)
 WAIT_S = 15.0
+ALERT = replace(QUICK, stalled_s=0.2)
 
 
 # ---------------------------------------------------------------- waiting
@@ -283,7 +285,7 @@ def test_a_mover_that_hangs_is_told_of_and_named_in_the_failure(
 ) -> None:
     caplog.set_level(logging.WARNING)
     go_on = threading.Event()
-    config = EndpointConfig(protocol=QUICK, stalled_s=0.2, deadline_s=3.0)
+    config = EndpointConfig(protocol=ALERT, deadline_s=3.0)
     with pair_of(partial(wait_for, go_on), config) as pair:
         pair.target.receive("r", prefill=pair.view, tokens=4, pages=[0])
         out = pair.source.open("r")
@@ -302,7 +304,7 @@ def test_a_mover_that_hangs_is_told_of_and_named_in_the_failure(
 
 def test_an_owner_that_hangs_keeps_nobody_beyond_the_deadline() -> None:
     go_on = threading.Event()
-    config = EndpointConfig(protocol=QUICK, stalled_s=0.2, deadline_s=2.0)
+    config = EndpointConfig(protocol=ALERT, deadline_s=2.0)
     with pair_of(lambda: None, config) as pair:
         stuck = pair.source.open("stuck")
         other = pair.source.open("other")

@@ -22,10 +22,9 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``staging_bytes`` is what is staged through, beside 1 MiB (4 on a GPU) to measure links; 0 is
     neither. It is cut into slots of ``slot_bytes``, or of what suits the pools' device.
     ``path`` overrides the chooser and ``constants`` what it would measure.
-    ``options`` are the transport's own. A thread of ours that is overdue by ``stalled_s``
-    is told of. A room waits ``find_s`` for an instance that the rendezvous says is not complete;
-    None is until its deadline. ``story_steps`` is how many steps of its last rooms are kept; 0 is
-    none, and then the rendezvous is told nothing of this endpoint's state.
+    ``options`` are the transport's own. A room waits ``find_s`` for an instance that the rendezvous
+    says is not complete; None is until its deadline. ``story_steps`` is how many steps of its last
+    rooms are kept; 0 is none, and then the rendezvous is told nothing of this endpoint's state.
     """
 
     host: str = "127.0.0.1"
@@ -37,7 +36,6 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 30.0
     lease_s: float = 10.0
     find_s: float | None = None
-    stalled_s: float = 5.0
     story_steps: int = 4096
     protocol: ProtocolConfig = ProtocolConfig()
     options: Mapping[str, str] = {}
@@ -49,7 +47,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError("staging_bytes is 0 or more, and slot_bytes above 0")
         if not 0 <= self.story_steps <= MAX_KEPT_STEPS:
             raise InputError(f"story_steps is from 0 to {MAX_KEPT_STEPS}, not {self.story_steps}")
-        for name in ("deadline_s", "lease_s", "stalled_s", "find_s"):
+        for name in ("deadline_s", "lease_s", "find_s"):
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds < inf:
                 raise InputError(f"{name} must be above 0 and finite, not {seconds}")

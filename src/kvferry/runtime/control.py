@@ -26,6 +26,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from kvferry.config import LivenessConfig
 from kvferry.errors import InputError
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 from kvferry.runtime.keys import ClusterKey, bindable
@@ -48,8 +49,7 @@ CONNECT_MS = 1_000
 # Three sockets a client; the default of about a thousand is too few for many sources.
 MAX_SOCKETS = 1 << 14
 
-# As in ``ProtocolConfig``, for channels that nobody gives another.
-SILENCE_S = 8.0
+SILENCE_S = LivenessConfig().silence_s
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"kvferry"

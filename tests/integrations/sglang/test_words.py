@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvferry import InputError
+from kvferry.integrations.liveness import LIVENESS, LIVENESS_SETTINGS
 from kvferry.integrations.sglang.instances import Replica, instances_at
 from kvferry.integrations.sglang.metadata import RowShape, decoded, encoded
 from kvferry.integrations.sglang.prompts import prompt_of
 from kvferry.integrations.sglang.rows import MetadataRows
-from kvferry.integrations.sglang.settings import transport_in
+from kvferry.integrations.sglang.settings import liveness_in, transport_in
 from kvferry.serve.engine.steps import Sample
 from kvferry.serve.transfer.messages import First, encode
 
@@ -123,3 +126,31 @@ def test_prompts_that_differ_in_anything_have_other_digests() -> None:
 def test_the_environment_names_the_transport() -> None:
     assert transport_in({}) == "auto"
     assert transport_in({"KVFERRY_TRANSPORT": "mooncake"}) == "mooncake"
+
+
+def test_the_environment_sets_liveness_timeouts() -> None:
+    assert liveness_in({}) == liveness_in({"KVFERRY_SILENCE_S": ""}) == LIVENESS
+    assert LIVENESS.silence_s == 20
+    given = {name: 30.0 + index for index, name in enumerate(LIVENESS_SETTINGS)}
+    said = {f"KVFERRY_{name.upper()}": str(seconds) for name, seconds in given.items()}
+    assert liveness_in(said) == replace(LIVENESS, **given)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("long", "could not convert"),
+        ("0", "must be above 0 and finite"),
+        ("nan", "must be above 0 and finite"),
+        ("1.5", "must be at least twice heartbeat_s"),
+    ],
+)
+def test_a_bad_timeout_is_one_sentence(said: str, why: str) -> None:
+    remedy = f"KVFERRY_SILENCE_S is a number of seconds, such as 20, and {said!r} can't be used"
+    with pytest.raises(InputError, match=f"{remedy}: .*{why}"):
+        liveness_in({"KVFERRY_SILENCE_S": said})
+
+
+def test_the_page_tells_of_every_timeout() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "integrations" / "sglang.md").read_text()
+    assert [name for name in LIVENESS_SETTINGS if f"`KVFERRY_{name.upper()}`" not in page] == []

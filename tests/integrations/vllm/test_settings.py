@@ -3,8 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvferry import InputError
+from kvferry.integrations.liveness import LIVENESS, LIVENESS_SETTINGS
 from kvferry.integrations.vllm.settings import (
     KNOWN_VERSIONS,
     ConnectorSettings,
@@ -20,6 +22,13 @@ def test_the_least() -> None:
     assert (settings.transport, settings.layers) == ("auto", "auto")
     config = settings.endpoint_config()
     assert (config.deadline_s, config.protocol.silence_s, config.find_s) == (120, 20, 10)
+
+
+def test_liveness_timeouts_can_be_set() -> None:
+    assert read_settings(LEAST).endpoint_config().protocol == LIVENESS
+    given = {name: 30.0 + index for index, name in enumerate(LIVENESS_SETTINGS)}
+    config = read_settings({**LEAST, **given}).endpoint_config().protocol
+    assert config == replace(LIVENESS, **given)
 
 
 def test_an_unknown_prefill_is_waited_for_no_longer_than_a_room_may_last() -> None:
@@ -41,6 +50,9 @@ def test_a_replica_is_an_instance_of_its_own() -> None:
         ({"instance": ""}, r"\$\.instance"),
         ({"deadline_s": 0}, r"\$\.deadline_s"),
         ({"silence_s": 1.5}, "silence_s=1.5 must be at least twice heartbeat_s"),
+        ({"silence_s": -1}, "silence_s must be above 0 and finite, not -1"),
+        ({"silence_s": "long"}, r"\$\.silence_s"),
+        ({"unresponsive_s": 0}, "unresponsive_s must be above 0 and finite, not 0"),
         ({"options": {"a": 1}}, r"\$\.options"),
     ],
 )

@@ -7,14 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvferry import (
     ClusterKey,
     DType,
     EndpointConfig,
+    InputError,
+    ProtocolConfig,
     Transport,
     Waitable,
     model_fingerprint,
 )
+from kvferry.integrations.liveness import LIVENESS, LIVENESS_SETTINGS
 from kvferry.integrations.sglang.instances import Replica
 from kvferry.integrations.sglang.pools import Cache
 from kvferry.integrations.sglang.rows import MetadataRows
@@ -91,3 +96,20 @@ def _fingerprint(
 def transport_in(environment: Mapping[str, str]) -> str:
     """The transport that is asked for."""
     return environment.get(TRANSPORT) or DEFAULT_TRANSPORT
+
+
+def liveness_in(environment: Mapping[str, str]) -> ProtocolConfig:
+    """How long a peer may be silent, as the environment says it."""
+    config = LIVENESS
+    for name in LIVENESS_SETTINGS:
+        variable = f"KVFERRY_{name.upper()}"
+        said = environment.get(variable)
+        if said:
+            try:
+                config = replace(config, **{name: float(said)})
+            except ValueError as error:
+                raise InputError(
+                    f"{variable} is a number of seconds, such as "
+                    f"{getattr(LIVENESS, name):g}, and {said!r:.80} can't be used: {error}"
+                ) from None
+    return config

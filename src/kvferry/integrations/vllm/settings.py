@@ -13,9 +13,9 @@ from kvferry import (
     EndpointConfig,
     InputError,
     Layers,
-    ProtocolConfig,
     checked_address,
 )
+from kvferry.integrations.liveness import LIVENESS, LIVENESS_SETTINGS
 
 # What this was written against, and run with.
 KNOWN_VERSIONS = ("0.32",)
@@ -35,9 +35,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     by. ``model`` tells one checkpoint from another where vLLM's own name does not. A room must
     end within ``deadline_s``: at decode from when its blocks are there, at prefill from when it
     begins to compute, so that it is also how long finished blocks wait for a decode. ``layers``
-    is how many are pushed at a time as they are computed, where vLLM tells of each. A peer of which
-    nothing was heard for ``silence_s`` is lost; in a process that computes, and whose main thread
-    spins while it waits, threads of ours may get the interpreter late.
+    is how many are pushed at a time as they are computed, where vLLM tells of each. ``silence_s``
+    and ``unresponsive_s`` are those of ``LivenessConfig``.
     """
 
     rendezvous: str
@@ -48,7 +47,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     layers: Layers = "auto"
     model: str | None = None
     deadline_s: Seconds = 120.0
-    silence_s: Seconds = 20.0
+    silence_s: float = LIVENESS.silence_s
+    unresponsive_s: float = LIVENESS.unresponsive_s
     staging_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
     options: dict[str, str] = {}
 
@@ -58,12 +58,13 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def endpoint_config(self) -> EndpointConfig:
         """As an endpoint takes it."""
+        liveness = {name: getattr(self, name) for name in LIVENESS_SETTINGS}
         config = EndpointConfig(
             host=self.host,
             deadline_s=self.deadline_s,
             find_s=min(FIND_S, self.deadline_s),
             options=self.options,
-            protocol=ProtocolConfig(silence_s=self.silence_s),
+            protocol=msgspec.structs.replace(LIVENESS, **liveness),
         )
         if self.staging_bytes is None:
             return config

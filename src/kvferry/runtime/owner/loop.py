@@ -91,7 +91,7 @@ class Owner:
             self._poller.watch(fd)
         self._pulse = Pulse("owner", lambda: len(self._inbox) > 0)
         pulses = [self._pulse, outfit.mover.pulse, outfit.copier.pulse]
-        self._patient = Patient(pulses, outfit.config.stalled_s, self._told_of_stall)
+        self._patient = Patient(pulses, outfit.config.protocol.stalled_s, self._told_of_stall)
         self._closing = False
         self._closed = False
         self._stopped = False
