@@ -29,8 +29,8 @@ from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Path, Request, check, reshard
 from kvferry.regions import Device
 from kvferry.runtime.config import EndpointConfig
-from kvferry.staging.pool import MIB
 from kvferry.testing.fleet import RankError
+from kvferry.units import MIB
 
 # What a chooser may be wrong by.
 MOST_WRONG = 1.5

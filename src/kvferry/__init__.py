@@ -47,7 +47,8 @@ if TYPE_CHECKING:
         model_fingerprint,
         read_config,
     )
-    from kvferry.plan.choose import PRESETS, Constants, Path
+    from kvferry.plan.choose import Path
+    from kvferry.plan.cost import PRESETS, Constants
     from kvferry.plan.layers import LayersPerPush, layers_per_push
     from kvferry.plan.places import Base, Placement, PoolMap, Pools, contiguous_pools
     from kvferry.plan.plan import Plan, Request
@@ -184,7 +185,8 @@ _HOMES = {
     "layout.layout": "Holding Layout Order Parallel Stated find_holding",
     "layout.spec": "CacheSpec DType Group Paged Slot Tensor Window attention attention_group",
     "model_config": "config_as config_bytes model_fingerprint read_config",
-    "plan.choose": "PRESETS Constants Path",
+    "plan.choose": "Path",
+    "plan.cost": "PRESETS Constants",
     "plan.layers": "LayersPerPush layers_per_push",
     "plan.places": "Base Placement PoolMap Pools contiguous_pools",
     "plan.plan": "Plan Request",

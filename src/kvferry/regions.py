@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from kvferry.errors import InputError
 
+# A page of host memory: copies store whole lines, transports pin whole pages.
+PAGE_BYTES = 4096
+
 
 class Device(NamedTuple):
     """Where memory is: the host, or one GPU."""

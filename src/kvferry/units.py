@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 _BYTE_STEPS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+MIB = 1 << 20
 _MOST_BYTES = 10**6 << 60
 _MOST_SECONDS = 1e9
 _SECOND_STEPS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))

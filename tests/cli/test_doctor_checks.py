@@ -421,6 +421,8 @@ def test_the_path_follows_from_the_transports_figures(
 def test_staging_is_told_where_it_is_of_use() -> None:
     staged = told(f"--prefill tp=4 --decode tp=1 {SHAPE}", transport="nixl")
     assert "64.0 MiB for each endpoint are 4 slots of 16.0 MiB" in staged["staging"]
+    on_gpu = told(f"--prefill tp=4 --decode tp=1 {SHAPE}", transport="nixl", device="cuda")
+    assert "64.0 MiB for each endpoint are 3 slots of 21.3 MiB" in on_gpu["staging"]
     equal = told(f"--prefill tp=2 --decode tp=2 {SHAPE}", transport="nixl")
     assert "of no use here; staging_bytes=0" in equal["staging"]
     mapped = told(f"--prefill tp=4 --decode tp=1 {SHAPE}")

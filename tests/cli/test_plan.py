@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,30 @@ from running import SHAPE, document, plan
 from kvferry.cli.main import main
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+
+
+# ---------------------------------------------------------------- the page
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+# A command, and its output in the same block or in the next one.
+SHOWN = re.findall(
+    r"```console\n\$ kvferry (plan .*?)\n(?:\.\.\.|```\n\n```)\n(.*?)```", PAGE, re.DOTALL
+)
+
+
+@pytest.mark.parametrize(("command", "lines"), SHOWN)
+def test_the_page_shows_what_is_printed(
+    command: str, lines: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.replace("\\\n", "").split()) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    shown = lines.splitlines()
+    assert printed[-len(shown) :] == shown
+
+
+def test_the_page_shows_two_commands() -> None:
+    assert len(SHOWN) == 2
 
 
 # ---------------------------------------------------------------- the document

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry import Constants, InputError, layers_per_push
-from kvferry.plan.choose import PRESETS
+from kvferry.plan.cost import PRESETS
 
 LINK = Constants(descriptor_s=1e-6, bytes_per_s=1e10, copy_bytes_per_s=1e12, maps_peer=True)
 

@@ -24,7 +24,8 @@ from kvferry.layout.intervals import Span
 from kvferry.mailbox import Mailbox
 from kvferry.plan import Block, Request
 from kvferry.plan.bind import Binding
-from kvferry.plan.choose import PRESETS, Path
+from kvferry.plan.choose import Path
+from kvferry.plan.cost import PRESETS, LinkCosts
 from kvferry.plan.places import Base, contiguous_pools
 from kvferry.protocol.events import Connect, Event, Fate, Gather, Post, SendFailed, Sent
 from kvferry.protocol.messages import Arrived, Envelope, Staging
@@ -34,7 +35,6 @@ from kvferry.regions import Device
 from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.copier import BulkWrite, Copied, CopierNews, CopyJob, Filled, HostCopier
-from kvferry.runtime.costs import LinkCosts
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.mover.mover import Posting, WriteEnd
 from kvferry.runtime.outgoing import Outgoing

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry.plan.bind import Binding
-from kvferry.plan.choose import PRESETS, Constants, Path, Shape, choose
+from kvferry.plan.choose import Path, Shape, choose
+from kvferry.plan.cost import PRESETS, Constants
 from kvferry.plan.places import Base
-from kvferry.runtime.costs import GPU_SLOT_S, SLOT_S
 from kvferry.runtime.mover.calibration import (
     GPU_SCRATCH_BYTES,
     NUM_PIECES,
@@ -56,13 +56,13 @@ def link(
 
 
 def test_each_cost_is_found_again() -> None:
-    before = replace(PRESETS["nixl-host"], slot_s=SLOT_S)
+    before = PRESETS["nixl-host"]
     found = calibrated(link(20e-6, 6e9, 3e-6, 2e-6), before)
     assert found.bytes_per_s == pytest.approx(6e9)
     assert found.write_s == pytest.approx(20e-6)
     assert found.descriptor_s == pytest.approx(3e-6)
     assert found.run_s == pytest.approx(2e-6)
-    assert (found.copy_bytes_per_s, found.slot_s) == (before.copy_bytes_per_s, SLOT_S)
+    assert (found.copy_bytes_per_s, found.slot_s) == (before.copy_bytes_per_s, before.slot_s)
 
 
 def test_a_busy_machine_does_not_make_descriptors_free() -> None:
@@ -87,7 +87,7 @@ H200_WRITE_S, H200_BYTES_PER_S = 22.4e-6, 1.187e12
 
 
 def h200(large_s: float) -> Constants:
-    before = replace(PRESETS["nixl-gpu"], slot_bytes=15 * MIB, slot_s=GPU_SLOT_S)
+    before = replace(PRESETS["nixl-gpu"], slot_bytes=15 * MIB)
     costs = link(H200_WRITE_S, H200_BYTES_PER_S, 7.6e-6, large_s)
     return calibrated(costs, before, GPU_SCRATCH_BYTES)
 

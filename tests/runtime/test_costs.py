@@ -1,62 +1,64 @@
-"""What each link is taken to cost: by transport, and by the host of the peer."""
+"""Endpoints, ``kvferry plan`` and ``kvferry doctor`` reckon with the same costs."""
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
+from runtime.fleets import HEADS, layout
 
-from kvferry.ids import Session
-from kvferry.plan.choose import PRESETS
-from kvferry.runtime.costs import MAX_PLACES, REMEASURE_S, LinkCosts
+from kvferry import Constants, EndpointConfig, SourceEndpoint
+from kvferry.cli.doctor.checks import fit
+from kvferry.cli.doctor.checks.check import Asked
+from kvferry.cli.main import build_parser
+from kvferry.cli.plan.command import read_link
+from kvferry.runtime.costs import copy_speed
+from kvferry.runtime.memory import Memory
+from kvferry.runtime.setup import make_transport
 
-SHM, NIXL = PRESETS["shm"], PRESETS["nixl-host"]
-FAST, SLOW = replace(NIXL, bytes_per_s=9e9), replace(NIXL, bytes_per_s=1e9)
-ONE, TWO, THREE = (Session(1, n) for n in (1, 2, 3))
-
-
-def costs() -> LinkCosts:
-    return LinkCosts({"shm": SHM, "nixl": NIXL})
-
-
-def test_before_it_is_measured_a_link_costs_what_its_transport_is_known_for() -> None:
-    made = costs()
-    assert made.of(ONE) == SHM
-    made.reached(ONE, "nixl", "10.0.0.1")
-    made.reached(TWO, "shm", "10.0.0.1")
-    assert (made.of(ONE), made.of(TWO), made.latest) == (NIXL, SHM, SHM)
+LAYOUT = layout(HEADS)
+SIDES = "--prefill tp=4 --decode tp=1 --layers 2 --kv-heads 4 --head-dim 64"
 
 
-def test_links_to_one_host_cost_the_same_and_to_another_something_else() -> None:
-    made = costs()
-    for session, host in ((ONE, "near"), (TWO, "far"), (THREE, "near")):
-        made.reached(session, "nixl", host)
-    made.measured(ONE, FAST)
-    assert (made.of(ONE), made.of(TWO), made.of(THREE)) == (FAST, NIXL, FAST)
-    made.measured(TWO, SLOW)
-    assert (made.of(ONE), made.of(TWO), made.latest) == (FAST, SLOW, SLOW)
-    made.forget(TWO)
-    made.measured(TWO, FAST)
-    assert made.latest == SLOW, "a link that is over was measured"
-    made.reached(TWO, "nixl", "far")
-    assert made.of(TWO) == SLOW
+def at_start(transport: str, config: EndpointConfig) -> Constants:
+    """The constants of a real endpoint that has no peer yet."""
+    made = make_transport(transport)
+    memory = Memory.allocate(LAYOUT, 0, 4, made.allocate)
+    with SourceEndpoint(
+        LAYOUT, memory, name="p", model="m", transport=made, config=config
+    ) as source:
+        return source.constants
 
 
-def test_a_host_is_measured_now_and_then() -> None:
-    made = costs()
-    for session, host in ((ONE, "near"), (TWO, "far"), (THREE, "near")):
-        made.reached(session, "nixl", host)
-    assert [made.due(each, 100.0) for each in (ONE, TWO, THREE)] == [True, True, False]
-    assert not made.due(ONE, 100.0 + REMEASURE_S - 1)
-    assert made.due(THREE, 100.0 + REMEASURE_S)
+@pytest.mark.parametrize(
+    ("transport", "link"), [("nixl", "nixl-host"), ("mooncake", "mooncake"), ("shm", "shm")]
+)
+def test_plan_predicts_with_what_an_endpoint_starts_with(transport: str, link: str) -> None:
+    """All but the speed of copies, which an endpoint measures as it starts."""
+    planned = read_link(link)
+    started = at_start(transport, EndpointConfig())
+    assert started.copy_bytes_per_s == copy_speed()
+    assert replace(started, copy_bytes_per_s=planned.copy_bytes_per_s) == planned
 
 
-def test_hosts_that_nobody_is_on_are_forgotten_when_they_are_many() -> None:
-    made = costs()
-    for number in range(MAX_PLACES + 2):
-        session = Session(2, number + 1)
-        made.reached(session, "nixl", f"host{number}")
-        assert made.due(session, 0.0)
-        made.measured(session, FAST)
-        made.forget(session)
-    made.reached(ONE, "nixl", "host0")
-    assert made.of(ONE) == NIXL
-    assert made.due(ONE, 1.0)
+def test_an_endpoint_may_be_told_its_constants() -> None:
+    told = Constants(descriptor_s=1e-3, bytes_per_s=1e6, copy_bytes_per_s=1e6, slot_bytes=4096)
+    config = EndpointConfig(constants=told)
+    assert at_start("nixl", config) == told
+    assert at_start("shm", config) == replace(told, maps_peer=True)
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "link"),
+    [
+        ("nixl", "cpu", "nixl-host"),
+        ("nixl", "cuda", "nixl-gpu"),
+        ("mooncake", "cpu", "mooncake"),
+        ("shm", "cpu", "shm"),
+        ("auto", "cuda", "cuda"),
+    ],
+)
+def test_doctor_predicts_as_plan_does(transport: str, device: str, link: str) -> None:
+    args = build_parser().parse_args(["doctor", *SIDES.split()])
+    pairing = fit.read_pairing(args, Asked(transport=transport, device=device))
+    assert isinstance(pairing, fit.Pairing)
+    assert pairing.costs.constants == read_link(link)

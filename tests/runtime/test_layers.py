@@ -14,7 +14,8 @@ from kvferry.ids import Generation, Op, Peer, Session
 from kvferry.layout.intervals import Span
 from kvferry.plan.bind import Pair as Ranks
 from kvferry.plan.bind import Side, bind
-from kvferry.plan.choose import Constants, Path, choose, shape_of
+from kvferry.plan.choose import Path, choose, shape_of
+from kvferry.plan.cost import Constants
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Block, Request
 from kvferry.plan.reshard import reshard

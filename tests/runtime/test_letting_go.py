@@ -10,12 +10,11 @@ import zmq
 from runtime.fleets import eventually
 
 from kvferry.ids import Peer, Session
-from kvferry.plan.choose import Constants
+from kvferry.plan.cost import Constants, LinkCosts
 from kvferry.protocol.codec import encode
 from kvferry.protocol.messages import Envelope, Heartbeat
 from kvferry.runtime.bundles import bundle
 from kvferry.runtime.control import has_message
-from kvferry.runtime.costs import LinkCosts
 from kvferry.runtime.mover.mover import Measured
 from kvferry.runtime.owner.channels import SourceChannel
 from kvferry.runtime.owner.poller import Poller

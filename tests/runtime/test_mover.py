@@ -13,7 +13,8 @@ from kvferry.errors import TransportError
 from kvferry.ids import Op, Session
 from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
-from kvferry.plan.choose import Constants, Path
+from kvferry.plan.choose import Path
+from kvferry.plan.cost import Constants
 from kvferry.plan.places import Base
 from kvferry.protocol.events import Fate
 from kvferry.protocol.messages import TransportOffer

@@ -15,12 +15,12 @@ from kvferry.ids import Generation, Op, Peer, Session
 from kvferry.layout.intervals import Span
 from kvferry.plan import Block, Request
 from kvferry.plan.bind import Binding, Size
-from kvferry.plan.choose import PRESETS, Path
+from kvferry.plan.choose import Path
+from kvferry.plan.cost import PRESETS, LinkCosts
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Plan
 from kvferry.protocol.events import Event, Fate, SendFailed, Sent, Write
 from kvferry.protocol.messages import Arrived, Envelope
-from kvferry.runtime.costs import LinkCosts
 from kvferry.runtime.mover.mover import WriteEnd
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.rooms import RoomTable

@@ -7,22 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError
-from kvferry.staging.pool import (
-    DEFAULT_BUDGET_BYTES,
-    DEFAULT_SLOT_BYTES,
-    ENOUGH_SLOTS,
-    GPU_ENOUGH_SLOTS,
-    GPU_SLOT_BYTES,
-    MIB,
-    PAGE_BYTES,
-    SlotPool,
-    slots_for,
-)
+from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, GPU_SLOTS, HOST_SLOTS
+from kvferry.regions import PAGE_BYTES
+from kvferry.staging import SlotPool, slots_for
+from kvferry.units import MIB
+
+ENOUGH_SLOTS = HOST_SLOTS.enough
 
 
 def test_the_default_stays_within_64_mib() -> None:
     pool = slots_for(4096)
-    assert pool == SlotPool(DEFAULT_SLOT_BYTES, ENOUGH_SLOTS)
+    assert pool == SlotPool(16 * MIB, ENOUGH_SLOTS)
     assert pool.num_bytes == DEFAULT_BUDGET_BYTES == 64 * MIB
 
 
@@ -38,13 +33,12 @@ def test_slots_follow_each_other() -> None:
 
 def test_a_small_budget_is_still_cut_into_enough_slots() -> None:
     assert slots_for(4096, budget_bytes=MIB) == SlotPool(MIB // 4, 4)
-    assert slots_for(4096, budget_bytes=3 * MIB, enough_slots=3) == SlotPool(MIB, 3)
+    assert slots_for(4096, budget_bytes=3 * MIB, rule=GPU_SLOTS) == SlotPool(MIB, 3)
 
 
 @pytest.mark.parametrize(("budget_mib", "slot_mib"), [(60, 20), (768, 256), (4096, 256)])
 def test_a_gpus_slots_grow_with_the_budget(budget_mib: int, slot_mib: int) -> None:
-    how = {"most_slot_bytes": GPU_SLOT_BYTES, "enough_slots": GPU_ENOUGH_SLOTS}
-    pool = slots_for(4096, budget_bytes=budget_mib * MIB, **how)
+    pool = slots_for(4096, budget_bytes=budget_mib * MIB, rule=GPU_SLOTS)
     assert pool == SlotPool(slot_mib * MIB, budget_mib // slot_mib)
 
 
@@ -54,7 +48,7 @@ def test_a_large_unit_makes_the_slots_larger() -> None:
 
 
 def test_no_more_slots_than_can_be_used() -> None:
-    assert slots_for(4096, most_slots=4) == SlotPool(DEFAULT_SLOT_BYTES, 4)
+    assert slots_for(4096, most_slots=4) == SlotPool(16 * MIB, 4)
 
 
 @pytest.mark.parametrize(

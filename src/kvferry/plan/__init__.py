@@ -1,7 +1,8 @@
 """Plans: who sends what to whom, bound to pages, with a path chosen for it. Pure."""
 
 from kvferry.plan.bind import Binding, Descriptors, Image, Pair, Side, bind
-from kvferry.plan.choose import PRESETS, Choice, Constants, Path, Shape, choose, shape_of
+from kvferry.plan.choose import Choice, Path, Shape, choose, shape_of
+from kvferry.plan.cost import PRESETS, Constants
 from kvferry.plan.estimate import Estimate, estimate
 from kvferry.plan.places import (
     Base,

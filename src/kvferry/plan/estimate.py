@@ -18,7 +18,8 @@ from kvferry.layout.intervals import Span, Tokens
 from kvferry.layout.layout import Holding, Layout, find_holding
 from kvferry.layout.spec import Slot
 from kvferry.plan.bind import Pair, Side, bind
-from kvferry.plan.choose import Choice, Constants, Path, Shape, choose, num_slots, shape_of
+from kvferry.plan.choose import Choice, Path, Shape, choose, shape_of
+from kvferry.plan.cost import Constants
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Move, Plan, Request
 
@@ -53,7 +54,7 @@ class Estimate(NamedTuple):
             case Path.SLICES:
                 return sum(one.shape.slices for one in self.moves)
             case Path.STAGED:
-                return sum(num_slots(one.shape.num_bytes, self.constants) for one in self.moves)
+                return sum(self.constants.num_slots(one.shape.num_bytes) for one in self.moves)
 
     def is_open(self, path: Path) -> bool:
         """Whether every move could take that path."""
@@ -78,7 +79,7 @@ class Estimate(NamedTuple):
         by_target: dict[int, float] = {}
         for one in self.moves:
             move, seconds = one.move, one.choice.seconds[path or one.choice.path]
-            wire = one.shape.num_bytes / self.constants.bytes_per_s
+            wire = self.constants.wire_s(one.shape.num_bytes)
             by_source[move.source] = by_source.get(move.source, 0.0) + seconds
             by_target[move.target] = by_target.get(move.target, 0.0) + wire
         return max((*by_source.values(), *by_target.values()), default=0.0)

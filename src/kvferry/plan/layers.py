@@ -13,14 +13,11 @@ from typing import NamedTuple
 
 from kvferry.errors import InputError
 from kvferry.layout.intervals import SpanSet
-from kvferry.plan.choose import Constants, Shape, choose
+from kvferry.plan.choose import Shape, choose
+from kvferry.plan.cost import PUSH_CALL_S, PUSH_WRITE_S, Constants
 from kvferry.plan.estimate import Estimate, MoveEstimate
 from kvferry.units import human_seconds
 
-# What a push is taken to cost beside its bytes: on the engine's thread, and until a write of
-# nothing has come and is known to have. Estimates for two cores; a fast host has less.
-CALL_S = 60e-6
-WRITE_S = 300e-6
 # What must be won before it is worth being less simple.
 LEAST_GAIN, LEAST_GAIN_S = 0.1, 100e-6
 
@@ -41,8 +38,8 @@ def layers_per_push(
     layer_bytes: int,
     layer_pieces: int = 1,
     constants: Constants,
-    call_s: float = CALL_S,
-    write_s: float = WRITE_S,
+    call_s: float = PUSH_CALL_S,
+    write_s: float = PUSH_WRITE_S,
 ) -> LayersPerPush:
     """The size of a group that leaves the least to do after the last layer.
 

@@ -9,8 +9,8 @@ import msgspec
 
 from kvferry.config import ProtocolConfig
 from kvferry.errors import InputError
-from kvferry.plan.choose import Constants, Path
-from kvferry.staging.pool import DEFAULT_BUDGET_BYTES
+from kvferry.plan.choose import Path
+from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, Constants
 
 # A step has some 150 bytes, and a room of one chunk some ten steps at each rank.
 MAX_KEPT_STEPS = 1 << 22

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 from msgspec import Meta
 
 from kvferry.layout.layout import Layout
-from kvferry.plan.choose import Constants
+from kvferry.plan.cost import Constants
 from kvferry.plan.layers import layers_per_push
 
 # How many layers are pushed at a time: what is best, so many, or all.

@@ -12,6 +12,7 @@ from kvferry.copy.devices import copier_on
 from kvferry.errors import InputError, TransportError
 from kvferry.ids import MAX_ID, Peer
 from kvferry.layout.layout import Layout
+from kvferry.plan.cost import slots_on
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.messages import Staging, TransportOffers
@@ -24,13 +25,7 @@ from kvferry.runtime.memory import Memory, PoolArrays, arrays_of
 from kvferry.runtime.mover.calibration import scratch_bytes
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.staging import SlotPool, allocate, slots_for
-from kvferry.staging.pool import (
-    DEFAULT_SLOT_BYTES,
-    ENOUGH_SLOTS,
-    GPU_ENOUGH_SLOTS,
-    GPU_SLOT_BYTES,
-    MAX_SLOTS,
-)
+from kvferry.staging.pool import MAX_SLOTS
 from kvferry.transport.base import Setup, Transport
 from kvferry.transport.registry import load, transport_class
 from kvferry.transport.several import AUTO, TransportSet, asked_for
@@ -275,16 +270,14 @@ def _slots(
     if not transports.stages or not config.staging_bytes:
         return None
     unit_bytes = max(group.unit_bytes for group in layout.spec.groups)
-    # A GPU gathers all slots that wait in one launch and needs no core for their writes, so a
-    # source has as many there as a target.
-    on_host = memory.device.is_host
     pool = slots_for(
         unit_bytes,
         budget_bytes=config.staging_bytes,
         slot_bytes=config.slot_bytes,
-        most_slot_bytes=DEFAULT_SLOT_BYTES if on_host else GPU_SLOT_BYTES,
-        enough_slots=ENOUGH_SLOTS if on_host else GPU_ENOUGH_SLOTS,
-        most_slots=most_slots if on_host else MAX_SLOTS,
+        rule=slots_on(memory.device),
+        # A GPU gathers all slots that wait in one launch and needs no core for their writes, so
+        # a source has as many there as a target.
+        most_slots=most_slots if memory.device.is_host else MAX_SLOTS,
     )
     # Beside the slots, which would hold less than a power of two of what comes in powers of two.
     buffer = allocate(pool.num_bytes + scratch_bytes(memory.device), memory.device)

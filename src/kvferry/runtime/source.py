@@ -11,14 +11,14 @@ from msgspec.structs import replace
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, Room
-from kvferry.plan.choose import Constants
+from kvferry.plan.cost import Constants, LinkCosts
 from kvferry.protocol.events import Event, Open
 from kvferry.protocol.source import SourceMachine
 from kvferry.rendezvous.records import RankRecord
 from kvferry.runtime.arguments import deadline_in
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.control import ControlServer
-from kvferry.runtime.costs import LinkCosts, first_constants
+from kvferry.runtime.costs import endpoint_constants
 from kvferry.runtime.driver.driver import Driver, Ports
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.local import LocalDoor, LocalServer
@@ -62,7 +62,7 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
 
     def _own(self, outfit: Outfit[Outgoing]) -> Owner:
         setup, config, rooms, meter = outfit.setup, outfit.config, outfit.rooms, outfit.meter
-        self._costs = costs = LinkCosts(first_constants(config, setup))
+        self._costs = costs = LinkCosts(endpoint_constants(config, setup))
         writes = Writes(outfit, costs, measures=config.constants is None)
         policy = StagingPolicy(
             setup.member.rank, writes.sides_of, costs.of, config.path, writes.foresee

@@ -5,20 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvferry.errors import InputError
+from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, HOST_SLOTS, SlotRule
+from kvferry.regions import PAGE_BYTES
 
-MIB = 1 << 20
-DEFAULT_BUDGET_BYTES = 64 * MIB
-# As large as four of them fit the budget: what a slot costs beside its bytes is messages and
-# changes of threads (docs/adr/0012).
-DEFAULT_SLOT_BYTES = 16 * MIB
-# Enough that one can be gathered into, one sent and one scattered at the same time.
-ENOUGH_SLOTS = 4
-# A GPU copies a slot in less time than its messages take: fewer there, which grow with the budget.
-GPU_ENOUGH_SLOTS = 3
-GPU_SLOT_BYTES = 256 * MIB
 MAX_SLOTS = 1 << 20
-# A slot begins where a memory page does: copies store whole lines, transports pin whole pages.
-PAGE_BYTES = 4096
 
 
 class SlotPool(NamedTuple):
@@ -46,22 +36,19 @@ def slots_for(
     *,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     slot_bytes: int | None = None,
-    most_slot_bytes: int = DEFAULT_SLOT_BYTES,
-    enough_slots: int = ENOUGH_SLOTS,
+    rule: SlotRule = HOST_SLOTS,
     most_slots: int = MAX_SLOTS,
 ) -> SlotPool:
     """Cut a budget into slots, or say why that would be useless.
 
     ``largest_unit_bytes`` is one token of one layer (or a state row of one layer) of
-    what is to be staged: parcels are cut no smaller. Without ``slot_bytes`` the slots
-    are as large as pays, up to ``most_slot_bytes``, and smaller where the budget would not
-    hold ``enough_slots`` of them.
+    what is to be staged: parcels are cut no smaller. Without ``slot_bytes``, ``rule`` gives
+    the size. A slot begins at a page of memory.
     """
     if min(largest_unit_bytes, budget_bytes, most_slots) <= 0:
         raise InputError("a staging budget, what it must hold and the number of slots are above 0")
     if slot_bytes is None:
-        share = budget_bytes // enough_slots // PAGE_BYTES * PAGE_BYTES
-        slot_bytes = max(min(most_slot_bytes, share), largest_unit_bytes)
+        slot_bytes = max(rule.slot_bytes(budget_bytes), largest_unit_bytes)
     if slot_bytes < largest_unit_bytes:
         raise InputError(
             f"a staging slot of {slot_bytes} bytes can't hold one token of one layer, which has "

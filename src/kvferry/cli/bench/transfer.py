@@ -22,9 +22,8 @@ from kvferry.protocol.outcome import Status
 from kvferry.regions import Device
 from kvferry.runtime.config import EndpointConfig
 from kvferry.serve.cluster.needs import demand_transport
-from kvferry.staging.pool import MIB
 from kvferry.testing.fleet import Fleet, FleetSide, RankProcess
-from kvferry.units import human_bytes, human_seconds
+from kvferry.units import MIB, human_bytes, human_seconds
 
 TIMEOUT_S = 120.0
 READY_S = 30.0

@@ -17,6 +17,13 @@ from kvferry.pictures import as_html, as_svg
 from kvferry.plan import PRESETS, Constants, Path, Request, check, estimate, reshard
 from kvferry.plan.layers import layers_for
 
+# What may be overridden behind a link's name: the constant, and what 1 of its unit is.
+LINK_KEYS = {
+    "descriptor_us": ("descriptor_s", 1e-6),
+    "gb_per_s": ("bytes_per_s", 1e9),
+    "copy_gb_per_s": ("copy_bytes_per_s", 1e9),
+}
+
 EXAMPLE = """example:
   kvferry plan --prefill tp=4 --decode tp=1,dp=4,page=16 \\
       --layers 64 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 8192
@@ -118,20 +125,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_link(text: str) -> Constants:
-    """A preset by name, with any of its constants overridden."""
+    """Return a preset by name, with any of its constants overridden."""
     name, _, rest = text.partition(",")
     if name not in PRESETS:
         raise InputError(f"no constants for the link {show(name)}; use one of {', '.join(PRESETS)}")
-    preset = PRESETS[name]
-    readers = {
-        "descriptor_us": number("descriptor_us", 1e-6, 1e6),
-        "gb_per_s": number("gb_per_s", 1e-6, 1e6),
-        "copy_gb_per_s": number("copy_gb_per_s", 1e-6, 1e6),
-    }
+    readers = {key: number(key, 1e-6, 1e6) for key in LINK_KEYS}
     values = fields(rest, readers, "--link")
-    return replace(
-        preset,
-        descriptor_s=values.get("descriptor_us", preset.descriptor_s * 1e6) / 1e6,
-        bytes_per_s=values.get("gb_per_s", preset.bytes_per_s / 1e9) * 1e9,
-        copy_bytes_per_s=values.get("copy_gb_per_s", preset.copy_bytes_per_s / 1e9) * 1e9,
-    )
+    overridden = {LINK_KEYS[key][0]: value * LINK_KEYS[key][1] for key, value in values.items()}
+    return replace(PRESETS[name], **overridden)

@@ -14,8 +14,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvferry.plan.bind import Binding, Part
-from kvferry.plan.choose import LARGE_PIECE_BYTES, SMALL_PIECE_BYTES, Constants
 from kvferry.plan.coalesce import Pieces, Stride
+from kvferry.plan.cost import LARGE_PIECE_BYTES, SMALL_PIECE_BYTES, Constants
 from kvferry.plan.places import Base
 from kvferry.regions import Device
 

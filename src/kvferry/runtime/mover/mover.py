@@ -20,7 +20,8 @@ from kvferry.errors import KvferryError
 from kvferry.ids import Op, Session
 from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
-from kvferry.plan.choose import Constants, Path
+from kvferry.plan.choose import Path
+from kvferry.plan.cost import Constants
 from kvferry.protocol.events import Fate
 from kvferry.protocol.messages import TransportOffer
 from kvferry.runtime.mover.calibration import Calibration

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from kvferry.errors import InputError
 from kvferry.ids import Room, Session
 from kvferry.plan.bind import Binding, Outline, Pair, Side, outline
-from kvferry.plan.choose import Constants, Path, choose, shape_of
+from kvferry.plan.choose import Path, choose, shape_of
+from kvferry.plan.cost import Constants
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.events import Write
 from kvferry.protocol.lanes import Lane

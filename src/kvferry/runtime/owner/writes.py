@@ -18,6 +18,7 @@ from kvferry.logs.context import about
 from kvferry.plan.bind import Binding, Image, Pair, Side, Size
 from kvferry.plan.binder import Binders
 from kvferry.plan.choose import Path
+from kvferry.plan.cost import LinkCosts
 from kvferry.plan.places import Base
 from kvferry.protocol.events import (
     Connect,
@@ -35,7 +36,6 @@ from kvferry.protocol.events import (
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.transports import common_transports
 from kvferry.runtime.copier import BulkWrite, Copied, CopyJob, Filled
-from kvferry.runtime.costs import LinkCosts
 from kvferry.runtime.mover.calibration import SCRATCH_BYTES, Calibration
 from kvferry.runtime.mover.mover import (
     Flight,

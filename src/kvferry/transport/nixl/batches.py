@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.plan.bind import Binding, Descriptors
+from kvferry.plan.cost import NIXL_DESCRIPTOR_BYTES
 from kvferry.plan.places import Int64s
 from kvferry.regions import Device, Region
 from kvferry.transport.bounds import Limits
@@ -23,8 +24,6 @@ Table = NDArray[np.uint64]
 # One descriptor: an address, a length, and a device's number.
 Row = tuple[int, int, int]
 
-# A descriptor takes as long as so many bytes: 3 µs, where 6 GB/s are copied.
-_DESCRIPTOR_BYTES = 16 << 10
 # What one batch may take: about 5 ms.
 _BATCH_BYTES = 32 << 20
 # So many pieces are described one by one in less time than arrays take to begin with.
@@ -128,7 +127,7 @@ def batches(binding: Binding, source: Memory, target: Memory) -> list[Batch]:
         kinds, named = kinds[order], _rows(named, order)
     ours = source.table(named.source_region, named.source_offset, named.length)
     theirs = target.table(named.target_region, named.target_offset, named.length)
-    cost = np.cumsum(named.length + _DESCRIPTOR_BYTES)
+    cost = np.cumsum(named.length + NIXL_DESCRIPTOR_BYTES)
     cuts = np.flatnonzero(np.diff(cost // _BATCH_BYTES) | np.diff(kinds)) + 1
     return [
         Batch(

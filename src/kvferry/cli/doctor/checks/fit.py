@@ -10,26 +10,14 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from kvferry.cli.doctor.checks.check import Asked, Check, State, ok
 from kvferry.cli.parsing import whole
 from kvferry.cli.sides import Sides, both_sides, read_side, read_spec
 from kvferry.errors import InputError, Reason, Refused
-from kvferry.plan import (
-    PRESETS,
-    Constants,
-    Estimate,
-    Path,
-    Plan,
-    Request,
-    check,
-    estimate,
-    reshard,
-)
+from kvferry.plan import Estimate, Path, Plan, Request, check, estimate, reshard
+from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, first_constants, preset_for, slots_on
 from kvferry.regions import HOST, Device
-from kvferry.runtime.costs import GPU_SLOT_S, SLOT_S, preset_for
-from kvferry.staging.pool import DEFAULT_BUDGET_BYTES, DEFAULT_SLOT_BYTES, ENOUGH_SLOTS, slots_for
+from kvferry.staging import slots_for
 from kvferry.units import human_bytes, human_seconds
 
 AREA = "layouts"
@@ -43,6 +31,7 @@ class Pairing:
     request: Request
     costs: Estimate
     preset: str
+    device: Device
 
     @property
     def num_peers(self) -> int:
@@ -79,13 +68,9 @@ def read_pairing(args: argparse.Namespace, asked: Asked) -> Pairing | tuple[Reas
     except Refused as refused:
         return refused.reasons
     check(plan)
-    preset = preset_for(asked.best, HOST if asked.on_host else Device("cuda"))
-    return Pairing(plan, request, estimate(plan, request, _constants(preset, asked)), preset)
-
-
-def _constants(preset: str, asked: Asked) -> Constants:
-    slot_s = SLOT_S if asked.on_host else GPU_SLOT_S
-    return replace(PRESETS[preset], slot_bytes=DEFAULT_SLOT_BYTES, slot_s=slot_s)
+    device = HOST if asked.on_host else Device("cuda")
+    costs = estimate(plan, request, first_constants(asked.best, device))
+    return Pairing(plan, request, costs, preset_for(asked.best, device), device)
 
 
 # ---------------------------------------------------------------- judging
@@ -129,7 +114,7 @@ def _path(pairing: Pairing) -> Check:
 
 def staging(pairing: Pairing, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Check:
     """Whether slots out of such a budget would be used, and whether they are large enough."""
-    costs, shown = pairing.costs, human_bytes(budget_bytes)
+    costs, shown, rule = pairing.costs, human_bytes(budget_bytes), slots_on(pairing.device)
     if costs.constants.maps_peer:
         return ok(AREA, "staging", "none: this transport copies straight into place")
     carried = costs.carried(Path.STAGED)
@@ -137,13 +122,13 @@ def staging(pairing: Pairing, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Check
         told = f"of no use here; staging_bytes=0 saves {shown} for each endpoint"
         return ok(AREA, "staging", told)
     try:
-        slots = slots_for(_largest_bytes(pairing), budget_bytes=budget_bytes)
+        slots = slots_for(_largest_bytes(pairing), budget_bytes=budget_bytes, rule=rule)
     except InputError as error:
         what, _, remedy = str(error).rpartition("; ")
         return Check(AREA, "staging", State.NOTE, f"{what}, so slices are written", remedy)
-    if slots.num_slots < ENOUGH_SLOTS:
+    if slots.num_slots < rule.enough:
         told = f"{shown} are only {slots.num_slots} slots, so copies and writes can't overlap"
-        remedy = f"set staging_bytes to {ENOUGH_SLOTS * slots.slot_bytes} or more"
+        remedy = f"set staging_bytes to {rule.enough * slots.slot_bytes} or more"
         return Check(AREA, "staging", State.NOTE, told, remedy)
     gain = costs.predicted_s(Path.SLICES) / costs.predicted_s()
     return ok(
