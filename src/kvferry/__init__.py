@@ -64,10 +64,9 @@ if TYPE_CHECKING:
     from kvferry.runtime.config import EndpointConfig
     from kvferry.runtime.incoming import Incoming
     from kvferry.runtime.keys import ClusterKey, bindable, numeric
-    from kvferry.runtime.marks import DeviceMarks
     from kvferry.runtime.memory import Memory, PoolArrays
     from kvferry.runtime.outgoing import Outgoing, Waitable
-    from kvferry.runtime.pace import Layers, Pace, TimedEvent
+    from kvferry.runtime.pace import DeviceMarks, Layers, Pace, TimedEvent
     from kvferry.runtime.setup import make_transport, make_transports, new_incarnation
     from kvferry.runtime.source import SourceEndpoint
     from kvferry.runtime.target import TargetEndpoint
@@ -203,9 +202,8 @@ _HOMES = {
     "runtime.incoming": "Incoming",
     "runtime.keys": "ClusterKey bindable numeric",
     "runtime.memory": "Memory PoolArrays",
-    "runtime.marks": "DeviceMarks",
     "runtime.outgoing": "Outgoing Waitable",
-    "runtime.pace": "Layers Pace TimedEvent",
+    "runtime.pace": "DeviceMarks Layers Pace TimedEvent",
     "runtime.setup": "make_transport make_transports new_incarnation",
     "runtime.source": "SourceEndpoint",
     "runtime.target": "TargetEndpoint",

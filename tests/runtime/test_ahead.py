@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from runtime.fleets import HEADS, QUICK, eventually, layout
+from runtime.jobs import gather
 from runtime.puppet import LAYOUT as ONE_TOKEN
 from runtime.puppet import ME, PLAN
 from runtime.test_threads import view_of
@@ -34,9 +35,9 @@ from kvferry.protocol.source import SourceMachine
 from kvferry.regions import Device
 from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.copier import BulkWrite, Copied, CopierNews, CopyJob, Filled, HostCopier
+from kvferry.runtime.copier import CopierNews, HostCopier
+from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.memory import Memory
-from kvferry.runtime.mover.mover import Posting, WriteEnd
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.owner.stories import StoryBook
@@ -65,8 +66,8 @@ class Bench:
     """A source's writes, with a copier and a mover that only write down what they are given."""
 
     def __init__(self, staging_region: int | None = STAGING_REGION) -> None:
-        self.jobs: list[CopyJob] = []
-        self.posted: list[Posting] = []
+        self.jobs: list[WriteJob] = []
+        self.posted: list[WriteJob] = []
         self.heard: list[Event] = []
         self.registry = CollectorRegistry()
         meter = Meter(str(ME), "nixl", self.registry)
@@ -105,7 +106,14 @@ class Bench:
         self.writes.post_gathered(Post(OP, SlotIndex(2), note))
 
     def fill(self) -> None:
-        self.writes.filled(Filled(OP, 100))
+        (job,) = self.jobs
+        job.fill(Binding.bulk(Base(0, 0, 0), Base(0, 0, 0), 100))
+        self.writes.go_on(job)
+
+    def fail(self) -> None:
+        (job,) = self.jobs
+        job.fail("no such page")
+        self.writes.go_on(job)
 
     @property
     def num_gathers(self) -> float | None:
@@ -118,7 +126,7 @@ def test_a_gather_fills_its_slot_and_goes_nowhere() -> None:
     bench.gather()
     (job,) = bench.jobs
     assert (job.op, job.targets) == (OP, ((1 << 20) + POOL.offset(1),))
-    assert job.then == BulkWrite(SESSION, Base(0, 2, POOL.offset(1)))
+    assert (job.session, job.here, job.there) == (SESSION, Base(0, 2, POOL.offset(1)), None)
     bench.fill()
     assert (bench.posted, bench.heard) == ([], [])
     assert bench.num_gathers == 1
@@ -133,9 +141,10 @@ def test_it_is_written_once_it_is_filled_and_posted(order: str) -> None:
     assert not bench.posted
     getattr(bench, second)()
     here, there = Base(0, 2, POOL.offset(1)), Base(0, STAGING_REGION, 2 * 8192)
-    bulk = Binding.bulk(here, there, 100)
-    assert bench.posted == [Posting(OP, SESSION, bulk, Path.STAGED)]
-    bench.writes.ended(WriteEnd(OP, None, path=Path.STAGED, num_bytes=100))
+    (job,) = bench.posted
+    assert (job.binding, job.path) == (Binding.bulk(here, there, 100), Path.STAGED)
+    job.end(Ended(OP, None))
+    bench.writes.go_on(job)
     assert bench.heard == [Sent(OP)]
     assert bench.num_gathers == 1, "the wait for a credit is no part of it"
 
@@ -162,7 +171,7 @@ def test_a_gather_that_fails_is_answered_once(said: str | None) -> None:
         bench.post()
     elif said == "discard":
         bench.writes.discard(OP)
-    bench.writes.copied(Copied(OP, "no such page"))
+    bench.fail()
     bench.post()
     bench.writes.discard(OP)
     assert (bench.posted, bench.heard) == ([], [SendFailed(OP, Fate.FAILED)])
@@ -176,14 +185,15 @@ def test_a_target_without_slots_is_gathered_nothing_for() -> None:
 
 def test_a_copier_with_a_thread_tells_of_a_gather_ahead_and_posts_nothing() -> None:
     told: Mailbox[CopierNews] = Mailbox()
-    posted: list[Posting] = []
+    posted: list[WriteJob] = []
     copier = HostCopier("copier", told.put, posted.append)
     page, slot = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     here = Base(0, 0, 0)
-    bind = Binding.bulk(here, here, 100)
-    addresses = (page.ctypes.data,), (slot.ctypes.data,)
-    copier.submit(CopyJob(OP, lambda: bind, *addresses, BulkWrite(SESSION, here)))
-    assert told.take(WAIT_S) == Filled(OP, 100)
+    job = gather(1, lambda: Binding.bulk(here, here, 100), ahead=True)
+    job.sources, job.targets = (page.ctypes.data,), (slot.ctypes.data,)
+    copier.submit(job)
+    assert told.take(WAIT_S) is job
+    assert (job.num_bytes, job.is_over) == (100, False)
     copier.close()
     assert np.array_equal(page, slot)
     assert not posted

@@ -18,8 +18,8 @@ from kvferry.plan.binder import Binder
 from kvferry.plan.places import contiguous_pools
 from kvferry.protocol.events import Scatter
 from kvferry.protocol.messages import Table
-from kvferry.runtime.copier import CopyJob
 from kvferry.runtime.incoming import Asked, Incoming
+from kvferry.runtime.jobs import ScatterJob
 from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.stories import StoryBook
 
@@ -41,7 +41,7 @@ class Desk:
     """A target's scatters, with a copier that writes down what it is given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.jobs: list[CopyJob] = []
+        self.jobs: list[ScatterJob] = []
         self.foreseen: list[tuple[Binding, tuple[int, ...], tuple[int, ...]]] = []
         self.num_bound = 0
         self.rooms: dict[str, Incoming] = {}
@@ -78,13 +78,13 @@ class Desk:
         nothing: Any = lambda *_: None  # noqa: E731
         self.rooms[room] = Incoming(room, asked, POOLS, nothing, nothing)
 
-    def scatter(self, room: str, *blocks: Block) -> CopyJob:
+    def scatter(self, room: str, *blocks: Block) -> ScatterJob:
         self._ops += 1
         about = Op(self._ops), room, SOURCE, REQUEST, blocks, SlotIndex(0), Serial(1)
         self.scatters.scatter(Scatter(*about))
         return self.jobs[-1]
 
-    def check(self, job: CopyJob, room: str, *blocks: Block) -> None:
+    def check(self, job: ScatterJob, room: str, *blocks: Block) -> None:
         """It copies what it should."""
         side = self.rooms[room].side
         wanted = bind(PLAN, Pair(0, 0), REQUEST, Image(), side, blocks)
@@ -99,7 +99,7 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
     return desk
 
 
-def copy(job: CopyJob) -> None:
+def copy(job: ScatterJob) -> None:
     """As a GPU's copier does."""
     job.bind()
     assert job.at_leisure is not None

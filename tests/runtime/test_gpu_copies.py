@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
+
+from runtime.jobs import NUM_BYTES, bulk, gather, scatter
 
 from kvferry.copy.gpu_tables import GpuCopy
 from kvferry.errors import InputError, TransportError
-from kvferry.ids import Op, Session
 from kvferry.plan.bind import Binding
-from kvferry.plan.choose import Path
-from kvferry.plan.places import Base
-from kvferry.runtime.copier import BulkWrite, Copied, CopyJob, Filled
-from kvferry.runtime.mover.mover import Posting
+from kvferry.runtime.jobs import CopyJob, ScatterJob
 from kvferry.runtime.owner.gpu_copies import MAX_BATCH, GpuCopies
 
-SLOT, THERE = Base(0, 0, 0), Base(0, 1, 4096)
-SESSION = Session(1, 2)
+
+def told(jobs: Iterable[CopyJob]) -> list[tuple[int, str]]:
+    """Which have ended, and what is to be said against them."""
+    return [(job.op, job.problem if isinstance(job, ScatterJob) else job.detail) for job in jobs]
 
 
 class Launched:
@@ -54,18 +54,6 @@ class Gpu:
         self.drained += 1
 
 
-def bulk() -> Binding:
-    return Binding.bulk(SLOT, THERE, 100)
-
-
-def scatter(op: int) -> CopyJob:
-    return CopyJob(Op(op), bulk, (0,), (0, 0))
-
-
-def gather(op: int) -> CopyJob:
-    return CopyJob(Op(op), bulk, (0,), (0, 0), BulkWrite(SESSION, SLOT, THERE))
-
-
 def unbindable() -> Binding:
     raise InputError("no such page")
 
@@ -84,8 +72,7 @@ def test_what_a_turn_asked_for_is_one_launch() -> None:
 def test_what_nobody_waits_for_yet_waits_while_there_is_hurry() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
-    ahead = CopyJob(Op(1), bulk, (0,), (0, 0), BulkWrite(SESSION, SLOT))
-    for job in (ahead, scatter(2), gather(3)):
+    for job in (gather(1, ahead=True), scatter(2), gather(3)):
         copies.submit(job)
     copies.launch(hurried=True)
     assert [count for count, _ in gpu.launches] == [2]
@@ -99,19 +86,19 @@ def test_what_nobody_waits_for_yet_waits_while_there_is_hurry() -> None:
 
 
 def test_what_can_be_done_at_leisure_is_done_once_when_nothing_runs() -> None:
-    gpu, told = Gpu(), list[int]()
+    gpu, done = Gpu(), list[int]()
     copies = GpuCopies(gpu)
-    copies.submit(scatter(1)._replace(at_leisure=lambda: told.append(1)))
+    copies.submit(scatter(1, at_leisure=lambda: done.append(1)))
     copies.submit(scatter(2))
     copies.launch()
     copies.launch()
-    assert not told
+    assert not done
     gpu.launches[0][1].over = True
     assert len(list(copies.ended())) == 2
-    assert not told, "first others hear of the end"
+    assert not done, "first others hear of the end"
     copies.launch()
     copies.launch()
-    assert told == [1]
+    assert done == [1]
 
 
 def test_no_launch_is_too_large() -> None:
@@ -135,7 +122,7 @@ def test_ends_are_told_once_and_when_the_gpu_is_done() -> None:
     assert list(copies.ended()) == [], "a stream ends its launches in their order"
     assert copies.wakeup() < 1e-3
     first.over = True
-    assert list(copies.ended()) == [Copied(Op(1)), Copied(Op(2))]
+    assert told(copies.ended()) == [(1, ""), (2, "")]
     assert list(copies.ended()) == []
     assert copies.wakeup() == inf
 
@@ -143,29 +130,33 @@ def test_ends_are_told_once_and_when_the_gpu_is_done() -> None:
 def test_what_was_gathered_is_to_be_written() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
-    copies.submit(gather(7))
+    job = gather(7)
+    copies.submit(job)
     copies.launch()
     gpu.launches[0][1].over = True
-    assert list(copies.ended()) == [Posting(Op(7), SESSION, bulk(), Path.STAGED)]
+    assert list(copies.ended()) == [job]
+    assert (job.binding, job.is_over) == (bulk(), False)
 
 
 def test_what_was_gathered_ahead_is_told_with_its_size() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
-    copies.submit(CopyJob(Op(7), bulk, (0,), (0, 0), BulkWrite(SESSION, SLOT)))
+    job = gather(7, ahead=True)
+    copies.submit(job)
     copies.launch()
     gpu.launches[0][1].over = True
-    assert list(copies.ended()) == [Filled(Op(7), 100)]
+    assert list(copies.ended()) == [job]
+    assert (job.num_bytes, job.binding.parts, job.is_over) == (NUM_BYTES, (), False)
 
 
 def test_pages_that_are_wrong_fail_one_copy_and_no_other() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
-    copies.submit(CopyJob(Op(1), unbindable, (), ()))
+    copies.submit(scatter(1, unbindable))
     copies.submit(scatter(2))
     copies.launch()
     gpu.launches[0][1].over = True
-    assert set(copies.ended()) == {Copied(Op(1), "no such page"), Copied(Op(2))}
+    assert sorted(told(copies.ended())) == [(1, "no such page"), (2, "")]
 
 
 def test_a_gpu_that_has_failed() -> None:
@@ -174,7 +165,7 @@ def test_a_gpu_that_has_failed() -> None:
     copies.submit(gather(1))
     copies.launch()
     gpu.launches[0][1].problem = "an illegal address"
-    assert list(copies.ended()) == [Copied(Op(1), "the GPU failed: an illegal address")]
+    assert told(copies.ended()) == [(1, "the GPU failed: an illegal address")]
 
 
 def test_a_launch_that_is_refused_is_over_before_that_is_told() -> None:
@@ -184,7 +175,7 @@ def test_a_launch_that_is_refused_is_over_before_that_is_told() -> None:
     copies.submit(scatter(1))
     copies.launch()
     assert gpu.drained == 1
-    assert list(copies.ended()) == [Copied(Op(1), "the GPU took no copy")]
+    assert told(copies.ended()) == [(1, "the GPU took no copy")]
 
 
 def test_what_may_come_soon_is_told_to_the_gpu_and_launches_nothing() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
+from runtime.jobs import over
 
-from kvferry.ids import Op
 from kvferry.plan.choose import Path
 from kvferry.protocol.events import Fate
 from kvferry.protocol.outcome import Done, Failure, FailureCode
-from kvferry.runtime.mover.mover import WriteEnd
 from kvferry.runtime.telemetry.metrics import Meter
 
 FIRST = {"endpoint": "prefill/0", "transport": "nixl"}
@@ -39,8 +38,8 @@ def test_writes_are_counted_by_path_and_failures_by_fate() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
     for seconds in (0.5, 0.25):
-        mine.wrote(WriteEnd(Op(1), None, "", Path.STAGED, 4096, 2, seconds))
-    mine.wrote(WriteEnd(Op(2), Fate.UNKNOWN, "lost", Path.STAGED, 4096, 2, 9.0))
+        mine.wrote(over(Path.STAGED, seconds=seconds))
+    mine.wrote(over(Path.STAGED, Fate.UNKNOWN))
     told = {
         name: value(registry, f"{name}_total", path="staged")
         for name in ("writes", "bytes", "pieces", "write_seconds")

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry
+from runtime.jobs import over
 
 from kvferry.config import ProtocolConfig
 from kvferry.http.connections import Connections, Why
 from kvferry.http.limits import HttpLimits
-from kvferry.ids import Op, Peer
+from kvferry.ids import Peer
 from kvferry.plan.choose import Path as Way
 from kvferry.protocol.codec import FrameFault
 from kvferry.protocol.events import Fate
@@ -21,7 +22,6 @@ from kvferry.protocol.outcome import Done
 from kvferry.rendezvous.metrics import RendezvousMetrics
 from kvferry.rendezvous.service import Registry
 from kvferry.rendezvous.waiters import Waiters
-from kvferry.runtime.mover.mover import WriteEnd
 from kvferry.runtime.telemetry.metrics import LABELS, Meter
 from kvferry.serve.api.metrics import WorkerMetrics
 from kvferry.serve.router.metrics import RouterMetrics
@@ -87,8 +87,8 @@ def test_every_metric_of_an_endpoint_has_its_row() -> None:
     registry = CollectorRegistry()
     meter = Meter("prefill/0", "shm", registry)
     meter.ended(Done())
-    meter.wrote(WriteEnd(Op(1), None, path=Way.RUNS, num_bytes=8, seconds=0.5))
-    meter.wrote(WriteEnd(Op(2), Fate.FAILED))
+    meter.wrote(over(Way.RUNS))
+    meter.wrote(over(Way.RUNS, Fate.FAILED))
     meter.refused("pages")
     meter.total("impatient", 1)
     meter.now(open_rooms=0, quarantined=0, age_s=0.0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import pytest
+from runtime.jobs import direct
 
 from kvferry.copy.cpu import copy_binding
 from kvferry.errors import TransportError
@@ -19,15 +20,14 @@ from kvferry.plan.places import Base
 from kvferry.protocol.events import Fate
 from kvferry.protocol.messages import TransportOffer
 from kvferry.regions import Region
+from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.mover.calibration import STEPS, Calibration
 from kvferry.runtime.mover.mover import (
     Measured,
     Mover,
     MoverNews,
-    Posting,
     Reached,
     Unreached,
-    WriteEnd,
 )
 from kvferry.transport.base import Ended, Remote, Setup, Transport
 
@@ -89,11 +89,12 @@ class Desk(NamedTuple):
         self.mover.reach(session, [TransportOffer("diary", "")])
         assert isinstance(self.told.take(WAIT_S), Reached)
 
-    def write(self, op: int, session: Session = ONE) -> WriteEnd:
-        self.mover.write(Posting(Op(op), session, BULK))
-        end = self.told.take(WAIT_S)
-        assert isinstance(end, WriteEnd)
-        return end
+    def write(self, op: int, session: Session = ONE) -> WriteJob:
+        job = direct(op, BULK, session)
+        self.mover.write(job)
+        assert self.told.take(WAIT_S) is job
+        assert job.is_over
+        return job
 
 
 @pytest.fixture
@@ -128,9 +129,11 @@ def test_nothing_of_a_session_starts_after_it_was_cut(desk: Desk) -> None:
 def test_a_peer_that_was_never_reached_says_why(desk: Desk) -> None:
     desk.mover.reach(ONE, [TransportOffer("diary", "", b"garbage")])
     assert desk.told.take(WAIT_S) == Unreached(ONE, ("diary: that is garbage",))
-    assert desk.write(1)[1:3] == (Fate.FAILED, "diary: that is garbage")
+    refused = desk.write(1)
+    assert (refused.fate, refused.detail) == (Fate.FAILED, "diary: that is garbage")
     desk.mover.forget(ONE)
-    assert desk.write(1)[1:3] == (Fate.FAILED, "the session is over")
+    refused = desk.write(1)
+    assert (refused.fate, refused.detail) == (Fate.FAILED, "the session is over")
     assert desk.diary.asked == []
 
 

@@ -18,6 +18,7 @@ import zmq
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from runtime.fleets import QUICK, eventually, layout
+from runtime.jobs import scatter
 
 from kvferry.copy.cpu import copy_binding
 from kvferry.errors import Misuse
@@ -28,7 +29,7 @@ from kvferry.plan.bind import Binding
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.rendezvous.records import InstanceView, RankRecord, RankView
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.copier import CopyJob, HostCopier
+from kvferry.runtime.copier import HostCopier
 from kvferry.runtime.life.lifeline import Life, probe
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.mover.mover import ThreadBroke
@@ -273,7 +274,7 @@ def test_a_bug_in_the_copier_is_told() -> None:
     def bind() -> Binding:
         raise ZeroDivisionError
 
-    copier.submit(CopyJob(Op(1), bind, (), ()))
+    copier.submit(scatter(1, bind))
     broke = told.take(WAIT_S)
     assert isinstance(broke, ThreadBroke)
     assert broke.thread == "copier"

@@ -7,11 +7,12 @@ from math import inf
 from typing import Any
 
 import pytest
+from runtime.jobs import direct
 
 from kvferry.ids import Op
-from kvferry.plan.choose import Path
+from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
-from kvferry.runtime.mover.mover import Flight
+from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.naps import MOST_S, NAP_S, PART
 from kvferry.runtime.owner.underway import FRESH_S, Underway
 from kvferry.transport.base import Ended
@@ -29,14 +30,16 @@ class Carrier:
         return self.ends.pop(op, None)
 
 
-def flight(started: float) -> Flight:
-    return Flight(started, Path.RUNS, 12, 3, "carrier")
+def begun(op: int, started: float) -> WriteJob:
+    job = direct(op, Binding(()))
+    job.started = started
+    return job
 
 
 def underway_with(carrier: Any, *started: float) -> Underway:
     underway = Underway()
     for number, at in enumerate(started):
-        underway.add(Op(number), carrier, flight(at))
+        underway.add(begun(number, at), carrier)
     return underway
 
 
@@ -51,8 +54,7 @@ def test_an_end_is_told_once_with_what_it_was(fate: Fate | None) -> None:
     underway = underway_with(carrier, 10.0)
     carrier.ends[Op(0)] = Ended(Op(0), fate, "why")
     (end,) = underway.ended(11.0)
-    assert end[:6] == (0, fate, "why", Path.RUNS, 12, 3)
-    assert end.transport == "carrier"
+    assert (end.op, end.is_over, end.fate, end.detail) == (0, True, fate, "why")
     assert not list(underway.ended(12.0))
     assert underway.wakeup() == inf
 
@@ -97,6 +99,6 @@ def test_a_write_is_fresh_for_a_while() -> None:
     underway = underway_with(Carrier(), 10.0)
     assert underway.has_fresh(10.0 + FRESH_S / 2)
     assert not underway.has_fresh(10.0 + 2 * FRESH_S)
-    underway.add(Op(1), Carrier(), flight(11.0))  # type: ignore[arg-type]
+    underway.add(begun(1, 11.0), Carrier())  # type: ignore[arg-type]
     assert underway.has_fresh(11.0 + FRESH_S / 2)
     assert not Underway().has_fresh(10.0)

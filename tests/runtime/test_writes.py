@@ -8,28 +8,26 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from runtime.jobs import SESSION, write_action
 from runtime.puppet import LAYOUT, ME, PLAN
 
 from kvferry.errors import InputError
-from kvferry.ids import Generation, Op, Peer, Session
-from kvferry.layout.intervals import Span
-from kvferry.plan import Block, Request
+from kvferry.ids import Op
 from kvferry.plan.bind import Binding, Size
 from kvferry.plan.choose import Path
 from kvferry.plan.cost import PRESETS, LinkCosts
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Plan
 from kvferry.protocol.events import Event, Fate, SendFailed, Sent, Write
-from kvferry.protocol.messages import Arrived, Envelope
-from kvferry.runtime.mover.mover import WriteEnd
+from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.owner.stories import StoryBook
 from kvferry.runtime.owner.writes import AT_ONCE_BYTES, AT_ONCE_PIECES, Writes, is_small
 from kvferry.runtime.tables import Shelf
 from kvferry.runtime.telemetry.metrics import Meter
+from kvferry.transport.base import Ended
 
-PEER, SESSION = Peer("d", 0), Session(1, 1)
 OP = Op(1)
 
 
@@ -37,7 +35,7 @@ class Bench:
     """A source's writes, with a mover that only writes down what it is given."""
 
     def __init__(self, problem: str = "", *, followed: bool = False) -> None:
-        self.posted: list[Op] = []
+        self.posted: list[WriteJob] = []
         self.heard: list[Event] = []
         # What its target was told of at once, when so much had been heard and counted.
         self.told: list[tuple[Op, int, int]] = []
@@ -47,7 +45,7 @@ class Bench:
         shelf = Shelf(LAYOUT, 0, contiguous_pools(LAYOUT, 0, 4).map)
         self.handle = Outgoing("r", inf, shelf, lambda *_: None, lambda _: None)
         rooms.add(self.handle)
-        mover = SimpleNamespace(write=lambda posting: self.posted.append(posting.op))
+        mover = SimpleNamespace(write=self.posted.append)
         setup = SimpleNamespace(member=SimpleNamespace(peer=ME))
         outfit: Any = SimpleNamespace(
             setup=setup,
@@ -72,16 +70,20 @@ class Bench:
         return Binding(())
 
     def write(self) -> None:
-        blocks = (Block("kv", Span(0, 1), Span(0, 1)),)
-        note = Envelope(ME, 1, SESSION, 0, Arrived("r", Generation(1), blocks))
-        self.writes.write(Write(OP, PEER, "r", Generation(1), Request(1), blocks, (), note))
+        self.writes.write(write_action())
+
+    def end(self, path: Path, fate: Fate | None = None) -> None:
+        (job,) = self.posted
+        job.path, job.num_bytes = path, 10
+        job.end(Ended(OP, fate, "a reason"))
+        self.writes.go_on(job)
 
 
 def test_a_write_that_ended_well_is_told_and_counted() -> None:
     bench = Bench()
     bench.write()
-    assert (bench.posted, bench.heard) == ([OP], [])
-    bench.writes.ended(WriteEnd(OP, None, path=Path.RUNS, num_bytes=10))
+    assert ([job.op for job in bench.posted], bench.heard) == ([OP], [])
+    bench.end(Path.RUNS)
     assert bench.heard == [Sent(OP)]
     assert (bench.handle.carried, bench.handle.num_writes) == ({Path.RUNS: 10}, 1)
 
@@ -90,7 +92,7 @@ def test_a_write_that_ended_well_is_told_and_counted() -> None:
 def test_a_target_that_is_to_empty_the_slot_hears_of_it_before_all_else(followed: bool) -> None:
     bench = Bench(followed=followed)
     bench.write()
-    bench.writes.ended(WriteEnd(OP, None, path=Path.STAGED, num_bytes=10))
+    bench.end(Path.STAGED)
     assert bench.told == ([(OP, 0, 0)] if followed else [])
     assert (bench.heard, bench.handle.num_writes) == ([Sent(OP)], 1)
 
@@ -99,7 +101,7 @@ def test_a_target_that_is_to_empty_the_slot_hears_of_it_before_all_else(followed
 def test_a_write_that_did_not_end_well_is_told_and_not_counted(fate: Fate) -> None:
     bench = Bench(followed=True)
     bench.write()
-    bench.writes.ended(WriteEnd(OP, fate, "a reason"))
+    bench.end(Path.RUNS, fate)
     assert (bench.heard, bench.told) == ([SendFailed(OP, fate)], [])
     assert (bench.handle.carried, bench.handle.num_writes) == ({}, 0)
 

@@ -12,73 +12,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import NamedTuple
 
 from kvferry.copy.cpu import copy_binding
 from kvferry.errors import KvferryError
-from kvferry.ids import Op, Session
 from kvferry.mailbox import Mailbox
 from kvferry.plan.bind import Binding
-from kvferry.plan.choose import Path
-from kvferry.plan.places import Base
-from kvferry.runtime.mover.mover import Posting, ThreadBroke
+from kvferry.runtime.jobs import CopyJob, WriteJob
+from kvferry.runtime.mover.mover import ThreadBroke
 from kvferry.runtime.pulse import Pulse
 
-
-class BulkWrite(NamedTuple):
-    """Where a slot that has been filled is to be written; without a ``target``, not yet."""
-
-    session: Session
-    source: Base
-    target: Base | None = None
-
-
-class Copied(NamedTuple):
-    """A copy is over and touches nothing any more; ``problem`` is empty if it went well."""
-
-    op: Op
-    problem: str = ""
-
-
-class Filled(NamedTuple):
-    """A slot is filled that nobody has said the target of; so much is in it."""
-
-    op: Op
-    num_bytes: int
-
-
-class CopyJob(NamedTuple):
-    """Bind, and copy between regions at those addresses.
-
-    ``then``: what was gathered is written in bulk, and will be read again at once, or when it
-    is known where to. Without it, the end of the copy is told. ``at_leisure``: what its owner
-    can do, where something else than a core copies, when nothing is being copied.
-    """
-
-    op: Op
-    bind: Callable[[], Binding]
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
-    then: BulkWrite | None = None
-    at_leisure: Callable[[], None] | None = None
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether nobody waits for it yet."""
-        return self.then is not None and self.then.target is None
-
-    def outcome(self, binding: Binding) -> Copied | Filled | Posting:
-        """What comes of it once it went well."""
-        if self.then is None:
-            return Copied(self.op)
-        session, source, target = self.then
-        if target is None:
-            return Filled(self.op, binding.num_bytes)
-        bulk = Binding.bulk(source, target, binding.num_bytes)
-        return Posting(self.op, session, bulk, Path.STAGED)
-
-
-CopierNews = Copied | Filled | ThreadBroke
+CopierNews = CopyJob | ThreadBroke
 
 
 class Copier(ABC):
@@ -90,7 +33,7 @@ class Copier(ABC):
     def submit(self, job: CopyJob) -> None:
         """Do this after what was submitted before. Never waits."""
 
-    def ended(self) -> Iterable[Copied | Filled | Posting]:
+    def ended(self) -> Iterable[CopyJob]:
         """Every turn: what is over, where no thread tells of it."""
         return ()
 
@@ -118,7 +61,7 @@ class HostCopier(Copier):
     """
 
     def __init__(
-        self, name: str, tell: Callable[[CopierNews], None], post: Callable[[Posting], None]
+        self, name: str, tell: Callable[[CopierNews], None], post: Callable[[WriteJob], None]
     ) -> None:
         self._jobs: Mailbox[CopyJob | None] = Mailbox()
         self._tell = tell
@@ -148,15 +91,19 @@ class HostCopier(Copier):
         while (job := self._next()) is not None:
             try:
                 binding = job.bind()
-                copy_binding(binding, job.sources, job.targets, keep=job.then is not None)
+                # What was gathered will be read again at once.
+                keep = isinstance(job, WriteJob)
+                copy_binding(binding, job.sources, job.targets, keep=keep)
             except KvferryError as error:
-                self._tell(Copied(job.op, str(error)))
+                job.fail(str(error))
+                self._tell(job)
                 continue
-            outcome = job.outcome(binding)
-            if isinstance(outcome, Posting):
-                self._post(outcome)
-            else:
-                self._tell(outcome)
+            if isinstance(job, WriteJob):
+                job.fill(binding)
+                if not job.is_ahead:
+                    self._post(job)
+                    continue
+            self._tell(job)
 
     def _next(self) -> CopyJob | None:
         """Wait for a job, and show that somebody does."""

@@ -11,6 +11,7 @@ from msgspec import Meta
 from kvferry.layout.layout import Layout
 from kvferry.plan.cost import Constants
 from kvferry.plan.layers import layers_per_push
+from kvferry.runtime.outgoing import Waitable
 
 # How many layers are pushed at a time: what is best, so many, or all.
 Layers = Annotated[int, Meta(ge=1)] | Literal["auto", "all"]
@@ -109,3 +110,33 @@ def _between(began: TimedEvent | float, ended: TimedEvent | float) -> float | No
     assert not isinstance(began, float)
     assert not isinstance(ended, float)
     return began.elapsed_time(ended) / 1e3 if ended.query() else None
+
+
+class DeviceMarks:
+    """Marks behind what a device, a ``torch.device``, was given to compute.
+
+    On a CPU what was called for is done. Needs torch only where the device is a GPU. For the
+    engine's own thread, whose stream counts.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def computed(self) -> Waitable | None:
+        """What happens once the device has done all that it was given; None where it is done."""
+        return self._event(timing=False) if self._on_gpu else None
+
+    def now(self) -> TimedEvent | float:
+        """The time by the device: an event behind all that it was given, or the clock."""
+        return self._event(timing=True) if self._on_gpu else time.perf_counter()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return bool(self._device.type == "cuda")
+
+    def _event(self, *, timing: bool) -> Any:
+        import torch  # noqa: PLC0415 - whoever has a GPU has it
+
+        event = torch.cuda.Event(enable_timing=timing)
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -19,11 +19,9 @@ from typing import NamedTuple
 from kvferry.errors import KvferryError
 from kvferry.ids import Op, Session
 from kvferry.mailbox import Mailbox
-from kvferry.plan.bind import Binding
-from kvferry.plan.choose import Path
 from kvferry.plan.cost import Constants
-from kvferry.protocol.events import Fate
 from kvferry.protocol.messages import TransportOffer
+from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.mover.calibration import Calibration
 from kvferry.runtime.naps import CORES_TO_SPARE, wake_in_time
 from kvferry.runtime.pulse import Pulse
@@ -38,28 +36,6 @@ IDLE_POLL_S = 20e-3
 LONG_JOB_S = 1e-3
 # After so long without news, the end of a write is not about to come any moment.
 EAGER_S = 20e-3 if CORES_TO_SPARE else 2e-3
-
-
-class Posting(NamedTuple):
-    """A write to make. ``path`` is None where the binding tells whether it is runs or slices."""
-
-    op: Op
-    session: Session
-    binding: Binding
-    path: Path | None = None
-
-
-class WriteEnd(NamedTuple):
-    """How a write went, and what it was."""
-
-    op: Op
-    fate: Fate | None
-    detail: str = ""
-    path: Path = Path.SLICES
-    num_bytes: int = 0
-    num_pieces: int = 0
-    seconds: float = 0.0
-    transport: str = ""
 
 
 class Reached(NamedTuple):
@@ -92,24 +68,8 @@ class ThreadBroke(NamedTuple):
     error: Exception
 
 
-class Flight(NamedTuple):
-    """A write that has begun."""
-
-    started: float
-    path: Path
-    num_bytes: int
-    num_pieces: int
-    transport: str = ""
-
-    def end(self, ended: Ended) -> WriteEnd:
-        """What is told of it."""
-        seconds = time.monotonic() - self.started
-        what = self.path, self.num_bytes, self.num_pieces
-        return WriteEnd(ended.op, ended.fate, ended.detail, *what, seconds, self.transport)
-
-
 # What the owner hears. Told on the mover's thread; whoever listens must not wait.
-MoverNews = WriteEnd | Reached | Unreached | Measured | ThreadBroke
+MoverNews = WriteJob | Reached | Unreached | Measured | ThreadBroke
 
 
 class Mover:
@@ -128,8 +88,9 @@ class Mover:
         self._polled: set[Transport] = set()
         self._problems: dict[Session, str] = {}
         self._cut: set[Session] = set()
-        self._flights: dict[Op, Flight] = {}
-        self._calibrations: dict[Op, tuple[Session, Calibration, Constants]] = {}
+        self._flights: dict[Op, WriteJob] = {}
+        # Writes of its own, and when each began.
+        self._calibrations: dict[Op, tuple[Session, Calibration, Constants, float]] = {}
         self._own_ops = 0
         self._expecting = False
         self._closing = False
@@ -157,9 +118,9 @@ class Mover:
         """Time a few writes to the peer of a session."""
         self._jobs.put(lambda: self._measure(session, calibration, before))
 
-    def write(self, posting: Posting) -> None:
+    def write(self, job: WriteJob) -> None:
         """Make a write."""
-        self._jobs.put(lambda: self._write(posting))
+        self._jobs.put(lambda: self._write(job))
 
     def cut(self, session: Session) -> None:
         """Let nothing more of a session start: what waits here fails."""
@@ -177,7 +138,11 @@ class Mover:
 
     def close(self) -> None:
         """End the thread and give the transports back."""
-        self._jobs.put(self._close)
+
+        def stop() -> None:
+            self._closing = True
+
+        self._jobs.put(stop)
         self._thread.join()
 
     # ------------------------------------------------------------ the thread
@@ -186,7 +151,7 @@ class Mover:
         wake_in_time()
         try:
             while not self._closing:
-                self._take(self._pause())
+                self._work(self._pause())
                 if not self._closing:
                     self._poll()
         except Exception as error:
@@ -195,9 +160,6 @@ class Mover:
             self.pulse.beat(inf)
             for transport in self._transports.values():
                 transport.close()
-
-    def _close(self) -> None:
-        self._closing = True
 
     def _nudge(self) -> None:
         """There is something to poll for. The mover itself polls after every job anyway."""
@@ -215,7 +177,7 @@ class Mover:
     def _is_eager(self) -> bool:
         return time.monotonic() - self._news_at < EAGER_S
 
-    def _take(self, pause_s: float | None) -> None:
+    def _work(self, pause_s: float | None) -> None:
         self.pulse.beat(inf if pause_s is None else time.monotonic() + pause_s)
         try:
             job = self._jobs.take(pause_s)
@@ -230,17 +192,14 @@ class Mover:
             return
 
     def _poll(self) -> None:
-        """Take all ends."""
+        """Take all ends. Taking some may be what lets the next come."""
         for transport in self._transports.values():
-            if not transport.needs_polling or transport in self._polled:
-                self._poll_one(transport)
-
-    def _poll_one(self, transport: Transport) -> None:
-        """Taking some ends may be what lets the next come."""
-        while ended := transport.poll():
-            for each in ended:
-                self._end(each)
-            self._news_at = time.monotonic()
+            if transport.needs_polling and transport not in self._polled:
+                continue
+            while ended := transport.poll():
+                for each in ended:
+                    self._end(each)
+                self._news_at = time.monotonic()
 
     # ------------------------------------------------------------ peers
 
@@ -254,7 +213,8 @@ class Mover:
                 problems.append(f"{offer.name}: {error}")
                 continue
             self._remotes[session] = transport, remote
-            self._use(transport)
+            if transport.needs_polling:
+                self._polled.add(transport)
             self._tell(Reached(session, transport, remote, tuple(problems)))
             return
         self._problems[session] = "; ".join(problems)
@@ -263,10 +223,6 @@ class Mover:
     def _let_write(self, session: Session, transport: Transport) -> None:
         if transport.needs_polling:
             self._written.add(session)
-            self._use(transport)
-
-    def _use(self, transport: Transport) -> None:
-        if transport.needs_polling:
             self._polled.add(transport)
 
     def _forget(self, session: Session) -> None:
@@ -280,28 +236,26 @@ class Mover:
 
     # ------------------------------------------------------------ writes
 
-    def _write(self, posting: Posting) -> None:
-        op, session, binding, path = posting
-        reached = self._remotes.get(session)
-        if reached is None or session in self._cut:
-            problem = self._problems.get(session, "the session is over")
-            self._tell(WriteEnd(op, Fate.FAILED, problem))
+    def _write(self, job: WriteJob) -> None:
+        reached = self._remotes.get(job.session)
+        if reached is None or job.session in self._cut:
+            job.fail(self._problems.get(job.session, "the session is over"))
+            self._tell(job)
             return
         transport, remote = reached
-        direct = Path.RUNS if binding.contiguous else Path.SLICES
-        if not transport.maps_peer and path is None:
-            binding = binding.merged()
-        began = time.monotonic()
-        self._flights[op] = Flight(began, path or direct, *binding.size, transport.name)
-        transport.write(remote, op, binding)
+        self._flights[job.op] = job
+        binding = job.start(transport)
+        job.describe(binding)
+        transport.write(remote, job.op, binding)
 
     def _end(self, ended: Ended) -> None:
         if ended.op in self._calibrations:
             self._calibration_ended(ended)
             return
-        flight = self._flights.pop(ended.op, None)
-        if flight is not None:
-            self._tell(flight.end(ended))
+        job = self._flights.pop(ended.op, None)
+        if job is not None:
+            job.end(ended)
+            self._tell(job)
         else:
             log.error("write-ended-twice op=%d fate=%s", ended.op, ended.fate)
 
@@ -316,16 +270,14 @@ class Mover:
         # A number below zero, where no write of the machine's is.
         self._own_ops -= 1
         op = Op(self._own_ops)
-        self._flights[op] = Flight(time.monotonic(), Path.SLICES, 0, 0)
-        self._calibrations[op] = session, calibration, before
+        self._calibrations[op] = session, calibration, before, time.monotonic()
         transport.write(remote, op, binding)
 
     def _calibration_ended(self, ended: Ended) -> None:
-        session, calibration, before = self._calibrations.pop(ended.op)
-        flight = self._flights.pop(ended.op)
+        session, calibration, before, started = self._calibrations.pop(ended.op)
         if ended.fate is not None:
             return
-        calibration.took(time.monotonic() - flight.started)
+        calibration.took(time.monotonic() - started)
         if calibration.next() is None:
             self._tell(Measured(session, calibration.constants(before)))
         else:

@@ -18,8 +18,8 @@ from typing import Protocol
 from kvferry.copy.gpu_tables import GpuCopy
 from kvferry.errors import KvferryError
 from kvferry.plan.bind import Binding
-from kvferry.runtime.copier import Copied, Copier, CopyJob, Filled
-from kvferry.runtime.mover.mover import Posting
+from kvferry.runtime.copier import Copier
+from kvferry.runtime.jobs import CopyJob, ScatterJob, WriteJob
 from kvferry.runtime.naps import pause
 from kvferry.runtime.pulse import Pulse
 
@@ -58,7 +58,7 @@ class GpuCopies(Copier):
         self._waiting: deque[CopyJob] = deque()
         # When each was launched, when it is over, and what it is.
         self._running: deque[tuple[float, GpuEvent, list[_Bound]]] = deque()
-        self._failed: list[Copied] = []
+        self._failed: list[CopyJob] = []
         # What can be done when nothing runs.
         self._leisurely: deque[Callable[[], None]] = deque(maxlen=MAX_BATCH)
 
@@ -80,23 +80,28 @@ class GpuCopies(Copier):
         launched, _, _ = self._running[0]
         return pause(time.monotonic() - launched)
 
-    def ended(self) -> Iterator[Copied | Filled | Posting]:
-        """What copies that are over have led to. Launches end in their order."""
+    def ended(self) -> Iterator[CopyJob]:
+        """Copies that are over. Launches end in their order."""
         while self._running and (problem := _end_of(self._running[0][1])) is not None:
             *_, bound = self._running.popleft()
             for job, binding in bound:
-                yield Copied(job.op, problem) if problem else job.outcome(binding)
+                if problem:
+                    job.fail(problem)
+                elif isinstance(job, WriteJob):
+                    job.fill(binding)
+                yield job
         failed, self._failed = self._failed, []
         yield from failed
 
     def launch(self, *, hurried: bool = False) -> None:
         """Start what this turn asked for, or use that there is nothing to wait for."""
         if self._waiting:
-            jobs = [job for job in self._waiting if not (hurried and job.is_ahead)]
-            self._waiting = deque(job for job in self._waiting if hurried and job.is_ahead)
+            jobs = [job for job in self._waiting if not (hurried and _is_ahead(job))]
+            self._waiting = deque(job for job in self._waiting if hurried and _is_ahead(job))
             for first in range(0, len(jobs), MAX_BATCH):
                 self._start(jobs[first : first + MAX_BATCH])
-            self._leisurely.extend(job.at_leisure for job in jobs if job.at_leisure is not None)
+            scatters = [job for job in jobs if isinstance(job, ScatterJob)]
+            self._leisurely.extend(job.at_leisure for job in scatters if job.at_leisure is not None)
         while self._leisurely and not self._running:
             self._leisurely.popleft()()
 
@@ -106,7 +111,7 @@ class GpuCopies(Copier):
             try:
                 bound.append((job, job.bind()))
             except KvferryError as error:
-                self._failed.append(Copied(job.op, str(error)))
+                self._fail(job, error)
         if not bound:
             return
         try:
@@ -116,12 +121,22 @@ class GpuCopies(Copier):
             # Some of it may have been launched: it is over after that, or the GPU is.
             with suppress(RuntimeError):
                 self._engine.drain()
-            self._failed += [Copied(job.op, str(error)) for job, _ in bound]
+            for job, _ in bound:
+                self._fail(job, error)
+
+    def _fail(self, job: CopyJob, error: KvferryError) -> None:
+        job.fail(str(error))
+        self._failed.append(job)
 
     def close(self) -> None:
         """Let what runs end. The owner is gone by now, and nobody is told."""
         with suppress(RuntimeError):  # Of a GPU that has failed, on which nothing runs any more.
             self._engine.drain()
+
+
+def _is_ahead(job: CopyJob) -> bool:
+    """Whether nobody waits for it yet."""
+    return isinstance(job, WriteJob) and job.is_ahead
 
 
 def _end_of(event: GpuEvent) -> str | None:

@@ -24,10 +24,10 @@ from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView
-from kvferry.runtime.copier import Copied, Filled
 from kvferry.runtime.driver.driver import Driver
 from kvferry.runtime.incoming import Incoming, bad_pages
-from kvferry.runtime.mover.mover import Measured, Posting, Reached, Unreached, WriteEnd
+from kvferry.runtime.jobs import ScatterJob, WriteJob
+from kvferry.runtime.mover.mover import Measured, Reached, Unreached
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner.channels import SourceChannel, TargetChannel
 from kvferry.runtime.owner.directory import Directory, Viewed
@@ -109,17 +109,11 @@ class SourceRole:
     def take(self, item: object) -> bool:
         """From the mover, the copier, or an engine."""
         match item:
-            case WriteEnd():
-                self._writes.ended(item)
-            case Posting():
-                self._writes.post(item)
+            case WriteJob():
+                self._writes.go_on(item)
             case Stepped(handle=handle):
                 handle.steps.append((item.after, item.learn, item.event))
                 self._advance(handle)
-            case Filled():
-                self._writes.filled(item)
-            case Copied():
-                self._writes.copied(item)
             case Reached():
                 self._writes.reached(item)
             case Unreached():
@@ -219,7 +213,7 @@ class TargetRole:
                 self._receive(handle)
             case Unwanted():
                 self._decline(item)
-            case Copied():
+            case ScatterJob():
                 self._scatters.copied(item)
             case Viewed():
                 self._learn(item)

@@ -28,8 +28,8 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.target import TargetMachine
-from kvferry.runtime.copier import Copied, CopyJob
 from kvferry.runtime.incoming import Incoming
+from kvferry.runtime.jobs import ScatterJob
 from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.stories import SCATTERED, Took
@@ -49,7 +49,6 @@ class Scatters:
         self._meter = outfit.meter
         self._stories = outfit.stories
         self._binders = Binders()
-        self._scattering: dict[Op, tuple[Scatter, float]] = {}
 
     def attach(
         self,
@@ -72,11 +71,9 @@ class Scatters:
         binder = self._binders.of(plan, pair, None, self._setup.memory.map)
         make = partial(self._bound, handle, binder, action)
         from_ = (slots.address(action.slot),)
-        self._scattering[action.op] = action, time.monotonic()
         handle.latest[action.source] = action.op
         then = partial(self._foresee, handle, binder, action, from_)
-        addresses = self._setup.addresses
-        self._copier.submit(CopyJob(action.op, make, from_, addresses, at_leisure=then))
+        self._copier.submit(ScatterJob(action, make, from_, self._setup.addresses, then))
 
     def _bound(self, handle: Incoming, binder: Binder, action: Scatter) -> Binding:
         blocks, binding = handle.foreseen.pop(action.source, ((), None))
@@ -99,17 +96,17 @@ class Scatters:
                 self._copier.foresee(binding, from_, self._setup.addresses)
                 handle.foreseen[action.source] = following, binding
 
-    def copied(self, news: Copied) -> None:
+    def copied(self, job: ScatterJob) -> None:
         """Well or not, it is over and touches nothing any more."""
-        action, begun = self._scattering.pop(news.op)
-        room, now = action.room, time.monotonic()
-        self._stories.copied(room, SCATTERED, action.source, now, Took(now - begun))
-        self._meter.took("scatter", now - begun)
-        if news.problem:
-            log.error("scatter-failed room=%r problem=%r", room, news.problem)
-            failure = Failure.of(FailureCode.TRANSPORT, f"a scatter failed: {news.problem}")
+        room, now = job.action.room, time.monotonic()
+        took_s = now - job.begun
+        self._stories.copied(room, SCATTERED, job.action.source, now, Took(took_s))
+        self._meter.took("scatter", took_s)
+        if job.problem:
+            log.error("scatter-failed room=%r problem=%r", room, job.problem)
+            failure = Failure.of(FailureCode.TRANSPORT, f"a scatter failed: {job.problem}")
             self._answer(Cancel(room, failure))
-        self._answer(Scattered(news.op))
+        self._answer(Scattered(job.op))
 
     # ------------------------------------------------------------ memory of others
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
-from typing import NamedTuple
 
-from kvferry.ids import Op
-from kvferry.runtime.mover.mover import Flight, WriteEnd
+from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.naps import NAP_S, pause
 from kvferry.transport.base import Transport
 
@@ -19,39 +17,34 @@ from kvferry.transport.base import Transport
 FRESH_S = 300e-6
 
 
-class _Write(NamedTuple):
-    """A write, and when to ask after it."""
-
-    transport: Transport
-    flight: Flight
-    due: float
-
-
 class Underway:
     """Writes of one owner that go on."""
 
     def __init__(self) -> None:
-        self._writes: dict[Op, _Write] = {}
+        # Each with its transport, and when to ask after it.
+        self._writes: dict[WriteJob, tuple[Transport, float]] = {}
 
-    def add(self, op: Op, transport: Transport, flight: Flight) -> None:
+    def add(self, job: WriteJob, transport: Transport) -> None:
         """Ask after this one from now on."""
-        self._writes[op] = _Write(transport, flight, flight.started + NAP_S)
+        self._writes[job] = transport, job.started + NAP_S
 
-    def ended(self, now: float) -> Iterator[WriteEnd]:
+    def ended(self, now: float) -> Iterator[WriteJob]:
         """Those that are over, of those whose time has come."""
-        for op in [op for op, write in self._writes.items() if write.due <= now]:
-            transport, flight, _ = self._writes[op]
-            ended = transport.look(op)
+        for job, (transport, due) in list(self._writes.items()):
+            if due > now:
+                continue
+            ended = transport.look(job.op)
             if ended is None:
-                self._writes[op] = _Write(transport, flight, now + pause(now - flight.started))
+                self._writes[job] = transport, now + pause(now - job.started)
             else:
-                del self._writes[op]
-                yield flight.end(ended)
+                del self._writes[job]
+                job.end(ended)
+                yield job
 
     def has_fresh(self, now: float) -> bool:
         """Whether one has begun so lately that it will be over soon."""
-        return any(now < write.flight.started + FRESH_S for write in self._writes.values())
+        return any(now < job.started + FRESH_S for job in self._writes)
 
     def wakeup(self) -> float:
         """When to ask again."""
-        return min((write.due for write in self._writes.values()), default=inf)
+        return min((due for _, due in self._writes.values()), default=inf)

@@ -35,18 +35,10 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.transports import common_transports
-from kvferry.runtime.copier import BulkWrite, Copied, CopyJob, Filled
+from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.mover.calibration import SCRATCH_BYTES, Calibration
-from kvferry.runtime.mover.mover import (
-    Flight,
-    Measured,
-    Posting,
-    Reached,
-    Unreached,
-    WriteEnd,
-)
+from kvferry.runtime.mover.mover import Measured, Reached, Unreached
 from kvferry.runtime.outgoing import Outgoing
-from kvferry.runtime.owner.ahead import AheadSlot
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.staging_policy import Course, Sides, StagingPolicy
 from kvferry.runtime.owner.stories import GATHERED, Took
@@ -75,13 +67,10 @@ class Writes:
         self._metadata: dict[Session, PeerMetadata] = {}
         # Links whose small writes are made at once.
         self._at_once: dict[Session, Reached] = {}
-        self._flying: dict[Op, Write | Gather] = {}
         self._underway = Underway()
         self._binders = Binders()
-        # When a gather was asked for.
-        self._gathering: dict[Op, float] = {}
         # Gathers that have not ended, or of which nobody has said what becomes of them.
-        self._ahead: dict[Op, AheadSlot] = {}
+        self._ahead: dict[Op, WriteJob] = {}
 
     def attach(
         self,
@@ -182,46 +171,62 @@ class Writes:
 
     def write(self, action: Write) -> None:
         """Make a write, or have it made."""
-        self._flying[action.op] = action
-        if action.slot is not None:
-            self._gather(action)
-            return
         session = action.note.session
-        try:
-            binding = self._policy.binding(self._machine.links[session].plan, action)
-        except KvferryError as error:
-            self.ended(WriteEnd(action.op, Fate.FAILED, str(error)))
+        job = WriteJob(action, session)
+        if action.slot is not None:
+            assert action.local_slot is not None
+            job.there = self._slot_there(session, action.slot)
+            self._gather(job, action.local_slot)
             return
-        posting = Posting(action.op, session, binding)
+        try:
+            job.binding = self._policy.binding(self._machine.links[session].plan, action)
+        except KvferryError as error:
+            self._fail(job, str(error))
+            return
         reached = self._at_once.get(session)
-        if reached is not None and (reached.transport.writes_elsewhere or is_small(binding.size)):
-            self._write_now(posting, reached)
+        if reached is not None and (
+            reached.transport.writes_elsewhere or is_small(job.binding.size)
+        ):
+            self._write_now(job, reached)
         else:
-            self._mover.write(posting)
+            self._mover.write(job)
 
-    def post(self, posting: Posting) -> None:
-        """A GPU has filled a slot: have it written. It copies that by itself too."""
-        reached = self._at_once.get(posting.session)
-        if reached is None:
-            self._mover.write(posting)
+    def _post(self, job: WriteJob) -> None:
+        """A slot is filled: have it written. A GPU, if it filled the slot, writes it too."""
+        slots, reached = self._setup.slots, self._at_once.get(job.session)
+        assert slots is not None
+        if reached is None or slots.region.device.is_host:
+            self._mover.write(job)
         else:
-            self._write_now(posting, reached)
+            self._write_now(job, reached)
 
-    def _write_now(self, posting: Posting, reached: Reached) -> None:
-        transport, binding = reached.transport, posting.binding
-        if not transport.maps_peer and posting.path is None:
-            binding = binding.merged()
-        started = time.monotonic()
-        ended = transport.write_now(reached.remote, posting.op, binding)
+    def _write_now(self, job: WriteJob, reached: Reached) -> None:
+        transport = reached.transport
+        binding = job.start(transport)
+        ended = transport.write_now(reached.remote, job.op, binding)
         # What it was is worked out while it goes on.
-        direct = Path.RUNS if posting.binding.contiguous else Path.SLICES
-        flight = Flight(started, posting.path or direct, *binding.size, transport.name)
+        job.describe(binding)
         if ended is None:
-            self._underway.add(posting.op, transport, flight)
+            self._underway.add(job, transport)
         elif ended.fate is Fate.BUSY:
-            self._mover.write(posting)
+            self._mover.write(job)
         else:
-            self.ended(flight.end(ended))
+            job.end(ended)
+            self._ended(job)
+
+    def go_on(self, job: WriteJob) -> None:
+        """The mover or the copier has done its part of a job."""
+        if job.is_over:
+            self._ahead.pop(job.op, None)
+            self._ended(job)
+        elif job.is_ahead:
+            self._filled(job)
+        else:
+            self._post(job)
+
+    def _fail(self, job: WriteJob, problem: str) -> None:
+        job.fail(problem)
+        self._ended(job)
 
     def foresee(self, session: Session, binding: Binding) -> None:
         """This may be written soon, as one write, into mapped memory."""
@@ -231,9 +236,9 @@ class Writes:
 
     def ends(self, now: float) -> Iterator[Op]:
         """Take the ends of what was begun here, one by one."""
-        for end in self._underway.ended(now):
-            self.ended(end)
-            yield end.op
+        for job in self._underway.ended(now):
+            self._ended(job)
+            yield job.op
 
     @property
     def has_fresh(self) -> bool:
@@ -248,22 +253,6 @@ class Writes:
         """Never asked for: what comes to a source is its engine's."""
         raise AssertionError(f"a source was asked for {action!r}")
 
-    def _gather(self, action: Write) -> None:
-        """Fill the local slot, then write it in bulk."""
-        session = action.note.session
-        assert action.slot is not None
-        assert action.local_slot is not None
-        there = self._slot_there(session, action.slot)
-        if there is None:
-            self._has_no_slot(action)
-        else:
-            then = BulkWrite(session, self._slot_here(action.local_slot), there)
-            self._fill(action, action.local_slot, then)
-
-    def _has_no_slot(self, action: Write | Gather) -> None:
-        problem = f"{action.peer} granted a slot that it does not have"
-        self.ended(WriteEnd(action.op, Fate.FAILED, problem))
-
     def _slot_here(self, slot: SlotIndex) -> Base:
         assert self._setup.slots is not None
         return Base(0, len(self._setup.memory.regions), self._setup.slots.pool.offset(slot))
@@ -273,112 +262,97 @@ class Writes:
         assert hello is not None
         return None if region is None else Base(0, region, slot * hello.staging.slot_bytes)
 
-    def _fill(self, action: Write | Gather, slot: SlotIndex, then: BulkWrite) -> None:
-        self._gathering[action.op] = time.monotonic()
-        slots, link = self._setup.slots, self._machine.links[then.session]
+    def _gather(self, job: WriteJob, slot: SlotIndex) -> None:
+        """Have the local slot filled. What becomes of it is in the job, or will be said."""
+        action, session = job.action, job.session
+        if self._slot_there(session, SlotIndex(0)) is None:
+            self._fail(job, f"{action.peer} granted a slot that it does not have")
+            return
+        slots, link = self._setup.slots, self._machine.links[session]
         assert slots is not None
         handle = self._rooms.get(action.room)
         ours = Side(self._setup.memory.map, handle.tables.tables() if handle else {})
         pair = Pair(self._setup.member.rank, action.peer.rank)
         binder = self._binders.of(link.plan, pair, ours.pools, None)
-        make = partial(binder.bind, action.request, ours, Image(), action.blocks)
-        into = (slots.address(slot),)
-        self._copier.submit(CopyJob(action.op, make, self._setup.addresses, into, then))
-
-    def copied(self, news: Copied) -> None:
-        """A gather has failed; one that went well is the mover's by now, or filled a slot."""
-        self._ahead.pop(news.op, None)
-        self.ended(WriteEnd(news.op, Fate.FAILED, news.problem))
+        job.path, job.asked = Path.STAGED, time.monotonic()
+        job.bind = partial(binder.bind, action.request, ours, Image(), action.blocks)
+        job.sources, job.targets = self._setup.addresses, (slots.address(slot),)
+        job.here = self._slot_here(slot)
+        if job.is_ahead:
+            self._ahead[job.op] = job
+        self._copier.submit(job)
 
     # ------------------------------------------------------------ gathers ahead
 
     def gather(self, action: Gather) -> None:
         """Fill the local slot; where it is written will be said."""
-        self._flying[action.op] = action
-        if self._slot_there(action.session, SlotIndex(0)) is None:
-            self._has_no_slot(action)
-            return
-        here = self._slot_here(action.local_slot)
-        self._ahead[action.op] = AheadSlot(action.op, action.session, here)
-        self._fill(action, action.local_slot, BulkWrite(action.session, here))
+        self._gather(WriteJob(action, action.session), action.local_slot)
 
     def post_gathered(self, action: Post) -> None:
         """Write a slot, when it is filled."""
-        slot = self._ahead.get(action.op)
-        if slot is not None:  # Or else its gather has failed, which is being told.
-            slot.there = self._slot_there(slot.session, action.slot)
-            self._settle(slot)
+        job = self._ahead.get(action.op)
+        if job is not None:  # Or else its gather has failed, which is being told.
+            job.there = self._slot_there(job.session, action.slot)
+            self._settle(job)
 
     def discard(self, op: Op) -> None:
         """Write nothing; say so when the gather has ended."""
-        slot = self._ahead.get(op)
-        if slot is not None:
-            slot.discarded = True
-            self._settle(slot)
+        job = self._ahead.get(op)
+        if job is not None:
+            job.discarded = True
+            self._settle(job)
 
-    def filled(self, news: Filled) -> None:
-        """A gather has ended."""
-        slot, action = self._ahead[news.op], self._flying[news.op]
-        slot.num_bytes = news.num_bytes
-        now = time.monotonic()
-        took = Took(now - self._gathering.pop(news.op), news.num_bytes, str(Path.STAGED))
-        self._tell_gathered(action, now, took)
-        self._settle(slot)
+    def _filled(self, job: WriteJob) -> None:
+        """A gather has ended that was made ahead."""
+        job.filled = True
+        self._tell_gathered(job, time.monotonic())
+        self._settle(job)
 
-    @property
-    def _on_host(self) -> bool:
-        """Whether a core copies what is written from our slots."""
-        slots = self._setup.slots
-        return slots is not None and slots.region.device.is_host
-
-    def _settle(self, slot: AheadSlot) -> None:
+    def _settle(self, job: WriteJob) -> None:
         """Go on with a slot that is filled, if it is known what becomes of it."""
-        if not slot.is_settled:
+        if not job.filled or not (job.discarded or job.there):
             return
-        del self._ahead[slot.op]
-        posting = slot.posting()
-        if posting is not None and self._on_host:
-            self._mover.write(posting)
-        elif posting is not None:
-            self.post(posting)
+        del self._ahead[job.op]
+        if job.discarded:
+            self._answer(SendFailed(job.op, Fate.BUSY))
         else:
-            del self._flying[slot.op]
-            self._answer(SendFailed(slot.op, Fate.BUSY))
+            job.aim()
+            self._post(job)
 
-    def ended(self, end: WriteEnd) -> None:
+    def _ended(self, job: WriteJob) -> None:
         """A write has ended, or nobody knows whether."""
-        action = self._flying.pop(end.op)
-        asked = self._gathering.pop(end.op, None)
-        if end.fate is not None:
-            self._meter.wrote(end)
-            self._log(action.peer, action, end)
-            self._answer(SendFailed(end.op, end.fate))
+        action = job.action
+        if job.fate is not None:
+            self._meter.wrote(job)
+            self._log(action.peer, action, job)
+            self._answer(SendFailed(job.op, job.fate))
             return
-        self._stories.wrote(action.room, action.peer, end.path, end.num_bytes, end.seconds)
-        if self._machine.is_followed(end.op):
+        self._stories.wrote(action.room, action.peer, job.path, job.num_bytes, job.seconds)
+        if self._machine.is_followed(job.op):
             # A target has to empty this slot before the next can be written: all else can wait.
-            self._tell(end.op)
-        self._meter.wrote(end)
-        if asked is not None:
-            begun = self._stories.now - end.seconds
-            took = Took(begun - asked, end.num_bytes, str(end.path))
-            self._tell_gathered(action, begun, took)
+            self._tell(job.op)
+        self._meter.wrote(job)
+        if job.asked is not None:
+            self._tell_gathered(job, self._stories.now - job.seconds)
         handle = self._rooms.get(action.room)
         if handle is not None:
-            handle.carried[end.path] = handle.carried.get(end.path, 0) + end.num_bytes
+            handle.carried[job.path] = handle.carried.get(job.path, 0) + job.num_bytes
             handle.num_writes += 1
-        self._answer(Sent(end.op))
+        self._answer(Sent(job.op))
 
-    def _tell_gathered(self, action: Write | Gather, ended: float, took: Took) -> None:
+    def _tell_gathered(self, job: WriteJob, ended: float) -> None:
+        assert job.asked is not None
+        took = Took(ended - job.asked, job.num_bytes, str(job.path))
+        job.asked = None
         self._meter.took("gather", took.seconds)
-        self._stories.copied(action.room, GATHERED, action.peer, ended, took)
+        self._stories.copied(job.action.room, GATHERED, job.action.peer, ended, took)
 
-    def _log(self, peer: Peer, action: Write | Gather, end: WriteEnd) -> None:
+    def _log(self, peer: Peer, action: Write | Gather, job: WriteJob) -> None:
         handle = self._rooms.get(action.room)
         with about(*(handle.tag if handle else NOBODYS)):
             log.warning(
                 "write-failed endpoint=%s room=%r peer=%s fate=%s detail=%r",
-                *(self._setup.member.peer, action.room, peer, end.fate, end.detail),
+                *(self._setup.member.peer, action.room, peer, job.fate, job.detail),
             )
 
 

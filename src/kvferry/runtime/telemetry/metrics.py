@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from kvferry.ids import Peer
 from kvferry.plan.choose import Path
 from kvferry.protocol.outcome import Failure, Outcome
-from kvferry.runtime.mover.mover import WriteEnd
+from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.telemetry.histograms import RATES, SECONDS, Buckets, HistogramTable
 
 LABELS = ("endpoint", "transport")
@@ -146,7 +146,7 @@ class Meter:
             ends = self._ends[reason] = self._metrics.rooms.labels(*self._labels, word, reason)
         ends.inc()
 
-    def wrote(self, ending: WriteEnd) -> None:
+    def wrote(self, ending: WriteJob) -> None:
         """A write has ended."""
         transport = ending.transport or self._labels[1]
         if ending.fate is not None:

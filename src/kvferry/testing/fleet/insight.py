@@ -133,7 +133,7 @@ class Insight:
             # Not counting notes of failed rooms, which are kept for a while.
             "rooms": sum(room.known_to_engine for room in machine.rooms.values()),
             "writing": len(machine.writing),
-            "writes": len(self._owner.role._writes._flying),
+            "gathered ahead": len(self._owner.role._writes._ahead),
             "in flight": self._owner.driver.sessions.num_flying,
             "slots": machine.config.local_slots - len(machine.local_slots),
         }

@@ -1,0 +1,69 @@
+"""Jobs for tests that look at one part of a write's way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvferry.ids import Generation, Op, Peer, Serial, Session, SlotIndex
+from kvferry.layout.intervals import Span
+from kvferry.plan import Block, Request
+from kvferry.plan.bind import Binding
+from kvferry.plan.choose import Path
+from kvferry.plan.places import Base
+from kvferry.protocol.events import Fate, Gather, Scatter, Write
+from kvferry.protocol.messages import Arrived, Envelope
+from kvferry.runtime.jobs import ScatterJob, WriteJob
+from kvferry.transport.base import Ended
+
+ME, PEER = Peer("p", 0), Peer("d", 0)
+SESSION = Session(1, 1)
+BLOCKS = (Block("kv", Span(0, 1), Span(0, 1)),)
+HERE, THERE = Base(0, 0, 0), Base(0, 1, 4096)
+NUM_BYTES = 100
+
+
+def write_action(op: int = 1, session: Session = SESSION) -> Write:
+    note = Envelope(ME, 1, session, 0, Arrived("r", Generation(1), BLOCKS))
+    return Write(Op(op), PEER, "r", Generation(1), Request(1), BLOCKS, (), note)
+
+
+def gather_action(op: int = 1, session: Session = SESSION) -> Gather:
+    return Gather(Op(op), PEER, "r", Request(1), BLOCKS, session, SlotIndex(1))
+
+
+def direct(op: int, binding: Binding, session: Session = SESSION) -> WriteJob:
+    """A write straight into pages."""
+    return WriteJob(write_action(op, session), session, binding)
+
+
+def bulk() -> Binding:
+    return Binding.bulk(HERE, THERE, NUM_BYTES)
+
+
+def gather(op: int, bind: Callable[[], Binding] = bulk, *, ahead: bool = False) -> WriteJob:
+    """A write through a slot; made ahead, nobody has said where to."""
+    action: Any = gather_action(op) if ahead else write_action(op)
+    job = WriteJob(action, SESSION, bind=bind, sources=(0,), targets=(0, 0), path=Path.STAGED)
+    job.here, job.there = HERE, None if ahead else THERE
+    return job
+
+
+def scatter(
+    op: int,
+    bind: Callable[[], Binding] = bulk,
+    at_leisure: Callable[[], None] | None = None,
+) -> ScatterJob:
+    """A copy of a slot into pages."""
+    about = Op(op), "r", PEER, Request(1), BLOCKS, SlotIndex(0), Serial(1)
+    return ScatterJob(Scatter(*about), bind, (0,), (0, 0), at_leisure)
+
+
+def over(
+    path: Path, fate: Fate | None = None, num_bytes: int = 4096, seconds: float = 0.5
+) -> WriteJob:
+    """A write that has ended."""
+    job = WriteJob(write_action(), SESSION, path=path, num_bytes=num_bytes, num_pieces=2)
+    job.end(Ended(job.op, fate, "as told"))
+    job.seconds = seconds
+    return job
