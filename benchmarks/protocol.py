@@ -21,6 +21,8 @@ from kvferry.plan import Request, contiguous_pools
 from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.endpoint import Endpoint, Identity
 from kvferry.protocol.events import (
+    Choose,
+    Chosen,
     Event,
     Finish,
     Instance,
@@ -63,8 +65,10 @@ class Pair:
             match action:
                 case Send(peer=to, envelope=envelope):
                     self.pending.append((to, Received(_through_the_codec(envelope))))
-                case Write(op=op, peer=to, note=note):
-                    self.pending.append((to, Received(_through_the_codec(note))))
+                case Choose(ticket=ticket, blocks=blocks):
+                    self.pending.append((peer, Chosen(ticket, (False,) * len(blocks))))
+                case Write(op=op, transfer=transfer, note=note):
+                    self.pending.append((transfer.peer, Received(_through_the_codec(note))))
                     self.pending.append((peer, Sent(op)))
                 case Report(outcome=Done()):
                     self.done += 1

@@ -20,6 +20,8 @@ from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import (
     Action,
+    Choose,
+    Chosen,
     Connect,
     Discard,
     Disconnect,
@@ -46,9 +48,7 @@ from kvferry.protocol.events import (
     Tick,
     Write,
 )
-from kvferry.protocol.lanes import Lane, StagePolicy, never_stage
 from kvferry.protocol.messages import (
-    Arrived,
     Body,
     Envelope,
     Staging,
@@ -73,8 +73,12 @@ ROOM = "room-1"
 Cell = tuple[int, str, int, int]
 
 
-def always_stage(lane: Lane, block: Block) -> bool:
+def always_stage(block: Block) -> bool:
     return True
+
+
+def never_stage(block: Block) -> bool:
+    return False
 
 
 def cells(plan: Plan, source: int, blocks: tuple[Block, ...]) -> Iterator[Cell]:
@@ -104,7 +108,7 @@ class World:
     decodes: tuple[Layout, ...]
     config: ProtocolConfig = field(default_factory=ProtocolConfig)
     staging: Staging = field(default_factory=Staging)
-    stages: StagePolicy = never_stage
+    stages: Callable[[Block], bool] = never_stage
     fingerprint: str = MODEL
     # Of the sources, and of the targets.
     transports: tuple[TransportOffers, TransportOffers] = (TRANSPORTS, TRANSPORTS)
@@ -147,7 +151,6 @@ class World:
         self.sources[me] = SourceMachine(
             Identity(me, incarnation, self.prefill, MODEL, b"", self.transports[0]),
             self.config,
-            self.stages,
         )
 
     def start_target(self, rank: int, decode_index: int, incarnation: int) -> None:
@@ -172,8 +175,14 @@ class World:
         machine = self.sources.get(peer) or self.targets.get(peer)
         if machine is None:
             return
+        chosen: list[Chosen] = []
         for action in machine.handle(event, self.now):
-            self._carry_out(peer, action)
+            if isinstance(action, Choose):
+                chosen.append(Chosen(action.ticket, tuple(map(self.stages, action.blocks))))
+            else:
+                self._carry_out(peer, action)
+        for answer in chosen:
+            self.tell(peer, answer)
         for target in self.targets.values():
             target.credits.check()
 
@@ -272,9 +281,9 @@ class World:
         """The data lands, its note follows, and the source learns that it is over."""
         me, write = held
         if write.slot is None:
-            self._land(write.peer, me.rank, write.room, write.blocks)
+            self._land(write.transfer.peer, me.rank, write.transfer.room, write.blocks)
         if not self.hold.notes:
-            self.post(write.peer, write.note)
+            self.post(write.transfer.peer, write.note)
         self.pending.append((me, Sent(write.op)))
 
     def fail_write(self, held: tuple[Peer, Write], fate: Fate) -> None:
@@ -417,19 +426,8 @@ class World:
 
 def as_write(gather: Gather, post: Post) -> Write:
     """What was gathered, as a write of its slot."""
-    assert isinstance(post.note.body, Arrived)
-    return Write(
-        op=gather.op,
-        peer=gather.peer,
-        room=gather.room,
-        generation=post.note.body.generation,
-        request=gather.request,
-        blocks=gather.blocks,
-        tables=(),
-        note=post.note,
-        slot=post.slot,
-        local_slot=gather.local_slot,
-    )
+    what = gather.op, gather.transfer, gather.blocks
+    return Write(*what, post.note, post.slot, gather.local_slot)
 
 
 # ---------------------------------------------------------------- small worlds that tests share

@@ -30,6 +30,9 @@ SlotIndex = NewType("SlotIndex", int)
 # One write or one scatter, counted by the endpoint that asked for it.
 Op = NewType("Op", int)
 
+# One question about transfer modes, counted by the source that asks.
+Ticket = NewType("Ticket", int)
+
 
 class Peer(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One rank of one instance. A data-parallel replica is an instance of its own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from wire import DENSE, ROOM, World, always_stage, dense
+from wire import DENSE, ROOM, World, always_stage, dense, never_stage
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer
@@ -122,7 +122,7 @@ def test_all_lanes_together_leave_half_of_the_slots() -> None:
     w = world(2, target_tp=4)
     push(w)
     assert len(w.gathers) == 2
-    assert len({gather.peer for gather in w.gathers.values()}) == 2, "lanes take turns"
+    assert len({gather.transfer.peer for gather in w.gathers.values()}) == 2, "lanes take turns"
     grant(w)
     w.wait(2)
     assert w.outcomes(ROOM) == {"done"}
@@ -137,7 +137,7 @@ def test_a_lane_that_waits_leaves_slots_to_one_with_credits() -> None:
     written = [envelope for to, envelope in w.frames if to == T0]
     blocks = [e.body for e in written if isinstance(e.body, Arrived)]
     assert len(blocks) >= 4, "one with credits has gone on to its end"
-    assert {gather.peer for gather in w.gathers.values()} == {stopped}
+    assert {gather.transfer.peer for gather in w.gathers.values()} == {stopped}
     w.drops = lambda _, __: False
     w.wait(4)
     assert w.outcomes(ROOM) == {"done"}
@@ -148,13 +148,16 @@ def test_the_only_slot_is_taken_back_for_one_with_credits() -> None:
     w = world(2, target_tp=2, num_slots=1, local_slots=1)
     push(w)
     (held,) = w.gathers.values()
-    waits, other = held.peer, next(Peer("decode0", r) for r in (0, 1) if r != held.peer.rank)
+    waits, other = (
+        held.transfer.peer,
+        next(Peer("decode0", r) for r in (0, 1) if r != held.transfer.peer.rank),
+    )
     w.drops = lambda to, envelope: isinstance(envelope.body, Grant) and envelope.sender == waits
     w.wait(2 * w.config.resend_s)
     written = [e.body for to, e in w.frames if to == other and isinstance(e.body, Arrived)]
     assert len(written) >= 4, "one with credits has gone on to its end"
     assert None not in serials(w)
-    assert {gather.peer for gather in w.gathers.values()} == {waits}, "which has it again"
+    assert {gather.transfer.peer for gather in w.gathers.values()} == {waits}, "which has it again"
     grant(w)
     w.wait(4)
     assert w.outcomes(ROOM) == {"done"}
@@ -169,7 +172,7 @@ def test_what_is_taken_back_is_in_flight_until_its_gather_has_ended(given_up: bo
     push(w, 1)
     (held,) = w.gathers.values()
     w.hold.discards = True
-    w.drops = lambda to, e: isinstance(e.body, Grant) and e.sender == held.peer
+    w.drops = lambda to, e: isinstance(e.body, Grant) and e.sender == held.transfer.peer
     w.wait(2 * w.config.resend_s)
     assert (len(w.discards), w.writes, w.source().local_slots) == (1, [], [])
     grant(w)
@@ -213,14 +216,14 @@ def test_what_is_posted_does_not_wait_for_other_writes() -> None:
     w = world(2, max_inflight=4, num_slots=1)
     push(w, 16, finish=False)
     w.hold.writes = True
-    policy, w.source().stages = w.source().stages, lambda _, __: False
+    policy, w.stages = w.stages, never_stage
     w.open("other")
     w.receive("other", Request(8))
     w.run()
     for token in range(2):
         w.tell(S0, Push("other", Span(token, token + 1)))
     assert len(w.source().writing) == w.config.max_inflight, "nothing new may start"
-    w.source().stages = policy
+    w.stages = policy
     grant(w)
     assert [write.slot for _, write in w.writes] == [None, None, 0]
     w.hold.writes = False

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire import DENSE, ROOM, World, always_stage, dense, small_world
+from wire import DENSE, ROOM, World, always_stage, dense, never_stage, small_world
 
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Misuse
@@ -16,7 +16,6 @@ from kvferry.layout import Layout, Span
 from kvferry.layout.spec import Slot
 from kvferry.plan import Request
 from kvferry.protocol.events import Finish, Prepare, Push
-from kvferry.protocol.lanes import never_stage
 from kvferry.protocol.messages import Arrived, Close, Staging, Want
 from kvferry.protocol.writes import MAX_DIRECT_PER_LANE
 from kvferry.testing.strategies import pairs
@@ -230,7 +229,7 @@ def test_a_close_that_can_not_name_everything_says_the_rest_before() -> None:
     large = Layout(DENSE, page_tokens=1 << 14)
     w = World(
         *(large, (large,), ProtocolConfig(), Staging(64, 2)),
-        lambda lane, block: block.tokens.first % 2 == 1,
+        lambda block: block.tokens.first % 2 == 1,
     )
     w.open(ROOM)
     w.receive(ROOM, Request(num_tokens))

@@ -158,7 +158,7 @@ def test_a_target_that_dies_is_noticed_and_the_source_keeps_its_pages_until_proo
     w.wait(w.config.silence_s + 1)
     assert w.reports[S0, ROOM][0].code is FailureCode.PEER_SILENT  # type: ignore[union-attr]
     assert w.reports[T0, ROOM][0].code is FailureCode.PEER_SILENT  # type: ignore[union-attr]
-    for held in [held for held in w.writes if held[1].peer == T0]:
+    for held in [held for held in w.writes if held[1].transfer.peer == T0]:
         w.writes.remove(held)
         w.end_write(held)
     w.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from wire import World, always_stage
+from wire import World, always_stage, never_stage
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer
@@ -13,7 +13,6 @@ from kvferry.layout import CacheSpec, DType, Layout, Paged, Parallel, Slot, Span
 from kvferry.layout.spec import Group, Tensor, Window
 from kvferry.plan import Block, Request
 from kvferry.protocol.events import Cancel, Finish, Prepare, Push, Received, Sent, Tick
-from kvferry.protocol.lanes import Lane, StagePolicy, never_stage
 from kvferry.protocol.messages import (
     Accept,
     Arrived,
@@ -46,7 +45,7 @@ def layout(spec: CacheSpec, tp: int = 1, pp: int = 1, page: int = 4) -> Layout:
 def world(
     source: Layout, *targets: Layout, staged: bool = False, config: ProtocolConfig | None = None
 ) -> World:
-    stages: StagePolicy = always_stage if staged else never_stage
+    stages = always_stage if staged else never_stage
     staging = Staging(slot_bytes=64, num_slots=3) if staged else Staging()
     return World(source, targets, config or ProtocolConfig(), staging, stages)
 
@@ -235,7 +234,7 @@ def test_prepare_asks_for_credits_before_the_push() -> None:
 def test_how_an_announced_chunk_is_cut_is_asked_once() -> None:
     asked: list[Span] = []
 
-    def stages(lane: Lane, block: Block) -> bool:
+    def stages(block: Block) -> bool:
         asked.append(block.tokens)
         return block.tokens.first < 4
 
@@ -338,7 +337,7 @@ def test_no_more_writes_in_flight_than_allowed(staged: bool) -> None:
     peers: set[Peer] = set()
     while w.writes:
         assert len(w.writes) <= (1 if staged else 2)
-        peers.update(write.peer for _, write in w.writes[:1])
+        peers.update(write.transfer.peer for _, write in w.writes[:1])
         w.end_write(w.writes.pop(0))
         w.run()
     assert len(peers) == 4

@@ -6,30 +6,37 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.ids import Generation, Op, Peer, Serial, Session, SlotIndex
+from kvferry.layout import Layout, attention
 from kvferry.layout.intervals import Span
-from kvferry.plan import Block, Request
+from kvferry.plan import Block, Request, reshard
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Path
 from kvferry.plan.places import Base
-from kvferry.protocol.events import Fate, Gather, Scatter, Write
+from kvferry.protocol.events import Fate, Gather, Scatter, TransferRequest, Write
 from kvferry.protocol.messages import Arrived, Envelope
 from kvferry.runtime.jobs import ScatterJob, WriteJob
 from kvferry.transport.base import Ended
 
 ME, PEER = Peer("p", 0), Peer("d", 0)
 SESSION = Session(1, 1)
+LAYOUT = Layout(attention(layers=1, kv_heads=1, head_dim=1))
+PLAN = reshard(LAYOUT, LAYOUT)
 BLOCKS = (Block("kv", Span(0, 1), Span(0, 1)),)
 HERE, THERE = Base(0, 0, 0), Base(0, 1, 4096)
 NUM_BYTES = 100
 
 
+def transfer(session: Session) -> TransferRequest:
+    return TransferRequest("r", session, Generation(1), 0, PEER, PLAN, Request(1), ())
+
+
 def write_action(op: int = 1, session: Session = SESSION) -> Write:
     note = Envelope(ME, 1, session, 0, Arrived("r", Generation(1), BLOCKS))
-    return Write(Op(op), PEER, "r", Generation(1), Request(1), BLOCKS, (), note)
+    return Write(Op(op), transfer(session), BLOCKS, note)
 
 
 def gather_action(op: int = 1, session: Session = SESSION) -> Gather:
-    return Gather(Op(op), PEER, "r", Request(1), BLOCKS, session, SlotIndex(1))
+    return Gather(Op(op), transfer(session), BLOCKS, SlotIndex(1))
 
 
 def direct(op: int, binding: Binding, session: Session = SESSION) -> WriteJob:

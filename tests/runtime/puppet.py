@@ -10,7 +10,7 @@ from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Plan, reshard
 from kvferry.protocol.endpoint import Endpoint, Identity, Link
-from kvferry.protocol.events import Action, Connect, Event, Gather, Post, Scatter, Write
+from kvferry.protocol.events import Action, Choose, Connect, Event, Gather, Post, Scatter, Write
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Failure, Outcome, Status
 from kvferry.runtime.driver.sessions import Record
@@ -80,6 +80,9 @@ class Desk:
 
     def connect(self, action: Connect) -> None:
         self.asked.append(("connect", action.session))
+
+    def choose(self, action: Choose) -> None:
+        self.asked.append(("choose", action.ticket))
 
     def write(self, action: Write) -> None:
         self.asked.append(("write", action.op))

@@ -28,7 +28,16 @@ from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Path
 from kvferry.plan.cost import PRESETS, LinkCosts
 from kvferry.plan.places import Base, contiguous_pools
-from kvferry.protocol.events import Connect, Event, Fate, Gather, Post, SendFailed, Sent
+from kvferry.protocol.events import (
+    Connect,
+    Event,
+    Fate,
+    Gather,
+    Post,
+    SendFailed,
+    Sent,
+    TransferRequest,
+)
 from kvferry.protocol.messages import Arrived, Envelope, Staging
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.source import SourceMachine
@@ -90,16 +99,17 @@ class Bench:
             stories=StoryBook(0),
         )
         self.writes = Writes(outfit, LinkCosts({"nixl": PRESETS["nixl-host"]}), measures=False)
-        hello = SimpleNamespace(staging=Staging(8192, 4))
-        link = SimpleNamespace(plan=PLAN, hello=hello)
+        hello: Any = SimpleNamespace(staging=Staging(8192, 4))
+        link = SimpleNamespace(plan=PLAN)
         machine: Any = SimpleNamespace(links={SESSION: link}, is_followed=lambda _: False)
         policy: Any = SimpleNamespace()
         self.writes.attach(machine, policy, self.heard.append, lambda _: None)
         card = PeerMetadata(("127.0.0.1", 1), staging_region).encode()
-        self.writes.connect(Connect(PEER, 1, SESSION, card))
+        self.writes.connect(Connect(PEER, 1, SESSION, card, hello=hello))
 
     def gather(self) -> None:
-        self.writes.gather(Gather(OP, PEER, "r", Request(1), BLOCKS, SESSION, SlotIndex(1)))
+        where = "r", SESSION, Generation(1), 0, PEER, PLAN, Request(1), ()
+        self.writes.gather(Gather(OP, TransferRequest(*where), BLOCKS, SlotIndex(1)))
 
     def post(self) -> None:
         note = Envelope(ME, 1, SESSION, 0, Arrived("r", Generation(1), BLOCKS))

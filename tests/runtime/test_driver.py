@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,13 +13,14 @@ from hypothesis import strategies as st
 from runtime.puppet import LAYOUT, ME, PLAN, TIMES, Desk, ExposedPuppet, Puppet
 
 from kvferry.config import ProtocolConfig
-from kvferry.ids import Generation, Op, Peer, Serial, Session, SlotIndex
+from kvferry.ids import Generation, Op, Peer, Serial, Session, SlotIndex, Ticket
 from kvferry.plan import Request
 from kvferry.protocol.codec import BadFrame, FrameFault, Header
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import (
     Action,
     Cancel,
+    Choose,
     Connect,
     Discard,
     Disconnect,
@@ -40,6 +42,7 @@ from kvferry.protocol.events import (
     SendFailed,
     Sent,
     Tick,
+    TransferRequest,
     Write,
     WrongVersion,
 )
@@ -56,9 +59,11 @@ from kvferry.protocol.outcome import Done
 from kvferry.protocol.states import LinkState
 from kvferry.runtime.driver.driver import (
     MOST_UNSAID,
-    Driver,
     PeerGone,
-    Ports,
+    SourceDriver,
+    SourcePorts,
+    TargetDriver,
+    TargetPorts,
     frame_event,
     without_needless,
 )
@@ -80,7 +85,12 @@ class Stage:
     def __init__(self, puppet: Puppet | None = None) -> None:
         self.puppet = puppet or Puppet()
         self.desk = Desk()
-        self.driver = Driver(self.puppet, Ports(*[self.desk] * 5))
+        machine: Any = self.puppet
+        self.driver: Any = (
+            TargetDriver(machine, TargetPorts(*[self.desk] * 4))
+            if machine.exposed
+            else SourceDriver(machine, SourcePorts(*[self.desk] * 4))
+        )
 
     def do(self, *actions: Action, at: float = 0.0) -> list[tuple[str, object]]:
         """Have the puppet say this; what the ports hear of it."""
@@ -117,9 +127,11 @@ def note(op: int) -> Arrived:
 
 
 def write(op: int, session: Session = ONE) -> Write:
-    name = f"room-{op}"
-    end = frame(note(op), session)
-    return Write(Op(op), PEER, name, Generation(1), REQUEST, (), (), end)
+    return Write(Op(op), transfer(op, session), (), frame(note(op), session))
+
+
+def transfer(op: int, session: Session = ONE) -> TransferRequest:
+    return TransferRequest(f"room-{op}", session, Generation(1), 0, PEER, PLAN, REQUEST, ())
 
 
 def drop(session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> Disconnect:
@@ -196,8 +208,10 @@ def test_a_step_that_raises_does_not_stop_the_driver(stage: Stage) -> None:
 
 def test_each_action_has_its_port(stage: Stage) -> None:
     stage.meet()
+    choose = Choose(Ticket(4), transfer(3), ())
+    assert stage.do(choose) == [("choose", 4)]
     scatter = Scatter(Op(3), "r", PEER, REQUEST, (), SlotIndex(0), Serial(0))
-    assert stage.do(scatter) == [("scatter", 3)]
+    assert Stage(ExposedPuppet()).do(scatter) == [("scatter", 3)]
     assert stage.do(Report("r", Done(b""))) == [("report", "r")]
     assert stage.do(Release("r")) == [("release", "r")]
     assert stage.do(Connect(PEER, LIFE, TWO, b"")) == [("connect", TWO)]
@@ -209,7 +223,7 @@ def test_each_action_has_its_port(stage: Stage) -> None:
 
 
 def gather(op: int, session: Session = ONE) -> Gather:
-    return Gather(Op(op), PEER, f"room-{op}", REQUEST, (), session, SlotIndex(1))
+    return Gather(Op(op), transfer(op, session), (), SlotIndex(1))
 
 
 def post(op: int, session: Session = ONE) -> Post:
@@ -314,7 +328,7 @@ def test_doubt_ends_only_with_that_life_of_the_peer(stage: Stage) -> None:
 def test_whoever_can_be_written_into_waits_for_the_end_of_the_peer() -> None:
     stage = Stage(ExposedPuppet())
     stage.meet()
-    assert stage.do(drop()) == [("cut", ONE), ("suspect", (PEER, LIFE))]
+    assert stage.do(drop()) == [("suspect", (PEER, LIFE))]
     stage.take(PeerGone(PEER, LIFE))
     assert stage.puppet.heard[-1] == proof()
 

@@ -19,10 +19,10 @@ from kvferry.plan.cost import Constants
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Block, Request
 from kvferry.plan.reshard import reshard
-from kvferry.protocol.events import Write
+from kvferry.protocol.events import TransferRequest, Write
 from kvferry.protocol.messages import Arrived, Envelope, Table
 from kvferry.protocol.outcome import Done
-from kvferry.runtime.owner.staging_policy import Course, Sides, StagingPolicy
+from kvferry.runtime.owner.staging_policy import Sides, StagingPolicy
 
 NUM_TOKENS = NUM_PAGES * 4
 PAGES = list(range(NUM_PAGES))
@@ -112,7 +112,8 @@ def written(*blocks: Block) -> Write:
     session, peer = Session(1, 1), Peer("d", 0)
     note = Envelope(peer, 1, session, 0, Arrived("r", Generation(1), blocks))
     tables = (Table("kv", SCATTERED),)
-    return Write(Op(1), peer, "r", Generation(1), REQUEST, blocks, tables, note)
+    transfer = TransferRequest("r", session, Generation(1), 0, peer, PLAN, REQUEST, tables)
+    return Write(Op(1), transfer, blocks, note)
 
 
 def block(first: int, end: int) -> Block:
@@ -120,22 +121,22 @@ def block(first: int, end: int) -> Block:
 
 
 def test_a_chunk_is_bound_once_and_cut_by_layers() -> None:
-    asked: list[Course] = []
+    asked: list[TransferRequest] = []
 
-    def sides_of(course: Course) -> Sides:
-        asked.append(course)
+    def sides_of(transfer: TransferRequest) -> Sides:
+        asked.append(transfer)
         return SIDES
 
     policy = StagingPolicy(0, sides_of, lambda session: SLOW_PIECES)
     for some in (block(2, 3), block(0, 2)):
-        bound = policy.binding(PLAN, written(some))
+        bound = policy.binding(written(some))
         fresh = bind(PLAN, Ranks(0, 0), REQUEST, *SIDES, [some])
         assert np.array_equal(bound.descriptors(), fresh.descriptors())
         assert bound.num_bytes == fresh.num_bytes
     assert len(asked) == 1
     policy.forget("r")
-    policy.binding(PLAN, written(block(0, 3)))
-    policy.binding(PLAN, written(block(0, 3)))
+    policy.binding(written(block(0, 3)))
+    policy.binding(written(block(0, 3)))
     assert len(asked) == 3, "what was written whole is not kept"
 
 

@@ -21,7 +21,7 @@ from kvferry.protocol.messages import Envelope, Heartbeat
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.states import LinkState
 from kvferry.runtime.copier import HostCopier
-from kvferry.runtime.driver.driver import Driver, Ports
+from kvferry.runtime.driver.driver import SourceDriver, SourcePorts
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.life.lifeline import Address, Life, Lifeline, probe
 from kvferry.runtime.owner.channels import Dropped, TargetChannel
@@ -109,7 +109,9 @@ def played(
     parts["stories"] = StoryBook(0)
     outfit: Any = SimpleNamespace(setup=setup, inbox=inbox, poller=script, me=ME, **parts)
     channel: Any = script
-    owner = Owner(Driver(puppet, Ports(*[desk or Desk()] * 5)), Sleepy(), channel, outfit)
+    machine: Any = puppet
+    driver = SourceDriver(machine, SourcePorts(*[desk or Desk()] * 4))
+    owner = Owner(driver, Sleepy(), channel, outfit)
     owner.start()
     assert script.played.wait(WAIT_S)
     owner.close()

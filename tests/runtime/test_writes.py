@@ -17,7 +17,6 @@ from kvferry.plan.bind import Binding, Size
 from kvferry.plan.choose import Path
 from kvferry.plan.cost import PRESETS, LinkCosts
 from kvferry.plan.places import contiguous_pools
-from kvferry.plan.plan import Plan
 from kvferry.protocol.events import Event, Fate, SendFailed, Sent, Write
 from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.outgoing import Outgoing
@@ -64,7 +63,7 @@ class Bench:
     def _told(self, op: Op) -> None:
         self.told.append((op, len(self.heard), self.handle.num_writes))
 
-    def _bind(self, plan: Plan, action: Write) -> Binding:
+    def _bind(self, action: Write) -> Binding:
         if self._problem:
             raise InputError(self._problem)
         return Binding(())

@@ -52,8 +52,7 @@ class Gatherer(SlotFiller):
         assert write.local_slot is not None
         op = self._begin(write)
         lane.held.append(op)
-        about = lane.peer, lane.room.name, lane.request, write.blocks
-        self._do(Gather(op, *about, lane.link.session, write.local_slot))
+        self._do(Gather(op, lane.transfer, write.blocks, write.local_slot))
         return True
 
     def _num_filling(self, lane: Lane) -> int:

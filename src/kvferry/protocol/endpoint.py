@@ -335,7 +335,8 @@ class Endpoint(ABC):
         """The peer has said who it is: its memory, or ours, may be reached from now on."""
         assert link.incarnation is not None
         link.connected = True
-        self._do(Connect(link.peer, link.incarnation, link.session, link.metadata, transports))
+        about = link.peer, link.incarnation, link.session, link.metadata
+        self._do(Connect(*about, transports, link.hello))
 
     def _unlink(self, link: Link) -> None:
         if self.links.pop(link.session, None) is not None and link.connected:

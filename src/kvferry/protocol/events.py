@@ -11,11 +11,11 @@ from enum import StrEnum
 
 import msgspec
 
-from kvferry.ids import Generation, Op, Peer, Room, Serial, Session, SlotIndex
+from kvferry.ids import Generation, Op, Peer, Room, Serial, Session, SlotIndex, Ticket
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
-from kvferry.plan.plan import Block, Request
-from kvferry.protocol.messages import Envelope, Table, TransportOffer
+from kvferry.plan.plan import Block, Plan, Request
+from kvferry.protocol.messages import Envelope, Hello, Table, TransportOffer
 from kvferry.protocol.outcome import Failure, Outcome
 
 
@@ -188,6 +188,13 @@ class Finish(Event, frozen=True):
     digest: bytes = b""
 
 
+class Chosen(Event, frozen=True):
+    """How the blocks of a ``Choose`` travel: for each, whether it goes through staging."""
+
+    ticket: Ticket
+    staged: tuple[bool, ...]
+
+
 class Sent(Event, frozen=True):
     """A write is in the target's memory and no longer reads ours."""
 
@@ -227,7 +234,8 @@ class Connect(Action, frozen=True):
     """A peer has a session. ``metadata`` is what it says of itself.
 
     To a source: reach its memory by the first of these ``transports`` that can, and say
-    ``MemoryReached`` or ``MemoryUnreached``. To a target: its memory is written by that one.
+    ``MemoryReached`` or ``MemoryUnreached``; its ``hello``
+    says where it may be written. To a target: its memory is written by that one.
     """
 
     peer: Peer
@@ -235,6 +243,7 @@ class Connect(Action, frozen=True):
     session: Session
     metadata: bytes
     transports: tuple[TransportOffer, ...] = ()
+    hello: Hello | None = None
 
 
 class Disconnect(Action, frozen=True):
@@ -251,19 +260,40 @@ class Forget(Action, frozen=True):
     session: Session
 
 
+class TransferRequest(msgspec.Struct, frozen=True):
+    """One offer of one target for one room: what it wants of a source, and in which pages."""
+
+    room: Room
+    session: Session
+    generation: Generation
+    source: int
+    peer: Peer
+    plan: Plan
+    request: Request
+    tables: tuple[Table, ...]
+
+
+class Choose(Action, frozen=True):
+    """Say with ``Chosen`` which of these blocks go through staging.
+
+    A late or wrong answer costs time and nothing else. An answer that comes after the
+    transfer has ended is ignored.
+    """
+
+    ticket: Ticket
+    transfer: TransferRequest
+    blocks: tuple[Block, ...]
+
+
 class Write(Action, frozen=True):
     """Write blocks of a room into the target's pages, or through ``local_slot`` into ``slot``.
 
-    ``note`` must reach the target after the data. ``tables`` are the target's.
+    ``note`` must reach the target after the data.
     """
 
     op: Op
-    peer: Peer
-    room: Room
-    generation: Generation
-    request: Request
+    transfer: TransferRequest
     blocks: tuple[Block, ...]
-    tables: tuple[Table, ...]
     note: Envelope
     slot: SlotIndex | None = None
     local_slot: SlotIndex | None = None
@@ -277,11 +307,8 @@ class Gather(Action, frozen=True):
     """
 
     op: Op
-    peer: Peer
-    room: Room
-    request: Request
+    transfer: TransferRequest
     blocks: tuple[Block, ...]
-    session: Session
     local_slot: SlotIndex
 
 

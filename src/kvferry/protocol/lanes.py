@@ -6,20 +6,20 @@ Plain state with no decisions about messages; ``source`` makes those.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
 from kvferry.config import ProtocolConfig
-from kvferry.ids import Generation, Op, Peer, Room, Serial, SlotIndex
+from kvferry.ids import Generation, Op, Peer, Room, Serial, SlotIndex, Ticket
 from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
 from kvferry.layout.spec import Slot
 from kvferry.plan.plan import Block, Plan, Request
-from kvferry.protocol.cutting import cut_to_slots, within
+from kvferry.protocol.cutting import within
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Finish, Push
-from kvferry.protocol.messages import Arrived, Credit, Table
+from kvferry.protocol.events import Finish, Push, TransferRequest
+from kvferry.protocol.messages import Arrived, Credit
 from kvferry.protocol.outcome import Failure
 from kvferry.protocol.states import LaneState, LinkState, RoomState
 
@@ -30,12 +30,12 @@ class Lane:
 
     room: SourceRoom
     link: Link
-    generation: Generation
-    request: Request
-    tables: tuple[Table, ...]
+    transfer: TransferRequest
     owed: tuple[Block, ...]
     said_at: float
     state: LaneState = LaneState.SENDING
+    # Questions about how its blocks travel that were not answered yet.
+    undecided: set[Ticket] = field(default_factory=set)
     direct: deque[Block] = field(default_factory=deque)
     staged: deque[Block] = field(default_factory=deque)
     # Writes whose slots are gathered, or being gathered, and wait for their credits.
@@ -60,9 +60,19 @@ class Lane:
         return self.link.peer
 
     @property
+    def generation(self) -> Generation:
+        """Which attempt of the target at the room this serves."""
+        return self.transfer.generation
+
+    @property
+    def request(self) -> Request:
+        """What the target asked for."""
+        return self.transfer.request
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is waiting to be written or being written."""
-        return not (self.direct or self.staged or self.inflight)
+        return not (self.undecided or self.direct or self.staged or self.inflight)
 
     @property
     def num_needed(self) -> int:
@@ -189,15 +199,6 @@ class Writing:
         return self.local_slot is not None and self.credit is None
 
 
-# Decides whether a block of a lane goes through staging.
-StagePolicy = Callable[[Lane, Block], bool]
-
-
-def never_stage(lane: Lane, block: Block) -> bool:
-    """Write everything straight into the target's pages."""
-    return False
-
-
 def paged(lane: Lane) -> list[Block]:
     """What follows tokens, and so becomes available push by push."""
     groups = lane.link.plan.spec
@@ -209,17 +210,6 @@ def states(lane: Lane, layers: Span) -> list[Block]:
     spec = lane.link.plan.spec
     rows = (b for b in lane.owed if isinstance(spec.group(b.group).kind, Slot))
     return within(spec, rows, layers)
-
-
-def cut(
-    lane: Lane, source: int, block: Block, stages: StagePolicy, local_bytes: int
-) -> list[Block] | None:
-    """Fragments that each fit a slot of either side; None if a block is written directly."""
-    # Always asked, because it binds what will be written.
-    if not stages(lane, block) or not lane.may_stage:
-        return None
-    slot_bytes = min(lane.slot_bytes, local_bytes)
-    return cut_to_slots(lane.link.plan, source, lane.peer.rank, block, slot_bytes)
 
 
 def chunk(lane: Lane, tokens: Span, layers: Span) -> list[Block]:

@@ -22,6 +22,7 @@ from kvferry.protocol.cutting import merge
 from kvferry.protocol.endpoint import Identity, Link
 from kvferry.protocol.events import (
     Cancel,
+    Chosen,
     Event,
     Finish,
     Open,
@@ -29,13 +30,9 @@ from kvferry.protocol.events import (
     Push,
     Release,
     Report,
+    TransferRequest,
 )
-from kvferry.protocol.lanes import (
-    Lane,
-    SourceRoom,
-    StagePolicy,
-    never_stage,
-)
+from kvferry.protocol.lanes import Lane, SourceRoom
 from kvferry.protocol.messages import (
     MAX_BLOCKS,
     MAX_METADATA,
@@ -68,13 +65,8 @@ from kvferry.protocol.writes import Writer
 class SourceMachine(Writer):
     """Every room of one source rank."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        config: ProtocolConfig,
-        stages: StagePolicy = never_stage,
-    ) -> None:
-        super().__init__(identity, config, stages)
+    def __init__(self, identity: Identity, config: ProtocolConfig) -> None:
+        super().__init__(identity, config)
         self.rooms: dict[Room, SourceRoom] = {}
         self._admission = Admission(self.rooms, config)
         self._warned: deque[SourceRoom] = deque()
@@ -83,6 +75,8 @@ class SourceMachine(Writer):
         match event:
             case Push():
                 self._on_push(event)
+            case Chosen():
+                self._on_chosen(event)
             case Open():
                 self._on_open(event)
             case Finish():
@@ -163,7 +157,7 @@ class SourceMachine(Writer):
     def _on_prepare(self, event: Prepare) -> None:
         room = self._running(event.room, "prepare")
         for lane in room.lanes.values() if room else ():
-            self._expect(lane, event.tokens)
+            self._expect(lane, event)
 
     def _on_push(self, event: Push) -> None:
         room = self._running(event.room, "push")
@@ -193,7 +187,7 @@ class SourceMachine(Writer):
         room.state = advance(SOURCE_ROOM, room.state, RoomStep.FINISH)
         room.finish = event
         for lane in list(room.lanes.values()):
-            self._send_rest(lane)
+            self._send_rest(lane, event)
         self._demand_all_pushed(room)
 
     def _on_cancel(self, event: Cancel) -> None:
@@ -245,15 +239,24 @@ class SourceMachine(Writer):
     def _add_lane(
         self, room: SourceRoom, link: Link, offer: Offer, owed: tuple[Block, ...]
     ) -> None:
-        named = offer.generation, offer.request, offer.tables
-        lane = Lane(room, link, *named, owed, self._now)
+        transfer = TransferRequest(
+            offer.room,
+            link.session,
+            offer.generation,
+            self.me.rank,
+            link.peer,
+            link.plan,
+            offer.request,
+            offer.tables,
+        )
+        lane = Lane(room, link, transfer, owed, self._now)
         room.lanes[link.peer.rank] = lane
         room.hear(link)
         self._say(link, Accept(offer.room, offer.generation))
         for push in room.pushes:
             self._send(lane, push)
         if room.finish:
-            self._send_rest(lane)
+            self._send_rest(lane, room.finish)
             self._demand_all_pushed(room)
 
     # ------------------------------------------------------------ closing
@@ -377,6 +380,7 @@ class SourceMachine(Writer):
             self._bound_warned(room)
         for lane in room.lanes.values():
             lane.state = advance(LANE, lane.state, LaneStep.FAIL)
+            self._drop_questions(lane)
             lane.drop_pending()
             self._discard_held(lane)
             if lane.inflight and lane.link.state is LinkState.UP:

@@ -11,18 +11,22 @@ transport has time for, and no more.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from kvferry.config import ProtocolConfig
-from kvferry.ids import Op, SlotIndex
+from kvferry.ids import Op, SlotIndex, Ticket
 from kvferry.layout.intervals import Span
 from kvferry.plan.plan import Block
 from kvferry.protocol.ahead import Gatherer
-from kvferry.protocol.cutting import join_layers
+from kvferry.protocol.cutting import cut_to_slots, join_layers
 from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import (
+    Choose,
+    Chosen,
     Event,
     Fate,
+    Finish,
+    Prepare,
     Push,
     SendFailed,
     Sent,
@@ -31,10 +35,8 @@ from kvferry.protocol.events import (
 from kvferry.protocol.lanes import (
     Lane,
     SourceRoom,
-    StagePolicy,
     Writing,
     chunk,
-    cut,
     num_expected,
     states,
 )
@@ -48,12 +50,26 @@ from kvferry.protocol.states import LaneState
 MAX_DIRECT_PER_LANE = 2
 
 
+@dataclass(slots=True, eq=False)
+class Undecided:
+    """Blocks of a lane whose transfer mode was asked for, by a push or ahead of one.
+
+    ``cuts`` has the blocks that were decided before, and how they are cut.
+    """
+
+    lane: Lane
+    event: Prepare | Push | Finish
+    blocks: tuple[Block, ...]
+    cuts: dict[Block, list[Block] | None]
+
+
 class Writer(Gatherer):
     """The part of a source machine that starts and ends writes."""
 
-    def __init__(self, identity: Identity, config: ProtocolConfig, stages: StagePolicy) -> None:
+    def __init__(self, identity: Identity, config: ProtocolConfig) -> None:
         super().__init__(identity, config)
-        self.stages = stages
+        self.undecided: dict[Ticket, Undecided] = {}
+        self._tickets = 0
         # Lanes that have a credit and wait for a local slot.
         self._starved: dict[Lane, None] = {}
 
@@ -87,47 +103,94 @@ class Writer(Gatherer):
     def _layers_of(self, push: Push) -> Span:
         return self._all_layers if push.layers is None else push.layers
 
-    def _expect(self, lane: Lane, tokens: Span) -> None:
+    def _expect(self, lane: Lane, event: Prepare) -> None:
         """These tokens will be pushed: ask for the credits that they need."""
-        if tokens not in lane.expected and lane.room.lacks_of(lane, tokens):
-            blocks = chunk(lane, tokens, self._all_layers)
-            cuts = lane.cuts[tokens] = {
-                block: fragments for block in blocks if (fragments := self._cut(lane, block))
-            }
-            lane.expected[tokens] = sum(map(len, cuts.values()))
-            self._ask(lane)
+        if self._is_news(lane, event.tokens):
+            self._decide(lane, event, chunk(lane, event.tokens, self._all_layers), {})
+
+    def _is_news(self, lane: Lane, tokens: Span) -> bool:
+        return tokens not in lane.expected and lane.room.lacks_of(lane, tokens)
 
     def _send(self, lane: Lane, push: Push) -> None:
-        """Have written what a push means for a lane; ask at once for what its rest will need."""
+        """Have written what a push means for a lane."""
         tokens, layers = push.tokens, self._layers_of(push)
         rows = states(lane, layers) if push.states else []
         known = lane.cuts.pop(tokens, {})
-        num_staged = self._enqueue(lane, [*chunk(lane, tokens, layers), *rows], known)
-        if push.layers is not None and not lane.expects(tokens):
-            lane.expected[tokens] = num_expected(lane, tokens, layers, num_staged)
-        else:
-            lane.met(tokens, num_staged)
-        for span in [span for span in lane.expected if not lane.room.lacks_of(lane, span)]:
-            del lane.expected[span]
-        self._ask(lane)
+        self._decide(lane, push, [*chunk(lane, tokens, layers), *rows], known)
 
-    def _send_rest(self, lane: Lane) -> None:
+    def _send_rest(self, lane: Lane, finish: Finish) -> None:
         """All is pushed: state rows that did not go with their layers may be read too."""
         gaps = lane.room.rows.gaps(self._all_layers)
-        self._enqueue(lane, [row for layers in gaps for row in states(lane, layers)])
-        self._ask(lane)
+        self._decide(lane, finish, [row for layers in gaps for row in states(lane, layers)], {})
 
-    def _enqueue(
-        self, lane: Lane, blocks: Iterable[Block], known: Mapping[Block, list[Block]] = {}
-    ) -> int:
-        """Have blocks written; how many fragments of them wait for credits?
+    # ------------------------------------------------------------ how it is written
+
+    def _decide(
+        self,
+        lane: Lane,
+        event: Prepare | Push | Finish,
+        blocks: list[Block],
+        known: dict[Block, list[Block]],
+    ) -> None:
+        """Ask how blocks are to be written.
 
         ``known``: how some of them are cut. One that goes directly is asked for again, because
         its pages may not have been known before.
         """
+        cuts: dict[Block, list[Block] | None] = {b: known[b] for b in blocks if b in known}
+        asked = Undecided(lane, event, tuple(b for b in blocks if b not in known), cuts)
+        if not asked.blocks:
+            self._decided(asked)
+            return
+        self._tickets += 1
+        ticket = Ticket(self._tickets)
+        self.undecided[ticket] = asked
+        lane.undecided.add(ticket)
+        self._do(Choose(ticket, lane.transfer, asked.blocks))
+
+    def _on_chosen(self, event: Chosen) -> None:
+        asked = self.undecided.pop(event.ticket, None)
+        if asked is None:
+            self.counts["late"] += 1
+            return
+        asked.lane.undecided.discard(event.ticket)
+        for block, staged in zip(asked.blocks, event.staged, strict=True):
+            asked.cuts[block] = self._cut(asked.lane, block) if staged else None
+        self._decided(asked)
+
+    def _decided(self, asked: Undecided) -> None:
+        lane, event = asked.lane, asked.event
+        if isinstance(event, Prepare):
+            if self._is_news(lane, event.tokens):
+                cuts = {block: cut for block, cut in asked.cuts.items() if cut is not None}
+                lane.cuts[event.tokens] = cuts
+                lane.expected[event.tokens] = sum(map(len, cuts.values()))
+        else:
+            num_staged = self._enqueue(lane, asked.cuts)
+            if isinstance(event, Push):
+                self._meet(lane, event, num_staged)
+        self._wake(lane)
+        self._ask(lane)
+
+    def _meet(self, lane: Lane, push: Push, num_staged: int) -> None:
+        """Ask at once for what the rest of a chunk will need."""
+        tokens = push.tokens
+        if push.layers is not None and not lane.expects(tokens):
+            lane.expected[tokens] = num_expected(lane, tokens, push.layers, num_staged)
+        else:
+            lane.met(tokens, num_staged)
+        for span in [span for span in lane.expected if not lane.room.lacks_of(lane, span)]:
+            del lane.expected[span]
+
+    def _drop_questions(self, lane: Lane) -> None:
+        for ticket in lane.undecided:
+            del self.undecided[ticket]
+        lane.undecided.clear()
+
+    def _enqueue(self, lane: Lane, cuts: dict[Block, list[Block] | None]) -> int:
+        """Have blocks written; how many fragments of them wait for credits?"""
         staged: list[Block] = []
-        for block in blocks:
-            fragments = known.get(block) or self._cut(lane, block)
+        for block, fragments in cuts.items():
             if fragments is None:
                 lane.direct.append(block)
             else:
@@ -135,11 +198,14 @@ class Writer(Gatherer):
         if staged and not lane.awaits_credit:
             lane.waiting_since = self._now
         lane.staged.extend(staged)
-        self._wake(lane)
         return len(staged)
 
     def _cut(self, lane: Lane, block: Block) -> list[Block] | None:
-        return cut(lane, self.me.rank, block, self.stages, self.config.local_slot_bytes)
+        """Fragments that each fit a slot of either side; None if a block is written directly."""
+        if not lane.may_stage:
+            return None
+        slot_bytes = min(lane.slot_bytes, self.config.local_slot_bytes)
+        return cut_to_slots(lane.link.plan, self.me.rank, lane.peer.rank, block, slot_bytes)
 
     def _ask(self, lane: Lane) -> None:
         """Ask for the credits that the lane needs, if they are more than it has asked for."""
@@ -209,12 +275,8 @@ class Writer(Gatherer):
         self._do(
             Write(
                 op=self._begin(write),
-                peer=lane.peer,
-                room=lane.room.name,
-                generation=lane.generation,
-                request=lane.request,
+                transfer=lane.transfer,
                 blocks=blocks,
-                tables=lane.tables,
                 note=self._note_of(write),
                 slot=credit.slot if credit else None,
                 local_slot=local_slot,

@@ -19,7 +19,7 @@ from kvferry.runtime.arguments import deadline_in
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.control import ControlServer
 from kvferry.runtime.costs import endpoint_constants
-from kvferry.runtime.driver.driver import Driver, Ports
+from kvferry.runtime.driver.driver import SourceDriver, SourcePorts
 from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.local import LocalDoor, LocalServer
 from kvferry.runtime.outgoing import Outgoing, Waitable
@@ -67,10 +67,10 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         policy = StagingPolicy(
             setup.member.rank, writes.sides_of, costs.of, config.path, writes.foresee
         )
-        machine = SourceMachine(setup.identity, _with_slots(config, setup), policy)
+        machine = SourceMachine(setup.identity, _with_slots(config, setup))
         channel = SourceChannel(outfit.me, outfit.poller, meter, self._server, self._local)
         suspects = Suspects(outfit.prober)
-        driver = Driver(machine, Ports(channel, writes, writes, suspects, rooms))
+        driver = SourceDriver(machine, SourcePorts(channel, writes, suspects, rooms))
         writes.attach(machine, policy, self._take, partial(_tell, driver, channel))
         channel.attach(self._take, outfit.stories)
         rooms.on_release = policy.forget
@@ -117,7 +117,7 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         return self._costs.latest
 
 
-def _tell(driver: Driver[SourceMachine], channel: SourceChannel, op: Op) -> None:
+def _tell(driver: SourceDriver, channel: SourceChannel, op: Op) -> None:
     """In the middle of a turn: a write has ended, and its target waits to hear of it."""
     driver.tell(op)
     channel.flush()

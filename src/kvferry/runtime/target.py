@@ -15,7 +15,7 @@ from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView, demand_name
 from kvferry.runtime.arguments import deadline_in, token_count
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.driver.driver import Driver, Ports
+from kvferry.runtime.driver.driver import TargetDriver, TargetPorts
 from kvferry.runtime.incoming import Asked, Incoming, wanted_pages
 from kvferry.runtime.keys import ClusterKey, bindable
 from kvferry.runtime.local import LocalDoor
@@ -62,7 +62,8 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             config.protocol.silence_s,
         )
         scatters = Scatters(outfit)
-        driver = Driver(machine, Ports(channel, scatters, scatters, Suspects(outfit.prober), rooms))
+        suspects = Suspects(outfit.prober)
+        driver = TargetDriver(machine, TargetPorts(channel, scatters, suspects, rooms))
         scatters.attach(machine, self._take, channel.join)
         channel.attach(self._take, outfit.stories)
         role = TargetRole(driver, self._take, outfit, scatters, channel, directory)

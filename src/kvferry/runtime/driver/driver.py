@@ -15,6 +15,7 @@ same driver, each with its own ports; its broken versions are in ``testing/sim``
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from math import inf
@@ -25,6 +26,7 @@ from kvferry.protocol.codec import BadFrame, FrameFault
 from kvferry.protocol.endpoint import Endpoint, Link
 from kvferry.protocol.events import (
     Action,
+    Choose,
     Connect,
     Discard,
     Disconnect,
@@ -57,6 +59,8 @@ from kvferry.protocol.messages import (
     RoomMessage,
 )
 from kvferry.protocol.outcome import Outcome
+from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.driver.sessions import Record, Sessions
 
 M = TypeVar("M", bound=Endpoint)
@@ -79,11 +83,17 @@ class Control(Protocol):
         """It may be lost."""
 
 
-class Data(Protocol):
-    """Peers' memory. Answers each write, and each gather, with ``Sent`` or ``SendFailed``, once."""
+class SourceData(Protocol):
+    """Targets' memory, and how to write into it.
+
+    Answers each write, and each gather, with ``Sent`` or ``SendFailed``, once.
+    """
 
     def connect(self, action: Connect) -> None:
-        """Reach a peer's memory."""
+        """Reach a target's memory."""
+
+    def choose(self, action: Choose) -> None:
+        """Say with ``Chosen`` which blocks go through staging."""
 
     def write(self, action: Write) -> None:
         """Write, and say how it ended."""
@@ -104,11 +114,17 @@ class Data(Protocol):
         """Nothing of a session is in flight: give up what it took."""
 
 
-class Copies(Protocol):
-    """Copies inside our memory. Answers with ``Scattered``."""
+class TargetData(Protocol):
+    """Local memory that sources write into."""
+
+    def connect(self, action: Connect) -> None:
+        """A source writes here."""
 
     def scatter(self, action: Scatter) -> None:
-        """Copy a slot into its pages."""
+        """Copy a slot into its pages, and say ``Scattered``."""
+
+    def forget(self, session: Session) -> None:
+        """Nothing of a session is written here any more: give up what it took."""
 
 
 class Peers(Protocol):
@@ -134,29 +150,36 @@ class Rooms(Protocol):
         """A room's memory is the caller's again."""
 
 
-class Ports(NamedTuple):
-    """Everything that a machine can ask for."""
+class SourcePorts(NamedTuple):
+    """Everything that a source machine can ask for."""
 
     control: Control
-    data: Data
-    copies: Copies
+    data: SourceData
     peers: Peers
     rooms: Rooms
 
 
-class Driver(Generic[M]):
+class TargetPorts(NamedTuple):
+    """Everything that a target machine can ask for."""
+
+    control: Control
+    data: TargetData
+    peers: Peers
+    rooms: Rooms
+
+
+P = TypeVar("P", bound=SourcePorts | TargetPorts)
+
+
+class Driver(ABC, Generic[M, P]):
     """A machine that is turned by somebody else's hand."""
 
-    def __init__(self, machine: M, ports: Ports) -> None:
+    def __init__(self, machine: M, ports: P, sessions: Sessions | None = None) -> None:
         self.machine = machine
         self.ports = ports
-        self.sessions = Sessions(exposed=machine.exposed)
+        self.sessions = Sessions(exposed=machine.exposed) if sessions is None else sessions
         self._events: deque[Event] = deque()
         self._frames: list[Send] = []
-        # What leaves when a write has ended well.
-        self._notes: dict[Op, Send] = {}
-        # Gathers that were neither posted nor discarded.
-        self._gathers: dict[Op, Gather] = {}
         self._held: set[Room] = set()
         self._turning = False
         self._in_turn = False
@@ -209,11 +232,6 @@ class Driver(Generic[M]):
         if late_s > self.machine.config.heartbeat_s / 2:
             self.take(OwnStall(late_s), now)
 
-    def tell(self, op: Op) -> None:
-        """A write has ended well: say so before its end is taken, if somebody waits for that."""
-        self._note(op)
-        self._say()
-
     def pass_time(self, now: float) -> None:
         """Tick if a timer may be due."""
         if now < self._tick_at:
@@ -237,20 +255,11 @@ class Driver(Generic[M]):
     # ------------------------------------------------------------ one step
 
     def _step(self, event: Event, now: float) -> None:
-        match event:
-            case PeerGone():
-                self._bury(event)
-            case Sent(op=op):
-                self._end(op, None)
-                self._note(op)
-                self._handle(event, now)
-            case SendFailed(op=op, fate=fate):
-                record = self._end(op, fate)
-                self._handle(event, now)
-                if record is not None and fate is not Fate.BUSY:
-                    self._sign(record)
-            case _:
-                self._handle(event, now)
+        if isinstance(event, PeerGone):
+            for record in self.sessions.bury(event.peer, event.incarnation):
+                self._cut(record.session)
+        else:
+            self._handle(event, now)
         self._settle()
 
     def _handle(self, event: Event, now: float) -> None:
@@ -267,16 +276,6 @@ class Driver(Generic[M]):
         match action:
             case Send():
                 self._frames.append(action)
-            case Write():
-                self._write(action)
-            case Gather():
-                self._gather(action)
-            case Post():
-                self._post(action)
-            case Discard(op=op):
-                self._discard(op)
-            case Scatter():
-                ports.copies.scatter(action)
             case Report(room=room, outcome=outcome):
                 ports.rooms.report(room, outcome)
             case Release(room=room):
@@ -291,46 +290,6 @@ class Driver(Generic[M]):
                 self.sessions.unwant(session)
             case _:
                 raise AssertionError(f"nobody carries out {action!r}")
-
-    def _write(self, action: Write) -> None:
-        if self._start(action.op, action.note.session):
-            self._notes[action.op] = Send(action.peer, action.note)
-            self.ports.data.write(action)
-
-    def _start(self, op: Op, session: Session) -> bool:
-        starts = self.sessions.start(op, session)
-        if not starts:
-            # Whoever has proof that nothing is in flight must also let nothing start.
-            self._events.append(SendFailed(op, Fate.FAILED))
-        return starts
-
-    def _gather(self, action: Gather) -> None:
-        if self._start(action.op, action.session):
-            self._gathers[action.op] = action
-            self.ports.data.gather(action)
-
-    def _post(self, action: Post) -> None:
-        # If it has ended or its session was cut, an answer is on its way.
-        gather = self._gathers.pop(action.op, None)
-        if gather is not None:
-            self._notes[action.op] = Send(gather.peer, action.note)
-            self.ports.data.post_gathered(action)
-
-    def _discard(self, op: Op) -> None:
-        if self._gathers.pop(op, None) is not None:
-            self.ports.data.discard(op)
-
-    def _end(self, op: Op, fate: Fate | None) -> Record | None:
-        self._gathers.pop(op, None)
-        if fate is not None:
-            self._notes.pop(op, None)
-        return self.sessions.end(op, doubtful=fate is Fate.UNKNOWN)
-
-    def _note(self, op: Op) -> None:
-        """The data is there: now its note may leave, before anything that builds on it."""
-        note = self._notes.pop(op, None)
-        if note is not None:
-            self._frames.append(note)
 
     def _say(self) -> None:
         """Send what these steps had to say, without what is said again by what follows it."""
@@ -351,15 +310,9 @@ class Driver(Generic[M]):
                 # process settles it.
                 self.ports.peers.suspect(record)
 
-    def _bury(self, event: PeerGone) -> None:
-        for record in self.sessions.bury(event.peer, event.incarnation):
-            self._cut(record.session)
-
+    @abstractmethod
     def _cut(self, session: Session) -> None:
-        """Let nothing more of a session start: what was gathered for it will never be written."""
-        self.ports.data.cut(session)
-        for op in [op for op, gather in self._gathers.items() if gather.session == session]:
-            self._discard(op)
+        """Let nothing more of a session start."""
 
     def _settle(self) -> None:
         """Say what is proven, and let go of what nobody waits for."""
@@ -386,6 +339,104 @@ class Driver(Generic[M]):
     def may_leave(self) -> bool:
         """Whether no memory is held for anybody, so that others may be told of our end."""
         return not self._held
+
+
+class SourceDriver(Driver[SourceMachine, SourcePorts]):
+    """The driver of a source: knows its writes, and sends each note after its data."""
+
+    def __init__(
+        self, machine: SourceMachine, ports: SourcePorts, sessions: Sessions | None = None
+    ) -> None:
+        super().__init__(machine, ports, sessions)
+        # What leaves when a write has ended well.
+        self._notes: dict[Op, Send] = {}
+        # Gathers that were neither posted nor discarded.
+        self._gathers: dict[Op, Gather] = {}
+
+    def tell(self, op: Op) -> None:
+        """A write has ended well: say so before its end is taken, if somebody waits for that."""
+        self._note(op)
+        self._say()
+
+    def _step(self, event: Event, now: float) -> None:
+        match event:
+            case Sent(op=op):
+                self._end(op, None)
+                self._note(op)
+            case SendFailed(op=op, fate=fate):
+                record = self._end(op, fate)
+                if record is not None and fate is not Fate.BUSY:
+                    self._sign(record)
+        super()._step(event, now)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Choose():
+                self.ports.data.choose(action)
+            case Write():
+                if self._start(action.op, action.transfer.session):
+                    self._notes[action.op] = Send(action.transfer.peer, action.note)
+                    self.ports.data.write(action)
+            case Gather():
+                if self._start(action.op, action.transfer.session):
+                    self._gathers[action.op] = action
+                    self.ports.data.gather(action)
+            case Post():
+                self._post(action)
+            case Discard(op=op):
+                self._discard(op)
+            case _:
+                super()._perform(action)
+
+    def _start(self, op: Op, session: Session) -> bool:
+        starts = self.sessions.start(op, session)
+        if not starts:
+            # Whoever has proof that nothing is in flight must also let nothing start.
+            self._events.append(SendFailed(op, Fate.FAILED))
+        return starts
+
+    def _post(self, action: Post) -> None:
+        # If it has ended or its session was cut, an answer is on its way.
+        gather = self._gathers.pop(action.op, None)
+        if gather is not None:
+            self._notes[action.op] = Send(gather.transfer.peer, action.note)
+            self.ports.data.post_gathered(action)
+
+    def _discard(self, op: Op) -> None:
+        if self._gathers.pop(op, None) is not None:
+            self.ports.data.discard(op)
+
+    def _end(self, op: Op, fate: Fate | None) -> Record | None:
+        self._gathers.pop(op, None)
+        if fate is not None:
+            self._notes.pop(op, None)
+        return self.sessions.end(op, doubtful=fate is Fate.UNKNOWN)
+
+    def _note(self, op: Op) -> None:
+        """The data is there: now its note may leave, before anything that builds on it."""
+        note = self._notes.pop(op, None)
+        if note is not None:
+            self._frames.append(note)
+
+    def _cut(self, session: Session) -> None:
+        """Let nothing more of a session start: what was gathered for it will never be written."""
+        self.ports.data.cut(session)
+        gathers = self._gathers.items()
+        for op in [op for op, gather in gathers if gather.transfer.session == session]:
+            self._discard(op)
+
+
+class TargetDriver(Driver[TargetMachine, TargetPorts]):
+    """The driver of a target, which starts no writes."""
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, Scatter):
+            self.ports.data.scatter(action)
+        else:
+            super()._perform(action)
+
+    def _cut(self, session: Session) -> None:
+        """Only the end of its process stops a source's writes."""
 
 
 def without_needless(frames: list[Send]) -> list[Send]:

@@ -58,6 +58,10 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._records)
 
+    def records(self) -> list[Record]:
+        """Every session that is kept."""
+        return list(self._records.values())
+
     def flying(self, op: Op) -> Record | None:
         """The session of a write that has begun and not ended."""
         return self._by_op.get(op)

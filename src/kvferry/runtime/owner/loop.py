@@ -68,7 +68,7 @@ class Owner:
     """A driver with a thread of its own."""
 
     def __init__(
-        self, driver: Driver[Any], role: Role, channel: Channel[Any], outfit: Outfit[Any]
+        self, driver: Driver[Any, Any], role: Role, channel: Channel[Any], outfit: Outfit[Any]
     ) -> None:
         self.driver = driver
         self.outfit = outfit

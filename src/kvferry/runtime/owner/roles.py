@@ -21,10 +21,8 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.legs import TargetRoom
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
-from kvferry.protocol.source import SourceMachine
-from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView
-from kvferry.runtime.driver.driver import Driver
+from kvferry.runtime.driver.driver import SourceDriver, TargetDriver
 from kvferry.runtime.incoming import Incoming, bad_pages
 from kvferry.runtime.jobs import ScatterJob, WriteJob
 from kvferry.runtime.mover.mover import Measured, Reached, Unreached
@@ -90,7 +88,7 @@ class SourceRole:
 
     def __init__(
         self,
-        driver: Driver[SourceMachine],
+        driver: SourceDriver,
         take: Callable[[Event], None],
         outfit: Outfit[Outgoing],
         writes: Writes,
@@ -185,7 +183,7 @@ class TargetRole:
 
     def __init__(
         self,
-        driver: Driver[TargetMachine],
+        driver: TargetDriver,
         take: Callable[[Event], None],
         outfit: Outfit[Incoming],
         scatters: Scatters,

@@ -11,21 +11,12 @@ from functools import partial
 from msgspec.structs import replace
 
 from kvferry.errors import KvferryError
-from kvferry.ids import Op, Peer, Session
+from kvferry.ids import Peer, Session
 from kvferry.layout.intervals import Span
 from kvferry.plan.bind import Binding, Image, Pair
 from kvferry.plan.binder import Binder, Binders
 from kvferry.plan.plan import Block, Request
-from kvferry.protocol.events import (
-    Cancel,
-    Connect,
-    Event,
-    Gather,
-    Post,
-    Scatter,
-    Scattered,
-    Write,
-)
+from kvferry.protocol.events import Cancel, Connect, Event, Scatter, Scattered
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.target import TargetMachine
 from kvferry.runtime.incoming import Incoming
@@ -39,7 +30,7 @@ log = logging.getLogger("kvferry.runtime")
 
 
 class Scatters:
-    """StagingMemory whose bytes are on their way into pages. A target itself writes to nobody."""
+    """Staging slots whose bytes are on their way into pages, and the sources that write here."""
 
     def __init__(self, outfit: Outfit[Incoming]) -> None:
         self._setup = outfit.setup
@@ -122,25 +113,6 @@ class Scatters:
         told = PeerMetadata.read(action.metadata)
         if told is not None and told.door is not None:
             self._join(action.peer, told.door)
-
-    def write(self, action: Write) -> None:
-        """Never asked for."""
-        raise AssertionError(f"a target was asked for {action!r}")
-
-    def gather(self, action: Gather) -> None:
-        """Never asked for."""
-        raise AssertionError(f"a target was asked for {action!r}")
-
-    def post_gathered(self, action: Post) -> None:
-        """Never asked for."""
-        raise AssertionError(f"a target was asked for {action!r}")
-
-    def discard(self, op: Op) -> None:
-        """Never asked for."""
-        raise AssertionError(f"a target was asked to discard {op}")
-
-    def cut(self, session: Session) -> None:
-        """Nothing of ours is under way."""
 
     def forget(self, session: Session) -> None:
         """It is written by nobody any more."""

@@ -18,10 +18,8 @@ from kvferry.ids import Room, Session
 from kvferry.plan.bind import Binding, Outline, Pair, Side, outline
 from kvferry.plan.choose import Path, choose, shape_of
 from kvferry.plan.cost import Constants
-from kvferry.plan.plan import Block, Plan, Request
-from kvferry.protocol.events import Write
-from kvferry.protocol.lanes import Lane
-from kvferry.protocol.messages import Table
+from kvferry.plan.plan import Block, Request
+from kvferry.protocol.events import TransferRequest, Write
 
 # Chunks whose binding is kept while parts of it are still to come; others are bound again.
 MAX_BOUND = 512
@@ -36,25 +34,13 @@ class Sides(NamedTuple):
     theirs: Side
 
 
-class Course(NamedTuple):
-    """One offer of one room: what is to be bound, and between whose pages."""
-
-    room: Room
-    session: Session
-    generation: int
-    plan: Plan
-    target: int
-    request: Request
-    tables: tuple[Table, ...]
-
-
 class StagingPolicy:
     """A staging policy. What a session's link costs may change as it is measured."""
 
     def __init__(
         self,
         rank: int,
-        sides_of: Callable[[Course], Sides],
+        sides_of: Callable[[TransferRequest], Sides],
         constants_of: Callable[[Session], Constants],
         override: Path | None = None,
         foresee: Callable[[Session, Binding], None] = lambda _, __: None,
@@ -68,13 +54,13 @@ class StagingPolicy:
         self._bound: OrderedDict[tuple[Room, Session, int, Block], Binding] = OrderedDict()
         self._outlines: dict[tuple[Session, Request, Block], Outline] = {}
 
-    def __call__(self, lane: Lane, block: Block) -> bool:
-        """Whether a block of a lane is staged."""
-        constants = self._constants_of(lane.link.session)
+    def stages(self, transfer: TransferRequest, block: Block) -> bool:
+        """Whether a block goes through staging. Binds it, so that its write finds it bound."""
+        constants = self._constants_of(transfer.session)
         if self._override is not None and not constants.maps_peer:
             return self._override is Path.STAGED
         try:
-            binding = self._bound_early(lane, block)
+            binding = self._bound_early(transfer, block)
         except InputError:
             # Its pages are not all known yet, or wrong; writing it will tell.
             return False
@@ -82,42 +68,22 @@ class StagingPolicy:
             return False
         return choose(shape_of(binding), constants).path is Path.STAGED
 
-    def _bound_early(self, lane: Lane, block: Block) -> Binding:
-        """What a block copies: asked when it is announced, so that its push finds it bound."""
-        link = lane.link
-        course = Course(
-            room=lane.room.name,
-            session=link.session,
-            generation=lane.generation,
-            plan=link.plan,
-            target=lane.peer.rank,
-            request=lane.request,
-            tables=lane.tables,
-        )
-        ((part, whole),) = self._within(course, block)
-        binding = self._part(course, part, whole)
+    def _bound_early(self, transfer: TransferRequest, block: Block) -> Binding:
+        ((part, whole),) = self._within(transfer, block)
+        binding = self._part(transfer, part, whole)
         if part == whole:
-            self._foresee(link.session, binding)
+            self._foresee(transfer.session, binding)
         return binding
 
-    def binding(self, plan: Plan, action: Write) -> Binding:
+    def binding(self, action: Write) -> Binding:
         """What a direct write copies. Raises ``InputError`` where the pages are wrong."""
-        session = action.note.session
-        course = Course(
-            room=action.room,
-            session=session,
-            generation=action.generation,
-            plan=plan,
-            target=action.peer.rank,
-            request=action.request,
-            tables=action.tables,
-        )
+        transfer = action.transfer
         found: list[Binding] = []
         for block in action.blocks:
-            for part, whole in self._within(course, block):
-                found.append(self._part(course, part, whole))
+            for part, whole in self._within(transfer, block):
+                found.append(self._part(transfer, part, whole))
                 if part == whole:
-                    self._bound.pop(_key(course, whole), None)
+                    self._bound.pop(_key(transfer, whole), None)
         # The very one that was foreseen, if there is one.
         return found[0] if len(found) == 1 else Binding(tuple(p for b in found for p in b.parts))
 
@@ -126,38 +92,38 @@ class StagingPolicy:
         for key in [key for key in self._bound if key[0] == room]:
             del self._bound[key]
 
-    def _within(self, course: Course, block: Block) -> list[tuple[Block, Block]]:
+    def _within(self, transfer: TransferRequest, block: Block) -> list[tuple[Block, Block]]:
         """The chunks that a block has a part of, each as all layers that are owed alike."""
-        owed = course.plan.blocks(self._rank, course.target, course.request)
+        owed = transfer.plan.blocks(self._rank, transfer.peer.rank, transfer.request)
         if block in owed:
             return [(block, block)]
         mine = [replace(b, tokens=block.tokens) for b in owed if b.group == block.group]
         parts = [(replace(b, layers=b.layers.intersect(block.layers)), b) for b in mine]
         return [(part, whole) for part, whole in parts if len(part.layers)]
 
-    def _part(self, course: Course, block: Block, whole: Block) -> Binding:
+    def _part(self, transfer: TransferRequest, block: Block, whole: Block) -> Binding:
         """What a block copies, cut out of its chunk."""
-        key = _key(course, whole)
+        key = _key(transfer, whole)
         binding = self._bound.get(key)
         if binding is None:
-            binding = self._bound[key] = self._bind(course, whole)
+            binding = self._bound[key] = self._bind(transfer, whole)
             if len(self._bound) > MAX_BOUND:
                 self._bound.popitem(last=False)
         return binding if block == whole else binding.of_layers(block.layers)
 
-    def _bind(self, course: Course, whole: Block) -> Binding:
-        ours, theirs = self._sides_of(course)
-        key = course.session, course.request, whole
+    def _bind(self, transfer: TransferRequest, whole: Block) -> Binding:
+        ours, theirs = self._sides_of(transfer)
+        key = transfer.session, transfer.request, whole
         known = self._outlines.get(key)
         if known is None:
             if len(self._outlines) >= MAX_OUTLINES:
                 self._outlines.clear()
-            pair = Pair(self._rank, course.target)
+            pair = Pair(self._rank, transfer.peer.rank)
             pools = ours.pools, theirs.pools
-            known = outline(course.plan, pair, course.request, *pools, (whole,))
+            known = outline(transfer.plan, pair, transfer.request, *pools, (whole,))
             self._outlines[key] = known
         return known.on(ours.tables, theirs.tables)
 
 
-def _key(course: Course, whole: Block) -> tuple[Room, Session, int, Block]:
-    return course.room, course.session, course.generation, whole
+def _key(transfer: TransferRequest, whole: Block) -> tuple[Room, Session, int, Block]:
+    return transfer.room, transfer.session, transfer.generation, whole

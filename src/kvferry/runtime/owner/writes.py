@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from kvferry.errors import KvferryError, TransportError
-from kvferry.ids import Op, Peer, Session, SlotIndex
+from kvferry.ids import Op, Session, SlotIndex
 from kvferry.logs.context import about
 from kvferry.plan.bind import Binding, Image, Pair, Side, Size
 from kvferry.plan.binder import Binders
@@ -21,6 +21,8 @@ from kvferry.plan.choose import Path
 from kvferry.plan.cost import LinkCosts
 from kvferry.plan.places import Base
 from kvferry.protocol.events import (
+    Choose,
+    Chosen,
     Connect,
     Event,
     Fate,
@@ -28,11 +30,12 @@ from kvferry.protocol.events import (
     MemoryReached,
     MemoryUnreached,
     Post,
-    Scatter,
     SendFailed,
     Sent,
+    TransferRequest,
     Write,
 )
+from kvferry.protocol.messages import Hello
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.transports import common_transports
 from kvferry.runtime.jobs import WriteJob
@@ -40,7 +43,7 @@ from kvferry.runtime.mover.calibration import SCRATCH_BYTES, Calibration
 from kvferry.runtime.mover.mover import Measured, Reached, Unreached
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.outfit import Outfit
-from kvferry.runtime.owner.staging_policy import Course, Sides, StagingPolicy
+from kvferry.runtime.owner.staging_policy import Sides, StagingPolicy
 from kvferry.runtime.owner.stories import GATHERED, Took
 from kvferry.runtime.owner.underway import Underway
 from kvferry.runtime.peer_metadata import PeerMetadata
@@ -65,6 +68,7 @@ class Writes:
         self._costs = costs
         self._measures = measures
         self._metadata: dict[Session, PeerMetadata] = {}
+        self._hellos: dict[Session, Hello] = {}
         # Links whose small writes are made at once.
         self._at_once: dict[Session, Reached] = {}
         self._underway = Underway()
@@ -85,16 +89,21 @@ class Writes:
         self._answer = answer
         self._tell = tell
 
-    def sides_of(self, course: Course) -> Sides:
+    def choose(self, action: Choose) -> None:
+        """Bind the blocks with the room's own pages, and answer with the faster mode of each."""
+        stages, transfer = self._policy.stages, action.transfer
+        staged = tuple(stages(transfer, block) for block in action.blocks)
+        self._answer(Chosen(action.ticket, staged))
+
+    def sides_of(self, transfer: TransferRequest) -> Sides:
         """Where a room's pages are, here and at a target; made once for all writes of an offer."""
-        handle = self._rooms.get(course.room)
+        handle = self._rooms.get(transfer.room)
         ours = Side(self._setup.memory.map, handle.tables.tables() if handle else {})
-        key = (course.session, course.generation)
+        key = (transfer.session, transfer.generation)
         theirs = handle.sides.get(key) if handle else None
         if theirs is None:
-            hello = self._machine.links[course.session].hello
-            assert hello is not None
-            theirs = Side(hello.pools, {t.group: t.as_page_table() for t in course.tables})
+            pools = self._hellos[transfer.session].pools
+            theirs = Side(pools, {t.group: t.as_page_table() for t in transfer.tables})
             if handle:
                 handle.sides[key] = theirs
         return Sides(ours, theirs)
@@ -103,6 +112,8 @@ class Writes:
 
     def connect(self, action: Connect) -> None:
         """A target has greeted us: reach its memory while the engine still computes."""
+        assert action.hello is not None
+        self._hellos[action.session] = action.hello
         try:
             self._metadata[action.session] = PeerMetadata.decode(action.metadata)
         except TransportError as error:
@@ -152,6 +163,7 @@ class Writes:
         """Nothing of a session is in flight."""
         self._at_once.pop(session, None)
         self._metadata.pop(session, None)
+        self._hellos.pop(session, None)
         self._costs.forget(session)
         self._mover.forget(session)
 
@@ -171,7 +183,7 @@ class Writes:
 
     def write(self, action: Write) -> None:
         """Make a write, or have it made."""
-        session = action.note.session
+        session = action.transfer.session
         job = WriteJob(action, session)
         if action.slot is not None:
             assert action.local_slot is not None
@@ -179,7 +191,7 @@ class Writes:
             self._gather(job, action.local_slot)
             return
         try:
-            job.binding = self._policy.binding(self._machine.links[session].plan, action)
+            job.binding = self._policy.binding(action)
         except KvferryError as error:
             self._fail(job, str(error))
             return
@@ -249,33 +261,27 @@ class Writes:
         """When to look at these again."""
         return self._underway.wakeup()
 
-    def scatter(self, action: Scatter) -> None:
-        """Never asked for: what comes to a source is its engine's."""
-        raise AssertionError(f"a source was asked for {action!r}")
-
     def _slot_here(self, slot: SlotIndex) -> Base:
         assert self._setup.slots is not None
         return Base(0, len(self._setup.memory.regions), self._setup.slots.pool.offset(slot))
 
     def _slot_there(self, session: Session, slot: SlotIndex) -> Base | None:
-        hello, region = self._machine.links[session].hello, self._metadata[session].staging_region
-        assert hello is not None
-        return None if region is None else Base(0, region, slot * hello.staging.slot_bytes)
+        region, slot_bytes = self._metadata[session].staging_region, self._hellos[session].staging
+        return None if region is None else Base(0, region, slot * slot_bytes.slot_bytes)
 
     def _gather(self, job: WriteJob, slot: SlotIndex) -> None:
         """Have the local slot filled. What becomes of it is in the job, or will be said."""
-        action, session = job.action, job.session
-        if self._slot_there(session, SlotIndex(0)) is None:
-            self._fail(job, f"{action.peer} granted a slot that it does not have")
+        action, transfer, slots = job.action, job.action.transfer, self._setup.slots
+        if self._slot_there(job.session, SlotIndex(0)) is None:
+            self._fail(job, f"{transfer.peer} granted a slot that it does not have")
             return
-        slots, link = self._setup.slots, self._machine.links[session]
         assert slots is not None
-        handle = self._rooms.get(action.room)
+        handle = self._rooms.get(transfer.room)
         ours = Side(self._setup.memory.map, handle.tables.tables() if handle else {})
-        pair = Pair(self._setup.member.rank, action.peer.rank)
-        binder = self._binders.of(link.plan, pair, ours.pools, None)
+        pair = Pair(transfer.source, transfer.peer.rank)
+        binder = self._binders.of(transfer.plan, pair, ours.pools, None)
         job.path, job.asked = Path.STAGED, time.monotonic()
-        job.bind = partial(binder.bind, action.request, ours, Image(), action.blocks)
+        job.bind = partial(binder.bind, transfer.request, ours, Image(), action.blocks)
         job.sources, job.targets = self._setup.addresses, (slots.address(slot),)
         job.here = self._slot_here(slot)
         if job.is_ahead:
@@ -286,7 +292,7 @@ class Writes:
 
     def gather(self, action: Gather) -> None:
         """Fill the local slot; where it is written will be said."""
-        self._gather(WriteJob(action, action.session), action.local_slot)
+        self._gather(WriteJob(action, action.transfer.session), action.local_slot)
 
     def post_gathered(self, action: Post) -> None:
         """Write a slot, when it is filled."""
@@ -321,20 +327,20 @@ class Writes:
 
     def _ended(self, job: WriteJob) -> None:
         """A write has ended, or nobody knows whether."""
-        action = job.action
+        room, peer = job.action.transfer.room, job.action.transfer.peer
         if job.fate is not None:
             self._meter.wrote(job)
-            self._log(action.peer, action, job)
+            self._log(job)
             self._answer(SendFailed(job.op, job.fate))
             return
-        self._stories.wrote(action.room, action.peer, job.path, job.num_bytes, job.seconds)
+        self._stories.wrote(room, peer, job.path, job.num_bytes, job.seconds)
         if self._machine.is_followed(job.op):
             # A target has to empty this slot before the next can be written: all else can wait.
             self._tell(job.op)
         self._meter.wrote(job)
         if job.asked is not None:
             self._tell_gathered(job, self._stories.now - job.seconds)
-        handle = self._rooms.get(action.room)
+        handle = self._rooms.get(room)
         if handle is not None:
             handle.carried[job.path] = handle.carried.get(job.path, 0) + job.num_bytes
             handle.num_writes += 1
@@ -345,14 +351,16 @@ class Writes:
         took = Took(ended - job.asked, job.num_bytes, str(job.path))
         job.asked = None
         self._meter.took("gather", took.seconds)
-        self._stories.copied(job.action.room, GATHERED, job.action.peer, ended, took)
+        transfer = job.action.transfer
+        self._stories.copied(transfer.room, GATHERED, transfer.peer, ended, took)
 
-    def _log(self, peer: Peer, action: Write | Gather, job: WriteJob) -> None:
-        handle = self._rooms.get(action.room)
+    def _log(self, job: WriteJob) -> None:
+        room, peer = job.action.transfer.room, job.action.transfer.peer
+        handle = self._rooms.get(room)
         with about(*(handle.tag if handle else NOBODYS)):
             log.warning(
                 "write-failed endpoint=%s room=%r peer=%s fate=%s detail=%r",
-                *(self._setup.member.peer, action.room, peer, job.fate, job.detail),
+                *(self._setup.member.peer, room, peer, job.fate, job.detail),
             )
 
 

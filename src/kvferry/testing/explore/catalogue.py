@@ -18,6 +18,8 @@ from kvferry.plan.plan import Block, Plan
 from kvferry.plan.reshard import reshard
 from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
+    Choose,
+    Chosen,
     Connect,
     Event,
     Gather,
@@ -32,7 +34,7 @@ from kvferry.protocol.outcome import Done, Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine
-from kvferry.runtime.driver.driver import Driver, Ports
+from kvferry.runtime.driver.driver import Driver
 from kvferry.runtime.driver.sessions import Record
 from kvferry.testing.explore.model import METADATA, PEERS, SOURCE, Model
 from kvferry.testing.explore.snapshot import copy_of, key_of
@@ -137,11 +139,11 @@ class Recorder:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._driver: Driver[Any] | None = None
+        self._driver: Driver[Any, Any] | None = None
         self._effects: list[Effect] = []
         self._now = 0.0
 
-    def of(self, driver: Driver[Any], event: Event, now: float) -> tuple[Effect, ...]:
+    def of(self, driver: Driver[Any, Any], event: Event, now: float) -> tuple[Effect, ...]:
         """What a driver asks for."""
         self._driver, self._effects, self._now = driver, [], now
         driver.take(event, now)
@@ -157,6 +159,12 @@ class Recorder:
         """A frame is under way."""
         frame = Frame(PEERS.index(peer), envelope)
         self._effects.append((EffectKind.FRAME, self._catalogue.frames.of(frame)))
+
+    def choose(self, action: Choose) -> None:
+        """Everything goes the model's way, at once."""
+        assert self._driver is not None
+        staged = (self._catalogue.model.staged,) * len(action.blocks)
+        self._driver.take(Chosen(action.ticket, staged), self._now)
 
     def write(self, action: Write) -> None:
         """A write is under way."""
@@ -231,7 +239,7 @@ class Catalogue:
         self.scatters: Numbers[Scattering] = Numbers([], {})
         self.events: Numbers[Event] = Numbers([], {})
         self.scripts = tuple(tuple(map(self.events.of, script)) for script in model.scripts())
-        self.drivers: list[Driver[Any]] = []
+        self.drivers: list[Driver[Any, Any]] = []
         self._recorder = Recorder(self)
         self._keys: dict[Hashable, int] = {}
         self._answers: dict[tuple[int, int, float], Answer] = {}
@@ -243,11 +251,9 @@ class Catalogue:
 
     def first(self) -> tuple[int, ...]:
         """The states before anything has happened."""
-        recorder = self._recorder
-        ports = Ports(recorder, recorder, recorder, recorder, recorder)
-        return tuple(map(self.add, self.model.drivers(ports)))
+        return tuple(map(self.add, self.model.drivers(self._recorder)))
 
-    def add(self, driver: Driver[Any]) -> int:
+    def add(self, driver: Driver[Any, Any]) -> int:
         """The number of a driver's state. It is kept and must not be stepped again."""
         number = self._keys.setdefault(key_of(driver), len(self.drivers))
         if number == len(self.drivers):
@@ -277,7 +283,7 @@ class Catalogue:
 
     def number_write(self, write: Write) -> int:
         """The number of a write."""
-        note, to = write.note, PEERS.index(write.peer)
+        note, to = write.note, PEERS.index(write.transfer.peer)
         assert isinstance(note.body, Arrived)
         return self.writes.of(
             Writing(
@@ -292,7 +298,7 @@ class Catalogue:
 
     def number_gather(self, gather: Gather) -> int:
         """The number of a write that is only gathered."""
-        to, atoms = PEERS.index(gather.peer), self.atoms(gather.blocks)
+        to, atoms = PEERS.index(gather.transfer.peer), self.atoms(gather.blocks)
         return self.writes.of(Writing(gather.op, to, atoms, None, None, gather.local_slot))
 
     def number_post(self, post: Post) -> int:

@@ -7,6 +7,7 @@ does, so that each of them is seen to end a room on its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -19,14 +20,20 @@ from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout, Parallel
 from kvferry.layout.spec import CacheSpec, DType, Group, Paged, Slot, Tensor, attention
 from kvferry.plan.places import contiguous_pools
-from kvferry.plan.plan import Block, Request
-from kvferry.protocol.endpoint import Endpoint, Identity
+from kvferry.plan.plan import Request
+from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import Event, Finish, Instance, Open, Prepare, Push, Receive
-from kvferry.protocol.lanes import Lane, StagePolicy, never_stage
 from kvferry.protocol.messages import Staging, Table
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
-from kvferry.runtime.driver.driver import Driver, Ports
+from kvferry.runtime.driver.driver import (
+    Driver,
+    SourceDriver,
+    SourcePorts,
+    TargetDriver,
+    TargetPorts,
+)
+from kvferry.runtime.driver.sessions import Sessions
 from kvferry.testing.sim.wire import TRANSPORTS
 
 ROOM = "room"
@@ -79,11 +86,6 @@ REPAIRED = frozenset(
 )
 
 
-def always_stage(lane: Lane, block: Block) -> bool:
-    """Send everything through staging."""
-    return True
-
-
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """One configuration. ``in_order`` gives each direction of a link FIFO delivery.
@@ -94,8 +96,9 @@ class Model:
     ``faults_at`` says which endpoints faults may touch. The two targets differ in
     nothing but their names, which no machine compares, so faults at the source
     and at one target are all faults up to swapping the targets.
-    ``source``, ``target`` and ``driver`` are classes, so that a test can put a
-    broken one in. ``wanted`` is the digest that the targets' engines give; if it is
+    ``source``, ``target``, ``source_driver`` and ``sessions`` are classes, so that a test can
+    put a broken one in, and ``ports`` may change what a port does. With ``staged`` everything
+    goes through slots. ``wanted`` is the digest that the targets' engines give; if it is
     another than the source's, nobody may ever be Done. ``horizon_s`` is when a path that
     has not ended is a hang.
     """
@@ -110,7 +113,7 @@ class Model:
     pushes: tuple[tuple[int, int], ...] = ((0, 1),)
     by_layers: bool = False
     staging: Staging = NO_STAGING
-    stages: StagePolicy = never_stage
+    staged: bool = False
     times: ProtocolConfig = TIMES
     deadline_s: float = 7.0
     horizon_s: float = 60.0
@@ -119,7 +122,9 @@ class Model:
     faults_at: frozenset[int] = frozenset({SOURCE, *TARGETS})
     source: type[SourceMachine] = field(default=SourceMachine)
     target: type[TargetMachine] = field(default=TargetMachine)
-    driver: type[Driver[Any]] = field(default=Driver)
+    source_driver: type[SourceDriver] = field(default=SourceDriver)
+    sessions: type[Sessions] = Sessions
+    ports: Callable[[Any], Any] = lambda ports: ports
 
     @property
     def is_mixed_up(self) -> bool:
@@ -138,15 +143,21 @@ class Model:
             Layout(self.spec, Parallel(tp=2), page_tokens=1),
         )
 
-    def drivers(self, ports: Ports) -> tuple[Driver[Any], ...]:
-        """The source and its two targets, before anything has happened."""
-        return tuple(self.driver(machine, ports) for machine in self.machines())
+    def drivers(self, world: Any) -> tuple[Driver[Any, Any], ...]:
+        """The source and its two targets, before anything has happened; ``world`` is every port."""
+        source, *targets = self.machines()
+        its = self.ports(SourcePorts(world, world, world, world))
+        theirs = self.ports(TargetPorts(world, world, world, world))
+        return (
+            self.source_driver(source, its, self.sessions(exposed=False)),
+            *(TargetDriver(target, theirs, self.sessions(exposed=True)) for target in targets),
+        )
 
-    def machines(self) -> tuple[Endpoint, ...]:
+    def machines(self) -> tuple[Any, ...]:
         """What they drive."""
         prefill, decode = self.layouts()
         me = Identity(PEERS[SOURCE], INCARNATIONS[SOURCE], prefill, FINGERPRINT, b"", TRANSPORTS)
-        source = self.source(me, self.times, self.stages)
+        source = self.source(me, self.times)
         targets = (
             self.target(
                 Identity(PEERS[i], INCARNATIONS[i], decode, FINGERPRINT, b"", TRANSPORTS),
@@ -206,7 +217,7 @@ STAGED = Model(
     num_tokens=2,
     pushes=((0, 2),),
     staging=Staging(_TOKEN_BYTES, 1),
-    stages=always_stage,
+    staged=True,
 )
 # Pages as they are pushed, a state row at the end.
 STATE = Model(name="state", spec=_with_state())

@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvferry.plan.plan import Plan
-from kvferry.runtime.driver.driver import Ports
+from kvferry.runtime.driver.driver import SourcePorts, TargetPorts
 
 T = TypeVar("T")
 
 _SHARED = (
-    *(int, float, str, bytes, type(None), Enum, msgspec.Struct, Plan, FunctionType, type, Ports),
+    *(int, float, str, bytes, type(None), Enum, msgspec.Struct, Plan, FunctionType, type),
+    *(SourcePorts, TargetPorts),
 )
 _UNREAD = frozenset({"counts", "_plans", "_out", "ports", "_tick_at", "_least_s"})
 _shared_types: dict[type, bool] = {}

@@ -37,20 +37,23 @@ from kvferry.protocol.outcome import Failure
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LegState
 from kvferry.protocol.target import TargetMachine
-from kvferry.runtime.driver.driver import Driver
 from kvferry.testing.sim.cluster import Machines
 from kvferry.testing.sim.drivers import (
-    AsksNobody,
     BuriesTheLiving,
-    CountsOwnSleep,
     ForgetsDoubt,
     KeepsAnEnd,
-    LeavesInTheMiddle,
-    NotesFirst,
-    Oversleeps,
     ProvesTooEarly,
+    SourceCountsOwnSleep,
+    SourceLeavesInTheMiddle,
+    SourceOversleeps,
+    SourceTakesTimeFirst,
     SuspectsTheBusy,
-    TakesTimeFirst,
+    TargetCountsOwnSleep,
+    TargetLeavesInTheMiddle,
+    TargetOversleeps,
+    TargetTakesTimeFirst,
+    asks_nobody,
+    notes_first,
 )
 
 
@@ -374,10 +377,6 @@ class KeepsEarlyOffers(SourceMachine):
 # ---------------------------------------------------------------- the list
 
 
-def _driven_by(driver: type[Driver[Any]]) -> Machines:
-    return Machines(driver=driver)
-
-
 SLOW_ABORTS = {"slow_write": 0.3, "cancel_target": 0.3}
 STAGED = {"slow_write": 0.3}
 
@@ -467,43 +466,52 @@ BREAKS: dict[str, Break] = {
     ),
     "forget-doubt": Break(
         "a write of unknown fate taken for ended",
-        _driven_by(ForgetsDoubt),
+        Machines(sessions=ForgetsDoubt),
         {"write_unknown": 0.3},
     ),
     "bury-the-living": Break(
         "one life's end taken for the end of all",
-        _driven_by(BuriesTheLiving),
+        Machines(sessions=BuriesTheLiving),
         {"kills": 4, "slow_write": 0.7},
     ),
     "leave-in-the-middle": Break(
         "others told of an end with memory still held",
-        _driven_by(LeavesInTheMiddle),
+        Machines(source_driver=SourceLeavesInTheMiddle, target_driver=TargetLeavesInTheMiddle),
         {"leaves": 2, "slow_write": 0.3},
     ),
     "count-own-sleep": Break(
         "peers called silent for the time in which this process did not run",
-        _driven_by(CountsOwnSleep),
+        Machines(source=SourceCountsOwnSleep, target=TargetCountsOwnSleep),
         {"stalls": 6, "one_sided": 0.5, "drop": 0.1},
     ),
     "time-before-frames": Break(
-        "the clock looked at before what has come", _driven_by(TakesTimeFirst), {"stalls": 2}
+        "the clock looked at before what has come",
+        Machines(source_driver=SourceTakesTimeFirst, target_driver=TargetTakesTimeFirst),
+        {"stalls": 2},
     ),
     "ask-nobody": Break(
         "a lost session whose process nobody asks after",
-        _driven_by(AsksNobody),
+        Machines(ports=asks_nobody),
         {"kills": 2, "write_unknown": 0.1},
     ),
     "suspect-the-busy": Break(
-        "back-pressure taken for a sign of death", _driven_by(SuspectsTheBusy), {"busy": 0.3}
+        "back-pressure taken for a sign of death",
+        Machines(source_driver=SuspectsTheBusy),
+        {"busy": 0.3},
     ),
-    "keep-an-end": Break("the end of a write not told", _driven_by(KeepsAnEnd)),
-    "note-first": Break("a note sent before its data", _driven_by(NotesFirst), {"slow_write": 0.3}),
+    "keep-an-end": Break("the end of a write not told", Machines(source=KeepsAnEnd)),
+    "note-first": Break(
+        "a note sent before its data", Machines(ports=notes_first), {"slow_write": 0.3}
+    ),
     "proof-in-flight": Break(
         "a session proven quiet with writes in flight",
-        _driven_by(ProvesTooEarly),
+        Machines(sessions=ProvesTooEarly),
         {"slow_write": 0.7, "cuts": 4, "stalls": 2},
     ),
-    "oversleep": Break("a timer of the machine slept through", _driven_by(Oversleeps)),
+    "oversleep": Break(
+        "a timer of the machine slept through",
+        Machines(source_driver=SourceOversleeps, target_driver=TargetOversleeps),
+    ),
     "decline-in-silence": Break(
         "a source not told that its room was given up", Machines(target=DeclinesInSilence)
     ),

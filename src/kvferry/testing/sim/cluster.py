@@ -26,16 +26,16 @@ from kvferry.layout import (
     Tensor,
     Window,
 )
-from kvferry.plan.plan import Block, Request
+from kvferry.plan.plan import Request
 from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import Cancel, Instance, NewLife
-from kvferry.protocol.lanes import Lane
 from kvferry.protocol.messages import Staging
 from kvferry.protocol.outcome import Done, Failure
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
-from kvferry.runtime.driver.driver import Driver
-from kvferry.testing.sim.engines import SourceNode, TargetNode
+from kvferry.runtime.driver.driver import SourceDriver, SourcePorts, TargetDriver, TargetPorts
+from kvferry.runtime.driver.sessions import Sessions
+from kvferry.testing.sim.engines import Policy, SourceNode, TargetNode
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob, draw_pushes
 from kvferry.testing.sim.memory import SimMemory
@@ -88,17 +88,10 @@ class Machines:
 
     source: type[SourceMachine] = SourceMachine
     target: type[TargetMachine] = TargetMachine
-    driver: type[Driver[Any]] = Driver
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Which blocks are staged: all, none, or those that begin at an odd token."""
-
-    mode: str = "mixed"
-
-    def __call__(self, lane: Lane, block: Block) -> bool:  # noqa: D102
-        return self.mode == "all" or (self.mode == "mixed" and block.tokens.first % 2 == 1)
+    source_driver: type[SourceDriver] = SourceDriver
+    target_driver: type[TargetDriver] = TargetDriver
+    sessions: type[Sessions] = Sessions
+    ports: Callable[[Any], Any] = lambda ports: ports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +126,7 @@ class Shape:
             pages=(rng.choice([2, 4]), rng.choice([1, 2, 4])),
             orders=(rng.choice(list(Order)), rng.choice(list(Order))),
             staging=Staging(rng.choice([8, 16, 64]), 1 if tight else rng.choice([0, 2, 4])),
-            policy=Policy(rng.choice(["all", "none", "mixed"])),
+            policy=Policy(rng.choice(["all", "none", "mixed", "random"])),
             num_pages=14 if tight else 40,
             num_rows=2 if tight else 8,
             ahead_slots=rng.choice([0, 1, 2]),
@@ -199,10 +192,12 @@ class Cluster:
     def _source(self, peer: Peer) -> SourceNode:
         config = self.shape.config
         memory = self._memory(self.prefill, peer.rank, config.local_slots)
-        node = SourceNode(self.world, self.wire, peer, memory)
+        node = SourceNode(self.world, self.wire, peer, memory, self.shape.policy)
         identity = Identity(peer, 1000 + self._lives, self.prefill, MODEL, b"", TRANSPORTS)
-        machine = self.machines.source(identity, config, self.shape.policy)
-        node.drive(machine, self.machines.driver)
+        machine = self.machines.source(identity, config)
+        ports = self.machines.ports(SourcePorts(node, node, node, node))
+        sessions = self.machines.sessions(exposed=False)
+        node.driver = self.machines.source_driver(machine, ports, sessions)
         return node
 
     def _target(self, peer: Peer) -> TargetNode:
@@ -215,7 +210,9 @@ class Cluster:
         node = TargetNode(self.world, self.wire, peer, memory, prefill)
         identity = Identity(peer, 1000 + self._lives, layout, model, b"", TRANSPORTS)
         machine = self.machines.target(identity, CONFIG, memory.pools, staging)
-        node.drive(machine, self.machines.driver)
+        ports = self.machines.ports(TargetPorts(node, node, node, node))
+        sessions = self.machines.sessions(exposed=True)
+        node.driver = self.machines.target_driver(machine, ports, sessions)
         node.stranger = stranger
         node.on_failure = lambda room: self.give_up(peer.instance, room)
         return node

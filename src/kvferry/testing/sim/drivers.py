@@ -1,35 +1,93 @@
-"""Drivers that break a rule. The simulator must notice each of them (``breaks`` has the list)."""
+"""Drivers and their parts that break a rule (``breaks`` has the list)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from kvferry.ids import Op, Session
-from kvferry.protocol.events import Event, Fate, Send, SendFailed, Sent, Write
-from kvferry.runtime.driver.driver import Driver, PeerGone
-from kvferry.runtime.driver.sessions import Record
+from kvferry.ids import Op, Peer
+from kvferry.protocol.events import Action, Event, Fate, OwnStall, SendFailed, Sent, Write
+from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.target import TargetMachine
+from kvferry.runtime.driver.driver import (
+    Driver,
+    SourceDriver,
+    SourcePorts,
+    TargetDriver,
+)
+from kvferry.runtime.driver.sessions import Record, Sessions
+
+# ---------------------------------------------------------------- the book of sessions
 
 
-class ForgetsDoubt(Driver[Any]):
+class ForgetsDoubt(Sessions):
     """Takes a write of unknown fate for one that has ended."""
 
-    def _end(self, op: Op, fate: Fate | None) -> Record | None:
-        return super()._end(op, Fate.FAILED if fate is Fate.UNKNOWN else fate)
+    def end(self, op: Op, *, doubtful: bool) -> Record | None:  # noqa: D102
+        return super().end(op, doubtful=False)
 
 
-class BuriesTheLiving(Driver[Any]):
+class BuriesTheLiving(Sessions):
     """Takes the end of one life of a peer for the end of all."""
 
-    def _bury(self, event: PeerGone) -> None:
-        lives = {
-            link.incarnation for link in self.machine.links.values() if link.peer == event.peer
-        }
-        for incarnation in lives | {event.incarnation}:
-            super()._bury(PeerGone(event.peer, incarnation))
+    def bury(self, peer: Peer, incarnation: int) -> list[Record]:  # noqa: D102
+        lives = {one.incarnation for one in self.records() if one.peer == peer}
+        bury = super().bury
+        return [one for life in lives | {incarnation} for one in bury(peer, life)]
 
 
-class LeavesInTheMiddle(Driver[Any]):
+class ProvesTooEarly(Sessions):
+    """Calls a session that was given up quiet with writes still in flight."""
+
+    def settle(self) -> tuple[list[Record], list[Record]]:  # noqa: D102
+        for record in self.ending():
+            record.flying.clear()
+        return super().settle()
+
+
+# ---------------------------------------------------------------- ports
+
+
+class _Through:
+    """A port that hands everything on to the real one."""
+
+    def __init__(self, port: Any) -> None:
+        self._port = port
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._port, name)
+
+
+class _AsksNobody(_Through):
+    def suspect(self, record: Record) -> None:
+        """Give a session up and never ask whether its peer is gone."""
+
+
+def asks_nobody(ports: Any) -> Any:
+    """Nobody asks after lost peers."""
+    return ports._replace(peers=_AsksNobody(ports.peers))
+
+
+class _NotesFirst(_Through):
+    def __init__(self, ports: SourcePorts) -> None:
+        super().__init__(ports.data)
+        self._control = ports.control
+
+    def write(self, action: Write) -> None:
+        """Send a write's note when it is asked for, and not when it has landed."""
+        self._control.send(action.transfer.peer, action.note)
+        self._port.write(action)
+
+
+def notes_first(ports: Any) -> Any:
+    """A source's notes overtake their data."""
+    return ports._replace(data=_NotesFirst(ports)) if isinstance(ports, SourcePorts) else ports
+
+
+# ---------------------------------------------------------------- drivers
+
+
+class _LeavesInTheMiddle(Driver[Any, Any]):
     """Tells others of its end although its memory is not free."""
 
     @property
@@ -38,7 +96,15 @@ class LeavesInTheMiddle(Driver[Any]):
         return True
 
 
-class TakesTimeFirst(Driver[Any]):
+class SourceLeavesInTheMiddle(_LeavesInTheMiddle, SourceDriver):
+    """A source that does."""
+
+
+class TargetLeavesInTheMiddle(_LeavesInTheMiddle, TargetDriver):
+    """A target that does."""
+
+
+class _TakesTimeFirst(Driver[Any, Any]):
     """Looks at the clock before it reads what has come."""
 
     def turn(self, arrived: Iterable[Event], now: float) -> None:
@@ -47,60 +113,61 @@ class TakesTimeFirst(Driver[Any]):
         super().turn(arrived, now)
 
 
-class CountsOwnSleep(Driver[Any]):
-    """Calls peers silent for the time in which it did not run itself."""
-
-    def _count_stall(self, now: float) -> None:
-        pass
+class SourceTakesTimeFirst(_TakesTimeFirst, SourceDriver):
+    """A source that does."""
 
 
-class AsksNobody(Driver[Any]):
-    """Gives a session up and never asks whether its peer is gone."""
-
-    def _disconnect(self, session: Session) -> None:
-        if self.sessions.cut(session) is not None:
-            self.ports.data.cut(session)
+class TargetTakesTimeFirst(_TakesTimeFirst, TargetDriver):
+    """A target that does."""
 
 
-class SuspectsTheBusy(Driver[Any]):
+class _Oversleeps(Driver[Any, Any]):
+    """Wakes up half a second late."""
+
+    def wakeup(self) -> float:
+        """Later than anything is due."""
+        return super().wakeup() + 0.5
+
+
+class SourceOversleeps(_Oversleeps, SourceDriver):
+    """A source that does."""
+
+
+class TargetOversleeps(_Oversleeps, TargetDriver):
+    """A target that does."""
+
+
+class SuspectsTheBusy(SourceDriver):
     """Takes a full transport for the sign of a death."""
 
-    def _step(self, event: Event, now: float) -> None:
-        record = self.sessions.flying(event.op) if isinstance(event, SendFailed) else None
-        super()._step(event, now)
-        if record is not None:
-            self._sign(record)
+    def take(self, event: Event, now: float) -> None:
+        """Ask after everybody when a write was not submitted."""
+        super().take(event, now)
+        if isinstance(event, SendFailed) and event.fate is Fate.BUSY:
+            self.ask_after()
 
 
-class KeepsAnEnd(Driver[Any]):
-    """Does not tell the machine of every tenth write that has ended."""
-
-    def _handle(self, event: Event, now: float) -> None:
-        if not isinstance(event, Sent) or event.op % 10:
-            super()._handle(event, now)
+# ---------------------------------------------------------------- what machines are told
 
 
-class NotesFirst(Driver[Any]):
-    """Sends a write's note when it is asked for, and not when it has landed."""
+class KeepsAnEnd(SourceMachine):
+    """Is not told of every tenth write that has ended."""
 
-    def _write(self, action: Write) -> None:
-        self._frames.append(Send(action.peer, action.note))
-        super()._write(action)
-
-
-class ProvesTooEarly(Driver[Any]):
-    """Calls a session that was given up quiet with writes still in flight."""
-
-    def _settle(self) -> None:
-        for record in self.sessions.ending():
-            record.flying.clear()
-        super()._settle()
+    def handle(self, event: Event, now: float) -> list[Action]:  # noqa: D102
+        if isinstance(event, Sent) and event.op % 10 == 0:
+            return []
+        return super().handle(event, now)
 
 
-class Oversleeps(Driver[Any]):
-    """Sleeps until what was due when it last ticked."""
+class SourceCountsOwnSleep(SourceMachine):
+    """Calls targets silent for the time in which it did not run itself."""
 
-    def _handle(self, event: Event, now: float) -> None:
-        planned = self._tick_at
-        super()._handle(event, now)
-        self._tick_at = max(self._tick_at, min(planned, now + 1.0))
+    def handle(self, event: Event, now: float) -> list[Action]:  # noqa: D102
+        return [] if isinstance(event, OwnStall) else super().handle(event, now)
+
+
+class TargetCountsOwnSleep(TargetMachine):
+    """Calls sources silent for the time in which it did not run itself."""
+
+    def handle(self, event: Event, now: float) -> list[Action]:  # noqa: D102
+        return [] if isinstance(event, OwnStall) else super().handle(event, now)

@@ -6,14 +6,21 @@ they compute them, give rooms up, and reuse pages the moment they get them back.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from kvferry.ids import Op, Peer, Room
+from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout.intervals import Span
 from kvferry.plan.bind import Image, Pair, Side, bind
+from kvferry.plan.places import PoolMap
+from kvferry.plan.plan import Block
 from kvferry.protocol.events import (
     Cancel,
+    Choose,
+    Chosen,
+    Connect,
     Decline,
     Discard,
     Finish,
@@ -30,9 +37,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.messages import Envelope, Offer, Table
 from kvferry.protocol.outcome import Done, Outcome
-from kvferry.protocol.source import SourceMachine
-from kvferry.protocol.target import TargetMachine
-from kvferry.runtime.driver.driver import Driver
+from kvferry.runtime.driver.driver import SourceDriver, TargetDriver
 from kvferry.testing.sim.gathers import SimGather
 from kvferry.testing.sim.jobs import SimJob, SimPush
 from kvferry.testing.sim.memory import Allocation, SimMemory, fetch
@@ -41,10 +46,30 @@ from kvferry.testing.sim.wire import Flight, Wire
 from kvferry.testing.sim.world import World
 
 
+@dataclass(frozen=True)
+class Policy:
+    """Which blocks are staged: all, none, those that begin at an odd token, or any."""
+
+    mode: str = "mixed"
+
+    def stages(self, block: Block, rng: random.Random) -> bool:
+        """Whether a block goes through staging."""
+        if self.mode == "random":
+            return rng.random() < 0.5
+        return self.mode == "all" or (self.mode == "mixed" and block.tokens.first % 2 == 1)
+
+
 class SourceNode(Node):
     """A prefill rank."""
 
-    driver: Driver[SourceMachine]
+    driver: SourceDriver
+
+    def __init__(
+        self, world: World, wire: Wire, peer: Peer, memory: SimMemory, policy: Policy
+    ) -> None:
+        super().__init__(world, wire, peer, memory)
+        self.policy = policy
+        self.pools: dict[Session, PoolMap] = {}
 
     def begin(self, job: SimJob, allocation: Allocation) -> None:
         """Open the room, then push what is computed."""
@@ -83,6 +108,25 @@ class SourceNode(Node):
             self.memory.compute(allocation, Span(0, job.request.num_tokens), states=True)
             self.deliver(Finish(job.room, job.request.num_tokens, job.metadata, job.digest))
 
+    def connect(self, action: Connect) -> None:
+        """Reach a target's memory."""
+        assert action.hello is not None
+        self.pools[action.session] = action.hello.pools
+        self.wire.reach(self, action)
+
+    def choose(self, action: Choose) -> None:
+        """Answer at once, or when it is too late to matter."""
+        staged = tuple(self.policy.stages(block, self.world.rng) for block in action.blocks)
+        chosen = Chosen(action.ticket, staged)
+        if self.world.strikes("late_choice"):
+            self.world.at(self.world.rng.random(), lambda: self.deliver(chosen))
+        else:
+            self.driver.take(chosen, self.world.now)
+
+    def cut(self, session: Session) -> None:
+        """What was handed over goes on to its end."""
+        self.world.remember(self.peer, ">", f"cut {session}")
+
     def write(self, action: Write) -> None:
         """Start a write."""
         self.world.remember(self.peer, ">", action)
@@ -90,12 +134,10 @@ class SourceNode(Node):
 
     def submit(self, action: Write) -> Flight:
         """Settle what a write reads and writes."""
-        link = self.machine.links[action.note.session]
-        assert link.hello is not None
-        theirs = {table.group: table.as_page_table() for table in action.tables}
-        return Flight(
-            self, action, link.plan, self._pages(action.room), Side(link.hello.pools, theirs)
-        )
+        transfer = action.transfer
+        theirs = {table.group: table.as_page_table() for table in transfer.tables}
+        pools = self.pools[transfer.session]
+        return Flight(self, action, self._pages(transfer.room), Side(pools, theirs))
 
     def _pages(self, room: Room) -> Side:
         return self.memory.side(self.allocations[room].side_tables())
@@ -103,8 +145,7 @@ class SourceNode(Node):
     def gather(self, action: Gather) -> None:
         """Start to fill a local slot."""
         self.world.remember(self.peer, ">", action)
-        plan = self.machine.links[action.session].plan
-        self.wire.gathers.begin(SimGather(self, action, plan, self._pages(action.room)))
+        self.wire.gathers.begin(SimGather(self, action, self._pages(action.transfer.room)))
 
     def post_gathered(self, action: Post) -> None:
         """Write what was gathered."""
@@ -119,9 +160,9 @@ class SourceNode(Node):
     def before_release(self, room: Room) -> None:
         """Nothing may still read these pages."""
         for flight in self.wire.flights:
-            if flight.source is self and flight.action.room == room:
+            if flight.source is self and flight.action.transfer.room == room:
                 self.world.violate("never reuses", f"{self.peer} released pages being read", room)
-        if any(gather.room == room for gather in self.wire.gathers.reading(self)):
+        if any(gather.transfer.room == room for gather in self.wire.gathers.reading(self)):
             self.world.violate("never reuses", f"{self.peer} released pages being read", room)
 
     def tables(self) -> dict[str, int]:
@@ -130,6 +171,7 @@ class SourceNode(Node):
         return super().tables() | {
             "rooms": len(machine.rooms),
             "writes": len(machine.writing),
+            "undecided": len(machine.undecided),
             "local slots in use": machine.config.local_slots - len(machine.local_slots),
         }
 
@@ -137,7 +179,7 @@ class SourceNode(Node):
 class TargetNode(Node):
     """A decode rank."""
 
-    driver: Driver[TargetMachine]
+    driver: TargetDriver
 
     def __init__(
         self, world: World, wire: Wire, peer: Peer, memory: SimMemory, prefill: Instance
@@ -173,6 +215,9 @@ class TargetNode(Node):
             self.allocations[offer.room].generation = offer.generation
         super().send(peer, envelope)
 
+    def connect(self, action: Connect) -> None:
+        """Sources reach this memory by themselves."""
+
     def scatter(self, action: Scatter) -> None:
         """Copy a slot into pages, after a while."""
         self.world.remember(self.peer, ">", action)
@@ -198,14 +243,15 @@ class TargetNode(Node):
 
     def check_landing(self, source: Peer, action: Write) -> None:
         """A write lands: are these bytes still its to write?"""
-        allocation = self.allocations.get(action.room)
+        room, generation = action.transfer.room, action.transfer.generation
+        allocation = self.allocations.get(room)
         if action.slot is None:
-            if allocation is None or allocation.generation != action.generation:
-                self.world.violate("never reuses", "a write into released pages", action.room)
+            if allocation is None or allocation.generation != generation:
+                self.world.violate("never reuses", "a write into released pages", room)
             return
         book = self.machine.credits
         if action.slot in book.free or action.slot in book.scattering:
-            self.world.violate("never reuses", "a write into a slot that is not its", action.room)
+            self.world.violate("never reuses", "a write into a slot that is not its", room)
 
     def reported(self, room: Room, outcome: Outcome) -> None:
         """A room that is done must be right to the last byte."""

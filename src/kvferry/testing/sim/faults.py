@@ -40,6 +40,7 @@ class Faults:
     tight_pools: int = 0
     leaves: int = 0
     unreached: float = 0.0
+    late_choice: float = 0.0
 
     @staticmethod
     def draw(rng: random.Random) -> Faults:

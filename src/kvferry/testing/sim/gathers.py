@@ -14,9 +14,7 @@ import numpy as np
 
 from kvferry.ids import Op, Room, SlotIndex
 from kvferry.plan.bind import Descriptors, Image, Pair, Side, bind
-from kvferry.plan.plan import Plan
 from kvferry.protocol.events import Fate, Gather, Post, SendFailed, Write
-from kvferry.protocol.messages import Arrived
 from kvferry.testing.sim.memory import SimMemory, fetch
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ class SimGather:
 
     source: SourceNode
     action: Gather
-    plan: Plan
     ours: Side
     post: Post | None = None
     discarded: bool = False
@@ -38,28 +35,17 @@ class SimGather:
 
     def fill(self, world: World) -> None:
         """Read the pages, and fill the slot."""
-        action, memory = self.action, self.source.memory
-        pair = Pair(self.source.peer.rank, action.peer.rank)
-        binding = bind(self.plan, pair, action.request, self.ours, Image(), action.blocks)
-        fill_slot(world, memory, action.local_slot, binding.descriptors(), action.room)
+        action, transfer, memory = self.action, self.action.transfer, self.source.memory
+        pair = Pair(transfer.source, transfer.peer.rank)
+        binding = bind(transfer.plan, pair, transfer.request, self.ours, Image(), action.blocks)
+        fill_slot(world, memory, action.local_slot, binding.descriptors(), transfer.room)
 
     def write(self) -> Write:
         """What was gathered, as a write of its slot."""
         assert self.post is not None
-        action, note = self.action, self.post.note
-        assert isinstance(note.body, Arrived)
-        return Write(
-            op=action.op,
-            peer=action.peer,
-            room=action.room,
-            generation=note.body.generation,
-            request=action.request,
-            blocks=action.blocks,
-            tables=(),
-            note=note,
-            slot=self.post.slot,
-            local_slot=action.local_slot,
-        )
+        action, post = self.action, self.post
+        what = action.op, action.transfer, action.blocks
+        return Write(*what, post.note, post.slot, action.local_slot)
 
 
 def fill_slot(
@@ -85,7 +71,7 @@ class SimGathers:
     def begin(self, gather: SimGather) -> None:
         """Fill a slot, at some moment."""
         rng, world = self._world.rng, self._world
-        self.demand_free(gather.source, gather.action.local_slot, gather.action.room)
+        self.demand_free(gather.source, gather.action.local_slot, gather.action.transfer.room)
         self._gathers[gather.source, gather.action.op] = gather
         took = 0.001 + rng.random() * 0.01 + (0.0 if world.calm else self.extra_s)
         if world.strikes("slow_write"):

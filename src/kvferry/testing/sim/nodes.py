@@ -11,28 +11,22 @@ from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
 
-from kvferry.ids import Op, Peer, Room, Session
+from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.codec import BadFrame
-from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Cancel,
-    Connect,
     Event,
     Fate,
-    Gather,
-    Post,
     Received,
     Release,
     Report,
-    Scatter,
     Send,
     SendFailed,
-    Write,
 )
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome
 from kvferry.protocol.states import LinkState
-from kvferry.runtime.driver.driver import Driver, Ports, frame_event
+from kvferry.runtime.driver.driver import Driver, frame_event
 from kvferry.runtime.driver.sessions import Record
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.memory import Allocation, SimMemory
@@ -48,7 +42,7 @@ NOBODY = Peer("nobody", 0)
 class Node(ABC):
     """One process, alive, stopped or dead; to its driver, all the ports."""
 
-    driver: Driver[Any]
+    driver: Driver[Any, Any]
 
     def __init__(self, world: World, wire: Wire, peer: Peer, memory: SimMemory) -> None:
         self.world = world
@@ -71,10 +65,6 @@ class Node(ABC):
         # each peer, and when that was.
         self._stopped_s = 0.0
         self._heard_after: dict[Peer, tuple[float, float]] = {}
-
-    def drive(self, machine: Endpoint, driver: type[Driver[Any]]) -> None:
-        """Get a machine."""
-        self.driver = driver(machine, Ports(self, self, self, self, self))
 
     @property
     def machine(self) -> Any:
@@ -158,34 +148,6 @@ class Node(ABC):
         """Put a frame on the wire."""
         self.world.remember(self.peer, ">", Send(peer, envelope))
         self.world.send(self.peer, peer, envelope)
-
-    def connect(self, action: Connect) -> None:
-        """Reach a peer's memory."""
-        self.wire.reach(self, action)
-
-    def write(self, action: Write) -> None:
-        """Only a source writes."""
-        raise AssertionError(f"{self.peer} writes")
-
-    def gather(self, action: Gather) -> None:
-        """Only a source gathers."""
-        raise AssertionError(f"{self.peer} gathers")
-
-    def post_gathered(self, action: Post) -> None:
-        """Only a source writes."""
-        raise AssertionError(f"{self.peer} writes")
-
-    def discard(self, op: Op) -> None:
-        """Only a source gathers."""
-        raise AssertionError(f"{self.peer} gathers")
-
-    def scatter(self, action: Scatter) -> None:
-        """Only a target scatters."""
-        raise AssertionError(f"{self.peer} scatters")
-
-    def cut(self, session: Session) -> None:
-        """What was handed over goes on to its end."""
-        self.world.remember(self.peer, ">", f"cut {session}")
 
     def forget(self, session: Session) -> None:
         """Nothing is kept of a session here."""

@@ -28,15 +28,8 @@ from kvferry.protocol.messages import (
     Welcome,
 )
 from kvferry.protocol.outcome import Failure, FailureCode
-from kvferry.testing.sim.cluster import (
-    HYBRID,
-    PREFILL,
-    STRANGER,
-    Cluster,
-    Policy,
-    Shape,
-)
-from kvferry.testing.sim.engines import SourceNode
+from kvferry.testing.sim.cluster import HYBRID, PREFILL, STRANGER, Cluster, Shape
+from kvferry.testing.sim.engines import Policy, SourceNode
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.scripts import (

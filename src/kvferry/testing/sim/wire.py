@@ -16,7 +16,6 @@ import numpy as np
 
 from kvferry.ids import Peer, Session
 from kvferry.plan.bind import Descriptors, Image, Pair, Side, bind
-from kvferry.plan.plan import Plan
 from kvferry.protocol.events import (
     Connect,
     Fate,
@@ -46,7 +45,6 @@ class Flight:
 
     source: SourceNode
     action: Write
-    plan: Plan
     ours: Side
     theirs: Side
     fate: Fate | None = None
@@ -55,26 +53,25 @@ class Flight:
     @property
     def session(self) -> Session:
         """The session that carries it."""
-        return self.action.note.session
+        return self.action.transfer.session
 
     @property
     def pair(self) -> Pair:
         """The two ranks."""
-        return Pair(self.source.peer.rank, self.action.peer.rank)
+        return Pair(self.source.peer.rank, self.action.transfer.peer.rank)
 
     def touches(self, peer: Peer, incarnation: int) -> bool:
         """Whether that life of that peer is at one end."""
         ends = (
             (self.source.peer, self.source.incarnation),
-            (self.action.peer, self.session.target),
+            (self.action.transfer.peer, self.session.target),
         )
         return (peer, incarnation) in ends
 
     def bind(self, target: Side | Image) -> Descriptors:
         """Every piece, from the source's pages into the target's or into an image."""
-        action = self.action
-        binding = bind(self.plan, self.pair, action.request, self.ours, target, action.blocks)
-        return binding.descriptors()
+        plan, request = self.action.transfer.plan, self.action.transfer.request
+        return bind(plan, self.pair, request, self.ours, target, self.action.blocks).descriptors()
 
 
 class Wire:
@@ -90,8 +87,6 @@ class Wire:
     def reach(self, node: Node, action: Connect) -> None:
         """Reach a target's memory, which takes time and may not work."""
         world, session = self.world, action.session
-        if node.machine.exposed:
-            return
         event: MemoryReached | MemoryUnreached = MemoryReached(session, action.transports[0].name)
         if world.strikes("unreached"):
             event = MemoryUnreached(session, ("simulated: that is how it is",))
@@ -116,9 +111,9 @@ class Wire:
 
     def _start(self, source: SourceNode, action: Write) -> Flight | None:
         world = self.world
-        if action.note.session not in self._reached:
+        if action.transfer.session not in self._reached:
             text = f"{source.peer} was asked to write where it reaches nothing"
-            world.violate("says no early", text, action.room)
+            world.violate("says no early", text, action.transfer.room)
         if world.strikes("busy"):
             self._answer(source, SendFailed(action.op, Fate.BUSY))
             return None
@@ -134,8 +129,9 @@ class Wire:
         slot, memory = flight.action.local_slot, flight.source.memory
         if slot is None:
             return
-        self.gathers.demand_free(flight.source, slot, flight.action.room)
-        fill_slot(self.world, memory, slot, flight.bind(Image()), flight.action.room)
+        room = flight.action.transfer.room
+        self.gathers.demand_free(flight.source, slot, room)
+        fill_slot(self.world, memory, slot, flight.bind(Image()), room)
 
     def _schedule(self, flight: Flight) -> None:
         rng = self.world.rng
@@ -188,7 +184,7 @@ class Wire:
 
     def _target(self, flight: Flight) -> TargetNode | None:
         """The receiver, if the incarnation that made the offer still lives."""
-        node = self.world.nodes.get(flight.action.peer)
+        node = self.world.nodes.get(flight.action.transfer.peer)
         alive = node is not None and node.alive and node.incarnation == flight.session.target
         return node if alive else None  # type: ignore[return-value]
 
@@ -250,7 +246,7 @@ class Wire:
                     self._end(flight)
                 else:
                     flight.fate = Fate.UNKNOWN
-            elif flight.action.peer == node.peer:
+            elif flight.action.transfer.peer == node.peer:
                 self._end(flight)
                 if flight.fate is not Fate.UNKNOWN:
                     fate = Fate.FAILED if self.world.rng.random() < 0.7 else Fate.UNKNOWN
