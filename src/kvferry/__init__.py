@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvferry.layout.hf import spec_from_config
     from kvferry.layout.intervals import Span, Tokens
     from kvferry.layout.layout import Holding, Layout, Order, Parallel, Stated, find_holding
+    from kvferry.layout.pages import touched_pages
     from kvferry.layout.spec import (
         CacheSpec,
         DType,
@@ -166,6 +167,7 @@ __all__ = [
     "reshard",
     "settle_heap",
     "spec_from_config",
+    "touched_pages",
     "transport_class",
     "warm_up",
 ]
@@ -182,6 +184,7 @@ _HOMES = {
     "layout.hf": "spec_from_config",
     "layout.intervals": "Span Tokens",
     "layout.layout": "Holding Layout Order Parallel Stated find_holding",
+    "layout.pages": "touched_pages",
     "layout.spec": "CacheSpec DType Group Paged Slot Tensor Window attention attention_group",
     "model_config": "config_as config_bytes model_fingerprint read_config",
     "plan.choose": "Path",

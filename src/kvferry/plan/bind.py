@@ -22,7 +22,8 @@ from msgspec.structs import replace
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span, Tokens
 from kvferry.layout.layout import Holding, Layout, find_holding
-from kvferry.layout.spec import Group, Slot
+from kvferry.layout.pages import local_tokens
+from kvferry.layout.spec import Group
 from kvferry.plan.coalesce import Pieces, one_piece
 from kvferry.plan.forms import Cadence, FormKey, Grid, RequestPages, Spacing, pieces_on
 from kvferry.plan.places import MAX_OFFSET, Base, Int64s, PageTable, Placement, PoolMap
@@ -209,18 +210,22 @@ def outline(
             if not tokens.num_tokens:
                 continue
             group = plan.spec.group(move.group)
+            layers = group.layers_in(move.layers)
             from_ = _Rank(plan.source, plan.held[move.source], move.source_unit)
             into = _Rank(plan.target, plan.wanted[move.target], move.target_unit)
             drafts.append(
                 _draft(
                     group,
                     move,
+                    layers,
                     tokens.num_tokens,
-                    _end(group, move, tokens, from_, source, offset),
-                    _end(group, move, tokens, into, target, offset),
+                    _end(group, move, layers, tokens, from_, source, offset),
+                    _end(group, move, layers, tokens, into, target, offset),
                 )
             )
-            offset += _demand_fits(_move_bytes(group, move, tokens))
+            offset += _demand_fits(
+                tokens.num_tokens * len(layers) * len(move.units) * group.unit_bytes
+            )
     return Outline(tuple(drafts))
 
 
@@ -230,11 +235,6 @@ def _clipped(plan: Plan, move: Move, request: Request, block: Block) -> tuple[Mo
     if move.group != block.group or not plan.spec.group(move.group).layers_in(layers):
         return move, Tokens(0, 0)
     return replace(move, layers=layers), plan.tokens_of(move, request).clip(block.tokens)
-
-
-def _move_bytes(group: Group, move: Move, tokens: Tokens) -> int:
-    cells = len(group.layers_in(move.layers)) * len(move.units)
-    return tokens.num_tokens * cells * group.unit_bytes
 
 
 def _demand_fits(num_bytes: int) -> int:
@@ -285,18 +285,22 @@ _IMAGE_TABLE = PageTable([0])
 
 
 def _end(
-    group: Group, move: Move, tokens: Tokens, rank: _Rank, pools: PoolMap | None, offset: int
+    group: Group,
+    move: Move,
+    layers: tuple[int, ...],
+    tokens: Tokens,
+    rank: _Rank,
+    pools: PoolMap | None,
+    offset: int,
 ) -> _End:
     count = tokens.num_tokens
     if pools is None:
         return _End(Cadence(count, 0, 1, 0), 0, _image_placements(group, move, count, offset))
     placements = tuple(pools.of(group.name, tensor.name) for tensor in group.tensors)
-    if isinstance(group.kind, Slot):
-        return _End(Cadence(1, 0, 1, rank.unit), 0, placements)
-    held = find_holding(rank.holdings, group.name, group.layers_in(move.layers)[0]).tokens
-    first, advance = held.local_index(tokens.first), tokens.step // held.step
-    page, within = divmod(first, rank.layout.page_tokens)
-    return _End(Cadence(rank.layout.page_tokens, within, advance, rank.unit), page, placements)
+    held = find_holding(rank.holdings, group.name, layers[0])
+    local = local_tokens(rank.layout, group, held, tokens)
+    page, within = local.start
+    return _End(Cadence(local.page_tokens, within, local.advance, rank.unit), page, placements)
 
 
 # Parcels of one size recur, and making a base for each layer is most of what a binding costs.
@@ -363,8 +367,14 @@ def _table(tables: Tables, group: str) -> PageTable:
     return tables[group]
 
 
-def _draft(group: Group, move: Move, num_tokens: int, source: _End, target: _End) -> _Draft:
-    layers = group.layers_in(move.layers)
+def _draft(
+    group: Group,
+    move: Move,
+    layers: tuple[int, ...],
+    num_tokens: int,
+    source: _End,
+    target: _End,
+) -> _Draft:
     strands = []
     for tensor, ours, theirs in zip(
         group.tensors, source.placements, target.placements, strict=True

@@ -16,7 +16,7 @@ import numpy as np
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span, Tokens
 from kvferry.layout.layout import Holding, Layout, find_holding
-from kvferry.layout.spec import Slot
+from kvferry.layout.pages import local_tokens
 from kvferry.plan.bind import Pair, Side, bind
 from kvferry.plan.choose import Choice, Path, Shape, choose, shape_of
 from kvferry.plan.cost import Constants
@@ -130,18 +130,15 @@ class _Likeness(NamedTuple):
 def _likeness(plan: Plan, move: Move, tokens: Tokens) -> _Likeness:
     group = plan.spec.group(move.group)
     layers = group.layers_in(move.layers)
+    num_tokens = tokens.num_tokens
 
     def end(layout: Layout, holdings: tuple[Holding, ...]) -> _End:
         held = find_holding(holdings, move.group, layers[0])
-        if isinstance(group.kind, Slot):
-            return _End(len(held.units), 0, 1, Span(0, 1))
-        first, last = (held.tokens.local_index(at) for at in (tokens.first, tokens.last))
-        pages = Span(first // layout.page_tokens, last // layout.page_tokens + 1)
-        return _End(len(held.units), first, tokens.step // held.tokens.step, pages)
+        local = local_tokens(layout, group, held, tokens)
+        return _End(len(held.units), local.first, local.advance, local.pages(num_tokens))
 
     source = end(plan.source, plan.held[move.source])
     target = end(plan.target, plan.wanted[move.target])
-    num_tokens = tokens.num_tokens
     return _Likeness(move.group, len(layers), len(move.units), num_tokens, source, target)
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.errors import InputError
+from kvferry.layout.pages import LocalTokens
 from kvferry.plan.coalesce import Grain, Pieces, Stride, pieces_of
 from kvferry.plan.places import Int64s, PageTable
 
@@ -48,8 +49,7 @@ class Cadence(NamedTuple):
         if self.advance == 1:
             return np.arange(-self.first % self.page_tokens or self.page_tokens, num_tokens,
                              self.page_tokens, dtype=np.int64)  # fmt: skip
-        last = self.first + (num_tokens - 1) * self.advance
-        pages = np.arange(self.first // self.page_tokens + 1, last // self.page_tokens + 1)
+        pages = np.arange(1, self._num_pages(num_tokens))
         return -((self.first - pages * self.page_tokens) // self.advance)
 
     def locate(self, starts: Int64s) -> _Stretches:
@@ -59,11 +59,15 @@ class Cadence(NamedTuple):
 
     def locate_pages(self, num_tokens: int) -> _Stretches:
         """Where the tokens are that are the first in each page: ``locate`` without a division."""
-        last = (self.first + num_tokens - 1) // self.page_tokens
-        place = np.arange(last + 1, dtype=np.int64)
-        within = np.zeros(last + 1, dtype=np.int64)
+        num_pages = self._num_pages(num_tokens)
+        place = np.arange(num_pages, dtype=np.int64)
+        within = np.zeros(num_pages, dtype=np.int64)
         within[0] = self.first
         return _Stretches(place, within, every=True)
+
+    def _num_pages(self, num_tokens: int) -> int:
+        # The first token is in page 0.
+        return LocalTokens(self.page_tokens, self.first, self.advance).pages(num_tokens).end
 
     def cuts_like(self, other: Cadence) -> bool:
         """Whether both have their pages' edges at the same tokens, and every token of them."""

@@ -7,8 +7,10 @@ computed. Pure. Each returns what is wrong, or None.
 from __future__ import annotations
 
 from kvferry.errors import InputError
-from kvferry.layout.layout import Holding, Layout
-from kvferry.layout.spec import Group, Slot
+from kvferry.layout.intervals import Span
+from kvferry.layout.layout import Layout
+from kvferry.layout.pages import local_pages
+from kvferry.layout.spec import Group
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block, Plan
 from kvferry.protocol.messages import Close, Hello, Offer, Table
@@ -75,21 +77,9 @@ def _table_problem(
         return f"names page {max(table.pages)}, but its pool has {num_pages}"
     if len(set(table.pages)) != len(table.pages):
         return "names a page twice"
-    first, last = _local_pages(plan.target, group, _holding(plan, target, group), block)
-    if first < table.first_page or last >= table.first_page + len(table.pages):
-        return f"needs pages {first}..{last} of the request, and got {len(table.pages)}"
+    held = next(held for held in plan.wanted[target] if held.group == group.name)
+    needed = local_pages(plan.target, group, held, block.tokens)
+    if not Span(table.first_page, table.first_page + len(table.pages)).covers(needed):
+        named = f"{needed.first}..{needed.end - 1}"
+        return f"needs pages {named} of the request, and got {len(table.pages)}"
     return None
-
-
-def _holding(plan: Plan, target: int, group: Group) -> Holding:
-    return next(held for held in plan.wanted[target] if held.group == group.name)
-
-
-def _local_pages(layout: Layout, group: Group, held: Holding, block: Block) -> tuple[int, int]:
-    """The first and last page of the request that the block's tokens touch at the target."""
-    if isinstance(group.kind, Slot):
-        return 0, 0
-    mine = held.tokens.clip(block.tokens)
-    first = held.tokens.local_index(mine.first)
-    last = first + max(0, mine.num_tokens - 1)
-    return first // layout.page_tokens, last // layout.page_tokens

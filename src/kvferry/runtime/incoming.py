@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kvferry.ids import Op, Peer, Room
-from kvferry.layout.layout import Holding, Layout, find_holding
-from kvferry.layout.spec import Slot
+from kvferry.layout.layout import Layout, find_holding
+from kvferry.layout.pages import local_pages
 from kvferry.plan.bind import Binding, Side
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block, Request
@@ -103,23 +103,14 @@ def bad_pages(
     places: dict[str, set[int]] = {}
     for block in missing:
         first = by_group[block.group].first_page
-        lacking = _pages_of(layout, holdings, block)
-        places.setdefault(block.group, set()).update(page - first for page in lacking)
+        group = layout.spec.group(block.group)
+        held = find_holding(holdings, block.group, group.layers_in(block.layers)[0])
+        lacking = local_pages(layout, group, held, block.tokens)
+        places.setdefault(block.group, set()).update(
+            page - first for page in range(lacking.first, lacking.end)
+        )
     return {
         group: [by_group[group].pages[place] for place in sorted(bad)]
         for group, bad in places.items()
         if bad
     }
-
-
-def _pages_of(layout: Layout, holdings: tuple[Holding, ...], block: Block) -> range:
-    """Which pages of the request a block lies in."""
-    group = layout.spec.group(block.group)
-    if isinstance(group.kind, Slot):
-        return range(1)
-    held = find_holding(holdings, block.group, group.layers_in(block.layers)[0]).tokens
-    mine = held.clip(block.tokens)
-    if not mine.num_tokens:
-        return range(0)
-    first, last = held.local_index(mine.first), held.local_index(mine.last)
-    return range(first // layout.page_tokens, last // layout.page_tokens + 1)

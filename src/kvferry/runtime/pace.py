@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from msgspec import Meta
 
+from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
+from kvferry.layout.pages import touched_pages
 from kvferry.plan.cost import Constants
 from kvferry.plan.layers import layers_per_push
 from kvferry.runtime.outgoing import Waitable
@@ -89,7 +91,8 @@ class Pace:
             num_layers=self.num_layers,
             layer_s=self._token_s * num_tokens,
             layer_bytes=num_sent * self._token_bytes,
-            layer_pieces=-(-num_sent // self._page_tokens) * self._num_tensors,
+            layer_pieces=len(touched_pages(Span(0, num_sent), self._page_tokens))
+            * self._num_tensors,
             constants=constants,
         ).layers
 

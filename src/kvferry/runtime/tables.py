@@ -12,6 +12,7 @@ from typing import Any
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Holding, Layout
+from kvferry.layout.pages import local_pages
 from kvferry.layout.spec import Group, Slot, Window
 from kvferry.plan.places import PageTable, PoolMap
 from kvferry.plan.plan import Request
@@ -34,7 +35,7 @@ class Shelf:
     def __init__(self, layout: Layout, rank: int, pools: PoolMap) -> None:
         held = layout.rank_holdings(rank)
         self.num_layers = layout.spec.num_layers
-        self._page_tokens = layout.page_tokens
+        self._layout = layout
         self._holdings: dict[str, Holding] = {}
         for holding in held:
             self._holdings.setdefault(holding.group, holding)
@@ -67,8 +68,8 @@ class Shelf:
 
     def _first_page(self, group: Group, request: Request, num_given: int) -> int:
         """Pages are counted from the request's start, or from the first one that it needs."""
-        everything = self._local_pages(group.name, Span(0, request.num_tokens))
-        needed = self._local_pages(group.name, group.owed(request.num_tokens, request.prefix))
+        everything = self._local_pages(group, Span(0, request.num_tokens))
+        needed = self._local_pages(group, group.owed(request.num_tokens, request.prefix))
         if num_given >= everything.end:
             return 0
         if num_given == len(needed):
@@ -95,7 +96,7 @@ class Shelf:
         for group in self._paged:
             if not self._has(group.name, layers):
                 continue
-            local = self._local_pages(group.name, tokens)
+            local = self._local_pages(group, tokens)
             gaps = isinstance(group.kind, Window)
             named: list[Any] = _pages_of(group.name, pages, gaps=gaps)
             given = tuple([UNKNOWN if p is None else p for p in named] if gaps else named)
@@ -134,15 +135,9 @@ class Shelf:
     def _has(self, group: str, layers: Span | None) -> bool:
         return layers is None or any(layer in layers for layer in self._layers[group])
 
-    def _local_pages(self, group: str, tokens: Span) -> Span:
+    def _local_pages(self, group: Group, tokens: Span) -> Span:
         """The pages that hold this rank's share of those tokens."""
-        held = self._holdings[group].tokens
-        mine = held.clip(tokens)
-        first = held.local_index(mine.first)
-        if not mine.num_tokens:
-            return Span(first // self._page_tokens, first // self._page_tokens)
-        last = held.local_index(mine.last)
-        return Span(first // self._page_tokens, last // self._page_tokens + 1)
+        return local_pages(self._layout, group, self._holdings[group.name], tokens)
 
     def _demand_good(self, group: str, pages: Sequence[int]) -> None:
         most = self._num_pages[group]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry import InputError
+from kvferry import InputError, Span, touched_pages
 from kvferry.integrations.sglang.pools import WindowPool
 
 NO_PAGE = 0
@@ -40,8 +40,8 @@ def window_pages(
     """SGLang's list, from the first page that the layout counts."""
     if prefix >= num_tokens:
         return []
-    page = window.buffers.page_tokens
-    needed = -(-num_tokens // page) - first_kept(window, num_tokens, prefix) // page
+    kept = Span(first_kept(window, num_tokens, prefix), num_tokens)
+    needed = len(touched_pages(kept, window.buffers.page_tokens))
     if not needed - 1 <= len(pages) <= needed:
         raise InputError(
             f"SGLang named {len(pages)} pages of its sliding window, and {num_tokens} tokens with "

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvferry import Group, InputError
+from kvferry import Group, InputError, Span, touched_pages
 from kvferry.integrations.vllm.orders import BlocksByGroup
 from kvferry.integrations.vllm.states import StateSpec
 
@@ -49,7 +49,7 @@ class Paging(msgspec.Struct, frozen=True):
 
     def cells(self, num_tokens: int) -> int:
         """Cells that hold so many tokens, the last perhaps in part."""
-        return -(-num_tokens // self.cell_tokens)
+        return touched_pages(Span(0, num_tokens), self.cell_tokens).end
 
     def full_cells(self, num_tokens: int) -> int:
         """Cells that so many tokens fill."""
@@ -66,7 +66,8 @@ class Paging(msgspec.Struct, frozen=True):
 
     def touched(self, pages: Sequence[int], first: int, end: int) -> list[int]:
         """Those of a request's pages in which the cells from ``first`` to ``end`` lie."""
-        return list(pages[first // self.page_cells : -(-end // self.page_cells)])
+        touched = touched_pages(Span(first, end), self.page_cells)
+        return list(pages[touched.first : touched.end])
 
 
 class BlockCuts(msgspec.Struct, frozen=True):
@@ -82,7 +83,7 @@ class BlockCuts(msgspec.Struct, frozen=True):
         self, blocks: Sequence[Sequence[int]], first_block: int, num_tokens: int
     ) -> BlocksByGroup:
         """The blocks from that number on in which the request's first tokens lie."""
-        end = -(-num_tokens // self.block_tokens)
+        end = touched_pages(Span(0, num_tokens), self.block_tokens).end
         return tuple(
             tuple(own[spec.block_at(num_tokens) :][:1]) if spec else tuple(own[first_block:end])
             for own, spec in ((own, self.states.get(p)) for p, own in enumerate(blocks))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from kvferry import DType, Group, InputError
+from kvferry import DType, Group, InputError, Span, touched_pages
 from kvferry.integrations.states import StateForm, StatePart, groups_of, parts_of
 
 # vLLM's names of layers by what their convolution joins; None where there is none.
@@ -37,7 +37,7 @@ class StateSpec(NamedTuple):
 
     def block_at(self, num_tokens: int) -> int:
         """Which of a request's blocks has the state after so many tokens."""
-        return -(-num_tokens // self.block_tokens) - 1
+        return touched_pages(Span(0, num_tokens), self.block_tokens).end - 1
 
 
 class StateSharding(NamedTuple):

@@ -14,7 +14,16 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry import Failure, FailureCode, Incoming, KvferryError, Room, TargetEndpoint
+from kvferry import (
+    Failure,
+    FailureCode,
+    Incoming,
+    KvferryError,
+    Room,
+    Span,
+    TargetEndpoint,
+    touched_pages,
+)
 from kvferry.integrations.vllm.orders import DecodeOrders, ReceiveRoom
 from kvferry.integrations.vllm.paging import BlockTables
 from kvferry.integrations.vllm.stats import RoomCounts
@@ -139,8 +148,8 @@ class TargetRooms:
 
     def _unfilled(self, order: ReceiveRoom) -> tuple[int, ...]:
         """Only asked for where vLLM has one cache group: elsewhere blocks' numbers say nothing."""
-        each = self._tables.paging.block_tokens
-        return order.blocks[0][order.prefix // each : -(-order.tokens // each)]
+        blocks = touched_pages(Span(order.prefix, order.tokens), self._tables.paging.block_tokens)
+        return order.blocks[0][blocks.first : blocks.end]
 
     def handles(self) -> list[Incoming]:
         """Of all rooms that are awaited here."""

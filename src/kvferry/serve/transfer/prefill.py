@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry import DeviceMarks, Outgoing, Pace, SourceEndpoint, Waitable
+from kvferry import DeviceMarks, Outgoing, Pace, SourceEndpoint, Span, Waitable, touched_pages
 from kvferry.serve.engine.cache import Cache
 from kvferry.serve.engine.steps import Sample, SampleFailed, StepPlan, Work
 from kvferry.serve.transfer.extension import EndpointSettings, RoomExtension
@@ -134,7 +134,8 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
 
     def _pages(self, work: Work, first: int, end: int) -> list[int]:
         """The pages that these tokens touch."""
-        return work.pages[first // self._page_tokens : -(-end // self._page_tokens)]
+        touched = touched_pages(Span(first, end), self._page_tokens)
+        return work.pages[touched.first : touched.end]
 
     def _computed(self) -> Waitable | None:
         """What happens once the GPU has done all that it was given; None where it is done."""

@@ -1,0 +1,94 @@
+"""Which pages hold which tokens, against every token placed one by one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.layout import (
+    CacheSpec,
+    DType,
+    Group,
+    Holding,
+    Layout,
+    Paged,
+    Slot,
+    Span,
+    Stated,
+    Tensor,
+    Tokens,
+    Window,
+)
+from kvferry.layout.pages import LocalTokens, local_pages, local_tokens, touched_pages
+
+SIZES = st.integers(1, 9)
+SPANS = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda two: Span(*sorted(two)))
+KINDS = st.sampled_from([Paged(), Window(7)])
+
+
+def group_of(kind: Paged | Window | Slot) -> Group:
+    return Group("kv", kind, (0,), 1, (Tensor("k", DType.UINT8, 1),))
+
+
+def layout_of(group: Group, held: Holding, page_tokens: int) -> Layout:
+    return Layout(CacheSpec(1, (group,)), Stated(((held,),)), page_tokens=page_tokens)
+
+
+@st.composite
+def holdings(draw: st.DrawFn) -> Holding:
+    step = draw(st.integers(1, 4))
+    first = draw(st.integers(0, 6))
+    end = draw(st.none() | st.integers(first, 80))
+    return Holding("kv", Span(0, 1), Span(0, 1), Tokens(first, end, step))
+
+
+def kept(held: Holding, end: int = 100) -> list[int]:
+    """The positions that a rank keeps, in order: the place of each is its local index."""
+    return [token for token in range(end) if token in held.tokens]
+
+
+def as_span(pages: set[int]) -> Span:
+    return Span(min(pages), max(pages) + 1)
+
+
+@given(SPANS, SIZES)
+def test_pages_of_tokens_that_are_all_kept(tokens: Span, size: int) -> None:
+    pages = touched_pages(tokens, size)
+    assert set(range(pages.first, pages.end)) == {
+        token // size for token in range(tokens.first, tokens.end)
+    }
+
+
+@given(holdings(), KINDS, SPANS, SIZES)
+def test_pages_of_a_share(held: Holding, kind: Paged | Window, tokens: Span, size: int) -> None:
+    group = group_of(kind)
+    pages = local_pages(layout_of(group, held, size), group, held, tokens)
+    expected = {place // size for place, token in enumerate(kept(held)) if token in tokens}
+    assert set(range(pages.first, pages.end)) == expected
+
+
+@given(holdings(), SIZES, st.integers(1, 3), st.data())
+def test_tokens_of_a_share_with_gaps(
+    held: Holding, size: int, every: int, data: st.DataObject
+) -> None:
+    mine = kept(held)
+    if not mine:
+        return
+    first = data.draw(st.integers(0, len(mine) - 1))
+    count = data.draw(st.integers(1, (len(mine) - 1 - first) // every + 1))
+    places = [first + every * index for index in range(count)]
+    step = every * held.tokens.step
+    tokens = Tokens(mine[first], mine[places[-1]] + 1, step)
+    group = group_of(Paged())
+    local = local_tokens(layout_of(group, held, size), group, held, tokens)
+    assert local == LocalTokens(size, first, every)
+    assert local.start == (first // size, first % size)
+    assert local.pages(count) == as_span({place // size for place in places})
+
+
+@given(holdings(), SPANS, SIZES)
+def test_a_state_row_is_page_0(held: Holding, tokens: Span, size: int) -> None:
+    group = group_of(Slot())
+    layout = layout_of(group, held, size)
+    assert local_pages(layout, group, held, tokens) == Span(0, 1)
+    assert local_tokens(layout, group, held, Tokens(5, 6)).pages(1) == Span(0, 1)
