@@ -46,6 +46,7 @@ def test_a_row_imports_only_the_rows_below_it(copy: Path) -> None:
         ("layout/layout.py", "import kvferry.plan.plan", "A row imports only"),
         ("plan/plan.py", "import kvferry.copy.reference", "A row imports only"),
         ("plan/plan.py", "import kvferry.pictures", "A row imports only"),
+        ("rendezvous/records.py", "import kvferry.runtime.config", "A row imports only"),
         ("pictures/page.py", "import pathlib", "The lower half is pure"),
         ("plan/bind.py", "import threading", "The lower half is pure"),
         ("layout/spec.py", "import os", "The lower half is pure"),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from kvferry.heap import settle_heap
     from kvferry.ids import MAX_NAME, Peer, Room
+    from kvferry.keys import ClusterKey, bindable, numeric
     from kvferry.layout.hf import spec_from_config
     from kvferry.layout.intervals import Span, Tokens
     from kvferry.layout.layout import Holding, Layout, Order, Parallel, Stated, find_holding
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     from kvferry.runtime.agreement import Agreement
     from kvferry.runtime.config import EndpointConfig
     from kvferry.runtime.incoming import Incoming
-    from kvferry.runtime.keys import ClusterKey, bindable, numeric
     from kvferry.runtime.memory import Memory, PoolArrays
     from kvferry.runtime.outgoing import Outgoing, Waitable
     from kvferry.runtime.pace import DeviceMarks, Layers, Pace, TimedEvent
@@ -181,6 +181,7 @@ _HOMES = {
     "errors": "BrokenPlan InputError KvferryError Misuse Reason ReasonCode Refused TransportError",
     "heap": "settle_heap",
     "ids": "MAX_NAME Peer Room",
+    "keys": "ClusterKey bindable numeric",
     "layout.hf": "spec_from_config",
     "layout.intervals": "Span Tokens",
     "layout.layout": "Holding Layout Order Parallel Stated find_holding",
@@ -203,7 +204,6 @@ _HOMES = {
     "runtime.agreement": "Agreement",
     "runtime.config": "EndpointConfig",
     "runtime.incoming": "Incoming",
-    "runtime.keys": "ClusterKey bindable numeric",
     "runtime.memory": "Memory PoolArrays",
     "runtime.outgoing": "Outgoing Waitable",
     "runtime.pace": "DeviceMarks Layers Pace TimedEvent",

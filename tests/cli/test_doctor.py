@@ -18,8 +18,8 @@ from kvferry.cli.doctor.checks import gpus
 from kvferry.cli.doctor.checks.check import Asked, State
 from kvferry.cli.doctor.checks.children import Children, ProbeFailed
 from kvferry.cli.main import main
+from kvferry.keys import KEY_FILE_VARIABLE, ClusterKey
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import KEY_FILE_VARIABLE, ClusterKey
 
 # The first run on a machine compiles the copy loop.
 ENOUGH_S = 180

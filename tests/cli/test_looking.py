@@ -14,8 +14,8 @@ from observe.scenes import Scene, failures
 
 from kvferry.cli.main import main
 from kvferry.http.tokens import token_problem
+from kvferry.keys import ClusterKey
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import ClusterKey
 
 
 @contextlib.contextmanager

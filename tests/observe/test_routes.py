@@ -12,10 +12,10 @@ from rendezvous.parts import ask
 
 from kvferry.errors import InputError
 from kvferry.http.tokens import make_token, token_problem
+from kvferry.keys import ClusterKey
 from kvferry.observe.client import LookClient, LookFailed, UnknownRoom
 from kvferry.observe.views import ClusterView
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import ClusterKey
 
 KEY = ClusterKey.new()
 

@@ -13,9 +13,9 @@ from observe.scenes import Scene, failures
 from runtime.fleets import HEADS, layout
 
 from kvferry.http.tokens import make_token
+from kvferry.keys import ClusterKey
 from kvferry.plan import Request
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import ClusterKey
 from kvferry.testing.fleet import Fleet, FleetSide
 
 pytestmark = pytest.mark.page

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.http.signing import Introduction, new_nonce, sign
+from kvferry.keys import ClusterKey
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.rendezvous.records import RankRecord, Registration
-from kvferry.runtime.keys import ClusterKey
 
 ENOUGH_S = 30.0
 SPEC = attention(layers=4, kv_heads=4, head_dim=8)

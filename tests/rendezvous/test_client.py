@@ -15,11 +15,11 @@ import pytest
 from rendezvous.parts import ENOUGH_S, ask, layout, record, registration, wait_until
 
 from kvferry.errors import InputError, Misuse
+from kvferry.keys import ClusterKey
 from kvferry.rendezvous.calls import Backoff
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import Fault, InstanceView, RendezvousError
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import ClusterKey
 
 KEY = ClusterKey(bytes(range(32)))
 # Long enough not to end by itself on a busy machine, and renewed three times as often.

@@ -16,9 +16,9 @@ import pytest
 from rendezvous.parts import ENOUGH_S, ask, layout, record, wait_until
 
 from kvferry.cli.main import main
+from kvferry.keys import ClusterKey
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import InstanceView
-from kvferry.runtime.keys import ClusterKey
 
 WORDS = [sys.executable, "-m", "kvferry"]
 CLEAN = {name: value for name, value in os.environ.items() if name != "KVFERRY_KEY_FILE"}

@@ -24,10 +24,10 @@ from rendezvous.parts import (
 
 from kvferry.errors import InputError
 from kvferry.http.signing import sign
+from kvferry.keys import ClusterKey
 from kvferry.rendezvous.http import MAX_BODY_BYTES
 from kvferry.rendezvous.records import InstanceView
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import ClusterKey
 
 KEY = ClusterKey(bytes(range(32)))
 RANK = "/v1/instances/p/ranks/0"

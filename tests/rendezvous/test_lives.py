@@ -7,10 +7,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvferry.keys import ClusterKey
 from kvferry.rendezvous.calls import Calls
 from kvferry.rendezvous.records import Fault, RendezvousError
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import ClusterKey
 
 KEY = ClusterKey(bytes(range(32)))
 

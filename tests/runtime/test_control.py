@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from kvferry.errors import InputError
+from kvferry.keys import ClusterKey
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 from kvferry.runtime.control import (
     LINGER_MS,
@@ -21,7 +22,6 @@ from kvferry.runtime.control import (
     ControlServer,
     new_context,
 )
-from kvferry.runtime.keys import ClusterKey
 
 KEY = ClusterKey(bytes(range(32)))
 OTHER = ClusterKey(bytes(32))

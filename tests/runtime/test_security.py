@@ -16,6 +16,7 @@ from runtime.fleets import HEADS, QUICK, eventually, layout
 
 from kvferry.errors import InputError
 from kvferry.ids import Generation, Peer, Session
+from kvferry.keys import ClusterKey
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Request
 from kvferry.protocol.codec import encode
@@ -26,7 +27,6 @@ from kvferry.rendezvous.records import Fault, InstanceView, RendezvousError
 from kvferry.runtime.bundles import bundle
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.control import ControlClient
-from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.setup import make_transport
 from kvferry.runtime.source import SourceEndpoint

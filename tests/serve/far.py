@@ -37,9 +37,9 @@ from serve.working import (
 )
 from serve.working import worker_main as run_worker
 
+from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Parallel
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import ClusterKey
 from kvferry.serve.worker.instance import InstanceOptions
 
 NEAR, FAR = "10.201.0.1", "10.201.0.2"

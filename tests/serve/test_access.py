@@ -14,9 +14,9 @@ from serve.driving import PROMPTS
 from serve.working import Caller, Reply, Worker, body_of, call, hosted, options_for
 
 from kvferry.http.signing import Doubt, Guard, sign
+from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Parallel
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import ClusterKey
 from kvferry.serve.api.access import is_near
 from kvferry.serve.api.bodies import Ask
 from kvferry.serve.api.pending import PendingAnswer

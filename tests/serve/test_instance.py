@@ -29,11 +29,11 @@ from serve.working import (
 )
 
 from kvferry.errors import InputError, KvferryError
+from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Parallel
 from kvferry.rendezvous.calls import Calls
 from kvferry.rendezvous.records import RendezvousError
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import ClusterKey
 from kvferry.serve.models.tiny import TinyKind, make_tiny
 from kvferry.serve.worker.instance import InstanceOptions, run_instance
 

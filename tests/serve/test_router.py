@@ -25,9 +25,9 @@ from serve.router_fakes import (
     until,
 )
 
+from kvferry.keys import ClusterKey
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import ClusterKey
 from kvferry.serve.router.options import RouterOptions
 from kvferry.serve.router.serving import serving
 

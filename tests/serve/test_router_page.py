@@ -11,8 +11,8 @@ from observe.scenes import Scene
 from serve.router_fakes import Site, bounded, site
 
 from kvferry.http.tokens import make_token
+from kvferry.keys import ClusterKey
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.keys import ClusterKey
 
 
 async def got(here: Site, path: str, **headers: str) -> tuple[int, Any]:

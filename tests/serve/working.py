@@ -28,8 +28,8 @@ from serve.driving import ask, engine_of, small
 
 from kvferry.errors import KvferryError
 from kvferry.http.signing import Introduction, new_nonce, sign
+from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Parallel
-from kvferry.runtime.keys import ClusterKey
 from kvferry.serve.engine.requests import Request
 from kvferry.serve.models.tiny import TinyKind
 from kvferry.serve.ranks.rank import MakeExtension

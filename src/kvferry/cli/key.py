@@ -12,7 +12,7 @@ from kvferry.cli.parsing import given, whole
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
-    from kvferry.runtime.keys import ClusterKey
+    from kvferry.keys import ClusterKey
 
 TOKEN_DAYS, MOST_DAYS = 30, 3650
 
@@ -43,7 +43,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the file and say which key it is, without showing it."""
     # Only this command and the servers need sockets.
-    from kvferry.runtime.keys import ClusterKey  # noqa: PLC0415
+    from kvferry.keys import ClusterKey  # noqa: PLC0415
 
     if args.token:
         return _token(ClusterKey.read(args.file), args)

@@ -16,6 +16,7 @@ from yarl import URL
 
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer
+from kvferry.keys import ClusterKey
 from kvferry.observe.views import EndpointView, Wishes
 from kvferry.rendezvous.address import checked_address
 from kvferry.rendezvous.records import (
@@ -29,7 +30,6 @@ from kvferry.rendezvous.records import (
     Summaries,
 )
 from kvferry.rendezvous.signer import RequestSigner
-from kvferry.runtime.keys import ClusterKey
 
 T = TypeVar("T")
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from kvferry.errors import Misuse
 from kvferry.ids import Peer
+from kvferry.keys import ClusterKey
 from kvferry.rendezvous.calls import Backoff, Calls
 from kvferry.rendezvous.records import (
     Fault,
@@ -31,7 +32,6 @@ from kvferry.rendezvous.records import (
     Summaries,
 )
 from kvferry.rendezvous.reporting import MakeView, Reporting
-from kvferry.runtime.keys import ClusterKey
 
 log = logging.getLogger("kvferry.rendezvous")
 

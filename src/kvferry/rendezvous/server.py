@@ -13,9 +13,9 @@ from kvferry.errors import InputError
 from kvferry.http.connections import Connections
 from kvferry.http.limits import BACKLOG, limits_here
 from kvferry.http.site import HttpSite
+from kvferry.keys import ClusterKey, bindable
 from kvferry.rendezvous.http import Service
 from kvferry.rendezvous.records import Fault, RendezvousError
-from kvferry.runtime.keys import ClusterKey, bindable
 
 log = logging.getLogger("kvferry.rendezvous")
 

@@ -12,8 +12,8 @@ import msgspec
 from yarl import URL
 
 from kvferry.http.signing import Introduction, new_nonce, sign
+from kvferry.keys import ClusterKey
 from kvferry.rendezvous.records import Fault, RendezvousError
-from kvferry.runtime.keys import ClusterKey
 
 MAX_BYTES = 1 << 16
 

@@ -28,8 +28,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.config import LivenessConfig
 from kvferry.errors import InputError
+from kvferry.keys import ClusterKey, bindable
 from kvferry.protocol.codec import MAX_FRAME_BYTES
-from kvferry.runtime.keys import ClusterKey, bindable
 
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
 ZmqSocket = zmq.Socket[bytes]

@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, Self, TypeVar
 from prometheus_client import CollectorRegistry
 
 from kvferry.ids import Peer, Room
+from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Layout
 from kvferry.observe.steps import RoomStory
 from kvferry.observe.views import EndpointView, Wishes
@@ -21,7 +22,6 @@ from kvferry.rendezvous.client import RendezvousClient
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.driver.driver import PeerGone
 from kvferry.runtime.handles import Handle
-from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.life.lifeline import Address
 from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.memory import Memory, PoolArrays

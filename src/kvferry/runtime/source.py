@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, Room
+from kvferry.keys import ClusterKey
 from kvferry.plan.cost import Constants, LinkCosts
 from kvferry.protocol.events import Event, Open
 from kvferry.protocol.source import SourceMachine
@@ -20,7 +21,6 @@ from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.control import ControlServer
 from kvferry.runtime.costs import endpoint_constants
 from kvferry.runtime.driver.driver import SourceDriver, SourcePorts
-from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.local import LocalDoor, LocalServer
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner.channels import SourceChannel

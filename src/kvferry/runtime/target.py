@@ -10,6 +10,7 @@ from typing import ClassVar
 from kvferry.digest import checked_digest
 from kvferry.errors import InputError
 from kvferry.ids import Room
+from kvferry.keys import ClusterKey, bindable
 from kvferry.plan.plan import Request
 from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView, demand_name
@@ -17,7 +18,6 @@ from kvferry.runtime.arguments import deadline_in, token_count
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.driver.driver import TargetDriver, TargetPorts
 from kvferry.runtime.incoming import Asked, Incoming, wanted_pages
-from kvferry.runtime.keys import ClusterKey, bindable
 from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.owner.channels import TargetChannel
 from kvferry.runtime.owner.directory import Directory

@@ -17,6 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer, Room, Session
+from kvferry.keys import ClusterKey
 from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
 from kvferry.protocol.events import Barred, Cancel, Event
 from kvferry.protocol.messages import Envelope, RoomMessage
@@ -30,7 +31,6 @@ from kvferry.runtime.control import (
     new_context,
 )
 from kvferry.runtime.driver.driver import frame_event
-from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.local import LocalDoor, LocalLine, LocalServer, knock
 from kvferry.runtime.owner.lines import LocalLines
 from kvferry.runtime.owner.poller import Poller

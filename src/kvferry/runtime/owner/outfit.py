@@ -7,11 +7,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 from kvferry.copy.devices import copier_on
 from kvferry.ids import Peer
+from kvferry.keys import ClusterKey
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.copier import Copier, HostCopier
 from kvferry.runtime.handles import Handle
-from kvferry.runtime.keys import ClusterKey
 from kvferry.runtime.life.prober import Prober
 from kvferry.runtime.mover.mover import Mover
 from kvferry.runtime.owner.gpu_copies import GpuCopies

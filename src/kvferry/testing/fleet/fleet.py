@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from kvferry.ids import Room
+from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Layout
 from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Done, Outcome
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.keys import ClusterKey
 from kvferry.testing.fleet.allot import Allotment
 from kvferry.testing.fleet.pools import RoomPages
 from kvferry.testing.fleet.process import RankError, RankProcess

@@ -14,10 +14,10 @@ import zmq
 from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
 from kvferry.errors import InputError
 from kvferry.http.signing import TOLERANCE_S
+from kvferry.keys import KEY_FILE_VARIABLE, ClusterKey
 from kvferry.rendezvous.calls import Calls
 from kvferry.rendezvous.records import Fault, RendezvousError
 from kvferry.runtime.control import ControlClient, ControlServer
-from kvferry.runtime.keys import KEY_FILE_VARIABLE, ClusterKey
 from kvferry.units import human_seconds
 
 AREA = "control"

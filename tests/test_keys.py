@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from kvferry.errors import InputError
-from kvferry.runtime.keys import ClusterKey, CurvePair, bindable
+from kvferry.keys import ClusterKey, CurvePair, bindable
 
 
 @pytest.fixture
