@@ -59,9 +59,11 @@ if TYPE_CHECKING:
     from kvferry.regions import Device, Region
     from kvferry.rendezvous.address import checked_address
     from kvferry.rendezvous.client import RendezvousClient
+    from kvferry.rendezvous.discovery import Discovery
     from kvferry.rendezvous.records import InstanceView, RankRecord, RendezvousError, Summaries
     from kvferry.rendezvous.server import RendezvousServer
     from kvferry.rendezvous.signer import RequestSigner
+    from kvferry.rendezvous.static_discovery import StaticDiscovery, StaticInstance
     from kvferry.runtime.agreement import Agreement
     from kvferry.runtime.config import EndpointConfig
     from kvferry.runtime.incoming import Incoming
@@ -88,6 +90,7 @@ __all__ = [
     "DType",
     "Device",
     "DeviceMarks",
+    "Discovery",
     "Done",
     "EndpointConfig",
     "Failure",
@@ -135,6 +138,8 @@ __all__ = [
     "SourceEndpoint",
     "Span",
     "Stated",
+    "StaticDiscovery",
+    "StaticInstance",
     "Stats",
     "Status",
     "Summaries",
@@ -198,9 +203,11 @@ _HOMES = {
     "regions": "Device Region",
     "rendezvous.address": "checked_address",
     "rendezvous.client": "RendezvousClient",
+    "rendezvous.discovery": "Discovery",
     "rendezvous.records": "InstanceView RankRecord RendezvousError Summaries",
     "rendezvous.server": "RendezvousServer",
     "rendezvous.signer": "RequestSigner",
+    "rendezvous.static_discovery": "StaticDiscovery StaticInstance",
     "runtime.agreement": "Agreement",
     "runtime.config": "EndpointConfig",
     "runtime.incoming": "Incoming",

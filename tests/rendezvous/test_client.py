@@ -39,7 +39,7 @@ class Seen:
         self.views.append(view)
 
     @property
-    def lives(self) -> list[list[int]]:
+    def lives(self) -> list[list[int | None]]:
         """The incarnations of each view; none where the instance had ended."""
         return [[rank.incarnation for rank in view.ranks] if view else [] for view in self.views]
 

@@ -8,29 +8,29 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvferry.keys import ClusterKey
-from kvferry.rendezvous.calls import Calls
+from kvferry.rendezvous.http_discovery import HttpDiscovery
 from kvferry.rendezvous.records import Fault, RendezvousError
 from kvferry.rendezvous.server import RendezvousServer
 
 KEY = ClusterKey(bytes(range(32)))
 
 
-async def fault_of(calls: Calls) -> Fault:
+async def fault_of(discovery: HttpDiscovery) -> Fault:
     """Asks for an instance that nobody has; that there is none is the right answer."""
     with pytest.raises(RendezvousError) as error:
-        await calls.instance("nobody", "", 0.0)
+        await discovery.watch("nobody", "", 0.0)
     return error.value.fault
 
 
 def test_a_service_that_restarts_is_asked_in_its_new_life() -> None:
     async def talk() -> list[Fault]:
         with RendezvousServer(key=KEY) as server:
-            calls, port = Calls(server.url, KEY), urlsplit(server.url).port
-            faults = [await fault_of(calls), await fault_of(calls)]
+            discovery, port = HttpDiscovery(server.url, KEY), urlsplit(server.url).port
+            faults = [await fault_of(discovery), await fault_of(discovery)]
         assert port is not None
         with RendezvousServer(port=port, key=KEY):
-            faults.append(await fault_of(calls))
-            await calls.close()
+            faults.append(await fault_of(discovery))
+            await discovery.close()
         return faults
 
     assert asyncio.run(talk()) == [Fault.INCOMPLETE] * 3
@@ -45,11 +45,11 @@ def test_a_service_that_can_t_prove_itself_is_told_nothing(
     theirs: ClusterKey | None, told: str
 ) -> None:
     async def talk(url: str) -> None:
-        calls = Calls(url, KEY)
+        discovery = HttpDiscovery(url, KEY)
         with pytest.raises(RendezvousError, match=told) as error:
-            await calls.instance("nobody", "", 0.0)
+            await discovery.watch("nobody", "", 0.0)
         assert error.value.fault is Fault.UNSIGNED
-        await calls.close()
+        await discovery.close()
 
     with RendezvousServer(key=theirs) as server:
         asyncio.run(talk(server.url))

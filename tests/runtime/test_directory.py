@@ -191,6 +191,18 @@ def test_the_machine_hears_of_new_lives_before_rooms_that_waited_for_them_begin(
     assert isinstance(begun, Receive)
 
 
+def test_nothing_is_concluded_from_lives_that_are_not_known(directory: Directory) -> None:
+    asked: list[Callable[[Any], bool]] = []
+    taken: list[Event] = []
+    role = role_of(directory, Rooms(), asked, taken)
+    unknown: Any = SimpleNamespace(
+        name="prefill", ranks=[SimpleNamespace(rank=0, incarnation=None)]
+    )
+    role.take(Viewed("prefill", unknown))
+    link = SimpleNamespace(peer=Peer("prefill", 0), incarnation=7)
+    assert (taken, [look(link) for look in asked]) == ([], [False])
+
+
 def role_of(
     directory: Directory,
     rooms: Rooms,

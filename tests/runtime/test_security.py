@@ -103,7 +103,7 @@ def test_strange_frames_stop_nothing() -> None:
         view = view_of(fleet)
         fleet.fill("before", 1, REQUEST.num_tokens)
         fleet.receive("before", "decode", REQUEST)
-        for message in strange_messages(view.fingerprint):
+        for message in strange_messages(view.fingerprint or ""):
             stranger = ControlClient(view.ranks[0].control)
             assert stranger.send(message)
             stranger.socket.send_multipart([b"two", b"parts"])
@@ -143,7 +143,7 @@ def test_bytes_that_are_not_even_zeromq_stop_nothing() -> None:
 def test_without_the_key_no_frame_is_taken(key: ClusterKey | None, key_file: Path) -> None:
     with fleet_of(key_file) as fleet:
         view = view_of(fleet, ClusterKey.read(key_file))
-        (message,) = bundle([stranger_frame(hello(view.fingerprint, b""))])
+        (message,) = bundle([stranger_frame(hello(view.fingerprint or "", b""))])
         fleet.carry("before", REQUEST, seed=1)
         stranger = ControlClient(view.ranks[0].control, key)
         stranger.send(message.data)

@@ -31,7 +31,7 @@ from serve.working import (
 from kvferry.errors import InputError, KvferryError
 from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Parallel
-from kvferry.rendezvous.calls import Calls
+from kvferry.rendezvous.http_discovery import HttpDiscovery
 from kvferry.rendezvous.records import RendezvousError
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.serve.models.tiny import TinyKind, make_tiny
@@ -131,13 +131,13 @@ def test_workers_say_where_they_are_and_leave(models: Models, tmp_path: Path) ->
     key.write(tmp_path / "key")
 
     async def found(url: str, name: str) -> dict[str, str]:
-        calls = Calls(url, key)
+        discovery = HttpDiscovery(url, key)
         try:
-            view = await calls.instance(f"{name}@http", "", 20)
+            view = await discovery.watch(f"{name}@http", "", 20)
             assert view is not None
             return view.ranks[0].metadata
         finally:
-            await calls.close()
+            await discovery.close()
 
     with RendezvousServer(key=key) as server:
         options = [
@@ -167,11 +167,11 @@ def test_workers_say_where_they_are_and_leave(models: Models, tmp_path: Path) ->
 
 
 async def gone(url: str, key: ClusterKey, name: str) -> None:
-    calls = Calls(url, key)
+    discovery = HttpDiscovery(url, key)
     try:
-        await calls.instance(f"{name}@http", "", 0)
+        await discovery.watch(f"{name}@http", "", 0)
     finally:
-        await calls.close()
+        await discovery.close()
 
 
 def test_another_model_is_refused_in_words(models: Models, tmp_path: Path) -> None:

@@ -17,17 +17,11 @@ from yarl import URL
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer
 from kvferry.keys import ClusterKey
-from kvferry.observe.views import EndpointView, Wishes
 from kvferry.rendezvous.address import checked_address
 from kvferry.rendezvous.records import (
     ErrorDocument,
     Fault,
-    InstanceView,
-    RankRecord,
-    Registration,
     RendezvousError,
-    Renewal,
-    Summaries,
 )
 from kvferry.rendezvous.signer import RequestSigner
 
@@ -72,11 +66,11 @@ class Backoff:
 
 
 class Calls:
-    """The requests that a client makes."""
+    """Signed requests to one service. Belongs to one event loop."""
 
     def __init__(self, url: str, key: ClusterKey | None) -> None:
-        self._base = checked_address(url, "rendezvous address", "http://10.0.0.1:7077")
-        self._signer = RequestSigner(self._base, key)
+        self.url = checked_address(url, "rendezvous address", "http://10.0.0.1:7077")
+        self._signer = RequestSigner(self.url, key)
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -84,53 +78,10 @@ class Calls:
         if self._session is not None:
             await self._session.close()
 
-    async def register(self, record: RankRecord, lease_s: float) -> None:
-        """Say that a rank is there."""
-        body = msgspec.json.encode(Registration(record, lease_s))
-        await self._call("PUT", _rank_path(record), body)
-
-    async def renew(self, record: RankRecord, lease_s: float) -> None:
-        """Say that it is still there."""
-        body = msgspec.json.encode(Renewal(record.incarnation, lease_s))
-        await self._call("PUT", f"{_rank_path(record)}/lease", body)
-
-    async def leave(self, record: RankRecord) -> None:
-        """Say that it goes."""
-        await self._call("DELETE", f"{_rank_path(record)}?incarnation={record.incarnation}")
-
-    async def tell(self, view: EndpointView) -> Wishes:
-        """Say how an endpoint is; what is wanted of it next."""
-        path = f"{_path_of(Peer(view.instance, view.rank))}/view"
-        answer = await self._call("PUT", path, msgspec.json.encode(view))
-        try:
-            return msgspec.json.decode(answer or b"{}", type=Wishes)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RendezvousError(Fault.MALFORMED, f"its wishes can't be read: {error}") from None
-
-    async def untell(self, peer: Peer, incarnation: int) -> None:
-        """Say that an endpoint is no more."""
-        await self._call("DELETE", f"{_path_of(peer)}/view?incarnation={incarnation}")
-
-    async def instance(self, name: str, version: str, wait_s: float) -> InstanceView | None:
-        """Another version of an instance, or None if there was none in the time to wait.
-
-        That an instance has ended, or never was, is a ``RendezvousError``.
-        """
-        query = f"?wait_s={wait_s:g}&version={quote(version, safe='')}"
-        path = f"/v1/instances/{quote(name, safe='')}{query}"
-        answer = await self._call("GET", path, timeout_s=wait_s + CALL_S)
-        return None if answer is None else _decoded(answer, InstanceView)
-
-    async def instances(self) -> Summaries:
-        """Every instance that has any rank registered."""
-        answer = await self._call("GET", "/v1/instances")
-        assert answer is not None
-        return _decoded(answer, Summaries)
-
-    async def _call(
+    async def call(
         self, method: str, path: str, body: bytes = b"", timeout_s: float = CALL_S
     ) -> bytes | None:
-        """The body of a good answer; None if nothing is new."""
+        """Return the body of a good answer; None if nothing is new (304)."""
         try:
             return await self._send(method, path, body, timeout_s)
         except RendezvousError as error:
@@ -151,7 +102,7 @@ class Calls:
                 headers |= await self._signer.authorization(self._session, method, path, body)
             async with self._session.request(
                 method,
-                URL(self._base + path, encoded=True),
+                URL(self.url + path, encoded=True),
                 data=body or None,
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
@@ -161,7 +112,7 @@ class Calls:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             why = str(error) or type(error).__name__
             raise RendezvousError(
-                Fault.UNREACHABLE, f"cannot reach the rendezvous {self._base}: {why}"
+                Fault.UNREACHABLE, f"cannot reach the rendezvous {self.url}: {why}"
             ) from None
         if response.status == 304:
             return None
@@ -191,7 +142,8 @@ def _refusal(status: int, answer: bytes) -> RendezvousError:
     return RendezvousError(error.code, error.message)
 
 
-def _decoded(answer: bytes, kind: type[T]) -> T:
+def decoded(answer: bytes, kind: type[T]) -> T:
+    """An answer as a value; raises ``RendezvousError`` if it can't be used."""
     try:
         return msgspec.json.decode(answer, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KvferryError) as error:
@@ -200,9 +152,6 @@ def _decoded(answer: bytes, kind: type[T]) -> T:
         ) from None
 
 
-def _rank_path(record: RankRecord) -> str:
-    return _path_of(record.peer)
-
-
-def _path_of(peer: Peer) -> str:
+def path_of(peer: Peer) -> str:
+    """Where a rank is, at the service."""
     return f"/v1/instances/{quote(peer.instance, safe='')}/ranks/{peer.rank}"

@@ -1,4 +1,4 @@
-"""A party's way to the rendezvous: keeps ranks registered and follows instances.
+"""A client of any discovery: keeps ranks registered and follows instances.
 
 Everything happens in one daemon thread with an event loop, which owns all state;
 public methods hand it work and may be called from any thread. Callbacks are
@@ -13,17 +13,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TypeVar
 
 from kvferry.errors import Misuse
-from kvferry.ids import Peer
 from kvferry.keys import ClusterKey
-from kvferry.rendezvous.calls import Backoff, Calls
+from kvferry.rendezvous.calls import Backoff
+from kvferry.rendezvous.discovery import Discovery
+from kvferry.rendezvous.http_discovery import HttpDiscovery
+from kvferry.rendezvous.loop import LoopThread
 from kvferry.rendezvous.records import (
     Fault,
     InstanceView,
@@ -31,11 +32,14 @@ from kvferry.rendezvous.records import (
     RendezvousError,
     Summaries,
 )
-from kvferry.rendezvous.reporting import MakeView, Reporting
+from kvferry.rendezvous.static_discovery import StaticDiscovery
 
 log = logging.getLogger("kvferry.rendezvous")
 
+T = TypeVar("T")
 Callback = Callable[[InstanceView | None], None]
+
+STATIC = "static:"
 
 LEASE_S = 10.0
 # Often enough that a service which has restarted is complete again before it is settled.
@@ -43,7 +47,6 @@ MOST_RENEWAL_S = 5.0
 # How long one request waits for news. Short, so that the reason for their absence is fresh.
 WAIT_S = 5.0
 LEAVE_S = 2.0
-JOIN_S = 10.0
 # These are answers of a service that will not change its mind by being asked again.
 FINAL = (Fault.MALFORMED, Fault.OVERSIZED, Fault.UNSIGNED, Fault.REPLACED, Fault.NOT_FOUND)
 
@@ -70,22 +73,18 @@ class _Watch:
 
 
 class RendezvousClient:
-    """Registers ranks and follows instances at one rendezvous, until ``close``."""
+    """Registers ranks and follows instances at one discovery, until ``close``.
 
-    def __init__(self, url: str, key: ClusterKey | None = None) -> None:
-        self.url = url
-        self._calls = Calls(url, key)
+    ``where`` is the URL of the built-in service, ``static:PATH`` for a static list in a file, or
+    any ``Discovery``, which from then on belongs to this client.
+    """
+
+    def __init__(self, where: str | Discovery, key: ClusterKey | None = None) -> None:
+        self.discovery = discovery_at(where, key) if isinstance(where, str) else where
         self._registrations: list[_Registration] = []
         self._watches: dict[str, _Watch] = {}
         self._questions: set[asyncio.Task[None]] = set()
-        self._reports: list[Reporting] = []
-        self._closed = threading.Event()
-        # Not the loop that whoever embeds us has set for the process, such as uvloop.
-        self._loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(
-            target=self._run, name="kvferry-rendezvous-client", daemon=True
-        )
-        self._thread.start()
+        self._thread = LoopThread("kvferry-rendezvous-client", self._finish)
 
     # ------------------------------------------------------------ for any thread
 
@@ -93,15 +92,13 @@ class RendezvousClient:
         """Keep a rank registered until ``close``.
 
         The future is done when the service has taken it for the first time, and
-        fails with ``RendezvousError`` when the service has refused it for good.
+        fails with ``RendezvousError`` when the service has refused it for good. Raises
+        ``InputError`` if that is known without asking.
         """
+        self.discovery.check(record)
         registration = _Registration(record, lease_s)
-        self._do(self._begin_registration, registration)
+        self._thread.do(self._begin_registration, registration)
         return registration.first
-
-    def report(self, peer: Peer, incarnation: int, make: MakeView) -> None:
-        """Tell how an endpoint is, until ``close``, as often as the rendezvous wishes."""
-        self._do(self._begin_report, Reporting(peer, incarnation, make))
 
     def watch(self, name: str, callback: Callback, *, eager: bool = False) -> None:
         """Call with each new view of an instance, and with None when it has ended.
@@ -109,15 +106,15 @@ class RendezvousClient:
         The first call comes when the instance is complete, at once if that is known. With
         ``eager`` it comes with the first answer, and is None where the instance is not complete.
         """
-        self._do(self._begin_watch, name, callback, eager)
+        self._thread.do(self._begin_watch, name, callback, eager)
 
     def unwatch(self, name: str, callback: Callback) -> None:
         """Call no more. A call that is under way goes on."""
-        self._do(self._end_watch, name, callback)
+        self._thread.do(self._end_watch, name, callback)
 
     def resolve(self, name: str, timeout_s: float) -> InstanceView:
         """Wait until an instance is complete. Not for callbacks, which must not wait."""
-        if threading.current_thread() is self._thread:
+        if self._thread.is_current:
             raise Misuse("resolve waits and can't be called from a callback; use watch")
         found: Future[InstanceView] = Future()
 
@@ -146,16 +143,12 @@ class RendezvousClient:
     def instances(self) -> Future[Summaries]:
         """Ask who is registered. Fails with ``RendezvousError`` if nobody answers."""
         asked: Future[Summaries] = Future()
-        self._do(self._begin_asking, asked)
+        self._thread.do(self._begin_asking, asked)
         return asked
 
     def close(self) -> None:
         """Say farewell for every rank, in bounded time, and end the thread. Idempotent."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(JOIN_S)
+        self._thread.close()
 
     def __enter__(self) -> RendezvousClient:
         return self
@@ -168,70 +161,41 @@ class RendezvousClient:
     ) -> None:
         self.close()
 
-    def _do(self, step: Callable[..., None], *args: Any) -> None:
-        closed = Misuse("the rendezvous client is closed; make a new one")
-        if self._closed.is_set():
-            raise closed
-        try:
-            self._loop.call_soon_threadsafe(step, *args)
-        except RuntimeError:
-            # Another thread has closed it since.
-            raise closed from None
-
     # ------------------------------------------------------------ the thread
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            self._loop.run_until_complete(self._finish())
-        finally:
-            self._loop.close()
 
     async def _finish(self) -> None:
         tasks = [registration.task for registration in self._registrations]
         tasks += [watch.task for watch in self._watches.values()]
-        tasks += [reporting.task for reporting in self._reports]
         running = [*self._questions, *(task for task in tasks if task is not None)]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         farewells = [self._leave(registration.record) for registration in self._registrations]
-        farewells += [self._unreport(one) for one in self._reports if one.is_known]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 await asyncio.gather(*farewells)
         for registration in self._registrations:
             if not registration.first.done():
                 registration.first.set_exception(_closed())
-        await self._calls.close()
+        await self.discovery.close()
 
     async def _leave(self, record: RankRecord) -> None:
         try:
-            await self._calls.leave(record)
+            await _answer(self.discovery.withdraw(record))
         except RendezvousError as error:
             # Its lease will end by itself.
             log.info("no-farewell peer=%s fault=%s", record.peer, error.fault)
 
-    def _begin_report(self, reporting: Reporting) -> None:
-        self._reports.append(reporting)
-        reporting.task = self._loop.create_task(reporting.run(self._calls))
-
-    async def _unreport(self, reporting: Reporting) -> None:
-        with contextlib.suppress(RendezvousError):
-            # Else it will be shown as silent, and then be forgotten.
-            await self._calls.untell(reporting.peer, reporting.incarnation)
-
     # ------------------------------------------------------------ questions
 
     def _begin_asking(self, asked: Future[Summaries]) -> None:
-        task = self._loop.create_task(self._ask(asked))
+        task = asyncio.get_running_loop().create_task(self._ask(asked))
         self._questions.add(task)
         task.add_done_callback(self._questions.discard)
 
     async def _ask(self, asked: Future[Summaries]) -> None:
         try:
-            asked.set_result(await self._calls.instances())
+            asked.set_result(await _answer(self.discovery.list()))
         except RendezvousError as error:
             asked.set_exception(error)
         except asyncio.CancelledError:
@@ -242,7 +206,7 @@ class RendezvousClient:
 
     def _begin_registration(self, registration: _Registration) -> None:
         self._registrations.append(registration)
-        registration.task = self._loop.create_task(self._keep(registration))
+        registration.task = asyncio.get_running_loop().create_task(self._keep(registration))
 
     async def _keep(self, registration: _Registration) -> None:
         """Register, renew, and register again when the service has forgotten us."""
@@ -261,16 +225,16 @@ class RendezvousClient:
                 await asyncio.sleep(delay_s)
                 continue
             if not registered or backoff.has_errors:
-                log.info("registered peer=%s url=%s", registration.record.peer, self.url)
+                log.info("registered peer=%s url=%s", registration.record.peer, self.discovery)
             registered = True
             backoff.reset()
             await asyncio.sleep(pause_s)
 
     async def _say(self, registration: _Registration, registered: bool) -> None:
         if registered:
-            await self._calls.renew(registration.record, registration.lease_s)
+            await _answer(self.discovery.renew(registration.record, registration.lease_s))
             return
-        await self._calls.register(registration.record, registration.lease_s)
+        await _answer(self.discovery.register(registration.record, registration.lease_s))
         if not registration.first.done():
             registration.first.set_result(None)
 
@@ -292,7 +256,7 @@ class RendezvousClient:
         watch = self._watches.get(name)
         if watch is None:
             watch = self._watches[name] = _Watch(name)
-            watch.task = self._loop.create_task(self._follow(watch))
+            watch.task = asyncio.get_running_loop().create_task(self._follow(watch))
         watch.callbacks.append(callback)
         if watch.view is not None or (eager and watch.is_absent):
             _call(callback, watch)
@@ -315,7 +279,8 @@ class RendezvousClient:
         backoff, wait_s = Backoff(), 0.0
         while True:
             try:
-                view = await self._calls.instance(watch.name, watch.version, wait_s)
+                news = self.discovery.watch(watch.name, watch.version, wait_s)
+                view = await _answer(news)
             except RendezvousError as error:
                 watch.problem = str(error)
                 if error.fault is Fault.INCOMPLETE:
@@ -345,6 +310,24 @@ class RendezvousClient:
         log.info("instance name=%s complete=%s", watch.name, view is not None)
         for callback in list(watch.callbacks):
             _call(callback, watch)
+
+
+def discovery_at(where: str, key: ClusterKey | None = None) -> Discovery:
+    """The discovery that a setting names. Raises ``InputError`` if it names none."""
+    if where.startswith(STATIC):
+        return StaticDiscovery.read(where.removeprefix(STATIC))
+    return HttpDiscovery(where, key)
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    """The answer of a discovery. A bug in one must not end what goes on here."""
+    try:
+        return await call
+    except RendezvousError:
+        raise
+    except Exception as error:
+        log.exception("discovery-failed")
+        raise RendezvousError(Fault.INTERNAL, f"the discovery failed: {error!r:.300}") from None
 
 
 def _closed() -> RendezvousError:

@@ -98,10 +98,10 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """What others need to know of one rank."""
+    """What others need to know of one rank. ``incarnation`` is None if only it can tell."""
 
     rank: int
-    incarnation: int
+    incarnation: int | None
     control: str
     metadata: dict[str, str] = {}
 
@@ -109,12 +109,13 @@ class RankView(msgspec.Struct, frozen=True):
 class InstanceView(msgspec.Struct, frozen=True):
     """A complete instance: every rank of one layout, none from another.
 
-    ``version`` names this state of it and means nothing else.
+    ``version`` names this state of it and means nothing else. ``fingerprint`` is None and
+    ``transport`` empty if only its ranks can tell, at the handshake.
     """
 
     name: str
     version: str
-    fingerprint: str
+    fingerprint: str | None
     layout: Layout
     transport: str
     ranks: tuple[RankView, ...]

@@ -19,6 +19,9 @@ from kvferry.observe.views import EndpointView, Wishes
 from kvferry.protocol.events import Event
 from kvferry.protocol.outcome import Status
 from kvferry.rendezvous.client import RendezvousClient
+from kvferry.rendezvous.discovery import Discovery
+from kvferry.rendezvous.http_discovery import HttpDiscovery
+from kvferry.rendezvous.reporting import StatusReporter
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.driver.driver import PeerGone
 from kvferry.runtime.handles import Handle
@@ -29,7 +32,7 @@ from kvferry.runtime.owner.loop import CLOSE_S, Aborted, Owner
 from kvferry.runtime.owner.outfit import Outfit, outfit_of
 from kvferry.runtime.owner.telling import Teller
 from kvferry.runtime.owner.views import endpoint_view
-from kvferry.runtime.setup import Member, set_up
+from kvferry.runtime.setup import EndpointSetup, Member, set_up
 from kvferry.runtime.tables import Shelf
 from kvferry.runtime.telemetry.metrics import Meter, Stats
 from kvferry.runtime.telemetry.tracing import SpanThread, find_tracer
@@ -63,7 +66,7 @@ class RankEndpoint(ABC, Generic[H]):
         rank: int = 0,
         model: str,
         transport: str | Transport | TransportSet = "auto",
-        rendezvous: str | None = None,
+        rendezvous: str | Discovery | None = None,
         key: ClusterKey | None = None,
         config: EndpointConfig | None = None,
         registry: CollectorRegistry | None = None,
@@ -81,6 +84,9 @@ class RankEndpoint(ABC, Generic[H]):
             undo.callback(setup.close)
             meter = Meter(str(member.peer), setup.transports.name, registry)
             client = RendezvousClient(rendezvous, key) if rendezvous else None
+            if client:
+                undo.callback(client.close)
+            self._announce(setup, config, client)
             undo.pop_all()
         self._setup = setup
         self._client = client
@@ -92,14 +98,21 @@ class RankEndpoint(ABC, Generic[H]):
         tracer = find_tracer() if config.story_steps else None
         name = f"kvferry-spans-{member.peer}"
         self._spans = SpanThread(tracer, self._ended_since, name) if tracer else None
-        if client and config.story_steps:
-            client.report(member.peer, setup.incarnation, self.view)
+        self._reporter: StatusReporter | None = None
+        if client and config.story_steps and isinstance(client.discovery, HttpDiscovery):
+            url, life = str(client.discovery), setup.incarnation
+            self._reporter = StatusReporter(url, key, member.peer, life, self.view)
 
     @abstractmethod
     def _listen(
         self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack
     ) -> LocalDoor | None:
         """Open what others knock at, before anything else is taken; the door for this host's."""
+
+    def _announce(
+        self, setup: EndpointSetup, config: EndpointConfig, client: RendezvousClient | None
+    ) -> None:
+        """Register where others look for this rank, if they do."""
 
     @abstractmethod
     def _most_slots(self, config: EndpointConfig) -> int:
@@ -179,6 +192,8 @@ class RankEndpoint(ABC, Generic[H]):
         if self._spans:
             self._spans.close()
         free = self._owner.close(timeout_s)
+        if self._reporter:
+            self._reporter.close()
         if self._client:
             # Last: until then the owner may want to stop watching an instance.
             self._client.close()

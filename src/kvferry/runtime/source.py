@@ -15,6 +15,7 @@ from kvferry.keys import ClusterKey
 from kvferry.plan.cost import Constants, LinkCosts
 from kvferry.protocol.events import Event, Open
 from kvferry.protocol.source import SourceMachine
+from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import RankRecord
 from kvferry.runtime.arguments import deadline_in
 from kvferry.runtime.config import EndpointConfig
@@ -57,6 +58,13 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         undo.callback(self._local.close)
         return self._local.door
 
+    def _announce(
+        self, setup: EndpointSetup, config: EndpointConfig, client: RendezvousClient | None
+    ) -> None:
+        self.record = _record(setup, self._server.address)
+        if client:
+            client.register(self.record, config.lease_s)
+
     def _most_slots(self, config: EndpointConfig) -> int:
         return config.protocol.local_slots
 
@@ -75,9 +83,6 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         channel.attach(self._take, outfit.stories)
         rooms.on_release = policy.forget
         role = SourceRole(driver, self._take, outfit, writes, channel)
-        self.record = _record(setup, self._server.address)
-        if outfit.client:
-            outfit.client.register(self.record, config.lease_s)
         return Owner(driver, role, channel, outfit)
 
     def open(

@@ -11,7 +11,7 @@ from kvferry.cli.doctor.checks.examine import examine
 from kvferry.cli.doctor.checks.fit import read_pairing
 from kvferry.cli.doctor.output import all_well, as_json, print_checks
 from kvferry.cli.parsing import given
-from kvferry.rendezvous.calls import Calls
+from kvferry.rendezvous.http_discovery import HttpDiscovery
 
 EXIT_PROBLEM = 1
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         key_file=given("--key", args.key),
     )
     if asked.rendezvous is not None:
-        Calls(asked.rendezvous, None)  # Refuses what is no address.
+        HttpDiscovery(asked.rendezvous)  # Refuses what is no address.
     pairing = read_pairing(args, asked)
     with Console(stderr=True, quiet=args.json).status("looking at this machine"):
         checks = examine(asked, pairing)

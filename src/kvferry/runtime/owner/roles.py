@@ -237,11 +237,11 @@ class TargetRole:
             view = found
         else:
             self._directory.keep(view)
-        self._take(Decline(item.room, _instance(view)))
+        self._take(Decline(item.room, self._instance(view)))
 
     def _begin(self, handle: Incoming, view: InstanceView) -> None:
         asked = handle.asked
-        instance = _instance(view)
+        instance = self._instance(view)
         wanted = asked.request, asked.tables, asked.deadline, asked.digest
         self._take(Receive(handle.room, instance, *wanted))
         room = self._driver.machine.rooms.get(handle.room)
@@ -257,13 +257,21 @@ class TargetRole:
         )
         # Before any room begins: an offer to a life that has ended would fail it.
         for peer, incarnation in lives.items():
-            self._take(NewLife(peer, incarnation))
+            if incarnation is not None:
+                self._take(NewLife(peer, incarnation))
         for handle in self._directory.learn(news):
             assert view is not None
             self._begin(handle, view)
         if view is not None:
             for room in self._directory.unwanted_at(view.name):
                 self._decline(Unwanted(room, view, 0.0))
+
+    def _instance(self, view: InstanceView) -> Instance:
+        fingerprint = view.fingerprint
+        if fingerprint is None:
+            # The handshake alone compares it.
+            fingerprint = self._driver.machine.fingerprint
+        return Instance(view.name, fingerprint, view.layout)
 
     # ------------------------------------------------------------ rooms that never began
 
@@ -323,9 +331,6 @@ class TargetRole:
             self._meter.staging(used * pool.slot_bytes, pool.num_bytes)
 
 
-def _instance(view: InstanceView) -> Instance:
-    return Instance(view.name, view.fingerprint, view.layout)
-
-
-def _differs(link: Link, lives: dict[Peer, int]) -> bool:
-    return lives.get(link.peer) != link.incarnation
+def _differs(link: Link, lives: dict[Peer, int | None]) -> bool:
+    """Whether a peer is gone, or in another life; a life that is not known says nothing."""
+    return link.peer not in lives or lives[link.peer] not in (None, link.incarnation)

@@ -15,7 +15,7 @@ from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
 from kvferry.errors import InputError
 from kvferry.http.signing import TOLERANCE_S
 from kvferry.keys import KEY_FILE_VARIABLE, ClusterKey
-from kvferry.rendezvous.calls import Calls
+from kvferry.rendezvous.http_discovery import HttpDiscovery
 from kvferry.rendezvous.records import Fault, RendezvousError
 from kvferry.runtime.control import ControlClient, ControlServer
 from kvferry.units import human_seconds
@@ -107,17 +107,17 @@ def rendezvous(url: str, key: ClusterKey | None) -> Iterator[Check]:
 
 async def _ask(url: str, key: ClusterKey | None) -> None:
     """Ask for an instance that nobody has. That there is none is the right answer."""
-    calls = Calls(url, key)
+    discovery = HttpDiscovery(url, key)
     try:
         async with asyncio.timeout(LIMIT_S):
-            await calls.instance(STRANGER, "", 0.0)
+            await discovery.watch(STRANGER, "", 0.0)
     except TimeoutError:
         raise RendezvousError(Fault.SLOW, f"{url} does not answer within {LIMIT_S:g} s") from None
     except RendezvousError as error:
         if error.fault is not Fault.INCOMPLETE:
             raise
     finally:
-        await calls.close()
+        await discovery.close()
 
 
 def _refused(url: str, error: RendezvousError) -> Check:

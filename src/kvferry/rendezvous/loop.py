@@ -1,0 +1,56 @@
+"""A thread with an event loop of its own, for clients whose methods any thread may call."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvferry.errors import Misuse
+
+JOIN_S = 10.0
+
+
+class LoopThread:
+    """A daemon thread that runs an event loop until ``close``, and then awaits ``finish``."""
+
+    def __init__(self, name: str, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._finish = finish
+        self._closed = threading.Event()
+        # The embedding process may have set another kind of loop for itself, such as uvloop.
+        self._loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def do(self, step: Callable[..., object], *args: Any) -> None:
+        """Call ``step`` on the thread soon. Raises ``Misuse`` once it is closed."""
+        closed = Misuse(f"{self._thread.name} is closed; make a new one")
+        if self._closed.is_set():
+            raise closed
+        try:
+            self._loop.call_soon_threadsafe(step, *args)
+        except RuntimeError:
+            # Another thread has closed it since.
+            raise closed from None
+
+    def close(self) -> None:
+        """Stop the loop, and wait for the end of the thread unless on it. Idempotent."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if not self.is_current:
+            self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._finish())
+        finally:
+            self._loop.close()
