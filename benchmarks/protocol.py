@@ -30,6 +30,7 @@ from kvferry.protocol.events import (
     Push,
     Receive,
     Received,
+    ReceiveRequest,
     Report,
     Send,
     Sent,
@@ -96,7 +97,9 @@ def case(concurrency: int, rooms: int) -> dict[str, Any]:
         for room in batch:
             pair.tell(SOURCE, Open(room, 60.0))
             tables = (Table("kv", (room % (1 << 16),)),)
-            pair.tell(TARGET, Receive(room, pair.prefill, Request(16), tables, 60.0))
+            pair.tell(
+                TARGET, Receive(pair.prefill, ReceiveRequest(room, Request(16), tables, 60.0))
+            )
         pair.settle()
         for room in batch:
             pair.tell(SOURCE, Push(room, Span(0, 16)))

@@ -38,6 +38,7 @@ from kvferry.protocol.events import (
     Push,
     Receive,
     Received,
+    ReceiveRequest,
     Release,
     Report,
     Scatter,
@@ -338,7 +339,8 @@ class World:
         instance = Instance("prefill", MODEL, self.prefill)
         self.requests[peer, room] = request
         self.landed.pop((peer, room), None)  # another attempt has pages of its own
-        return Receive(room, instance, request, self.tables(peer, request), deadline)
+        wanted = ReceiveRequest(room, request, self.tables(peer, request), deadline)
+        return Receive(instance, wanted)
 
     def tables(self, peer: Peer, request: Request) -> tuple[Table, ...]:
         layout = self.targets[peer].layout

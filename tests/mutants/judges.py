@@ -46,7 +46,7 @@ _PARTS = (
     "credits digests ledger cutting spanset handshake transports layers checks config codec docs"
 )
 _PIECES = (
-    "roles directory tables handles keys lifeline control agreement metrics memory threads closing "
+    "roles directory tables handles lifeline control agreement metrics memory threads closing "
     "stories local costs pace marks letting_go writes layers security"
 )
 _CARRIED = "tests/runtime/test_carry.py::test_every_byte_arrives_and_no_other_is_touched"

@@ -18,6 +18,7 @@ from kvferry.protocol.events import (
     NewLife,
     Receive,
     Received,
+    ReceiveRequest,
     WrongVersion,
 )
 from kvferry.protocol.messages import (
@@ -136,7 +137,7 @@ def test_a_target_does_not_take_a_welcome_that_does_not_fit(change: dict[str, ob
 )
 def test_what_the_rendezvous_tells_is_refused_before_a_frame_is_sent(prefill: Instance) -> None:
     w = world()
-    w.tell(T0, Receive(ROOM, prefill, Request(8), (), w.now + 60))
+    w.tell(T0, Receive(prefill, ReceiveRequest(ROOM, Request(8), (), w.now + 60)))
     assert w.outcomes(ROOM) == {"refused"}
     assert not w.frames
     w.finish()

@@ -24,6 +24,7 @@ from kvferry.protocol.events import (
     Prepare,
     Push,
     Receive,
+    ReceiveRequest,
 )
 from kvferry.protocol.messages import (
     Complete,
@@ -394,7 +395,7 @@ def test_pages_outside_the_pool_are_refused_by_the_source() -> None:
     w.open(ROOM)
     tables = (Table("kv", (0, 64)),)
     prefill = Instance("prefill", MODEL, w.prefill)
-    w.tell(T0, Receive(ROOM, prefill, Request(8), tables, w.now + 60))
+    w.tell(T0, Receive(prefill, ReceiveRequest(ROOM, Request(8), tables, w.now + 60)))
     w.run()
     assert w.reports[T0, ROOM][0].code is FailureCode.BAD_OFFER  # type: ignore[union-attr]
     assert not w.writes

@@ -25,6 +25,7 @@ from kvferry.protocol.events import (
     Push,
     Receive,
     Received,
+    ReceiveRequest,
     Scattered,
     SendFailed,
     Sent,
@@ -360,32 +361,29 @@ def test_reasons_are_cut_to_the_limit_of_a_frame() -> None:
 
 
 PAGES = tuple(range(MAX_PAGES + 1))
+
+
+def wants(tables: tuple[Table, ...], digest: bytes = b"") -> Receive:
+    wanted = ReceiveRequest("new", Request(8), tables, 200.0, digest)
+    return Receive(Instance("prefill", MODEL, dense()), wanted)
+
+
 MISUSES: dict[str, tuple[Peer, Event]] = {
     "metadata too long": (S0, Finish(ROOM, 16, bytes(MAX_METADATA + 1))),
     "digest too long": (S0, Finish(ROOM, 16, b"", bytes(MAX_DIGEST + 1))),
     "digest asked for too long": (
         T0,
-        Receive(
-            "new", Instance("prefill", MODEL, dense()), Request(8), (), 200.0, bytes(MAX_DIGEST + 1)
-        ),
+        wants((), bytes(MAX_DIGEST + 1)),
     ),
     "pushed twice": (S0, Push(ROOM, Span(0, 8))),
     "pushed in part": (S0, Push(ROOM, Span(7, 9))),
     "too many tables": (
         T0,
-        Receive(
-            "new",
-            Instance("prefill", MODEL, dense()),
-            Request(8),
-            tuple(Table(f"g{i}", ()) for i in range(MAX_TABLES + 1)),
-            200.0,
-        ),
+        wants(tuple(Table(f"g{i}", ()) for i in range(MAX_TABLES + 1))),
     ),
     "too many pages": (
         T0,
-        Receive(
-            "new", Instance("prefill", MODEL, dense()), Request(8), (Table("kv", PAGES),), 200.0
-        ),
+        wants((Table("kv", PAGES),)),
     ),
 }
 

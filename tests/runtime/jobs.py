@@ -41,7 +41,7 @@ def gather_action(op: int = 1, session: Session = SESSION) -> Gather:
 
 def direct(op: int, binding: Binding, session: Session = SESSION) -> WriteJob:
     """A write straight into pages."""
-    return WriteJob(write_action(op, session), session, binding)
+    return WriteJob(write_action(op, session), binding)
 
 
 def bulk() -> Binding:
@@ -51,7 +51,7 @@ def bulk() -> Binding:
 def gather(op: int, bind: Callable[[], Binding] = bulk, *, ahead: bool = False) -> WriteJob:
     """A write through a slot; made ahead, nobody has said where to."""
     action: Any = gather_action(op) if ahead else write_action(op)
-    job = WriteJob(action, SESSION, bind=bind, sources=(0,), targets=(0, 0), path=Path.STAGED)
+    job = WriteJob(action, bind=bind, sources=(0,), targets=(0, 0), path=Path.STAGED)
     job.here, job.there = HERE, None if ahead else THERE
     return job
 
@@ -62,7 +62,7 @@ def scatter(
     at_leisure: Callable[[], None] | None = None,
 ) -> ScatterJob:
     """A copy of a slot into pages."""
-    about = Op(op), "r", PEER, Request(1), BLOCKS, SlotIndex(0), Serial(1)
+    about = Op(op), "r", PEER, PLAN, Request(1), BLOCKS, SlotIndex(0), Serial(1)
     return ScatterJob(Scatter(*about), bind, (0,), (0, 0), at_leisure)
 
 
@@ -70,7 +70,7 @@ def over(
     path: Path, fate: Fate | None = None, num_bytes: int = 4096, seconds: float = 0.5
 ) -> WriteJob:
     """A write that has ended."""
-    job = WriteJob(write_action(), SESSION, path=path, num_bytes=num_bytes, num_pieces=2)
+    job = WriteJob(write_action(), path=path, num_bytes=num_bytes, num_pieces=2)
     job.end(Ended(job.op, fate, "as told"))
     job.seconds = seconds
     return job

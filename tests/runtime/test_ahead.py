@@ -48,6 +48,8 @@ from kvferry.runtime.copier import CopierNews, HostCopier
 from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.outgoing import Outgoing
+from kvferry.runtime.owner.chooser import Chooser
+from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.owner.stories import StoryBook
 from kvferry.runtime.owner.writes import Writes
@@ -85,25 +87,29 @@ class Bench:
         rooms.add(Outgoing("r", inf, shelf, lambda *_: None, lambda _: None))
         region: Any = SimpleNamespace(address=1 << 20, num_bytes=POOL.num_bytes, device=Device())
         pools = contiguous_pools(ONE_TOKEN, 0, 4).map
-        outfit: Any = SimpleNamespace(
-            setup=SimpleNamespace(
-                member=SimpleNamespace(peer=ME, rank=0),
-                memory=SimpleNamespace(map=pools, regions=[None, None]),
-                slots=StagingMemory(region, POOL, None),
-                addresses=(0, 0),
-            ),
+        setup: Any = SimpleNamespace(
+            member=SimpleNamespace(peer=ME, rank=0),
+            memory=SimpleNamespace(map=pools, regions=[None, None]),
+            slots=StagingMemory(region, POOL, None),
+            addresses=(0, 0),
+        )
+        mover: Any = SimpleNamespace(write=self.posted.append, reach=lambda *_: None)
+        copier: Any = SimpleNamespace(submit=self.jobs.append)
+        costs = LinkCosts({"nixl": PRESETS["nixl-host"]})
+        links = Links(setup, mover, meter, costs, self.heard.append, measures=False)
+        self.writes = Writes(
+            setup=setup,
             rooms=rooms,
-            mover=SimpleNamespace(write=self.posted.append, reach=lambda *_: None),
-            copier=SimpleNamespace(submit=self.jobs.append),
+            mover=mover,
+            copier=copier,
+            links=links,
+            chooser=Chooser(pools, rooms, links, costs),
             meter=meter,
             stories=StoryBook(0),
+            answer=self.heard.append,
+            tell=lambda _: None,
         )
-        self.writes = Writes(outfit, LinkCosts({"nixl": PRESETS["nixl-host"]}), measures=False)
         hello: Any = SimpleNamespace(staging=Staging(8192, 4))
-        link = SimpleNamespace(plan=PLAN)
-        machine: Any = SimpleNamespace(links={SESSION: link}, is_followed=lambda _: False)
-        policy: Any = SimpleNamespace()
-        self.writes.attach(machine, policy, self.heard.append, lambda _: None)
         card = PeerMetadata(("127.0.0.1", 1), staging_region).encode()
         self.writes.connect(Connect(PEER, 1, SESSION, card, hello=hello))
 

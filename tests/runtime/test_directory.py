@@ -11,8 +11,9 @@ import pytest
 
 from kvferry.ids import Peer, Room
 from kvferry.plan.plan import Request
-from kvferry.protocol.events import Event, NewLife, Receive
+from kvferry.protocol.events import Event, NewLife, Receive, ReceiveRequest
 from kvferry.protocol.outcome import FailureCode
+from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.owner.directory import Directory, Viewed
 from kvferry.runtime.owner.roles import Begun, TargetRole
 
@@ -67,11 +68,10 @@ class Rooms:
         return 0
 
 
-def handle(room: Room, deadline: float = inf) -> Any:
-    asked = SimpleNamespace(
-        prefill="prefill", request=Request(4), tables=(), deadline=deadline, digest=b""
-    )
-    return SimpleNamespace(room=room, deadline=deadline, begun=0.0, asked=asked, tag=None)
+def handle(room: Room, deadline: float = inf) -> Incoming:
+    made = Incoming(ReceiveRequest(room, Request(4), (), deadline), "prefill", lambda _: None, dict)
+    made.begun = 0.0
+    return made
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from kvferry.protocol.events import (
     Post,
     Receive,
     Received,
+    ReceiveRequest,
     Release,
     Report,
     Scatter,
@@ -210,7 +211,7 @@ def test_each_action_has_its_port(stage: Stage) -> None:
     stage.meet()
     choose = Choose(Ticket(4), transfer(3), ())
     assert stage.do(choose) == [("choose", 4)]
-    scatter = Scatter(Op(3), "r", PEER, REQUEST, (), SlotIndex(0), Serial(0))
+    scatter = Scatter(Op(3), "r", PEER, PLAN, REQUEST, (), SlotIndex(0), Serial(0))
     assert Stage(ExposedPuppet()).do(scatter) == [("scatter", 3)]
     assert stage.do(Report("r", Done(b""))) == [("report", "r")]
     assert stage.do(Release("r")) == [("release", "r")]
@@ -376,7 +377,7 @@ def test_a_sign_of_death_is_followed_for_those_it_concerns(stage: Stage) -> None
     "event",
     [
         Open("r", 9.0),
-        Receive("r", Instance("p", "model", LAYOUT), REQUEST, (), 9.0),
+        Receive(Instance("p", "model", LAYOUT), ReceiveRequest("r", REQUEST, (), 9.0)),
     ],
     ids=["source", "target"],
 )

@@ -12,16 +12,14 @@ from msgspec.structs import replace
 
 from kvferry.ids import Op, Peer, Serial, SlotIndex
 from kvferry.layout import Layout, Parallel, Span, attention
-from kvferry.plan import Block, Image, Pair, Request, bind, reshard
+from kvferry.plan import Block, Image, Pair, Request, Side, bind, reshard
 from kvferry.plan.bind import Binding
-from kvferry.plan.binder import Binder
 from kvferry.plan.places import contiguous_pools
-from kvferry.protocol.events import Scatter
+from kvferry.protocol.events import ReceiveRequest, Scatter
 from kvferry.protocol.messages import Table
-from kvferry.runtime.incoming import Asked, Incoming
+from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.jobs import ScatterJob
 from kvferry.runtime.owner.scatters import Scatters
-from kvferry.runtime.owner.stories import StoryBook
 
 NUM_PAGES, PAGE = 16, 4
 LAYOUT = Layout(attention(layers=2, kv_heads=2, head_dim=8), Parallel(), page_tokens=PAGE)
@@ -40,61 +38,52 @@ def block(first: int, end: int) -> Block:
 class Desk:
     """A target's scatters, with a copier that writes down what it is given."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.jobs: list[ScatterJob] = []
         self.foreseen: list[tuple[Binding, tuple[int, ...], tuple[int, ...]]] = []
-        self.num_bound = 0
         self.rooms: dict[str, Incoming] = {}
-        outfit: Any = SimpleNamespace(
-            setup=SimpleNamespace(
+        parts: dict[str, Any] = {
+            "setup": SimpleNamespace(
                 member=SimpleNamespace(rank=0),
                 memory=SimpleNamespace(map=POOLS),
                 slots=SimpleNamespace(address=lambda slot: 4096 * slot),
                 addresses=(0, 0, 0, 0),
             ),
-            rooms=self.rooms,
-            mover=None,
-            copier=SimpleNamespace(
+            "rooms": self.rooms,
+            "copier": SimpleNamespace(
                 submit=self.jobs.append, foresee=lambda *copy: self.foreseen.append(copy)
             ),
-            meter=None,
-            stories=StoryBook(0),
-        )
-        self.scatters = Scatters(outfit)
-        room = SimpleNamespace(plan=PLAN)
-        machine: Any = SimpleNamespace(rooms={"r": room, "s": room})
-        nothing: Any = None
-        self.scatters.attach(machine, nothing, nothing)
-        asked, self._ops = Binder.bind, 0
-
-        def counted(*args: Any) -> Binding:
-            self.num_bound += 1
-            return asked(*args)
-
-        monkeypatch.setattr(Binder, "bind", counted)
+            **dict.fromkeys(("mover", "meter", "stories", "answer", "join")),
+        }
+        self.scatters = Scatters(**parts)
+        self._ops = 0
 
     def receive(self, room: str, pages: list[int]) -> None:
-        asked = Asked("p", REQUEST, (Table(GROUP, tuple(pages)),), inf)
+        wanted = ReceiveRequest(room, REQUEST, (Table(GROUP, tuple(pages)),), inf)
         nothing: Any = lambda *_: None  # noqa: E731
-        self.rooms[room] = Incoming(room, asked, POOLS, nothing, nothing)
+        self.rooms[room] = Incoming(wanted, "p", nothing, nothing)
+
+    def release(self, room: str) -> None:
+        del self.rooms[room]
+        self.scatters.release(room)
 
     def scatter(self, room: str, *blocks: Block) -> ScatterJob:
         self._ops += 1
-        about = Op(self._ops), room, SOURCE, REQUEST, blocks, SlotIndex(0), Serial(1)
+        about = Op(self._ops), room, SOURCE, PLAN, REQUEST, blocks, SlotIndex(0), Serial(1)
         self.scatters.scatter(Scatter(*about))
         return self.jobs[-1]
 
     def check(self, job: ScatterJob, room: str, *blocks: Block) -> None:
         """It copies what it should."""
-        side = self.rooms[room].side
+        side = Side(POOLS, self.rooms[room].wanted.page_tables)
         wanted = bind(PLAN, Pair(0, 0), REQUEST, Image(), side, blocks)
         for got, right in zip(job.bind().descriptors(), wanted.descriptors(), strict=True):
             np.testing.assert_array_equal(got, right)
 
 
 @pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
-    desk = Desk(monkeypatch)
+def desk() -> Desk:
+    desk = Desk()
     desk.receive("r", list(range(NUM_PAGES)))
     return desk
 
@@ -108,12 +97,11 @@ def copy(job: ScatterJob) -> None:
 
 def test_what_comes_next_is_bound_before_it_comes(desk: Desk) -> None:
     copy(desk.scatter("r", block(0, 20)))
-    assert desk.num_bound == 2
     ((binding, *between),) = desk.foreseen
     job = desk.scatter("r", block(20, 40))
     assert job.bind() is binding, "a copier knows it by that"
     assert between == [job.sources, job.targets]
-    assert desk.num_bound == 2
+    assert len(desk.foreseen) == 1
     desk.check(desk.scatter("r", block(20, 40)), "r", block(20, 40))
     copy(desk.jobs[-1])
     # The last is shorter, and nothing comes after it.
@@ -124,23 +112,21 @@ def test_what_comes_next_is_bound_before_it_comes(desk: Desk) -> None:
 def test_nothing_is_bound_for_a_room_that_is_over(desk: Desk) -> None:
     job = desk.scatter("r", block(0, 20))
     job.bind()
-    del desk.rooms["r"]
+    desk.release("r")
     assert job.at_leisure is not None
     job.at_leisure()
-    assert desk.num_bound == 1
+    assert not desk.foreseen
 
 
 def test_nothing_comes_after_the_end(desk: Desk) -> None:
     copy(desk.scatter("r", block(30, REQUEST.num_tokens)))
-    assert (desk.num_bound, desk.rooms["r"].foreseen) == (1, {})
+    assert not desk.foreseen
 
 
 @pytest.mark.parametrize("blocks", [(block(24, 30),), (block(20, 30), block(40, 42))])
 def test_what_was_not_foreseen_is_bound_as_it_comes(desk: Desk, blocks: tuple[Block, ...]) -> None:
     copy(desk.scatter("r", block(0, 20)))
     desk.check(desk.scatter("r", *blocks), "r", *blocks)
-    # What was foreseen has been forgotten with that.
-    assert not desk.rooms["r"].foreseen
 
 
 def test_of_several_only_the_last_is_followed(desk: Desk) -> None:
@@ -149,13 +135,14 @@ def test_of_several_only_the_last_is_followed(desk: Desk) -> None:
     second.bind()
     assert first.at_leisure is not None
     first.at_leisure()
-    assert desk.num_bound == 2
+    assert not desk.foreseen
     copy(second)
     desk.check(desk.scatter("r", block(20, 30)), "r", block(20, 30))
 
 
 def test_a_room_of_the_same_name_has_other_pages(desk: Desk) -> None:
     copy(desk.scatter("r", block(0, 20)))
+    desk.release("r")
     desk.receive("r", list(reversed(range(NUM_PAGES))))
     desk.check(desk.scatter("r", block(20, 40)), "r", block(20, 40))
 
@@ -164,4 +151,4 @@ def test_pages_that_are_wrong_are_told_of_when_they_are_needed(desk: Desk) -> No
     desk.receive("s", [0, 1, 2])
     job = desk.scatter("s", block(0, 12))
     copy(job)
-    assert not desk.rooms["s"].foreseen
+    assert not desk.foreseen

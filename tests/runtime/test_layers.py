@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +17,14 @@ from kvferry.layout.intervals import Span
 from kvferry.plan.bind import Pair as Ranks
 from kvferry.plan.bind import Side, bind
 from kvferry.plan.choose import Path, choose, shape_of
-from kvferry.plan.cost import Constants
+from kvferry.plan.cost import Constants, LinkCosts
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Block, Request
 from kvferry.plan.reshard import reshard
 from kvferry.protocol.events import TransferRequest, Write
 from kvferry.protocol.messages import Arrived, Envelope, Table
 from kvferry.protocol.outcome import Done
-from kvferry.runtime.owner.staging_policy import Sides, StagingPolicy
+from kvferry.runtime.owner.chooser import Chooser
 
 NUM_TOKENS = NUM_PAGES * 4
 PAGES = list(range(NUM_PAGES))
@@ -101,7 +103,7 @@ REQUEST = Request(64)
 SCATTERED = (0, 2, 4, 6, 1, 3, 5, 7)
 SOURCE, TARGET = layout(HEADS, 4), layout(HEADS, 8)
 PLAN = reshard(SOURCE, TARGET)
-SIDES = Sides(
+SIDES = (
     Side(contiguous_pools(SOURCE, 0, 16).map, {"kv": PageTable(range(16))}),
     Side(contiguous_pools(TARGET, 0, 8).map, {"kv": PageTable(SCATTERED)}),
 )
@@ -120,24 +122,32 @@ def block(first: int, end: int) -> Block:
     return Block("kv", Span(first, end), Span(0, 64))
 
 
+class Tables:
+    """A room's tables, which count how often they were asked for, and so how often it was bound."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def tables(self) -> dict[str, PageTable]:
+        self.num_asked += 1
+        return SIDES[0].tables
+
+
 def test_a_chunk_is_bound_once_and_cut_by_layers() -> None:
-    asked: list[TransferRequest] = []
-
-    def sides_of(transfer: TransferRequest) -> Sides:
-        asked.append(transfer)
-        return SIDES
-
-    policy = StagingPolicy(0, sides_of, lambda session: SLOW_PIECES)
+    tables = Tables()
+    rooms: Any = {"r": SimpleNamespace(tables=tables)}
+    links: Any = {Session(1, 1): SimpleNamespace(hello=SimpleNamespace(pools=SIDES[1].pools))}
+    chooser = Chooser(SIDES[0].pools, rooms, links, LinkCosts({"nixl": SLOW_PIECES}))
     for some in (block(2, 3), block(0, 2)):
-        bound = policy.binding(written(some))
+        bound = chooser.binding(written(some))
         fresh = bind(PLAN, Ranks(0, 0), REQUEST, *SIDES, [some])
         assert np.array_equal(bound.descriptors(), fresh.descriptors())
         assert bound.num_bytes == fresh.num_bytes
-    assert len(asked) == 1
-    policy.forget("r")
-    policy.binding(written(block(0, 3)))
-    policy.binding(written(block(0, 3)))
-    assert len(asked) == 3, "what was written whole is not kept"
+    assert tables.num_asked == 1
+    chooser.forget("r")
+    chooser.binding(written(block(0, 3)))
+    chooser.binding(written(block(0, 3)))
+    assert tables.num_asked == 3, "what was written whole is not kept"
 
 
 def test_few_layers_may_go_another_way_than_all_of_them() -> None:

@@ -17,9 +17,9 @@ from kvferry.runtime.bundles import bundle
 from kvferry.runtime.control import has_message
 from kvferry.runtime.mover.mover import Measured
 from kvferry.runtime.owner.channels import SourceChannel
+from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.roles import TargetRole
-from kvferry.runtime.owner.writes import Writes
 
 ME, PEER = Peer("prefill", 0), Peer("decode", 0)
 SESSION, OTHER = Session(7, 1), Session(8, 1)
@@ -102,15 +102,14 @@ def test_routes_of_sessions_that_are_over_are_forgotten_and_no_others() -> None:
 
 def test_what_was_measured_of_a_link_is_used_until_the_link_is_over() -> None:
     mover = Recorder()
-    parts = dict.fromkeys(("setup", "rooms", "copier", "meter", "stories"))
-    outfit: Any = SimpleNamespace(mover=mover, **parts)
+    nothing: Any = None
     costs = LinkCosts({"slow": FIRST})
     costs.reached(SESSION, "slow", "a-host")
-    writes = Writes(outfit, costs, measures=True)
-    writes.measured(Measured(SESSION, SLOW))
+    links = Links(nothing, mover, nothing, costs, nothing, measures=True)  # type: ignore[arg-type]
+    links.hear(Measured(SESSION, SLOW))
     assert (costs.of(SESSION), costs.latest) == (SLOW, SLOW)
-    writes.cut(SESSION)
-    writes.forget(SESSION)
+    links.cut(SESSION)
+    links.forget(SESSION)
     assert costs.of(SESSION) == FIRST
     assert mover.asked == [("cut", SESSION), ("forget", SESSION)]
 

@@ -32,7 +32,7 @@ def role_and_taken(*, held: bool = True) -> tuple[SourceRole, list[Event]]:
     outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, meter=None, stories=StoryBook(0))
     nothing: Any = None
     no_writes: Any = SimpleNamespace(ends=lambda now: (), wakeup=lambda: inf)
-    return SourceRole(nothing, taken.append, outfit, no_writes, nothing), taken
+    return SourceRole(nothing, taken.append, outfit, nothing, no_writes, nothing), taken
 
 
 class RoomHandle:
@@ -85,5 +85,5 @@ def test_a_target_hears_of_each_write_before_the_next_end_is_looked_at() -> None
     outfit: Any = SimpleNamespace(rooms=None, setup=setup, meter=None, stories=StoryBook(0))
     writes: Any = SimpleNamespace(ends=ends)
     channel: Any = SimpleNamespace(let_out=lambda: told.append("let out"))
-    SourceRole(nothing, told.append, outfit, writes, channel).advance(0.0)
+    SourceRole(nothing, told.append, outfit, nothing, writes, channel).advance(0.0)
     assert told == [1, "let out", 2, "let out"]

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from runtime.jobs import SESSION, write_action
-from runtime.puppet import LAYOUT, ME, PLAN
+from runtime.puppet import LAYOUT, ME
 
 from kvferry.errors import InputError
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding, Size
 from kvferry.plan.choose import Path
-from kvferry.plan.cost import PRESETS, LinkCosts
 from kvferry.plan.places import contiguous_pools
 from kvferry.protocol.events import Event, Fate, SendFailed, Sent, Write
 from kvferry.runtime.jobs import WriteJob
@@ -33,7 +32,7 @@ OP = Op(1)
 class Bench:
     """A source's writes, with a mover that only writes down what it is given."""
 
-    def __init__(self, problem: str = "", *, followed: bool = False) -> None:
+    def __init__(self, problem: str = "") -> None:
         self.posted: list[WriteJob] = []
         self.heard: list[Event] = []
         # What its target was told of at once, when so much had been heard and counted.
@@ -44,21 +43,23 @@ class Bench:
         shelf = Shelf(LAYOUT, 0, contiguous_pools(LAYOUT, 0, 4).map)
         self.handle = Outgoing("r", inf, shelf, lambda *_: None, lambda _: None)
         rooms.add(self.handle)
-        mover = SimpleNamespace(write=self.posted.append)
-        setup = SimpleNamespace(member=SimpleNamespace(peer=ME))
-        outfit: Any = SimpleNamespace(
+        setup: Any = SimpleNamespace(member=SimpleNamespace(peer=ME))
+        mover: Any = SimpleNamespace(write=self.posted.append)
+        links: Any = {SESSION: SimpleNamespace(at_once=None)}
+        chooser: Any = SimpleNamespace(binding=self._bind)
+        copier: Any = None
+        self.writes = Writes(
             setup=setup,
             rooms=rooms,
             mover=mover,
-            copier=None,
+            copier=copier,
+            links=links,
+            chooser=chooser,
             meter=meter,
             stories=StoryBook(0),
+            answer=self.heard.append,
+            tell=self._told,
         )
-        self.writes = Writes(outfit, LinkCosts({"shm": PRESETS["shm"]}), measures=False)
-        link = SimpleNamespace(plan=PLAN)
-        machine: Any = SimpleNamespace(links={SESSION: link}, is_followed=lambda _: followed)
-        policy: Any = SimpleNamespace(binding=self._bind)
-        self.writes.attach(machine, policy, self.heard.append, self._told)
 
     def _told(self, op: Op) -> None:
         self.told.append((op, len(self.heard), self.handle.num_writes))
@@ -87,18 +88,17 @@ def test_a_write_that_ended_well_is_told_and_counted() -> None:
     assert (bench.handle.carried, bench.handle.num_writes) == ({Path.RUNS: 10}, 1)
 
 
-@pytest.mark.parametrize("followed", [True, False])
-def test_a_target_that_is_to_empty_the_slot_hears_of_it_before_all_else(followed: bool) -> None:
-    bench = Bench(followed=followed)
+def test_a_target_that_is_to_empty_the_slot_hears_of_it_before_all_else() -> None:
+    bench = Bench()
     bench.write()
     bench.end(Path.STAGED)
-    assert bench.told == ([(OP, 0, 0)] if followed else [])
+    assert bench.told == [(OP, 0, 0)]
     assert (bench.heard, bench.handle.num_writes) == ([Sent(OP)], 1)
 
 
 @pytest.mark.parametrize("fate", list(Fate))
 def test_a_write_that_did_not_end_well_is_told_and_not_counted(fate: Fate) -> None:
-    bench = Bench(followed=True)
+    bench = Bench()
     bench.write()
     bench.end(Path.RUNS, fate)
     assert (bench.heard, bench.told) == ([SendFailed(OP, fate)], [])

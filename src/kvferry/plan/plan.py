@@ -14,9 +14,9 @@ from functools import cached_property
 import msgspec
 
 from kvferry.errors import InputError
-from kvferry.layout.intervals import Span, Tokens, cut
+from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens, cut
 from kvferry.layout.layout import Holdings, Layout
-from kvferry.layout.spec import CacheSpec
+from kvferry.layout.spec import CacheSpec, Slot
 
 # Part of every digest: bump it when the meaning of a move changes.
 PLAN_FORMAT = "kvferry-plan-1"
@@ -121,6 +121,20 @@ class Plan:
     @cached_property
     def _known_blocks(self) -> dict[tuple[int, int, int, int], tuple[Block, ...]]:
         return {}
+
+    @cached_property
+    def _shared(self) -> frozenset[tuple[int, int, str]]:
+        """Pairs and groups of which a move has state, or some of the tokens only."""
+        groups = {group.name: group for group in self.spec.groups}
+        return frozenset(
+            (move.source, move.target, move.group)
+            for move in self.moves
+            if move.tokens != ALL_TOKENS or isinstance(groups[move.group].kind, Slot)
+        )
+
+    def has_every_token(self, source: int, target: int, group: str) -> bool:
+        """Whether both ranks have all tokens of a group, so that its blocks are whole."""
+        return (source, target, group) not in self._shared
 
     @cached_property
     def _targets(self) -> dict[int, tuple[int, ...]]:

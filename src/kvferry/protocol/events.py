@@ -8,12 +8,14 @@ are for the runtime to carry out; a machine never waits for one.
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cached_property
 
 import msgspec
 
 from kvferry.ids import Generation, Op, Peer, Room, Serial, Session, SlotIndex, Ticket
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
+from kvferry.plan.places import PageTable
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.messages import Envelope, Hello, Table, TransportOffer
 from kvferry.protocol.outcome import Failure, Outcome
@@ -91,18 +93,39 @@ class Instance(msgspec.Struct, frozen=True):
     layout: Layout
 
 
-class Receive(Event, frozen=True):
-    """The engine holds these pages for the room and wants them filled.
+class ReceiveRequest(msgspec.Struct, frozen=True, dict=True):
+    """What an engine wants of a room: which tokens, in which pages that it holds, and until when.
 
     ``digest`` is that of its own request: what does not have the same is not used.
     """
 
     room: Room
-    prefill: Instance
     request: Request
     tables: tuple[Table, ...]
     deadline: float
     digest: bytes = b""
+
+    @cached_property
+    def page_tables(self) -> dict[str, PageTable]:
+        """The tables as a binding takes them, made once."""
+        return {table.group: table.as_page_table() for table in self.tables}
+
+
+class Receive(Event, frozen=True):
+    """An engine wants a room from a prefill instance."""
+
+    prefill: Instance
+    wanted: ReceiveRequest
+
+    @property
+    def room(self) -> Room:
+        """Which room."""
+        return self.wanted.room
+
+    @property
+    def deadline(self) -> float:
+        """Until when it must have come."""
+        return self.wanted.deadline
 
 
 class Decline(Event, frozen=True):
@@ -260,7 +283,7 @@ class Forget(Action, frozen=True):
     session: Session
 
 
-class TransferRequest(msgspec.Struct, frozen=True):
+class TransferRequest(msgspec.Struct, frozen=True, dict=True):
     """One offer of one target for one room: what it wants of a source, and in which pages."""
 
     room: Room
@@ -271,6 +294,11 @@ class TransferRequest(msgspec.Struct, frozen=True):
     plan: Plan
     request: Request
     tables: tuple[Table, ...]
+
+    @cached_property
+    def page_tables(self) -> dict[str, PageTable]:
+        """The tables as a binding takes them, made once for all writes of the offer."""
+        return {table.group: table.as_page_table() for table in self.tables}
 
 
 class Choose(Action, frozen=True):
@@ -332,6 +360,7 @@ class Scatter(Action, frozen=True):
     op: Op
     room: Room
     source: Peer
+    plan: Plan
     request: Request
     blocks: tuple[Block, ...]
     slot: SlotIndex

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvferry.ids import Generation, Op, Room, SlotIndex
-from kvferry.plan.plan import Block, Plan, Request
+from kvferry.plan.plan import Block, Plan
 from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Instance
+from kvferry.protocol.events import Instance, ReceiveRequest
 from kvferry.protocol.ledger import Ledger
-from kvferry.protocol.messages import Table
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LegState
 
@@ -31,19 +30,21 @@ class Leg:
 class TargetRoom:
     """One room of one target rank."""
 
-    name: Room
+    wanted: ReceiveRequest
     generation: Generation
     prefill: Instance
     plan: Plan
-    request: Request
-    tables: tuple[Table, ...]
     deadline: float
-    digest: bytes
     ledger: Ledger
     legs: dict[int, Leg] = field(default_factory=dict)
     scatters: set[Op] = field(default_factory=set)
     metadata: bytes = b""
     failure: Failure | None = None
+
+    @property
+    def name(self) -> Room:
+        """Which room."""
+        return self.wanted.room
 
     def unusable(self) -> list[Block]:
         """After a failure: what never came, and what came from a source that may be wrong.
@@ -51,8 +52,9 @@ class TargetRoom:
         Where the engine gave a digest, what a source wrote counts only once it has vouched.
         """
         differs = self.failure is not None and self.failure.code is FailureCode.CONTENT_DIFFERS
+        vouches = bool(self.wanted.digest)
         return self.ledger.lacking(
-            {n for n, leg in self.legs.items() if differs or (self.digest and not leg.vouched)}
+            {n for n, leg in self.legs.items() if differs or (vouches and not leg.vouched)}
         )
 
 

@@ -134,12 +134,13 @@ class TargetMachine(Greeter):
     def _on_receive(self, event: Receive) -> None:
         if event.room in self.rooms:
             raise Misuse(f"room {event.room!r} is already being received; use another id")
-        if len(event.tables) > MAX_TABLES or any(len(t.pages) > MAX_PAGES for t in event.tables):
+        wanted = event.wanted
+        if len(wanted.tables) > MAX_TABLES or any(len(t.pages) > MAX_PAGES for t in wanted.tables):
             raise Misuse(
                 f"a room has at most {MAX_TABLES} tables of {MAX_PAGES} pages; use larger ones"
             )
-        if len(event.digest) > MAX_DIGEST:
-            raise Misuse(f"a digest has at most {MAX_DIGEST} bytes, not {len(event.digest)}")
+        if len(wanted.digest) > MAX_DIGEST:
+            raise Misuse(f"a digest has at most {MAX_DIGEST} bytes, not {len(wanted.digest)}")
         failure = self._no_room_for(event)
         if failure:
             self._do(Report(event.room, failure))
@@ -148,15 +149,12 @@ class TargetMachine(Greeter):
         plan = self._plan_with(event.prefill.layout)
         self._generations += 1
         room = TargetRoom(
-            name=event.room,
+            wanted,
             generation=Generation(self._generations),
             prefill=event.prefill,
             plan=plan,
-            request=event.request,
-            tables=event.tables,
-            deadline=event.deadline,
-            digest=event.digest,
-            ledger=Ledger(plan, self.me.rank, event.request),
+            deadline=wanted.deadline,
+            ledger=Ledger(plan, self.me.rank, wanted.request),
         )
         self.rooms[room.name] = room
         for source in plan.contacts(self.me.rank):
@@ -246,8 +244,8 @@ class TargetMachine(Greeter):
             Offer(
                 room.name,
                 room.generation,
-                room.request,
-                room.tables,
+                room.wanted.request,
+                room.wanted.tables,
                 min(max(MIN_REMAINING_S, room.deadline - self._now), MAX_REMAINING_S),
             ),
         )
@@ -320,7 +318,7 @@ class TargetMachine(Greeter):
             return False
         if body.serial is None:
             return True
-        size = image_bytes(room.plan, leg.source, self.me.rank, room.request, body.blocks)
+        size = image_bytes(room.plan, leg.source, self.me.rank, room.wanted.request, body.blocks)
         return size <= self.staging.slot_bytes
 
     def _record(self, room: TargetRoom, leg: Leg, blocks: Iterable[Block]) -> None:
@@ -334,9 +332,8 @@ class TargetMachine(Greeter):
         op = Op(self._ops)
         room.scatters.add(op)
         self.scattering[op] = Scattering(room, leg.source, body.blocks, slot)
-        self._do(
-            Scatter(op, room.name, leg.link.peer, room.request, body.blocks, slot, body.serial)
-        )
+        what = room.plan, room.wanted.request, body.blocks
+        self._do(Scatter(op, room.name, leg.link.peer, *what, slot, body.serial))
 
     def _on_close(self, link: Link, body: Close) -> None:
         found = self._leg(link, body)
@@ -362,7 +359,7 @@ class TargetMachine(Greeter):
             self._record(room, leg, body.written)
 
     def _differs(self, room: TargetRoom, body: Close) -> Failure | None:
-        return close_problem(body, room.request.num_tokens, room.digest)
+        return close_problem(body, room.wanted.request.num_tokens, room.wanted.digest)
 
     def _on_abort(self, link: Link, body: Abort) -> None:
         found = self._leg(link, body)

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import NamedTuple
 
-from kvferry.ids import Op, Peer, Room
+from kvferry.ids import Op, Peer
 from kvferry.layout.layout import Layout, find_holding
 from kvferry.layout.pages import local_pages
-from kvferry.plan.bind import Binding, Side
-from kvferry.plan.places import PoolMap
-from kvferry.plan.plan import Block, Request
+from kvferry.plan.plan import Block
+from kvferry.protocol.events import ReceiveRequest
 from kvferry.protocol.messages import Table
 from kvferry.protocol.outcome import Done
 from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.handles import Handle
-
-
-class Asked(NamedTuple):
-    """What the engine asked for."""
-
-    prefill: str | InstanceView
-    request: Request
-    tables: tuple[Table, ...]
-    deadline: float
-    digest: bytes = b""
 
 
 class Incoming(Handle):
@@ -33,33 +20,25 @@ class Incoming(Handle):
 
     def __init__(
         self,
-        room: Room,
-        asked: Asked,
-        pools: PoolMap,
+        wanted: ReceiveRequest,
+        prefill: str | InstanceView,
         abort: Callable[[Incoming], None],
         everything: Callable[[], dict[str, list[int]]],
     ) -> None:
-        super().__init__(room, asked.deadline)
+        super().__init__(wanted.room, wanted.deadline)
         self._abort = abort
         self._everything = everything
-        self.asked = asked
-        self._pools = pools
+        self.wanted = wanted
+        # By name, or as the engine knows it.
+        self.prefill = prefill
         self._bad: dict[str, list[int]] | None = None
-        # The owner's: the last scatter of what each source has sent, and what it will probably
-        # send next, bound already.
+        # The owner's: the last scatter of what each source has sent.
         self.latest: dict[Peer, Op] = {}
-        self.foreseen: dict[Peer, tuple[tuple[Block, ...], Binding]] = {}
-
-    @cached_property
-    def side(self) -> Side:
-        """Where its pages are, for the owner; only what is staged is written there from here."""
-        tables = {table.group: table.as_page_table() for table in self.asked.tables}
-        return Side(self._pools, tables)
 
     @property
     def num_pages(self) -> int:
         """Pages that are held for the room, of the group that has most."""
-        return max((len(table.pages) for table in self.asked.tables), default=0)
+        return max((len(table.pages) for table in self.wanted.tables), default=0)
 
     @property
     def bad_pages(self) -> dict[str, list[int]]:
@@ -83,15 +62,14 @@ class Incoming(Handle):
         self._abort(self)
 
 
-def wanted_pages(layout: Layout, rank: int, asked: Asked) -> dict[str, list[int]]:
+def wanted_pages(layout: Layout, rank: int, wanted: ReceiveRequest) -> dict[str, list[int]]:
     """Per group, every page that was to be written: those behind the prefix."""
-    tokens, prefix = asked.request.num_tokens, asked.request.prefix
+    tokens, prefix = wanted.request.num_tokens, wanted.request.prefix
     owed = [
         Block(held.group, held.layers, layout.spec.group(held.group).owed(tokens, prefix))
         for held in layout.rank_holdings(rank)
     ]
-    wanted = [block for block in owed if len(block.tokens)]
-    return bad_pages(layout, rank, asked.tables, wanted)
+    return bad_pages(layout, rank, wanted.tables, [block for block in owed if len(block.tokens)])
 
 
 def bad_pages(

@@ -28,7 +28,6 @@ class WriteJob:
     """One write, from its submission to its result."""
 
     action: Write | Gather
-    session: Session
     # What is written. Of one through a slot: once the slot is filled, and its target known.
     binding: Binding = Binding(())  # noqa: RUF009 - immutable
     # Of one through a slot: what fills it, from pages into the slot, at those addresses.
@@ -57,6 +56,11 @@ class WriteJob:
     def op(self) -> Op:
         """Its number."""
         return self.action.op
+
+    @property
+    def session(self) -> Session:
+        """In which it is written."""
+        return self.action.transfer.session
 
     @property
     def is_ahead(self) -> bool:

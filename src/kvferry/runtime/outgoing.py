@@ -9,10 +9,9 @@ from typing import Protocol
 
 from kvferry.digest import checked_digest
 from kvferry.errors import InputError, Misuse
-from kvferry.ids import Room, Session
+from kvferry.ids import Room
 from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
-from kvferry.plan.bind import Side
 from kvferry.plan.choose import Path
 from kvferry.protocol.events import Event, Finish, Prepare, Push
 from kvferry.protocol.messages import MAX_METADATA
@@ -65,7 +64,6 @@ class Outgoing(Handle):
         # The owner's, from here on.
         self.tables = GrowingTables()
         self.steps: deque[tuple[Waitable | None, Callable[[], None], Event]] = deque()
-        self.sides: dict[tuple[Session, int], Side] = {}
 
     @property
     def num_pages(self) -> int:

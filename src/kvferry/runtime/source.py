@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import ClassVar
 
 from msgspec.structs import replace
@@ -25,10 +24,11 @@ from kvferry.runtime.driver.driver import SourceDriver, SourcePorts
 from kvferry.runtime.local import LocalDoor, LocalServer
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner.channels import SourceChannel
+from kvferry.runtime.owner.chooser import Chooser
+from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.loop import CLOSE_S, Owner
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.roles import SourceRole, Stepped
-from kvferry.runtime.owner.staging_policy import StagingPolicy
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.owner.writes import Writes
 from kvferry.runtime.rank import RankEndpoint
@@ -71,18 +71,36 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
     def _own(self, outfit: Outfit[Outgoing]) -> Owner:
         setup, config, rooms, meter = outfit.setup, outfit.config, outfit.rooms, outfit.meter
         self._costs = costs = LinkCosts(endpoint_constants(config, setup))
-        writes = Writes(outfit, costs, measures=config.constants is None)
-        policy = StagingPolicy(
-            setup.member.rank, writes.sides_of, costs.of, config.path, writes.foresee
-        )
+        mover = outfit.mover
+        measures = config.constants is None
+        links = Links(setup, mover, meter, costs, self._take, measures=measures)
+        chooser = Chooser(setup.memory.map, rooms, links, costs, config.path)
         machine = SourceMachine(setup.identity, _with_slots(config, setup))
         channel = SourceChannel(outfit.me, outfit.poller, meter, self._server, self._local)
+
+        def tell(op: Op) -> None:
+            """In the middle of a turn: a target waits to empty its slot, so all else can wait."""
+            if machine.is_followed(op):
+                driver.tell(op)
+                channel.flush()
+
+        writes = Writes(
+            setup=setup,
+            rooms=rooms,
+            mover=mover,
+            copier=outfit.copier,
+            links=links,
+            chooser=chooser,
+            meter=meter,
+            stories=outfit.stories,
+            answer=self._take,
+            tell=tell,
+        )
         suspects = Suspects(outfit.prober)
         driver = SourceDriver(machine, SourcePorts(channel, writes, suspects, rooms))
-        writes.attach(machine, policy, self._take, partial(_tell, driver, channel))
         channel.attach(self._take, outfit.stories)
-        rooms.on_release = policy.forget
-        role = SourceRole(driver, self._take, outfit, writes, channel)
+        rooms.on_release = chooser.forget
+        role = SourceRole(driver, self._take, outfit, links, writes, channel)
         return Owner(driver, role, channel, outfit)
 
     def open(
@@ -120,12 +138,6 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
     def constants(self) -> Constants:
         """What the link that was measured last costs; before that, what is assumed."""
         return self._costs.latest
-
-
-def _tell(driver: SourceDriver, channel: SourceChannel, op: Op) -> None:
-    """In the middle of a turn: a write has ended, and its target waits to hear of it."""
-    driver.tell(op)
-    channel.flush()
 
 
 def _nothing() -> None:

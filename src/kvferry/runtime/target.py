@@ -12,12 +12,13 @@ from kvferry.errors import InputError
 from kvferry.ids import Room
 from kvferry.keys import ClusterKey, bindable
 from kvferry.plan.plan import Request
+from kvferry.protocol.events import ReceiveRequest
 from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView, demand_name
 from kvferry.runtime.arguments import deadline_in, token_count
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.driver.driver import TargetDriver, TargetPorts
-from kvferry.runtime.incoming import Asked, Incoming, wanted_pages
+from kvferry.runtime.incoming import Incoming, wanted_pages
 from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.owner.channels import TargetChannel
 from kvferry.runtime.owner.directory import Directory
@@ -61,10 +62,18 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             directory.address_of,
             config.protocol.silence_s,
         )
-        scatters = Scatters(outfit)
+        scatters = Scatters(
+            setup=setup,
+            rooms=rooms,
+            mover=outfit.mover,
+            copier=outfit.copier,
+            meter=meter,
+            stories=outfit.stories,
+            answer=self._take,
+            join=channel.join,
+        )
         suspects = Suspects(outfit.prober)
         driver = TargetDriver(machine, TargetPorts(channel, scatters, suspects, rooms))
-        scatters.attach(machine, self._take, channel.join)
         channel.attach(self._take, outfit.stories)
         role = TargetRole(driver, self._take, outfit, scatters, channel, directory)
         return Owner(driver, role, channel, outfit)
@@ -92,13 +101,13 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         whose room it is in logs and in its story.
         """
         self._demand_instance(prefill)
-        wanted = Request(token_count(tokens), token_count(prefix, "prefix"))
-        tables = self._shelf.tables(wanted, pages, states)
+        asked = Request(token_count(tokens), token_count(prefix, "prefix"))
+        tables = self._shelf.tables(asked, pages, states)
         deadline = deadline_in(self._deadline_s if deadline_s is None else deadline_s)
-        asked = Asked(prefill, wanted, tables, deadline, checked_digest(digest))
+        wanted = ReceiveRequest(room, asked, tables, deadline, checked_digest(digest))
         member = self._setup.member
-        everything = partial(wanted_pages, member.layout, member.rank, asked)
-        handle = Incoming(room, asked, self._setup.memory.map, self._abort, everything)
+        everything = partial(wanted_pages, member.layout, member.rank, wanted)
+        handle = Incoming(wanted, prefill, self._abort, everything)
         handle.tag = RoomTag.of(request, traceparent)
         self._owner.rooms.add(handle)
         self._owner.tell(Begun(handle))

@@ -61,7 +61,7 @@ class Directory:
 
     def find(self, handle: Incoming) -> InstanceView | None:
         """The instance that a room wants; None if it has to wait for it."""
-        prefill = handle.asked.prefill
+        prefill = handle.prefill
         if isinstance(prefill, InstanceView):
             self.keep(prefill)
             return prefill
@@ -117,7 +117,7 @@ class Directory:
 
     def give_up(self, handle: Incoming) -> bool:
         """A room ends before its instance was found; whether it was waiting."""
-        name = str(handle.asked.prefill)
+        name = str(handle.prefill)
         waiting = self._waiting.get(name, {})
         if waiting.get(handle.room) is not handle:
             return False

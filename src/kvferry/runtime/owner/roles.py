@@ -29,6 +29,7 @@ from kvferry.runtime.mover.mover import Measured, Reached, Unreached
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner.channels import SourceChannel, TargetChannel
 from kvferry.runtime.owner.directory import Directory, Viewed
+from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.writes import Writes
@@ -91,12 +92,14 @@ class SourceRole:
         driver: SourceDriver,
         take: Callable[[Event], None],
         outfit: Outfit[Outgoing],
+        links: Links,
         writes: Writes,
         channel: SourceChannel,
     ) -> None:
         self._driver = driver
         self._take = take
         self._rooms = outfit.rooms
+        self._links = links
         self._writes = writes
         self._channel = channel
         self._slots = outfit.setup.slots
@@ -112,12 +115,8 @@ class SourceRole:
             case Stepped(handle=handle):
                 handle.steps.append((item.after, item.learn, item.event))
                 self._advance(handle)
-            case Reached():
-                self._writes.reached(item)
-            case Unreached():
-                self._writes.unreached(item)
-            case Measured():
-                self._writes.measured(item)
+            case Reached() | Unreached() | Measured():
+                self._links.hear(item)
             case _:
                 return False
         return True
@@ -240,10 +239,7 @@ class TargetRole:
         self._take(Decline(item.room, self._instance(view)))
 
     def _begin(self, handle: Incoming, view: InstanceView) -> None:
-        asked = handle.asked
-        instance = self._instance(view)
-        wanted = asked.request, asked.tables, asked.deadline, asked.digest
-        self._take(Receive(handle.room, instance, *wanted))
+        self._take(Receive(self._instance(view), handle.wanted))
         room = self._driver.machine.rooms.get(handle.room)
         if room:
             self._received[handle.room] = room
@@ -280,7 +276,7 @@ class TargetRole:
         waited = self._directory.give_up(handle)
         if waited:
             self._never_began(handle, FailureCode.ABORTED, "given up at decode")
-            self._decline(Unwanted(handle.room, handle.asked.prefill, handle.deadline))
+            self._decline(Unwanted(handle.room, handle.prefill, handle.deadline))
         return waited
 
     def _never_began(self, handle: Incoming, code: FailureCode, text: str) -> None:
@@ -291,7 +287,7 @@ class TargetRole:
         """End the rooms whose instance did not come."""
         for handle in self._directory.overdue(now):
             self._directory.give_up(handle)
-            why = self._directory.problem(str(handle.asked.prefill))
+            why = self._directory.problem(str(handle.prefill))
             text = f"the prefill instance is not there: {why}"
             self._never_began(handle, FailureCode.UNREACHABLE, text)
 
@@ -311,10 +307,11 @@ class TargetRole:
         if isinstance(outcome, Done) or room is None:
             return
         me, layout = self._driver.machine.me, self._driver.machine.layout
-        handle.know_bad(bad_pages(layout, me.rank, handle.asked.tables, room.unusable()))
+        handle.know_bad(bad_pages(layout, me.rank, handle.wanted.tables, room.unusable()))
 
     def _released(self, room: Room) -> None:
         self._received.pop(room, None)
+        self._scatters.release(room)
 
     def tidy(self) -> None:
         """Instances and connections, and staging in use."""

@@ -11,20 +11,23 @@ from functools import partial
 from msgspec.structs import replace
 
 from kvferry.errors import KvferryError
-from kvferry.ids import Peer, Session
+from kvferry.ids import Peer, Room, Session
 from kvferry.layout.intervals import Span
-from kvferry.plan.bind import Binding, Image, Pair
-from kvferry.plan.binder import Binder, Binders
-from kvferry.plan.plan import Block, Request
+from kvferry.plan.bind import Binding, Outline, Pair
+from kvferry.plan.binding_cache import Between, BindingCache
+from kvferry.plan.plan import Block
 from kvferry.protocol.events import Cancel, Connect, Event, Scatter, Scattered
 from kvferry.protocol.outcome import Failure, FailureCode
-from kvferry.protocol.target import TargetMachine
+from kvferry.runtime.copier import Copier
 from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.jobs import ScatterJob
 from kvferry.runtime.local import LocalDoor
-from kvferry.runtime.owner.outfit import Outfit
-from kvferry.runtime.owner.stories import SCATTERED, Took
+from kvferry.runtime.mover.mover import Mover
+from kvferry.runtime.owner.rooms import RoomTable
+from kvferry.runtime.owner.stories import SCATTERED, StoryBook, Took
 from kvferry.runtime.peer_metadata import PeerMetadata
+from kvferry.runtime.setup import EndpointSetup
+from kvferry.runtime.telemetry.metrics import Meter
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -32,60 +35,76 @@ log = logging.getLogger("kvferry.runtime")
 class Scatters:
     """Staging slots whose bytes are on their way into pages, and the sources that write here."""
 
-    def __init__(self, outfit: Outfit[Incoming]) -> None:
-        self._setup = outfit.setup
-        self._rooms = outfit.rooms
-        self._mover = outfit.mover
-        self._copier = outfit.copier
-        self._meter = outfit.meter
-        self._stories = outfit.stories
-        self._binders = Binders()
-
-    def attach(
+    def __init__(  # noqa: PLR0913 - all that it uses, by keyword
         self,
-        machine: TargetMachine,
+        *,
+        setup: EndpointSetup,
+        rooms: RoomTable[Incoming],
+        mover: Mover,
+        copier: Copier,
+        meter: Meter,
+        stories: StoryBook,
         answer: Callable[[Event], None],
         join: Callable[[Peer, LocalDoor], None],
     ) -> None:
-        """Whom this scatters for, who hears how it went, and who goes to doors on this host."""
-        self._machine = machine
+        self._setup = setup
+        self._rooms = rooms
+        self._mover = mover
+        self._copier = copier
+        self._meter = meter
+        self._stories = stories
         self._answer = answer
+        # Goes to doors on this host.
         self._join = join
+        # What a source will probably send next is kept in it, bound already.
+        self._cache = BindingCache()
 
     def scatter(self, action: Scatter) -> None:
         """Copy a slot into its pages."""
         slots, handle = self._setup.slots, self._rooms.get(action.room)
         assert slots is not None
         assert handle is not None
-        plan = self._machine.rooms[action.room].plan
-        pair = Pair(action.source.rank, self._setup.member.rank)
-        binder = self._binders.of(plan, pair, None, self._setup.memory.map)
-        make = partial(self._bound, handle, binder, action)
-        from_ = (slots.address(action.slot),)
+        from_, into = (slots.address(action.slot),), self._setup.addresses
         handle.latest[action.source] = action.op
-        then = partial(self._foresee, handle, binder, action, from_)
-        self._copier.submit(ScatterJob(action, make, from_, self._setup.addresses, then))
+        then = partial(self._foresee, handle, action, from_)
+        foreseen = self._cache.drop(action.room, (action.source, action.blocks))
+        if foreseen is not None:
+            make: Callable[[], Binding] = lambda: foreseen  # noqa: E731
+        else:
+            outline = self._outline(action, action.blocks)
+            make = partial(outline.on, None, handle.wanted.page_tables)
+        self._copier.submit(ScatterJob(action, make, from_, into, then))
 
-    def _bound(self, handle: Incoming, binder: Binder, action: Scatter) -> Binding:
-        blocks, binding = handle.foreseen.pop(action.source, ((), None))
-        if binding is not None and blocks == action.blocks:
-            return binding
-        return binder.bind(action.request, Image(), handle.side, action.blocks)
+    def _outline(self, action: Scatter, blocks: tuple[Block, ...]) -> Outline:
+        pair = Pair(action.source.rank, self._setup.member.rank)
+        between = Between(action.plan, pair, None, self._setup.memory.map)
+        return self._cache.outline(between, action.request, blocks)
 
-    def _foresee(
-        self, handle: Incoming, binder: Binder, action: Scatter, from_: tuple[int, ...]
-    ) -> None:
+    def _foresee(self, handle: Incoming, action: Scatter, from_: tuple[int, ...]) -> None:
         """Bind what the same source will probably send next: as many tokens, behind these."""
         if self._rooms.get(action.room) is not handle or handle.latest[action.source] != action.op:
             return
-        if len(action.blocks) != 1:
-            return
-        following = _after(binder, action.request, action.blocks[0])
-        if following is not None:
+        following = self._after(action)
+        if following:
             with suppress(KvferryError):  # What is wrong with it is told when it has come.
-                binding = binder.bind(action.request, Image(), handle.side, following)
+                binding = self._outline(action, following).on(None, handle.wanted.page_tables)
                 self._copier.foresee(binding, from_, self._setup.addresses)
-                handle.foreseen[action.source] = following, binding
+                self._cache.keep(action.room, (action.source, following), binding)
+
+    def _after(self, action: Scatter) -> tuple[Block, ...]:
+        if len(action.blocks) != 1:
+            return ()
+        (block,), me = action.blocks, self._setup.member.rank
+        tokens = block.tokens
+        for owed in action.plan.blocks(action.source.rank, me, action.request):
+            if owed.group == block.group and owed.layers.covers(block.layers):
+                behind = Span(tokens.end, tokens.end + len(tokens)).intersect(owed.tokens)
+                return (replace(block, tokens=behind),) if len(behind) else ()
+        return ()
+
+    def release(self, room: Room) -> None:
+        """A room's memory is its engine's again."""
+        self._cache.forget(room)
 
     def copied(self, job: ScatterJob) -> None:
         """Well or not, it is over and touches nothing any more."""
@@ -117,12 +136,3 @@ class Scatters:
     def forget(self, session: Session) -> None:
         """It is written by nobody any more."""
         self._mover.forget(session)
-
-
-def _after(binder: Binder, request: Request, block: Block) -> tuple[Block, ...] | None:
-    tokens = block.tokens
-    for owed in binder.plan.blocks(*binder.pair, request):
-        if owed.group == block.group and owed.layers.covers(block.layers):
-            behind = Span(tokens.end, tokens.end + len(tokens)).intersect(owed.tokens)
-            return (replace(block, tokens=behind),) if len(behind) else None
-    return None

@@ -10,15 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
-from kvferry.errors import KvferryError, TransportError
+from kvferry.errors import KvferryError
 from kvferry.ids import Op, Session, SlotIndex
 from kvferry.logs.context import about
-from kvferry.plan.bind import Binding, Image, Pair, Side, Size
-from kvferry.plan.binder import Binders
+from kvferry.plan.bind import Size
 from kvferry.plan.choose import Path
-from kvferry.plan.cost import LinkCosts
 from kvferry.plan.places import Base
 from kvferry.protocol.events import (
     Choose,
@@ -27,26 +24,22 @@ from kvferry.protocol.events import (
     Event,
     Fate,
     Gather,
-    MemoryReached,
-    MemoryUnreached,
     Post,
     SendFailed,
     Sent,
-    TransferRequest,
     Write,
 )
-from kvferry.protocol.messages import Hello
-from kvferry.protocol.source import SourceMachine
-from kvferry.protocol.transports import common_transports
+from kvferry.runtime.copier import Copier
 from kvferry.runtime.jobs import WriteJob
-from kvferry.runtime.mover.calibration import SCRATCH_BYTES, Calibration
-from kvferry.runtime.mover.mover import Measured, Reached, Unreached
+from kvferry.runtime.mover.mover import Mover, Reached
 from kvferry.runtime.outgoing import Outgoing
-from kvferry.runtime.owner.outfit import Outfit
-from kvferry.runtime.owner.staging_policy import Sides, StagingPolicy
-from kvferry.runtime.owner.stories import GATHERED, Took
+from kvferry.runtime.owner.chooser import Chooser
+from kvferry.runtime.owner.links import Links
+from kvferry.runtime.owner.rooms import RoomTable
+from kvferry.runtime.owner.stories import GATHERED, StoryBook, Took
 from kvferry.runtime.owner.underway import Underway
-from kvferry.runtime.peer_metadata import PeerMetadata
+from kvferry.runtime.setup import EndpointSetup
+from kvferry.runtime.telemetry.metrics import Meter
 from kvferry.runtime.telemetry.tags import NOBODYS
 
 log = logging.getLogger("kvferry.runtime")
@@ -56,146 +49,74 @@ AT_ONCE_BYTES, AT_ONCE_PIECES = 128 << 10, 64
 
 
 class Writes:
-    """What is being written, and how each of it goes."""
+    """What is being written, and how each of it goes.
 
-    def __init__(self, outfit: Outfit[Outgoing], costs: LinkCosts, *, measures: bool) -> None:
-        self._setup = outfit.setup
-        self._rooms = outfit.rooms
-        self._mover = outfit.mover
-        self._copier = outfit.copier
-        self._meter = outfit.meter
-        self._stories = outfit.stories
-        self._costs = costs
-        self._measures = measures
-        self._metadata: dict[Session, PeerMetadata] = {}
-        self._hellos: dict[Session, Hello] = {}
-        # Links whose small writes are made at once.
-        self._at_once: dict[Session, Reached] = {}
-        self._underway = Underway()
-        self._binders = Binders()
-        # Gathers that have not ended, or of which nobody has said what becomes of them.
-        self._ahead: dict[Op, WriteJob] = {}
+    ``answer`` hears how writes ended, and ``tell``, before all else, of each that ended well.
+    """
 
-    def attach(
+    def __init__(  # noqa: PLR0913 - all that it uses, by keyword
         self,
-        machine: SourceMachine,
-        policy: StagingPolicy,
+        *,
+        setup: EndpointSetup,
+        rooms: RoomTable[Outgoing],
+        mover: Mover,
+        copier: Copier,
+        links: Links,
+        chooser: Chooser,
+        meter: Meter,
+        stories: StoryBook,
         answer: Callable[[Event], None],
         tell: Callable[[Op], None],
     ) -> None:
-        """Whom this writes for, who hears how it went, and who tells the target at once."""
-        self._machine = machine
-        self._policy = policy
+        self._setup = setup
+        self._rooms = rooms
+        self._mover = mover
+        self._copier = copier
+        self._links = links
+        self._chooser = chooser
+        self._meter = meter
+        self._stories = stories
         self._answer = answer
         self._tell = tell
-
-    def choose(self, action: Choose) -> None:
-        """Bind the blocks with the room's own pages, and answer with the faster mode of each."""
-        stages, transfer = self._policy.stages, action.transfer
-        staged = tuple(stages(transfer, block) for block in action.blocks)
-        self._answer(Chosen(action.ticket, staged))
-
-    def sides_of(self, transfer: TransferRequest) -> Sides:
-        """Where a room's pages are, here and at a target; made once for all writes of an offer."""
-        handle = self._rooms.get(transfer.room)
-        ours = Side(self._setup.memory.map, handle.tables.tables() if handle else {})
-        key = (transfer.session, transfer.generation)
-        theirs = handle.sides.get(key) if handle else None
-        if theirs is None:
-            pools = self._hellos[transfer.session].pools
-            theirs = Side(pools, {t.group: t.as_page_table() for t in transfer.tables})
-            if handle:
-                handle.sides[key] = theirs
-        return Sides(ours, theirs)
+        self._underway = Underway()
+        # Gathers that have not ended, or of which nobody has said what becomes of them.
+        self._ahead: dict[Op, WriteJob] = {}
 
     # ------------------------------------------------------------ peers
 
     def connect(self, action: Connect) -> None:
-        """A target has greeted us: reach its memory while the engine still computes."""
-        assert action.hello is not None
-        self._hellos[action.session] = action.hello
-        try:
-            self._metadata[action.session] = PeerMetadata.decode(action.metadata)
-        except TransportError as error:
-            self.unreached(Unreached(action.session, (str(error),)))
-        else:
-            self._mover.reach(action.session, action.transports)
-
-    def unreached(self, news: Unreached) -> None:
-        """A peer's memory can't be reached: the handshake refuses it."""
-        me, why = self._setup.member.peer, "; ".join(news.problems)
-        log.warning("not-connected endpoint=%s session=%s problem=%s", me, news.session, why)
-        self._answer(MemoryUnreached(news.session, news.problems))
-
-    def reached(self, news: Reached) -> None:
-        """A peer's memory is there."""
-        session, transport = news.session, news.transport
-        link, metadata = self._machine.links.get(session), self._metadata.get(session)
-        if link is None or metadata is None:
-            return  # It was given up meanwhile.
-        assert link.hello is not None
-        untried = common_transports(self._setup.offers, link.hello.transports).problems
-        log.info(
-            "connected endpoint=%s peer=%s transport=%s instead_of=%r",
-            *(self._setup.member.peer, link.peer, transport.name),
-            "; ".join((*news.problems, *untried)),
-        )
-        self._meter.linked(link.peer, transport.name)
-        if transport.writes_at_once:
-            self._at_once[session] = news
-        self._costs.reached(session, transport.name, metadata.lifeline[0])
-        self._answer(MemoryReached(session, transport.name))
-        measurable = self._measurable(metadata) and not transport.maps_peer
-        if measurable and self._costs.due(session, time.monotonic()):
-            calibration = self._calibration(metadata)
-            self._mover.measure(session, calibration, self._costs.of(session))
-
-    def measured(self, news: Measured) -> None:
-        """A link costs this."""
-        self._costs.measured(news.session, news.constants)
+        """Reach a target's memory."""
+        self._links.connect(action)
 
     def cut(self, session: Session) -> None:
         """Let nothing more of a session start."""
-        self._at_once.pop(session, None)
-        self._mover.cut(session)
+        self._links.cut(session)
 
     def forget(self, session: Session) -> None:
         """Nothing of a session is in flight."""
-        self._at_once.pop(session, None)
-        self._metadata.pop(session, None)
-        self._hellos.pop(session, None)
-        self._costs.forget(session)
-        self._mover.forget(session)
+        self._links.forget(session)
 
-    def _measurable(self, metadata: PeerMetadata) -> bool:
-        both = self._setup.slots is not None and metadata.staging_region is not None
-        return self._measures and both and metadata.scratch_bytes >= SCRATCH_BYTES
-
-    def _calibration(self, metadata: PeerMetadata) -> Calibration:
-        slots = self._setup.slots
-        assert slots is not None
-        assert metadata.staging_region is not None
-        ours = Base(0, len(self._setup.memory.regions), slots.scratch_offset)
-        theirs = Base(0, metadata.staging_region, metadata.scratch_offset)
-        return Calibration(ours, theirs, min(slots.scratch_bytes, metadata.scratch_bytes))
+    def choose(self, action: Choose) -> None:
+        """Bind the blocks with the room's own pages, and answer with the faster mode of each."""
+        staged = self._chooser.choose(action.transfer, action.blocks)
+        self._answer(Chosen(action.ticket, staged))
 
     # ------------------------------------------------------------ writes
 
     def write(self, action: Write) -> None:
         """Make a write, or have it made."""
-        session = action.transfer.session
-        job = WriteJob(action, session)
+        job, link = WriteJob(action), self._links[action.transfer.session]
         if action.slot is not None:
             assert action.local_slot is not None
-            job.there = self._slot_there(session, action.slot)
+            job.there = link.slot(action.slot)
             self._gather(job, action.local_slot)
             return
         try:
-            job.binding = self._policy.binding(action)
+            job.binding = self._chooser.binding(action)
         except KvferryError as error:
             self._fail(job, str(error))
             return
-        reached = self._at_once.get(session)
+        reached = link.at_once
         if reached is not None and (
             reached.transport.writes_elsewhere or is_small(job.binding.size)
         ):
@@ -205,7 +126,7 @@ class Writes:
 
     def _post(self, job: WriteJob) -> None:
         """A slot is filled: have it written. A GPU, if it filled the slot, writes it too."""
-        slots, reached = self._setup.slots, self._at_once.get(job.session)
+        slots, reached = self._setup.slots, self._links[job.session].at_once
         assert slots is not None
         if reached is None or slots.region.device.is_host:
             self._mover.write(job)
@@ -240,12 +161,6 @@ class Writes:
         job.fail(problem)
         self._ended(job)
 
-    def foresee(self, session: Session, binding: Binding) -> None:
-        """This may be written soon, as one write, into mapped memory."""
-        reached = self._at_once.get(session)
-        if reached is not None:
-            reached.transport.foresee(reached.remote, binding)
-
     def ends(self, now: float) -> Iterator[Op]:
         """Take the ends of what was begun here, one by one."""
         for job in self._underway.ended(now):
@@ -261,29 +176,21 @@ class Writes:
         """When to look at these again."""
         return self._underway.wakeup()
 
-    def _slot_here(self, slot: SlotIndex) -> Base:
-        assert self._setup.slots is not None
-        return Base(0, len(self._setup.memory.regions), self._setup.slots.pool.offset(slot))
-
-    def _slot_there(self, session: Session, slot: SlotIndex) -> Base | None:
-        region, slot_bytes = self._metadata[session].staging_region, self._hellos[session].staging
-        return None if region is None else Base(0, region, slot * slot_bytes.slot_bytes)
-
     def _gather(self, job: WriteJob, slot: SlotIndex) -> None:
         """Have the local slot filled. What becomes of it is in the job, or will be said."""
         action, transfer, slots = job.action, job.action.transfer, self._setup.slots
-        if self._slot_there(job.session, SlotIndex(0)) is None:
+        assert slots is not None
+        if self._links[transfer.session].slot(SlotIndex(0)) is None:
             self._fail(job, f"{transfer.peer} granted a slot that it does not have")
             return
-        assert slots is not None
-        handle = self._rooms.get(transfer.room)
-        ours = Side(self._setup.memory.map, handle.tables.tables() if handle else {})
-        pair = Pair(transfer.source, transfer.peer.rank)
-        binder = self._binders.of(transfer.plan, pair, ours.pools, None)
+        try:
+            job.bind = self._chooser.gathering(transfer, action.blocks)
+        except KvferryError as error:
+            self._fail(job, str(error))
+            return
         job.path, job.asked = Path.STAGED, time.monotonic()
-        job.bind = partial(binder.bind, transfer.request, ours, Image(), action.blocks)
         job.sources, job.targets = self._setup.addresses, (slots.address(slot),)
-        job.here = self._slot_here(slot)
+        job.here = Base(0, len(self._setup.memory.regions), slots.pool.offset(slot))
         if job.is_ahead:
             self._ahead[job.op] = job
         self._copier.submit(job)
@@ -292,13 +199,13 @@ class Writes:
 
     def gather(self, action: Gather) -> None:
         """Fill the local slot; where it is written will be said."""
-        self._gather(WriteJob(action, action.transfer.session), action.local_slot)
+        self._gather(WriteJob(action), action.local_slot)
 
     def post_gathered(self, action: Post) -> None:
         """Write a slot, when it is filled."""
         job = self._ahead.get(action.op)
         if job is not None:  # Or else its gather has failed, which is being told.
-            job.there = self._slot_there(job.session, action.slot)
+            job.there = self._links[job.session].slot(action.slot)
             self._settle(job)
 
     def discard(self, op: Op) -> None:
@@ -334,9 +241,7 @@ class Writes:
             self._answer(SendFailed(job.op, job.fate))
             return
         self._stories.wrote(room, peer, job.path, job.num_bytes, job.seconds)
-        if self._machine.is_followed(job.op):
-            # A target has to empty this slot before the next can be written: all else can wait.
-            self._tell(job.op)
+        self._tell(job.op)
         self._meter.wrote(job)
         if job.asked is not None:
             self._tell_gathered(job, self._stories.now - job.seconds)

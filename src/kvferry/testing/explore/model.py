@@ -22,7 +22,16 @@ from kvferry.layout.spec import CacheSpec, DType, Group, Paged, Slot, Tensor, at
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Request
 from kvferry.protocol.endpoint import Identity
-from kvferry.protocol.events import Event, Finish, Instance, Open, Prepare, Push, Receive
+from kvferry.protocol.events import (
+    Event,
+    Finish,
+    Instance,
+    Open,
+    Prepare,
+    Push,
+    Receive,
+    ReceiveRequest,
+)
 from kvferry.protocol.messages import Staging, Table
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
@@ -180,7 +189,7 @@ class Model:
         prefill, _ = self.layouts()
         instance = Instance(PEERS[SOURCE].instance, FINGERPRINT, prefill)
         wanted = self.request, self._tables(), self.deadline_s, self.wanted
-        receive = Receive(ROOM, instance, *wanted)
+        receive = Receive(instance, ReceiveRequest(ROOM, *wanted))
         return (source, *((receive,) for _ in TARGETS))
 
     def _cuts(self) -> list[Span | None]:

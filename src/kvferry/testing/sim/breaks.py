@@ -94,7 +94,7 @@ class IgnoresDigest(TargetMachine):
     """Takes whatever has the right length for what it has asked for."""
 
     def _differs(self, room: TargetRoom, body: Close) -> Failure | None:
-        return close_problem(body, room.request.num_tokens, body.digest)
+        return close_problem(body, room.wanted.request.num_tokens, body.digest)
 
 
 class ExpectsState(TargetMachine):

@@ -31,6 +31,7 @@ from kvferry.protocol.events import (
     Prepare,
     Push,
     Receive,
+    ReceiveRequest,
     Scatter,
     Scattered,
     Write,
@@ -195,7 +196,8 @@ class TargetNode(Node):
         self.jobs[job.room] = job
         tables = tuple(Table(name, tuple(pages)) for name, pages in allocation.pages.items())
         due = self.due.get(job.room, self.world.now)
-        self.deliver(Receive(job.room, self.prefill, job.request, tables, due, job.digest))
+        wanted = ReceiveRequest(job.room, job.request, tables, due, job.digest)
+        self.deliver(Receive(self.prefill, wanted))
         if self.world.strikes("cancel_target"):
             self.world.at(self.world.rng.random() * 0.2, lambda: self.deliver(Cancel(job.room)))
 

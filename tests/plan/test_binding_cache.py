@@ -1,0 +1,177 @@
+"""A cache of bindings gives what ``bind`` gives, whatever it was asked before, and is bounded."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from moving import make_ranks
+from msgspec.structs import replace
+
+from kvferry.layout import (
+    ALL_TOKENS,
+    CacheSpec,
+    DType,
+    Group,
+    Holding,
+    Layout,
+    Paged,
+    Parallel,
+    Slot,
+    Span,
+    Stated,
+    Tensor,
+    Tokens,
+    Window,
+    attention,
+)
+from kvferry.plan import Block, Image, Pair, Plan, Request, Side, bind, reshard
+from kvferry.plan.bind import Binding
+from kvferry.plan.binding_cache import Between, BindingCache
+from kvferry.plan.places import contiguous_pools
+
+
+def assert_same(one: Binding, other: Binding) -> None:
+    for got, wanted in zip(one.descriptors(), other.descriptors(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def fragments(plan: Plan, pair: Pair, request: Request, length: int) -> list[Block]:
+    """Everything that is owed, cut into stretches of that length."""
+    return [
+        replace(block, tokens=Span(first, min(first + length, block.tokens.end)))
+        for block in plan.blocks(*pair, request)
+        for first in range(block.tokens.first, block.tokens.end, length)
+    ]
+
+
+KIND: dict[str, Paged | Window | Slot] = {"paged": Paged(), "window": Window(23), "rows": Slot()}
+TENSORS = (Tensor("k", DType.UINT8, 3), Tensor("v", DType.UINT8, 3))
+HYBRID = CacheSpec(3, tuple(Group(name, kind, (0, 2), 2, TENSORS) for name, kind in KIND.items()))
+SHARES = (Tokens(0, 13), Tokens(13, None))
+CUT = Stated(
+    tuple(
+        tuple(
+            Holding(name, Span(0, 3), Span(0, 2), ALL_TOKENS if name == "rows" else share)
+            for name in KIND
+        )
+        for share in SHARES
+    )
+)
+SHARDINGS: dict[str, Parallel | Stated] = {
+    "tp1": Parallel(),
+    "tp2": Parallel(tp=2),
+    "pp2": Parallel(pp=2),
+    "cp2": Parallel(cp=2),
+    "cut": CUT,
+}
+
+
+@pytest.mark.parametrize("source", SHARDINGS)
+@pytest.mark.parametrize("target", SHARDINGS)
+@pytest.mark.parametrize("pages", [(4, 4), (4, 6), (1, 8)])
+def test_fragments_of_many_lengths_in_any_order(
+    source: str, target: str, pages: tuple[int, int]
+) -> None:
+    """One cache for every pair and kind of end, for requests and fragments of all sizes."""
+    sides = [
+        Layout(HYBRID, SHARDINGS[name], page_tokens=page)
+        for name, page in zip((source, target), pages, strict=True)
+    ]
+    plan, chance, rng = reshard(*sides), random.Random(0), np.random.default_rng(0)
+    cache = BindingCache()
+    for request in (Request(40), Request(37, 5), Request(16), Request(40, 24)):
+        ranks = [make_ranks(side, request.num_tokens, rng) for side in sides]
+        for ours, theirs in itertools.product(*ranks):
+            pair = Pair(ours.rank, theirs.rank)
+            some = [b for n in (1, 3, 4, 7, 12) for b in fragments(plan, pair, request, n)]
+            some += [replace(b, layers=b.layers.intersect(Span(0, 1))) for b in some[::3]]
+            chance.shuffle(some)
+            kinds: list[tuple[Side | Image, Side | Image]] = [
+                (ours.side, theirs.side),
+                (ours.side, Image()),
+                (Image(), theirs.side),
+            ]
+            for ends in kinds:
+                between = Between(plan, pair, *[end.pools for end in ends])
+                tables = [end.tables for end in ends]
+                for blocks in [*([block] for block in some[:40]), some[:3]]:
+                    wanted = bind(plan, pair, request, *ends, blocks)
+                    assert_same(cache.outline(between, request, blocks).on(*tables), wanted)
+
+
+SPEC = attention(layers=2, kv_heads=2, head_dim=8)
+PAIR = Pair(0, 0)
+NUM_PAGES = 256
+
+
+def plain_plan(page_tokens: int = 4) -> Plan:
+    return reshard(*[Layout(SPEC, Parallel(), page_tokens=page_tokens)] * 2)
+
+
+def test_the_second_of_one_size_is_a_hit_wherever_it_begins() -> None:
+    plan, request, cache = plain_plan(), Request(4 * NUM_PAGES), BindingCache()
+    pools = contiguous_pools(plan.target, 0, NUM_PAGES).map
+    for source in (None, pools):
+        between, before = Between(plan, PAIR, source, pools), cache.num_outlined
+        for block in fragments(plan, PAIR, request, 16):
+            cache.outline(between, request, [block])
+        assert cache.num_outlined == before + 1
+
+
+def test_several_blocks_and_state_rows_are_a_hit_the_second_time() -> None:
+    plan, request, cache = (
+        reshard(*[Layout(HYBRID, Parallel(), page_tokens=4)] * 2),
+        Request(8),
+        BindingCache(),
+    )
+    between = Between(plan, PAIR, None, contiguous_pools(plan.target, 0, 4).map)
+    owed = plan.blocks(*PAIR, request)
+    for blocks in (owed, [block for block in owed if block.group == "rows"]):
+        before = cache.num_outlined
+        first = cache.outline(between, request, blocks)
+        assert cache.outline(between, request, blocks) is first
+        assert cache.num_outlined == before + 1
+
+
+def test_every_pair_of_every_plan_has_outlines_of_its_own() -> None:
+    one, other, cache = plain_plan(), plain_plan(8), BindingCache()
+    pools = contiguous_pools(one.target, 0, NUM_PAGES).map
+    request = Request(4)
+    for plan in (one, other, one):
+        (block,) = plan.blocks(*PAIR, request)
+        for source in (None, pools):
+            cache.outline(Between(plan, PAIR, source, pools), request, [block])
+    assert cache.num_outlined == cache.num_outlines == 4
+
+
+def test_no_more_is_kept_than_there_is_room_for() -> None:
+    plan, request = plain_plan(), Request(4 * NUM_PAGES)
+    cache = BindingCache(max_outlines=8, max_bindings=3)
+    between = Between(plan, PAIR, None, contiguous_pools(plan.target, 0, NUM_PAGES).map)
+    for length in range(1, 30):
+        cache.outline(between, request, fragments(plan, PAIR, request, length)[:1])
+        assert cache.num_outlines <= 8
+    cache.outline(between, request, fragments(plan, PAIR, request, 29)[:1])
+    assert cache.num_outlined == 29, "the last are there"
+    made = [Binding(()) for _ in range(5)]
+    for number, binding in enumerate(made):
+        cache.keep("r", number, binding)
+    assert cache.num_bindings == 3
+    assert [cache.get("r", number) is made[number] for number in range(5)] == [False] * 2 + [
+        True
+    ] * 3
+
+
+def test_a_binding_is_kept_until_it_is_dropped_or_its_room_is_over() -> None:
+    cache, one, other = BindingCache(), Binding(()), Binding(())
+    cache.keep("r", 1, one)
+    cache.keep("s", 1, other)
+    assert cache.drop("r", 1) is one
+    assert cache.drop("r", 1) is None
+    cache.keep("r", 2, one)
+    cache.forget("r")
+    assert (cache.get("r", 2), cache.num_bindings) == (None, 1)
+    assert cache.get("s", 1) is other
