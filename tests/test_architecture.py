@@ -10,6 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.target import TargetMachine
+from kvferry.testing.sim import BREAKS, SCENARIOS
+from kvferry.transport.base import Transport
+from kvferry.transport.several import TransportSet
+
 ROOT = Path(__file__).parents[1]
 CODE = ROOT / "src" / "kvferry"
 TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
@@ -172,3 +178,65 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         if not there.exists() or (anchor and anchor not in anchors(there)):
             broken.append(link)
     assert broken == []
+
+
+# ---------------------------------------------------------------- invariants
+
+# Who calls a transport, as the invariant says it: set-up, the mover, and the owner for writes that
+# are made at once.
+CALLS = {
+    "setup.py": {"adopt", "close", "make", "of", "offers", "register"},
+    "mover": {"close", "connect", "disconnect", "poll", "write"},
+    "owner": {"foresee", "look", "write_now"},
+}
+
+
+def transport_calls(source: str) -> set[str]:
+    """Methods that are called on something named after a transport."""
+    methods = {name for kind in (Transport, TransportSet) for name in vars(kind)}
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            whose = ast.unparse(node.func.value).rpartition(".")[2].lower()
+            if node.func.attr in methods and "transport" in whose:
+                found.add(node.func.attr)
+    return found
+
+
+def test_only_the_mover_touches_a_transport_but_for_what_is_named() -> None:
+    found: dict[str, set[str]] = {}
+    for path in (CODE / "runtime").rglob("*.py"):
+        place = path.relative_to(CODE / "runtime").parts[0]
+        found.setdefault(place, set()).update(transport_calls(path.read_text(encoding="utf-8")))
+    assert {place: calls for place, calls in found.items() if calls} == CALLS
+    assert transport_calls("self._setup.transports.close(); reached.transport.poll()") == {
+        "close",
+        "poll",
+    }
+    for name in ("write_now", "look", "foresee"):
+        assert f"`{name}`" in TEXT
+
+
+# ---------------------------------------------------------------- counts
+
+COUNTS = {
+    r"(\d+) (?:deliberately )?broken rules": len(BREAKS),
+    r"broken rules, (\d+) of them the driver's": sum(
+        (one.machines.source, one.machines.target) == (SourceMachine, TargetMachine)
+        for one in BREAKS.values()
+    ),
+    r"(\d+) named (?:situations|scenarios)": len(SCENARIOS),
+}
+
+
+@pytest.mark.parametrize("pattern", COUNTS)
+def test_pages_count_right(pattern: str) -> None:
+    """What pages say of today; results are of their day."""
+    said = {
+        path.name: int(number)
+        for path in PAGES
+        if path.name != "results.md"
+        for number in re.findall(pattern, " ".join(path.read_text(encoding="utf-8").split()))
+    }
+    assert said
+    assert set(said.values()) == {COUNTS[pattern]}, said

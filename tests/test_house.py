@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -56,3 +57,34 @@ def test_a_prefix_is_a_folder(folder: str) -> None:
         for path in place.glob("[a-z]*_*.py"):
             words[path.stem.partition("_")[0]].append(path.name)
         assert {word: names for word, names in words.items() if len(names) > 1} == {}, place
+
+
+def orphans(text: str) -> list[str]:
+    """Comments that stand above nothing. Those below a ruled heading are about what follows."""
+    blocks = re.findall(r"(?m)((?:^[ \t]*#.*\n)+)(?=\s*\n)", text)
+    return [block for block in blocks if "-----" not in block]
+
+
+def test_no_comment_has_lost_what_it_was_about() -> None:
+    assert {str(path): found for path in modules(".") if (found := orphans(path.read_text()))} == {}
+    assert orphans("# So many layers at a time.\n\nH = 1\n") == ["# So many layers at a time.\n"]
+
+
+def test_every_name_for_an_id_is_used() -> None:
+    names = [
+        target.id
+        for node in ast.parse((HOUSE / "ids.py").read_text()).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    uses = [
+        name.name
+        for path in modules(".")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "kvferry.ids"
+        for name in node.names
+    ]
+    own = [node.id for node in ast.walk(ast.parse((HOUSE / "ids.py").read_text()))
+           if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]  # fmt: skip
+    assert sorted(set(names) - {*uses, *own}) == []

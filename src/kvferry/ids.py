@@ -15,9 +15,6 @@ Room = (
     | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 )
 
-# Taken at random at each start of an endpoint.
-Incarnation = NewType("Incarnation", int)
-
 # Counts a target's offers, so that two attempts at one room can be told apart.
 Generation = NewType("Generation", int)
 

@@ -28,14 +28,13 @@ from kvferry.plan import (
     reshard,
 )
 from kvferry.plan.plan import MAX_TOKENS
-from kvferry.protocol import messages
 
 SPEC = attention(layers=2, kv_heads=2, head_dim=4)
 HUGE = attention(layers=2, kv_heads=65536, head_dim=1 << 24)
 
 
 def test_a_request_has_a_largest_size() -> None:
-    assert Request(MAX_TOKENS).num_tokens == MAX_TOKENS == messages.MAX_TOKENS
+    assert Request(MAX_TOKENS).num_tokens == MAX_TOKENS
     for wrong in (MAX_TOKENS + 1, 1 << 70, -1):
         with pytest.raises(InputError, match="tokens"):
             Request(wrong)

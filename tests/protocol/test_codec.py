@@ -16,6 +16,7 @@ from kvferry.errors import KvferryError
 from kvferry.ids import MAX_ID, Generation, Peer, Room, Serial, Session, SlotIndex
 from kvferry.layout import Layout, Span, attention
 from kvferry.plan import Block, PoolMap, Request, contiguous_pools
+from kvferry.plan.plan import MAX_TOKENS
 from kvferry.protocol.codec import (
     MAGIC,
     MAX_FRAME_BYTES,
@@ -32,7 +33,6 @@ from kvferry.protocol.messages import (
     MAX_CREDITS,
     MAX_METADATA,
     MAX_PAGES,
-    MAX_TOKENS,
     VERSION,
     Abort,
     Accept,

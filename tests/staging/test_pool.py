@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError
 from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, GPU_SLOTS, HOST_SLOTS
+from kvferry.protocol.messages import MAX_SLOTS, Staging
 from kvferry.regions import PAGE_BYTES
 from kvferry.staging import SlotPool, slots_for
 from kvferry.units import MIB
@@ -49,6 +51,16 @@ def test_a_large_unit_makes_the_slots_larger() -> None:
 
 def test_no_more_slots_than_can_be_used() -> None:
     assert slots_for(4096, most_slots=4) == SlotPool(16 * MIB, 4)
+
+
+def test_a_peer_can_be_told_of_the_largest_pool_and_of_none_larger() -> None:
+    budget_bytes = (MAX_SLOTS + 1) * PAGE_BYTES
+    pool = slots_for(1, budget_bytes=budget_bytes, slot_bytes=PAGE_BYTES)
+    told = msgspec.msgpack.encode(Staging(*pool))
+    assert msgspec.msgpack.decode(told, type=Staging).num_slots == MAX_SLOTS
+    more = msgspec.msgpack.encode(Staging(PAGE_BYTES, MAX_SLOTS + 1))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(more, type=Staging)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ from kvferry.errors import InputError
 from kvferry.ids import Generation, Peer, Room, Serial, Session, SlotIndex
 from kvferry.layout.layout import Layout
 from kvferry.plan.places import PageTable, PoolMap
-from kvferry.plan.plan import Block, Request
+from kvferry.plan.plan import MAX_TOKENS, Block, Request
 from kvferry.protocol.outcome import MAX_TEXT, Failure
 
 VERSION = 3
 
 MAX_PAGES = 1 << 19
-MAX_TOKENS = 1 << 30
+MAX_SLOTS = 1 << 20
 MAX_BLOCKS = 4096
 MAX_CREDITS = 1024
 MAX_METADATA = 1 << 20
@@ -57,7 +57,7 @@ class Staging(msgspec.Struct, frozen=True, array_like=True):
     """A target's staging pool: ``num_slots`` of ``slot_bytes``; none where it has no pool."""
 
     slot_bytes: Count = 0
-    num_slots: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    num_slots: Annotated[int, Meta(ge=0, le=MAX_SLOTS)] = 0
 
 
 TransportName = Annotated[str, Meta(max_length=64)]

@@ -15,7 +15,7 @@ from kvferry.layout.layout import Layout
 from kvferry.plan.cost import slots_on
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.endpoint import Identity
-from kvferry.protocol.messages import Staging, TransportOffers
+from kvferry.protocol.messages import MAX_SLOTS, Staging, TransportOffers
 from kvferry.regions import Region
 from kvferry.rendezvous.records import demand_name
 from kvferry.runtime.config import EndpointConfig
@@ -25,7 +25,6 @@ from kvferry.runtime.memory import Memory, PoolArrays, arrays_of
 from kvferry.runtime.mover.calibration import scratch_bytes
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.staging import SlotPool, allocate, slots_for
-from kvferry.staging.pool import MAX_SLOTS
 from kvferry.transport.base import Setup, Transport
 from kvferry.transport.registry import load, transport_class
 from kvferry.transport.several import AUTO, TransportSet, asked_for

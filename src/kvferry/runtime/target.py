@@ -13,6 +13,7 @@ from kvferry.ids import Room
 from kvferry.keys import ClusterKey, bindable
 from kvferry.plan.plan import Request
 from kvferry.protocol.events import ReceiveRequest
+from kvferry.protocol.messages import MAX_SLOTS
 from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView, demand_name
 from kvferry.runtime.arguments import deadline_in, token_count
@@ -30,8 +31,6 @@ from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.rank import RankEndpoint
 from kvferry.runtime.tables import Pages, Rows
 from kvferry.runtime.telemetry.tags import RoomTag
-
-MAX_SLOTS = 1 << 16
 
 
 class TargetEndpoint(RankEndpoint[Incoming]):

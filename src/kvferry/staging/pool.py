@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from kvferry.errors import InputError
 from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, HOST_SLOTS, SlotRule
+from kvferry.protocol.messages import MAX_SLOTS
 from kvferry.regions import PAGE_BYTES
-
-MAX_SLOTS = 1 << 20
 
 
 class SlotPool(NamedTuple):

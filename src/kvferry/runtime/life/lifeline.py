@@ -13,7 +13,7 @@ listens: its kernel takes the connection and nobody answers, which proves nothin
 
 What this assumes: that the address stays with that machine while the process
 lives, and that nothing in between (a proxy, a load balancer, a firewall set to
-reject instead of drop) refuses on behalf of the machine. A network metadata that
+reject instead of drop) refuses on behalf of the machine. A network card that
 writes memory by itself may have its last packets under way for a moment longer;
 a transport that uses one waits for them.
 

@@ -1,6 +1,7 @@
-"""The mover: the one thread that touches an endpoint's transports.
+"""The mover: the thread of an endpoint's transports.
 
-It is handed writes and tells how they ended. A transport that must be polled is polled from
+It calls everything of them but what makes a write at once, which is the owner's. It is handed
+writes and tells how they ended. A transport that must be polled is polled from
 its first link on, often while something is expected and rarely otherwise; one that need not
 be costs nothing while it is idle. It decides nothing: which transports a link may have, which
 sessions may be written to, and what the end of a write means, is the driver's.

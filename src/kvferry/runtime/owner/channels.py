@@ -53,7 +53,7 @@ class Dropped(NamedTuple):
     peer: Peer | None
 
 
-class Parcel:
+class Outbox:
     """What waits to be sent to one peer, and the last of it that is about a room."""
 
     __slots__ = ("frames", "news", "peer")
@@ -74,7 +74,7 @@ class Channel(ABC, Generic[W]):
         self._answer: Callable[[Event], None] = lambda _: None
         self._stories = StoryBook(0)
         self._lines = LocalLines(poller, meter)
-        self._outbox: dict[W | LocalLine, Parcel] = {}
+        self._outboxes: dict[W | LocalLine, Outbox] = {}
         self._num_waiting = 0
         self._flushed = 0.0
 
@@ -120,23 +120,23 @@ class Channel(ABC, Generic[W]):
         if self._num_waiting:
             self._num_waiting = 0
             self._flushed = time.monotonic()
-            outbox, self._outbox = self._outbox, {}
-            for way, parcel in outbox.items():
-                messages = bundle(parcel.frames)
-                self._tell_stories(parcel, messages)
+            outboxes, self._outboxes = self._outboxes, {}
+            for way, outbox in outboxes.items():
+                messages = bundle(outbox.frames)
+                self._tell_stories(outbox, messages)
                 if isinstance(way, LocalLine):
                     self._lines.send(way, messages)
                 else:
                     self._send(way, messages)
 
-    def _tell_stories(self, parcel: Parcel, messages: list[Bundle]) -> None:
-        if parcel.news is None:
+    def _tell_stories(self, outbox: Outbox, messages: list[Bundle]) -> None:
+        if outbox.news is None:
             return
-        if len(parcel.frames) == 1:
-            self._stories.said(parcel.peer, parcel.news)
+        if len(outbox.frames) == 1:
+            self._stories.said(outbox.peer, outbox.news)
             return
         for message in messages:
-            self._stories.said_together(parcel.peer, message)
+            self._stories.said_together(outbox.peer, message)
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
         """Have a frame sent at the end of this turn, or before. It may be lost."""
@@ -158,12 +158,12 @@ class Channel(ABC, Generic[W]):
         if way is None:
             return
         frame = encode(envelope)
-        parcel = self._outbox.get(way)
-        if parcel is None:
-            parcel = self._outbox[way] = Parcel(peer)
-        parcel.frames.append(frame)
+        outbox = self._outboxes.get(way)
+        if outbox is None:
+            outbox = self._outboxes[way] = Outbox(peer)
+        outbox.frames.append(frame)
         if isinstance(envelope.body, RoomMessage):
-            parcel.news = envelope.body
+            outbox.news = envelope.body
 
     def _opened(self, data: bytes) -> Bundle:
         frames = unbundle(data)
@@ -336,7 +336,7 @@ class TargetChannel(Channel[ControlClient]):
         led_to = [peer for peer, one in self._line_to.items() if one is line]
         for peer in led_to:
             del self._line_to[peer]
-        self._outbox.pop(line, None)
+        self._outboxes.pop(line, None)
         self._lines.drop(line)
         return led_to
 
@@ -369,7 +369,7 @@ class TargetChannel(Channel[ControlClient]):
     def drop(self, peer: Peer) -> None:
         """Nobody there is needed any more."""
         _, client = self._clients.pop(peer)
-        self._outbox.pop(client, None)
+        self._outboxes.pop(client, None)
         if peer in self._line_to:
             self._hang_up(self._line_to[peer])
         for one in client.sockets:
