@@ -73,7 +73,8 @@ if TYPE_CHECKING:
     from kvferry.runtime.setup import make_transport, make_transports, new_incarnation
     from kvferry.runtime.source import SourceEndpoint
     from kvferry.runtime.target import TargetEndpoint
-    from kvferry.runtime.telemetry.metrics import PathStats, Stats
+    from kvferry.telemetry.metrics import PathStats, Stats
+    from kvferry.telemetry.observer import Observer
     from kvferry.transport.base import Setup, Transport
     from kvferry.transport.registry import ready_transports, transport_class
     from kvferry.transport.several import TransportSet
@@ -107,6 +108,7 @@ __all__ = [
     "LivenessConfig",
     "Memory",
     "Misuse",
+    "Observer",
     "Order",
     "Outcome",
     "Outgoing",
@@ -217,7 +219,8 @@ _HOMES = {
     "runtime.setup": "make_transport make_transports new_incarnation",
     "runtime.source": "SourceEndpoint",
     "runtime.target": "TargetEndpoint",
-    "runtime.telemetry.metrics": "PathStats Stats",
+    "telemetry.metrics": "PathStats Stats",
+    "telemetry.observer": "Observer",
     "transport.base": "Setup Transport",
     "transport.registry": "ready_transports transport_class",
     "transport.several": "TransportSet",

@@ -46,8 +46,8 @@ _PARTS = (
     "credits digests ledger cutting spanset handshake transports layers checks config codec docs"
 )
 _PIECES = (
-    "roles directory tables handles lifeline control agreement metrics memory threads closing "
-    "stories local costs pace marks letting_go writes layers security"
+    "roles directory tables handles lifeline control agreement memory threads closing "
+    "local costs pace marks letting_go writes layers security"
 )
 _CARRIED = "tests/runtime/test_carry.py::test_every_byte_arrives_and_no_other_is_touched"
 _PROCESSES = (

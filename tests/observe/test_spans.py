@@ -11,7 +11,7 @@ from runtime.test_pair import AT_ONCE, WAIT_S, pair_by
 from kvferry.observe.spans import emit
 from kvferry.observe.steps import RoomStory
 from kvferry.protocol.outcome import Done
-from kvferry.runtime.telemetry.tracing import SpanThread, wanted
+from kvferry.telemetry.spans import SpanExporter, wanted
 
 sdk: Any = pytest.importorskip("opentelemetry.sdk.trace")
 export: Any = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -71,16 +71,16 @@ def test_a_target_tells_of_its_scatters() -> None:
 
 def test_an_endpoint_gives_away_what_has_ended() -> None:
     collector = Collector()
-    with pair_by(AT_ONCE) as pair:
-        ended = pair.source._ended_since
-        thread = SpanThread(collector.tracer, ended, "kvferry-spans-test", every_s=WAIT_S)
+    spans = SpanExporter(collector.tracer, most_rooms=100)
+    with pair_by(AT_ONCE, (spans, None)) as pair:
+        spans.start(pair.source._traced, "kvferry-spans-test", every_s=WAIT_S)
         out = pair.source.open(7, request="req-7", traceparent=PARENT)
         into = pair.target.receive(7, prefill=pair.view, tokens=8, pages=[1, 2])
         out.push((0, 8), [3, 4])
         out.close()
         assert isinstance(into.wait(WAIT_S), Done)
         out.wait_released(WAIT_S)
-        thread.close()
+        spans.close()
     room = collector.spans["kvferry.room"]
     assert room.attributes["kvferry.request"] == "req-7"
     assert f"{room.context.trace_id:032x}" == TRACE

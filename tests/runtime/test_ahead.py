@@ -51,15 +51,14 @@ from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.chooser import Chooser
 from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.rooms import RoomTable
-from kvferry.runtime.owner.stories import StoryBook
 from kvferry.runtime.owner.writes import Writes
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.runtime.setup import StagingMemory
 from kvferry.runtime.source import GPU_AHEAD_SLOTS, SourceEndpoint, _with_slots
 from kvferry.runtime.tables import Shelf
 from kvferry.runtime.target import TargetEndpoint
-from kvferry.runtime.telemetry.metrics import Meter
 from kvferry.staging import SlotPool
+from kvferry.telemetry.metrics import Meter
 from kvferry.transport.base import Ended, Remote, Setup
 from kvferry.transport.nixl import NixlTransport
 
@@ -104,8 +103,7 @@ class Bench:
             copier=copier,
             links=links,
             chooser=Chooser(pools, rooms, links, costs),
-            meter=meter,
-            stories=StoryBook(0),
+            observer=meter,
             answer=self.heard.append,
             tell=lambda _: None,
         )

@@ -16,6 +16,7 @@ from kvferry.protocol.outcome import FailureCode
 from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.owner.directory import Directory, Viewed
 from kvferry.runtime.owner.roles import Begun, TargetRole
+from kvferry.telemetry.observer import Observer
 
 
 def view_of(*lives: int) -> Any:
@@ -215,7 +216,7 @@ def role_of(
     )
     setup = SimpleNamespace(slots=None)
     quiet: Any = SimpleNamespace(expect=lambda *_, **__: None, asked=lambda *_: None)
-    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, mover=quiet, meter=None, stories=quiet)
+    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, mover=quiet, observer=Observer())
     nothing: Any = None
     take = (taken if taken is not None else []).append
     return TargetRole(driver, take, outfit, nothing, nothing, directory)

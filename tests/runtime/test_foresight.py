@@ -53,7 +53,7 @@ class Desk:
             "copier": SimpleNamespace(
                 submit=self.jobs.append, foresee=lambda *copy: self.foreseen.append(copy)
             ),
-            **dict.fromkeys(("mover", "meter", "stories", "answer", "join")),
+            **dict.fromkeys(("mover", "observer", "answer", "join")),
         }
         self.scatters = Scatters(**parts)
         self._ops = 0

@@ -132,7 +132,7 @@ def test_connections_to_instances_that_nobody_needs_are_dropped_and_no_others() 
     driver: Any = SimpleNamespace(machine=machine)
     rooms: Any = type("Rooms", (list,), {})()
     outfit: Any = SimpleNamespace(
-        rooms=rooms, mover=mover, setup=SimpleNamespace(slots=None), meter=rest, stories=rest
+        rooms=rooms, mover=mover, setup=SimpleNamespace(slots=None), observer=rest
     )
     nothing: Any = None
     role = TargetRole(driver, nothing, outfit, nothing, channel, directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,14 +12,12 @@ import pytest
 from msgspec.structs import replace
 from runtime.fleets import eventually
 
-from kvferry.ids import Generation, Peer, Room, Session
-from kvferry.observe.steps import Moment
+from kvferry.ids import Generation, Peer, Session
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 from kvferry.protocol.events import Received
 from kvferry.protocol.messages import Accept, Envelope, Heartbeat
 from kvferry.runtime.bundles import bundle
 from kvferry.runtime.control import ControlServer
-from kvferry.runtime.handles import Handle
 from kvferry.runtime.local import (
     MAX_UNPROVEN,
     MAX_UNSENT_BYTES,
@@ -31,10 +30,8 @@ from kvferry.runtime.local import (
 from kvferry.runtime.owner.channels import Channel, Dropped, SourceChannel, TargetChannel
 from kvferry.runtime.owner.lines import MAX_LINES, MAX_UNFINISHED_BYTES
 from kvferry.runtime.owner.poller import Poller
-from kvferry.runtime.owner.stories import StoryBook
-from kvferry.runtime.owner.telling import Teller
 from kvferry.runtime.peer_metadata import PeerMetadata
-from kvferry.runtime.telemetry.metrics import Meter
+from kvferry.telemetry.observer import Observer
 
 SOURCE, TARGET = Peer("prefill", 0), Peer("decode", 0)
 SESSION = Session(1, 1)
@@ -171,6 +168,23 @@ def test_a_door_is_part_of_what_peers_are_told_and_earlier_ones_have_none() -> N
 # ---------------------------------------------------------------- channels
 
 
+class Seen(Observer):
+    """What the observer of a channel has seen."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[str, Peer, object]] = []
+        self.refusals: Counter[str] = Counter()
+
+    def frame_in(self, envelope: Envelope) -> None:
+        self.frames.append(("in", envelope.sender, envelope.body))
+
+    def frame_out(self, peer: Peer, envelope: Envelope) -> None:
+        self.frames.append(("out", peer, envelope.body))
+
+    def refused(self, what: str, times: int = 1) -> None:
+        self.refusals[what] += times
+
+
 class Two(NamedTuple):
     """Both sides' channels, with what each waits in, and the source's door."""
 
@@ -179,15 +193,16 @@ class Two(NamedTuple):
     source_poller: Poller
     target_poller: Poller
     door: LocalDoor
+    seen: tuple[Seen, Seen]
 
 
 @pytest.fixture
 def two(server: LocalServer) -> Iterator[Two]:
     control = ControlServer("127.0.0.1")
-    pollers, meters = (Poller(), Poller()), (Meter("p/0", "shm"), Meter("d/0", "shm"))
-    source = SourceChannel(SOURCE, pollers[0], meters[0], control, server)
-    target = TargetChannel(TARGET, pollers[1], meters[1], None, lambda _: control.address)
-    yield Two(source, target, *pollers, server.door)
+    pollers, seen = (Poller(), Poller()), (Seen(), Seen())
+    source = SourceChannel(SOURCE, pollers[0], seen[0], control, server)
+    target = TargetChannel(TARGET, pollers[1], seen[1], None, lambda _: control.address)
+    yield Two(source, target, *pollers, server.door, seen)
     target.close()
     source.close()
 
@@ -235,23 +250,14 @@ def test_when_the_line_ends_the_control_channel_is_still_there(two: Two) -> None
     awaited(two.target, two.target_poller, 1)
 
 
-def test_what_is_about_a_room_is_written_down_on_both_sides_and_heartbeats_are_not(
-    two: Two,
-) -> None:
-    books = StoryBook(100), StoryBook(100)
-    two.source.attach(lambda _: None, books[0])
-    two.target.attach(lambda _: None, books[1])
-    say(two.target, SOURCE, TARGET, 1)
-    awaited(two.source, two.source_poller, 1)
-    assert [book._journal.open for book in books] == [[], []]
-    two.target.send(SOURCE, replace(frame(TARGET, 2), body=Accept(7, Generation(1))))
-    say(two.target, SOURCE, TARGET, 3)
-    awaited(two.source, two.source_poller, 3)
-    handles: dict[Room, Handle] = {7: Handle(7)}
-    for book, teller, peer in zip(books, (SOURCE, TARGET), (TARGET, SOURCE), strict=True):
-        (story,) = book.stories(Teller(str(teller), "source"), ["7"], handles.get)
-        (step,) = [step for step in story.steps if step.step is Moment.ACCEPTED]
-        assert (step.peer, step.heard) == (str(peer), book is books[0])
+def test_every_frame_is_observed_on_both_sides(two: Two) -> None:
+    accept = Accept(7, Generation(1))
+    two.target.send(SOURCE, replace(frame(TARGET, 1), body=accept))
+    say(two.target, SOURCE, TARGET, 2)
+    awaited(two.source, two.source_poller, 2)
+    there, here = (one.frames for one in two.seen)
+    assert here == [("out", SOURCE, accept), ("out", SOURCE, Heartbeat())]
+    assert there == [("in", TARGET, accept), ("in", TARGET, Heartbeat())]
 
 
 def test_a_second_session_replaces_the_line(two: Two) -> None:
@@ -296,7 +302,7 @@ def test_unfinished_frames_of_those_who_know_the_secret_are_bounded(two: Two) ->
             assert line is not None
             line.resume()
         taken(two.source, two.source_poller)
-    assert two.source._meter.stats.refusals["unfinished-frames"] >= 8
+    assert two.seen[0].refusals["unfinished-frames"] >= 8
     for line in lines:
         assert line is not None
         line.close()
@@ -311,7 +317,7 @@ def test_lines_are_so_many_at_most_and_others_use_the_control_channel(two: Two) 
     for _ in range(MAX_LINES + 8):
         lines.append(knock(two.door))
         taken(two.source, two.source_poller)
-    assert two.source._meter.stats.refusals["too-many-lines"] == 8
+    assert two.seen[0].refusals["too-many-lines"] == 8
     two.target.join(SOURCE, two.door)
     taken(two.source, two.source_poller)
     eventually(lambda: Dropped(SOURCE) in taken(two.target, two.target_poller))

@@ -22,18 +22,20 @@ from kvferry.protocol.outcome import Done
 from kvferry.rendezvous.metrics import RendezvousMetrics
 from kvferry.rendezvous.service import Registry
 from kvferry.rendezvous.waiters import Waiters
-from kvferry.runtime.telemetry.metrics import LABELS, Meter
+from kvferry.runtime.handles import Handle
 from kvferry.serve.api.metrics import WorkerMetrics
 from kvferry.serve.router.metrics import RouterMetrics
 from kvferry.serve.router.options import Policy
 from kvferry.serve.router.roster import Roster, Worker, WorkerPart
 from kvferry.serve.router.upstream import Opened
 from kvferry.serve.worker.loop import Snapshot
+from kvferry.telemetry.metrics import LABELS, REFUSALS, Meter
+from kvferry.telemetry.observer import LoopStatus
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "metrics.md").read_text()
 SOURCE = ROOT / "src" / "kvferry"
-LOGGING = ("once.py", "runtime", "rendezvous", "transport", "http")
+LOGGING = ("once.py", "runtime", "telemetry", "rendezvous", "transport", "http")
 LOGS = {"log", "_log", "logger", "_logger", "logging"}
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 
@@ -86,16 +88,14 @@ def collected(registry: CollectorRegistry, common: tuple[str, ...] = ()) -> set[
 def test_every_metric_of_an_endpoint_has_its_row() -> None:
     registry = CollectorRegistry()
     meter = Meter("prefill/0", "shm", registry)
-    meter.ended(Done())
-    meter.wrote(over(Way.RUNS))
-    meter.wrote(over(Way.RUNS, Fate.FAILED))
+    meter.room_ended(Handle(1), Done())
+    for job in (over(Way.RUNS), over(Way.RUNS, Fate.FAILED)):
+        meter.write(job, 0.0)
     meter.refused("pages")
-    meter.total("impatient", 1)
-    meter.now(open_rooms=0, quarantined=0, age_s=0.0)
-    meter.staging(0, 1)
-    meter.linked(Peer("decode", 0), "shm")
-    meter.broke("mover")
-    meter.stalled("mover", 0.0)
+    meter.status(LoopStatus(0.0, 0, 0, 0, 1, (), {"impatient": 1}))
+    meter.link_up(Peer("decode", 0), "shm")
+    meter.thread_broken("mover")
+    meter.thread_stalled("mover", 0.0)
     assert collected(registry, LABELS) == documented("## Endpoints")
     assert all(f"`{label}`" in TEXT for label in LABELS)
 
@@ -161,16 +161,13 @@ def constants(node: ast.AST) -> list[str]:
     return [value for value in found if isinstance(value, str)]
 
 
-def on_meter(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and "meter" in ast.unparse(call.func.value)
+def to_observer(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and "observer" in ast.unparse(call.func.value)
 
 
 def refusals(tree: ast.Module) -> Iterator[str]:
-    """What a module counts as refused: named in the call, or in the loop around it."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.For) and any(map(on_meter, calls(node, "total"))):
-            yield from constants(node.iter)
-    for call in filter(on_meter, calls(tree, "refused", "total")):
+    """What a module tells its observer to be refused."""
+    for call in filter(to_observer, calls(tree, "refused")):
         if isinstance(call.args[0], ast.Constant):
             yield str(call.args[0].value)
         elif isinstance(call.args[0], ast.JoinedStr):
@@ -179,8 +176,8 @@ def refusals(tree: ast.Module) -> Iterator[str]:
 
 
 def test_every_refusal_has_its_row() -> None:
-    counted = {what for tree in syntax("runtime") for what in refusals(tree)} - {"impatient"}
-    assert len(counted) > 5
+    counted = {what for tree in syntax("runtime") for what in refusals(tree)} | {*REFUSALS}
+    assert len(counted) > 5 + len(REFUSALS)
     assert {words(what)[0] for what, _ in rows("## Endpoints", 2)} == counted
 
 

@@ -28,7 +28,6 @@ from kvferry.runtime.owner.channels import Dropped, TargetChannel
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.loop import Owner
 from kvferry.runtime.owner.rooms import RoomTable
-from kvferry.runtime.owner.stories import StoryBook
 from kvferry.runtime.pulse import Pulse
 
 LIFE = 7
@@ -103,10 +102,9 @@ def played(
     """Have an owner play these turns, close it, and forget it: where its lifeline was."""
     inbox = Inbox[object]() if inbox is None else inbox
     script, rest = Script(inbox, *turns), Nothing()
-    setup = SimpleNamespace(lifeline=Lifeline("127.0.0.1", LIFE))
-    parts: dict[str, Any] = dict.fromkeys(("config", "meter", "rooms", "mover", "prober"), rest)
+    setup = SimpleNamespace(lifeline=Lifeline("127.0.0.1", LIFE), slots=None)
+    parts: dict[str, Any] = dict.fromkeys(("config", "observer", "rooms", "mover", "prober"), rest)
     parts["copier"] = HostCopier("copier", inbox.put, lambda _: None)
-    parts["stories"] = StoryBook(0)
     outfit: Any = SimpleNamespace(setup=setup, inbox=inbox, poller=script, me=ME, **parts)
     channel: Any = script
     machine: Any = puppet

@@ -27,6 +27,7 @@ from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint
+from kvferry.telemetry.observer import Observer
 from kvferry.transport.base import Ended, Remote, Setup
 from kvferry.transport.shm import ShmTransport
 
@@ -109,7 +110,9 @@ def _arrays(owners: Any) -> list[np.ndarray]:
 
 
 @contextlib.contextmanager
-def pair_by(means: Means) -> Iterator[Pair]:
+def pair_by(
+    means: Means, observers: tuple[Observer | None, Observer | None] = (None, None)
+) -> Iterator[Pair]:
     setups = [Setup(agent=f"pair-{next(NUMBERS)}", copy=copy_binding) for _ in range(2)]
     ours, theirs = (means.transport(setup) for setup in setups)
     memories = [Memory.allocate(LAYOUT, 0, NUM_PAGES, each.allocate) for each in (ours, theirs)]
@@ -123,9 +126,16 @@ def pair_by(means: Means) -> Iterator[Pair]:
             transport=ours,
             config=means.config,
             registry=registry,
+            observer=observers[0],
         ) as source,
         TargetEndpoint(
-            *(LAYOUT, memories[1]), name="d", model="m", transport=theirs, config=means.config
+            *(LAYOUT, memories[1]),
+            name="d",
+            model="m",
+            transport=theirs,
+            config=means.config,
+            registry=registry,
+            observer=observers[1],
         ) as target,
     ):
         yield Pair(source, target, view_of(source.record), (pools[0], pools[1]), registry)

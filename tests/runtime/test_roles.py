@@ -10,7 +10,7 @@ from typing import Any
 
 from kvferry.protocol.events import Event, Open
 from kvferry.runtime.owner.roles import AFTER_POLL_S, SourceRole, Stepped
-from kvferry.runtime.owner.stories import StoryBook
+from kvferry.telemetry.observer import Observer
 
 FIRST, SECOND = Open("first", inf), Open("second", inf)
 
@@ -29,7 +29,7 @@ def role_and_taken(*, held: bool = True) -> tuple[SourceRole, list[Event]]:
     taken: list[Event] = []
     rooms = SimpleNamespace(holds=lambda handle: held)
     setup = SimpleNamespace(slots=None)
-    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, meter=None, stories=StoryBook(0))
+    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, observer=Observer())
     nothing: Any = None
     no_writes: Any = SimpleNamespace(ends=lambda now: (), wakeup=lambda: inf)
     return SourceRole(nothing, taken.append, outfit, nothing, no_writes, nothing), taken
@@ -41,7 +41,6 @@ class RoomHandle:
     def __init__(self) -> None:
         self.steps: deque[Any] = deque()
         self.outcome: object = None
-        self.told: None = None
 
 
 def handle() -> Any:
@@ -82,7 +81,7 @@ def test_a_target_hears_of_each_write_before_the_next_end_is_looked_at() -> None
 
     nothing: Any = None
     setup = SimpleNamespace(slots=None)
-    outfit: Any = SimpleNamespace(rooms=None, setup=setup, meter=None, stories=StoryBook(0))
+    outfit: Any = SimpleNamespace(rooms=None, setup=setup, observer=Observer())
     writes: Any = SimpleNamespace(ends=ends)
     channel: Any = SimpleNamespace(let_out=lambda: told.append("let out"))
     SourceRole(nothing, told.append, outfit, nothing, writes, channel).advance(0.0)

@@ -20,10 +20,9 @@ from kvferry.protocol.events import Event, Fate, SendFailed, Sent, Write
 from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.rooms import RoomTable
-from kvferry.runtime.owner.stories import StoryBook
 from kvferry.runtime.owner.writes import AT_ONCE_BYTES, AT_ONCE_PIECES, Writes, is_small
 from kvferry.runtime.tables import Shelf
-from kvferry.runtime.telemetry.metrics import Meter
+from kvferry.telemetry.metrics import Meter
 from kvferry.transport.base import Ended
 
 OP = Op(1)
@@ -55,8 +54,7 @@ class Bench:
             copier=copier,
             links=links,
             chooser=chooser,
-            meter=meter,
-            stories=StoryBook(0),
+            observer=meter,
             answer=self.heard.append,
             tell=self._told,
         )

@@ -7,8 +7,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from serve.clusters import wait_until
 
-from kvferry.runtime.telemetry.metrics import Meter
 from kvferry.serve.ranks.figures import FiguresWriter, left_figures, own_figures, together
+from kvferry.telemetry.metrics import Meter
 
 FIRST = """\
 # HELP kvferry_rooms_total Rooms

@@ -7,14 +7,14 @@ body. The fields before the body are the same in every version.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, NamedTuple, get_args
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.errors import KvferryError
-from kvferry.ids import MAX_ID, Peer, Room, Session
-from kvferry.protocol.messages import MAX_COUNT, VERSION, Body, Envelope, RoomMessage
+from kvferry.ids import MAX_ID, Peer, Session
+from kvferry.protocol.messages import MAX_COUNT, VERSION, Body, Envelope
 
 MAX_FRAME_BYTES = 8 << 20
 MAGIC = "kvf"
@@ -49,31 +49,9 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     body: msgspec.Raw
 
 
-class Gist(NamedTuple):
-    """Who says a message of which kind about which room."""
-
-    sender: Peer
-    kind: type[RoomMessage]
-    room: Room
-
-
-class _RoomPart(msgspec.Struct, frozen=True, array_like=True):
-    """How the body of every message about a room begins."""
-
-    tag: str
-    room: Room
-
-
-_ROOM_MESSAGES: dict[str, type[RoomMessage]] = {
-    str(kind.__struct_config__.tag): kind
-    for kind in get_args(Body)
-    if issubclass(kind, RoomMessage)
-}
-
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Header)
 _body_decoder = msgspec.msgpack.Decoder(Body)
-_room_decoder = msgspec.msgpack.Decoder(_RoomPart)
 
 
 def encode(envelope: Envelope) -> bytes:
@@ -110,14 +88,3 @@ def decode(frame: bytes) -> Envelope | BadFrame:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         return BadFrame(FrameFault.MALFORMED, str(error), header)
     return Envelope(header.sender, header.incarnation, header.session, header.seq, body)
-
-
-def gist(frame: bytes) -> Gist | None:
-    """Of a good frame that is about a room, however long, at the cost of a short one."""
-    try:
-        header = _header_decoder.decode(frame)
-        part = _room_decoder.decode(header.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
-        return None
-    kind = _ROOM_MESSAGES.get(part.tag)
-    return Gist(header.sender, kind, part.room) if kind is not None else None

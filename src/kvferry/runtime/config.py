@@ -25,6 +25,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``options`` are the transport's own. A room waits ``find_s`` for an instance that the rendezvous
     says is not complete; None is until its deadline. ``story_steps`` is how many steps of its last
     rooms are kept; 0 is none, and then the rendezvous is told nothing of this endpoint's state.
+    ``metrics`` says whether it counts anything, for Prometheus and for ``stats``.
     """
 
     host: str = "127.0.0.1"
@@ -37,6 +38,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 10.0
     find_s: float | None = None
     story_steps: int = 4096
+    metrics: bool = True
     protocol: ProtocolConfig = ProtocolConfig()
     options: Mapping[str, str] = {}
 

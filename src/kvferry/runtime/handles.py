@@ -16,7 +16,7 @@ from typing import Any, Literal
 from kvferry.ids import Room
 from kvferry.once import Once
 from kvferry.protocol.outcome import Done, Failure, Outcome, Status
-from kvferry.runtime.telemetry.tags import NOBODYS
+from kvferry.telemetry.tags import NOBODYS
 
 
 class Handle:
@@ -31,8 +31,6 @@ class Handle:
         self.finished: float | None = None
         # Whose room it is, where its engine says so.
         self.tag = NOBODYS
-        # The owner's: whether its end stands in its story.
-        self.told = False
         self._outcome: Once[Outcome] = Once()
         self._released: Once[Literal[True]] = Once()
 

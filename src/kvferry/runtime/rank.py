@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from kvferry.ids import Peer, Room
 from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Layout
+from kvferry.layout.spec import Slot
 from kvferry.observe.steps import RoomStory
 from kvferry.observe.views import EndpointView, Wishes
 from kvferry.protocol.events import Event
@@ -30,12 +31,12 @@ from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.owner.loop import CLOSE_S, Aborted, Owner
 from kvferry.runtime.owner.outfit import Outfit, outfit_of
-from kvferry.runtime.owner.telling import Teller
-from kvferry.runtime.owner.views import endpoint_view
 from kvferry.runtime.setup import EndpointSetup, Member, set_up
 from kvferry.runtime.tables import Shelf
-from kvferry.runtime.telemetry.metrics import Meter, Stats
-from kvferry.runtime.telemetry.tracing import SpanThread, find_tracer
+from kvferry.telemetry.endpoint import EndpointTelemetry
+from kvferry.telemetry.metrics import Stats
+from kvferry.telemetry.observer import Observer
+from kvferry.telemetry.views import ViewedLoop
 from kvferry.transport.base import Transport
 from kvferry.transport.several import TransportSet
 
@@ -49,7 +50,8 @@ class RankEndpoint(ABC, Generic[H]):
     ``pools`` are arrays by group, tensor and layer, or a ``Memory``. ``model`` is
     what both sides must agree on beside the layout, such as a checkpoint's hash.
     ``transport`` is ``auto``, for the best that each peer can be reached by; one or several by
-    name; or what pools were allocated from (``make_transports``).
+    name; or what pools were allocated from (``make_transports``). ``observer`` receives the
+    endpoint's events beside its own metrics and traces.
     """
 
     # Whether peers write into the pools.
@@ -70,6 +72,7 @@ class RankEndpoint(ABC, Generic[H]):
         key: ClusterKey | None = None,
         config: EndpointConfig | None = None,
         registry: CollectorRegistry | None = None,
+        observer: Observer | None = None,
     ) -> None:
         config = config or EndpointConfig()
         member = Member(name, rank, layout, model)
@@ -82,7 +85,14 @@ class RankEndpoint(ABC, Generic[H]):
                 door=door,
             )
             undo.callback(setup.close)
-            meter = Meter(str(member.peer), setup.transports.name, registry)
+            self._telemetry = EndpointTelemetry(
+                _fixed_view(setup, self.role),
+                registry,
+                observer,
+                transport=setup.transports.name,
+                metrics=config.metrics,
+                story_steps=config.story_steps,
+            )
             client = RendezvousClient(rendezvous, key) if rendezvous else None
             if client:
                 undo.callback(client.close)
@@ -92,12 +102,10 @@ class RankEndpoint(ABC, Generic[H]):
         self._client = client
         self._deadline_s = config.deadline_s
         self._shelf = Shelf(layout, rank, setup.memory.map)
-        self._owner = self._own(outfit_of(setup, config, key, client, meter))
+        self._owner = self._own(outfit_of(setup, config, key, client, self._telemetry.observer))
         self._owner.outfit.mover.start()
         self._owner.start()
-        tracer = find_tracer() if config.story_steps else None
-        name = f"kvferry-spans-{member.peer}"
-        self._spans = SpanThread(tracer, self._ended_since, name) if tracer else None
+        self._telemetry.start(self._traced)
         self._reporter: StatusReporter | None = None
         if client and config.story_steps and isinstance(client.discovery, HttpDiscovery):
             url, life = str(client.discovery), setup.incarnation
@@ -129,7 +137,7 @@ class RankEndpoint(ABC, Generic[H]):
     @property
     def stats(self) -> Stats:
         """What was carried and how, since the start."""
-        return self._owner.outfit.meter.stats
+        return self._telemetry.stats
 
     @property
     def staging_bytes(self) -> int:
@@ -147,12 +155,19 @@ class RankEndpoint(ABC, Generic[H]):
 
     def view(self, wishes: Wishes = Wishes()) -> Future[EndpointView]:  # noqa: B008 - frozen
         """How the endpoint is, made on its owner's thread; with the stories that are wished for."""
-        return self._looked(lambda: endpoint_view(self._owner, self.role, wishes))
+        owner = self._owner
 
-    def _ended_since(self, since: float) -> Future[list[RoomStory]]:
-        """The stories of what has ended since then, made on the owner's thread."""
-        stories, teller = self._owner.stories, Teller(str(self._owner.me), self.role)
-        return self._looked(lambda: stories.ended_since(teller, since))
+        def make() -> EndpointView:
+            machine, rooms = owner.driver.machine, list(owner.rooms)
+            tables = machine.num_quarantined, machine.links.values()
+            return self._telemetry.view(ViewedLoop(rooms, *tables, owner.clocks.offset), wishes)
+
+        return self._looked(make)
+
+    def _traced(self, rooms: list[Room]) -> Future[list[RoomStory]]:
+        """The traces of rooms, made on the owner's thread."""
+        traces = self._telemetry.traces
+        return self._looked(lambda: traces.of(rooms) if traces else [])
 
     def _looked(self, make: Callable[[], T]) -> Future[T]:
         """What is made on the owner's thread, which nobody who leaves meanwhile may disturb."""
@@ -189,9 +204,9 @@ class RankEndpoint(ABC, Generic[H]):
 
         False: a peer may still write or read the pools. Keep them until the process ends.
         """
-        if self._spans:
-            self._spans.close()
+        self._telemetry.close_spans()
         free = self._owner.close(timeout_s)
+        self._telemetry.close()
         if self._reporter:
             self._reporter.close()
         if self._client:
@@ -209,3 +224,33 @@ class RankEndpoint(ABC, Generic[H]):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _fixed_view(setup: EndpointSetup, role: str) -> EndpointView:
+    """What never changes of an endpoint's view."""
+    member = setup.member
+    return EndpointView(
+        instance=member.name,
+        rank=member.rank,
+        role=role,
+        incarnation=setup.incarnation,
+        clock=0.0,
+        wall=0.0,
+        transport=",".join(setup.transports.names),
+        sharding=str(member.layout),
+        num_ranks=member.layout.num_ranks,
+        staging_bytes=setup.staging_bytes,
+        pages=num_pages(setup),
+        layout=member.layout,
+    )
+
+
+def num_pages(setup: EndpointSetup) -> int:
+    """How many pages the pools have."""
+    groups = {group.name: group for group in setup.member.layout.spec.groups}
+    paged = [
+        placement.num_pages
+        for placement in setup.memory.map.placements
+        if not isinstance(groups[placement.group].kind, Slot)
+    ]
+    return max(paged, default=0)

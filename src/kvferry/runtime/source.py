@@ -33,7 +33,7 @@ from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.owner.writes import Writes
 from kvferry.runtime.rank import RankEndpoint
 from kvferry.runtime.setup import EndpointSetup
-from kvferry.runtime.telemetry.tags import RoomTag
+from kvferry.telemetry.tags import RoomTag
 
 # Slots that a lane gathers on a GPU before it has credits for them: one that is posted with the
 # next credit, and one that is being filled meanwhile.
@@ -69,14 +69,14 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         return config.protocol.local_slots
 
     def _own(self, outfit: Outfit[Outgoing]) -> Owner:
-        setup, config, rooms, meter = outfit.setup, outfit.config, outfit.rooms, outfit.meter
+        setup, config, rooms, observer = outfit.setup, outfit.config, outfit.rooms, outfit.observer
         self._costs = costs = LinkCosts(endpoint_constants(config, setup))
         mover = outfit.mover
         measures = config.constants is None
-        links = Links(setup, mover, meter, costs, self._take, measures=measures)
+        links = Links(setup, mover, observer, costs, self._take, measures=measures)
         chooser = Chooser(setup.memory.map, rooms, links, costs, config.path)
         machine = SourceMachine(setup.identity, _with_slots(config, setup))
-        channel = SourceChannel(outfit.me, outfit.poller, meter, self._server, self._local)
+        channel = SourceChannel(outfit.me, outfit.poller, observer, self._server, self._local)
 
         def tell(op: Op) -> None:
             """In the middle of a turn: a target waits to empty its slot, so all else can wait."""
@@ -91,14 +91,13 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
             copier=outfit.copier,
             links=links,
             chooser=chooser,
-            meter=meter,
-            stories=outfit.stories,
+            observer=observer,
             answer=self._take,
             tell=tell,
         )
         suspects = Suspects(outfit.prober)
         driver = SourceDriver(machine, SourcePorts(channel, writes, suspects, rooms))
-        channel.attach(self._take, outfit.stories)
+        channel.attach(self._take)
         rooms.on_release = chooser.forget
         role = SourceRole(driver, self._take, outfit, links, writes, channel)
         return Owner(driver, role, channel, outfit)

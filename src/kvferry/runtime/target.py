@@ -30,7 +30,7 @@ from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.rank import RankEndpoint
 from kvferry.runtime.tables import Pages, Rows
-from kvferry.runtime.telemetry.tags import RoomTag
+from kvferry.telemetry.tags import RoomTag
 
 
 class TargetEndpoint(RankEndpoint[Incoming]):
@@ -49,14 +49,14 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         return MAX_SLOTS
 
     def _own(self, outfit: Outfit[Incoming]) -> Owner:
-        setup, config, rooms, meter = outfit.setup, outfit.config, outfit.rooms, outfit.meter
+        setup, config, rooms, observer = outfit.setup, outfit.config, outfit.rooms, outfit.observer
         machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
         find_s = inf if config.find_s is None else config.find_s
         directory = Directory(outfit.client, outfit.inbox.put, find_s)
         channel = TargetChannel(
             outfit.me,
             outfit.poller,
-            meter,
+            observer,
             outfit.key,
             directory.address_of,
             config.protocol.silence_s,
@@ -66,14 +66,13 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             rooms=rooms,
             mover=outfit.mover,
             copier=outfit.copier,
-            meter=meter,
-            stories=outfit.stories,
+            observer=observer,
             answer=self._take,
             join=channel.join,
         )
         suspects = Suspects(outfit.prober)
         driver = TargetDriver(machine, TargetPorts(channel, scatters, suspects, rooms))
-        channel.attach(self._take, outfit.stories)
+        channel.attach(self._take)
         role = TargetRole(driver, self._take, outfit, scatters, channel, directory)
         return Owner(driver, role, channel, outfit)
 

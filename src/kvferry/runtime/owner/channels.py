@@ -34,8 +34,7 @@ from kvferry.runtime.driver.driver import frame_event
 from kvferry.runtime.local import LocalDoor, LocalLine, LocalServer, knock
 from kvferry.runtime.owner.lines import LocalLines
 from kvferry.runtime.owner.poller import Poller
-from kvferry.runtime.owner.stories import StoryBook
-from kvferry.runtime.telemetry.metrics import Meter
+from kvferry.telemetry.observer import Observer
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -53,35 +52,23 @@ class Dropped(NamedTuple):
     peer: Peer | None
 
 
-class Outbox:
-    """What waits to be sent to one peer, and the last of it that is about a room."""
-
-    __slots__ = ("frames", "news", "peer")
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.frames: list[bytes] = []
-        self.news: RoomMessage | None = None
-
-
 class Channel(ABC, Generic[W]):
     """What both sides' channels have in common. ``W`` are the ways that lead to peers."""
 
-    def __init__(self, me: Peer, poller: Poller, meter: Meter) -> None:
+    def __init__(self, me: Peer, poller: Poller, observer: Observer) -> None:
         self._me = me
         self._poller = poller
-        self._meter = meter
+        self._observer = observer
         self._answer: Callable[[Event], None] = lambda _: None
-        self._stories = StoryBook(0)
-        self._lines = LocalLines(poller, meter)
-        self._outboxes: dict[W | LocalLine, Outbox] = {}
+        self._lines = LocalLines(poller, observer)
+        # Frames that wait to be sent.
+        self._outboxes: dict[W | LocalLine, list[bytes]] = {}
         self._num_waiting = 0
         self._flushed = 0.0
 
-    def attach(self, answer: Callable[[Event], None], stories: StoryBook | None = None) -> None:
-        """Who hears of a frame that can't be sent, and who writes down what was said."""
+    def attach(self, answer: Callable[[Event], None]) -> None:
+        """Who hears of a frame that can't be sent."""
         self._answer = answer
-        self._stories = self._stories if stories is None else stories
 
     @abstractmethod
     def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
@@ -121,22 +108,12 @@ class Channel(ABC, Generic[W]):
             self._num_waiting = 0
             self._flushed = time.monotonic()
             outboxes, self._outboxes = self._outboxes, {}
-            for way, outbox in outboxes.items():
-                messages = bundle(outbox.frames)
-                self._tell_stories(outbox, messages)
+            for way, frames in outboxes.items():
+                messages = bundle(frames)
                 if isinstance(way, LocalLine):
                     self._lines.send(way, messages)
                 else:
                     self._send(way, messages)
-
-    def _tell_stories(self, outbox: Outbox, messages: list[Bundle]) -> None:
-        if outbox.news is None:
-            return
-        if len(outbox.frames) == 1:
-            self._stories.said(outbox.peer, outbox.news)
-            return
-        for message in messages:
-            self._stories.said_together(outbox.peer, message)
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
         """Have a frame sent at the end of this turn, or before. It may be lost."""
@@ -148,7 +125,7 @@ class Channel(ABC, Generic[W]):
         except KvferryError as error:
             # A frame that can't be made concerns one room, and fails that room alone.
             log.warning("unsendable endpoint=%s peer=%s error=%s", self._me, peer, error)
-            self._meter.refused("unsendable")
+            self._observer.refused("unsendable")
             if isinstance(envelope.body, RoomMessage):
                 room: Room = envelope.body.room
                 self._answer(Cancel(room))
@@ -158,36 +135,30 @@ class Channel(ABC, Generic[W]):
         if way is None:
             return
         frame = encode(envelope)
-        outbox = self._outboxes.get(way)
-        if outbox is None:
-            outbox = self._outboxes[way] = Outbox(peer)
-        outbox.frames.append(frame)
-        if isinstance(envelope.body, RoomMessage):
-            outbox.news = envelope.body
+        frames = self._outboxes.get(way)
+        if frames is None:
+            frames = self._outboxes[way] = []
+        frames.append(frame)
+        self._observer.frame_out(peer, envelope)
 
     def _opened(self, data: bytes) -> Bundle:
         frames = unbundle(data)
         if frames is None:
-            self._meter.refused("frame-foreign")
+            self._observer.refused("frame-foreign")
         return Bundle(data, frames or [])
 
     def _events(self, message: Bundle) -> Iterator[tuple[Session, Event]]:
         """What frames mean, and in which session each was said."""
-        known = [decode(frame) for frame in message.frames]
-        if len(known) > 1:
-            # Frames that are about no room come alone, but for a few.
-            self._stories.heard_together(message)
-        elif known and isinstance(known[0], Envelope):
-            self._stories.heard(known[0])
-        for decoded in known:
+        for decoded in [decode(frame) for frame in message.frames]:
             event = frame_event(decoded)
             if isinstance(decoded, BadFrame):
-                self._meter.refused(f"frame-{decoded.fault}")
+                self._observer.refused(f"frame-{decoded.fault}")
                 if decoded.fault is not FrameFault.VERSION or decoded.header is None:
                     continue
                 session = decoded.header.session
             else:
                 session = decoded.session
+                self._observer.frame_in(decoded)
             assert event is not None
             yield session, event
 
@@ -199,11 +170,11 @@ class SourceChannel(Channel[bytes]):
         self,
         me: Peer,
         poller: Poller,
-        meter: Meter,
+        observer: Observer,
         server: ControlServer,
         local: LocalServer | None = None,
     ) -> None:
-        super().__init__(me, poller, meter)
+        super().__init__(me, poller, observer)
         self._server = server
         self._local = local
         self._routes: dict[Session, bytes | LocalLine] = {}
@@ -230,7 +201,8 @@ class SourceChannel(Channel[bytes]):
             return
         for route, message in server.receive(ready):
             yield from self._routed(route, self._opened(message))
-        self._meter.total("connection", server.counts["refused"])
+        if refused := server.counts.pop("refused", 0):
+            self._observer.refused("connection", refused)
         if server.counts.pop("dropped", 0):
             yield Dropped(None)
 
@@ -282,12 +254,12 @@ class TargetChannel(Channel[ControlClient]):
         self,
         me: Peer,
         poller: Poller,
-        meter: Meter,
+        observer: Observer,
         key: ClusterKey | None,
         address_of: Callable[[Peer], str | None],
         silence_s: float = SILENCE_S,
     ) -> None:
-        super().__init__(me, poller, meter)
+        super().__init__(me, poller, observer)
         self._key = key
         self._silence_s = silence_s
         self._address_of = address_of

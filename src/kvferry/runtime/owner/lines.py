@@ -8,7 +8,7 @@ from kvferry.protocol.codec import MAX_FRAME_BYTES
 from kvferry.runtime.bundles import Bundle
 from kvferry.runtime.local import NOTHING, LocalLine
 from kvferry.runtime.owner.poller import Poller
-from kvferry.runtime.telemetry.metrics import Meter
+from kvferry.telemetry.observer import Observer
 
 # Peers of one host are few. Whoever gets no line uses the control channel.
 MAX_LINES = 256
@@ -23,9 +23,9 @@ class LocalLines:
     unfinished frames are bounded. Frames that a closed line loses are repeated by the protocol.
     """
 
-    def __init__(self, poller: Poller, meter: Meter) -> None:
+    def __init__(self, poller: Poller, observer: Observer) -> None:
         self._poller = poller
-        self._meter = meter
+        self._observer = observer
         self._lines: dict[object, LocalLine] = {}
         self._full: set[LocalLine] = set()
         self._unfinished: dict[LocalLine, int] = {}
@@ -33,7 +33,7 @@ class LocalLines:
     def add(self, line: LocalLine) -> None:
         """Watch a line, or close it if there are too many."""
         if len(self._lines) >= MAX_LINES:
-            self._meter.refused("too-many-lines")
+            self._observer.refused("too-many-lines")
             line.close()
             return
         self._lines[line.fileno()] = line
@@ -57,7 +57,7 @@ class LocalLines:
             longest = max(self._unfinished, key=lambda one: self._unfinished[one])
             del self._unfinished[longest]
             longest.over = True
-            self._meter.refused("unfinished-frames")
+            self._observer.refused("unfinished-frames")
             yield longest, NOTHING
 
     def send(self, line: LocalLine, messages: Iterable[Bundle]) -> None:

@@ -19,7 +19,7 @@ from kvferry.runtime.mover.calibration import SCRATCH_BYTES, Calibration
 from kvferry.runtime.mover.mover import Measured, Mover, Reached, Unreached
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.runtime.setup import EndpointSetup
-from kvferry.runtime.telemetry.metrics import Meter
+from kvferry.telemetry.observer import Observer
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -51,7 +51,7 @@ class Links:
         self,
         setup: EndpointSetup,
         mover: Mover,
-        meter: Meter,
+        observer: Observer,
         costs: LinkCosts,
         answer: Callable[[Event], None],
         *,
@@ -59,7 +59,7 @@ class Links:
     ) -> None:
         self._setup = setup
         self._mover = mover
-        self._meter = meter
+        self._observer = observer
         self._costs = costs
         self._answer = answer
         self._measures = measures
@@ -102,7 +102,7 @@ class Links:
             *(self._setup.member.peer, link.peer, transport.name),
             "; ".join((*news.problems, *untried)),
         )
-        self._meter.linked(link.peer, transport.name)
+        self._observer.link_up(link.peer, transport.name)
         if transport.writes_at_once:
             link.at_once = news
         self._costs.reached(session, transport.name, link.metadata.lifeline[0])

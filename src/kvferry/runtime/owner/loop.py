@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
 from kvferry.errors import Misuse
-from kvferry.ids import Peer, Room
+from kvferry.ids import Peer
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Cancel, Event, PeerRuns, Received, Tick
 from kvferry.protocol.messages import Heartbeat
@@ -33,6 +33,7 @@ from kvferry.runtime.owner.clocks import PeerClocks
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.roles import Role
 from kvferry.runtime.pulse import WATCHMAN, Patient, Pulse
+from kvferry.telemetry.observer import LoopStatus
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -80,8 +81,7 @@ class Owner:
         self._poller = outfit.poller
         self._copier = outfit.copier
         self._lifeline = outfit.setup.lifeline
-        self._meter = outfit.meter
-        self.stories = outfit.stories
+        self._observer = outfit.observer
         self.clocks = PeerClocks(driver.machine, channel.send)
         self._tidy_at = 0.0
         # When this turn began: one time for all that came with it.
@@ -133,7 +133,6 @@ class Owner:
             # A closed one is proof for others, so it must be true.
             self._lifeline.leave_open()
         self._inbox.close()
-        self._meter.close()
         return free
 
     # ------------------------------------------------------------ the thread
@@ -160,7 +159,7 @@ class Owner:
         self._pulse.beat(until)
         ready = self._poller.wait(until - now if self._inbox.rest() else 0.0)
         self._inbox.rise(called=self._call in ready)
-        now = self._now = self.stories.now = time.monotonic()
+        now = self._now = time.monotonic()
         self._pulse.beat(now)
         self.driver.turn(self._arrived(ready), now)
         for news in self._copier.ended():
@@ -170,14 +169,10 @@ class Owner:
             self.role.advance(time.monotonic())
         if self._lifeline.fileno() in ready:
             self._lifeline.answer()
-        self.stories.now = time.monotonic()
         self._tidy(now)
         # First what others wait for: launching takes longer.
         self.channel.flush()
         self._copier.launch(hurried=self.role.hurried)
-        if self.stories.is_full:
-            known: Set[Room] = self.driver.machine.rooms.keys()
-            self.stories.turn_page(list(self.rooms), self.rooms.others(known))
 
     def _arrived(self, ready: set[object]) -> Iterator[Event]:
         """All that has come from other threads and from peers. The driver takes the time after it.
@@ -185,9 +180,7 @@ class Owner:
         What is no event goes where it belongs on the way. What an engine asks for as it hears
         of an end is taken too, so that it leaves with what is said of that end.
         """
-        stories = self.stories
         for item in chain(self._inbox.drain(), self.channel.receive(ready), self._meanwhile()):
-            stories.now = time.monotonic()
             if isinstance(item, Event):
                 if isinstance(item, Received) and isinstance(item.envelope.body, Heartbeat):
                     # Who asks for the time is told.
@@ -220,7 +213,7 @@ class Owner:
             self.role.tidy()
             self.clocks.ask(self.driver.machine.links.values(), now)
             self._look_at_quiet_peers(now)
-            self._measure(now)
+            self._observer.status(self._status(now))
 
     def _look_at_quiet_peers(self, now: float) -> None:
         """A peer that says nothing may be starved, of processors or of its GIL, and still run."""
@@ -266,15 +259,16 @@ class Owner:
         if self.rooms.holds(handle) and not self.role.cancel(handle):
             self.take(Cancel(handle.room))
 
-    def _measure(self, now: float) -> None:
-        machine, meter = self.driver.machine, self._meter
-        up = [link for link in machine.links.values() if link.state is LinkState.UP]
-        age_s = max((now - link.heard_at for link in up), default=0.0)
-        meter.now(open_rooms=len(self.rooms), quarantined=machine.num_quarantined, age_s=age_s)
-        reached = [link for link in machine.links.values() if link.transport and _is_kept(link)]
-        meter.links({str(link.peer): link.transport for link in reached})
-        for what in ("refused", "impatient", "misdirected", "other-incarnation"):
-            meter.total(what, machine.counts[what])
+    def _status(self, now: float) -> LoopStatus:
+        machine, slots = self.driver.machine, self.outfit.setup.slots
+        used, total = 0, 0
+        if slots is not None:
+            pool = slots.pool
+            used = (pool.num_slots - self.role.num_free_slots) * pool.slot_bytes
+            total = pool.num_bytes
+        num_open, num_quarantined = len(self.rooms), machine.num_quarantined
+        tables = machine.links.values(), machine.counts
+        return LoopStatus(now, num_open, num_quarantined, used, total, *tables)
 
     # ------------------------------------------------------------ the end
 
@@ -301,11 +295,11 @@ class Owner:
 
     def _tell_broken(self, thread: str, error: Exception) -> None:
         log.error("thread-broken endpoint=%s thread=%s", self.me, thread, exc_info=error)
-        self._meter.broke(thread)
+        self._observer.thread_broken(thread)
 
     def _told_of_stall(self, thread: str, silent_s: float) -> None:
         """On the watchman's thread: a thread of ours shows no life, or does again."""
-        self._meter.stalled(thread, silent_s)
+        self._observer.thread_stalled(thread, silent_s)
         stalled = self.rooms.stalled
         if not silent_s:
             stalled.pop(thread, None)
@@ -321,7 +315,3 @@ class Owner:
 
 def _is_with(peer: Peer | None, link: Link) -> bool:
     return peer in (None, link.peer)
-
-
-def _is_kept(link: Link) -> bool:
-    return link.state in (LinkState.GREETING, LinkState.UP)

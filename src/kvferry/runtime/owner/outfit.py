@@ -18,9 +18,8 @@ from kvferry.runtime.owner.gpu_copies import GpuCopies
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.rooms import RoomTable
-from kvferry.runtime.owner.stories import StoryBook
 from kvferry.runtime.setup import EndpointSetup
-from kvferry.runtime.telemetry.metrics import Meter
+from kvferry.telemetry.observer import Observer
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -34,9 +33,8 @@ class Outfit(NamedTuple, Generic[H]):
     config: EndpointConfig
     key: ClusterKey | None
     client: RendezvousClient | None
-    meter: Meter
+    observer: Observer
     rooms: RoomTable[H]
-    stories: StoryBook
     inbox: Inbox[object]
     poller: Poller
     mover: Mover
@@ -54,7 +52,7 @@ def outfit_of(
     config: EndpointConfig,
     key: ClusterKey | None,
     client: RendezvousClient | None,
-    meter: Meter,
+    observer: Observer,
 ) -> Outfit[H]:
     """Make it. The copier and the prober begin at once, and wait."""
     me = setup.member.peer
@@ -64,12 +62,10 @@ def outfit_of(
         *(me, ",".join(held), "; ".join(f"{name}: {why}" for name, why in lacked.items())),
     )
     inbox: Inbox[object] = Inbox()
-    stories = StoryBook(config.story_steps)
     mover = Mover(setup.transports, inbox.put, f"kvferry-mover-{me}")
     return Outfit(
-        *(setup, config, key, client, meter),
-        RoomTable(me, meter, stories),
-        stories,
+        *(setup, config, key, client, observer),
+        RoomTable(me, observer),
         inbox,
         Poller(),
         mover,

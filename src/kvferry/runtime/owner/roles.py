@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from kvferry.ids import Peer, Room
+from kvferry.observe.steps import Moment
 from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import (
     Cancel,
@@ -16,6 +17,7 @@ from kvferry.protocol.events import (
     Finish,
     Instance,
     NewLife,
+    Open,
     Push,
     Receive,
 )
@@ -33,6 +35,9 @@ from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.writes import Writes
+
+# Members of an enumeration are slow to name.
+PUSHED = Moment.PUSHED
 
 # How long a push that waits for a GPU lets the owner sleep.
 AFTER_POLL_S = 100e-6
@@ -58,7 +63,11 @@ class Role(Protocol):
         """When to look again although nothing came."""
 
     def tidy(self) -> None:
-        """Now and then: let go of what nobody needs, and count what is in use."""
+        """Now and then: let go of what nobody needs."""
+
+    @property
+    def num_free_slots(self) -> int:
+        """Staging slots that are not in use."""
 
 
 class Begun(NamedTuple):
@@ -102,9 +111,7 @@ class SourceRole:
         self._links = links
         self._writes = writes
         self._channel = channel
-        self._slots = outfit.setup.slots
-        self._meter = outfit.meter
-        self._stories = outfit.stories
+        self._observer = outfit.observer
         self._waiting: dict[Outgoing, None] = {}
 
     def take(self, item: object) -> bool:
@@ -136,9 +143,11 @@ class SourceRole:
             if self._rooms.holds(handle):
                 learn()
                 if isinstance(event, Push):
-                    self._stories.pushed(event.room, event.tokens)
+                    self._observer.step(event.room, PUSHED, event.tokens)
                 elif isinstance(event, Finish):
                     handle.finished = monotonic()
+                elif isinstance(event, Open):
+                    self._observer.room_opened(handle)
                 self._take(event)
         self._waiting.pop(handle, None)
 
@@ -168,13 +177,13 @@ class SourceRole:
         return min(now + AFTER_POLL_S if self._waiting else inf, self._writes.wakeup())
 
     def tidy(self) -> None:
-        """Routes, and staging in use."""
-        machine = self._driver.machine
-        self._channel.keep(machine.links)
-        if self._slots:
-            pool = self._slots.pool
-            used = pool.num_slots - len(machine.local_slots)
-            self._meter.staging(used * pool.slot_bytes, pool.num_bytes)
+        """Routes."""
+        self._channel.keep(self._driver.machine.links)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no gather has."""
+        return len(self._driver.machine.local_slots)
 
 
 class TargetRole:
@@ -196,8 +205,7 @@ class TargetRole:
         self._channel = channel
         self._directory = directory
         self._mover = outfit.mover
-        self._slots = outfit.setup.slots
-        self._meter = outfit.meter
+        self._observer = outfit.observer
         # As the machine has them, for a last look after it has forgotten one.
         self._received: dict[Room, TargetRoom] = {}
         outfit.rooms.before_end = self._before_end
@@ -219,6 +227,7 @@ class TargetRole:
         return True
 
     def _receive(self, handle: Incoming) -> None:
+        self._observer.room_opened(handle)
         self._mover.expect(True, soon=True)
         view = self._directory.find(handle)
         if view is not None:
@@ -314,7 +323,7 @@ class TargetRole:
         self._scatters.release(room)
 
     def tidy(self) -> None:
-        """Instances and connections, and staging in use."""
+        """Instances and connections."""
         machine = self._driver.machine
         linked = {link.peer.instance for link in machine.links.values()}
         needed = self._directory.forget_ended(linked)
@@ -322,10 +331,11 @@ class TargetRole:
             if peer.instance not in needed:
                 self._channel.drop(peer)
         self._mover.expect(len(self._rooms) > 0)
-        if self._slots:
-            pool = self._slots.pool
-            used = pool.num_slots - len(machine.credits.free)
-            self._meter.staging(used * pool.slot_bytes, pool.num_bytes)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no source may write into."""
+        return len(self._driver.machine.credits.free)
 
 
 def _differs(link: Link, lives: dict[Peer, int | None]) -> bool:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from time import monotonic
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 import msgspec
@@ -17,12 +16,12 @@ import msgspec
 from kvferry.errors import InputError, Misuse
 from kvferry.ids import MAX_ID, MAX_NAME, Peer, Room
 from kvferry.logs.context import about
+from kvferry.observe.steps import Moment
 from kvferry.protocol.events import Event, Received, Tick
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome, Status
 from kvferry.runtime.handles import Handle
-from kvferry.runtime.owner.stories import StoryBook
-from kvferry.runtime.telemetry.metrics import Meter
-from kvferry.runtime.telemetry.tags import NOBODYS
+from kvferry.telemetry.observer import Observer
+from kvferry.telemetry.tags import NOBODYS
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -32,10 +31,9 @@ H = TypeVar("H", bound=Handle)
 class RoomTable(Generic[H]):
     """Every room whose memory is held, and why there may be no more."""
 
-    def __init__(self, me: Peer, meter: Meter, stories: StoryBook | None = None) -> None:
+    def __init__(self, me: Peer, observer: Observer) -> None:
         self._me = me
-        self._meter = meter
-        self._stories = StoryBook(0) if stories is None else stories
+        self._observer = observer
         self._handles: dict[Room, H] = {}
         self._lock = threading.Lock()
         # Why no room can begin.
@@ -89,10 +87,6 @@ class RoomTable(Generic[H]):
     def __iter__(self) -> Iterator[H]:
         return iter(list(self._handles.values()))
 
-    def others(self, rooms: Set[Room]) -> set[Room]:
-        """Those of them whose memory is not held here."""
-        return set(rooms - self._handles.keys())
-
     def get(self, room: Room) -> H | None:
         """A room whose memory is held."""
         return self._handles.get(room)
@@ -106,22 +100,11 @@ class RoomTable(Generic[H]):
         if isinstance(outcome, Failure):
             outcome = with_stalls(outcome, self.stalled)
             self._log(room, outcome)
-        self._meter.ended(outcome)
         handle = self._handles.get(room)
         if handle:
-            self._stories.ended(handle, outcome)
-            if not isinstance(outcome, Failure):
-                self._time(handle)
+            self._observer.room_ended(handle, outcome)
             self.before_end(handle, outcome)
             handle.end(outcome)
-
-    def _time(self, handle: H) -> None:
-        """How long a room that is done took; at a source, before and after its engine's part."""
-        now = monotonic()
-        self._meter.took("room", now - handle.begun)
-        if handle.finished is not None:
-            self._meter.took("prefill", handle.finished - handle.begun)
-            self._meter.took("tail", now - handle.finished)
 
     def _log(self, room: Room, failure: Failure) -> None:
         handle = self._handles.get(room)
@@ -143,7 +126,7 @@ class RoomTable(Generic[H]):
         handle = self._handles.pop(room, None)
         if handle:
             if handle.failure is not None:
-                self._stories.released(room)
+                self._observer.step(room, Moment.RELEASED)
             handle.release()
         if not self._handles:
             self.on_empty()

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer, Room, Session
 from kvferry.layout.intervals import Span
+from kvferry.observe.steps import Moment
 from kvferry.plan.bind import Binding, Outline, Pair
 from kvferry.plan.binding_cache import Between, BindingCache
 from kvferry.plan.plan import Block
@@ -24,10 +25,9 @@ from kvferry.runtime.jobs import ScatterJob
 from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.mover.mover import Mover
 from kvferry.runtime.owner.rooms import RoomTable
-from kvferry.runtime.owner.stories import SCATTERED, StoryBook, Took
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.runtime.setup import EndpointSetup
-from kvferry.runtime.telemetry.metrics import Meter
+from kvferry.telemetry.observer import Observer
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -35,15 +35,14 @@ log = logging.getLogger("kvferry.runtime")
 class Scatters:
     """Staging slots whose bytes are on their way into pages, and the sources that write here."""
 
-    def __init__(  # noqa: PLR0913 - all that it uses, by keyword
+    def __init__(
         self,
         *,
         setup: EndpointSetup,
         rooms: RoomTable[Incoming],
         mover: Mover,
         copier: Copier,
-        meter: Meter,
-        stories: StoryBook,
+        observer: Observer,
         answer: Callable[[Event], None],
         join: Callable[[Peer, LocalDoor], None],
     ) -> None:
@@ -51,8 +50,7 @@ class Scatters:
         self._rooms = rooms
         self._mover = mover
         self._copier = copier
-        self._meter = meter
-        self._stories = stories
+        self._observer = observer
         self._answer = answer
         # Goes to doors on this host.
         self._join = join
@@ -109,9 +107,7 @@ class Scatters:
     def copied(self, job: ScatterJob) -> None:
         """Well or not, it is over and touches nothing any more."""
         room, now = job.action.room, time.monotonic()
-        took_s = now - job.begun
-        self._stories.copied(room, SCATTERED, job.action.source, now, Took(took_s))
-        self._meter.took("scatter", took_s)
+        self._observer.copy(room, job.action.source, Moment.SCATTERED, now, now - job.begun)
         if job.problem:
             log.error("scatter-failed room=%r problem=%r", room, job.problem)
             failure = Failure.of(FailureCode.TRANSPORT, f"a scatter failed: {job.problem}")
@@ -127,7 +123,7 @@ class Scatters:
             "written-by endpoint=%s peer=%s transport=%s",
             *(self._setup.member.peer, action.peer, offer.name),
         )
-        self._meter.linked(action.peer, offer.name)
+        self._observer.link_up(action.peer, offer.name)
         self._mover.let_write(action.session, offer.name)
         told = PeerMetadata.read(action.metadata)
         if told is not None and told.door is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from kvferry.errors import KvferryError
 from kvferry.ids import Op, Session, SlotIndex
 from kvferry.logs.context import about
+from kvferry.observe.steps import Moment
 from kvferry.plan.bind import Size
 from kvferry.plan.choose import Path
 from kvferry.plan.places import Base
@@ -36,11 +37,10 @@ from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.chooser import Chooser
 from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.rooms import RoomTable
-from kvferry.runtime.owner.stories import GATHERED, StoryBook, Took
 from kvferry.runtime.owner.underway import Underway
 from kvferry.runtime.setup import EndpointSetup
-from kvferry.runtime.telemetry.metrics import Meter
-from kvferry.runtime.telemetry.tags import NOBODYS
+from kvferry.telemetry.observer import Observer
+from kvferry.telemetry.tags import NOBODYS
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -63,8 +63,7 @@ class Writes:
         copier: Copier,
         links: Links,
         chooser: Chooser,
-        meter: Meter,
-        stories: StoryBook,
+        observer: Observer,
         answer: Callable[[Event], None],
         tell: Callable[[Op], None],
     ) -> None:
@@ -74,8 +73,7 @@ class Writes:
         self._copier = copier
         self._links = links
         self._chooser = chooser
-        self._meter = meter
-        self._stories = stories
+        self._observer = observer
         self._answer = answer
         self._tell = tell
         self._underway = Underway()
@@ -234,30 +232,27 @@ class Writes:
 
     def _ended(self, job: WriteJob) -> None:
         """A write has ended, or nobody knows whether."""
-        room, peer = job.action.transfer.room, job.action.transfer.peer
+        now = time.monotonic()
         if job.fate is not None:
-            self._meter.wrote(job)
+            self._observer.write(job, now)
             self._log(job)
             self._answer(SendFailed(job.op, job.fate))
             return
-        self._stories.wrote(room, peer, job.path, job.num_bytes, job.seconds)
         self._tell(job.op)
-        self._meter.wrote(job)
+        self._observer.write(job, now)
         if job.asked is not None:
-            self._tell_gathered(job, self._stories.now - job.seconds)
-        handle = self._rooms.get(room)
+            self._tell_gathered(job, now - job.seconds)
+        handle = self._rooms.get(job.action.transfer.room)
         if handle is not None:
             handle.carried[job.path] = handle.carried.get(job.path, 0) + job.num_bytes
             handle.num_writes += 1
         self._answer(Sent(job.op))
 
-    def _tell_gathered(self, job: WriteJob, ended: float) -> None:
+    def _tell_gathered(self, job: WriteJob, at: float) -> None:
         assert job.asked is not None
-        took = Took(ended - job.asked, job.num_bytes, str(job.path))
-        job.asked = None
-        self._meter.took("gather", took.seconds)
-        transfer = job.action.transfer
-        self._stories.copied(transfer.room, GATHERED, transfer.peer, ended, took)
+        seconds, job.asked = at - job.asked, None
+        room, peer = job.action.transfer.room, job.action.transfer.peer
+        self._observer.copy(room, peer, Moment.GATHERED, at, seconds, job.num_bytes)
 
     def _log(self, job: WriteJob) -> None:
         room, peer = job.action.transfer.room, job.action.transfer.peer

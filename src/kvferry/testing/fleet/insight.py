@@ -175,7 +175,9 @@ class Insight:
 
     def keep_stories(self, keep: bool) -> None:
         """Whether the stories of rooms are kept, from the next room on."""
-        self.endpoint._owner.stories.keeps = keep
+        telemetry = self.endpoint._telemetry
+        kept = (telemetry.meter, telemetry.traces) if keep else (telemetry.meter,)
+        self._look(lambda _: telemetry.observer.use(*kept))
 
     def resources(self) -> dict[str, int]:
         """What this process has of the machine's: Linux only."""

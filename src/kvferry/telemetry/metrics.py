@@ -10,18 +10,25 @@ import contextlib
 import threading
 import weakref
 from collections import Counter as Tally
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
-from kvferry.ids import Peer
+from kvferry.ids import Peer, Room
+from kvferry.observe.steps import Moment
 from kvferry.plan.choose import Path
 from kvferry.protocol.outcome import Failure, Outcome
-from kvferry.runtime.jobs import WriteJob
-from kvferry.runtime.telemetry.histograms import RATES, SECONDS, Buckets, HistogramTable
+from kvferry.protocol.states import LinkState
+from kvferry.telemetry.histograms import RATES, SECONDS, Buckets, HistogramTable
+from kvferry.telemetry.observer import LoopStatus, ObservedRoom, ObservedWrite, Observer
 
 LABELS = ("endpoint", "transport")
+# Counts of a machine: what it has refused, and parcels that did not wait for a credit.
+REFUSALS = ("refused", "misdirected", "other-incarnation")
+IMPATIENT = "impatient"
+KEPT = (LinkState.GREETING, LinkState.UP)
+COPY_STAGES = {Moment.GATHERED: "gather", Moment.SCATTERED: "scatter"}
 
 
 class _Metrics:
@@ -106,8 +113,8 @@ class Stats:
     staging_used_bytes: int = 0
 
 
-class Meter:
-    """One endpoint's series. Belongs to the owner's thread."""
+class Meter(Observer):
+    """One endpoint's series. Belongs to the loop thread."""
 
     def __init__(
         self, endpoint: str, transport: str, registry: CollectorRegistry | None = None
@@ -117,6 +124,8 @@ class Meter:
         self._linked: set[str] = set()
         self._seen: Tally[str] = Tally()
         self.stats = Stats()
+        # Bytes that were written to each peer, by path.
+        self.sent: dict[Peer, dict[Path, int]] = {}
         # Looked up once: finding a series costs more than counting in it.
         self._by_path: dict[tuple[str, Path], list[Counter]] = {}
         self._ends: dict[str, Counter] = {}
@@ -135,36 +144,46 @@ class Meter:
             self._by_path[transport, path] = found
         return found
 
-    def ended(self, outcome: Outcome) -> None:
-        """A room has ended."""
-        failed = isinstance(outcome, Failure)
+    def room_ended(self, room: ObservedRoom, outcome: Outcome) -> None:
+        """Count it, and how long it took; at a source, before and after its engine's part."""
         reason = str(outcome.code) if isinstance(outcome, Failure) else ""
         self.stats.rooms[reason or "done"] += 1
         ends = self._ends.get(reason)
         if ends is None:
-            word = "failed" if failed else "done"
+            word = "failed" if reason else "done"
             ends = self._ends[reason] = self._metrics.rooms.labels(*self._labels, word, reason)
         ends.inc()
+        if not reason:
+            now = monotonic()
+            self._took("room", now - room.begun)
+            if room.finished is not None:
+                self._took("prefill", room.finished - room.begun)
+                self._took("tail", now - room.finished)
 
-    def wrote(self, ending: WriteJob) -> None:
-        """A write has ended."""
-        transport = ending.transport or self._labels[1]
-        if ending.fate is not None:
-            self._metrics.failed.labels(self._labels[0], transport, ending.fate).inc()
+    def write(self, job: ObservedWrite, at: float) -> None:
+        """Count what was carried, or why it was not."""
+        transport = job.transport or self._labels[1]
+        if job.fate is not None:
+            self._metrics.failed.labels(self._labels[0], transport, job.fate).inc()
             return
-        stats = self.stats.paths[ending.path]
+        path, num_bytes, seconds = job.path, job.num_bytes, job.seconds
+        peer = job.action.transfer.peer
+        paths = self.sent.get(peer)
+        if paths is None:
+            paths = self.sent[peer] = dict.fromkeys(Path, 0)
+        paths[path] += num_bytes
+        stats = self.stats.paths[path]
         stats.writes += 1
-        stats.num_bytes += ending.num_bytes
-        stats.pieces += ending.num_pieces
-        stats.seconds += ending.seconds
-        counters = self._counters(transport, ending.path)
-        amounts = (1, ending.num_bytes, ending.num_pieces, ending.seconds)
+        stats.num_bytes += num_bytes
+        stats.pieces += job.num_pieces
+        stats.seconds += seconds
+        counters = self._counters(transport, path)
+        amounts = (1, num_bytes, job.num_pieces, seconds)
         for counter, amount in zip(counters, amounts, strict=True):
             counter.inc(amount)
-        self.took("wire", ending.seconds)
-        if ending.seconds > 0:
-            rates = self._rates_of(transport, ending.path)
-            rates.observe(ending.num_bytes / ending.seconds)
+        self._took("wire", seconds)
+        if seconds > 0:
+            self._rates_of(transport, path).observe(num_bytes / seconds)
 
     def _rates_of(self, transport: str, path: Path) -> Buckets:
         found = self._rates.get((transport, path))
@@ -173,7 +192,13 @@ class Meter:
             self._rates[transport, path] = found
         return found
 
-    def took(self, stage: str, seconds: float) -> None:
+    def copy(
+        self, room: Room, peer: Peer, moment: Moment, at: float, seconds: float, num_bytes: int = 0
+    ) -> None:
+        """Count how long it took."""
+        self._took(COPY_STAGES[moment], seconds)
+
+    def _took(self, stage: str, seconds: float) -> None:
         """A stage of a room, or a part of it, is over."""
         buckets = self._stages.get(stage)
         if buckets is None:
@@ -181,72 +206,73 @@ class Meter:
         buckets.observe(seconds)
 
     def refused(self, what: str, times: int = 1) -> None:
-        """Something was not taken."""
+        """Count it."""
         self.stats.refusals[what] += times
         self._metrics.refusals.labels(*self._labels, what).inc(times)
 
-    def total(self, what: str, count: int) -> None:
-        """A count that somebody else keeps: add what is new of it."""
-        new = count - self._seen[what]
-        if new <= 0:
-            return
-        self._seen[what] = count
-        if what == "impatient":
-            self._metrics.credit_waits.labels(*self._labels).inc(new)
-        else:
-            self.refused(what, new)
+    def status(self, status: LoopStatus) -> None:
+        """Set the gauges, and add what is new of the machine's counts."""
+        metrics, labels = self._metrics, self._labels
+        up = [link for link in status.links if link.state is LinkState.UP]
+        age_s = max((status.at - link.heard_at for link in up), default=0.0)
+        metrics.open_rooms.labels(*labels).set(status.num_open)
+        metrics.quarantined.labels(*labels).set(status.num_quarantined)
+        metrics.heartbeat_age.labels(*labels).set(age_s)
+        if status.staging_bytes:
+            self.stats.staging_used_bytes = status.staging_used_bytes
+            metrics.staging_used.labels(*labels).set(status.staging_used_bytes)
+            metrics.staging_total.labels(*labels).set(status.staging_bytes)
+        kept = [link for link in status.links if link.transport and link.state in KEPT]
+        self._set_links({str(link.peer): link.transport for link in kept})
+        for peer in self.sent.keys() - {link.peer for link in status.links}:
+            del self.sent[peer]
+        for what in (*REFUSALS, IMPATIENT):
+            new = status.counts.get(what, 0) - self._seen[what]
+            self._seen[what] += new
+            if new and what == IMPATIENT:
+                metrics.credit_waits.labels(*labels).inc(new)
+            elif new:
+                self.refused(what, new)
 
-    def now(self, *, open_rooms: int, quarantined: int, age_s: float) -> None:
-        """How things stand."""
-        self._metrics.open_rooms.labels(*self._labels).set(open_rooms)
-        self._metrics.quarantined.labels(*self._labels).set(quarantined)
-        self._metrics.heartbeat_age.labels(*self._labels).set(age_s)
+    def link_up(self, peer: Peer, transport: str) -> None:
+        """Count the link at once, for whoever looks before the next status."""
+        self._set_links({**self.stats.links, str(peer): transport})
 
-    def linked(self, peer: Peer, transport: str) -> None:
-        """A link has its transport."""
-        self.links({**self.stats.links, str(peer): transport})
-
-    def links(self, links: Mapping[str, str]) -> None:
+    def _set_links(self, links: dict[str, str]) -> None:
         """The transport of every link that is up, by peer."""
         if links == self.stats.links:
             return
-        self.stats.links = dict(links)
+        self.stats.links = links
         counts = Tally(links.values())
         self._linked |= set(counts)
         for transport in self._linked:
             self._metrics.links.labels(self._labels[0], transport).set(counts[transport])
 
-    def broke(self, thread: str) -> None:
-        """A bug has ended a thread."""
+    def thread_stalled(self, thread: str, silent_s: float) -> None:
+        """Show how long, on the watchdog's thread."""
+        self.stats.stalled[thread] = silent_s
+        self._metrics.stalled.labels(*self._labels, thread).set(silent_s)
+
+    def thread_broken(self, thread: str) -> None:
+        """Count it."""
         self.stats.broken[thread] += 1
         self._metrics.broken.labels(*self._labels, thread).inc()
 
-    def stalled(self, thread: str, seconds: float) -> None:
-        """On the watchman's thread: a thread is overdue for so long, or no longer."""
-        self.stats.stalled[thread] = seconds
-        self._metrics.stalled.labels(*self._labels, thread).set(seconds)
-
-    def staging(self, used_bytes: int, total_bytes: int) -> None:
-        """How much of the staging memory is in use."""
-        self.stats.staging_used_bytes = used_bytes
-        self._metrics.staging_used.labels(*self._labels).set(used_bytes)
-        self._metrics.staging_total.labels(*self._labels).set(total_bytes)
-
     def close(self) -> None:
-        """The endpoint is over: it has no rooms and no staging any more."""
+        """Remove the gauges of an endpoint that is closed."""
         metrics = self._metrics
-        for gauge in (
-            metrics.open_rooms,
-            metrics.quarantined,
-            metrics.staging_used,
-            metrics.staging_total,
-            metrics.heartbeat_age,
-        ):
+        gone: list[tuple[Gauge, tuple[str, ...]]] = [
+            (gauge, self._labels)
+            for gauge in (
+                metrics.open_rooms,
+                metrics.quarantined,
+                metrics.staging_used,
+                metrics.staging_total,
+                metrics.heartbeat_age,
+            )
+        ]
+        gone += [(metrics.links, (self._labels[0], transport)) for transport in self._linked]
+        gone += [(metrics.stalled, (*self._labels, thread)) for thread in self.stats.stalled]
+        for gauge, labels in gone:
             with contextlib.suppress(KeyError):
-                gauge.remove(*self._labels)
-        for transport in self._linked:
-            with contextlib.suppress(KeyError):
-                metrics.links.remove(self._labels[0], transport)
-        for thread in self.stats.stalled:
-            with contextlib.suppress(KeyError):
-                metrics.stalled.remove(*self._labels, thread)
+                gauge.remove(*labels)

@@ -1,4 +1,4 @@
-"""Tags: whose room it is, by its engine's words. For logs and stories alone."""
+"""Tags: whose room it is, by its engine's words. For logs and traces alone."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 It runs only where somebody wants spans: the program has set up a tracer provider, or
 OpenTelemetry's own environment variables name an exporter and the extra ``otel`` is there.
-It asks the owner once a second for the stories of what has ended since, so the owner itself
-makes no span.
+It asks the loop once a second for the traces of the rooms that have ended since, so the loop
+itself makes no span.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from kvferry.ids import Room
 from kvferry.observe.spans import TRACER, emit
 from kvferry.observe.steps import RoomStory
+from kvferry.protocol.outcome import Outcome
+from kvferry.telemetry.observer import ObservedRoom, Observer
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -27,8 +31,8 @@ VARIABLES = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
 )
-# The stories of rooms that have ended since a time, made on the owner's thread.
-Ended = Callable[[float], "Future[list[RoomStory]]"]
+# The traces of those rooms, made on the loop thread.
+Traced = Callable[[list[Room]], "Future[list[RoomStory]]"]
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
@@ -69,34 +73,42 @@ def _by_environment() -> Any | None:
     return provider.get_tracer(TRACER)
 
 
-class SpanThread:
-    """From its making to ``close``, which gives away what has ended by then."""
+class SpanExporter(Observer):
+    """Gives the traces of ended rooms to a tracer, from ``start`` to ``close``."""
 
-    def __init__(self, tracer: Any, ended: Ended, name: str, every_s: float = EVERY_S) -> None:
+    def __init__(self, tracer: Any, most_rooms: int) -> None:
         self._tracer = tracer
-        self._ended = ended
-        self._every_s = every_s
-        self._since = time.monotonic()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._ended: deque[Room] = deque(maxlen=most_rooms)
+        self._closing = threading.Event()
+
+    def room_ended(self, room: ObservedRoom, outcome: Outcome) -> None:
+        """Its trace is asked for later, on another thread."""
+        self._ended.append(room.room)
+
+    def start(self, traced: Traced, name: str, every_s: float = EVERY_S) -> None:
+        """Begin to ask for traces every so many seconds."""
+        self._thread = threading.Thread(
+            target=self._run, args=(traced, every_s), name=name, daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
-        self._over.set()
+        """Export what has ended by now, and end the thread."""
+        self._closing.set()
         self._thread.join()
 
-    def _run(self) -> None:
-        over = False
-        while not over:
-            over = self._over.wait(self._every_s)
-            now = time.monotonic()
+    def _run(self, traced: Traced, every_s: float) -> None:
+        closing, rooms = False, deque[Room](maxlen=self._ended.maxlen)
+        while not closing:
+            closing = self._closing.wait(every_s)
+            while self._ended:
+                rooms.append(self._ended.popleft())
             try:
-                stories = self._ended(self._since).result(self._every_s)
+                traces = traced(list(rooms)).result(every_s)
             except TimeoutError:
-                # The owner has other things to do, or is gone.
+                # The loop has other things to do, or has ended.
                 continue
-            self._since = now
+            rooms.clear()
             day = time.time() - time.monotonic()
-            for story in stories:
-                emit(story, self._tracer, day)
+            for trace in traces:
+                emit(trace, self._tracer, day)

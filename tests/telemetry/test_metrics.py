@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 from runtime.jobs import over
+from runtime.puppet import PLAN
 
+from kvferry.ids import Peer, Session
 from kvferry.plan.choose import Path
+from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Fate
 from kvferry.protocol.outcome import Done, Failure, FailureCode
-from kvferry.runtime.telemetry.metrics import Meter
+from kvferry.protocol.states import LinkState
+from kvferry.runtime.handles import Handle
+from kvferry.telemetry.metrics import Meter
+from kvferry.telemetry.observer import LoopStatus
 
+PEER = Peer("decode", 0)
 FIRST = {"endpoint": "prefill/0", "transport": "nixl"}
 SECOND = {"endpoint": "prefill/1", "transport": "nixl"}
 
 
 def meter(registry: CollectorRegistry, labels: dict[str, str] = FIRST) -> Meter:
     return Meter(labels["endpoint"], labels["transport"], registry)
+
+
+def counted(mine: Meter, **counts: int) -> None:
+    mine.status(LoopStatus(0.0, 0, 0, 0, 0, (), counts))
 
 
 def value(
@@ -28,7 +39,7 @@ def test_rooms_are_counted_by_outcome_and_reason() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
     for outcome in (Done(), Done(), Failure(FailureCode.DEADLINE, "too late")):
-        mine.ended(outcome)
+        mine.room_ended(Handle(1), outcome)
     assert value(registry, "rooms_total", outcome="done", reason="") == 2
     assert value(registry, "rooms_total", outcome="failed", reason="deadline") == 1
     assert mine.stats.rooms == {"done": 2, "deadline": 1}
@@ -38,8 +49,8 @@ def test_writes_are_counted_by_path_and_failures_by_fate() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
     for seconds in (0.5, 0.25):
-        mine.wrote(over(Path.STAGED, seconds=seconds))
-    mine.wrote(over(Path.STAGED, Fate.UNKNOWN))
+        mine.write(over(Path.STAGED, seconds=seconds), 0.0)
+    mine.write(over(Path.STAGED, Fate.UNKNOWN), 0.0)
     told = {
         name: value(registry, f"{name}_total", path="staged")
         for name in ("writes", "bytes", "pieces", "write_seconds")
@@ -55,26 +66,25 @@ def test_writes_are_counted_by_path_and_failures_by_fate() -> None:
 def test_a_total_adds_only_what_is_new() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
-    for count in (0, 3, 3, 5, 4):
-        mine.total("connection", count)
-    assert value(registry, "refusals_total", what="connection") == 5
-    mine.refused("connection")
-    mine.total("connection", 6)
-    assert value(registry, "refusals_total", what="connection") == 7
-    assert mine.stats.refusals == {"connection": 7}
+    for count in (0, 3, 3, 5):
+        counted(mine, refused=count)
+    assert value(registry, "refusals_total", what="refused") == 5
+    mine.refused("connection", 2)
+    assert value(registry, "refusals_total", what="connection") == 2
+    assert mine.stats.refusals == {"refused": 5, "connection": 2}
 
 
 def test_nothing_refused_is_no_series() -> None:
     registry = CollectorRegistry()
-    meter(registry).total("connection", 0)
-    assert value(registry, "refusals_total", what="connection") is None
+    counted(meter(registry), refused=0)
+    assert value(registry, "refusals_total", what="refused") is None
 
 
 def test_parcels_without_a_credit_are_no_refusals() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
-    mine.total("impatient", 2)
-    mine.total("impatient", 3)
+    counted(mine, impatient=2)
+    counted(mine, impatient=3)
     assert value(registry, "credit_waits_total") == 3
     assert mine.stats.refusals == {}
 
@@ -82,9 +92,9 @@ def test_parcels_without_a_credit_are_no_refusals() -> None:
 def test_how_things_stand_is_told_as_it_is_now() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
-    mine.now(open_rooms=3, quarantined=1, age_s=0.5)
-    mine.now(open_rooms=2, quarantined=0, age_s=0.25)
-    mine.staging(1024, 4096)
+    link = Link(PEER, Session(1, 1), LinkState.UP, PLAN, 1, 10.0, 0.0, 0.0)
+    mine.status(LoopStatus(10.5, 3, 1, 0, 4096, [link], {}))
+    mine.status(LoopStatus(10.25, 2, 0, 1024, 4096, [link], {}))
     told = [
         value(registry, name)
         for name in (
@@ -101,9 +111,9 @@ def test_how_things_stand_is_told_as_it_is_now() -> None:
 def test_endpoints_of_one_registry_differ_in_their_labels() -> None:
     registry = CollectorRegistry()
     first, second = meter(registry), meter(registry, SECOND)
-    first.ended(Done())
-    second.ended(Done())
-    second.ended(Done())
+    first.room_ended(Handle(1), Done())
+    second.room_ended(Handle(1), Done())
+    second.room_ended(Handle(1), Done())
     assert value(registry, "rooms_total", FIRST, outcome="done", reason="") == 1
     assert value(registry, "rooms_total", SECOND, outcome="done", reason="") == 2
     assert (first.stats.rooms, second.stats.rooms) == ({"done": 1}, {"done": 2})
@@ -112,22 +122,22 @@ def test_endpoints_of_one_registry_differ_in_their_labels() -> None:
 def test_totals_of_two_endpoints_do_not_mix() -> None:
     registry = CollectorRegistry()
     first, second = meter(registry), meter(registry, SECOND)
-    first.total("refused", 4)
-    second.total("refused", 1)
+    counted(first, refused=4)
+    counted(second, refused=1)
     assert value(registry, "refusals_total", FIRST, what="refused") == 4
     assert value(registry, "refusals_total", SECOND, what="refused") == 1
 
 
 def test_a_second_life_of_an_endpoint_goes_on_counting() -> None:
     registry = CollectorRegistry()
-    meter(registry).total("connection", 3)
-    meter(registry).total("connection", 2)
-    assert value(registry, "refusals_total", what="connection") == 5
+    counted(meter(registry), refused=3)
+    counted(meter(registry), refused=2)
+    assert value(registry, "refusals_total", what="refused") == 5
 
 
 def test_registries_do_not_mix() -> None:
     mine, other = CollectorRegistry(), CollectorRegistry()
-    meter(mine).ended(Done())
+    meter(mine).room_ended(Handle(1), Done())
     meter(other)
     assert value(mine, "rooms_total", outcome="done", reason="") == 1
     assert value(other, "rooms_total", outcome="done", reason="") is None
