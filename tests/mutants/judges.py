@@ -47,7 +47,7 @@ _PARTS = (
 )
 _PIECES = (
     "roles directory tables handles lifeline control agreement memory threads closing "
-    "local costs pace marks letting_go writes layers security"
+    "static local costs pace marks letting_go writes layers security"
 )
 _CARRIED = "tests/runtime/test_carry.py::test_every_byte_arrives_and_no_other_is_touched"
 _PROCESSES = (

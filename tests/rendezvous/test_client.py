@@ -80,21 +80,6 @@ def renewals(url: str, status: int) -> int:
     return int(float(text.partition(line)[2].partition("\n")[0] or 0))
 
 
-def test_two_parties_find_each_other(server: RendezvousServer, connect: Connect) -> None:
-    seen = Seen()
-    connect(server).watch("p", seen)
-    first, second = connect(server), connect(server)
-    first.register(record(rank=0)).result(ENOUGH_S)
-    second.register(record(rank=1, incarnation=2)).result(ENOUGH_S)
-    wait_until(lambda: seen.lives == [[1, 2]])
-    view = connect(server).resolve("p", ENOUGH_S)
-    assert view == seen.views[0]
-    second.close()
-    wait_until(lambda: seen.lives == [[1, 2], []])
-    connect(server).register(record(rank=1, incarnation=3))
-    wait_until(lambda: seen.lives == [[1, 2], [], [1, 3]])
-
-
 def test_a_registration_outlives_its_lease(server: RendezvousServer, connect: Connect) -> None:
     seen = Seen()
     client = connect(server)
@@ -270,15 +255,6 @@ def test_many_instances_are_followed_at_once(server: RendezvousServer, connect: 
     for name in seen:
         client.register(record(name, layout=layout(tp=1)))
     wait_until(lambda: all(one.lives == [[1]] for one in seen.values()))
-
-
-def test_resolving_waits_for_the_last_rank(server: RendezvousServer, connect: Connect) -> None:
-    client = connect(server)
-    client.register(record(rank=0)).result(ENOUGH_S)
-    timer = threading.Timer(0.3, lambda: client.register(record(rank=1)))
-    timer.start()
-    assert client.resolve("p", ENOUGH_S).name == "p"
-    timer.join()
 
 
 def test_resolving_in_vain_says_why(server: RendezvousServer, connect: Connect) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+from rendezvous.test_discovery import CONFIG
+
 from kvferry.http import signing
 from kvferry.rendezvous import client, http, records, server, service, waiters
+from kvferry.rendezvous.static_discovery import StaticDiscovery
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rendezvous.md").read_text()
 
@@ -40,3 +44,14 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert signing.TOLERANCE_S == 300
     assert (records.MIN_LEASE_S, records.MAX_LEASE_S, client.LEASE_S) == (0.2, 300.0, 10.0)
     assert (client.MOST_RENEWAL_S, server.SETTLE_S) == (5.0, 30.0)
+
+
+def test_the_static_list_of_the_page_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    path = tmp_path / "cluster.toml"
+    path.write_text(TEXT.split("```toml\n")[1].split("```")[0])
+    with client.RendezvousClient(StaticDiscovery.read(path)) as reader:
+        view = reader.resolve("prefill-0", 30.0)
+    assert view.layout.num_ranks == len(view.ranks) == 2
+    for name in ("dtype", "tp", "pp", "cp", "stages", "page_tokens", "order"):
+        assert f"`{name}`" in TEXT
