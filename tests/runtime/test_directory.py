@@ -14,8 +14,8 @@ from kvferry.plan.plan import Request
 from kvferry.protocol.events import Event, NewLife, Receive, ReceiveRequest
 from kvferry.protocol.outcome import FailureCode
 from kvferry.runtime.incoming import Incoming
-from kvferry.runtime.owner.directory import Directory, Viewed
-from kvferry.runtime.owner.roles import Begun, TargetRole
+from kvferry.runtime.owner.directory import Directory
+from kvferry.runtime.owner.roles import TargetRole
 from kvferry.telemetry.observer import Observer
 
 
@@ -106,9 +106,9 @@ def test_who_waits_goes_on_when_the_instance_is_there(directory: Directory) -> N
     first, second = handle("1"), handle("2")
     directory.find(first)
     directory.find(second)
-    assert directory.learn(Viewed("prefill", None)) == []
-    assert directory.learn(Viewed("prefill", VIEW)) == [first, second]
-    assert directory.learn(Viewed("prefill", VIEW)) == []
+    assert directory.learn("prefill", None) == []
+    assert directory.learn("prefill", VIEW) == [first, second]
+    assert directory.learn("prefill", VIEW) == []
     assert directory.find(handle("3")) is VIEW
     assert not directory.give_up(first)
 
@@ -133,7 +133,7 @@ def test_a_room_does_not_wait_long_for_what_the_rendezvous_does_not_know(client:
     role, early = role_of(directory, rooms), handle("1", 9.0)
     directory.find(early)
     assert directory.wakeup() == 9.0  # the rendezvous has not answered, and may be away
-    role.take(Viewed("prefill", None))
+    role.learn("prefill", None)
     late = handle("2", 9.0)
     late.begun = 1.5
     directory.find(late)
@@ -144,8 +144,8 @@ def test_a_room_does_not_wait_long_for_what_the_rendezvous_does_not_know(client:
         "the prefill instance is not there: nobody has registered as 'prefill'"
     ]
     assert directory.wakeup() == 3.5
-    assert directory.learn(Viewed("prefill", VIEW)) == [late]
-    assert directory.learn(Viewed("prefill", None)) == []
+    assert directory.learn("prefill", VIEW) == [late]
+    assert directory.learn("prefill", None) == []
     # Who is not waited for is not kept in mind.
     assert directory.forget_ended(set()) == set()
     again = handle("3", 9.0)
@@ -172,8 +172,8 @@ def test_lives_are_asked_after_only_where_the_rendezvous_has_spoken_of_their_ins
         SimpleNamespace(peer=Peer(name, rank), incarnation=life)
         for name, rank, life in [("prefill", 0, 7), ("prefill", 1, 9), ("other", 0, 7)]
     ]
-    role.take(Viewed("prefill", VIEW))
-    role.take(Viewed("prefill", None))
+    role.learn("prefill", VIEW)
+    role.learn("prefill", None)
     one_changed, all_left = ([look(link) for link in links] for look in asked)
     assert one_changed == [False, True, False]
     assert all_left == [True, True, False]
@@ -184,9 +184,9 @@ def test_the_machine_hears_of_new_lives_before_rooms_that_waited_for_them_begin(
 ) -> None:
     taken: list[Event] = []
     role = role_of(directory, Rooms(), taken=taken)
-    role.take(Begun(handle("1")))
+    role.receive(handle("1"))
     assert taken == []
-    role.take(Viewed("prefill", VIEW))
+    role.learn("prefill", VIEW)
     *news, begun = taken
     assert news == [NewLife(Peer("prefill", 0), 7), NewLife(Peer("prefill", 1), 8)]
     assert isinstance(begun, Receive)
@@ -199,7 +199,7 @@ def test_nothing_is_concluded_from_lives_that_are_not_known(directory: Directory
     unknown: Any = SimpleNamespace(
         name="prefill", ranks=[SimpleNamespace(rank=0, incarnation=None)]
     )
-    role.take(Viewed("prefill", unknown))
+    role.learn("prefill", unknown)
     link = SimpleNamespace(peer=Peer("prefill", 0), incarnation=7)
     assert (taken, [look(link) for look in asked]) == ([], [False])
 

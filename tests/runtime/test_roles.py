@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.protocol.events import Event, Open
-from kvferry.runtime.owner.roles import AFTER_POLL_S, SourceRole, Stepped
+from kvferry.runtime.owner.roles import AFTER_POLL_S, SourceRole
 from kvferry.telemetry.observer import Observer
 
 FIRST, SECOND = Open("first", inf), Open("second", inf)
@@ -53,8 +53,8 @@ def nothing_to_learn() -> None: ...
 def test_steps_keep_their_order_and_nobody_is_woken_when_none_waits() -> None:
     role, taken = role_and_taken()
     room, gpu = handle(), Happening()
-    role.take(Stepped(room, gpu, nothing_to_learn, FIRST))
-    role.take(Stepped(room, None, nothing_to_learn, SECOND))
+    role.ask(room, gpu, nothing_to_learn, FIRST)
+    role.ask(room, None, nothing_to_learn, SECOND)
     role.advance(0.0)
     assert (taken, role.wakeup(5.0)) == ([], 5.0 + AFTER_POLL_S)
     gpu.happened = True
@@ -65,7 +65,7 @@ def test_steps_keep_their_order_and_nobody_is_woken_when_none_waits() -> None:
 def test_a_room_that_is_over_waits_for_no_gpu() -> None:
     role, taken = role_and_taken(held=False)
     room = handle()
-    role.take(Stepped(room, Happening(), nothing_to_learn, FIRST))
+    role.ask(room, Happening(), nothing_to_learn, FIRST)
     room.outcome = "failed"
     role.advance(0.0)
     assert (taken, role.wakeup(5.0)) == ([], inf)

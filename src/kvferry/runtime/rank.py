@@ -29,7 +29,7 @@ from kvferry.runtime.handles import Handle
 from kvferry.runtime.life.lifeline import Address
 from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.memory import Memory, PoolArrays
-from kvferry.runtime.owner.loop import CLOSE_S, Aborted, Owner
+from kvferry.runtime.owner.loop import CLOSE_S, Owner
 from kvferry.runtime.owner.outfit import Outfit, outfit_of
 from kvferry.runtime.setup import EndpointSetup, Member, set_up
 from kvferry.runtime.tables import Shelf
@@ -130,9 +130,9 @@ class RankEndpoint(ABC, Generic[H]):
     def _own(self, outfit: Outfit[H]) -> Owner:
         """Join everything to a driver that has not begun."""
 
-    def _take(self, event: Event) -> None:
+    def _answer(self, event: Event) -> None:
         """What ports answer with, on the owner's thread."""
-        self._owner.take(event)
+        self._owner.step(event)
 
     @property
     def stats(self) -> Stats:
@@ -181,7 +181,7 @@ class RankEndpoint(ABC, Generic[H]):
             except Exception as error:
                 made.set_exception(error)
 
-        self._owner.look(look)
+        self._owner.tell(look)
         return made
 
     def story(self, room: Room, timeout_s: float = 5.0) -> RoomStory | None:
@@ -197,7 +197,7 @@ class RankEndpoint(ABC, Generic[H]):
         self._owner.tell(PeerGone(peer, incarnation))
 
     def _abort(self, handle: H) -> None:
-        self._owner.tell(Aborted(handle))
+        self._owner.tell(lambda: self._owner.cancel(handle))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Abort what goes on, end the threads, and say whether all memory is free.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import ClassVar
 
 from msgspec.structs import replace
@@ -28,7 +29,7 @@ from kvferry.runtime.owner.chooser import Chooser
 from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.loop import CLOSE_S, Owner
 from kvferry.runtime.owner.outfit import Outfit
-from kvferry.runtime.owner.roles import SourceRole, Stepped
+from kvferry.runtime.owner.roles import SourceRole
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.owner.writes import Writes
 from kvferry.runtime.rank import RankEndpoint
@@ -73,7 +74,7 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         self._costs = costs = LinkCosts(endpoint_constants(config, setup))
         mover = outfit.mover
         measures = config.constants is None
-        links = Links(setup, mover, observer, costs, self._take, measures=measures)
+        links = Links(setup, mover, observer, costs, self._answer, measures=measures)
         chooser = Chooser(setup.memory.map, rooms, links, costs, config.path)
         machine = SourceMachine(setup.identity, _with_slots(config, setup))
         channel = SourceChannel(outfit.me, outfit.poller, observer, self._server, self._local)
@@ -92,14 +93,14 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
             links=links,
             chooser=chooser,
             observer=observer,
-            answer=self._take,
+            answer=self._answer,
             tell=tell,
         )
         suspects = Suspects(outfit.prober)
         driver = SourceDriver(machine, SourcePorts(channel, writes, suspects, rooms))
-        channel.attach(self._take)
+        channel.attach(self._answer)
         rooms.on_release = chooser.forget
-        role = SourceRole(driver, self._take, outfit, links, writes, channel)
+        self._role = role = SourceRole(driver, self._answer, outfit, links, writes, channel)
         return Owner(driver, role, channel, outfit)
 
     def open(
@@ -125,7 +126,7 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         self, handle: Outgoing, after: Waitable | None, learn: Callable[[], None], event: Event
     ) -> None:
         """Take this step for a room when what was asked before it is done."""
-        self._owner.tell(Stepped(handle, after, learn, event))
+        self._owner.tell(partial(self._role.ask, handle, after, learn, event))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Leave the rendezvous, so that nobody comes any more, and end."""

@@ -25,7 +25,7 @@ from kvferry.runtime.owner.channels import TargetChannel
 from kvferry.runtime.owner.directory import Directory
 from kvferry.runtime.owner.loop import Owner
 from kvferry.runtime.owner.outfit import Outfit
-from kvferry.runtime.owner.roles import Begun, TargetRole, Unwanted
+from kvferry.runtime.owner.roles import TargetRole
 from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.rank import RankEndpoint
@@ -52,7 +52,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         setup, config, rooms, observer = outfit.setup, outfit.config, outfit.rooms, outfit.observer
         machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
         find_s = inf if config.find_s is None else config.find_s
-        directory = Directory(outfit.client, outfit.inbox.put, find_s)
+        directory = Directory(outfit.client, self._learn, find_s)
         channel = TargetChannel(
             outfit.me,
             outfit.poller,
@@ -67,14 +67,18 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             mover=outfit.mover,
             copier=outfit.copier,
             observer=observer,
-            answer=self._take,
+            answer=self._answer,
             join=channel.join,
         )
         suspects = Suspects(outfit.prober)
         driver = TargetDriver(machine, TargetPorts(channel, scatters, suspects, rooms))
-        channel.attach(self._take)
-        role = TargetRole(driver, self._take, outfit, scatters, channel, directory)
+        channel.attach(self._answer)
+        self._role = role = TargetRole(driver, self._answer, outfit, scatters, channel, directory)
         return Owner(driver, role, channel, outfit)
+
+    def _learn(self, name: str, view: InstanceView | None) -> None:
+        """On the discovery client's thread: an instance is complete, has changed, or has ended."""
+        self._owner.tell(partial(self._role.learn, name, view))
 
     def receive(  # noqa: PLR0913 - what an engine has to say, by keyword
         self,
@@ -108,7 +112,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         handle = Incoming(wanted, prefill, self._abort, everything)
         handle.tag = RoomTag.of(request, traceparent)
         self._owner.rooms.add(handle)
-        self._owner.tell(Begun(handle))
+        self._owner.tell(partial(self._role.receive, handle))
         return handle
 
     def decline(
@@ -124,7 +128,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         self._demand_instance(prefill)
         self._owner.rooms.demand_unknown(room)
         deadline = deadline_in(self._deadline_s if deadline_s is None else deadline_s)
-        self._owner.tell(Unwanted(room, prefill, deadline))
+        self._owner.tell(partial(self._role.decline, room, prefill, deadline))
 
     def _demand_instance(self, prefill: object) -> None:
         if isinstance(prefill, str):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
-from typing import NamedTuple
 
 from kvferry.ids import Peer, Room
 from kvferry.rendezvous.client import RendezvousClient
@@ -21,20 +20,13 @@ from kvferry.runtime.incoming import Incoming
 MAX_UNWANTED = 4096
 
 
-class Viewed(NamedTuple):
-    """The rendezvous has something to say of an instance: None if it is not complete."""
-
-    name: str
-    view: InstanceView | None
-
-
 class Directory:
     """``tell`` is called on the rendezvous client's thread, everything else on the owner's."""
 
     def __init__(
         self,
         client: RendezvousClient | None,
-        tell: Callable[[Viewed], None],
+        tell: Callable[[str, InstanceView | None], None],
         find_s: float = inf,
     ) -> None:
         self._client = client
@@ -81,7 +73,7 @@ class Directory:
     def _watch(self, name: str) -> None:
         assert self._client is not None
         if name not in self._watches:
-            self._watches[name] = partial(self._told, name)
+            self._watches[name] = partial(self._tell, name)
             self._client.watch(name, self._watches[name], eager=True)
 
     def find_for_unwanted(self, room: Room, prefill: str, until: float) -> InstanceView | None:
@@ -99,21 +91,18 @@ class Directory:
         """Rooms that an instance, which has just been found, is to be told of."""
         return list(self._unwanted.pop(name, {}))
 
-    def _told(self, name: str, view: InstanceView | None) -> None:
-        self._tell(Viewed(name, view))
-
-    def learn(self, news: Viewed) -> list[Incoming]:
+    def learn(self, name: str, view: InstanceView | None) -> list[Incoming]:
         """An instance is complete, has changed, or has ended: who need not wait any longer?"""
-        if news.name not in self._watches:
+        if name not in self._watches:
             # Said while we stopped listening. It would never be taken back.
             return []
-        if news.view is None:
-            self._views.pop(news.name, None)
-            self._absent.add(news.name)
+        if view is None:
+            self._views.pop(name, None)
+            self._absent.add(name)
             return []
-        self._absent.discard(news.name)
-        self._views[news.name] = news.view
-        return list(self._waiting.pop(news.name, {}).values())
+        self._absent.discard(name)
+        self._views[name] = view
+        return list(self._waiting.pop(name, {}).values())
 
     def give_up(self, handle: Incoming) -> bool:
         """A room ends before its instance was found; whether it was waiting."""

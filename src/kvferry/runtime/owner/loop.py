@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvferry.errors import Misuse
 from kvferry.ids import Peer
@@ -43,26 +43,6 @@ TIDY_S, IDLE_TIDY_S = 0.25, 1.0
 QUIET = 2.0
 # How long a closing endpoint lets its last words leave.
 CLOSE_S = 5.0
-
-
-class Aborted(NamedTuple):
-    """An engine gives a room up."""
-
-    handle: Handle
-
-
-class Looked(NamedTuple):
-    """Somebody wants to look at what the owner has, where nothing changes meanwhile."""
-
-    look: Callable[[], None]
-
-
-class Closing(NamedTuple):
-    """The endpoint closes: give every room up."""
-
-
-class Stopping(NamedTuple):
-    """The thread ends."""
 
 
 class Owner:
@@ -105,13 +85,9 @@ class Owner:
         """Begin."""
         self._thread.start()
 
-    def tell(self, item: object) -> None:
-        """Give the owner something. Never waits."""
+    def tell(self, item: Event | Callable[[], None]) -> None:
+        """Have the machine hear of an event, or this called on the owner's thread. Never waits."""
         self._inbox.put(item)
-
-    def look(self, look: Callable[[], None]) -> None:
-        """Have this called on the owner's thread, to look and change nothing."""
-        self._inbox.put(Looked(look))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Abort what goes on, end the threads, and say whether all memory is free."""
@@ -119,10 +95,10 @@ class Owner:
             return not len(self.rooms)
         self._closed = True
         self.rooms.shut("this endpoint is closing")
-        self._inbox.put(Closing())
+        self.tell(self._begin_close)
         # The wait also ends with a thread that breaks.
         free = self._empty.wait(timeout_s) and not len(self.rooms)
-        self._inbox.put(Stopping())
+        self.tell(self._stop)
         self._thread.join()
         WATCHMAN.leave(self._patient)
         for thread in (self.outfit.prober, self.outfit.copier, self.outfit.mover):
@@ -163,7 +139,7 @@ class Owner:
         self._pulse.beat(now)
         self.driver.turn(self._arrived(ready), now)
         for news in self._copier.ended():
-            self._take(news)
+            self._dispatch(news)
             # Peers need not wait for the end of a long turn.
             self.channel.let_out()
             self.role.advance(time.monotonic())
@@ -188,7 +164,7 @@ class Owner:
                 yield item
                 self.rooms.refresh(item, self.driver.machine.status)
             else:
-                self._take(item)
+                self._dispatch(item)
 
     def _meanwhile(self) -> Iterator[object]:
         """Once: who answers every end with another room must not keep the rest waiting."""
@@ -223,27 +199,21 @@ class Owner:
             if link.state is LinkState.UP and now > link.heard_at + quiet_s:
                 ran_at = self.channel.ran_at(link.peer, link.session, now)
                 if ran_at is not None and ran_at > link.heard_at:
-                    self.take(PeerRuns(link.session, ran_at))
+                    self.step(PeerRuns(link.session, ran_at))
 
-    def _take(self, item: object) -> None:
+    def _dispatch(self, item: object) -> None:
+        """What came from another thread, or from a connection, and is no event."""
         match item:
-            case Aborted(handle=handle):
-                self._cancel(handle)
             case Dropped(peer=peer):
                 self.driver.ask_after(partial(_is_with, peer))
             case ThreadBroke():
                 self._thread_broke(item)
-            case Looked(look=look):
-                look()
-            case Closing():
-                self._begin_close()
-            case Stopping():
-                self._stopped = True
+            case _ if callable(item):
+                item()
             case _:
-                taken = self.role.take(item)
-                assert taken, f"nobody takes {item!r}"
+                self.role.hear(item)
 
-    def take(self, event: Event) -> None:
+    def step(self, event: Event) -> None:
         """Let the machine take a step. A misuse fails its room and nothing else."""
         try:
             self.driver.take(event, self._now)
@@ -255,9 +225,10 @@ class Owner:
             self.driver.take(Cancel(room, failure), self._now)
         self.rooms.refresh(event, self.driver.machine.status)
 
-    def _cancel(self, handle: Handle) -> None:
+    def cancel(self, handle: Handle) -> None:
+        """Give a room up."""
         if self.rooms.holds(handle) and not self.role.cancel(handle):
-            self.take(Cancel(handle.room))
+            self.step(Cancel(handle.room))
 
     def _status(self, now: float) -> LoopStatus:
         machine, slots = self.driver.machine, self.outfit.setup.slots
@@ -272,10 +243,13 @@ class Owner:
 
     # ------------------------------------------------------------ the end
 
+    def _stop(self) -> None:
+        self._stopped = True
+
     def _begin_close(self) -> None:
         self._closing = True
         for handle in self.rooms:
-            self._cancel(handle)
+            self.cancel(handle)
         self._on_empty()
 
     def _on_empty(self) -> None:
@@ -291,7 +265,7 @@ class Owner:
         failure = Failure.of(FailureCode.INTERNAL, f"{why}; restart the process")
         self.rooms.shut(failure.message)
         for handle in self.rooms:
-            self.take(Cancel(handle.room, failure))
+            self.step(Cancel(handle.room, failure))
 
     def _tell_broken(self, thread: str, error: Exception) -> None:
         log.error("thread-broken endpoint=%s thread=%s", self.me, thread, exc_info=error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from kvferry.ids import Peer, Room
 from kvferry.observe.steps import Moment
@@ -30,7 +30,7 @@ from kvferry.runtime.jobs import ScatterJob, WriteJob
 from kvferry.runtime.mover.mover import Measured, Reached, Unreached
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner.channels import SourceChannel, TargetChannel
-from kvferry.runtime.owner.directory import Directory, Viewed
+from kvferry.runtime.owner.directory import Directory
 from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.scatters import Scatters
@@ -50,8 +50,8 @@ class Role(Protocol):
     def hurried(self) -> bool:
         """Whether something that others wait for is about to end."""
 
-    def take(self, item: object) -> bool:
-        """Something came from another thread; whether it was for this role."""
+    def hear(self, news: Any) -> None:
+        """What the mover or the copier has done."""
 
     def cancel(self, handle: Any) -> bool:
         """Give up a room that has not come to the machine; False if it has."""
@@ -70,43 +70,20 @@ class Role(Protocol):
         """Staging slots that are not in use."""
 
 
-class Begun(NamedTuple):
-    """An engine wants a room's cache."""
-
-    handle: Incoming
-
-
-class Unwanted(NamedTuple):
-    """An engine will not receive a room; its prefill instance is told until then at the latest."""
-
-    room: Room
-    prefill: str | InstanceView
-    until: float
-
-
-class Stepped(NamedTuple):
-    """An engine asks for a step of a room: after that event, with what is to be learnt first."""
-
-    handle: Outgoing
-    after: Waitable | None
-    learn: Callable[[], None]
-    event: Event
-
-
 class SourceRole:
     """A prefill rank."""
 
     def __init__(
         self,
         driver: SourceDriver,
-        take: Callable[[Event], None],
+        step: Callable[[Event], None],
         outfit: Outfit[Outgoing],
         links: Links,
         writes: Writes,
         channel: SourceChannel,
     ) -> None:
         self._driver = driver
-        self._take = take
+        self._step = step
         self._rooms = outfit.rooms
         self._links = links
         self._writes = writes
@@ -114,19 +91,19 @@ class SourceRole:
         self._observer = outfit.observer
         self._waiting: dict[Outgoing, None] = {}
 
-    def take(self, item: object) -> bool:
-        """From the mover, the copier, or an engine."""
-        match item:
-            case WriteJob():
-                self._writes.go_on(item)
-            case Stepped(handle=handle):
-                handle.steps.append((item.after, item.learn, item.event))
-                self._advance(handle)
-            case Reached() | Unreached() | Measured():
-                self._links.hear(item)
-            case _:
-                return False
-        return True
+    def hear(self, news: WriteJob | Reached | Unreached | Measured) -> None:
+        """What the mover or the copier has done."""
+        if isinstance(news, WriteJob):
+            self._writes.go_on(news)
+        else:
+            self._links.hear(news)
+
+    def ask(
+        self, handle: Outgoing, after: Waitable | None, learn: Callable[[], None], event: Event
+    ) -> None:
+        """An engine asks for a step of a room: after ``after``, with what is learnt first."""
+        handle.steps.append((after, learn, event))
+        self._advance(handle)
 
     def cancel(self, handle: Outgoing) -> bool:
         """Every room of a source comes to the machine."""
@@ -148,7 +125,7 @@ class SourceRole:
                     handle.finished = monotonic()
                 elif isinstance(event, Open):
                     self._observer.room_opened(handle)
-                self._take(event)
+                self._step(event)
         self._waiting.pop(handle, None)
 
     def _is_past(self, after: Waitable, handle: Outgoing) -> bool:
@@ -156,7 +133,7 @@ class SourceRole:
             return bool(after.query())
         except Exception as error:
             why = f"what a push waited for has failed: {error!r:.500}"
-            self._take(Cancel(handle.room, Failure.of(FailureCode.INTERNAL, why)))
+            self._step(Cancel(handle.room, Failure.of(FailureCode.INTERNAL, why)))
             # Nothing more can come of the room, so nothing need wait.
             return True
 
@@ -192,14 +169,14 @@ class TargetRole:
     def __init__(
         self,
         driver: TargetDriver,
-        take: Callable[[Event], None],
+        step: Callable[[Event], None],
         outfit: Outfit[Incoming],
         scatters: Scatters,
         channel: TargetChannel,
         directory: Directory,
     ) -> None:
         self._driver = driver
-        self._take = take
+        self._step = step
         self._rooms = outfit.rooms
         self._scatters = scatters
         self._channel = channel
@@ -211,65 +188,53 @@ class TargetRole:
         outfit.rooms.before_end = self._before_end
         outfit.rooms.on_release = self._released
 
-    def take(self, item: object) -> bool:
-        """From the copier, the rendezvous, or an engine."""
-        match item:
-            case Begun(handle=handle):
-                self._receive(handle)
-            case Unwanted():
-                self._decline(item)
-            case ScatterJob():
-                self._scatters.copied(item)
-            case Viewed():
-                self._learn(item)
-            case _:
-                return False
-        return True
+    def hear(self, news: ScatterJob) -> None:
+        """What the copier has done."""
+        self._scatters.copied(news)
 
-    def _receive(self, handle: Incoming) -> None:
+    def receive(self, handle: Incoming) -> None:
+        """An engine wants a room's cache."""
         self._observer.room_opened(handle)
         self._mover.expect(True, soon=True)
         view = self._directory.find(handle)
         if view is not None:
             self._begin(handle, view)
 
-    def _decline(self, item: Unwanted) -> None:
-        if self._rooms.get(item.room) is not None:
+    def decline(self, room: Room, prefill: str | InstanceView, until: float) -> None:
+        """An engine will not receive a room: tell its prefill instance, until then at most."""
+        if self._rooms.get(room) is not None:
             # The engine has asked for it meanwhile.
             return
-        view = item.prefill
-        if isinstance(view, str):
-            found = self._directory.find_for_unwanted(item.room, view, item.until)
-            if found is None:
-                return
-            view = found
+        view: InstanceView | None
+        if isinstance(prefill, str):
+            view = self._directory.find_for_unwanted(room, prefill, until)
         else:
+            view = prefill
             self._directory.keep(view)
-        self._take(Decline(item.room, self._instance(view)))
+        if view is not None:
+            self._step(Decline(room, self._instance(view)))
 
     def _begin(self, handle: Incoming, view: InstanceView) -> None:
-        self._take(Receive(self._instance(view), handle.wanted))
+        self._step(Receive(self._instance(view), handle.wanted))
         room = self._driver.machine.rooms.get(handle.room)
         if room:
             self._received[handle.room] = room
 
-    def _learn(self, news: Viewed) -> None:
-        view = news.view
+    def learn(self, name: str, view: InstanceView | None) -> None:
+        """What discovery says of an instance: None if it is not complete."""
         lives = {Peer(view.name, one.rank): one.incarnation for one in view.ranks} if view else {}
         # Ask after ranks that the rendezvous no longer has in the life that we know.
-        self._driver.ask_after(
-            lambda link: link.peer.instance == news.name and _differs(link, lives)
-        )
+        self._driver.ask_after(lambda link: link.peer.instance == name and _differs(link, lives))
         # Before any room begins: an offer to a life that has ended would fail it.
         for peer, incarnation in lives.items():
             if incarnation is not None:
-                self._take(NewLife(peer, incarnation))
-        for handle in self._directory.learn(news):
+                self._step(NewLife(peer, incarnation))
+        for handle in self._directory.learn(name, view):
             assert view is not None
             self._begin(handle, view)
         if view is not None:
             for room in self._directory.unwanted_at(view.name):
-                self._decline(Unwanted(room, view, 0.0))
+                self.decline(room, view, 0.0)
 
     def _instance(self, view: InstanceView) -> Instance:
         fingerprint = view.fingerprint
@@ -285,7 +250,7 @@ class TargetRole:
         waited = self._directory.give_up(handle)
         if waited:
             self._never_began(handle, FailureCode.ABORTED, "given up at decode")
-            self._decline(Unwanted(handle.room, handle.prefill, handle.deadline))
+            self.decline(handle.room, handle.prefill, handle.deadline)
         return waited
 
     def _never_began(self, handle: Incoming, code: FailureCode, text: str) -> None:
