@@ -57,7 +57,7 @@ _PROCESSES = (
 )
 
 DRIVEN = ("runtime/driver", "protocol")
-THREADS = ("runtime",)
+THREADS = ("runtime", "control")
 
 JUDGES = (
     Judge("driver", ("runtime/driver",), _tests("runtime", "driver")),

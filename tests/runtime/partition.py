@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from kvferry.control.sockets import ControlClient, ControlServer
 from kvferry.keys import ClusterKey
-from kvferry.runtime.control import ControlClient, ControlServer
 
 NEAR, FAR = "10.201.1.1", "10.201.1.2"
 NOBODY = "02:00:00:00:00:99"

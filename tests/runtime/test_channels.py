@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvferry.control.bundles import Bundle
 from kvferry.ids import Peer, Session
 from kvferry.protocol.events import Event
 from kvferry.protocol.messages import Envelope, Heartbeat
-from kvferry.runtime.bundles import Bundle
 from kvferry.runtime.owner import channels
 from kvferry.runtime.owner.channels import MOST_S, MOST_WAITING, Channel, Dropped
 

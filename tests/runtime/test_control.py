@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from kvferry.errors import InputError
-from kvferry.keys import ClusterKey
-from kvferry.protocol.codec import MAX_FRAME_BYTES
-from kvferry.runtime.control import (
+from kvferry.control.sockets import (
     LINGER_MS,
     MAX_BATCH,
     MAX_QUEUED,
@@ -22,6 +19,9 @@ from kvferry.runtime.control import (
     ControlServer,
     new_context,
 )
+from kvferry.errors import InputError
+from kvferry.keys import ClusterKey
+from kvferry.protocol.codec import MAX_FRAME_BYTES
 
 KEY = ClusterKey(bytes(range(32)))
 OTHER = ClusterKey(bytes(32))

@@ -83,7 +83,7 @@ def client() -> Client:
 @pytest.fixture
 def directory(client: Client) -> Directory:
     knows: Any = client
-    return Directory(knows, lambda news: None)
+    return Directory(knows, lambda *_: None)
 
 
 def test_an_instance_is_watched_while_somebody_waits_for_it(
@@ -129,7 +129,7 @@ def test_a_room_ends_at_its_deadline_if_its_instance_does_not_come(
 
 def test_a_room_does_not_wait_long_for_what_the_rendezvous_does_not_know(client: Client) -> None:
     knows: Any = client
-    directory, rooms = Directory(knows, lambda news: None, find_s=2.0), Rooms()
+    directory, rooms = Directory(knows, lambda *_: None, find_s=2.0), Rooms()
     role, early = role_of(directory, rooms), handle("1", 9.0)
     directory.find(early)
     assert directory.wakeup() == 9.0  # the rendezvous has not answered, and may be away

@@ -9,12 +9,12 @@ from typing import Any
 import zmq
 from runtime.fleets import eventually
 
+from kvferry.control.bundles import bundle
+from kvferry.control.sockets import has_message
 from kvferry.ids import Peer, Session
 from kvferry.plan.cost import Constants, LinkCosts
 from kvferry.protocol.codec import encode
 from kvferry.protocol.messages import Envelope, Heartbeat
-from kvferry.runtime.bundles import bundle
-from kvferry.runtime.control import has_message
 from kvferry.runtime.mover.mover import Measured
 from kvferry.runtime.owner.channels import SourceChannel
 from kvferry.runtime.owner.links import Links

@@ -12,13 +12,8 @@ import pytest
 from msgspec.structs import replace
 from runtime.fleets import eventually
 
-from kvferry.ids import Generation, Peer, Session
-from kvferry.protocol.codec import MAX_FRAME_BYTES
-from kvferry.protocol.events import Received
-from kvferry.protocol.messages import Accept, Envelope, Heartbeat
-from kvferry.runtime.bundles import bundle
-from kvferry.runtime.control import ControlServer
-from kvferry.runtime.local import (
+from kvferry.control.bundles import bundle
+from kvferry.control.local import (
     MAX_UNPROVEN,
     MAX_UNSENT_BYTES,
     SECRET_BYTES,
@@ -27,6 +22,11 @@ from kvferry.runtime.local import (
     LocalServer,
     knock,
 )
+from kvferry.control.sockets import ControlServer
+from kvferry.ids import Generation, Peer, Session
+from kvferry.protocol.codec import MAX_FRAME_BYTES
+from kvferry.protocol.events import Received
+from kvferry.protocol.messages import Accept, Envelope, Heartbeat
 from kvferry.runtime.owner.channels import Channel, Dropped, SourceChannel, TargetChannel
 from kvferry.runtime.owner.lines import MAX_LINES, MAX_UNFINISHED_BYTES
 from kvferry.runtime.owner.poller import Poller

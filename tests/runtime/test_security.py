@@ -14,6 +14,8 @@ import msgspec
 import pytest
 from runtime.fleets import HEADS, QUICK, eventually, layout
 
+from kvferry.control.bundles import bundle
+from kvferry.control.sockets import ControlClient
 from kvferry.errors import InputError
 from kvferry.ids import Generation, Peer, Session
 from kvferry.keys import ClusterKey
@@ -24,9 +26,7 @@ from kvferry.protocol.messages import VERSION, Abort, Body, Envelope, Heartbeat,
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import Fault, InstanceView, RendezvousError
-from kvferry.runtime.bundles import bundle
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.control import ControlClient
 from kvferry.runtime.memory import Memory
 from kvferry.runtime.setup import make_transport
 from kvferry.runtime.source import SourceEndpoint

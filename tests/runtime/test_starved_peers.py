@@ -23,9 +23,9 @@ from runtime.fleets import eventually
 
 import kvferry
 from kvferry import Done, EndpointConfig, Failure, FailureCode, Layout, ProtocolConfig, attention
+from kvferry.control.local import RUNNING, LocalDoor, LocalServer, knock, process_state
+from kvferry.control.sockets import ControlClient, ControlServer
 from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.control import ControlClient, ControlServer
-from kvferry.runtime.local import RUNNING, LocalDoor, LocalServer, knock, process_state
 
 SILENCE_S = 2.0
 QUICK = ProtocolConfig(heartbeat_s=0.2, silence_s=SILENCE_S, unresponsive_s=30.0)

@@ -451,7 +451,7 @@ def test_who_no_longer_waits_for_a_view_disturbs_nobody() -> None:
             going.set()
             held.wait(WAIT_S)
 
-        pair.source._owner.look(hold)
+        pair.source._owner.tell(hold)
         assert going.wait(WAIT_S)
         given_up = pair.source.view()
         assert given_up.cancel()

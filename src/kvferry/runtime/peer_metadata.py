@@ -6,9 +6,9 @@ from typing import Annotated
 
 import msgspec
 
+from kvferry.control.local import LocalDoor
 from kvferry.errors import TransportError
 from kvferry.runtime.life.lifeline import Address
-from kvferry.runtime.local import LocalDoor
 
 _Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 

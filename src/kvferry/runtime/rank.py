@@ -11,6 +11,7 @@ from typing import ClassVar, Generic, Self, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from kvferry.control.local import LocalDoor
 from kvferry.ids import Peer, Room
 from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Layout
@@ -27,7 +28,6 @@ from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.driver.driver import PeerGone
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.life.lifeline import Address
-from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.owner.loop import CLOSE_S, Owner
 from kvferry.runtime.owner.outfit import Outfit, outfit_of

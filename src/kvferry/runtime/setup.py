@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kvferry.control.local import LocalDoor
 from kvferry.copy.cpu import copy_binding, warm_up
 from kvferry.copy.devices import copier_on
 from kvferry.errors import InputError, TransportError
@@ -20,7 +21,6 @@ from kvferry.regions import Region
 from kvferry.rendezvous.records import demand_name
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.life.lifeline import Lifeline
-from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.memory import Memory, PoolArrays, arrays_of
 from kvferry.runtime.mover.calibration import scratch_bytes
 from kvferry.runtime.peer_metadata import PeerMetadata

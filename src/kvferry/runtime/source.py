@@ -10,6 +10,8 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from kvferry.config import ProtocolConfig
+from kvferry.control.local import LocalDoor, LocalServer
+from kvferry.control.sockets import ControlServer
 from kvferry.ids import Op, Room
 from kvferry.keys import ClusterKey
 from kvferry.plan.cost import Constants, LinkCosts
@@ -19,10 +21,8 @@ from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import RankRecord
 from kvferry.runtime.arguments import deadline_in
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.control import ControlServer
 from kvferry.runtime.costs import endpoint_constants
 from kvferry.runtime.driver.driver import SourceDriver, SourcePorts
-from kvferry.runtime.local import LocalDoor, LocalServer
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner.channels import SourceChannel
 from kvferry.runtime.owner.chooser import Chooser

@@ -7,6 +7,7 @@ from functools import partial
 from math import inf
 from typing import ClassVar
 
+from kvferry.control.local import LocalDoor
 from kvferry.digest import checked_digest
 from kvferry.errors import InputError
 from kvferry.ids import Room
@@ -20,7 +21,6 @@ from kvferry.runtime.arguments import deadline_in, token_count
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.driver.driver import TargetDriver, TargetPorts
 from kvferry.runtime.incoming import Incoming, wanted_pages
-from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.owner.channels import TargetChannel
 from kvferry.runtime.owner.directory import Directory
 from kvferry.runtime.owner.loop import Owner

@@ -15,14 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from kvferry.errors import KvferryError
-from kvferry.ids import Peer, Room, Session
-from kvferry.keys import ClusterKey
-from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
-from kvferry.protocol.events import Barred, Cancel, Event
-from kvferry.protocol.messages import Envelope, RoomMessage
-from kvferry.runtime.bundles import Bundle, bundle, unbundle
-from kvferry.runtime.control import (
+from kvferry.control.bundles import Bundle, bundle, unbundle
+from kvferry.control.local import LocalDoor, LocalLine, LocalServer, knock
+from kvferry.control.sockets import (
     LINGER_MS,
     SILENCE_S,
     ControlClient,
@@ -30,8 +25,13 @@ from kvferry.runtime.control import (
     ZmqSocket,
     new_context,
 )
+from kvferry.errors import KvferryError
+from kvferry.ids import Peer, Room, Session
+from kvferry.keys import ClusterKey
+from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
+from kvferry.protocol.events import Barred, Cancel, Event
+from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.runtime.driver.driver import frame_event
-from kvferry.runtime.local import LocalDoor, LocalLine, LocalServer, knock
 from kvferry.runtime.owner.lines import LocalLines
 from kvferry.runtime.owner.poller import Poller
 from kvferry.telemetry.observer import Observer

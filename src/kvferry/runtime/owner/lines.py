@@ -1,12 +1,12 @@
-"""The lines of a channel to processes of this host (``runtime/local.py``), and who watches them."""
+"""The lines of a channel to processes of this host (``control/local.py``), and who watches them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from kvferry.control.bundles import Bundle
+from kvferry.control.local import NOTHING, LocalLine
 from kvferry.protocol.codec import MAX_FRAME_BYTES
-from kvferry.runtime.bundles import Bundle
-from kvferry.runtime.local import NOTHING, LocalLine
 from kvferry.runtime.owner.poller import Poller
 from kvferry.telemetry.observer import Observer
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import select
 
-from kvferry.runtime.control import ZmqSocket, has_message
+from kvferry.control.sockets import ZmqSocket, has_message
 
 SHORT_S = 1e-3
 # Longer than this nobody waits at a time: milliseconds must fit 32 bits.

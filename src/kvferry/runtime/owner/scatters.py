@@ -10,6 +10,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from kvferry.control.local import LocalDoor
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer, Room, Session
 from kvferry.layout.intervals import Span
@@ -22,7 +23,6 @@ from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.runtime.copier import Copier
 from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.jobs import ScatterJob
-from kvferry.runtime.local import LocalDoor
 from kvferry.runtime.mover.mover import Mover
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.peer_metadata import PeerMetadata

@@ -42,7 +42,7 @@ class Insight:
             except Exception as error:
                 found.set_exception(error)
 
-        self._owner.look(call)
+        self._owner.tell(call)
         return found.result(LOOK_S)
 
     # ------------------------------------------------------------ a room

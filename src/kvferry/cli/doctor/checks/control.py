@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 import zmq
 
 from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
+from kvferry.control.sockets import ControlClient, ControlServer
 from kvferry.errors import InputError
 from kvferry.http.signing import TOLERANCE_S
 from kvferry.keys import KEY_FILE_VARIABLE, ClusterKey
 from kvferry.rendezvous.http_discovery import HttpDiscovery
 from kvferry.rendezvous.records import Fault, RendezvousError
-from kvferry.runtime.control import ControlClient, ControlServer
 from kvferry.units import human_seconds
 
 AREA = "control"

@@ -28,8 +28,8 @@ from typing import Annotated
 
 import msgspec
 
+from kvferry.control.bundles import Bundle
 from kvferry.protocol.codec import MAX_FRAME_BYTES
-from kvferry.runtime.bundles import Bundle
 
 SECRET_BYTES = 32
 BACKLOG = 128

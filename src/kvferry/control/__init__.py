@@ -1,0 +1,1 @@
+"""The control plane below the loop: sockets between hosts, lines within one, frames in bundles."""
