@@ -9,7 +9,7 @@ import pytest
 
 from kvferry import InputError
 from kvferry.integrations.vllm.caches import BlockGroup
-from kvferry.integrations.vllm.engine import block_groups, replica_of
+from kvferry.integrations.vllm.engine import block_groups, demand_carriable, replica_of
 from kvferry.integrations.vllm.states import StateSpec
 
 
@@ -75,6 +75,14 @@ def test_layers_of_one_kind_may_differ_in_size() -> None:
 def test_what_can_not_be_carried_is_one_sentence(kept: Any, draft: object, said: str) -> None:
     with pytest.raises(InputError, match=said):
         groups(FULL, kept, draft=draft)
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_context_parallelism_is_refused(side: str) -> None:
+    name = f"{side}_context_parallel_size"
+    demand_carriable(SimpleNamespace(parallel_config=SimpleNamespace(**{name: 1})))
+    with pytest.raises(InputError, match=f"{name} above 1 yet; leave it out"):
+        demand_carriable(SimpleNamespace(parallel_config=SimpleNamespace(**{name: 2})))
 
 
 @pytest.mark.parametrize(
