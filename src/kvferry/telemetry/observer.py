@@ -24,53 +24,23 @@ from kvferry.telemetry.tags import RoomTag
 class ObservedRoom(Protocol):
     """What observers may read of a room's handle."""
 
-    @property
-    def room(self) -> Room:
-        """The id that both sides were given."""
-
-    @property
-    def tag(self) -> RoomTag:
-        """Whose request it is."""
-
-    @property
-    def begun(self) -> float:
-        """When the engine opened or asked for it."""
-
-    @property
-    def finished(self) -> float | None:
-        """When a source's engine had pushed everything; None before that and at a target."""
+    room: Room
+    tag: RoomTag
+    begun: float
+    # When a source's engine had pushed everything.
+    finished: float | None
 
 
 class ObservedWrite(Protocol):
-    """What observers may read of a write that has ended."""
+    """What observers may read of a write that has ended. ``fate`` is None if it succeeded."""
 
-    @property
-    def action(self) -> Write | Gather:
-        """What the machine asked for: of which room, to which peer."""
-
-    @property
-    def fate(self) -> Fate | None:
-        """Why it failed; None if it succeeded."""
-
-    @property
-    def path(self) -> Path:
-        """Which way it took."""
-
-    @property
-    def num_bytes(self) -> int:
-        """How much was written."""
-
-    @property
-    def num_pieces(self) -> int:
-        """In how many contiguous pieces."""
-
-    @property
-    def seconds(self) -> float:
-        """From its start to its end."""
-
-    @property
-    def transport(self) -> str:
-        """By which transport; empty if it never started."""
+    action: Write | Gather
+    fate: Fate | None
+    path: Path
+    num_bytes: int
+    num_pieces: int
+    seconds: float
+    transport: str
 
 
 class LoopStatus(NamedTuple):

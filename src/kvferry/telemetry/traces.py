@@ -98,7 +98,7 @@ class Trace(list[Any]):
     """
 
     __slots__ = ("about", "num_counted", "packed")
-    about: ObservedRoom | None
+    about: ObservedRoom | EndedRoom | None
     num_counted: int
     packed: bytes
 
