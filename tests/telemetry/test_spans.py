@@ -8,10 +8,9 @@ import pytest
 from observe.stories import failed, source, target
 from runtime.test_pair import AT_ONCE, WAIT_S, pair_by
 
-from kvferry.observe.spans import emit
 from kvferry.observe.steps import RoomStory
 from kvferry.protocol.outcome import Done
-from kvferry.telemetry.spans import SpanExporter, wanted
+from kvferry.telemetry.spans import SpanExporter, emit, wanted
 
 sdk: Any = pytest.importorskip("opentelemetry.sdk.trace")
 export: Any = pytest.importorskip("opentelemetry.sdk.trace.export")
