@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.control.bundles import Bundle
+from kvferry.control.bundles import unbundle
 from kvferry.ids import Peer, Session
 from kvferry.protocol.events import Event
 from kvferry.protocol.messages import Envelope, Heartbeat
@@ -36,8 +36,8 @@ class Mail(Channel[str]):
     def _answered_at(self, way: str, now: float) -> None:
         return None
 
-    def _send(self, way: str, messages: Iterable[Bundle]) -> None:
-        self.sent += [len(message.frames) for message in messages]
+    def _send(self, way: str, messages: Iterable[bytes]) -> None:
+        self.sent += [len(unbundle(message) or ()) for message in messages]
 
     def close(self) -> None: ...
 

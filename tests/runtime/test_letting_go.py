@@ -66,7 +66,7 @@ def heartbeat(session: Session) -> Envelope:
 def channel_that_heard(*sessions: Session) -> tuple[SourceChannel, Server, Recorder]:
     """A route for each session."""
     heard = [
-        (ROUTES[session], message.data)
+        (ROUTES[session], message)
         for session in sessions
         for message in bundle([encode(heartbeat(session))])
     ]

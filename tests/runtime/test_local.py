@@ -58,13 +58,13 @@ def received(line: LocalLine, num_frames: int, other: LocalLine) -> list[bytes]:
     frames: list[bytes] = []
     while len(frames) < num_frames and not line.over:
         other.resume()
-        frames += line.receive().frames
+        frames += line.receive()
     return frames
 
 
 def message(*frames: bytes) -> bytes:
     (one,) = bundle(frames)
-    return one.data
+    return one
 
 
 def test_frames_come_whole_and_in_order_both_ways(server: LocalServer) -> None:
@@ -105,7 +105,7 @@ def test_who_does_not_know_the_secret_is_not_heard(server: LocalServer, said: by
     assert ours is not None
     (theirs,) = server.accept()
     ours.send(said + message(b"frame"))
-    assert (theirs.receive().frames, theirs.is_proven, theirs.over) == ([], False, True)
+    assert (theirs.receive(), theirs.is_proven, theirs.over) == ([], False, True)
     ours.close()
     theirs.close()
 
@@ -115,20 +115,20 @@ def test_half_a_secret_proves_nothing_yet(server: LocalServer) -> None:
     plain.connect(f"\0{server.door.name}")
     (theirs,) = server.accept()
     plain.send(server.door.secret[:10])
-    assert (theirs.receive().frames, theirs.is_proven, theirs.over) == ([], False, False)
+    assert (theirs.receive(), theirs.is_proven, theirs.over) == ([], False, False)
     plain.send(server.door.secret[10:] + message(b"frame")[:3])
-    assert (theirs.receive().frames, theirs.is_proven) == ([], True)
+    assert (theirs.receive(), theirs.is_proven) == ([], True)
     plain.send(message(b"frame")[3:])
-    assert theirs.receive().frames == [b"frame"]
+    assert theirs.receive() == [b"frame"]
     plain.close()
-    assert (theirs.receive().frames, theirs.over) == ([], True)
+    assert (theirs.receive(), theirs.over) == ([], True)
     theirs.close()
 
 
 def test_those_who_prove_nothing_are_few(server: LocalServer) -> None:
     proven, heard = joined(server)
     proven.send(message(b"frame"))
-    assert heard.receive().frames == [b"frame"]
+    assert heard.receive() == [b"frame"]
     came: list[tuple[socket.socket, LocalLine]] = []
     for _ in range(MAX_UNPROVEN + 3):
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -146,7 +146,7 @@ def test_those_who_prove_nothing_are_few(server: LocalServer) -> None:
 def test_a_length_that_no_frame_has_ends_the_line(server: LocalServer) -> None:
     ours, theirs = joined(server)
     ours.send(message(b"frame") + struct.pack(">I", MAX_FRAME_BYTES + 1) + b"more")
-    assert (theirs.receive().frames, theirs.over) == ([b"frame"], True)
+    assert (theirs.receive(), theirs.over) == ([b"frame"], True)
     ours.close()
     theirs.close()
 

@@ -87,9 +87,7 @@ def strange_frames(fingerprint: str) -> Iterator[bytes]:
 
 
 def strange_messages(fingerprint: str) -> Iterator[bytes]:
-    yield from (
-        message.data for frame in strange_frames(fingerprint) for message in bundle([frame])
-    )
+    yield from (message for frame in strange_frames(fingerprint) for message in bundle([frame]))
     yield b""
     yield os.urandom(1 << 16)
     yield struct.pack(">I", 1 << 31) + b"short"
@@ -146,7 +144,7 @@ def test_without_the_key_no_frame_is_taken(key: ClusterKey | None, key_file: Pat
         (message,) = bundle([stranger_frame(hello(view.fingerprint or "", b""))])
         fleet.carry("before", REQUEST, seed=1)
         stranger = ControlClient(view.ranks[0].control, key)
-        stranger.send(message.data)
+        stranger.send(message)
         source = fleet.sources[0]
         eventually(lambda: source.ask("stats").refusals["connection"] > 0)
         assert source.ask("peers") == ["decode/0"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 
@@ -18,26 +17,19 @@ MAX_FRAMES = 1024
 MAX_BUNDLE_BYTES = MAX_FRAME_BYTES + _LENGTH.size
 
 
-class Bundle(NamedTuple):
-    """A message, and the frames in it."""
-
-    data: bytes
-    frames: list[bytes]
-
-
-def bundle(frames: Iterable[bytes]) -> list[Bundle]:
+def bundle(frames: Iterable[bytes]) -> list[bytes]:
     """As few messages as the limit allows."""
-    messages: list[Bundle] = []
+    messages: list[bytes] = []
     parts: list[bytes] = []
     size = 0
     for frame in frames:
         full = size + _LENGTH.size + len(frame) > MAX_BUNDLE_BYTES or len(parts) == 2 * MAX_FRAMES
         if parts and full:
-            messages.append(Bundle(b"".join(parts), parts[1::2]))
+            messages.append(b"".join(parts))
             parts, size = [], 0
         parts += [_LENGTH.pack(len(frame)), frame]
         size += _LENGTH.size + len(frame)
-    return [*messages, Bundle(b"".join(parts), parts[1::2])] if parts else messages
+    return [*messages, b"".join(parts)] if parts else messages
 
 
 def unbundle(message: bytes) -> list[bytes] | None:

@@ -28,7 +28,6 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.control.bundles import Bundle
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 
 SECRET_BYTES = 32
@@ -55,9 +54,6 @@ class LocalDoor(msgspec.Struct, frozen=True, array_like=True):
 
     def __repr__(self) -> str:
         return f"<LocalDoor {self.name}>"
-
-
-NOTHING = Bundle(b"", [])
 
 
 class LocalLine:
@@ -124,25 +120,25 @@ class LocalLine:
             self.over = True
             return 0
 
-    def receive(self) -> Bundle:
+    def receive(self) -> list[bytes]:
         """The whole frames that have come. Never waits."""
         try:
             data = self._socket.recv(READ_BYTES)
         except BlockingIOError:
-            return NOTHING
+            return []
         except OSError:
             data = b""
         if not data:
             self.over = True
-            return NOTHING
+            return []
         if self._in or not self.is_proven:
             self._in += data
             if not self._prove() or len(self._in) < self._awaited:
-                return NOTHING
+                return []
             data = bytes(self._in)
         frames, at = _cut(data)
         self._keep(data[at:])
-        return Bundle(data[:at], frames)
+        return frames
 
     def _keep(self, rest: bytes) -> None:
         """The beginning of a frame, which is looked at again when all of it has come."""

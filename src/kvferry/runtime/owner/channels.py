@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from kvferry.control.bundles import Bundle, bundle, unbundle
+from kvferry.control.bundles import bundle, unbundle
 from kvferry.control.local import LocalDoor, LocalLine, LocalServer, knock
 from kvferry.control.sockets import (
     LINGER_MS,
@@ -90,7 +90,7 @@ class Channel(ABC, Generic[W]):
         """Since when at the latest a connection's other end has answered ZeroMQ's heartbeats."""
 
     @abstractmethod
-    def _send(self, way: W, messages: Iterable[Bundle]) -> None:
+    def _send(self, way: W, messages: Iterable[bytes]) -> None:
         """Not on a line of this host."""
 
     @abstractmethod
@@ -141,15 +141,15 @@ class Channel(ABC, Generic[W]):
         frames.append(frame)
         self._observer.frame_out(peer, envelope)
 
-    def _opened(self, data: bytes) -> Bundle:
-        frames = unbundle(data)
+    def _opened(self, message: bytes) -> list[bytes]:
+        frames = unbundle(message)
         if frames is None:
             self._observer.refused("frame-foreign")
-        return Bundle(data, frames or [])
+        return frames or []
 
-    def _events(self, message: Bundle) -> Iterator[tuple[Session, Event]]:
+    def _events(self, frames: list[bytes]) -> Iterator[tuple[Session, Event]]:
         """What frames mean, and in which session each was said."""
-        for decoded in [decode(frame) for frame in message.frames]:
+        for decoded in [decode(frame) for frame in frames]:
             event = frame_event(decoded)
             if isinstance(decoded, BadFrame):
                 self._observer.refused(f"frame-{decoded.fault}")
@@ -206,8 +206,8 @@ class SourceChannel(Channel[bytes]):
         if server.counts.pop("dropped", 0):
             yield Dropped(None)
 
-    def _routed(self, route: bytes | LocalLine, message: Bundle) -> Iterator[Event]:
-        for session, event in self._events(message):
+    def _routed(self, route: bytes | LocalLine, frames: list[bytes]) -> Iterator[Event]:
+        for session, event in self._events(frames):
             self._routes[session.greeting] = route
             yield event
 
@@ -219,9 +219,9 @@ class SourceChannel(Channel[bytes]):
         """Our own heartbeats find a way that does not stand any more."""
         return None if way in self._dead else now - self._server.lag_s
 
-    def _send(self, way: bytes, messages: Iterable[Bundle]) -> None:
+    def _send(self, way: bytes, messages: Iterable[bytes]) -> None:
         for message in messages:
-            if self._server.send(way, message.data):
+            if self._server.send(way, message):
                 self._dead.discard(way)
             else:
                 self._dead.add(way)
@@ -320,9 +320,9 @@ class TargetChannel(Channel[ControlClient]):
     def _answered_at(self, way: ControlClient, now: float) -> float | None:
         return now - way.lag_s if way.num_standing else None
 
-    def _send(self, way: ControlClient, messages: Iterable[Bundle]) -> None:
+    def _send(self, way: ControlClient, messages: Iterable[bytes]) -> None:
         for message in messages:
-            way.send(message.data)
+            way.send(message)
         self._poller.used(way.socket)
 
     def _client_for(self, peer: Peer) -> ControlClient | None:

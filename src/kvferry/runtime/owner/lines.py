@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvferry.control.bundles import Bundle
-from kvferry.control.local import NOTHING, LocalLine
+from kvferry.control.local import LocalLine
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 from kvferry.runtime.owner.poller import Poller
 from kvferry.telemetry.observer import Observer
@@ -39,7 +38,7 @@ class LocalLines:
         self._lines[line.fileno()] = line
         self._poller.watch(line.fileno())
 
-    def receive(self, ready: Iterable[object]) -> Iterator[tuple[LocalLine, Bundle]]:
+    def receive(self, ready: Iterable[object]) -> Iterator[tuple[LocalLine, list[bytes]]]:
         """Lines that have something to say, or are over."""
         for line in [self._lines[one] for one in ready if one in self._lines]:
             if line in self._full:
@@ -48,7 +47,7 @@ class LocalLines:
             yield line, line.receive()
             yield from self._over_limit(line)
 
-    def _over_limit(self, line: LocalLine) -> Iterator[tuple[LocalLine, Bundle]]:
+    def _over_limit(self, line: LocalLine) -> Iterator[tuple[LocalLine, list[bytes]]]:
         """End the lines with the longest unfinished frames until the rest is within the limit."""
         self._unfinished.pop(line, None)
         if line.num_unfinished and not line.over:
@@ -58,12 +57,12 @@ class LocalLines:
             del self._unfinished[longest]
             longest.over = True
             self._observer.refused("unfinished-frames")
-            yield longest, NOTHING
+            yield longest, []
 
-    def send(self, line: LocalLine, messages: Iterable[Bundle]) -> None:
+    def send(self, line: LocalLine, messages: Iterable[bytes]) -> None:
         """Now, or when there is room."""
         for message in messages:
-            line.send(message.data)
+            line.send(message)
         if line.has_unsent:
             self._watch_room(line)
 
