@@ -14,6 +14,7 @@ from kvferry.protocol.events import Event
 from kvferry.protocol.messages import Envelope, Heartbeat
 from kvferry.runtime.owner import channels
 from kvferry.runtime.owner.channels import MOST_S, MOST_WAITING, Channel, Dropped
+from kvferry.telemetry.observer import Observer
 
 ME, PEER = Peer("p", 0), Peer("d", 0)
 SESSION = Session(1, 2)
@@ -24,7 +25,7 @@ class Mail(Channel[str]):
 
     def __init__(self) -> None:
         nobody: Any = None
-        super().__init__(ME, nobody, nobody)
+        super().__init__(ME, nobody, Observer())
         self.sent: list[int] = []
 
     def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
