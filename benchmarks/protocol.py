@@ -19,7 +19,7 @@ from kvferry.ids import Peer
 from kvferry.layout import Layout, Span, attention
 from kvferry.plan import Request, contiguous_pools
 from kvferry.protocol.codec import decode, encode
-from kvferry.protocol.endpoint import Endpoint, Identity
+from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Choose,
     Chosen,
@@ -36,6 +36,7 @@ from kvferry.protocol.events import (
     Sent,
     Write,
 )
+from kvferry.protocol.links import Identity
 from kvferry.protocol.messages import Envelope, Staging, Table
 from kvferry.protocol.outcome import Done
 from kvferry.protocol.source import SourceMachine
@@ -106,7 +107,12 @@ def case(concurrency: int, rooms: int) -> dict[str, Any]:
             pair.tell(SOURCE, Finish(room, 16, b"token"))
         pair.settle()
     seconds = time.perf_counter() - begin
-    if pair.done != 2 * rooms or pair.source.rooms or pair.target.rooms or pair.source.writing:
+    if (
+        pair.done != 2 * rooms
+        or pair.source.rooms
+        or pair.target.rooms
+        or pair.source.inflight.writes
+    ):
         raise SystemExit("not every room was done")
     row = {
         "concurrency": concurrency,

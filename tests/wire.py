@@ -17,7 +17,6 @@ from kvferry.layout import Layout, Parallel, Span, attention
 from kvferry.layout.spec import Slot
 from kvferry.plan import Block, Plan, Request, contiguous_pools, reshard
 from kvferry.protocol.codec import decode, encode
-from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import (
     Action,
     Choose,
@@ -49,6 +48,7 @@ from kvferry.protocol.events import (
     Tick,
     Write,
 )
+from kvferry.protocol.links import Identity
 from kvferry.protocol.messages import (
     Body,
     Envelope,
@@ -184,8 +184,7 @@ class World:
                 self._carry_out(peer, action)
         for answer in chosen:
             self.tell(peer, answer)
-        for target in self.targets.values():
-            target.credits.check()
+        machine.check()
 
     def run(self) -> None:
         """Deliver until nothing is pending."""
@@ -409,15 +408,15 @@ class World:
         assert ended == dict(self.releases), "a report without its release, or the other way"
         for source in self.sources.values():
             assert not source.rooms
-            assert not source.writing
-            assert not source._ready
-            assert not source._eager
+            assert not source.inflight.writes
+            assert not source.writes.modes
+            assert not source.writes.waiting()
             assert sorted(source.local_slots) == list(range(self.config.local_slots))
             assert source.num_quarantined == 0
             assert all(link.state is LinkState.UP for link in source.links.values())
         for target in self.targets.values():
             assert not target.rooms
-            assert not target.scattering
+            assert not target.scatters
             assert not target.credits.accounts
             assert not target.credits.scattering
             assert sorted(target.credits.free) == list(range(target.staging.num_slots))

@@ -50,11 +50,11 @@ class Books(RuleBasedStateMachine):
 
     @rule(key=keys, serial=st.integers(0, 7).map(Serial))
     def take(self, key: AccountKey, serial: Serial) -> None:
-        slot = self.book.take(key, serial)
+        slot = self.book.use(key, serial)
         assert slot == self.held.get(key, {}).pop(serial, None)
         if slot is not None:
             self.scattering.add(slot)
-        assert self.book.take(key, serial) is None, "a second note is not heard"
+        assert self.book.use(key, serial) is None, "a second note is not heard"
 
     @rule(data=st.data())
     def scattered(self, data: st.DataObject) -> None:
@@ -123,12 +123,12 @@ def test_a_greedy_room_does_not_starve_a_late_one() -> None:
     book.want(("greedy", 0), 1000)
     book.grant()
     book.want(("late", 0), 1)
-    slot = book.take(("greedy", 0), Serial(0))
+    slot = book.use(("greedy", 0), Serial(0))
     assert slot is not None
     book.scattered(slot)
     book.grant()
     book.want(("greedy", 0), 2000)
-    slot = book.take(("greedy", 0), min(book.outstanding(("greedy", 0))))
+    slot = book.use(("greedy", 0), min(book.outstanding(("greedy", 0))))
     assert slot is not None
     book.scattered(slot)
     book.grant()

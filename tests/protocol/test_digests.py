@@ -23,7 +23,8 @@ def receive(w: World, digest: bytes, tokens: int = 8) -> None:
     """Every decode rank asks for a request with that digest."""
     for peer in w.targets:
         event = w.receive_event(peer, ROOM, Request(tokens), w.now + 60)
-        w.tell(peer, msgspec.structs.replace(event, digest=digest))
+        wanted = msgspec.structs.replace(event.wanted, digest=digest)
+        w.tell(peer, msgspec.structs.replace(event, wanted=wanted))
     w.run()
 
 
@@ -70,7 +71,8 @@ def test_a_fully_cached_prompt_is_compared_too() -> None:
     w = world()
     w.open(ROOM)
     event = w.receive_event(T0, ROOM, Request(8, 8), w.now + 60)
-    w.tell(T0, msgspec.structs.replace(event, digest=b"B"))
+    wanted = msgspec.structs.replace(event.wanted, digest=b"B")
+    w.tell(T0, msgspec.structs.replace(event, wanted=wanted))
     w.run()
     finish(w, S0, b"A")
     assert w.outcomes(ROOM) == {"content-differs"}

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
+from math import inf
+from typing import Any
 
 import pytest
 
 from kvferry.ids import Op, SlotIndex
-from kvferry.protocol.endpoint import Link
+from kvferry.plan import Block
+from kvferry.protocol.ahead import EarlyGather
+from kvferry.protocol.closing import Lanes
+from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.events import Action, Event, Report, Sent
-from kvferry.protocol.lanes import Lane, SourceRoom
-from kvferry.protocol.legs import TargetRoom
-from kvferry.protocol.messages import Abort, Arrived, Close, Drained, Nudge
+from kvferry.protocol.handshake import TargetLinks
+from kvferry.protocol.lanes import Lane
+from kvferry.protocol.ledger import Ledger
+from kvferry.protocol.links import Link
+from kvferry.protocol.messages import Body, Complete
 from kvferry.protocol.outcome import Failure
-from kvferry.protocol.source import SourceMachine
-from kvferry.protocol.states import LegState, RoomState
-from kvferry.protocol.target import TargetMachine
-from kvferry.runtime.driver.driver import SourceDriver
+from kvferry.protocol.source import SourceMachine, SourceParts
+from kvferry.protocol.states import LinkState
+from kvferry.protocol.target import TargetMachine, TargetParts
+from kvferry.protocol.writes import WriteQueue
 from kvferry.testing.explore import (
     CHUNKED,
     DIRECT,
@@ -31,7 +39,22 @@ from kvferry.testing.explore import (
 )
 from kvferry.testing.explore.model import AHEAD, METADATA
 from kvferry.testing.explore.snapshot import copy_of, key_of
-from kvferry.testing.sim.drivers import ForgetsDoubt, ProvesTooEarly, asks_nobody, notes_first
+from kvferry.testing.sim.breaks import (
+    DrainsAtOnce,
+    IgnoresDigest,
+    NoDeadline,
+    ReleasesAtAbort,
+    ReleasesWhileWriting,
+    TakesSilenceForProof,
+    Unchecked,
+)
+from kvferry.testing.sim.drivers import (
+    ForgetsDoubt,
+    ProvesTooEarly,
+    Through,
+    asks_nobody,
+    notes_first,
+)
 
 QUICK = list(cases())
 
@@ -67,157 +90,124 @@ def test_copies_are_equal_and_share_nothing_mutable() -> None:
 # ------------------------------------------------------------ broken rules
 
 
-class ReleasesAtAbort(TargetMachine):
-    """L1: pages of a failed room are released without waiting for Drained."""
-
-    def _fail(self, room: TargetRoom, failure: Failure) -> None:
-        super()._fail(room, failure)
-        if self.rooms.get(room.name) is room and not room.scatters:
-            self._forget(room)
-
-
-class FreesSlotsAtAbort(TargetMachine):
+class FreesSlotsAtAbort(CreditBook):
     """S4: credits of a failed room are taken back without proof."""
 
-    def _fail(self, room: TargetRoom, failure: Failure) -> None:
-        super()._fail(room, failure)
-        for source in room.legs:
-            self.credits.settle((room.name, source))
+    def stop(self, key: AccountKey) -> None:
+        self.settle(key)
 
 
-class CountsMessages(TargetMachine):
+class CountsMessages(Ledger):
     """C6: done when as many notes have come as there were pushes."""
 
-    def _on_arrived(self, link: Link, body: Arrived) -> None:
-        self.num_notes = getattr(self, "num_notes", 0) + 1
-        super()._on_arrived(link, body)
+    num_notes = 0
 
-    def _is_complete(self, room: TargetRoom) -> bool:
-        room.metadata = METADATA
-        return getattr(self, "num_notes", 0) >= len(CHUNKED.pushes)
+    def add_all(self, source: int, blocks: Iterable[Block]) -> None:
+        super().add_all(source, blocks)
+        self.num_notes += 1
+
+    @property
+    def complete(self) -> bool:
+        return self.num_notes >= len(CHUNKED.pushes)
 
 
-class TrustsClose(TargetMachine):
+class LeadsWithMetadata(TargetMachine):
+    """Knows the metadata before any Close."""
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        actions = super().handle(event, now)
+        for room in self.rooms.values():
+            room.metadata = METADATA
+        return actions
+
+
+class TrustsClose(Ledger):
     """Done at Close, though a slot has not been scattered yet."""
 
-    def _is_complete(self, room: TargetRoom) -> bool:
-        return all(leg.state is LegState.CLOSED for leg in room.legs.values())
+    closed = False
+
+    def close(self, source: int) -> None:
+        self.closed = True
+
+    @property
+    def complete(self) -> bool:
+        return self.closed
 
 
-class TakesLostForGone(TargetMachine):
-    """L6: a peer that is silent is taken for one that can't write."""
-
-    def _link_lost(self, link: Link, failure: Failure) -> None:
-        super()._link_lost(link, failure)
-        self._link_gone(link)
-
-
-class NeverGivesUp(TargetMachine):
-    """L2: a room without a deadline."""
-
-    def _tick_rooms(self) -> None:
-        deadlines = {room.name: room.deadline for room in self.rooms.values()}
-        for room in self.rooms.values():
-            room.deadline = float("inf")
-        super()._tick_rooms()
-        for room in self.rooms.values():
-            room.deadline = deadlines[room.name]
-
-
-class IgnoresLateClose(TargetMachine):
+class IgnoresLateClose(TargetLinks):
     """C7: a Close for a room that has ended is not answered."""
 
-    def _on_close(self, link: Link, body: Close) -> None:
-        if body.room in self.rooms:
-            super()._on_close(link, body)
+    def say(self, link: Link, body: Body) -> None:
+        machine: Any = self._rooms
+        if not isinstance(body, Complete) or body.room in machine.rooms:
+            super().say(link, body)
 
 
 class ReportsTwice(TargetMachine):
-    """A second failure is reported too."""
+    """A failure is reported again."""
 
-    def _fail(self, room: TargetRoom, failure: Failure) -> None:
-        self._do(Report(room.name, failure))
-        super()._fail(room, failure)
+    def handle(self, event: Event, now: float) -> list[Action]:
+        actions = super().handle(event, now)
+        reports = [one for one in actions if isinstance(one, Report)]
+        return [*actions, *(one for one in reports if isinstance(one.outcome, Failure))]
 
 
-class KeepsLegs(TargetMachine):
+class KeepsLegs(TargetLinks):
     """L8: a room whose source is gone is kept for ever."""
 
-    def _link_gone(self, link: Link) -> None:
-        pass
+    def gone(self, link: Link) -> None:
+        link.state = LinkState.GONE
+        self._unlink(link)
 
 
-class ReleasesWhileWriting(SourceMachine):
-    """L3: pages of a failed room are released while they are still read."""
-
-    def _drain(self, room: SourceRoom) -> None:
-        if room.failure and room.state is RoomState.FAILING:
-            for lane in room.lanes.values():
-                lane.inflight.clear()
-        super()._drain(room)
-
-
-class DrainedTooEarly(SourceMachine):
-    """Drained is said though a write is in flight."""
-
-    def _on_abort(self, link: Link, body: Abort) -> None:
-        super()._on_abort(link, body)
-        self._say(link, Drained(body.room, body.generation, body.failure, link.seq_in))
-
-
-class SaysCloseOnce(SourceMachine):
+class SaysCloseOnce(Lanes):
     """C7: a lost Close is not repeated."""
 
-    def _repeat(self, lane: Lane) -> None:
-        lane.said_at = self._now
+    def repeat_close(self, lane: Lane) -> None:
+        if lane.said_at != inf:
+            super().repeat_close(lane)
+        lane.said_at = inf
 
-    def _on_nudge(self, link: Link, body: Nudge) -> None:
-        pass
 
-
-class SharesLocalSlot(SourceMachine):
+class SharesLocalSlot(Unchecked):
     """S3: a local slot is filled again before the write has read it."""
 
-    def _settle(self) -> None:
-        if not self.local_slots:
-            self.local_slots.append(SlotIndex(0))
-        super()._settle()
+    def __len__(self) -> int:
+        return max(1, super().__len__())
+
+    def take(self) -> SlotIndex:
+        return super().take() if super().__len__() else SlotIndex(0)
 
 
-class ForgetsDiscarded(SourceMachine):
+class ForgetsDiscarded(WriteQueue):
     """S7: pages are released although a gather for nothing still reads them."""
 
-    def _discard_held(self, lane: Lane) -> None:
-        lane.inflight.difference_update(lane.held)
-        super()._discard_held(lane)
+    def reads(self, lane: Lane) -> bool:
+        writes = (self.inflight.writes[op] for op in lane.inflight)
+        return any(not write.is_ahead for write in writes)
 
 
-class SharesTheOnlySlot(SourceMachine):
+class SharesTheOnlySlot(EarlyGather):
     """Whoever has a credit fills the slot that is taken back, before its gather has ended."""
 
-    def _take_back(self) -> None:
-        super()._take_back()
-        for write in self.writing.values():
-            if write.is_taken_back and not self.local_slots:
+    def take_back(self) -> None:
+        super().take_back()
+        for write in self.inflight.writes.values():
+            if write.is_taken_back and not self.slots:
                 assert write.local_slot is not None
-                self.local_slots.append(write.local_slot)
+                self.slots.free(write.local_slot)
 
 
-class PostsAfterAll(SourceDriver):
-    """What was gathered is posted although it was discarded."""
+class DiscardsTwice(Through):
+    """What was gathered is discarded twice."""
 
-    def _discard(self, op: Op) -> None:
-        gather = self._gathers.get(op)
-        super()._discard(op)
-        if gather is not None:
-            self.ports.data.discard(op)
+    def discard(self, op: Op) -> None:
+        self.port.discard(op)
+        self.port.discard(op)
 
 
-class IgnoresDigest(TargetMachine):
-    """C10: what has the right length is taken for what was asked for."""
-
-    def _differs(self, room: TargetRoom, body: Close) -> Failure | None:
-        return None
+def discards_twice(ports: Any) -> Any:
+    return ports._replace(data=DiscardsTwice(ports.data))
 
 
 class ForgetsAnEnd(SourceMachine):
@@ -227,28 +217,35 @@ class ForgetsAnEnd(SourceMachine):
         return [] if event == Sent(Op(1)) else super().handle(event, now)
 
 
+def source(model: Model, **parts: Any) -> Model:
+    return replace(model, source_parts=SourceParts(**parts))
+
+
+def target(model: Model, **parts: Any) -> Model:
+    return replace(model, target_parts=TargetParts(**parts))
+
+
+COUNTED = replace(target(CHUNKED, ledger=CountsMessages), target=LeadsWithMetadata)
+ONLY_SLOT = MODELS["only-slot"]
+
 BROKEN: list[tuple[Model, Fault | None, str]] = [
-    (replace(DIRECT, target=ReleasesAtAbort), Fault.CANCEL_TARGET, "pages that were released"),
-    (replace(STAGED, target=FreesSlotsAtAbort), Fault.CANCEL_TARGET, "not promised to it"),
-    (replace(CHUNKED, target=CountsMessages), Fault.DUPLICATE, "never came"),
-    (replace(STAGED, target=TrustsClose), None, "never came"),
-    (replace(DIRECT, target=TakesLostForGone), Fault.KILL_SOURCE, "pages that were released"),
-    (replace(DIRECT, target=NeverGivesUp), Fault.ABSENT, "nothing by its deadline"),
-    (replace(DIRECT, target=IgnoresLateClose), Fault.DROP, "not everybody is Done"),
+    (target(DIRECT, legs=ReleasesAtAbort), Fault.CANCEL_TARGET, "pages that were released"),
+    (target(STAGED, credits=FreesSlotsAtAbort), Fault.CANCEL_TARGET, "not promised to it"),
+    (COUNTED, Fault.DUPLICATE, "never came"),
+    (target(STAGED, ledger=TrustsClose), None, "never came"),
+    (target(DIRECT, links=TakesSilenceForProof), Fault.KILL_SOURCE, "pages that were released"),
+    (replace(DIRECT, target=NoDeadline), Fault.ABSENT, "nothing by its deadline"),
+    (target(DIRECT, links=IgnoresLateClose), Fault.DROP, "not everybody is Done"),
     (replace(DIRECT, target=ReportsTwice), Fault.CANCEL_TARGET, "reports a room that is FAILED"),
-    (replace(MODELS["cached"], target=KeepsLegs), Fault.KILL_SOURCE, "never ends"),
-    (replace(DIRECT, source=ReleasesWhileWriting), Fault.CANCEL_SOURCE, "is in flight"),
-    (replace(DIRECT, source=DrainedTooEarly), Fault.CANCEL_TARGET, "pages that were released"),
-    (replace(DIRECT, source=SaysCloseOnce), Fault.DROP, "not everybody is Done"),
-    (replace(STAGED, source=SharesLocalSlot), None, "which is in flight"),
-    (replace(AHEAD, source=ForgetsDiscarded), Fault.CANCEL_SOURCE, "is in flight"),
-    (replace(MODELS["only-slot"], source=SharesTheOnlySlot), None, "which is in flight"),
-    (
-        replace(AHEAD, source_driver=PostsAfterAll),
-        Fault.CANCEL_SOURCE,
-        "nothing was gathered for it",
-    ),
-    (replace(MODELS["mixed"], target=IgnoresDigest), None, "with another request's cache"),
+    (target(MODELS["cached"], links=KeepsLegs), Fault.KILL_SOURCE, "never ends"),
+    (source(DIRECT, writes=ReleasesWhileWriting), Fault.CANCEL_SOURCE, "is in flight"),
+    (source(DIRECT, links=DrainsAtOnce), Fault.CANCEL_TARGET, "pages that were released"),
+    (source(DIRECT, lanes=SaysCloseOnce), Fault.DROP, "not everybody is Done"),
+    (source(STAGED, slots=SharesLocalSlot), None, "which is in flight"),
+    (source(AHEAD, writes=ForgetsDiscarded), Fault.CANCEL_SOURCE, "is in flight"),
+    (source(ONLY_SLOT, gather=SharesTheOnlySlot, slots=Unchecked), None, "which is in flight"),
+    (replace(AHEAD, ports=discards_twice), Fault.CANCEL_SOURCE, "nothing was gathered for it"),
+    (target(MODELS["mixed"], ledger=IgnoresDigest), None, "with another request's cache"),
     (replace(DIRECT, sessions=ForgetsDoubt), Fault.UNKNOWN, "is in flight"),
     (replace(DIRECT, source=ForgetsAnEnd), None, "never ends"),
     (replace(STAGED, ports=notes_first), None, "but its slot holds None"),
@@ -268,7 +265,7 @@ def test_a_broken_rule_is_noticed(model: Model, fault: Fault | None, message: st
 
 
 def test_a_trace_reads_as_a_story() -> None:
-    result = explore(replace(DIRECT, target=ReleasesAtAbort), [Fault.CANCEL_TARGET])
+    result = explore(target(DIRECT, legs=ReleasesAtAbort), [Fault.CANCEL_TARGET])
     story = str(result.violation).splitlines()
     assert story[0].endswith("landed in pages that were released")
     assert any("deliver Offer #2 decode/0→prefill/0" in line for line in story)

@@ -57,7 +57,7 @@ def test_complete_exactly_when_every_cell_has_come(
     pieces = owed(plan, target, request)
     ledger = Ledger(plan, target, request)
     missing = set().union(*(cells(plan, piece) for piece in pieces))
-    assert ledger.complete == (not missing)
+    assert ledger.covered == (not missing)
     for source, block in data.draw(cut_up(pieces)):
         if not cells(plan, (source, block)):
             continue
@@ -65,10 +65,10 @@ def test_complete_exactly_when_every_cell_has_come(
         ledger.add(source, block)
         missing -= cells(plan, (source, block))
         assert ledger.begun
-        assert ledger.complete == (not missing)
+        assert ledger.covered == (not missing)
         for one in plan.sources_of(target):
             assert ledger.missing(one) == len({c[:3] for c in missing if c[0] == one})
-    assert ledger.complete
+    assert ledger.covered
 
 
 def test_what_is_not_owed() -> None:
@@ -93,7 +93,7 @@ def test_one_writer_twice_does_not_stand_for_two() -> None:
     block = Block("kv", Span(0, 2), Span(0, 4))
     ledger.add(0, block)
     ledger.add(0, block)
-    assert not ledger.complete
+    assert not ledger.covered
     assert (ledger.missing(0), ledger.missing(1)) == (0, 2)
     ledger.add(1, block)
-    assert ledger.complete
+    assert ledger.covered

@@ -10,8 +10,8 @@ from wire import small_world as world
 from kvferry.ids import Peer, Session
 from kvferry.layout import Span
 from kvferry.plan import Request
-from kvferry.protocol.endpoint import MAX_PLANS
 from kvferry.protocol.events import Cancel, Disconnected, Push, Received
+from kvferry.protocol.links import MAX_PLANS
 from kvferry.protocol.messages import Envelope, Hello
 from kvferry.protocol.states import LinkState, RoomState
 
@@ -97,4 +97,4 @@ def test_one_peer_has_one_tentative_link_and_plans_are_bounded() -> None:
         frame = Envelope(T0, 2000, Session(2000, 10 + number), 1, other)
         w.source().handle(Received(frame), w.now)
     assert len(w.source().links) == 1
-    assert len(w.source()._plans) <= MAX_PLANS
+    assert len(w.source().peers.plans) == MAX_PLANS

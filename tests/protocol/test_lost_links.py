@@ -24,7 +24,7 @@ def test_an_offer_on_a_lost_link_is_refused_at_once() -> None:
     # The target stands still, and its source gives it up with a write under way.
     w.drops = lambda to, _: to == S0
     w.wait(w.config.silence_s + 0.1)
-    assert w.source().writing
+    assert w.source().inflight.writes
     # It goes on, and knows of nothing.
     w.drops = lambda _, __: False
     w.receive("next", Request(16))

@@ -304,7 +304,7 @@ def test_an_unknown_fate_quarantines_until_the_connection_is_torn_down(staged: b
     assert w.reports[S0, ROOM][0].code is FailureCode.TRANSPORT  # type: ignore[union-attr]
     assert not w.releases
     assert w.source().num_quarantined == 1
-    assert len(w.source().writing) == len(held)
+    assert len(w.source().inflight.writes) == len(held)
     w.open("b")
     assert w.outcomes("b") == {"quarantine-full"}
     assert w.teardowns

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout import Layout, Parallel, attention
-from kvferry.plan import Plan, reshard
-from kvferry.protocol.endpoint import Endpoint, Identity, Link
+from kvferry.plan import reshard
 from kvferry.protocol.events import Action, Choose, Connect, Event, Gather, Post, Scatter, Write
+from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Envelope
-from kvferry.protocol.outcome import Failure, Outcome, Status
+from kvferry.protocol.outcome import Outcome, Status
 from kvferry.runtime.driver.sessions import Record
 
 ME = Peer("prefill", 0)
@@ -24,14 +25,18 @@ TIMES = ProtocolConfig(
 )
 
 
-class Puppet(Endpoint):
+class Puppet:
     """Answers what a test says, and has the timers that a test gives it."""
 
     exposed: ClassVar[bool] = False
     num_quarantined = 0
+    me = ME
+    incarnation = 1
 
     def __init__(self, config: ProtocolConfig = TIMES) -> None:
-        super().__init__(Identity(ME, 1, LAYOUT, "model"), config)
+        self.config = config
+        self.links: dict[Session, Link] = {}
+        self.counts: Counter[str] = Counter()
         self.heard: list[Event] = []
         self.answers: dict[Event, list[Action]] = {}
         self.timers: list[float] = []
@@ -46,19 +51,8 @@ class Puppet(Endpoint):
     def status(self, room: Room) -> Status | None:
         return None
 
-    def _room_timers(self) -> Iterable[float]:
-        return self.timers
-
-    def _make_plan(self, other: Layout) -> Plan:
-        return PLAN
-
-    def _settle(self) -> None: ...
-    def _link_lost(self, link: Link, failure: Failure) -> None: ...
-    def _link_gone(self, link: Link) -> None: ...
-    def _tick_rooms(self) -> None: ...
-
-    def _link_needed(self, link: Link) -> bool:
-        return False
+    def wakeup(self) -> float | None:
+        return min(self.timers, default=None)
 
 
 class ExposedPuppet(Puppet):

@@ -270,7 +270,7 @@ class Pair(NamedTuple):
 
     @property
     def num_ahead(self) -> int:
-        return sum(write.is_ahead for write in list(self.machine.writing.values()))
+        return sum(write.is_ahead for write in list(self.machine.inflight.writes.values()))
 
     def is_holding(self) -> bool:
         """Whether every slot of the target is being written, and more is gathered."""
@@ -320,7 +320,7 @@ def test_what_was_gathered_ahead_arrives_byte_by_byte() -> None:
             assert np.array_equal(sent, got)
         used = {path for path, stats in both.source.stats.paths.items() if stats.writes}
         assert used == {Path.STAGED}, "all of it went through slots"
-        assert not both.machine.writing
+        assert not both.machine.inflight.writes
 
 
 def test_a_room_that_is_given_up_lets_go_of_what_it_holds() -> None:
@@ -332,7 +332,7 @@ def test_a_room_that_is_given_up_lets_go_of_what_it_holds() -> None:
             assert isinstance(outcome, Failure)
             assert outcome.code is FailureCode.ABORTED
         eventually(lambda: both.num_ahead == 0)
-        assert len(both.machine.writing) == NUM_SLOTS, "what was posted is still under way"
+        assert len(both.machine.inflight.writes) == NUM_SLOTS, "what was posted is still under way"
         both.gate.shut = False
         for handle in (out, into):
             handle.wait_released(WAIT_S)

@@ -16,7 +16,6 @@ from kvferry.config import ProtocolConfig
 from kvferry.ids import Generation, Op, Peer, Serial, Session, SlotIndex, Ticket
 from kvferry.plan import Request
 from kvferry.protocol.codec import BadFrame, FrameFault, Header
-from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import (
     Action,
     Cancel,
@@ -47,6 +46,7 @@ from kvferry.protocol.events import (
     Write,
     WrongVersion,
 )
+from kvferry.protocol.links import Link
 from kvferry.protocol.messages import (
     Accept,
     Arrived,

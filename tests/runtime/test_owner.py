@@ -15,8 +15,8 @@ from runtime.puppet import ME, PLAN, Desk, Puppet
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Misuse
 from kvferry.ids import Peer, Room, Session
-from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Cancel, Connect, Event, Open, Release, Report, Tick
+from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Envelope, Heartbeat
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.states import LinkState

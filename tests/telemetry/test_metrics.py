@@ -8,8 +8,8 @@ from runtime.puppet import PLAN
 
 from kvferry.ids import Peer, Session
 from kvferry.plan.choose import Path
-from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Fate
+from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.states import LinkState
 from kvferry.runtime.handles import Handle

@@ -67,7 +67,7 @@ class CreditBook:
             self._enqueue(key, account)
         return list(lucky)
 
-    def take(self, key: AccountKey, serial: Serial) -> SlotIndex | None:
+    def use(self, key: AccountKey, serial: Serial) -> SlotIndex | None:
         """The slot whose data has arrived; None if that was heard before."""
         account = self.accounts.get(key)
         slot = account.outstanding.pop(serial, None) if account else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from kvferry.ids import Generation, Room
-from kvferry.protocol.endpoint import Link
+from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Failure
 from kvferry.protocol.states import LinkState
 

@@ -10,32 +10,17 @@ pass for this one, and a Hello that was delayed for ages leads nowhere.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import ClassVar
-
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Refused
 from kvferry.fingerprint import difference
 from kvferry.ids import Peer, Session
-from kvferry.layout.layout import Layout
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Plan
-from kvferry.plan.reshard import reshard
 from kvferry.protocol.checks import pools_problem
-from kvferry.protocol.endpoint import Endpoint, Identity, Link
-from kvferry.protocol.events import (
-    Barred,
-    Event,
-    MemoryReached,
-    MemoryUnreached,
-    NewLife,
-    Received,
-    Send,
-)
+from kvferry.protocol.events import Barred, MemoryReached, MemoryUnreached, NewLife
+from kvferry.protocol.links import Dependents, Identity, Link, Links, Plans
 from kvferry.protocol.messages import (
-    Body,
     Envelope,
-    Heartbeat,
     Hello,
     RefusalCode,
     Refuse,
@@ -43,110 +28,84 @@ from kvferry.protocol.messages import (
     TransportOffer,
     Welcome,
 )
+from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.outcome import MAX_TEXT, FailureCode
 from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
 from kvferry.protocol.transports import common_transports, none_common
 
 
-class Greeter(Endpoint):
-    """The target's half."""
-
-    exposed: ClassVar[bool] = True
+class TargetLinks(Links):
+    """Links of a target, which greets its sources."""
 
     def __init__(
-        self, identity: Identity, config: ProtocolConfig, pools: PoolMap, staging: Staging
+        self,
+        identity: Identity,
+        config: ProtocolConfig,
+        outbox: Outbox,
+        rooms: Dependents,
+        pools: PoolMap,
+        staging: Staging,
     ) -> None:
-        super().__init__(identity, config)
-        self.pools = pools
-        self.staging = staging
+        super().__init__(identity, config, outbox, rooms)
+        self._pools = pools
+        self._staging = staging
         self._sessions = 0
 
-    def _take(self, event: Event) -> None:
-        match event:
-            case Barred():
-                self._on_barred(event)
-            case NewLife():
-                self._on_new_life(event)
-            case _:
-                super()._take(event)
-
-    def _take_message(self, link: Link, body: Body) -> None:
-        match body:
-            case Welcome():
-                self._on_welcome(link, body)
-            case Refuse():
-                self._on_refuse(link, body)
-            case _:
-                super()._take_message(link, body)
-
-    @abstractmethod
-    def _link_up(self, link: Link) -> None:
-        """A link is up: offer what waited for it."""
-
-    def _make_plan(self, other: Layout) -> Plan:
-        return reshard(other, self.layout)
-
-    def _link_to(self, peer: Peer, plan: Plan) -> Link:
-        """The current link to a peer, or a new one with its Hello under way."""
+    def link_to(self, peer: Peer, plan: Plan) -> Link:
+        """Return the current link to a peer, or a new one with its Hello under way."""
         link = self.current.get(peer)
         if link and link.plan is not plan and link.plan.source != plan.source:
-            self._lose(link, FailureCode.PEER_RESTARTED, f"{peer} has another layout now")
+            self.lose(link, FailureCode.PEER_RESTARTED, f"{peer} has another layout now")
             link = None
         if link is None:
             self._sessions += 1
-            session = Session(self.incarnation, self._sessions)
-            now = self._now
+            session, now = Session(self.identity.incarnation, self._sessions), self._outbox.now
             link = Link(peer, session, LinkState.GREETING, plan, None, now, now, now)
-            self.links[session] = self.current[peer] = link
+            self.by_session[session] = self.current[peer] = link
             self._greet(link)
         return link
 
     def _greet(self, link: Link) -> None:
-        what = self.fingerprint, self.layout, self.pools, self.staging
-        self._say(link, Hello(*what, self.metadata, self.transports))
+        me = self.identity
+        what = me.fingerprint, me.layout, self._pools, self._staging
+        self.say(link, Hello(*what, me.metadata, me.transports))
 
     def _session_unknown(self, link: Link) -> None:
         """Proof: a source forgets a session only when none of its writes is in flight."""
         super()._session_unknown(link)
         if link.state is LinkState.LOST:
-            self._gone(link)
+            self.gone(link)
 
-    def _find(self, envelope: Envelope) -> Link | None:
-        link = self.links.get(envelope.session)
-        if link is None and isinstance(envelope.body, Welcome):
-            link = self._name(envelope)
-        return link
-
-    def _name(self, envelope: Envelope) -> Link | None:
-        """The greeting that a Welcome answers; from now on its session has both halves."""
-        link = self.links.get(envelope.session.greeting)
+    def _named(self, envelope: Envelope) -> Link | None:
+        """A Welcome completes the name of the session that its greeting began."""
+        link = super()._named(envelope)
+        if link is not None or not isinstance(envelope.body, Welcome):
+            return link
+        link = self.by_session.get(envelope.session.greeting)
         if link is None or link.peer != envelope.sender:
             return None
-        del self.links[link.session]
+        del self.by_session[link.session]
         link.session = envelope.session
-        self.links[link.session] = link
+        self.by_session[link.session] = link
         return link
 
-    def _on_welcome(self, link: Link, body: Welcome) -> None:
+    def welcomed(self, link: Link, body: Welcome) -> bool:
+        """Take a source's answer; return whether the link has come up by it."""
         if link.state is not LinkState.GREETING:
-            return
+            return False
         problem = self._misfit(link, body)
         if problem:
-            self._note(link, problem)
-            self._lose(link, FailureCode.REFUSED, f"{problem.code}: {problem.message}")
-            return
+            self.note(link.peer, link.session, problem)
+            self.refused(link, problem)
+            return False
         link.metadata, link.transport = body.metadata, body.transport
         link.state = advance(LINK, link.state, LinkStep.FITS)
         self._connected(link, self._offered(link.transport))
-        before = link.seq_out
-        self._link_up(link)
-        if link.seq_out == before:
-            # The source waits for a first frame with the whole session's name.
-            self._say(link, Heartbeat())
+        return True
 
     def _misfit(self, link: Link, body: Welcome) -> Refuse | None:
-        if body.fingerprint != self.fingerprint:
-            text = difference(body.fingerprint, self.fingerprint)
+        if body.fingerprint != self.identity.fingerprint:
+            text = difference(body.fingerprint, self.identity.fingerprint)
             return Refuse(RefusalCode.FINGERPRINT, text[:MAX_TEXT])
         if body.layout != link.plan.source:
             text = f"{link.peer} has another layout than the one it registered"
@@ -160,131 +119,114 @@ class Greeter(Endpoint):
         return None
 
     def _offered(self, transport: str) -> tuple[TransportOffer, ...]:
-        return tuple(offer for offer in self.transports.held if offer.name == transport)
+        held = self.identity.transports.held
+        return tuple(offer for offer in held if offer.name == transport)
 
-    def _on_refuse(self, link: Link, body: Refuse) -> None:
-        self._lose(link, FailureCode.REFUSED, f"{body.code}: {body.message}")
-
-    def _on_barred(self, event: Barred) -> None:
+    def barred(self, event: Barred) -> None:
+        """Give up a greeting to a source that lets nobody in."""
         link = self.current.get(event.peer)
         if link is not None and link.state is LinkState.GREETING:
-            self._lose(link, FailureCode.REFUSED, event.message)
+            self.lose(link, FailureCode.REFUSED, event.message)
 
-    def _on_new_life(self, event: NewLife) -> None:
+    def new_life(self, event: NewLife) -> None:
         """Whoever had the name before may live for a while, but no new room is meant for it."""
         link = self.current.get(event.peer)
         if link is not None and link.incarnation not in (None, event.incarnation):
-            self._lose(link, FailureCode.PEER_RESTARTED)
+            self.lose(link, FailureCode.PEER_RESTARTED)
 
-    def _tick_link(self, link: Link) -> None:
-        if link.state is not LinkState.GREETING:
-            super()._tick_link(link)
-        elif self._now >= link.begun_at + self.config.handshake_s:
-            self._lose(link, FailureCode.UNREACHABLE, f"{link.peer} does not answer")
-        elif self._now >= link.said_at + self.config.resend_s:
+    def _tick_greeting(self, link: Link) -> None:
+        super()._tick_greeting(link)
+        due = self._outbox.now >= link.said_at + self.config.resend_s
+        if link.state is LinkState.GREETING and due:
             self._greet(link)
 
-    def _link_timer(self, link: Link) -> float:
-        if link.state is not LinkState.GREETING:
-            return super()._link_timer(link)
-        give_up_at = link.begun_at + self.config.handshake_s
-        return min(give_up_at, link.said_at + self.config.resend_s)
+    def _greeting_timer(self, link: Link) -> float:
+        return min(super()._greeting_timer(link), link.said_at + self.config.resend_s)
 
 
-class Welcomer(Endpoint):
-    """The source's half."""
+class SourceLinks(Links):
+    """Links of a source, which answers greetings."""
 
-    exposed: ClassVar[bool] = False
-
-    def __init__(self, identity: Identity, config: ProtocolConfig) -> None:
-        super().__init__(identity, config)
+    def __init__(
+        self, identity: Identity, config: ProtocolConfig, outbox: Outbox, rooms: Dependents
+    ) -> None:
+        super().__init__(identity, config, outbox, rooms)
+        self.plans = Plans(identity.layout, sends=True)
         self._answers = 0
 
-    def _take(self, event: Event) -> None:
-        match event:
-            case MemoryReached():
-                self._on_reached(event)
-            case MemoryUnreached():
-                self._on_unreached(event)
-            case _:
-                super()._take(event)
-
-    def _make_plan(self, other: Layout) -> Plan:
-        return reshard(self.layout, other)
-
-    def _on_received(self, event: Received) -> None:
-        if isinstance(event.envelope.body, Hello):
-            self._on_hello(event.envelope, event.envelope.body)
-        else:
-            super()._on_received(event)
+    def receive(self, envelope: Envelope) -> Link | None:
+        """A Hello is answered here; everything else is for the machine."""
+        if isinstance(envelope.body, Hello):
+            self._on_hello(envelope, envelope.body)
+            return None
+        return super().receive(envelope)
 
     def _on_hello(self, envelope: Envelope, hello: Hello) -> None:
         session = envelope.session
         if session != session.greeting or session.target != envelope.incarnation:
-            self.counts["stale"] += 1
+            self._outbox.counts["stale"] += 1
             return
-        known = (link for link in self.links.values() if link.session.greeting == session)
+        known = (link for link in self.by_session.values() if link.session.greeting == session)
         link = next(known, None)
         if link is None:
             link = self._new_link(envelope, hello)
-        elif link.peer != envelope.sender or not self._in_order(link, envelope):
+        elif link.peer != envelope.sender or not self.in_order(link, envelope):
             return
         if link is not None and link.state is not LinkState.LOST and link.transport:
-            self._welcome(link)
+            self.welcome(link)
 
-    def _welcome(self, link: Link) -> None:
-        what = self.fingerprint, self.layout, link.plan.digest
-        self._say(link, Welcome(*what, self.metadata, link.transport))
+    def welcome(self, link: Link) -> None:
+        """Answer a greeting."""
+        me = self.identity
+        about = me.fingerprint, me.layout, link.plan.digest, me.metadata
+        self.say(link, Welcome(*about, link.transport))
 
-    def _on_reached(self, event: MemoryReached) -> None:
+    def reached(self, event: MemoryReached) -> None:
         """Now it is known that this pair works, and by what."""
-        link = self.links.get(event.session)
+        link = self.by_session.get(event.session)
         if link is not None and link.state is LinkState.GREETING:
             link.transport = event.transport
-            self._welcome(link)
+            self.welcome(link)
 
-    def _on_unreached(self, event: MemoryUnreached) -> None:
-        link = self.links.get(event.session)
+    def unreached(self, event: MemoryUnreached) -> None:
+        """No transport works between this pair: refuse it."""
+        link = self.by_session.get(event.session)
         if link is None or link.state is not LinkState.GREETING:
             return
         assert link.hello is not None
-        known = common_transports(self.transports, link.hello.transports).problems
+        known = common_transports(self.identity.transports, link.hello.transports).problems
         text = none_common((*event.problems, *known))[:MAX_TEXT]
-        self.counts["refused"] += 1
-        refusal = Refuse(RefusalCode.TRANSPORT, text)
-        self._do(Send(link.peer, self._envelope(link.session.greeting, 0, refusal)))
-        self._lose(link, FailureCode.REFUSED, text)
+        self._refuse(link.peer, link.session.greeting, Refuse(RefusalCode.TRANSPORT, text))
+        self.lose(link, FailureCode.REFUSED, text)
+
+    def _refuse(self, peer: Peer, greeting: Session, refusal: Refuse) -> None:
+        self._outbox.counts["refused"] += 1
+        self.note(peer, greeting, refusal)
 
     def _new_link(self, envelope: Envelope, hello: Hello) -> Link | None:
         """A link that counts once the target has answered; a late Hello never does."""
-        peer, asked = envelope.sender, envelope.session
-        refusal = self._refusal(peer, hello)
+        peer, asked, now = envelope.sender, envelope.session, self._outbox.now
+        refusal = self.refusal(peer, hello)
         if refusal:
-            self.counts["refused"] += 1
-            self._do(Send(peer, self._envelope(asked, 0, refusal)))
+            self._refuse(peer, asked, refusal)
             return None
-        for link in [link for link in self.links.values() if link.peer == peer]:
+        for link in [link for link in self.by_session.values() if link.peer == peer]:
             if link.state is LinkState.GREETING:
-                self._lose(link, FailureCode.SESSION_REPLACED)
+                self.lose(link, FailureCode.SESSION_REPLACED)
         self._answers += 1
-        session = Session(asked.target, asked.number, self.incarnation, self._answers)
-        plan, now = self._plan_with(hello.layout), self._now
+        session = Session(asked.target, asked.number, self.identity.incarnation, self._answers)
+        plan = self.plans.plan_with(hello.layout)
         link = Link(
             peer, session, LinkState.GREETING, plan, envelope.incarnation, now, now, now, hello
         )
         link.metadata, link.seq_in = hello.metadata, envelope.seq
-        self.links[session] = link
-        self._connected(link, common_transports(self.transports, hello.transports).offers)
+        self.by_session[session] = link
+        self._connected(link, common_transports(self.identity.transports, hello.transports).offers)
         return link
 
-    def _take_message(self, link: Link, body: Body) -> None:
-        if isinstance(body, Refuse):
-            self._on_refuse(link, body)
-        else:
-            super()._take_message(link, body)
-
-    def _heard_from(self, link: Link) -> None:
-        super()._heard_from(link)
+    def heard(self, link: Link) -> None:
+        """A first frame with the whole session's name confirms the session."""
+        super().heard(link)
         if link.state is LinkState.GREETING:
             self._confirm(link)
 
@@ -293,45 +235,31 @@ class Welcomer(Endpoint):
         old = self.current.get(link.peer)
         if old is not None and old.session.answer > link.session.answer:
             # A delayed frame of a session that the target has replaced since.
-            self._lose(link, FailureCode.SESSION_REPLACED)
+            self.lose(link, FailureCode.SESSION_REPLACED)
             return
         link.state = advance(LINK, link.state, LinkStep.FITS)
         self.current[link.peer] = link
         if old is not None:
             restarted = old.incarnation != link.incarnation
             code = FailureCode.PEER_RESTARTED if restarted else FailureCode.SESSION_REPLACED
-            self._lose(old, code)
+            self.lose(old, code)
 
-    def _on_refuse(self, link: Link, body: Refuse) -> None:
-        self._lose(link, FailureCode.REFUSED, f"{body.code}: {body.message}")
-
-    def _tick_link(self, link: Link) -> None:
-        if link.state is not LinkState.GREETING:
-            super()._tick_link(link)
-        elif self._now >= link.begun_at + self.config.handshake_s:
-            self._lose(link, FailureCode.UNREACHABLE, f"{link.peer} does not answer")
-
-    def _link_timer(self, link: Link) -> float:
-        if link.state is not LinkState.GREETING:
-            return super()._link_timer(link)
-        return link.begun_at + self.config.handshake_s
-
-    def _refusal(self, peer: Peer, hello: Hello) -> Refuse | None:
-        """Why this pair can't work. Everything that can be known is known here."""
-        others = sum(link.peer != peer for link in self.links.values())
+    def refusal(self, peer: Peer, hello: Hello) -> Refuse | None:
+        """Return why this pair can't work. Everything that can be known is known here."""
+        others = sum(link.peer != peer for link in self.by_session.values())
         if others >= self.config.max_peers:
             return Refuse(RefusalCode.TOO_MANY_PEERS, f"{others} peers are connected")
-        if hello.fingerprint != self.fingerprint:
-            text = difference(self.fingerprint, hello.fingerprint)
+        if hello.fingerprint != self.identity.fingerprint:
+            text = difference(self.identity.fingerprint, hello.fingerprint)
             return Refuse(RefusalCode.FINGERPRINT, text[:MAX_TEXT])
         try:
-            self._plan_with(hello.layout)
+            self.plans.plan_with(hello.layout)
         except Refused as refused:
             return Refuse(RefusalCode.LAYOUT, str(refused)[:MAX_TEXT])
         problem = pools_problem(hello.layout, peer.rank, hello.pools)
         if problem:
             return Refuse(RefusalCode.POOLS, problem[:MAX_TEXT])
-        common = common_transports(self.transports, hello.transports)
+        common = common_transports(self.identity.transports, hello.transports)
         if not common.offers:
             return Refuse(RefusalCode.TRANSPORT, none_common(common.problems)[:MAX_TEXT])
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 
 from kvferry.config import ProtocolConfig
@@ -16,12 +17,15 @@ from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
 from kvferry.layout.spec import Slot
 from kvferry.plan.plan import Block, Plan, Request
-from kvferry.protocol.cutting import within
-from kvferry.protocol.endpoint import Link
+from kvferry.protocol.cutting import image_bytes, join_layers, within
 from kvferry.protocol.events import Finish, Push, TransferRequest
+from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Arrived, Credit
-from kvferry.protocol.outcome import Failure
+from kvferry.protocol.outcome import Failure, FailureCode, Status
 from kvferry.protocol.states import LaneState, LinkState, RoomState
+
+# Blocks in one write. More go into the next one.
+MAX_BLOCKS_PER_WRITE = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +111,15 @@ class Lane:
             return min(patience, self.said_at + config.resend_s)
         return inf
 
+    @property
+    def all_layers(self) -> Span:
+        """Every layer of the model."""
+        return Span(0, self.transfer.plan.spec.num_layers)
+
+    def is_news(self, tokens: Span) -> bool:
+        """Whether those tokens were not announced, and something of them was not pushed."""
+        return tokens not in self.expected and self.room.lacks_of(self, tokens)
+
     def expects(self, tokens: Span) -> bool:
         """Whether some of those tokens were announced."""
         return any(len(span.intersect(tokens)) for span in self.expected)
@@ -116,6 +129,36 @@ class Lane:
         for span, count in self.expected.items():
             if len(span.intersect(tokens)):
                 self.expected[span] = max(0, count - num_staged)
+
+    def is_able(self, now: float) -> bool:
+        """Whether the lane may write at all."""
+        running = self.room.state in (RoomState.OPEN, RoomState.FINISHED)
+        return running and self.state is LaneState.SENDING and now >= self.busy_until
+
+    def use_credit(self, now: float) -> Credit:
+        """Take the oldest credit. There must be one."""
+        serial = min(self.credit)
+        self.used.add(serial)
+        self.waiting_since = now
+        return Credit(serial, self.credit.pop(serial))
+
+    def fill(self, count: int) -> tuple[Block, ...]:
+        """Take so many of the fragments that wait for slots, as one."""
+        blocks = [self.staged.popleft() for _ in range(count)]
+        return join_layers(self.transfer.plan.spec, blocks)
+
+    def num_fitting(self, local_slot_bytes: int) -> int:
+        """How many of the fragments that wait fit one slot together. The first always does."""
+        left_bytes = most_bytes = min(self.slot_bytes, local_slot_bytes)
+        about = self.transfer.plan, self.transfer.source, self.peer.rank, self.request
+        for count, block in enumerate(islice(self.staged, MAX_BLOCKS_PER_WRITE)):
+            # Large requests are cut so that each fragment fills a slot: no second look, then.
+            if count and left_bytes < most_bytes // 4:
+                return count
+            left_bytes -= image_bytes(*about, [block])
+            if left_bytes < 0 and count:
+                return count
+        return min(len(self.staged), MAX_BLOCKS_PER_WRITE)
 
     def drop_pending(self) -> None:
         """Forget what has not been submitted."""
@@ -147,6 +190,17 @@ class SourceRoom:
         return self.state not in (RoomState.EARLY, RoomState.WARNED, RoomState.OVER)
 
     @property
+    def status(self) -> Status | None:
+        """Where it stands; None if the engine never opened it or knows that it is over."""
+        if not self.known_to_engine:
+            return None
+        if self.failure:
+            return Status.FAILED
+        if not self.lanes and not self.served:
+            return Status.CONNECTING
+        return Status.MOVING if self.pushes else Status.WAITING
+
+    @property
     def is_quarantined(self) -> bool:
         """Whether it has failed and waits for a write to a lost peer to end."""
         lost = any(lane.link.state is LinkState.LOST for lane in self.lanes.values())
@@ -165,14 +219,23 @@ class SourceRoom:
         """Whether some target that should tell this source of the room has not done so."""
         return self.plan is None or not self.heard.issuperset(self.plan.audience(source))
 
-    def lacks(self, lane: Lane) -> Block | None:
-        """Something owed on the lane that was never pushed."""
-        return next(self._lacking(lane, paged(lane)), None)
+    def unpushed(self) -> Failure | None:
+        """After the finish: a lane that can never close, which must not wait for its deadline."""
+        for lane in self.lanes.values():
+            block = next(self._lacking(lane, paged(lane)), None)
+            if block is not None:
+                text = f"{block!r} was never pushed; pushed were {self.pushed!r}"
+                return Failure.of(FailureCode.NOT_ALL_PUSHED, text)
+        return None
+
+    def expired(self) -> Failure:
+        """Why it ends at its deadline."""
+        text = "not everything was sent" if self.lanes or self.served else "no offer came"
+        return Failure.of(FailureCode.DEADLINE, text)
 
     def lacks_of(self, lane: Lane, tokens: Span) -> bool:
         """Whether some layer of those tokens, as far as the lane owes it, was not pushed."""
-        whole = Span(0, lane.link.plan.spec.num_layers)
-        return any(True for _ in self._lacking(lane, chunk(lane, tokens, whole)))
+        return any(True for _ in self._lacking(lane, chunk(lane, tokens, lane.all_layers)))
 
     def _lacking(self, lane: Lane, blocks: Iterable[Block]) -> Iterator[Block]:
         spec = lane.link.plan.spec
@@ -197,6 +260,18 @@ class Writing:
     def is_ahead(self) -> bool:
         """Whether it was gathered, and has never had a credit."""
         return self.local_slot is not None and self.credit is None
+
+    def record(self) -> None:
+        """It is in the target's memory: remember it for a Close, or for a note said again."""
+        if self.credit is None:
+            self.lane.written.extend(self.blocks)
+        else:
+            self.lane.notes[self.credit.serial] = self.note()
+
+    def note(self) -> Arrived:
+        """Return what its target is told once the data is there."""
+        serial = self.credit.serial if self.credit else None
+        return Arrived(self.lane.room.name, self.lane.generation, self.blocks, serial)
 
 
 def paged(lane: Lane) -> list[Block]:

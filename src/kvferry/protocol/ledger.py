@@ -10,13 +10,16 @@ numbers in the model, so that neighbours are neighbours whatever lies between.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
 from kvferry.layout.spec import Group
 from kvferry.plan.plan import Block, Plan, Request
+from kvferry.protocol.checks import close_problem
+from kvferry.protocol.messages import Close
+from kvferry.protocol.outcome import Failure
 
 
 @dataclass(slots=True, eq=False)
@@ -47,9 +50,15 @@ class Debt:
 
 
 class Ledger:
-    """What each source owes one target in one room, and what of it has come."""
+    """What each source owes one target in one room, and what of it has come.
 
-    def __init__(self, plan: Plan, target: int, request: Request) -> None:
+    ``contacts`` are the sources that must close the room, whether they owe something or not.
+    """
+
+    def __init__(self, plan: Plan, target: int, request: Request, digest: bytes = b"") -> None:
+        self._num_tokens = request.num_tokens
+        self._digest = digest
+        self._unclosed = set(plan.contacts(target))
         self._debts: dict[tuple[int, str], Debt] = {}
         for source in plan.sources_of(target):
             for block in plan.blocks(source, target, request):
@@ -61,8 +70,21 @@ class Ledger:
 
     @property
     def complete(self) -> bool:
+        """Whether every source has closed and everything has arrived."""
+        return not self._unclosed and self.covered
+
+    @property
+    def covered(self) -> bool:
         """Whether everything has arrived."""
         return not self._open
+
+    def problem(self, close: Close) -> Failure | None:
+        """Return why what a source says it computed is not what was asked for."""
+        return close_problem(close, self._num_tokens, self._digest)
+
+    def close(self, source: int) -> None:
+        """Record that a source has written everything it owes."""
+        self._unclosed.discard(source)
 
     def owes(self, source: int, block: Block) -> bool:
         """Whether the whole block is something that the source owes here."""
@@ -80,6 +102,11 @@ class Ledger:
         if debt.complete:
             self._open.discard(key)
         self.begun = True
+
+    def add_all(self, source: int, blocks: Iterable[Block]) -> None:
+        """Record that blocks are in the target's pages."""
+        for block in blocks:
+            self.add(source, block)
 
     def missing(self, source: int) -> int:
         """How many layers, over all groups, still lack something from that source."""
@@ -101,6 +128,11 @@ class Ledger:
                     debt.block(places, gap) for places, gaps in debt.lacking() for gap in gaps.spans
                 ]
         return blocks
+
+    def check(self) -> None:
+        """A debt is open as long as something of it is missing."""
+        for key, debt in self._debts.items():
+            assert (key in self._open) is not debt.complete, key
 
     def __repr__(self) -> str:
         sources = {source for source, _ in self._debts}

@@ -1,79 +1,74 @@
-"""Local slots of a source, and what each of its writes takes: fragments, a credit, a number."""
+"""Local staging slots of a source, and the writes that are in flight."""
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterator
 
-from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, SlotIndex
-from kvferry.plan.plan import Block
-from kvferry.protocol.cutting import image_bytes, join_layers
-from kvferry.protocol.endpoint import Identity
-from kvferry.protocol.handshake import Welcomer
-from kvferry.protocol.lanes import Lane, Writing
-from kvferry.protocol.messages import Arrived, Credit, Envelope
-from kvferry.protocol.states import LaneState, RoomState
-
-# Blocks in one write. More go into the next one.
-MAX_BLOCKS_PER_WRITE = 256
+from kvferry.protocol.lanes import Writing
 
 
-class SlotFiller(Welcomer):
-    """The part of a source machine that has its slots, and the writes that are under way."""
+class LocalSlots:
+    """Free local slots, as a stack: the slot used last is the one still in a cache."""
 
-    def __init__(self, identity: Identity, config: ProtocolConfig) -> None:
-        super().__init__(identity, config)
-        self.writing: dict[Op, Writing] = {}
-        # A stack: the slot that was used last is the one that is still in a cache.
-        self.local_slots = [SlotIndex(i) for i in reversed(range(config.local_slots))]
-        # Ordered sets: lanes that may have something to write, and those that this step has
-        # changed.
-        self._ready: dict[Lane, None] = {}
-        self._touched: dict[Lane, None] = {}
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._free = [SlotIndex(i) for i in reversed(range(num_slots))]
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def __iter__(self) -> Iterator[SlotIndex]:
+        return iter(self._free)
+
+    def take(self) -> SlotIndex:
+        """Take a slot. There must be one."""
+        return self._free.pop()
+
+    def free(self, slot: SlotIndex) -> None:
+        """Give a slot back: nothing reads or fills it any more."""
+        self._free.append(slot)
+
+    def check(self, in_use: list[SlotIndex]) -> None:
+        """Every slot is free or in use, once."""
+        everywhere = sorted([*self._free, *in_use])
+        assert everywhere == list(range(self._num_slots)), "a local slot is lost or used twice"
+
+
+class InFlight:
+    """Writes that may read local memory, by number."""
+
+    def __init__(self) -> None:
+        self.writes: dict[Op, Writing] = {}
         self._ops = 0
 
-    def _wake(self, lane: Lane) -> None:
-        """Something changed for the lane: look at it when the step is over."""
-        self._ready[lane] = None
-        self._touched[lane] = None
+    def __len__(self) -> int:
+        return len(self.writes)
 
-    def _is_able(self, lane: Lane) -> bool:
-        running = lane.room.state in (RoomState.OPEN, RoomState.FINISHED)
-        return running and lane.state is LaneState.SENDING and self._now >= lane.busy_until
-
-    def _use_credit(self, lane: Lane) -> Credit:
-        serial = min(lane.credit)
-        lane.used.add(serial)
-        lane.waiting_since = self._now
-        return Credit(serial, lane.credit.pop(serial))
-
-    def _fill_slot(self, lane: Lane, count: int) -> tuple[Block, ...]:
-        """So many of the fragments that wait, as one."""
-        blocks = [lane.staged.popleft() for _ in range(count)]
-        return join_layers(lane.link.plan.spec, blocks)
-
-    def _num_fitting(self, lane: Lane) -> int:
-        """How many of the fragments that wait fit one slot together. The first always does."""
-        left_bytes = most_bytes = min(lane.slot_bytes, self.config.local_slot_bytes)
-        about = lane.link.plan, self.me.rank, lane.peer.rank, lane.request
-        for count, block in enumerate(islice(lane.staged, MAX_BLOCKS_PER_WRITE)):
-            # Large requests are cut so that each fragment fills a slot: no second look, then.
-            if count and left_bytes < most_bytes // 4:
-                return count
-            left_bytes -= image_bytes(*about, [block])
-            if left_bytes < 0 and count:
-                return count
-        return min(len(lane.staged), MAX_BLOCKS_PER_WRITE)
-
-    def _begin(self, write: Writing) -> Op:
+    def begin(self, write: Writing) -> Op:
+        """Give a write its number."""
         self._ops += 1
         op = Op(self._ops)
         write.lane.inflight.add(op)
-        self.writing[op] = write
+        self.writes[op] = write
         return op
 
-    def _note_of(self, write: Writing) -> Envelope:
-        lane, credit = write.lane, write.credit
-        about = lane.room.name, lane.generation, write.blocks
-        arrived = Arrived(*about, credit.serial if credit else None)
-        return self._envelope(lane.link.session, 0, arrived)
+    def end(self, op: Op) -> Writing | None:
+        """A write reads our memory no longer; None if that was known already."""
+        write = self.writes.pop(op, None)
+        if write is not None:
+            write.lane.inflight.discard(op)
+            if op in write.lane.held:
+                write.lane.held.remove(op)
+        return write
+
+    def slots(self) -> list[SlotIndex]:
+        """Return the local slots that writes in flight use."""
+        used = (write.local_slot for write in self.writes.values())
+        return [slot for slot in used if slot is not None]
+
+    def check(self) -> None:
+        """Every write is in flight on its own lane, and what is held was never granted."""
+        for op, write in self.writes.items():
+            assert op in write.lane.inflight, op
+            assert write.is_ahead or op not in write.lane.held, op

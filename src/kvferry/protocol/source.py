@@ -1,54 +1,62 @@
 """The source machine: writes what it owes, and lets go of pages when that is proven.
 
-A push becomes blocks for every target that has made an offer. Blocks that are
-to be staged wait for a credit; if none comes in time they are written
-directly, because staging is only ever an optimisation. Close is sent when the
+A push becomes blocks for every target that has made an offer. How they travel is asked for by
+an action. Blocks that are to be staged wait for a credit; if none comes in time they are
+written directly, because staging is only ever an optimisation. Close is sent when the
 engine has finished and every write has ended. A room that fails stops at once;
 its pages are released when the last write that reads them has ended.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
 from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse
 from kvferry.ids import Room
+from kvferry.layout.intervals import Span
 from kvferry.plan.plan import Block
-from kvferry.protocol.admission import Admission
-from kvferry.protocol.cutting import merge
-from kvferry.protocol.endpoint import Identity, Link
+from kvferry.protocol.admission import SourceAdmission
+from kvferry.protocol.ahead import EarlyGather
+from kvferry.protocol.closing import Lanes
+from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Cancel,
     Chosen,
     Event,
+    Fate,
     Finish,
+    MemoryReached,
+    MemoryUnreached,
     Open,
     Prepare,
     Push,
     Release,
     Report,
+    SendFailed,
+    Sent,
     TransferRequest,
 )
+from kvferry.protocol.handshake import SourceLinks
 from kvferry.protocol.lanes import Lane, SourceRoom
+from kvferry.protocol.links import Identity, Link
 from kvferry.protocol.messages import (
-    MAX_BLOCKS,
     MAX_METADATA,
     Abort,
     Accept,
-    Arrived,
     Body,
-    Close,
     Complete,
-    Drained,
     Grant,
     Nudge,
     Offer,
+    Refuse,
     RoomMessage,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
+from kvferry.protocol.slots import InFlight, LocalSlots
 from kvferry.protocol.states import (
     LANE,
     SOURCE_ROOM,
@@ -59,24 +67,50 @@ from kvferry.protocol.states import (
     RoomStep,
     advance,
 )
-from kvferry.protocol.writes import Writer
+from kvferry.protocol.writes import WriteQueue
 
 
-class SourceMachine(Writer):
+@dataclass(frozen=True, kw_only=True)
+class SourceParts:
+    """What a source machine is made of. Tests put broken parts in."""
+
+    links: type[SourceLinks] = SourceLinks
+    admission: type[SourceAdmission] = SourceAdmission
+    lanes: type[Lanes] = Lanes
+    slots: type[LocalSlots] = LocalSlots
+    gather: type[EarlyGather] = EarlyGather
+    writes: type[WriteQueue] = WriteQueue
+
+
+PARTS = SourceParts()
+
+
+class SourceMachine(Endpoint):
     """Every room of one source rank."""
 
-    def __init__(self, identity: Identity, config: ProtocolConfig) -> None:
+    exposed: ClassVar[bool] = False
+
+    def __init__(
+        self, identity: Identity, config: ProtocolConfig, parts: SourceParts = PARTS
+    ) -> None:
         super().__init__(identity, config)
         self.rooms: dict[Room, SourceRoom] = {}
-        self._admission = Admission(self.rooms, config)
-        self._warned: deque[SourceRoom] = deque()
+        self.peers: SourceLinks = parts.links(identity, config, self.outbox, self)
+        self.admission = parts.admission(self.me.rank, self.rooms, config)
+        self.lanes = parts.lanes(self.rooms, self.peers, self.outbox)
+        self.local_slots = parts.slots(config.local_slots)
+        self.inflight = InFlight()
+        shared = config, self.peers, self.outbox, self.local_slots, self.inflight
+        self.writes = parts.writes(*shared, parts.gather(*shared))
 
-    def _take(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         match event:
             case Push():
                 self._on_push(event)
             case Chosen():
-                self._on_chosen(event)
+                self.writes.chosen(event)
+            case Sent() | SendFailed():
+                self._on_write_ended(event)
             case Open():
                 self._on_open(event)
             case Finish():
@@ -85,36 +119,38 @@ class SourceMachine(Writer):
                 self._on_prepare(event)
             case Cancel():
                 self._on_cancel(event)
+            case MemoryReached():
+                self.peers.reached(event)
+            case MemoryUnreached():
+                self.peers.unreached(event)
             case _:
-                super()._take(event)
+                super()._on_event(event)
 
-    def _take_message(self, link: Link, body: Body) -> None:
+    def _on_message(self, link: Link, body: Body) -> None:
         match body:
             case Offer():
                 self._on_offer(link, body)
             case Grant():
-                self._on_grant(link, body)
+                lane = self.lanes.find(link, body)
+                if lane is not None:
+                    self.writes.grant(lane, body.credits)
             case Complete():
                 self._on_complete(link, body)
             case Nudge():
-                self._on_nudge(link, body)
+                self.lanes.nudged(link, body)
             case Abort():
                 self._on_abort(link, body)
+            case Refuse():
+                self.peers.refused(link, body)
             case _:
-                super()._take_message(link, body)
+                super()._on_message(link, body)
 
     # ------------------------------------------------------------ what a caller sees
 
     def status(self, name: Room) -> Status | None:
         """Where a room stands; None if it has ended or the engine never opened it."""
         room = self.rooms.get(name)
-        if room is None or not room.known_to_engine:
-            return None
-        if room.failure:
-            return Status.FAILED
-        if not room.lanes and not room.served:
-            return Status.CONNECTING
-        return Status.MOVING if room.pushes else Status.WAITING
+        return room.status if room else None
 
     @property
     def num_quarantined(self) -> int:
@@ -129,7 +165,7 @@ class SourceMachine(Writer):
         room = self.rooms.get(event.room)
         if room and room.known_to_engine:
             raise Misuse(f"room {event.room!r} is open already; use another id")
-        failure = self._admission.of_room(event, self._now, self.num_quarantined)
+        failure = self.admission.of_room(event, self.outbox.now, self.num_quarantined)
         if room is None or room.state is RoomState.OVER:
             room = SourceRoom(event.room, RoomState.OPEN, event.deadline)
             self.rooms[event.room] = room
@@ -138,7 +174,7 @@ class SourceMachine(Writer):
             room.deadline = event.deadline
         if room.state is RoomState.FAILING:
             assert room.failure is not None
-            self._do(Report(room.name, room.failure))
+            self.outbox.do(Report(room.name, room.failure))
             self._drain(room)
         elif failure:
             self._fail(room, failure)
@@ -157,13 +193,14 @@ class SourceMachine(Writer):
     def _on_prepare(self, event: Prepare) -> None:
         room = self._running(event.room, "prepare")
         for lane in room.lanes.values() if room else ():
-            self._expect(lane, event)
+            self.writes.prepare(lane, event)
 
     def _on_push(self, event: Push) -> None:
         room = self._running(event.room, "push")
         if room is None:
             return
-        layers = self._layers_of(event)
+        whole = Span(0, self.layout.spec.num_layers)
+        layers = whole if event.layers is None else event.layers
         if room.pushed.overlaps(layers, event.tokens):
             which = f"the tokens {event.tokens} of layers {layers}"
             raise Misuse(f"room {event.room!r} has had some of {which} pushed")
@@ -174,7 +211,7 @@ class SourceMachine(Writer):
         if event.states:
             room.rows.add(layers)
         for lane in room.lanes.values():
-            self._send(lane, event)
+            self.writes.push(lane, event)
 
     def _on_finish(self, event: Finish) -> None:
         if len(event.metadata) > MAX_METADATA:
@@ -187,8 +224,10 @@ class SourceMachine(Writer):
         room.state = advance(SOURCE_ROOM, room.state, RoomStep.FINISH)
         room.finish = event
         for lane in list(room.lanes.values()):
-            self._send_rest(lane, event)
-        self._demand_all_pushed(room)
+            self.writes.push_rest(lane, event)
+        problem = room.unpushed()
+        if problem:
+            self._fail(room, problem)
 
     def _on_cancel(self, event: Cancel) -> None:
         room = self.rooms.get(event.room)
@@ -196,45 +235,21 @@ class SourceMachine(Writer):
             given_up = Failure.of(FailureCode.ABORTED, "given up at prefill")
             self._fail(room, event.failure or given_up)
 
-    def _demand_all_pushed(self, room: SourceRoom) -> None:
-        """A lane that could never close must fail now and not at its deadline."""
-        for lane in room.lanes.values() if room.finish else ():
-            block = room.lacks(lane)
-            if block is not None:
-                text = f"{block!r} was never pushed; pushed were {room.pushed!r}"
-                self._fail(room, Failure.of(FailureCode.NOT_ALL_PUSHED, text))
-                return
-
-    # ------------------------------------------------------------ offers
+    # ------------------------------------------------------------ from targets
 
     def _on_offer(self, link: Link, offer: Offer) -> None:
         room = self.rooms.get(offer.room)
-        lane = room.lanes.get(link.peer.rank) if room else None
-        if lane and lane.link is link and lane.generation == offer.generation:
-            self._say(link, Accept(offer.room, offer.generation))
+        if self.lanes.find(link, offer):
+            self.peers.say(link, Accept(offer.room, offer.generation))
             return
         owed = link.plan.blocks(self.me.rank, link.peer.rank, offer.request)
-        failure = self._admission.of_offer(link, room, offer, owed)
+        failure = self.admission.of_offer(link, room, offer, owed)
         if failure:
             if room is not None:
-                self._hear_after_end(room, link)
-            self._say_drained(link, offer, failure)
+                self.admission.hear_after_end(room, link)
+            self.lanes.drained(link, offer, failure)
             return
-        room = self._room_for(offer, room)
-        self._add_lane(room, link, offer, owed)
-
-    def _room_for(self, offer: Offer, room: SourceRoom | None) -> SourceRoom:
-        if room is None:
-            deadline = self._now + min(offer.remaining_s, self.config.early_s)
-            room = SourceRoom(offer.room, RoomState.EARLY, deadline)
-            self.rooms[offer.room] = room
-        else:
-            room.state = advance(SOURCE_ROOM, room.state, RoomStep.OFFER)
-        if room.state is RoomState.EARLY and room.failure:
-            # Taken back before, and offered again: another attempt, from the start.
-            room.failure, room.plan, room.instance = None, None, None
-            room.heard.clear()
-        return room
+        self._add_lane(self.admission.room_for(offer, self.outbox.now), link, offer, owed)
 
     def _add_lane(
         self, room: SourceRoom, link: Link, offer: Offer, owed: tuple[Block, ...]
@@ -249,68 +264,20 @@ class SourceMachine(Writer):
             offer.request,
             offer.tables,
         )
-        lane = Lane(room, link, transfer, owed, self._now)
+        lane = Lane(room, link, transfer, owed, self.outbox.now)
         room.lanes[link.peer.rank] = lane
         room.hear(link)
-        self._say(link, Accept(offer.room, offer.generation))
+        self.peers.say(link, Accept(offer.room, offer.generation))
         for push in room.pushes:
-            self._send(lane, push)
+            self.writes.push(lane, push)
         if room.finish:
-            self._send_rest(lane, room.finish)
-            self._demand_all_pushed(room)
-
-    # ------------------------------------------------------------ closing
-
-    def _close_if_sent(self, lane: Lane) -> None:
-        room = lane.room
-        if room.finish and lane.idle and lane.state is LaneState.SENDING and not room.failure:
-            lane.state = advance(LANE, lane.state, LaneStep.CLOSE)
-            self._say_close(lane)
-
-    def _say_close(self, lane: Lane) -> None:
-        finish = lane.room.finish
-        assert finish is not None
-        written = merge(lane.link.plan.spec, lane.written)
-        named, rest = written[:MAX_BLOCKS], written[MAX_BLOCKS:]
-        for at in range(0, len(rest), MAX_BLOCKS):
-            some = rest[at : at + MAX_BLOCKS]
-            self._note(lane.link, Arrived(lane.room.name, lane.generation, some))
-        metadata = finish.metadata if self.me.rank == self.layout.lead else None
-        lane.said_at = self._now
-        about = lane.room.name, lane.generation, finish.num_tokens
-        self._say(lane.link, Close(*about, named, metadata, finish.digest))
-
-    def _lane(self, link: Link, body: RoomMessage) -> Lane | None:
-        room = self.rooms.get(body.room)
-        lane = room.lanes.get(link.peer.rank) if room else None
-        if lane is None or lane.link is not link or lane.generation != body.generation:
-            return None
-        return lane
-
-    def _on_grant(self, link: Link, body: Grant) -> None:
-        lane = self._lane(link, body)
-        if lane is None:
-            return
-        for credit in body.credits:
-            if credit.serial not in lane.used:
-                lane.credit[credit.serial] = credit.slot
-        self._wake(lane)
-
-    def _on_nudge(self, link: Link, body: Nudge) -> None:
-        lane = self._lane(link, body)
-        if lane is None:
-            text = f"room {body.room!r} is not known here"
-            failure = Failure.of(FailureCode.UNKNOWN_ROOM, text)
-            self._say_drained(link, body, failure)
-            return
-        for serial in body.serials:
-            if serial in lane.notes:
-                self._note(link, lane.notes[serial])
-        if lane.state is LaneState.CLOSED:
-            self._say_close(lane)
+            self.writes.push_rest(lane, room.finish)
+            problem = room.unpushed()
+            if problem:
+                self._fail(room, problem)
 
     def _on_complete(self, link: Link, body: Complete) -> None:
-        lane = self._lane(link, body)
+        lane = self.lanes.find(link, body)
         if lane is None or lane.state is not LaneState.CLOSED:
             return
         room = lane.room
@@ -319,54 +286,54 @@ class SourceMachine(Writer):
         assert room.plan is not None
         if room.served.issuperset(room.plan.audience(self.me.rank)):
             del self.rooms[room.name]
-            self._do(Report(room.name, Done()))
-            self._do(Release(room.name))
-
-    # ------------------------------------------------------------ failing
+            self.outbox.do(Report(room.name, Done()))
+            self.outbox.do(Release(room.name))
 
     def _on_abort(self, link: Link, body: Abort) -> None:
-        lane = self._lane(link, body)
-        room = self.rooms.get(body.room)
+        lane, room = self.lanes.find(link, body), self.rooms.get(body.room)
         if lane is not None:
             self._fail(lane.room, body.failure)
             return
         if room is not None and room.awaits(link.peer):
             # Its offer was lost, or it made none, so the room can never be served.
             self._fail(room, body.failure)
-            self._hear_after_end(room, link)
+            self.admission.hear_after_end(room, link)
         elif room is None and not body.accepted:
-            self._warn(link, body)
-        self._say_drained(link, body, body.failure)
+            self.admission.warn(link, body, self.outbox.now)
+        self.lanes.drained(link, body, body.failure)
 
-    def _hear_after_end(self, room: SourceRoom, link: Link) -> None:
-        """Count a target that speaks of a failed room; forget the room after the last of them."""
-        if room.failure is not None and room.awaits(link.peer):
-            room.hear(link)
-            if room.state is RoomState.OVER and not room.awaits_offers(self.me.rank):
-                del self.rooms[room.name]
+    # ------------------------------------------------------------ from the transport
 
-    def _say_drained(self, link: Link, body: RoomMessage, failure: Failure) -> None:
-        link.remember_drained(body.room, body.generation, self._now)
-        self._say(link, Drained(body.room, body.generation, failure, link.seq_in))
-
-    def _warn(self, link: Link, body: Abort) -> None:
-        """Remember for a while that the room was given up before it was opened here."""
-        if (body.room, body.generation) in link.drained:
-            # Said again before our answer came: the room has been here, and is over.
+    def _on_write_ended(self, event: Sent | SendFailed) -> None:
+        fate = event.fate if isinstance(event, SendFailed) else None
+        if fate is Fate.UNKNOWN:
+            # It may go on. Only the end of the connection proves that it does not.
+            doubted = self.inflight.writes.get(event.op)
+            if doubted:
+                text = f"the fate of a write to {doubted.lane.peer} is unknown"
+                self._fail(doubted.lane.room, Failure.of(FailureCode.TRANSPORT, text))
+                self.peers.lose(doubted.lane.link, FailureCode.TRANSPORT, text)
             return
-        deadline = self._now + self.config.early_s
-        room = SourceRoom(body.room, RoomState.WARNED, deadline, failure=body.failure)
-        room.hear(link)
-        self.rooms[body.room] = room
-        self._bound_warned(room)
+        write = self.writes.end(event.op)
+        if write is None:
+            return
+        if fate is None:
+            write.record()
+        elif fate is Fate.BUSY:
+            self.writes.retry(write)
+        else:
+            text = f"a write to {write.lane.peer} failed"
+            self._fail(write.lane.room, Failure.of(FailureCode.TRANSPORT, text))
+        self._drain(write.lane.room)
 
-    def _bound_warned(self, room: SourceRoom) -> None:
-        """Of too many rooms that were given up early, forget the oldest: they have a deadline."""
-        self._warned.append(room)
-        while len(self._warned) > self.config.max_early_rooms:
-            oldest = self._warned.popleft()
-            if oldest.state is RoomState.WARNED and self.rooms.get(oldest.name) is oldest:
-                del self.rooms[oldest.name]
+    def _settle(self) -> None:
+        """Start writes, and close the lanes whose writes have all ended."""
+        for lane in self.writes.settle():
+            room, sending = lane.room, lane.state is LaneState.SENDING
+            if room.finish and sending and not room.failure and self.writes.is_sent(lane):
+                self.lanes.close(lane)
+
+    # ------------------------------------------------------------ failing
 
     def _fail(self, room: SourceRoom, failure: Failure) -> None:
         """Report, tell every target, and stop; writes in flight end on their own."""
@@ -374,17 +341,15 @@ class SourceMachine(Writer):
             return
         room.failure = failure
         if room.known_to_engine:
-            self._do(Report(room.name, failure))
+            self.outbox.do(Report(room.name, failure))
         room.state = advance(SOURCE_ROOM, room.state, RoomStep.FAIL)
         if room.state is RoomState.WARNED:
-            self._bound_warned(room)
+            self.admission.bound_warned(room)
         for lane in room.lanes.values():
             lane.state = advance(LANE, lane.state, LaneStep.FAIL)
-            self._drop_questions(lane)
-            lane.drop_pending()
-            self._discard_held(lane)
+            self.writes.drop(lane)
             if lane.inflight and lane.link.state is LinkState.UP:
-                self._say(lane.link, Abort(room.name, lane.generation, failure))
+                self.peers.say(lane.link, Abort(room.name, lane.generation, failure))
         self._drain(room)
 
     def _drain(self, room: SourceRoom) -> None:
@@ -392,82 +357,60 @@ class SourceMachine(Writer):
         if room.failure is None:
             return
         for rank, lane in list(room.lanes.items()):
-            if not lane.inflight:
+            if not self.writes.reads(lane):
                 del room.lanes[rank]
                 gone = RoomMessage(room.name, lane.generation)
-                self._say_drained(lane.link, gone, room.failure)
-                self._drop_if_unneeded(lane.link)
+                self.lanes.drained(lane.link, gone, room.failure)
+                self.peers.drop_if_unneeded(lane.link)
         ended = room.state is RoomState.FAILING and not room.lanes
         if ended and self.rooms.get(room.name) is room:
-            self._do(Release(room.name))
-            self._bury(room)
+            self.outbox.do(Release(room.name))
+            self.admission.bury(room, self.outbox.now)
 
-    def _bury(self, room: SourceRoom) -> None:
-        """Forget a failed room, but not before late offers for it can be refused."""
-        few = self._admission.count(RoomState.OVER) < self.config.max_early_rooms
-        if few and room.awaits_offers(self.me.rank):
-            room.state = advance(SOURCE_ROOM, room.state, RoomStep.DRAIN)
-            room.deadline = self._now + self.config.early_s
-        else:
-            del self.rooms[room.name]
-
-    def _lanes_of(self, link: Link) -> Iterator[Lane]:
-        for room in list(self.rooms.values()):
-            for lane in list(room.lanes.values()):
-                if lane.link is link:
-                    yield lane
-
-    def _link_lost(self, link: Link, failure: Failure) -> None:
-        for lane in self._lanes_of(link):
+    def link_lost(self, link: Link, failure: Failure) -> None:
+        """Fail the rooms that a lost target takes part in."""
+        for lane in self.lanes.of(link):
             self._fail(lane.room, failure)
 
-    def _link_gone(self, link: Link) -> None:
-        for op, write in list(self.writing.items()):
+    def link_gone(self, link: Link) -> None:
+        """Nothing of that session is in flight any more."""
+        for op, write in list(self.inflight.writes.items()):
             if write.lane.link is link:
-                self._end_write(op)
+                self.writes.end(op)
                 self._drain(write.lane.room)
 
-    def _link_needed(self, link: Link) -> bool:
-        return any(True for _ in self._lanes_of(link))
+    def link_needed(self, link: Link) -> bool:
+        """Whether a write on that link has not ended."""
+        return any(True for _ in self.lanes.of(link))
 
     # ------------------------------------------------------------ time
 
-    def _tick_rooms(self) -> None:
+    def _on_tick(self) -> None:
+        now = self.outbox.now
         for room in list(self.rooms.values()):
-            if self._now >= room.deadline and room.state is not RoomState.FAILING:
-                self._expire(room)
+            if now >= room.deadline and room.state is not RoomState.FAILING:
+                early = not room.known_to_engine
+                self._fail(room, room.expired())
+                if early:
+                    self.rooms.pop(room.name, None)
             for lane in room.lanes.values():
-                if self._now >= lane.repeat_at(self.config):
-                    self._repeat(lane)
+                if now < lane.repeat_at(self.config):
+                    continue
+                if lane.state is LaneState.CLOSED:
+                    self.lanes.repeat_close(lane)
+                else:
+                    self.writes.repeat(lane)
 
-    def _expire(self, room: SourceRoom) -> None:
-        text = "no offer came" if not room.lanes and not room.served else "not everything was sent"
-        early = not room.known_to_engine
-        self._fail(room, Failure.of(FailureCode.DEADLINE, text))
-        if early:
-            self.rooms.pop(room.name, None)
-
-    def _repeat(self, lane: Lane) -> None:
-        """Say again what may have been lost, or stop waiting for credits."""
-        if lane.state is LaneState.CLOSED:
-            self._say_close(lane)
-            return
-        if lane.busy_until and self._now >= lane.busy_until:
-            lane.busy_until = 0.0
-            self._wake(lane)
-        impatient = self._now >= lane.waiting_since + self.config.credit_patience_s
-        if lane.awaits_credit and impatient:
-            self.counts["impatient"] += len(lane.staged) + len(lane.held)
-            lane.direct.extend(lane.staged)
-            lane.staged.clear()
-            self._discard_held(lane)
-            self._wake(lane)
-        elif lane.awaits_credit and self._now >= lane.said_at + self.config.resend_s:
-            self._want(lane)
-
-    def _room_timers(self) -> Iterable[float]:
+    def _timers(self) -> Iterable[float]:
         for room in self.rooms.values():
             if room.state is not RoomState.FAILING:
                 yield room.deadline
             for lane in room.lanes.values():
                 yield lane.repeat_at(self.config)
+
+    def check(self) -> None:
+        """What must hold of every part after a step."""
+        self.peers.check()
+        self.admission.check()
+        self.lanes.check()
+        self.writes.check()

@@ -7,39 +7,38 @@ released when every leg is quiet and every scatter has ended, and not before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
 from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse, Refused
-from kvferry.fingerprint import difference
-from kvferry.ids import Generation, Op, Peer, Room, SlotIndex
+from kvferry.ids import Generation, Op, Peer, Room
 from kvferry.plan.places import PoolMap
-from kvferry.plan.plan import Block
-from kvferry.protocol.checks import close_problem
+from kvferry.protocol.admission import TargetAdmission
 from kvferry.protocol.credits import CreditBook
-from kvferry.protocol.cutting import image_bytes
 from kvferry.protocol.declines import Declined, Declines
-from kvferry.protocol.endpoint import Identity, Link
+from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
+    Barred,
     Cancel,
     Decline,
     Event,
+    NewLife,
     Receive,
     Release,
     Report,
-    Scatter,
     Scattered,
 )
-from kvferry.protocol.handshake import Greeter
+from kvferry.protocol.handshake import TargetLinks
 from kvferry.protocol.ledger import Ledger
-from kvferry.protocol.legs import Leg, Scattering, TargetRoom
+from kvferry.protocol.legs import Leg, Legs, Scatters, TargetRoom
+from kvferry.protocol.links import Identity, Link, Plans
 from kvferry.protocol.messages import (
     MAX_CREDITS,
     MAX_PAGES,
-    MAX_REMAINING_S,
     MAX_TABLES,
-    MIN_REMAINING_S,
     Abort,
     Accept,
     Arrived,
@@ -49,104 +48,136 @@ from kvferry.protocol.messages import (
     Credit,
     Drained,
     Grant,
-    Nudge,
-    Offer,
-    RoomMessage,
+    Heartbeat,
+    Refuse,
     Staging,
     Want,
+    Welcome,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
-from kvferry.protocol.states import LEG, LegState, LegStep, LinkState, advance
+from kvferry.protocol.states import LegState, LegStep, LinkState
 
 
-class TargetMachine(Greeter):
+@dataclass(frozen=True, kw_only=True)
+class TargetParts:
+    """What a target machine is made of. Tests put broken parts in."""
+
+    links: type[TargetLinks] = TargetLinks
+    admission: type[TargetAdmission] = TargetAdmission
+    legs: type[Legs] = Legs
+    ledger: type[Ledger] = Ledger
+    credits: type[CreditBook] = CreditBook
+    scatters: type[Scatters] = Scatters
+    declines: type[Declines] = Declines
+
+
+PARTS = TargetParts()
+
+
+class TargetMachine(Endpoint):
     """Every room of one target rank."""
 
-    def __init__(
-        self, identity: Identity, config: ProtocolConfig, pools: PoolMap, staging: Staging
-    ) -> None:
-        super().__init__(identity, config, pools, staging)
-        self.rooms: dict[Room, TargetRoom] = {}
-        self.scattering: dict[Op, Scattering] = {}
-        self.credits = CreditBook(staging.num_slots, config.credits_per_source)
-        self.declines = Declines(config.max_early_rooms)
-        self._generations = 0
-        self._ops = 0
+    exposed: ClassVar[bool] = True
 
-    def _take(self, event: Event) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        config: ProtocolConfig,
+        pools: PoolMap,
+        staging: Staging,
+        parts: TargetParts = PARTS,
+    ) -> None:
+        super().__init__(identity, config)
+        self.rooms: dict[Room, TargetRoom] = {}
+        self.staging = staging
+        self.peers: TargetLinks = parts.links(identity, config, self.outbox, self, pools, staging)
+        self.plans = Plans(identity.layout, sends=False)
+        self.admission = parts.admission(self.rooms, self.plans, identity, config)
+        self.legs = parts.legs(self.rooms, self.peers, self.outbox)
+        self.credits = parts.credits(staging.num_slots, config.credits_per_source)
+        self.scatters = parts.scatters(self.outbox)
+        self.declines = parts.declines(config.max_early_rooms)
+        self._new_ledger = parts.ledger
+        self._generations = 0
+
+    def _on_event(self, event: Event) -> None:
         match event:
             case Receive():
                 self._on_receive(event)
             case Scattered():
-                self._on_scattered(event)
+                self._on_scattered(event.op)
             case Cancel():
-                self._on_cancel(event)
+                room = self.rooms.get(event.room)
+                if room:
+                    given_up = Failure.of(FailureCode.ABORTED, "given up at decode")
+                    self._fail(room, event.failure or given_up)
             case Decline():
                 self._on_decline(event)
+            case Barred():
+                self.peers.barred(event)
+            case NewLife():
+                self.peers.new_life(event)
             case _:
-                super()._take(event)
+                super()._on_event(event)
 
-    def _take_message(self, link: Link, body: Body) -> None:
+    def _on_message(self, link: Link, body: Body) -> None:
         match body:
             case Arrived():
                 self._on_arrived(link, body)
             case Close():
                 self._on_close(link, body)
             case Accept():
-                self._on_accept(link, body)
+                found = self.legs.find(link, body)
+                if found:
+                    found[1].answered()
             case Want():
                 self._on_want(link, body)
             case Abort():
-                self._on_abort(link, body)
+                found = self.legs.find(link, body)
+                if found:
+                    self._fail(found[0], body.failure)
             case Drained():
                 self._on_drained(link, body)
+            case Welcome():
+                if self.peers.welcomed(link, body):
+                    self._link_up(link)
+            case Refuse():
+                self.peers.refused(link, body)
             case _:
-                super()._take_message(link, body)
+                super()._on_message(link, body)
 
     # ------------------------------------------------------------ what a caller sees
 
     def status(self, name: Room) -> Status | None:
         """Where a room stands; None if it has ended or never was."""
         room = self.rooms.get(name)
-        if room is None:
-            return None
-        if room.failure:
-            return Status.FAILED
-        if any(leg.state is LegState.CONNECTING for leg in room.legs.values()):
-            return Status.CONNECTING
-        return Status.MOVING if room.ledger.begun else Status.WAITING
+        return room.status if room else None
 
     @property
     def num_quarantined(self) -> int:
         """Failed rooms whose pages wait for proof from a peer that is lost."""
         if not self._any_lost:
             return 0
-        return sum(room.failure is not None and self._waits(room) for room in self.rooms.values())
-
-    def _waits(self, room: TargetRoom) -> bool:
-        return any(
-            leg.state is LegState.DRAINING and leg.link.state is LinkState.LOST
-            for leg in room.legs.values()
-        )
+        return sum(room.is_quarantined for room in self.rooms.values())
 
     # ------------------------------------------------------------ from the engine
 
     def _on_receive(self, event: Receive) -> None:
+        wanted = event.wanted
         if event.room in self.rooms:
             raise Misuse(f"room {event.room!r} is already being received; use another id")
-        wanted = event.wanted
         if len(wanted.tables) > MAX_TABLES or any(len(t.pages) > MAX_PAGES for t in wanted.tables):
             raise Misuse(
                 f"a room has at most {MAX_TABLES} tables of {MAX_PAGES} pages; use larger ones"
             )
         if len(wanted.digest) > MAX_DIGEST:
             raise Misuse(f"a digest has at most {MAX_DIGEST} bytes, not {len(wanted.digest)}")
-        failure = self._no_room_for(event)
+        failure = self.admission.of_room(event, self.outbox.now, self.num_quarantined)
         if failure:
-            self._do(Report(event.room, failure))
-            self._do(Release(event.room))
+            self.outbox.do(Report(event.room, failure))
+            self.outbox.do(Release(event.room))
             return
-        plan = self._plan_with(event.prefill.layout)
+        plan = self.plans.plan_with(event.prefill.layout)
         self._generations += 1
         room = TargetRoom(
             wanted,
@@ -154,139 +185,55 @@ class TargetMachine(Greeter):
             prefill=event.prefill,
             plan=plan,
             deadline=wanted.deadline,
-            ledger=Ledger(plan, self.me.rank, wanted.request),
+            ledger=self._new_ledger(plan, self.me.rank, wanted.request, wanted.digest),
         )
         self.rooms[room.name] = room
         for source in plan.contacts(self.me.rank):
-            link = self._link_to(Peer(event.prefill.name, source), plan)
-            room.legs[source] = Leg(source, link, self._now)
+            link = self.peers.link_to(Peer(event.prefill.name, source), plan)
+            room.legs[source] = Leg(source, link, self.outbox.now)
             if link.state is LinkState.UP:
-                self._offer(room, room.legs[source])
-
-    def _no_room_for(self, event: Receive) -> Failure | None:
-        """Why this room can't even begin."""
-        if event.deadline <= self._now:
-            return Failure.of(FailureCode.DEADLINE, "the deadline had passed at the start")
-        if len(self.rooms) >= self.config.max_rooms:
-            return Failure.of(FailureCode.TOO_MANY_ROOMS, f"{len(self.rooms)} rooms are open here")
-        if self.num_quarantined >= self.config.max_quarantined_rooms:
-            text = f"{self.num_quarantined} failed rooms wait for proof from lost peers"
-            return Failure.of(FailureCode.QUARANTINE_FULL, text)
-        if event.prefill.fingerprint != self.fingerprint:
-            text = difference(event.prefill.fingerprint, self.fingerprint)
-            return Failure.of(FailureCode.REFUSED, text)
-        try:
-            self._plan_with(event.prefill.layout)
-        except Refused as refused:
-            return Failure.of(FailureCode.REFUSED, str(refused))
-        return None
-
-    def _on_cancel(self, event: Cancel) -> None:
-        room = self.rooms.get(event.room)
-        if room:
-            given_up = Failure.of(FailureCode.ABORTED, "given up at decode")
-            self._fail(room, event.failure or given_up)
+                self.legs.offer(room, room.legs[source])
 
     def _on_decline(self, event: Decline) -> None:
         if event.room in self.rooms:
             raise Misuse(f"room {event.room!r} is being received; abort it instead")
         try:
-            plan = self._plan_with(event.prefill.layout)
+            plan = self.plans.plan_with(event.prefill.layout)
         except Refused:
             # That instance could not have sent anything here.
             return
         failure = Failure.of(FailureCode.ABORTED, "not wanted at decode")
         self._generations += 1
         for source in plan.contacts(self.me.rank):
-            link = self._link_to(Peer(event.prefill.name, source), plan)
+            link = self.peers.link_to(Peer(event.prefill.name, source), plan)
             generation = Generation(self._generations)
             self.declines.add(Declined(link, event.room, generation, failure))
         self._say_declines()
 
     def _say_declines(self) -> None:
-        for one in self.declines.due(self._now, self.config.resend_s):
-            one.said_at = self._now
-            self._say(one.link, Abort(one.room, one.generation, one.failure, accepted=False))
+        for one in self.declines.due(self.outbox.now, self.config.resend_s):
+            one.said_at = self.outbox.now
+            self.peers.say(one.link, Abort(one.room, one.generation, one.failure, accepted=False))
 
-    def _on_scattered(self, event: Scattered) -> None:
-        done = self.scattering.pop(event.op, None)
-        if done is None:
-            self.counts["late"] += 1
-            return
-        self.credits.scattered(done.slot)
-        done.room.scatters.discard(event.op)
-        for block in done.blocks:
-            done.room.ledger.add(done.source, block)
-        self._end_if_possible(done.room)
-
-    # ------------------------------------------------------------ legs
+    # ------------------------------------------------------------ from sources
 
     def _link_up(self, link: Link) -> None:
-        for room, leg in self._legs_of(link):
+        """Offer what waited for the link."""
+        before = link.seq_out
+        for room, leg in self.legs.of(link):
             if leg.state is LegState.CONNECTING:
-                self._offer(room, leg)
+                self.legs.offer(room, leg)
         self._say_declines()
-
-    def _legs_of(self, link: Link) -> Iterator[tuple[TargetRoom, Leg]]:
-        for room in list(self.rooms.values()):
-            for leg in room.legs.values():
-                if leg.link is link:
-                    yield room, leg
-
-    def _step(self, leg: Leg, step: LegStep) -> None:
-        leg.state = advance(LEG, leg.state, step)
-
-    def _offer(self, room: TargetRoom, leg: Leg) -> None:
-        if leg.state is LegState.CONNECTING:
-            self._step(leg, LegStep.LINKED)
-        self._tell(
-            leg,
-            Offer(
-                room.name,
-                room.generation,
-                room.wanted.request,
-                room.wanted.tables,
-                min(max(MIN_REMAINING_S, room.deadline - self._now), MAX_REMAINING_S),
-            ),
-        )
-        leg.offer_seq = leg.link.seq_out
-
-    def _give_up(self, room: TargetRoom, leg: Leg) -> None:
-        assert room.failure is not None
-        accepted = leg.accepted
-        self._tell(leg, Abort(room.name, room.generation, room.failure, accepted))
-
-    def _tell(self, leg: Leg, body: Offer | Nudge | Complete | Abort) -> None:
-        leg.said_at = self._now
-        self._say(leg.link, body)
-
-    def _leg(self, link: Link, body: RoomMessage) -> tuple[TargetRoom, Leg] | None:
-        """The leg that a message is about, if this attempt at the room is still on."""
-        room = self.rooms.get(body.room)
-        if room is None or room.generation != body.generation:
-            self.counts["late"] += 1
-            return None
-        leg = room.legs.get(link.peer.rank)
-        if leg is None or leg.link is not link:
-            return None
-        leg.accepted = True
-        return room, leg
-
-    def _on_accept(self, link: Link, body: Accept) -> None:
-        found = self._leg(link, body)
-        if found:
-            self._heard(found[1])
-
-    def _heard(self, leg: Leg) -> None:
-        if leg.state is not LegState.QUIET:
-            self._step(leg, LegStep.ACCEPTED)
+        if link.seq_out == before:
+            # The source waits for a first frame with the whole session's name.
+            self.peers.say(link, Heartbeat())
 
     def _on_want(self, link: Link, body: Want) -> None:
-        found = self._leg(link, body)
+        found = self.legs.find(link, body)
         if not found or found[0].failure:
             return
         room, leg = found
-        self._heard(leg)
+        leg.answered()
         self.credits.want((room.name, leg.source), body.total, len(room.legs))
         self._say_grant(room, leg)
 
@@ -294,91 +241,68 @@ class TargetMachine(Greeter):
         outstanding = self.credits.outstanding((room.name, leg.source))
         promised = tuple(Credit(serial, slot) for serial, slot in outstanding.items())
         if promised:
-            self._say(leg.link, Grant(room.name, room.generation, promised[:MAX_CREDITS]))
+            self.peers.say(leg.link, Grant(room.name, room.generation, promised[:MAX_CREDITS]))
 
     def _on_arrived(self, link: Link, body: Arrived) -> None:
-        found = self._leg(link, body)
+        found = self.legs.find(link, body)
         if not found or found[0].failure:
             return
         room, leg = found
-        if not self._credible(room, leg, body):
+        if not room.may_come(leg, body, self.me.rank, self.staging.slot_bytes):
             text = f"{link.peer} sent what it does not owe, or more than a slot holds"
             self._fail(room, Failure.of(FailureCode.BAD_NOTE, text))
             return
-        self._heard(leg)
+        leg.answered()
         if body.serial is None:
-            self._record(room, leg, body.blocks)
+            room.ledger.add_all(leg.source, body.blocks)
+            self._end_if_possible(room)
             return
-        slot = self.credits.take((room.name, leg.source), body.serial)
+        slot = self.credits.use((room.name, leg.source), body.serial)
         if slot is not None:
-            self._scatter(room, leg, body, slot)
+            self.scatters.begin(room, leg, body.blocks, slot, body.serial)
+            self._end_if_possible(room)
 
-    def _credible(self, room: TargetRoom, leg: Leg, body: Arrived) -> bool:
-        if not all(room.ledger.owes(leg.source, block) for block in body.blocks):
-            return False
-        if body.serial is None:
-            return True
-        size = image_bytes(room.plan, leg.source, self.me.rank, room.wanted.request, body.blocks)
-        return size <= self.staging.slot_bytes
-
-    def _record(self, room: TargetRoom, leg: Leg, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            room.ledger.add(leg.source, block)
-        self._end_if_possible(room)
-
-    def _scatter(self, room: TargetRoom, leg: Leg, body: Arrived, slot: SlotIndex) -> None:
-        assert body.serial is not None
-        self._ops += 1
-        op = Op(self._ops)
-        room.scatters.add(op)
-        self.scattering[op] = Scattering(room, leg.source, body.blocks, slot)
-        what = room.plan, room.wanted.request, body.blocks
-        self._do(Scatter(op, room.name, leg.link.peer, *what, slot, body.serial))
+    def _on_scattered(self, op: Op) -> None:
+        done = self.scatters.end(op)
+        if done is not None:
+            self.credits.scattered(done.slot)
+            done.room.ledger.add_all(done.source, done.blocks)
+            self._end_if_possible(done.room)
 
     def _on_close(self, link: Link, body: Close) -> None:
-        found = self._leg(link, body)
+        found = self.legs.find(link, body)
         if found is None:
             # The room ended here, and that was heard neither time. Say it again.
-            self._say(link, Complete(body.room, body.generation))
+            self.peers.say(link, Complete(body.room, body.generation))
             return
         room, leg = found
         if room.failure or leg.state is LegState.QUIET:
             return
-        problem = self._differs(room, body)
+        problem = room.ledger.problem(body)
+        if not all(room.ledger.owes(leg.source, block) for block in body.written):
+            text = f"{link.peer} wrote what it did not owe"
+            problem = problem or Failure.of(FailureCode.BAD_NOTE, text)
         if problem:
             self._fail(room, problem)
-        elif not all(room.ledger.owes(leg.source, block) for block in body.written):
-            self._fail(
-                room, Failure.of(FailureCode.BAD_NOTE, f"{link.peer} wrote what it did not owe")
-            )
-        else:
-            self._step(leg, LegStep.CLOSED)
-            leg.vouched = True
-            if body.metadata is not None:
-                room.metadata = body.metadata
-            self._record(room, leg, body.written)
-
-    def _differs(self, room: TargetRoom, body: Close) -> Failure | None:
-        return close_problem(body, room.wanted.request.num_tokens, room.wanted.digest)
-
-    def _on_abort(self, link: Link, body: Abort) -> None:
-        found = self._leg(link, body)
-        if found:
-            self._fail(found[0], body.failure)
+            return
+        leg.step(LegStep.CLOSED)
+        leg.vouched = True
+        if body.metadata is not None:
+            room.metadata = body.metadata
+        room.ledger.close(leg.source)
+        room.ledger.add_all(leg.source, body.written)
+        self._end_if_possible(room)
 
     def _on_drained(self, link: Link, body: Drained) -> None:
-        found = self._leg(link, body)
+        found = self.legs.find(link, body)
         if not found:
             self.declines.answered(link, body.room, body.generation)
             return
         room, leg = found
-        if self._proves(leg, body):
+        if body.heard >= leg.offer_seq:
+            # No Offer of ours can reach the source after it said this.
             self._quiet(room, leg)
         self._fail(room, body.failure)
-
-    def _proves(self, leg: Leg, body: Drained) -> bool:
-        """Whether no Offer of ours can reach the source after it said this."""
-        return body.heard >= leg.offer_seq
 
     # ------------------------------------------------------------ ends
 
@@ -386,70 +310,61 @@ class TargetMachine(Greeter):
         """Report the failure, tell every source, and wait for their proof."""
         if room.failure is None:
             room.failure = failure
-            self._do(Report(room.name, failure))
+            self.outbox.do(Report(room.name, failure))
             for leg in room.legs.values():
-                self._decline_unoffered(room, leg)
-                self._step(leg, LegStep.FAIL)
+                if leg.state is LegState.CONNECTING and leg.link.state is LinkState.GREETING:
+                    # It never had an offer: have it told, once it can be reached.
+                    self.declines.add(Declined(leg.link, room.name, room.generation, failure))
+                leg.step(LegStep.FAIL)
                 if leg.link.state is LinkState.GONE:
                     self._quiet(room, leg)
                 elif leg.state is LegState.DRAINING:
-                    self._give_up(room, leg)
+                    self.legs.abort(room, leg)
                 self.credits.stop((room.name, leg.source))
         self._end_if_possible(room)
 
-    def _decline_unoffered(self, room: TargetRoom, leg: Leg) -> None:
-        """Have a source that never had an offer told, once it can be reached."""
-        if leg.state is LegState.CONNECTING and leg.link.state is LinkState.GREETING:
-            assert room.failure is not None
-            self.declines.add(Declined(leg.link, room.name, room.generation, room.failure))
-
     def _quiet(self, room: TargetRoom, leg: Leg) -> None:
         """Proof: this source writes nothing more for this room."""
-        self._step(leg, LegStep.QUIET)
+        leg.step(LegStep.QUIET)
         self.credits.settle((room.name, leg.source))
 
     def _end_if_possible(self, room: TargetRoom) -> None:
-        if room.scatters or self.rooms.get(room.name) is not room:
+        """End a room that is complete, or that has failed and is not written any more."""
+        if self.scatters.writes(room) or self.rooms.get(room.name) is not room:
             return
         if room.failure is None:
-            if self._is_complete(room):
-                self._complete(room)
-        elif all(leg.state is LegState.QUIET for leg in room.legs.values()):
-            self._forget(room)
-
-    def _is_complete(self, room: TargetRoom) -> bool:
-        all_closed = all(leg.state is LegState.CLOSED for leg in room.legs.values())
-        return all_closed and room.ledger.complete
-
-    def _complete(self, room: TargetRoom) -> None:
-        for leg in room.legs.values():
-            self._tell(leg, Complete(room.name, room.generation))
-        self._do(Report(room.name, Done(room.metadata)))
-        self._forget(room)
-
-    def _forget(self, room: TargetRoom) -> None:
+            if not room.ledger.complete:
+                return
+            for leg in room.legs.values():
+                self.legs.complete(room, leg)
+            self.outbox.do(Report(room.name, Done(room.metadata)))
+        elif not self.legs.is_quiet(room):
+            return
         for leg in room.legs.values():
             self.credits.settle((room.name, leg.source))
         del self.rooms[room.name]
         for leg in room.legs.values():
-            self._drop_if_unneeded(leg.link)
-        self._do(Release(room.name))
+            self.peers.drop_if_unneeded(leg.link)
+        self.outbox.do(Release(room.name))
 
-    def _link_lost(self, link: Link, failure: Failure) -> None:
+    def link_lost(self, link: Link, failure: Failure) -> None:
+        """Fail the rooms that a lost source still owes something."""
         self.declines.lost(link)
-        for room, leg in self._legs_of(link):
+        for room, leg in self.legs.of(link):
             # A source that has closed, and from which nothing is missing, may go.
             if leg.state is not LegState.CLOSED or room.ledger.missing(leg.source):
                 self._fail(room, failure)
 
-    def _link_gone(self, link: Link) -> None:
-        for room, leg in self._legs_of(link):
+    def link_gone(self, link: Link) -> None:
+        """That source writes nothing any more."""
+        for room, leg in self.legs.of(link):
             if room.failure:
                 self._quiet(room, leg)
                 self._end_if_possible(room)
 
-    def _link_needed(self, link: Link) -> bool:
-        return any(leg.state is not LegState.QUIET for _, leg in self._legs_of(link))
+    def link_needed(self, link: Link) -> bool:
+        """Whether a room still waits for that source."""
+        return any(leg.state is not LegState.QUIET for _, leg in self.legs.of(link))
 
     def _settle(self) -> None:
         for name, source in self.credits.grant():
@@ -458,47 +373,29 @@ class TargetMachine(Greeter):
 
     # ------------------------------------------------------------ time
 
-    def _tick_rooms(self) -> None:
+    def _on_tick(self) -> None:
         self._say_declines()
         for room in list(self.rooms.values()):
-            if room.failure is None and self._now >= room.deadline:
-                self._fail(room, Failure.of(FailureCode.DEADLINE, self._still_missing(room)))
+            if room.failure is None and self.outbox.now >= room.deadline:
+                self._fail(room, room.expired())
             for leg in room.legs.values():
-                if self._now >= self._repeat_at(leg):
-                    self._repeat(room, leg)
+                if self.outbox.now >= self.legs.repeat_at(leg):
+                    serials = tuple(self.credits.outstanding((room.name, leg.source)))
+                    self.legs.repeat(room, leg, serials)
 
-    def _still_missing(self, room: TargetRoom) -> str:
-        late = [
-            f"{leg.link.peer} ({leg.state})"
-            for leg in room.legs.values()
-            if leg.state is not LegState.CLOSED or room.ledger.missing(leg.source)
-        ]
-        return f"still waiting for {', '.join(late)}"
-
-    def _repeat_at(self, leg: Leg) -> float:
-        match leg.state:
-            case LegState.OFFERED | LegState.DRAINING:
-                return leg.said_at + self.config.resend_s
-            case LegState.ACCEPTED | LegState.CLOSED:
-                return leg.said_at + self.config.nudge_s
-            case LegState.CONNECTING | LegState.QUIET:
-                return float("inf")
-
-    def _repeat(self, room: TargetRoom, leg: Leg) -> None:
-        """Say again what may have been lost."""
-        if leg.state is LegState.OFFERED:
-            self._offer(room, leg)
-        elif leg.state is LegState.DRAINING:
-            self._give_up(room, leg)
-        else:
-            serials = tuple(self.credits.outstanding((room.name, leg.source)))[:MAX_CREDITS]
-            self._tell(leg, Nudge(room.name, room.generation, serials))
-
-    def _room_timers(self) -> Iterable[float]:
+    def _timers(self) -> Iterable[float]:
         yield from self.declines.timers(self.config.resend_s)
         for room in self.rooms.values():
             if room.failure is None:
                 yield room.deadline
-            for leg in room.legs.values():
-                if leg.state not in (LegState.CONNECTING, LegState.QUIET):
-                    yield self._repeat_at(leg)
+            yield from map(self.legs.repeat_at, room.legs.values())
+
+    def check(self) -> None:
+        """What must hold of every part after a step."""
+        self.peers.check()
+        self.legs.check()
+        self.credits.check()
+        self.scatters.check()
+        self.declines.check()
+        for room in self.rooms.values():
+            room.ledger.check()

@@ -15,7 +15,7 @@ from kvferry.ids import MAX_ID, Peer
 from kvferry.layout.layout import Layout
 from kvferry.plan.cost import slots_on
 from kvferry.protocol.checks import pools_problem
-from kvferry.protocol.endpoint import Identity
+from kvferry.protocol.links import Identity
 from kvferry.protocol.messages import MAX_SLOTS, Staging, TransportOffers
 from kvferry.regions import Region
 from kvferry.rendezvous.records import demand_name

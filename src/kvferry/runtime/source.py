@@ -81,7 +81,7 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
 
         def tell(op: Op) -> None:
             """In the middle of a turn: a target waits to empty its slot, so all else can wait."""
-            if machine.is_followed(op):
+            if machine.writes.is_followed(op):
                 driver.tell(op)
                 channel.flush()
 

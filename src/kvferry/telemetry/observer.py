@@ -14,8 +14,8 @@ from kvferry.ids import Peer, Room
 from kvferry.layout.intervals import Span
 from kvferry.observe.steps import Moment
 from kvferry.plan.choose import Path
-from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Fate, Gather, Write
+from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Outcome
 from kvferry.telemetry.tags import RoomTag

@@ -24,7 +24,7 @@ from kvferry.observe.views import (
     RoomView,
     Wishes,
 )
-from kvferry.protocol.endpoint import Link
+from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Status
 from kvferry.telemetry.metrics import Meter, Stats
 from kvferry.telemetry.observer import ObservedRoom

@@ -23,7 +23,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.protocol.codec import BadFrame, FrameFault
-from kvferry.protocol.endpoint import Endpoint, Link
+from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Action,
     Choose,
@@ -50,6 +50,7 @@ from kvferry.protocol.events import (
     Write,
     WrongVersion,
 )
+from kvferry.protocol.links import Link
 from kvferry.protocol.messages import (
     MAX_BLOCKS,
     Accept,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 
 from kvferry.ids import Peer
 from kvferry.observe.clocks import Offset, better, offset_of
-from kvferry.protocol.endpoint import Endpoint, Link
+from kvferry.protocol.endpoint import Endpoint
+from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Envelope, Heartbeat
 from kvferry.protocol.states import LinkState
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from kvferry.errors import Misuse
 from kvferry.ids import Peer
-from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import Cancel, Event, PeerRuns, Received, Tick
+from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Heartbeat
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LinkState

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from kvferry.ids import Peer, Room
 from kvferry.observe.steps import Moment
-from kvferry.protocol.endpoint import Link
 from kvferry.protocol.events import (
     Cancel,
     Decline,
@@ -22,6 +21,7 @@ from kvferry.protocol.events import (
     Receive,
 )
 from kvferry.protocol.legs import TargetRoom
+from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.driver.driver import SourceDriver, TargetDriver
@@ -240,7 +240,7 @@ class TargetRole:
         fingerprint = view.fingerprint
         if fingerprint is None:
             # The handshake alone compares it.
-            fingerprint = self._driver.machine.fingerprint
+            fingerprint = self._driver.machine.peers.identity.fingerprint
         return Instance(view.name, fingerprint, view.layout)
 
     # ------------------------------------------------------------ rooms that never began

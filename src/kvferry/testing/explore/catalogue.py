@@ -257,8 +257,7 @@ class Catalogue:
         """The number of a driver's state. It is kept and must not be stepped again."""
         number = self._keys.setdefault(key_of(driver), len(self.drivers))
         if number == len(self.drivers):
-            if isinstance(driver.machine, TargetMachine):
-                driver.machine.credits.check()
+            driver.machine.check()
             self.drivers.append(driver)
         return number
 
@@ -372,10 +371,10 @@ class Catalogue:
             "lost links": [x for x in machine.links.values() if x.state is LinkState.LOST],
         }
         if isinstance(machine, SourceMachine):
-            tables["writing"] = machine.writing
+            tables["writing"] = machine.inflight.writes
             tables["local slots"] = machine.config.local_slots - len(machine.local_slots)
         if isinstance(machine, TargetMachine):
-            tables["scattering"] = machine.scattering
+            tables["scattering"] = machine.scatters.under_way
             tables["accounts"] = machine.credits.accounts
             tables["slots"] = machine.staging.num_slots - len(machine.credits.free)
         return [f"{name} {table!r}" for name, table in tables.items() if table]

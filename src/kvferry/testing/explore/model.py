@@ -21,7 +21,6 @@ from kvferry.layout.layout import Layout, Parallel
 from kvferry.layout.spec import CacheSpec, DType, Group, Paged, Slot, Tensor, attention
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Request
-from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import (
     Event,
     Finish,
@@ -32,9 +31,10 @@ from kvferry.protocol.events import (
     Receive,
     ReceiveRequest,
 )
+from kvferry.protocol.links import Identity
 from kvferry.protocol.messages import Staging, Table
-from kvferry.protocol.source import SourceMachine
-from kvferry.protocol.target import TargetMachine
+from kvferry.protocol.source import SourceMachine, SourceParts
+from kvferry.protocol.target import TargetMachine, TargetParts
 from kvferry.runtime.driver.driver import (
     Driver,
     SourceDriver,
@@ -105,9 +105,9 @@ class Model:
     ``faults_at`` says which endpoints faults may touch. The two targets differ in
     nothing but their names, which no machine compares, so faults at the source
     and at one target are all faults up to swapping the targets.
-    ``source``, ``target``, ``source_driver`` and ``sessions`` are classes, so that a test can
-    put a broken one in, and ``ports`` may change what a port does. With ``staged`` everything
-    goes through slots. ``wanted`` is the digest that the targets' engines give; if it is
+    ``source``, ``target``, their parts, ``source_driver`` and ``sessions`` are classes, so that
+    a test can put a broken one in, and ``ports`` may change what a port does. With ``staged``
+    everything goes through slots. ``wanted`` is the digest that the targets' engines give; if it is
     another than the source's, nobody may ever be Done. ``horizon_s`` is when a path that
     has not ended is a hang.
     """
@@ -131,6 +131,8 @@ class Model:
     faults_at: frozenset[int] = frozenset({SOURCE, *TARGETS})
     source: type[SourceMachine] = field(default=SourceMachine)
     target: type[TargetMachine] = field(default=TargetMachine)
+    source_parts: SourceParts = field(default_factory=SourceParts)
+    target_parts: TargetParts = field(default_factory=TargetParts)
     source_driver: type[SourceDriver] = field(default=SourceDriver)
     sessions: type[Sessions] = Sessions
     ports: Callable[[Any], Any] = lambda ports: ports
@@ -166,13 +168,14 @@ class Model:
         """What they drive."""
         prefill, decode = self.layouts()
         me = Identity(PEERS[SOURCE], INCARNATIONS[SOURCE], prefill, FINGERPRINT, b"", TRANSPORTS)
-        source = self.source(me, self.times)
+        source = self.source(me, self.times, self.source_parts)
         targets = (
             self.target(
                 Identity(PEERS[i], INCARNATIONS[i], decode, FINGERPRINT, b"", TRANSPORTS),
                 self.times,
                 contiguous_pools(decode, PEERS[i].rank, self.num_tokens).map,
                 self.staging,
+                self.target_parts,
             )
             for i in TARGETS
         )

@@ -1,42 +1,50 @@
 """Deliberately broken rules. The simulator must notice each of them.
 
-Every break is a mistake that a system of this kind has made, or nearly. They
-are subclasses here, so no product code path knows about them. A break may name
-faults that make its mistake matter; the rest of a seed is drawn as always.
+Every break is a mistake that a system of this kind has made, or nearly. Each replaces a part
+of a machine or a driver through its interface, so no product code path knows about it. A
+break may name faults that make its mistake matter; the rest of a seed is drawn as always.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from msgspec.structs import replace
 
-from kvferry.ids import Op, Serial, SlotIndex
-from kvferry.layout.spec import Slot
-from kvferry.plan.plan import Block
-from kvferry.protocol.checks import close_problem
+from kvferry.ids import Peer, Serial, SlotIndex
+from kvferry.layout.spec import CacheSpec, Slot
+from kvferry.plan.plan import Block, Plan, Request
+from kvferry.protocol.admission import SourceAdmission
+from kvferry.protocol.ahead import EarlyGather
+from kvferry.protocol.closing import Lanes
 from kvferry.protocol.credits import AccountKey, CreditBook
-from kvferry.protocol.endpoint import Link
-from kvferry.protocol.events import Push
-from kvferry.protocol.lanes import Lane, SourceRoom, Writing
-from kvferry.protocol.legs import Leg, TargetRoom
+from kvferry.protocol.declines import Declined, Declines
+from kvferry.protocol.events import Action, Event, Finish, Push, Receive
+from kvferry.protocol.handshake import SourceLinks, TargetLinks
+from kvferry.protocol.lanes import Lane, Writing
+from kvferry.protocol.ledger import Ledger
+from kvferry.protocol.legs import Leg, Legs, Scatters, TargetRoom
+from kvferry.protocol.links import Link
 from kvferry.protocol.messages import (
     Abort,
-    Arrived,
+    Body,
     Close,
-    Credit,
     Drained,
     Envelope,
     Hello,
     NoSession,
+    Offer,
     Refuse,
     RoomMessage,
 )
-from kvferry.protocol.outcome import Failure
-from kvferry.protocol.source import SourceMachine
-from kvferry.protocol.states import LegState
-from kvferry.protocol.target import TargetMachine
+from kvferry.protocol.outcome import Failure, FailureCode
+from kvferry.protocol.slots import LocalSlots
+from kvferry.protocol.source import SourceMachine, SourceParts
+from kvferry.protocol.states import LinkState
+from kvferry.protocol.target import TargetMachine, TargetParts
+from kvferry.protocol.writes import WriteQueue
 from kvferry.testing.sim.cluster import Machines
 from kvferry.testing.sim.drivers import (
     BuriesTheLiving,
@@ -69,185 +77,203 @@ class Break:
 # ---------------------------------------------------------------- completion
 
 
-class CountsMessages(TargetMachine):
+class CountsMessages(Ledger):
     """Done when as many Closes have come as there are sources."""
 
-    def _on_close(self, link: Link, body: Close) -> None:
-        self.counts[f"closes of {body.room}"] += 1
-        super()._on_close(link, body)
+    def __init__(self, plan: Plan, target: int, request: Request, digest: bytes = b"") -> None:
+        super().__init__(plan, target, request, digest)
+        self.num_missing = len(plan.contacts(target))
 
-    def _is_complete(self, room: TargetRoom) -> bool:
-        return self.counts[f"closes of {room.name}"] >= len(room.legs)
+    def close(self, source: int) -> None:  # noqa: D102
+        self.num_missing -= 1
+
+    @property
+    def complete(self) -> bool:  # noqa: D102
+        return self.num_missing <= 0
 
 
-class SharesKey(TargetMachine):
+class SharesKey(Legs):
     """All sources report under one key."""
 
-    def _leg(self, link: Link, body: RoomMessage) -> tuple[TargetRoom, Leg] | None:
-        room = self.rooms.get(body.room)
-        if room is None or room.generation != body.generation:
-            return None
-        return room, room.legs[min(room.legs)]
+    def find(self, link: Link, body: RoomMessage) -> tuple[TargetRoom, Leg] | None:  # noqa: D102
+        found = super().find(link, body)
+        return found and (found[0], found[0].legs[min(found[0].legs)])
 
 
-class IgnoresDigest(TargetMachine):
+class IgnoresDigest(Ledger):
     """Takes whatever has the right length for what it has asked for."""
 
-    def _differs(self, room: TargetRoom, body: Close) -> Failure | None:
-        return close_problem(body, room.wanted.request.num_tokens, body.digest)
+    def problem(self, close: Close) -> Failure | None:  # noqa: D102
+        failure = super().problem(close)
+        differs = failure is not None and failure.code is FailureCode.CONTENT_DIFFERS
+        return None if differs else failure
 
 
-class ExpectsState(TargetMachine):
+class ExpectsState(Ledger):
     """Waits for a state row although the model has none."""
 
-    def _is_complete(self, room: TargetRoom) -> bool:
-        has_state = any(isinstance(group.kind, Slot) for group in room.plan.spec.groups)
-        return has_state and super()._is_complete(room)
+    def __init__(self, plan: Plan, target: int, request: Request, digest: bytes = b"") -> None:
+        super().__init__(plan, target, request, digest)
+        self.has_state = _has_state(plan.spec)
+
+    @property
+    def complete(self) -> bool:  # noqa: D102
+        return self.has_state and super().complete
 
 
-class DoneBeforeScatter(TargetMachine):
+class DoneBeforeScatter(Scatters):
     """Takes a staged block for arrived when its note comes, before it is scattered."""
 
-    def _on_arrived(self, link: Link, body: Arrived) -> None:
-        super()._on_arrived(link, body)
-        found = self._leg(link, body)
-        if found and not found[0].failure:
-            self._record(found[0], found[1], body.blocks)
+    def begin(
+        self, room: TargetRoom, leg: Leg, blocks: tuple[Block, ...], slot: SlotIndex, serial: Serial
+    ) -> None:
+        """Record it at once."""
+        super().begin(room, leg, blocks, slot, serial)
+        room.ledger.add_all(leg.source, blocks)
 
-    def _end_if_possible(self, room: TargetRoom) -> None:
-        waiting, room.scatters = room.scatters, set()
-        super()._end_if_possible(room)
-        room.scatters = waiting
+    def writes(self, room: TargetRoom) -> bool:
+        """Wait for none."""
+        return False
 
 
 class MetadataWithState(SourceMachine):
     """Sends the metadata only where there is state to send."""
 
-    def _say_close(self, lane: Lane) -> None:
-        finish = lane.room.finish
-        assert finish is not None
-        has_state = any(isinstance(g.kind, Slot) for g in self.layout.spec.groups)
-        if not has_state:
-            lane.room.finish = replace(finish, metadata=b"")
-        super()._say_close(lane)
+    def handle(self, event: Event, now: float) -> list[Action]:  # noqa: D102
+        if isinstance(event, Finish) and not _has_state(self.layout.spec):
+            event = replace(event, metadata=b"")
+        return super().handle(event, now)
 
 
 class LayerCountsForAll(SourceMachine):
     """Takes the first layer of a chunk for the chunk, computed or not."""
 
-    def _send(self, lane: Lane, push: Push) -> None:
-        whole = replace(push, layers=None)
-        first = next(one for one in lane.room.pushes if one.tokens == push.tokens)
-        if push is first:
-            super()._send(lane, whole)
+    def handle(self, event: Event, now: float) -> list[Action]:  # noqa: D102
+        if isinstance(event, Push) and event.room in self.rooms:
+            if any(one.tokens == event.tokens for one in self.rooms[event.room].pushes):
+                return []
+            event = replace(event, layers=None)
+        return super().handle(event, now)
 
 
-class ClosesEarly(SourceMachine):
+class ClosesEarly(WriteQueue):
     """Says Close when the engine has finished, with writes still in flight."""
 
-    def _close_if_sent(self, lane: Lane) -> None:
-        inflight, lane.inflight = lane.inflight, set()
-        written = list(lane.written)
-        if not lane.direct and not lane.staged:
-            lane.written += [b for op in inflight for b in self.writing[op].blocks]
-        super()._close_if_sent(lane)
-        lane.inflight, lane.written = inflight, written
+    def is_sent(self, lane: Lane) -> bool:
+        """Whether everything was handed over."""
+        handed_over = not (lane.undecided or lane.direct or lane.staged)
+        if handed_over:
+            writes = (self.inflight.writes[op] for op in lane.inflight)
+            lane.written += [block for write in writes for block in write.blocks]
+        return handed_over
+
+
+class UncheckedLanes(Lanes):
+    """Lanes that nobody counts."""
+
+    def check(self) -> None:
+        """Silenced, so that only the damage can give it away."""
 
 
 # ---------------------------------------------------------------- memory
 
 
-class ReleasesAtAbort(TargetMachine):
+class ReleasesAtAbort(Legs):
     """Frees pages when a room is given up, without waiting for the sources."""
 
-    def _fail(self, room: TargetRoom, failure: Failure) -> None:
-        super()._fail(room, failure)
-        for leg in room.legs.values():
-            if leg.state is not LegState.QUIET:
-                self._quiet(room, leg)
-        self._end_if_possible(room)
+    def is_quiet(self, room: TargetRoom) -> bool:
+        """Always."""
+        return True
 
 
-class TakesSilenceForProof(TargetMachine):
+class TakesSilenceForProof(TargetLinks):
     """Frees pages when a peer is silent, as if that proved anything."""
 
-    def _link_lost(self, link: Link, failure: Failure) -> None:
-        super()._link_lost(link, failure)
-        self._link_gone(link)
+    def lose(self, link: Link, code: FailureCode, message: str = "") -> None:  # noqa: D102
+        super().lose(link, code, message)
+        self.gone(link)
+
+    def gone(self, link: Link) -> None:
+        """Once is enough."""
+        if link.state is LinkState.LOST:
+            super().gone(link)
 
 
-class DrainsAtOnce(SourceMachine):
+class DrainsAtOnce(SourceLinks):
     """Answers Drained to an abort while its writes are still in flight."""
 
-    def _fail(self, room: SourceRoom, failure: Failure) -> None:
-        lanes = list(room.lanes.values())
-        super()._fail(room, failure)
-        for lane in lanes:
-            self._say(lane.link, Drained(room.name, lane.generation, failure, lane.link.seq_in))
+    def say(self, link: Link, body: Body) -> None:  # noqa: D102
+        super().say(link, body)
+        if isinstance(body, Abort):
+            super().say(link, Drained(body.room, body.generation, body.failure, link.seq_in))
 
 
-class ReleasesWhileWriting(SourceMachine):
+class ReleasesWhileWriting(WriteQueue):
     """Gives pages back to the engine while a write still reads them."""
 
-    def _drain(self, room: SourceRoom) -> None:
-        if room.failure is not None:
-            for lane in room.lanes.values():
-                lane.inflight.clear()
-        super()._drain(room)
+    def reads(self, lane: Lane) -> bool:
+        """Whether it reads is not asked."""
+        return False
 
 
-class RefillsSlot(SourceMachine):
+class Unchecked(LocalSlots):
+    """Slots that nobody counts."""
+
+    def check(self, in_use: list[SlotIndex]) -> None:
+        """Silenced, so that only the damage can give it away."""
+
+
+class RefillsSlot(Unchecked):
     """Uses a send buffer again before the write has read it."""
 
-    def _write(
-        self,
-        lane: Lane,
-        blocks: tuple[Block, ...],
-        credit: Credit | None = None,
-        local_slot: SlotIndex | None = None,
-    ) -> None:
-        super()._write(lane, blocks, credit, local_slot)
-        if local_slot is not None:
-            self.local_slots.append(local_slot)
-            self.writing[Op(self._ops)].local_slot = None
+    def take(self) -> SlotIndex:  # noqa: D102
+        slot = super().take()
+        super().free(slot)
+        return slot
+
+    def free(self, slot: SlotIndex) -> None:
+        """It was never taken."""
 
 
-class RefillsDiscarded(SourceMachine):
+class RefillsDiscarded(EarlyGather):
     """Uses a slot again that was gathered ahead for nothing, before its gather has ended."""
 
-    def _discard_held(self, lane: Lane) -> None:
+    def discard(self, lane: Lane) -> None:  # noqa: D102
         for op in lane.held:
-            slot, self.writing[op].local_slot = self.writing[op].local_slot, None
-            assert slot is not None
-            self.local_slots.append(slot)
-        super()._discard_held(lane)
+            _give_slot_back(self, self.inflight.writes[op])
+        super().discard(lane)
 
 
-class LosesDiscarded(SourceMachine):
+def _give_slot_back(gather: EarlyGather, write: Writing) -> None:
+    slot, write.local_slot = write.local_slot, None
+    if slot is not None:
+        gather.slots.free(slot)
+
+
+class LosesDiscarded(WriteQueue):
     """Forgets what it had gathered ahead when no credit comes for it."""
 
-    def _retry(self, write: Writing) -> None:
+    def retry(self, write: Writing) -> None:  # noqa: D102
         if not write.is_ahead:
-            super()._retry(write)
+            super().retry(write)
 
 
-class RefillsTakenBack(SourceMachine):
+class RefillsTakenBack(EarlyGather):
     """Takes the only slot from who has no credit, before its gather has ended."""
 
-    def _take_back(self) -> None:
-        super()._take_back()
-        for write in self.writing.values():
-            if write.is_taken_back and write.local_slot is not None:
-                self.local_slots.append(write.local_slot)
-                write.local_slot = None
+    def take_back(self) -> None:  # noqa: D102
+        super().take_back()
+        for write in self.inflight.writes.values():
+            if write.is_taken_back:
+                _give_slot_back(self, write)
 
 
-class LosesTakenBack(SourceMachine):
+class LosesTakenBack(WriteQueue):
     """Forgets what it had gathered into a slot that somebody else needed."""
 
-    def _retry(self, write: Writing) -> None:
+    def retry(self, write: Writing) -> None:  # noqa: D102
         if not write.is_taken_back:
-            super()._retry(write)
+            super().retry(write)
 
 
 # ---------------------------------------------------------------- credits
@@ -257,7 +283,8 @@ class OvercommittedBook(CreditBook):
     """Promises a slot that it has promised before."""
 
     def grant(self) -> list[AccountKey]:  # noqa: D102
-        if not self.free and self._queue and self.num_promised:
+        wanted = any(a.granted < a.wanted for a in self.accounts.values())
+        if not self.free and wanted and self.num_promised:
             account = next(a for a in self.accounts.values() if a.outstanding)
             self.free.append(next(iter(account.outstanding.values())))
         return super().grant()
@@ -273,8 +300,8 @@ class ForgivingBook(CreditBook):
         super().__init__(num_slots, window)
         self.seen: dict[tuple[AccountKey, Serial], SlotIndex] = {}
 
-    def take(self, key: AccountKey, serial: Serial) -> SlotIndex | None:  # noqa: D102
-        slot = super().take(key, serial)
+    def use(self, key: AccountKey, serial: Serial) -> SlotIndex | None:  # noqa: D102
+        slot = super().use(key, serial)
         if slot is not None:
             self.seen[key, serial] = slot
         return self.seen.get((key, serial))
@@ -284,97 +311,106 @@ class ForgivingBook(CreditBook):
             super().scattered(slot)
 
 
+class UncheckedScatters(Scatters):
+    """Scatters that nobody counts."""
+
+    def check(self) -> None:
+        """Silenced, so that only the damage can give it away."""
+
+
 class LeakyBook(CreditBook):
     """Never takes back the slots of a room that was given up."""
 
     def settle(self, key: AccountKey) -> None:  # noqa: D102
-        if not self.outstanding(key):
+        if self.outstanding(key):
+            self.stop(key)
+        else:
             super().settle(key)
-
-
-def _with_book(book: type[CreditBook]) -> type[TargetMachine]:
-    class WithBook(TargetMachine):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.credits = book(self.staging.num_slots, self.config.credits_per_source)
-
-        def _settle(self) -> None:
-            for name, source in self.credits.grant():
-                room = self.rooms.get(name)
-                if room:
-                    self._say_grant(room, room.legs[source])
-
-    return WithBook
 
 
 # ---------------------------------------------------------------- peers and time
 
 
-class TakesRestartForTheSame(TargetMachine):
+class TakesRestartForTheSame(TargetLinks):
     """Takes a peer that has restarted for the one it was before."""
 
-    def _link_of(self, envelope: Envelope) -> Link | None:
-        link = self.links.get(envelope.session)
+    def find(self, envelope: Envelope) -> Link | None:  # noqa: D102
+        link = self.by_session.get(envelope.session)
         if link is None or link.peer != envelope.sender:
-            return super()._link_of(envelope)
-        link.heard_at = self._now
+            return super().find(envelope)
+        self.heard(link)
         return None if isinstance(envelope.body, NoSession) else link
 
 
-class IgnoresOrder(SourceMachine):
+class IgnoresOrder(SourceLinks):
     """Acts on frames that later ones have overtaken."""
 
-    def _in_order(self, link: Link, envelope: Envelope) -> bool:
+    def in_order(self, link: Link, envelope: Envelope) -> bool:
+        """Any order will do."""
         return True
 
-    def _warn(self, link: Link, body: Abort) -> None:
-        """And forgets what was taken back."""
+
+class ForgetsWarnings(SourceAdmission):
+    """Forgets what was taken back."""
+
+    def warn(self, link: Link, body: Abort, now: float) -> None:  # noqa: D102
+        pass
 
 
-class LetsAnyoneIn(SourceMachine):
+class LetsAnyoneIn(SourceLinks):
     """Does not ask which model the other side serves."""
 
-    def _welcome(self, link: Link) -> None:
+    def welcome(self, link: Link) -> None:  # noqa: D102
         assert link.hello is not None
-        mine, self.fingerprint = self.fingerprint, link.hello.fingerprint
-        super()._welcome(link)
-        self.fingerprint = mine
+        mine, theirs = self.identity, link.hello.fingerprint
+        self.identity = replace(mine, fingerprint=theirs)
+        super().welcome(link)
+        self.identity = mine
 
-    def _refusal(self, peer: Any, hello: Hello) -> Refuse | None:
+    def refusal(self, peer: Peer, hello: Hello) -> Refuse | None:
+        """Refuse nobody."""
         return None
 
 
-class DeclinesInSilence(TargetMachine):
+class DeclinesInSilence(Declines):
     """Tells a source nothing of a room that was given up before it was offered."""
 
-    def _say_declines(self) -> None:
-        for one in self.declines.due(self._now, 0.0):
-            self.declines.answered(one.link, one.room, one.generation)
+    def due(self, now: float, resend_s: float) -> list[Declined]:  # noqa: D102
+        for one in super().due(now, 0.0):
+            self.answered(one.link, one.room, one.generation)
+        return []
 
 
 class NoDeadline(TargetMachine):
     """Waits for ever."""
 
-    def _tick_rooms(self) -> None:
-        saved = [(room, room.deadline) for room in self.rooms.values()]
-        for room, _ in saved:
-            room.deadline = float("inf")
-        super()._tick_rooms()
-        for room, deadline in saved:
-            room.deadline = deadline
+    def handle(self, event: Event, now: float) -> list[Action]:  # noqa: D102
+        if isinstance(event, Receive):
+            event = replace(event, wanted=replace(event.wanted, deadline=inf))
+        return super().handle(event, now)
 
 
-class KeepsEarlyOffers(SourceMachine):
+class KeepsEarlyOffers(SourceAdmission):
     """Keeps offers for rooms that never open."""
 
-    def _expire(self, room: SourceRoom) -> None:
-        if room.known_to_engine:
-            super()._expire(room)
-        else:
-            room.deadline = float("inf")
+    def early_until(self, offer: Offer, now: float) -> float:
+        """No end."""
+        return inf
 
 
 # ---------------------------------------------------------------- the list
+
+
+def _has_state(spec: CacheSpec) -> bool:
+    return any(isinstance(group.kind, Slot) for group in spec.groups)
+
+
+def _source(**parts: Any) -> Machines:
+    return Machines(source_parts=SourceParts(**parts))
+
+
+def _target(**parts: Any) -> Machines:
+    return Machines(target_parts=TargetParts(**parts))
 
 
 SLOW_ABORTS = {"slow_write": 0.3, "cancel_target": 0.3}
@@ -382,87 +418,87 @@ STAGED = {"slow_write": 0.3}
 
 BREAKS: dict[str, Break] = {
     "count-messages": Break(
-        "completion by message count", Machines(target=CountsMessages), {"duplicate": 0.3}
+        "completion by message count", _target(ledger=CountsMessages), {"duplicate": 0.3}
     ),
-    "shared-key": Break("one key shared by all sources", Machines(target=SharesKey)),
+    "shared-key": Break("one key shared by all sources", _target(legs=SharesKey)),
     "digest-ignored": Break(
-        "another request's cache is taken", Machines(target=IgnoresDigest), {"mixed_up": 0.3}
+        "another request's cache is taken", _target(ledger=IgnoresDigest), {"mixed_up": 0.3}
     ),
     "metadata-with-state": Break("metadata gated on state", Machines(source=MetadataWithState)),
     "state-expected": Break(
-        "state expected although the list is empty", Machines(target=ExpectsState)
+        "state expected although the list is empty", _target(ledger=ExpectsState)
     ),
     "done-before-scatter": Break(
-        "done before the scatter has ended", Machines(target=DoneBeforeScatter)
+        "done before the scatter has ended", _target(scatters=DoneBeforeScatter)
     ),
     "layer-for-all": Break(
         "one layer of a chunk taken for all of it", Machines(source=LayerCountsForAll)
     ),
     "close-early": Break(
-        "closed with writes in flight", Machines(source=ClosesEarly), {"slow_write": 0.3}
+        "closed with writes in flight",
+        _source(writes=ClosesEarly, lanes=UncheckedLanes),
+        {"slow_write": 0.3},
     ),
     "release-at-abort": Break(
-        "target pages released at abort", Machines(target=ReleasesAtAbort), SLOW_ABORTS
+        "target pages released at abort", _target(legs=ReleasesAtAbort), SLOW_ABORTS
     ),
     "silence-is-proof": Break(
         "target pages released because a peer is silent",
-        Machines(target=TakesSilenceForProof),
+        _target(links=TakesSilenceForProof),
         {"slow_write": 0.3, "cuts": 3, "stalls": 2},
     ),
     "drained-at-once": Break(
-        "Drained sent with writes in flight", Machines(source=DrainsAtOnce), SLOW_ABORTS
+        "Drained sent with writes in flight", _source(links=DrainsAtOnce), SLOW_ABORTS
     ),
     "release-while-writing": Break(
         "source pages released while being read",
-        Machines(source=ReleasesWhileWriting),
+        _source(writes=ReleasesWhileWriting),
         SLOW_ABORTS,
     ),
     "refill-slot": Break(
-        "send buffer refilled before it was read", Machines(source=RefillsSlot), STAGED
+        "send buffer refilled before it was read", _source(slots=RefillsSlot), STAGED
     ),
     "refill-discarded": Break(
         "slot refilled before its gather has ended",
-        Machines(source=RefillsDiscarded),
+        _source(gather=RefillsDiscarded, slots=Unchecked),
         {"slow_write": 0.7, "cancel_source": 0.3, "drop": 0.3},
     ),
     "lose-discarded": Break(
         "what was gathered for nothing is never sent",
-        Machines(source=LosesDiscarded),
+        _source(writes=LosesDiscarded),
         {"drop": 0.3, "slow_prefill": 0.1},
     ),
     "refill-taken-back": Break(
         "the only slot refilled while it is gathered into",
-        Machines(source=RefillsTakenBack),
+        _source(gather=RefillsTakenBack, slots=Unchecked),
         {"slow_write": 0.7, "drop": 0.3},
     ),
     "lose-taken-back": Break(
         "what was gathered into somebody else's slot is never sent",
-        Machines(source=LosesTakenBack),
+        _source(writes=LosesTakenBack),
         {"drop": 0.3},
     ),
-    "overcommit": Break(
-        "credits overcommitted", Machines(target=_with_book(OvercommittedBook)), STAGED
-    ),
+    "overcommit": Break("credits overcommitted", _target(credits=OvercommittedBook), STAGED),
     "duplicate-arrival": Break(
         "duplicate arrival counted",
-        Machines(target=_with_book(ForgivingBook)),
+        _target(credits=ForgivingBook, scatters=UncheckedScatters),
         {"duplicate_note": 0.3},
     ),
     "leak-credits": Break(
         "credits of an aborted room never returned",
-        Machines(target=_with_book(LeakyBook)),
+        _target(credits=LeakyBook),
         {"cancel_target": 0.3, "slow_write": 0.3},
     ),
     "stale-incarnation": Break(
-        "stale incarnation accepted", Machines(target=TakesRestartForTheSame), {"kills": 2}
+        "stale incarnation accepted", _target(links=TakesRestartForTheSame), {"kills": 2}
     ),
     "ignore-order": Break(
         "frames acted on that later ones have overtaken",
-        Machines(source=IgnoresOrder),
+        _source(links=IgnoresOrder, admission=ForgetsWarnings),
         {"delay": 0.3, "cancel_target": 0.3},
     ),
     "let-anyone-in": Break(
-        "another model is served", Machines(source=LetsAnyoneIn), {"strangers": 1}
+        "another model is served", _source(links=LetsAnyoneIn), {"strangers": 1}
     ),
     "forget-doubt": Break(
         "a write of unknown fate taken for ended",
@@ -513,10 +549,10 @@ BREAKS: dict[str, Break] = {
         Machines(source_driver=SourceOversleeps, target_driver=TargetOversleeps),
     ),
     "decline-in-silence": Break(
-        "a source not told that its room was given up", Machines(target=DeclinesInSilence)
+        "a source not told that its room was given up", _target(declines=DeclinesInSilence)
     ),
     "no-deadline": Break("no deadline", Machines(target=NoDeadline), {"one_sided": 0.3}),
     "keep-early-offers": Break(
-        "early offers never expire", Machines(source=KeepsEarlyOffers), {"one_sided": 0.3}
+        "early offers never expire", _source(admission=KeepsEarlyOffers), {"one_sided": 0.3}
     ),
 }

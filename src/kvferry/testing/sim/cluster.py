@@ -27,12 +27,12 @@ from kvferry.layout import (
     Window,
 )
 from kvferry.plan.plan import Request
-from kvferry.protocol.endpoint import Identity
 from kvferry.protocol.events import Cancel, Instance, NewLife
+from kvferry.protocol.links import Identity
 from kvferry.protocol.messages import Staging
 from kvferry.protocol.outcome import Done, Failure
-from kvferry.protocol.source import SourceMachine
-from kvferry.protocol.target import TargetMachine
+from kvferry.protocol.source import SourceMachine, SourceParts
+from kvferry.protocol.target import TargetMachine, TargetParts
 from kvferry.runtime.driver.driver import SourceDriver, SourcePorts, TargetDriver, TargetPorts
 from kvferry.runtime.driver.sessions import Sessions
 from kvferry.testing.sim.engines import Policy, SourceNode, TargetNode
@@ -88,6 +88,8 @@ class Machines:
 
     source: type[SourceMachine] = SourceMachine
     target: type[TargetMachine] = TargetMachine
+    source_parts: SourceParts = field(default_factory=SourceParts)
+    target_parts: TargetParts = field(default_factory=TargetParts)
     source_driver: type[SourceDriver] = SourceDriver
     target_driver: type[TargetDriver] = TargetDriver
     sessions: type[Sessions] = Sessions
@@ -194,7 +196,7 @@ class Cluster:
         memory = self._memory(self.prefill, peer.rank, config.local_slots)
         node = SourceNode(self.world, self.wire, peer, memory, self.shape.policy)
         identity = Identity(peer, 1000 + self._lives, self.prefill, MODEL, b"", TRANSPORTS)
-        machine = self.machines.source(identity, config)
+        machine = self.machines.source(identity, config, self.machines.source_parts)
         ports = self.machines.ports(SourcePorts(node, node, node, node))
         sessions = self.machines.sessions(exposed=False)
         node.driver = self.machines.source_driver(machine, ports, sessions)
@@ -209,7 +211,8 @@ class Cluster:
         prefill = Instance(PREFILL, model, self.prefill)
         node = TargetNode(self.world, self.wire, peer, memory, prefill)
         identity = Identity(peer, 1000 + self._lives, layout, model, b"", TRANSPORTS)
-        machine = self.machines.target(identity, CONFIG, memory.pools, staging)
+        about = identity, CONFIG, memory.pools, staging
+        machine = self.machines.target(*about, self.machines.target_parts)
         ports = self.machines.ports(TargetPorts(node, node, node, node))
         sessions = self.machines.sessions(exposed=True)
         node.driver = self.machines.target_driver(machine, ports, sessions)

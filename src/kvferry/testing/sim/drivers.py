@@ -48,17 +48,17 @@ class ProvesTooEarly(Sessions):
 # ---------------------------------------------------------------- ports
 
 
-class _Through:
+class Through:
     """A port that hands everything on to the real one."""
 
     def __init__(self, port: Any) -> None:
-        self._port = port
+        self.port = port
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._port, name)
+        return getattr(self.port, name)
 
 
-class _AsksNobody(_Through):
+class _AsksNobody(Through):
     def suspect(self, record: Record) -> None:
         """Give a session up and never ask whether its peer is gone."""
 
@@ -68,7 +68,7 @@ def asks_nobody(ports: Any) -> Any:
     return ports._replace(peers=_AsksNobody(ports.peers))
 
 
-class _NotesFirst(_Through):
+class _NotesFirst(Through):
     def __init__(self, ports: SourcePorts) -> None:
         super().__init__(ports.data)
         self._control = ports.control
@@ -76,7 +76,7 @@ class _NotesFirst(_Through):
     def write(self, action: Write) -> None:
         """Send a write's note when it is asked for, and not when it has landed."""
         self._control.send(action.transfer.peer, action.note)
-        self._port.write(action)
+        self.port.write(action)
 
 
 def notes_first(ports: Any) -> Any:

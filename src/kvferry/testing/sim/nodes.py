@@ -113,7 +113,7 @@ class Node(ABC):
     def _turn(self, events: list[Event]) -> None:
         self.world.steps += 1
         self.driver.turn(self._remembered(events), self.world.now)
-        self.check()
+        self.machine.check()
         self._check_deadlines()
         self._check_sleep()
         self._schedule_tick()
@@ -216,9 +216,6 @@ class Node(ABC):
 
     def before_release(self, room: Room) -> None:  # noqa: B027
         """A last look at memory that is about to be reused."""
-
-    def check(self) -> None:  # noqa: B027
-        """What must hold after every step."""
 
     def _check_sleep(self) -> None:
         """Nothing else wakes a driver that sleeps past a timer of its machine."""

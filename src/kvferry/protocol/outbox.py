@@ -1,0 +1,30 @@
+"""The outbox of a machine: what its parts ask for in one step, and the time of that step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvferry.protocol.events import Action
+
+
+class Outbox:
+    """Actions of the step under way. ``counts`` has what is worth counting over a life."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.counts: Counter[str] = Counter()
+        self._out: list[Action] = []
+
+    def begin(self, now: float) -> None:
+        """Begin a step. Drop the actions of one that raised; time never runs backwards."""
+        self.now = max(self.now, now)
+        self._out = []
+
+    def do(self, action: Action) -> None:
+        """Ask for something."""
+        self._out.append(action)
+
+    def end(self) -> list[Action]:
+        """Return what was asked for since ``begin``."""
+        actions, self._out = self._out, []
+        return actions
