@@ -25,7 +25,7 @@ class Mail(Channel[str]):
 
     def __init__(self) -> None:
         nobody: Any = None
-        super().__init__(ME, nobody, Observer())
+        super().__init__(ME, nobody, Observer(), nobody)
         self.sent: list[int] = []
 
     def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:

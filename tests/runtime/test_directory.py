@@ -214,9 +214,8 @@ def role_of(
         ask_after=(asked if asked is not None else []).append,
         machine=SimpleNamespace(rooms={}),
     )
-    setup = SimpleNamespace(slots=None)
-    quiet: Any = SimpleNamespace(expect=lambda *_, **__: None, asked=lambda *_: None)
-    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, mover=quiet, observer=Observer())
+    scatters: Any = SimpleNamespace(expect=lambda *_, **__: None)
+    held: Any = rooms
     nothing: Any = None
     take = (taken if taken is not None else []).append
-    return TargetRole(driver, take, outfit, nothing, nothing, directory)
+    return TargetRole(driver, take, held, scatters, nothing, directory, Observer())

@@ -20,6 +20,7 @@ from kvferry.runtime.owner.channels import SourceChannel
 from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.roles import TargetRole
+from kvferry.telemetry.observer import Observer
 
 ME, PEER = Peer("prefill", 0), Peer("decode", 0)
 SESSION, OTHER = Session(7, 1), Session(8, 1)
@@ -73,7 +74,7 @@ def channel_that_heard(*sessions: Session) -> tuple[SourceChannel, Server, Recor
     server: Any = Server(*heard)
     poller: Any = Recorder()
     meter: Any = Recorder()
-    channel = SourceChannel(ME, poller, meter, server)
+    channel = SourceChannel(ME, poller, meter, meter, server)
     assert len(list(channel.receive({"socket"}))) == len(sessions)
     return channel, server, poller
 
@@ -125,17 +126,14 @@ class Connections(Recorder):
 def test_connections_to_instances_that_nobody_needs_are_dropped_and_no_others() -> None:
     needed, gone = Peer("needed", 0), Peer("gone", 0)
     channel: Any = Connections(needed, gone)
-    mover, rest = Recorder(), Recorder()
+    scatters: Any = Recorder()
     directory: Any = SimpleNamespace(forget_ended=lambda linked: {"needed"} | linked)
     link = SimpleNamespace(peer=Peer("linked", 3))
     machine = SimpleNamespace(links={SESSION: link})
     driver: Any = SimpleNamespace(machine=machine)
     rooms: Any = type("Rooms", (list,), {})()
-    outfit: Any = SimpleNamespace(
-        rooms=rooms, mover=mover, setup=SimpleNamespace(slots=None), observer=rest
-    )
     nothing: Any = None
-    role = TargetRole(driver, nothing, outfit, nothing, channel, directory)
+    role = TargetRole(driver, nothing, rooms, scatters, channel, directory, Observer())
     role.tidy()
     assert channel.asked == [("drop", gone)]
     rooms.append("a room")
@@ -143,7 +141,7 @@ def test_connections_to_instances_that_nobody_needs_are_dropped_and_no_others() 
     role.tidy()
     assert channel.asked == [("drop", gone)]
     # Peers may write here only while there is a room.
-    assert mover.asked == [("expect", False), ("expect", True)]
+    assert scatters.asked == [("expect", False), ("expect", True)]
 
 
 # ---------------------------------------------------------------- what a poller must not forget

@@ -25,7 +25,7 @@ from kvferry.control.local import (
 from kvferry.control.sockets import ControlServer
 from kvferry.ids import Generation, Peer, Session
 from kvferry.protocol.codec import MAX_FRAME_BYTES
-from kvferry.protocol.events import Received
+from kvferry.protocol.events import Event, Received
 from kvferry.protocol.messages import Accept, Envelope, Heartbeat
 from kvferry.runtime.owner.channels import Channel, Dropped, SourceChannel, TargetChannel
 from kvferry.runtime.owner.lines import MAX_LINES, MAX_UNFINISHED_BYTES
@@ -196,12 +196,16 @@ class Two(NamedTuple):
     seen: tuple[Seen, Seen]
 
 
+def nobody(event: Event) -> None:
+    """Hears of nothing."""
+
+
 @pytest.fixture
 def two(server: LocalServer) -> Iterator[Two]:
     control = ControlServer("127.0.0.1")
     pollers, seen = (Poller(), Poller()), (Seen(), Seen())
-    source = SourceChannel(SOURCE, pollers[0], seen[0], control, server)
-    target = TargetChannel(TARGET, pollers[1], seen[1], None, lambda _: control.address)
+    source = SourceChannel(SOURCE, pollers[0], seen[0], nobody, control, server)
+    target = TargetChannel(TARGET, pollers[1], seen[1], nobody, None, lambda _: control.address)
     yield Two(source, target, *pollers, server.door, seen)
     target.close()
     source.close()

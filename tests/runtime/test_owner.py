@@ -102,14 +102,13 @@ def played(
     """Have an owner play these turns, close it, and forget it: where its lifeline was."""
     inbox = Inbox[object]() if inbox is None else inbox
     script, rest = Script(inbox, *turns), Nothing()
-    setup = SimpleNamespace(lifeline=Lifeline("127.0.0.1", LIFE), slots=None)
-    parts: dict[str, Any] = dict.fromkeys(("config", "observer", "rooms", "mover", "prober"), rest)
+    setup: Any = SimpleNamespace(lifeline=Lifeline("127.0.0.1", LIFE), slots=None)
+    parts: dict[str, Any] = dict.fromkeys(("observer", "rooms", "mover"), rest)
     parts["copier"] = HostCopier("copier", inbox.put, lambda _: None)
-    outfit: Any = SimpleNamespace(setup=setup, inbox=inbox, poller=script, me=ME, **parts)
     channel: Any = script
     machine: Any = puppet
     driver = SourceDriver(machine, SourcePorts(*[desk or Desk()] * 4))
-    owner = Owner(driver, Sleepy(), channel, outfit)
+    owner = Owner(driver, Sleepy(), channel, setup=setup, inbox=inbox, poller=channel, **parts)
     owner.start()
     assert script.played.wait(WAIT_S)
     owner.close()
@@ -218,7 +217,7 @@ def test_a_source_that_has_moved_is_reached_where_it_is_and_nowhere_else() -> No
     address = "tcp://127.0.0.1:1"
     watch: Any = Watch()
     rest: Any = Nothing()
-    channel = TargetChannel(ME, watch, rest, None, lambda _: address)
+    channel = TargetChannel(ME, watch, rest, rest, None, lambda _: address)
     frame = Envelope(ME, LIFE, Session(LIFE, 1), 1, Heartbeat())
     watched = []
     for address in ("tcp://127.0.0.1:1", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"):  # noqa: B007

@@ -27,12 +27,10 @@ class Happening:
 
 def role_and_taken(*, held: bool = True) -> tuple[SourceRole, list[Event]]:
     taken: list[Event] = []
-    rooms = SimpleNamespace(holds=lambda handle: held)
-    setup = SimpleNamespace(slots=None)
-    outfit: Any = SimpleNamespace(rooms=rooms, setup=setup, observer=Observer())
+    rooms: Any = SimpleNamespace(holds=lambda handle: held)
     nothing: Any = None
     no_writes: Any = SimpleNamespace(ends=lambda now: (), wakeup=lambda: inf)
-    return SourceRole(nothing, taken.append, outfit, nothing, no_writes, nothing), taken
+    return SourceRole(nothing, taken.append, rooms, nothing, no_writes, nothing, Observer()), taken
 
 
 class RoomHandle:
@@ -80,9 +78,7 @@ def test_a_target_hears_of_each_write_before_the_next_end_is_looked_at() -> None
             yield op
 
     nothing: Any = None
-    setup = SimpleNamespace(slots=None)
-    outfit: Any = SimpleNamespace(rooms=None, setup=setup, observer=Observer())
     writes: Any = SimpleNamespace(ends=ends)
     channel: Any = SimpleNamespace(let_out=lambda: told.append("let out"))
-    SourceRole(nothing, told.append, outfit, nothing, writes, channel).advance(0.0)
+    SourceRole(nothing, told.append, nothing, nothing, writes, channel, Observer()).advance(0.0)
     assert told == [1, "let out", 2, "let out"]

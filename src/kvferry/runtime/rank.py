@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from types import TracebackType
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from prometheus_client import CollectorRegistry
 
 from kvferry.control.local import LocalDoor
+from kvferry.copy.devices import copier_on
 from kvferry.ids import Peer, Room
 from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Layout
@@ -25,12 +27,20 @@ from kvferry.rendezvous.discovery import Discovery
 from kvferry.rendezvous.http_discovery import HttpDiscovery
 from kvferry.rendezvous.reporting import StatusReporter
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.driver.driver import PeerGone
+from kvferry.runtime.copier import Copier, HostCopier
+from kvferry.runtime.driver.driver import Driver, PeerGone
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.life.lifeline import Address
+from kvferry.runtime.life.prober import Prober
 from kvferry.runtime.memory import Memory, PoolArrays
+from kvferry.runtime.mover.mover import Mover
+from kvferry.runtime.owner.channels import Channel
+from kvferry.runtime.owner.gpu_copies import GpuCopies
+from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.loop import CLOSE_S, Owner
-from kvferry.runtime.owner.outfit import Outfit, outfit_of
+from kvferry.runtime.owner.poller import Poller
+from kvferry.runtime.owner.roles import Role
+from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.setup import EndpointSetup, Member, set_up
 from kvferry.runtime.tables import Shelf
 from kvferry.telemetry.endpoint import EndpointTelemetry
@@ -39,6 +49,8 @@ from kvferry.telemetry.observer import Observer
 from kvferry.telemetry.views import ViewedLoop
 from kvferry.transport.base import Transport
 from kvferry.transport.several import TransportSet
+
+log = logging.getLogger("kvferry.runtime")
 
 H = TypeVar("H", bound=Handle)
 T = TypeVar("T")
@@ -102,8 +114,19 @@ class RankEndpoint(ABC, Generic[H]):
         self._client = client
         self._deadline_s = config.deadline_s
         self._shelf = Shelf(layout, rank, setup.memory.map)
-        self._owner = self._own(outfit_of(setup, config, key, client, self._telemetry.observer))
-        self._owner.outfit.mover.start()
+        held, lacked = setup.transports.names, setup.transports.lacked
+        log.info(
+            "transports endpoint=%s held=%s lacked=%r",
+            *(member.peer, ",".join(held), "; ".join(f"{a}: {b}" for a, b in lacked.items())),
+        )
+        self._observer = self._telemetry.observer
+        me, self._inbox, self._poller = member.peer, Inbox[object](), Poller()
+        self._rooms: RoomTable[H] = RoomTable(me, self._observer)
+        self._mover = Mover(setup.transports, self._inbox.put, f"kvferry-mover-{me}")
+        self._copier = self._make_copier()
+        self._prober = Prober(self._inbox.put, f"kvferry-prober-{me}")
+        self._owner = self._make_owner(config, key)
+        self._mover.start()
         self._owner.start()
         self._telemetry.start(self._traced)
         self._reporter: StatusReporter | None = None
@@ -126,9 +149,27 @@ class RankEndpoint(ABC, Generic[H]):
     def _most_slots(self, config: EndpointConfig) -> int:
         """How many slots may be handed out."""
 
+    def _make_copier(self) -> Copier:
+        device, me = self._setup.memory.device, self._setup.member.peer
+        if device.is_host:
+            return HostCopier(f"kvferry-copier-{me}", self._inbox.put, self._mover.write)
+        return GpuCopies(copier_on(device))
+
     @abstractmethod
-    def _own(self, outfit: Outfit[H]) -> Owner:
-        """Join everything to a driver that has not begun."""
+    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> Owner:
+        """Join the parts to a driver that has not begun."""
+
+    def _owner_of(self, driver: Driver[Any, Any], role: Role, channel: Channel[Any]) -> Owner:
+        return Owner(
+            *(driver, role, channel),
+            setup=self._setup,
+            rooms=self._rooms,
+            inbox=self._inbox,
+            poller=self._poller,
+            mover=self._mover,
+            copier=self._copier,
+            observer=self._observer,
+        )
 
     def _answer(self, event: Event) -> None:
         """What ports answer with, on the owner's thread."""
@@ -206,6 +247,7 @@ class RankEndpoint(ABC, Generic[H]):
         """
         self._telemetry.close_spans()
         free = self._owner.close(timeout_s)
+        self._prober.close()
         self._telemetry.close()
         if self._reporter:
             self._reporter.close()

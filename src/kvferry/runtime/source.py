@@ -28,7 +28,6 @@ from kvferry.runtime.owner.channels import SourceChannel
 from kvferry.runtime.owner.chooser import Chooser
 from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.loop import CLOSE_S, Owner
-from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.roles import SourceRole
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.owner.writes import Writes
@@ -69,15 +68,16 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
     def _most_slots(self, config: EndpointConfig) -> int:
         return config.protocol.local_slots
 
-    def _own(self, outfit: Outfit[Outgoing]) -> Owner:
-        setup, config, rooms, observer = outfit.setup, outfit.config, outfit.rooms, outfit.observer
+    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> Owner:
+        setup, rooms, observer = self._setup, self._rooms, self._observer
+        me, answer = setup.member.peer, self._answer
         self._costs = costs = LinkCosts(endpoint_constants(config, setup))
-        mover = outfit.mover
         measures = config.constants is None
-        links = Links(setup, mover, observer, costs, self._answer, measures=measures)
+        links = Links(setup, self._mover, observer, costs, answer, measures=measures)
         chooser = Chooser(setup.memory.map, rooms, links, costs, config.path)
         machine = SourceMachine(setup.identity, _with_slots(config, setup))
-        channel = SourceChannel(outfit.me, outfit.poller, observer, self._server, self._local)
+        doors = self._server, self._local
+        channel = SourceChannel(me, self._poller, observer, answer, *doors)
 
         def tell(op: Op) -> None:
             """In the middle of a turn: a target waits to empty its slot, so all else can wait."""
@@ -88,20 +88,20 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         writes = Writes(
             setup=setup,
             rooms=rooms,
-            mover=mover,
-            copier=outfit.copier,
+            mover=self._mover,
+            copier=self._copier,
             links=links,
             chooser=chooser,
             observer=observer,
-            answer=self._answer,
+            answer=answer,
             tell=tell,
         )
-        suspects = Suspects(outfit.prober)
+        suspects = Suspects(self._prober)
         driver = SourceDriver(machine, SourcePorts(channel, writes, suspects, rooms))
-        channel.attach(self._answer)
         rooms.on_release = chooser.forget
-        self._role = role = SourceRole(driver, self._answer, outfit, links, writes, channel)
-        return Owner(driver, role, channel, outfit)
+        role = SourceRole(driver, answer, rooms, links, writes, channel, observer)
+        self._role = role
+        return self._owner_of(driver, role, channel)
 
     def open(
         self,

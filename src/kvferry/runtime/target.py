@@ -24,7 +24,6 @@ from kvferry.runtime.incoming import Incoming, wanted_pages
 from kvferry.runtime.owner.channels import TargetChannel
 from kvferry.runtime.owner.directory import Directory
 from kvferry.runtime.owner.loop import Owner
-from kvferry.runtime.owner.outfit import Outfit
 from kvferry.runtime.owner.roles import TargetRole
 from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.suspects import Suspects
@@ -48,33 +47,34 @@ class TargetEndpoint(RankEndpoint[Incoming]):
     def _most_slots(self, config: EndpointConfig) -> int:
         return MAX_SLOTS
 
-    def _own(self, outfit: Outfit[Incoming]) -> Owner:
-        setup, config, rooms, observer = outfit.setup, outfit.config, outfit.rooms, outfit.observer
+    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> Owner:
+        setup, rooms, observer, answer = self._setup, self._rooms, self._observer, self._answer
         machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
         find_s = inf if config.find_s is None else config.find_s
-        directory = Directory(outfit.client, self._learn, find_s)
+        directory = Directory(self._client, self._learn, find_s)
         channel = TargetChannel(
-            outfit.me,
-            outfit.poller,
+            setup.member.peer,
+            self._poller,
             observer,
-            outfit.key,
+            answer,
+            key,
             directory.address_of,
             config.protocol.silence_s,
         )
         scatters = Scatters(
             setup=setup,
             rooms=rooms,
-            mover=outfit.mover,
-            copier=outfit.copier,
+            mover=self._mover,
+            copier=self._copier,
             observer=observer,
-            answer=self._answer,
+            answer=answer,
             join=channel.join,
         )
-        suspects = Suspects(outfit.prober)
+        suspects = Suspects(self._prober)
         driver = TargetDriver(machine, TargetPorts(channel, scatters, suspects, rooms))
-        channel.attach(self._answer)
-        self._role = role = TargetRole(driver, self._answer, outfit, scatters, channel, directory)
-        return Owner(driver, role, channel, outfit)
+        role = TargetRole(driver, answer, rooms, scatters, channel, directory, observer)
+        self._role = role
+        return self._owner_of(driver, role, channel)
 
     def _learn(self, name: str, view: InstanceView | None) -> None:
         """On the discovery client's thread: an instance is complete, has changed, or has ended."""

@@ -55,20 +55,19 @@ class Dropped(NamedTuple):
 class Channel(ABC, Generic[W]):
     """What both sides' channels have in common. ``W`` are the ways that lead to peers."""
 
-    def __init__(self, me: Peer, poller: Poller, observer: Observer) -> None:
+    def __init__(
+        self, me: Peer, poller: Poller, observer: Observer, answer: Callable[[Event], None]
+    ) -> None:
         self._me = me
         self._poller = poller
         self._observer = observer
-        self._answer: Callable[[Event], None] = lambda _: None
+        # Hears of a frame that can't be sent.
+        self._answer = answer
         self._lines = LocalLines(poller, observer)
         # Frames that wait to be sent.
         self._outboxes: dict[W | LocalLine, list[bytes]] = {}
         self._num_waiting = 0
         self._flushed = 0.0
-
-    def attach(self, answer: Callable[[Event], None]) -> None:
-        """Who hears of a frame that can't be sent."""
-        self._answer = answer
 
     @abstractmethod
     def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
@@ -171,10 +170,11 @@ class SourceChannel(Channel[bytes]):
         me: Peer,
         poller: Poller,
         observer: Observer,
+        answer: Callable[[Event], None],
         server: ControlServer,
         local: LocalServer | None = None,
     ) -> None:
-        super().__init__(me, poller, observer)
+        super().__init__(me, poller, observer, answer)
         self._server = server
         self._local = local
         self._routes: dict[Session, bytes | LocalLine] = {}
@@ -255,11 +255,12 @@ class TargetChannel(Channel[ControlClient]):
         me: Peer,
         poller: Poller,
         observer: Observer,
+        answer: Callable[[Event], None],
         key: ClusterKey | None,
         address_of: Callable[[Peer], str | None],
         silence_s: float = SILENCE_S,
     ) -> None:
-        super().__init__(me, poller, observer)
+        super().__init__(me, poller, observer, answer)
         self._key = key
         self._silence_s = silence_s
         self._address_of = address_of

@@ -24,16 +24,20 @@ from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Heartbeat
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LinkState
+from kvferry.runtime.copier import Copier
 from kvferry.runtime.driver.driver import Driver
 from kvferry.runtime.handles import Handle
-from kvferry.runtime.mover.mover import ThreadBroke
+from kvferry.runtime.mover.mover import Mover, ThreadBroke
 from kvferry.runtime.naps import wake_in_time
 from kvferry.runtime.owner.channels import Channel, Dropped
 from kvferry.runtime.owner.clocks import PeerClocks
-from kvferry.runtime.owner.outfit import Outfit
+from kvferry.runtime.owner.inbox import Inbox
+from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.roles import Role
+from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.pulse import WATCHMAN, Patient, Pulse
-from kvferry.telemetry.observer import LoopStatus
+from kvferry.runtime.setup import EndpointSetup
+from kvferry.telemetry.observer import LoopStatus, Observer
 
 log = logging.getLogger("kvferry.runtime")
 
@@ -48,20 +52,32 @@ CLOSE_S = 5.0
 class Owner:
     """A driver with a thread of its own."""
 
-    def __init__(
-        self, driver: Driver[Any, Any], role: Role, channel: Channel[Any], outfit: Outfit[Any]
+    def __init__(  # noqa: PLR0913 - all that it turns, by keyword
+        self,
+        driver: Driver[Any, Any],
+        role: Role,
+        channel: Channel[Any],
+        *,
+        setup: EndpointSetup,
+        rooms: RoomTable[Any],
+        inbox: Inbox[object],
+        poller: Poller,
+        mover: Mover,
+        copier: Copier,
+        observer: Observer,
     ) -> None:
         self.driver = driver
-        self.outfit = outfit
-        self.rooms = outfit.rooms
-        self.me: Peer = outfit.me
+        self.rooms = rooms
+        self.me: Peer = driver.machine.me
         self.role = role
         self.channel = channel
-        self._inbox = outfit.inbox
-        self._poller = outfit.poller
-        self._copier = outfit.copier
-        self._lifeline = outfit.setup.lifeline
-        self._observer = outfit.observer
+        self._inbox = inbox
+        self._poller = poller
+        self._mover = mover
+        self._copier = copier
+        self._slots = setup.slots
+        self._lifeline = setup.lifeline
+        self._observer = observer
         self.clocks = PeerClocks(driver.machine, channel.send)
         self._tidy_at = 0.0
         # When this turn began: one time for all that came with it.
@@ -70,8 +86,8 @@ class Owner:
         for fd in (self._call, self._lifeline.fileno()):
             self._poller.watch(fd)
         self._pulse = Pulse("owner", lambda: len(self._inbox) > 0)
-        pulses = [self._pulse, outfit.mover.pulse, outfit.copier.pulse]
-        self._patient = Patient(pulses, outfit.config.protocol.stalled_s, self._told_of_stall)
+        pulses = [self._pulse, mover.pulse, copier.pulse]
+        self._patient = Patient(pulses, driver.machine.config.stalled_s, self._told_of_stall)
         self._closing = False
         self._closed = False
         self._stopped = False
@@ -101,8 +117,8 @@ class Owner:
         self.tell(self._stop)
         self._thread.join()
         WATCHMAN.leave(self._patient)
-        for thread in (self.outfit.prober, self.outfit.copier, self.outfit.mover):
-            thread.close()
+        self._copier.close()
+        self._mover.close()
         if free and self.driver.may_leave:
             self._lifeline.close()
         else:
@@ -231,7 +247,7 @@ class Owner:
             self.step(Cancel(handle.room))
 
     def _status(self, now: float) -> LoopStatus:
-        machine, slots = self.driver.machine, self.outfit.setup.slots
+        machine, slots = self.driver.machine, self._slots
         used, total = 0, 0
         if slots is not None:
             pool = slots.pool

@@ -32,9 +32,10 @@ from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner.channels import SourceChannel, TargetChannel
 from kvferry.runtime.owner.directory import Directory
 from kvferry.runtime.owner.links import Links
-from kvferry.runtime.owner.outfit import Outfit
+from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.writes import Writes
+from kvferry.telemetry.observer import Observer
 
 # Members of an enumeration are slow to name.
 PUSHED = Moment.PUSHED
@@ -77,18 +78,19 @@ class SourceRole:
         self,
         driver: SourceDriver,
         step: Callable[[Event], None],
-        outfit: Outfit[Outgoing],
+        rooms: RoomTable[Outgoing],
         links: Links,
         writes: Writes,
         channel: SourceChannel,
+        observer: Observer,
     ) -> None:
         self._driver = driver
         self._step = step
-        self._rooms = outfit.rooms
+        self._rooms = rooms
         self._links = links
         self._writes = writes
         self._channel = channel
-        self._observer = outfit.observer
+        self._observer = observer
         self._waiting: dict[Outgoing, None] = {}
 
     def hear(self, news: WriteJob | Reached | Unreached | Measured) -> None:
@@ -170,23 +172,23 @@ class TargetRole:
         self,
         driver: TargetDriver,
         step: Callable[[Event], None],
-        outfit: Outfit[Incoming],
+        rooms: RoomTable[Incoming],
         scatters: Scatters,
         channel: TargetChannel,
         directory: Directory,
+        observer: Observer,
     ) -> None:
         self._driver = driver
         self._step = step
-        self._rooms = outfit.rooms
+        self._rooms = rooms
         self._scatters = scatters
         self._channel = channel
         self._directory = directory
-        self._mover = outfit.mover
-        self._observer = outfit.observer
+        self._observer = observer
         # As the machine has them, for a last look after it has forgotten one.
         self._received: dict[Room, TargetRoom] = {}
-        outfit.rooms.before_end = self._before_end
-        outfit.rooms.on_release = self._released
+        rooms.before_end = self._before_end
+        rooms.on_release = self._released
 
     def hear(self, news: ScatterJob) -> None:
         """What the copier has done."""
@@ -195,7 +197,7 @@ class TargetRole:
     def receive(self, handle: Incoming) -> None:
         """An engine wants a room's cache."""
         self._observer.room_opened(handle)
-        self._mover.expect(True, soon=True)
+        self._scatters.expect(True, soon=True)
         view = self._directory.find(handle)
         if view is not None:
             self._begin(handle, view)
@@ -295,7 +297,7 @@ class TargetRole:
         for peer in self._channel.peers:
             if peer.instance not in needed:
                 self._channel.drop(peer)
-        self._mover.expect(len(self._rooms) > 0)
+        self._scatters.expect(len(self._rooms) > 0)
 
     @property
     def num_free_slots(self) -> int:

@@ -129,6 +129,10 @@ class Scatters:
         if told is not None and told.door is not None:
             self._join(action.peer, told.door)
 
+    def expect(self, expecting: bool, *, soon: bool = False) -> None:
+        """Whether sources may write here, so that helping them along is worth a little time."""
+        self._mover.expect(expecting, soon=soon)
+
     def forget(self, session: Session) -> None:
         """It is written by nobody any more."""
         self._mover.forget(session)
