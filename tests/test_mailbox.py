@@ -31,7 +31,7 @@ def test_a_wait_whose_time_is_over_before_it_begins_ends(late_s: float) -> None:
     # To a lock, a limit of -1 is none.
     mailbox: Mailbox[int] = Mailbox(jumping(0.0, 1.0 + late_s))
     with pytest.raises(queue.Empty):
-        mailbox.take(1.0)
+        mailbox.get(1.0)
 
 
 def test_short_waits_end_however_often_a_thread_loses_its_core() -> None:
@@ -49,12 +49,12 @@ def test_two_threads_hand_each_other_what_they_put() -> None:
 
     def echo() -> None:
         for _ in range(2000):
-            back.put(there.take(END_S))
+            back.put(there.get(END_S))
 
     threading.Thread(target=echo, daemon=True).start()
     for number in range(2000):
         there.put(number)
-        assert back.take(END_S) == number
+        assert back.get(END_S) == number
 
 
 def test_many_putters_and_nothing_is_lost() -> None:
@@ -89,4 +89,4 @@ def test_drain_takes_all_without_waiting_for_more() -> None:
     assert mailbox.drain() == ["a", "b", "c"]
     assert mailbox.drain(0) == []
     with pytest.raises(queue.Empty):
-        mailbox.take_now()
+        mailbox.get_now()

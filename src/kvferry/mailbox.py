@@ -42,29 +42,29 @@ class Mailbox(Generic[T]):
             with contextlib.suppress(RuntimeError):
                 self._bell.release()
 
-    def take_now(self) -> T:
+    def get_now(self) -> T:
         """The next item. Raises ``queue.Empty``."""
         try:
             return self._items.popleft()
         except IndexError:
             raise Empty from None
 
-    def take(self, timeout_s: float | None = None) -> T:
+    def get(self, timeout_s: float | None = None) -> T:
         """The next item, waiting for it if need be. Raises ``queue.Empty``."""
         until = None if timeout_s is None else self._clock() + timeout_s
         while not self._items:
             if not self._listen(until):
                 # One last look: it may have come as the time ran out.
                 break
-        return self.take_now()
+        return self.get_now()
 
     def drain(self, timeout_s: float | None = None) -> list[T]:
         """All that is there, waiting for the first if need be; nothing if none came in time."""
         items: list[T] = []
         with contextlib.suppress(Empty):
-            items.append(self.take(timeout_s))
+            items.append(self.get(timeout_s))
             while self._items:
-                items.append(self.take_now())
+                items.append(self.get_now())
         return items
 
     def _listen(self, until: float | None) -> bool:

@@ -175,8 +175,8 @@ class SharesLocalSlot(Unchecked):
     def __len__(self) -> int:
         return max(1, super().__len__())
 
-    def take(self) -> SlotIndex:
-        return super().take() if super().__len__() else SlotIndex(0)
+    def allocate(self) -> SlotIndex:
+        return super().allocate() if super().__len__() else SlotIndex(0)
 
 
 class ForgetsDiscarded(WriteQueue):

@@ -206,7 +206,7 @@ def test_a_copier_with_a_thread_tells_of_a_gather_ahead_and_posts_nothing() -> N
     job = gather(1, lambda: Binding.bulk(here, here, 100), ahead=True)
     job.sources, job.targets = (page.ctypes.data,), (slot.ctypes.data,)
     copier.submit(job)
-    assert told.take(WAIT_S) is job
+    assert told.get(WAIT_S) is job
     assert (job.num_bytes, job.is_over) == (100, False)
     copier.close()
     assert np.array_equal(page, slot)

@@ -87,12 +87,12 @@ class Desk(NamedTuple):
 
     def reach(self, session: Session = ONE) -> None:
         self.mover.reach(session, [TransportOffer("diary", "")])
-        assert isinstance(self.told.take(WAIT_S), Reached)
+        assert isinstance(self.told.get(WAIT_S), Reached)
 
     def write(self, op: int, session: Session = ONE) -> WriteJob:
         job = direct(op, BULK, session)
         self.mover.write(job)
-        assert self.told.take(WAIT_S) is job
+        assert self.told.get(WAIT_S) is job
         assert job.is_over
         return job
 
@@ -128,7 +128,7 @@ def test_nothing_of_a_session_starts_after_it_was_cut(desk: Desk) -> None:
 
 def test_a_peer_that_was_never_reached_says_why(desk: Desk) -> None:
     desk.mover.reach(ONE, [TransportOffer("diary", "", b"garbage")])
-    assert desk.told.take(WAIT_S) == Unreached(ONE, ("diary: that is garbage",))
+    assert desk.told.get(WAIT_S) == Unreached(ONE, ("diary: that is garbage",))
     refused = desk.write(1)
     assert (refused.fate, refused.detail) == (Fate.FAILED, "diary: that is garbage")
     desk.mover.forget(ONE)
@@ -151,7 +151,7 @@ def test_a_peer_that_was_forgotten_is_let_go_and_may_be_reached_again(desk: Desk
 def test_costs_are_measured_by_writes_of_its_own(desk: Desk) -> None:
     desk.reach()
     desk.mover.measure(ONE, Calibration(*BASES), CONSTANTS)
-    measured = desk.told.take(WAIT_S)
+    measured = desk.told.get(WAIT_S)
     assert isinstance(measured, Measured)
     assert measured.constants.copy_bytes_per_s == CONSTANTS.copy_bytes_per_s
     assert desk.diary.asked == [f"write {-n}" for n in range(1, len(STEPS) + 1)]
@@ -191,7 +191,7 @@ def test_the_first_transport_that_reaches_a_peer_carries_its_writes() -> None:
     mover = Mover([closed, diary], told.put, "mover")
     mover.start()
     mover.reach(ONE, [TransportOffer("closed", ""), TransportOffer("diary", "")])
-    reached = told.take(WAIT_S)
+    reached = told.get(WAIT_S)
     assert isinstance(reached, Reached)
     assert (reached.transport, reached.problems) == (diary, ("closed: no such memory",))
     end = Desk(mover, diary, told).write(1)

@@ -56,7 +56,7 @@ def asked(server: socket.socket) -> None:
 
 def test_a_suspect_that_is_gone_is_told_of(prober: Prober, told: Mailbox[PeerGone]) -> None:
     prober.suspect(GONE, LIFE, refusing())
-    assert told.take(WAIT_S) == PeerGone(GONE, LIFE)
+    assert told.get(WAIT_S) == PeerGone(GONE, LIFE)
 
 
 def test_a_suspect_is_asked_after_until_it_is_gone(
@@ -67,13 +67,13 @@ def test_a_suspect_is_asked_after_until_it_is_gone(
     asked(listener)
     assert len(told) == 0
     listener.close()
-    assert told.take(WAIT_S) == PeerGone(STUCK, LIFE)
+    assert told.get(WAIT_S) == PeerGone(STUCK, LIFE)
 
 
 def a_round_goes_by(prober: Prober, told: Mailbox[PeerGone]) -> None:
     """One that has begun after this was called."""
     prober.suspect(GONE, LIFE, refusing())
-    assert told.take(WAIT_S) == PeerGone(GONE, LIFE)
+    assert told.get(WAIT_S) == PeerGone(GONE, LIFE)
 
 
 def test_nobody_asks_after_the_acquitted(
@@ -106,10 +106,10 @@ def test_a_sign_is_followed_until_there_is_an_answer(
     asked(listener)
     asked(listener)
     listener.close()
-    assert told.take(WAIT_S) == PeerGone(STUCK, LIFE)
+    assert told.get(WAIT_S) == PeerGone(STUCK, LIFE)
     # Told of once: the next word is about the next.
     prober.sign(GONE, LIFE, refusing())
-    assert told.take(WAIT_S).peer == GONE
+    assert told.get(WAIT_S).peer == GONE
     assert len(told) == 0
 
 
@@ -132,6 +132,6 @@ def test_a_driver_asks_through_what_it_was_told_by_its_peers(
     suspects.acquit(STUCK, LIFE)
     nobody_asks(listener, prober, told)
     suspects.suspect(record_of(GONE, metadata_with(refusing())))
-    assert told.take(WAIT_S) == PeerGone(GONE, LIFE)
+    assert told.get(WAIT_S) == PeerGone(GONE, LIFE)
     suspects.sign(GONE, LIFE + 1, metadata_with(refusing()))
-    assert told.take(WAIT_S) == PeerGone(GONE, LIFE + 1)
+    assert told.get(WAIT_S) == PeerGone(GONE, LIFE + 1)

@@ -275,7 +275,7 @@ def test_a_bug_in_the_copier_is_told() -> None:
         raise ZeroDivisionError
 
     copier.submit(scatter(1, bind))
-    broke = told.take(WAIT_S)
+    broke = told.get(WAIT_S)
     assert isinstance(broke, ThreadBroke)
     assert broke.thread == "copier"
     copier.close()

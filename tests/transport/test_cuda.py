@@ -263,16 +263,16 @@ class TestWaiter:
 
         for number in range(3):
             waiter.watch(number, partial(wait, number))
-        assert waiter.take() == []
+        assert waiter.ended() == []
         gates[0].set()
         assert told.acquire(timeout=30)
-        assert waiter.take() == [(0, "")]
+        assert waiter.ended() == [(0, "")]
         gates[1].set()
         assert told.acquire(timeout=30)
-        ((number, problem),) = waiter.take()
+        ((number, problem),) = waiter.ended()
         assert number == 1
         assert "an illegal memory access" in problem
         assert "restart this process" in problem
         gates[2].set()
         waiter.close()
-        assert waiter.take() == [(2, "")]
+        assert waiter.ended() == [(2, "")]

@@ -22,18 +22,18 @@ def piece(number: int) -> Single:
 
 def test_whoever_takes_one_has_it_alone() -> None:
     handles, handle = Handles(), Handle()
-    assert handles.take(piece(1)) is None
+    assert handles.acquire(piece(1)) is None
     handles.keep(piece(1), handle)
-    assert handles.take(piece(2)) is None
-    assert handles.take(piece(1)) is handle
-    assert handles.take(piece(1)) is None
+    assert handles.acquire(piece(2)) is None
+    assert handles.acquire(piece(1)) is handle
+    assert handles.acquire(piece(1)) is None
     assert not handle.num_released
 
 
 def test_what_is_not_a_single_piece_is_given_back() -> None:
     handles, handle = Handles(), Handle()
     handles.keep(None, handle)
-    assert handles.take(None) is None
+    assert handles.acquire(None) is None
     assert handle.num_released == 1
 
 
@@ -42,7 +42,7 @@ def test_the_second_of_one_piece_is_given_back() -> None:
     handles.keep(piece(1), one)
     handles.keep(piece(1), other)
     assert (one.num_released, other.num_released) == (0, 1)
-    assert handles.take(piece(1)) is one
+    assert handles.acquire(piece(1)) is one
 
 
 def test_no_more_are_kept_than_there_is_room_for_and_all_are_given_back() -> None:
@@ -52,4 +52,4 @@ def test_no_more_are_kept_than_there_is_room_for_and_all_are_given_back() -> Non
     assert [handle.num_released for handle in many] == [1, *[0] * MAX_HANDLES]
     handles.clear()
     assert [handle.num_released for handle in many] == [1] * len(many)
-    assert handles.take(piece(1)) is None
+    assert handles.acquire(piece(1)) is None

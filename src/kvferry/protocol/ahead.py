@@ -60,7 +60,7 @@ class EarlyGather:
         if not self.slots or num_ahead >= self._most_ahead:
             self._eager[lane] = None
             return False
-        slot = self.slots.take()
+        slot = self.slots.allocate()
         write = Writing(lane, lane.fill(count), None, slot)
         op = self.inflight.begin(write)
         lane.held.append(op)

@@ -21,8 +21,8 @@ class LocalSlots:
     def __iter__(self) -> Iterator[SlotIndex]:
         return iter(self._free)
 
-    def take(self) -> SlotIndex:
-        """Take a slot. There must be one."""
+    def allocate(self) -> SlotIndex:
+        """Return a free slot, which is then in use. There must be one."""
         return self._free.pop()
 
     def free(self, slot: SlotIndex) -> None:

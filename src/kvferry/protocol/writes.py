@@ -228,7 +228,7 @@ class WriteQueue:
         else:
             credit = lane.use_credit(self._outbox.now)
             blocks = lane.fill(lane.num_fitting(self._config.local_slot_bytes))
-            self._write(Writing(lane, blocks, credit, self.slots.take()))
+            self._write(Writing(lane, blocks, credit, self.slots.allocate()))
 
     def _write(self, write: Writing) -> None:
         lane, slot = write.lane, write.credit.slot if write.credit else None

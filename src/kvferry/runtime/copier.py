@@ -108,6 +108,6 @@ class HostCopier(Copier):
     def _next(self) -> CopyJob | None:
         """Wait for a job, and show that somebody does."""
         self.pulse.beat(inf)
-        job = self._jobs.take()
+        job = self._jobs.get()
         self.pulse.beat(time.monotonic())
         return job

@@ -181,13 +181,13 @@ class Mover:
     def _work(self, pause_s: float | None) -> None:
         self.pulse.beat(inf if pause_s is None else time.monotonic() + pause_s)
         try:
-            job = self._jobs.take(pause_s)
+            job = self._jobs.get(pause_s)
             self._news_at = time.monotonic()
             self.pulse.beat(self._news_at)
             job()
             # Whoever waits for the end of a long write must not wait for the next one too.
             while time.monotonic() - self._news_at < LONG_JOB_S:
-                job = self._jobs.take_now()
+                job = self._jobs.get_now()
                 job()
         except Empty:
             return

@@ -226,8 +226,8 @@ class Unchecked(LocalSlots):
 class RefillsSlot(Unchecked):
     """Uses a send buffer again before the write has read it."""
 
-    def take(self) -> SlotIndex:  # noqa: D102
-        slot = super().take()
+    def allocate(self) -> SlotIndex:  # noqa: D102
+        slot = super().allocate()
         super().free(slot)
         return slot
 

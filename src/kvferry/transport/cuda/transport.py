@@ -313,7 +313,7 @@ class CudaTransport(Transport):
         """What has ended since the last call."""
         with self._turn:
             if self._waiter is not None:
-                for copying, problem in self._waiter.take():
+                for copying, problem in self._waiter.ended():
                     self._end(copying, copying.problem or problem)
             ended, self._ended = self._ended, []
         return ended

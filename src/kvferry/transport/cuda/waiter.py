@@ -40,7 +40,7 @@ class Waiter(Generic[T]):
         """Say when that wait has ended."""
         self._started.put(_Copy(what, wait))
 
-    def take(self) -> list[tuple[T, str]]:
+    def ended(self) -> list[tuple[T, str]]:
         """What has ended since the last call, and what the GPU had to say against it."""
         return self._over.drain(timeout_s=0)
 
@@ -50,7 +50,7 @@ class Waiter(Generic[T]):
         self._thread.join()
 
     def _run(self) -> None:
-        while (copy := self._started.take()) is not None:
+        while (copy := self._started.get()) is not None:
             problem = ""
             try:
                 copy.wait()

@@ -74,7 +74,7 @@ class Handles:
     def __init__(self) -> None:
         self._kept: OrderedDict[Single, Any] = OrderedDict()
 
-    def take(self, piece: Single | None) -> Any:
+    def acquire(self, piece: Single | None) -> Any:
         """The transfer of that piece, if there is one; nobody else has it then."""
         return None if piece is None else self._kept.pop(piece, None)
 

@@ -33,7 +33,7 @@ class Write:
         if self._handle is not None or not self._todo:
             return
         batch = self._batch = self._todo.pop()
-        self._handle = self.remote.peer.handles.take(batch.piece)
+        self._handle = self.remote.peer.handles.acquire(batch.piece)
         if self._handle is None:
             self._handle = agent.initialize_xfer(
                 "WRITE",
