@@ -8,10 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 import kvferry
+from kvferry.protocol.endpoint import Endpoint
+from kvferry.testing.sim import run_seed
 
 ROOT = Path(__file__).parents[1]
 LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
@@ -106,3 +109,62 @@ def test_type_checkers_see_the_same_names() -> None:
     assert sorted(name for _, name in seen) == sorted(kvferry.__all__)
     for module, name in seen:
         assert getattr(kvferry, name) is getattr(importlib.import_module(str(module)), name)
+
+
+# ---------------------------------------------------------------- pure machines
+
+PURE = ("protocol", "plan", "layout")
+BELOW = ("config", "digest", "errors", "fingerprint", "ids", "regions", "units", "sse")
+
+
+def takes_callables(text: str) -> list[str]:
+    """Public functions and fields whose annotation names a callable."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and (
+            not node.name.startswith("_") or node.name == "__init__"
+        ):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            found += [f"{node.name}({arg.arg})" for arg in given if _is_callable(arg.annotation)]
+        elif isinstance(node, ast.ClassDef):
+            fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+            found += [ast.unparse(one) for one in fields if _is_callable(one.annotation)]
+    return found
+
+
+def _is_callable(annotation: ast.expr | None) -> bool:
+    return annotation is not None and "Callable" in ast.unparse(annotation)
+
+
+@pytest.mark.parametrize("package", PURE)
+def test_nothing_pure_takes_a_callable(package: str) -> None:
+    """A callable that was passed in could reach whatever made it."""
+    for path in (ROOT / "src" / "kvferry" / package).rglob("*.py"):
+        assert not takes_callables(path.read_text(encoding="utf-8")), path
+    assert takes_callables("def cut(stages: Callable[[int], bool]): ...") == ["cut(stages)"]
+    assert takes_callables("class Room:\n    on_end: Callable[[], None]")
+
+
+def test_a_machine_calls_nothing_above_it() -> None:
+    """Every call inside ``handle``, in a few simulated worlds, stays in the pure packages."""
+    names = {str(ROOT / "src" / "kvferry" / name) for name in (*PURE, *BELOW)}
+    inside: list[FrameType] = []
+    outside: set[str] = set()
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code is Endpoint.handle.__code__:
+            inside.append(frame)
+        elif event == "return" and inside and frame is inside[-1]:
+            inside.pop()
+        elif event == "call" and inside and code.co_filename.startswith(str(ROOT / "src")):
+            pure = any(code.co_filename.startswith(name) for name in names)
+            outside.update([] if pure else [f"{code.co_filename}:{code.co_name}"])
+
+    sys.setprofile(watch)
+    try:
+        steps = sum(run_seed(seed).steps for seed in range(3))
+    finally:
+        sys.setprofile(None)
+    assert steps > 100
+    assert not outside

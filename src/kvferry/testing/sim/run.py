@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from kvferry.protocol.states import RoomState
 from kvferry.testing.sim.breaks import BREAKS
 from kvferry.testing.sim.cluster import PREFILL, STRANGER, Cluster, Machines, Shape
+from kvferry.testing.sim.engines import Policy
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.scenarios import SCENARIOS
@@ -48,12 +49,21 @@ class SimResult:
 
 
 def run_seed(
-    seed: int, machines: Machines = REAL, emphasis: dict[str, float] | None = None
+    seed: int,
+    machines: Machines = REAL,
+    emphasis: dict[str, float] | None = None,
+    policy: Policy | None = None,
 ) -> SimResult:
-    """Play one seed: a time of faults, then calm, then rooms that must succeed."""
+    """Play one seed: a time of faults, then calm, then rooms that must succeed.
+
+    ``emphasis`` sets faults and ``policy`` the transfer modes that are otherwise drawn.
+    """
     rng = random.Random(seed ^ 0x5EED)
     faults = replace(Faults.draw(rng), **(emphasis or {}))  # type: ignore[arg-type]
-    cluster = Cluster(seed, faults, Shape.draw(rng, faults), machines, CALM_AT)
+    shape = Shape.draw(rng, faults)
+    if policy is not None:
+        shape = replace(shape, policy=policy)
+    cluster = Cluster(seed, faults, shape, machines, CALM_AT)
     return play(cluster, lambda: _disturb(cluster))
 
 
