@@ -8,10 +8,10 @@ from typing import get_args
 
 import pytest
 from msgspec.inspect import StructType, type_info
+from protocol.diagram import BEGIN, END, diagrams
 
 from kvferry.config import ProtocolConfig
 from kvferry.protocol.codec import FrameFault
-from kvferry.protocol.diagram import BEGIN, END, diagrams
 from kvferry.protocol.messages import Body, Message, RefusalCode
 from kvferry.protocol.outcome import FailureCode
 from kvferry.protocol.states import LANE, LEG, LINK, SOURCE_ROOM
@@ -22,7 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 def test_the_state_diagrams_are_fresh() -> None:
     start, end = PAGE.index(BEGIN) + len(BEGIN), PAGE.index(END)
     assert PAGE[start:end].strip() == diagrams().strip(), (
-        "docs/protocol.md is stale: put the output of `python -m kvferry.protocol.diagram` "
+        "docs/protocol.md is stale: put the output of `python tests/protocol/diagram.py` "
         f"between {BEGIN} and {END}"
     )
 

@@ -13,11 +13,10 @@ import pytest
 from kvferry.ids import Op, SlotIndex
 from kvferry.plan import Block
 from kvferry.protocol.ahead import EarlyGather
-from kvferry.protocol.closing import Lanes
 from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.events import Action, Event, Report, Sent
 from kvferry.protocol.handshake import TargetLinks
-from kvferry.protocol.lanes import Lane
+from kvferry.protocol.lanes import Lane, Lanes
 from kvferry.protocol.ledger import Ledger
 from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Body, Complete

@@ -1,12 +1,13 @@
 """A source's rooms and lanes: what is owed, what waits, what is in flight.
 
-Plain state with no decisions about messages; ``source`` makes those.
+A lane is what a source owes one target in one room. ``Lanes`` says what the source has to say
+about it at its end: that all is written, or that nothing more will be.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -17,12 +18,21 @@ from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
 from kvferry.layout.spec import Slot
 from kvferry.plan.plan import Block, Plan, Request
-from kvferry.protocol.cutting import image_bytes, join_layers, within
+from kvferry.protocol.cutting import image_bytes, join_layers, merge, within
 from kvferry.protocol.events import Finish, Push, TransferRequest
-from kvferry.protocol.links import Link
-from kvferry.protocol.messages import Arrived, Credit
+from kvferry.protocol.links import Link, Links
+from kvferry.protocol.messages import (
+    MAX_BLOCKS,
+    Arrived,
+    Close,
+    Credit,
+    Drained,
+    Nudge,
+    RoomMessage,
+)
+from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.outcome import Failure, FailureCode, Status
-from kvferry.protocol.states import LaneState, LinkState, RoomState
+from kvferry.protocol.states import LANE, LaneState, LaneStep, LinkState, RoomState, advance
 
 # Blocks in one write. More go into the next one.
 MAX_BLOCKS_PER_WRITE = 256
@@ -303,3 +313,72 @@ def num_expected(lane: Lane, tokens: Span, layers: Span, num_staged: int) -> int
         for some in (layers, Span(0, spec.num_layers))
     )
     return -(-num_staged * (whole - mine) // mine) if mine else 0
+
+
+class Lanes:
+    """Every lane of every room, and its last words."""
+
+    def __init__(self, rooms: Mapping[Room, SourceRoom], links: Links, outbox: Outbox) -> None:
+        self._rooms = rooms
+        self._links = links
+        self._outbox = outbox
+
+    def find(self, link: Link, body: RoomMessage) -> Lane | None:
+        """Return the lane that a message is about, if that attempt at the room is still on."""
+        room = self._rooms.get(body.room)
+        lane = room.lanes.get(link.peer.rank) if room else None
+        if lane is None or lane.link is not link or lane.generation != body.generation:
+            return None
+        return lane
+
+    def of(self, link: Link) -> Iterator[Lane]:
+        """Yield the lanes that a link carries."""
+        for room in list(self._rooms.values()):
+            for lane in list(room.lanes.values()):
+                if lane.link is link:
+                    yield lane
+
+    def close(self, lane: Lane) -> None:
+        """Everything is written: say so, now and until the target answers."""
+        lane.state = advance(LANE, lane.state, LaneStep.CLOSE)
+        self.repeat_close(lane)
+
+    def repeat_close(self, lane: Lane) -> None:
+        """Say that a lane is closed, with everything that no note has told."""
+        finish, me = lane.room.finish, self._links.identity
+        assert finish is not None
+        written = merge(lane.transfer.plan.spec, lane.written)
+        named, rest = written[:MAX_BLOCKS], written[MAX_BLOCKS:]
+        for at in range(0, len(rest), MAX_BLOCKS):
+            some = Arrived(lane.room.name, lane.generation, rest[at : at + MAX_BLOCKS])
+            self._links.note(lane.peer, lane.link.session, some)
+        metadata = finish.metadata if me.peer.rank == me.layout.lead else None
+        lane.said_at = self._outbox.now
+        about = lane.room.name, lane.generation, finish.num_tokens
+        self._links.say(lane.link, Close(*about, named, metadata, finish.digest))
+
+    def nudged(self, link: Link, body: Nudge) -> None:
+        """A target asks how far a lane is: repeat what it may have missed."""
+        lane = self.find(link, body)
+        if lane is None:
+            text = f"room {body.room!r} is not known here"
+            self.drained(link, body, Failure.of(FailureCode.UNKNOWN_ROOM, text))
+            return
+        for serial in body.serials:
+            if serial in lane.notes:
+                self._links.note(link.peer, link.session, lane.notes[serial])
+        if lane.state is LaneState.CLOSED:
+            self.repeat_close(lane)
+
+    def drained(self, link: Link, about: RoomMessage, failure: Failure) -> None:
+        """Say that nothing is written for an attempt at a room any more."""
+        link.remember_drained(about.room, about.generation, self._outbox.now)
+        self._links.say(link, Drained(about.room, about.generation, failure, link.seq_in))
+
+    def check(self) -> None:
+        """Every lane is of its room and of its target's rank, and a closed one has ended."""
+        for room in self._rooms.values():
+            for rank, lane in room.lanes.items():
+                assert lane.room is room, lane
+                assert lane.peer.rank == rank, lane
+                assert lane.state is not LaneState.CLOSED or lane.idle, lane

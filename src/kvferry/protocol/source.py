@@ -21,7 +21,6 @@ from kvferry.layout.intervals import Span
 from kvferry.plan.plan import Block
 from kvferry.protocol.admission import SourceAdmission
 from kvferry.protocol.ahead import EarlyGather
-from kvferry.protocol.closing import Lanes
 from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Cancel,
@@ -41,7 +40,7 @@ from kvferry.protocol.events import (
     TransferRequest,
 )
 from kvferry.protocol.handshake import SourceLinks
-from kvferry.protocol.lanes import Lane, SourceRoom
+from kvferry.protocol.lanes import Lane, Lanes, SourceRoom
 from kvferry.protocol.links import Identity, Link
 from kvferry.protocol.messages import (
     MAX_METADATA,

@@ -18,12 +18,11 @@ from kvferry.layout.spec import CacheSpec, Slot
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.admission import SourceAdmission
 from kvferry.protocol.ahead import EarlyGather
-from kvferry.protocol.closing import Lanes
 from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.declines import Declined, Declines
 from kvferry.protocol.events import Action, Event, Finish, Push, Receive
 from kvferry.protocol.handshake import SourceLinks, TargetLinks
-from kvferry.protocol.lanes import Lane, Writing
+from kvferry.protocol.lanes import Lane, Lanes, Writing
 from kvferry.protocol.ledger import Ledger
 from kvferry.protocol.legs import Leg, Legs, Scatters, TargetRoom
 from kvferry.protocol.links import Link

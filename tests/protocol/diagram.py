@@ -1,6 +1,6 @@
 """State diagrams for the documentation, drawn from the tables themselves.
 
-Pure: it returns text. ``python -m kvferry.protocol.diagram`` prints the section
+Pure: it returns text. ``python tests/protocol/diagram.py`` prints the section
 that ``docs/protocol.md`` has between its markers. Where a life begins and what
 deletes it is not in the tables, and is written down here.
 """
