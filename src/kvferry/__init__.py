@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         attention,
         attention_group,
     )
+    from kvferry.memory.pools import Memory, PoolArrays
     from kvferry.model_config import (
         config_as,
         config_bytes,
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from kvferry.runtime.agreement import Agreement
     from kvferry.runtime.config import EndpointConfig
     from kvferry.runtime.incoming import Incoming
-    from kvferry.runtime.memory import Memory, PoolArrays
     from kvferry.runtime.outgoing import Outgoing, Waitable
     from kvferry.runtime.pace import DeviceMarks, Layers, Pace, TimedEvent
     from kvferry.runtime.setup import make_transport, make_transports, new_incarnation
@@ -213,7 +213,7 @@ _HOMES = {
     "runtime.agreement": "Agreement",
     "runtime.config": "EndpointConfig",
     "runtime.incoming": "Incoming",
-    "runtime.memory": "Memory PoolArrays",
+    "memory.pools": "Memory PoolArrays",
     "runtime.outgoing": "Outgoing Waitable",
     "runtime.pace": "DeviceMarks Layers Pace TimedEvent",
     "runtime.setup": "make_transport make_transports new_incarnation",

@@ -24,7 +24,7 @@ from mutants.mutate import Mutant, mutants
 from mutants.named import named_mutants
 from mutants.worker import Unfit, work
 
-ROWS = ("src/kvferry/runtime", "src/kvferry/control", "src/kvferry/protocol")
+ROWS = tuple(f"src/kvferry/{row}" for row in ("runtime", "control", "memory", "protocol"))
 Verdict = tuple[Mutant, str | None]
 
 

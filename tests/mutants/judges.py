@@ -57,7 +57,7 @@ _PROCESSES = (
 )
 
 DRIVEN = ("runtime/driver", "protocol")
-THREADS = ("runtime", "control")
+THREADS = ("runtime", "control", "memory")
 
 JUDGES = (
     Judge("driver", ("runtime/driver",), _tests("runtime", "driver")),

@@ -28,7 +28,7 @@ from mutants.mutate import Mutant
 
 COPIED = ("src", "tests", "docs", "pyproject.toml", "ARCHITECTURE.md", "README.md", "examples")
 UNMUTATED = "pytest hypothesis numpy msgspec zmq aiohttp prometheus_client kvferry.plan.bind"
-MUTATED = ("kvferry.protocol", "kvferry.control", "kvferry.runtime", "kvferry.testing")
+MUTATED = tuple(f"kvferry.{row}" for row in ["protocol", "memory", "control", "runtime", "testing"])
 # A hang is told from a slow machine by CPU seconds, or by very many seconds of waiting.
 CPU_FACTOR, WALL_FACTOR, LEAST_S = 2.5, 4.0, 10.0
 POLL_S = 0.02

@@ -23,6 +23,8 @@ from kvferry.copy.cpu import copy_binding
 from kvferry.ids import Generation, Op, Peer, Session, SlotIndex
 from kvferry.layout.intervals import Span
 from kvferry.mailbox import Mailbox
+from kvferry.memory.pools import Memory
+from kvferry.memory.tables import Shelf
 from kvferry.plan import Block, Request
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Path
@@ -46,7 +48,6 @@ from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.copier import CopierNews, HostCopier
 from kvferry.runtime.jobs import WriteJob
-from kvferry.runtime.memory import Memory
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.chooser import Chooser
 from kvferry.runtime.owner.links import Links
@@ -55,7 +56,6 @@ from kvferry.runtime.owner.writes import Writes
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.runtime.setup import StagingMemory
 from kvferry.runtime.source import GPU_AHEAD_SLOTS, SourceEndpoint, _with_slots
-from kvferry.runtime.tables import Shelf
 from kvferry.runtime.target import TargetEndpoint
 from kvferry.staging import SlotPool
 from kvferry.telemetry.metrics import Meter

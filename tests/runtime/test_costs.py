@@ -11,8 +11,8 @@ from kvferry.cli.doctor.checks import fit
 from kvferry.cli.doctor.checks.check import Asked
 from kvferry.cli.main import build_parser
 from kvferry.cli.plan.command import read_link
+from kvferry.memory.pools import Memory
 from kvferry.runtime.costs import copy_speed
-from kvferry.runtime.memory import Memory
 from kvferry.runtime.setup import make_transport
 
 LAYOUT = layout(HEADS)

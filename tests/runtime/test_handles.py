@@ -18,11 +18,11 @@ from kvferry.digest import digest_of
 from kvferry.errors import InputError, Misuse
 from kvferry.ids import MAX_ID, Room
 from kvferry.layout.spec import attention
+from kvferry.memory.pools import Memory
 from kvferry.protocol.messages import MAX_METADATA
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
 from kvferry.rendezvous.records import InstanceView, RankRecord, RankView
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.memory import Memory
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.setup import make_transport
 from kvferry.runtime.source import SourceEndpoint

@@ -14,9 +14,9 @@ from runtime.fleets import HYBRID, LATENT, layout
 from kvferry.errors import InputError
 from kvferry.layout.layout import Layout, Order
 from kvferry.layout.spec import DType, attention
+from kvferry.memory.pools import Memory, PoolArrays
 from kvferry.plan.places import Base, Placement, PoolMap
 from kvferry.regions import HOST, Device, Region
-from kvferry.runtime.memory import Memory, PoolArrays
 
 SPEC = attention(layers=2, kv_heads=4, head_dim=6, v_head_dim=5)
 PAGES, TOKENS, HEADS = 3, 4, 4

@@ -18,13 +18,13 @@ from runtime.test_threads import view_of
 from kvferry.copy.cpu import copy_binding
 from kvferry.errors import Misuse
 from kvferry.ids import Op
+from kvferry.memory.pools import Memory
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import Path
 from kvferry.protocol.events import Fate
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
 from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.memory import Memory
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint
 from kvferry.telemetry.observer import Observer

@@ -19,6 +19,7 @@ from kvferry.control.sockets import ControlClient
 from kvferry.errors import InputError
 from kvferry.ids import Generation, Peer, Session
 from kvferry.keys import ClusterKey
+from kvferry.memory.pools import Memory
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Request
 from kvferry.protocol.codec import encode
@@ -27,7 +28,6 @@ from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.rendezvous.client import RendezvousClient
 from kvferry.rendezvous.records import Fault, InstanceView, RendezvousError
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.memory import Memory
 from kvferry.runtime.setup import make_transport
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint

@@ -16,11 +16,11 @@ from runtime.fleets import QUICK, layout
 
 from kvferry.errors import InputError
 from kvferry.layout import attention
+from kvferry.memory.pools import Memory
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.rendezvous.discovery import Discovery
 from kvferry.rendezvous.static_discovery import StaticDiscovery, StaticInstance
 from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.memory import Memory
 from kvferry.runtime.setup import make_transport
 from kvferry.runtime.source import SourceEndpoint
 from kvferry.runtime.target import TargetEndpoint

@@ -10,11 +10,11 @@ from runtime.fleets import HEADS, HYBRID, layout
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
+from kvferry.memory.tables import UNKNOWN, GrowingTables, Pages, Reach, Shelf
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Block, Request
 from kvferry.protocol.messages import MAX_PAGES, Table
 from kvferry.runtime.incoming import bad_pages
-from kvferry.runtime.tables import UNKNOWN, GrowingTables, Pages, Reach, Shelf
 
 NUM_PAGES = 20
 PLAIN = layout(HEADS, 4)

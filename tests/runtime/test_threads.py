@@ -25,13 +25,13 @@ from kvferry.errors import Misuse
 from kvferry.ids import Op
 from kvferry.layout.spec import attention
 from kvferry.mailbox import Mailbox
+from kvferry.memory.pools import Memory
 from kvferry.plan.bind import Binding
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.rendezvous.records import InstanceView, RankRecord, RankView
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.copier import HostCopier
 from kvferry.runtime.life.lifeline import Life, probe
-from kvferry.runtime.memory import Memory
 from kvferry.runtime.mover.mover import ThreadBroke
 from kvferry.runtime.owner.inbox import Inbox, new_pipe
 from kvferry.runtime.owner.poller import Poller

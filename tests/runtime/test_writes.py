@@ -13,6 +13,7 @@ from runtime.puppet import LAYOUT, ME
 
 from kvferry.errors import InputError
 from kvferry.ids import Op
+from kvferry.memory.tables import Shelf
 from kvferry.plan.bind import Binding, Size
 from kvferry.plan.choose import Path
 from kvferry.plan.places import contiguous_pools
@@ -21,7 +22,6 @@ from kvferry.runtime.jobs import WriteJob
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.owner.writes import AT_ONCE_BYTES, AT_ONCE_PIECES, Writes, is_small
-from kvferry.runtime.tables import Shelf
 from kvferry.telemetry.metrics import Meter
 from kvferry.transport.base import Ended
 

@@ -12,12 +12,12 @@ from kvferry.errors import InputError, Misuse
 from kvferry.ids import Room
 from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
+from kvferry.memory.tables import Chunk, GrowingTables, Pages, Reach, Rows, Shelf
 from kvferry.plan.choose import Path
 from kvferry.protocol.events import Event, Finish, Prepare, Push
 from kvferry.protocol.messages import MAX_METADATA
 from kvferry.runtime.arguments import bytes_of, demand_waitable, span_of, token_count
 from kvferry.runtime.handles import Handle
-from kvferry.runtime.tables import Chunk, GrowingTables, Pages, Reach, Rows, Shelf
 
 
 class Waitable(Protocol):

@@ -18,6 +18,8 @@ from kvferry.ids import Peer, Room
 from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Layout
 from kvferry.layout.spec import Slot
+from kvferry.memory.pools import Memory, PoolArrays
+from kvferry.memory.tables import Shelf
 from kvferry.observe.steps import RoomStory
 from kvferry.observe.views import EndpointView, Wishes
 from kvferry.protocol.events import Event
@@ -32,7 +34,6 @@ from kvferry.runtime.driver.driver import Driver, PeerGone
 from kvferry.runtime.handles import Handle
 from kvferry.runtime.life.lifeline import Address
 from kvferry.runtime.life.prober import Prober
-from kvferry.runtime.memory import Memory, PoolArrays
 from kvferry.runtime.mover.mover import Mover
 from kvferry.runtime.owner.channels import Channel
 from kvferry.runtime.owner.gpu_copies import GpuCopies
@@ -42,7 +43,6 @@ from kvferry.runtime.owner.poller import Poller
 from kvferry.runtime.owner.roles import Role
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.setup import EndpointSetup, Member, set_up
-from kvferry.runtime.tables import Shelf
 from kvferry.telemetry.endpoint import EndpointTelemetry
 from kvferry.telemetry.metrics import Stats
 from kvferry.telemetry.observer import Observer

@@ -13,6 +13,7 @@ from kvferry.copy.devices import copier_on
 from kvferry.errors import InputError, TransportError
 from kvferry.ids import MAX_ID, Peer
 from kvferry.layout.layout import Layout
+from kvferry.memory.pools import Memory, PoolArrays, arrays_of
 from kvferry.plan.cost import slots_on
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.links import Identity
@@ -21,7 +22,6 @@ from kvferry.regions import Region
 from kvferry.rendezvous.records import demand_name
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.life.lifeline import Lifeline
-from kvferry.runtime.memory import Memory, PoolArrays, arrays_of
 from kvferry.runtime.mover.calibration import scratch_bytes
 from kvferry.runtime.peer_metadata import PeerMetadata
 from kvferry.staging import SlotPool, allocate, slots_for

@@ -12,6 +12,7 @@ from kvferry.digest import checked_digest
 from kvferry.errors import InputError
 from kvferry.ids import Room
 from kvferry.keys import ClusterKey, bindable
+from kvferry.memory.tables import Pages, Rows
 from kvferry.plan.plan import Request
 from kvferry.protocol.events import ReceiveRequest
 from kvferry.protocol.messages import MAX_SLOTS
@@ -28,7 +29,6 @@ from kvferry.runtime.owner.roles import TargetRole
 from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.rank import RankEndpoint
-from kvferry.runtime.tables import Pages, Rows
 from kvferry.telemetry.tags import RoomTag
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvferry.layout.layout import Layout
+from kvferry.memory.pools import Memory
 from kvferry.plan.places import contiguous_pools
 from kvferry.regions import Device, Region
-from kvferry.runtime.memory import Memory
 from kvferry.testing.fleet.pattern import Bytes
 
 

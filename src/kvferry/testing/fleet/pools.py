@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from kvferry.layout.layout import Holding, Layout
 from kvferry.layout.spec import Group, Slot, Tensor
+from kvferry.memory.pools import Memory
 from kvferry.plan.places import Placement
 from kvferry.plan.plan import Request
-from kvferry.runtime.memory import Memory
 from kvferry.testing.fleet.pattern import Bytes, pattern
 
 BACKGROUND = 0xA5

@@ -24,12 +24,12 @@ from kvferry.heap import settle_heap
 from kvferry.ids import Room
 from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Layout
+from kvferry.memory.pools import Memory
 from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Outcome
 from kvferry.regions import Device
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.incoming import Incoming
-from kvferry.runtime.memory import Memory
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.setup import make_transports
 from kvferry.runtime.source import SourceEndpoint
