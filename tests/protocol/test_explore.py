@@ -12,7 +12,6 @@ import pytest
 
 from kvferry.ids import Op, SlotIndex
 from kvferry.plan import Block
-from kvferry.protocol.ahead import EarlyGather
 from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.events import Action, Event, Report, Sent
 from kvferry.protocol.handshake import TargetLinks
@@ -21,6 +20,7 @@ from kvferry.protocol.ledger import Ledger
 from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Body, Complete
 from kvferry.protocol.outcome import Failure
+from kvferry.protocol.slots import EarlyGather
 from kvferry.protocol.source import SourceMachine, SourceParts
 from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine, TargetParts

@@ -1,11 +1,22 @@
-"""Local staging slots of a source, and the writes that are in flight."""
+"""Local staging slots of a source, the writes in flight, and slots that are gathered early.
+
+Where gathering takes its time, a lane's next fragments go into local slots before it has credits
+for them, and are only posted when these come. Such a write is in flight from its gather on, so
+whatever waits for writes to end waits for it too. It holds a local slot while it waits for a
+credit, and so half of the slots are never used for that: lanes with credits go on, whatever
+becomes of a target. The only slot there is may be used for it, and is taken back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, SlotIndex
-from kvferry.protocol.lanes import Writing
+from kvferry.protocol.events import Discard, Gather, Post
+from kvferry.protocol.lanes import Lane, Writing
+from kvferry.protocol.links import Links
+from kvferry.protocol.outbox import Outbox
 
 
 class LocalSlots:
@@ -72,3 +83,99 @@ class InFlight:
         for op, write in self.writes.items():
             assert op in write.lane.inflight, op
             assert write.is_ahead or op not in write.lane.held, op
+
+
+class EarlyGather:
+    """Slots that are gathered before credits come."""
+
+    def __init__(
+        self,
+        config: ProtocolConfig,
+        links: Links,
+        outbox: Outbox,
+        slots: LocalSlots,
+        inflight: InFlight,
+    ) -> None:
+        self._config = config
+        self._links = links
+        self._outbox = outbox
+        self.slots = slots
+        self.inflight = inflight
+        # Lanes that would gather ahead, if fewer did.
+        self._eager: dict[Lane, None] = {}
+        # Half of them, or else the only slot, which is taken back from who has no credit.
+        only = config.local_slots == 1 < config.max_inflight
+        self._most_ahead = 1 if only else min(config.local_slots, config.max_inflight) // 2
+        self._ahead_slots = min(config.ahead_slots or 0, self._most_ahead)
+
+    def gather_in_turn(self, lanes: dict[Lane, None]) -> dict[Lane, None]:
+        """Let lanes gather ahead in turn; return those that another write may still help."""
+        while lanes and len(self.inflight) < self._config.max_inflight:
+            lane = next(iter(lanes))
+            del lanes[lane]
+            if self._gather(lane):
+                lanes[lane] = None
+        return lanes
+
+    def _gather(self, lane: Lane) -> bool:
+        """Fill a local slot with what waits for a credit, if enough are left for others."""
+        if len(lane.held) >= self._ahead_slots or not lane.is_able(self._outbox.now):
+            return False
+        count = self._num_filling(lane)
+        if not count:
+            return False
+        num_ahead = sum(write.is_ahead for write in self.inflight.writes.values())
+        if not self.slots or num_ahead >= self._most_ahead:
+            self._eager[lane] = None
+            return False
+        slot = self.slots.allocate()
+        write = Writing(lane, lane.fill(count), None, slot)
+        op = self.inflight.begin(write)
+        lane.held.append(op)
+        self._outbox.do(Gather(op, lane.transfer, write.blocks, slot))
+        return True
+
+    def _num_filling(self, lane: Lane) -> int:
+        """How many fragments fill a slot that nothing which is pushed later would share."""
+        if not lane.staged:
+            return 0
+        count = lane.num_fitting(self._config.local_slot_bytes)
+        return count if lane.room.finish is not None or count < len(lane.staged) else 0
+
+    def post(self, lane: Lane) -> bool:
+        """Write what was gathered ahead, the oldest first, as far as there are credits."""
+        posted = False
+        while lane.held and lane.credit and lane.is_able(self._outbox.now):
+            op = lane.held.popleft()
+            write = self.inflight.writes[op]
+            write.credit = lane.use_credit(self._outbox.now)
+            note = self._links.envelope(lane.link.session, 0, write.note())
+            self._outbox.do(Post(op, write.credit.slot, note))
+            posted = True
+        return posted
+
+    def take_back(self) -> None:
+        """Somebody has a credit and no slot: whoever holds the only one without a credit waits."""
+        if self._config.local_slots > 1:
+            return  # Half of them are with writes, and those end.
+        for op, write in self.inflight.writes.items():
+            if op in write.lane.held:
+                write.lane.held.remove(op)
+                write.is_taken_back = True
+                self._outbox.do(Discard(op))
+
+    def discard(self, lane: Lane) -> None:
+        """Let go of what was gathered ahead. It stays in flight until that is answered."""
+        for op in lane.held:
+            self._outbox.do(Discard(op))
+        lane.held.clear()
+
+    def eager(self) -> dict[Lane, None]:
+        """Return the lanes that would have gathered, now that one may; none waits after this."""
+        lanes, self._eager = self._eager, {}
+        return lanes
+
+    def check(self) -> None:
+        """No more slots wait for credits than may."""
+        num_ahead = sum(write.is_ahead for write in self.inflight.writes.values())
+        assert num_ahead <= max(1, self._most_ahead), num_ahead

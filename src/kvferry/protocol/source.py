@@ -20,7 +20,6 @@ from kvferry.ids import Room
 from kvferry.layout.intervals import Span
 from kvferry.plan.plan import Block
 from kvferry.protocol.admission import SourceAdmission
-from kvferry.protocol.ahead import EarlyGather
 from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Cancel,
@@ -55,7 +54,7 @@ from kvferry.protocol.messages import (
     RoomMessage,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
-from kvferry.protocol.slots import InFlight, LocalSlots
+from kvferry.protocol.slots import EarlyGather, InFlight, LocalSlots
 from kvferry.protocol.states import (
     LANE,
     SOURCE_ROOM,

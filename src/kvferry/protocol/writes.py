@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Op
 from kvferry.plan.plan import Block
-from kvferry.protocol.ahead import EarlyGather
 from kvferry.protocol.cutting import join_layers
 from kvferry.protocol.events import Chosen, Finish, Prepare, Push, Write
 from kvferry.protocol.lanes import (
@@ -30,7 +29,7 @@ from kvferry.protocol.links import Links
 from kvferry.protocol.messages import Credit, Want
 from kvferry.protocol.modes import Cuts, Decision, TransferModes
 from kvferry.protocol.outbox import Outbox
-from kvferry.protocol.slots import InFlight, LocalSlots
+from kvferry.protocol.slots import EarlyGather, InFlight, LocalSlots
 from kvferry.protocol.states import LaneState
 
 # Direct writes of one lane at a time: one under way and one behind it. What is pushed

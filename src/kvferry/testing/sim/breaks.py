@@ -17,7 +17,6 @@ from kvferry.ids import Peer, Serial, SlotIndex
 from kvferry.layout.spec import CacheSpec, Slot
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.admission import SourceAdmission
-from kvferry.protocol.ahead import EarlyGather
 from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.declines import Declined, Declines
 from kvferry.protocol.events import Action, Event, Finish, Push, Receive
@@ -39,7 +38,7 @@ from kvferry.protocol.messages import (
     RoomMessage,
 )
 from kvferry.protocol.outcome import Failure, FailureCode
-from kvferry.protocol.slots import LocalSlots
+from kvferry.protocol.slots import EarlyGather, LocalSlots
 from kvferry.protocol.source import SourceMachine, SourceParts
 from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine, TargetParts
