@@ -132,7 +132,7 @@ class Insight:
             "handles": len(self._owner.rooms),
             # Not counting notes of failed rooms, which are kept for a while.
             "rooms": sum(room.known_to_engine for room in machine.rooms.values()),
-            "writing": len(machine.writing),
+            "writing": len(machine.inflight),
             "gathered ahead": len(self._owner.role._writes._ahead),
             "in flight": self._owner.driver.sessions.num_flying,
             "slots": machine.config.local_slots - len(machine.local_slots),
@@ -142,7 +142,7 @@ class Insight:
         return {
             "handles": len(self._owner.rooms),
             "rooms": len(machine.rooms),
-            "scattering": len(machine.scattering),
+            "scattering": len(machine.scatters),
             "unresolved": len(self._owner.role._directory._waiting),
             "slots": machine.staging.num_slots - len(machine.credits.free),
             "accounts": len(machine.credits.accounts),
