@@ -410,7 +410,7 @@ class World:
             assert not source.rooms
             assert not source.inflight.writes
             assert not source.writes.modes
-            assert not source.writes.waiting()
+            assert not source.writes.ready
             assert sorted(source.local_slots) == list(range(self.config.local_slots))
             assert source.num_quarantined == 0
             assert all(link.state is LinkState.UP for link in source.links.values())

@@ -58,13 +58,13 @@ class WriteQueue:
         self._gather = gather
         # Ordered sets: lanes that may have something to write, those that this step has
         # changed, and those that have a credit and wait for a local slot.
-        self._ready: dict[Lane, None] = {}
+        self.ready: dict[Lane, None] = {}
         self._touched: dict[Lane, None] = {}
         self._starved: dict[Lane, None] = {}
 
     def wake(self, lane: Lane) -> None:
         """Something changed for the lane: look at it when the step is over."""
-        self._ready[lane] = None
+        self.ready[lane] = None
         self._touched[lane] = None
 
     # ------------------------------------------------------------ what is to be written
@@ -188,9 +188,9 @@ class WriteQueue:
         for lane in self._touched:
             self._post(lane)
         waiting: dict[Lane, None] = {}
-        while self._ready and len(self.inflight) < self._config.max_inflight:
-            lane = next(iter(self._ready))
-            del self._ready[lane]
+        while self.ready and len(self.inflight) < self._config.max_inflight:
+            lane = next(iter(self.ready))
+            del self.ready[lane]
             self._post(lane)
             directly = self._writes_directly(lane)
             if not lane.is_able(self._outbox.now) or not (
@@ -199,18 +199,18 @@ class WriteQueue:
                 waiting[lane] = None
             elif directly or self.slots:
                 self._start(lane, directly=directly)
-                self._ready[lane] = None
+                self.ready[lane] = None
             else:
                 self._starved[lane] = None
                 self._gather.take_back()
         if waiting:
-            self._ready |= self._gather.gather_in_turn(waiting)
+            self.ready |= self._gather.gather_in_turn(waiting)
         touched, self._touched = self._touched, {}
         return touched
 
     def _post(self, lane: Lane) -> None:
         if self._gather.post(lane):
-            self._ready |= self._gather.eager()
+            self.ready |= self._gather.eager()
 
     def _writes_directly(self, lane: Lane) -> bool:
         if not lane.direct:
@@ -245,9 +245,9 @@ class WriteQueue:
             return None
         if write.local_slot is not None:
             self.slots.free(write.local_slot)
-            self._ready |= self._starved
+            self.ready |= self._starved
             self._starved.clear()
-        self._ready |= self._gather.eager()
+        self.ready |= self._gather.eager()
         self.wake(write.lane)
         return write
 
@@ -286,10 +286,6 @@ class WriteQueue:
     def is_sent(self, lane: Lane) -> bool:
         """Whether everything that was pushed so far is in the target's memory."""
         return lane.idle
-
-    def waiting(self) -> list[Lane]:
-        """Return the lanes that may have something to write."""
-        return [*self._ready, *self._starved]
 
     def reads(self, lane: Lane) -> bool:
         """Whether some write of the lane may still read its pages."""
