@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 from msgspec.inspect import StructType, type_info
 from protocol.diagram import BEGIN, END, diagrams
 
 from kvferry.config import ProtocolConfig
 from kvferry.protocol.codec import FrameFault
-from kvferry.protocol.messages import Body, Message, RefusalCode
+from kvferry.protocol.messages import Body, RefusalCode
 from kvferry.protocol.outcome import FailureCode
 from kvferry.protocol.states import LANE, LEG, LINK, SOURCE_ROOM
 
@@ -45,7 +46,7 @@ def test_every_message_is_explained(message: type) -> None:
 
 
 @pytest.mark.parametrize("message", get_args(Body), ids=lambda message: message.__name__)
-def test_every_field_is_in_its_row(message: type[Message]) -> None:
+def test_every_field_is_in_its_row(message: type[msgspec.Struct]) -> None:
     (row,) = re.findall(rf"^\| \*\*{message.__name__}\*\* \| `(.+?)` \|.*?\| (.*) \|$", PAGE, re.M)
     info = type_info(message)
     assert isinstance(info, StructType)

@@ -88,6 +88,7 @@ class Plan:
         self.source = source
         self.target = target
         self.moves = moves
+        self._known_blocks: dict[tuple[int, int, int, int], tuple[Block, ...]] = {}
 
     @property
     def spec(self) -> CacheSpec:
@@ -117,10 +118,6 @@ class Plan:
         for move in self.moves:
             pairs.setdefault((move.source, move.target), []).append(move)
         return {pair: tuple(moves) for pair, moves in pairs.items()}
-
-    @cached_property
-    def _known_blocks(self) -> dict[tuple[int, int, int, int], tuple[Block, ...]]:
-        return {}
 
     @cached_property
     def _shared(self) -> frozenset[tuple[int, int, str]]:

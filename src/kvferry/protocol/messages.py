@@ -46,10 +46,6 @@ GenerationField = Annotated[Generation, Meta(ge=0, le=MAX_COUNT)]
 SerialField = Annotated[Serial, Meta(ge=0, le=MAX_COUNT)]
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True):
-    """The root of all messages."""
-
-
 # ---------------------------------------------------------------- handshake
 
 
@@ -88,7 +84,7 @@ class TransportOffers(msgspec.Struct, frozen=True, array_like=True):
     lacked: Annotated[tuple[TransportLack, ...], Meta(max_length=MAX_TRANSPORTS)] = ()
 
 
-class Hello(Message, frozen=True, array_like=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """Target to source: who I am, what I hold, where and by what it may be written."""
 
     fingerprint: Text
@@ -99,7 +95,7 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     transports: TransportOffers = TransportOffers()
 
 
-class Welcome(Message, frozen=True, array_like=True, tag="welcome"):
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """Source to target: we fit, this is the plan that I derived, and I reach you by that."""
 
     fingerprint: Text
@@ -121,18 +117,18 @@ class RefusalCode(StrEnum):
     TOO_MANY_PEERS = "too-many-peers"
 
 
-class Refuse(Message, frozen=True, array_like=True, tag="refuse"):
+class Refuse(msgspec.Struct, frozen=True, array_like=True, tag="refuse"):
     """Either way: this pair can't work, and why."""
 
     code: RefusalCode
     message: Text
 
 
-class NoSession(Message, frozen=True, array_like=True, tag="no-session"):
+class NoSession(msgspec.Struct, frozen=True, array_like=True, tag="no-session"):
     """Either way: I know nothing of the session that your frame named."""
 
 
-class Heartbeat(Message, frozen=True, array_like=True, tag="heartbeat"):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Either way: I am here.
 
     Beside that it may measure clocks: ``asked`` is the asker's time, and in the answer ``heard``
@@ -148,7 +144,7 @@ class Heartbeat(Message, frozen=True, array_like=True, tag="heartbeat"):
 # ---------------------------------------------------------------- rooms
 
 
-class RoomMessage(Message, frozen=True, array_like=True):
+class RoomMessage(msgspec.Struct, frozen=True, array_like=True):
     """What every message about a room names."""
 
     room: Room

@@ -197,7 +197,7 @@ class Cluster:
         node = SourceNode(self.world, self.wire, peer, memory, self.shape.policy)
         identity = Identity(peer, 1000 + self._lives, self.prefill, MODEL, b"", TRANSPORTS)
         machine = self.machines.source(identity, config, self.machines.source_parts)
-        ports = self.machines.ports(SourcePorts(node, node, node, node))
+        ports = self.machines.ports(SourcePorts(node, node, node.peers, node))
         sessions = self.machines.sessions(exposed=False)
         node.driver = self.machines.source_driver(machine, ports, sessions)
         return node
@@ -213,7 +213,7 @@ class Cluster:
         identity = Identity(peer, 1000 + self._lives, layout, model, b"", TRANSPORTS)
         about = identity, CONFIG, memory.pools, staging
         machine = self.machines.target(*about, self.machines.target_parts)
-        ports = self.machines.ports(TargetPorts(node, node, node, node))
+        ports = self.machines.ports(TargetPorts(node, node, node.peers, node))
         sessions = self.machines.sessions(exposed=True)
         node.driver = self.machines.target_driver(machine, ports, sessions)
         node.stranger = stranger
@@ -225,7 +225,8 @@ class Cluster:
         world = self.world
         world.happened["kill"] += 1
         world.remember(node.peer, "!", "killed")
-        node.kill()
+        node.process.alive = False
+        self.wire.bury(node)
         for other in self.nodes:
             if other is not node and world.rng.random() < 0.5:
                 delay = 0.01 + world.rng.random() * 0.2
@@ -236,21 +237,21 @@ class Cluster:
     def leave(self, node: Node) -> None:
         """A process closes its endpoint, and ends a while later."""
         node.leave()
-        self.world.at(1.0, lambda: self.kill(node, 0.05) if node.alive else None)
+        self.world.at(1.0, lambda: self.kill(node, 0.05) if node.process.alive else None)
 
     def restart_doubted(self) -> None:
         """What an operator does about quarantined memory: end the process that may write it."""
         for node in self.nodes:
             for record in node.driver.sessions.doubted():
                 other = self.world.nodes[record.peer]
-                if other.alive and other.incarnation == record.incarnation:
+                if other.process.alive and other.incarnation == record.incarnation:
                     self.kill(other, 0.05)
 
     def _hint(self, other: Node, dead: Node) -> Callable[[], None]:
         """A connection that ended is a sign, and no proof."""
 
         def hint() -> None:
-            if other.alive and not other.stalled_for and not other.has_left:
+            if other.process.serves:
                 other.driver.ask_after(lambda link: link.peer == dead.peer)
 
         return hint

@@ -88,15 +88,15 @@ class SourceNode(Node):
             self.world.at(self.world.rng.random() * 0.2, lambda: self.deliver(Cancel(job.room)))
 
     def _working(self, job: SimJob) -> bool:
-        return self.alive and job.room in self.allocations and job.room not in self.outcomes
+        return self.process.alive and job.room in self.allocations and job.room not in self.outcomes
 
     def _prepare(self, job: SimJob, span: Span) -> None:
-        if self._working(job) and not self.stalled_for:
+        if self._working(job) and not self.process.stalled_for:
             self.deliver(Prepare(job.room, span))
 
     def _push(self, job: SimJob, allocation: Allocation, push: SimPush) -> None:
         if self._working(job):
-            if self.put_off(lambda: self._push(job, allocation, push)):
+            if self.process.put_off(lambda: self._push(job, allocation, push)):
                 return
             for states in (False, True)[: 1 + push.states]:
                 self.memory.compute(allocation, push.tokens, push.layers, states=states)
@@ -104,7 +104,7 @@ class SourceNode(Node):
 
     def _finish(self, job: SimJob, allocation: Allocation) -> None:
         if self._working(job):
-            if self.put_off(lambda: self._finish(job, allocation)):
+            if self.process.put_off(lambda: self._finish(job, allocation)):
                 return
             self.memory.compute(allocation, Span(0, job.request.num_tokens), states=True)
             self.deliver(Finish(job.room, job.request.num_tokens, job.metadata, job.digest))
@@ -227,9 +227,9 @@ class TargetNode(Node):
         self.world.at(delay, lambda: self._scatter(action))
 
     def _scatter(self, action: Scatter) -> None:
-        if not self.alive:
+        if not self.process.alive:
             return
-        if self.put_off(lambda: self._scatter(action)):
+        if self.process.put_off(lambda: self._scatter(action)):
             return
         allocation = self.allocations.get(action.room)
         if allocation is None:

@@ -110,12 +110,12 @@ class SimGathers:
             del self._gathers[key]
 
     def _fill(self, gather: SimGather) -> None:
-        if gather.source.alive:
+        if gather.source.process.alive:
             gather.fill(self._world)
 
     def _end(self, gather: SimGather) -> None:
         gather.over = True
-        if not gather.source.alive:
+        if not gather.source.process.alive:
             return
         if self._world.strikes("write_failed"):
             self._forget(gather)

@@ -14,6 +14,7 @@ from kvferry.testing.sim.cluster import PREFILL, STRANGER, Cluster, Machines, Sh
 from kvferry.testing.sim.engines import Policy
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
+from kvferry.testing.sim.nodes import Node
 from kvferry.testing.sim.scenarios import SCENARIOS
 from kvferry.testing.sim.world import Violation
 
@@ -116,11 +117,11 @@ def _disturb(cluster: Cluster) -> None:
 
 def _strike(cluster: Cluster, kind: str) -> None:
     world, rng = cluster.world, cluster.world.rng
-    node = rng.choice([node for node in cluster.nodes if node.alive] or cluster.nodes)
+    node = rng.choice([node for node in cluster.nodes if node.process.alive] or cluster.nodes)
     world.happened[kind] += 1
     if kind == "stalls":
         world.remember(node.peer, "!", "stopped")
-        node.stall(rng.choice([0.2, 1.0, 3.0]))
+        node.process.stall(rng.choice([0.2, 1.0, 3.0]))
     elif kind == "kills":
         cluster.kill(node, rng.choice([None, 0.05, 0.5]))
     elif kind == "leaves":
@@ -157,8 +158,8 @@ def _calm_down(cluster: Cluster) -> None:
     """Everyone who was stopped goes on, and everyone who died is there again."""
     cluster.world.intercept = None
     for node in cluster.nodes:
-        node.wake()
-        if not node.alive:
+        node.process.wake()
+        if not node.process.alive:
             cluster.boot(node.peer)
     cluster.world.at(DOUBTS_S, cluster.restart_doubted)
 
@@ -168,8 +169,14 @@ def _run_to_the_end(cluster: Cluster, probes: list[SimJob]) -> None:
     while cluster.world.now < END_AT:
         cluster.world.run(cluster.world.now + 0.25)
         done = all(map(cluster.outcome_is_done, probes))
-        if done and not any(node.leftovers() for node in cluster.nodes):
+        if done and not any(_leftovers(node) for node in cluster.nodes):
             return
+
+
+def _leftovers(node: Node) -> list[str]:
+    """What a machine and an engine still hold when nothing is going on."""
+    names = [f"room {room!r}" for room in [*node.allocations, *node.due]]
+    return names + [f"{key}: {value}" for key, value in node.tables().items() if value]
 
 
 def _judge_declined(cluster: Cluster, job: SimJob) -> None:
@@ -197,8 +204,8 @@ def _judge(cluster: Cluster, probes: list[SimJob]) -> None:
         for job in cluster.jobs:
             if job.room in node.due:
                 world.violate("never hangs", f"{node.peer} never heard the end", job.room)
-        if node.leftovers():
-            world.violate("never leaks", f"{node.peer} still has {node.leftovers()}")
+        if _leftovers(node):
+            world.violate("never leaks", f"{node.peer} still has {_leftovers(node)}")
 
 
 def run_seeds(seeds: range, machines: Machines = REAL) -> Iterator[SimResult]:

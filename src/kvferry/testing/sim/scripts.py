@@ -85,7 +85,7 @@ def kill_after_a_layer(instance: str, rank: int) -> Script:
 
 def stall(instance: str, rank: int, seconds: float) -> Script:
     """Stop one process for a while."""
-    return lambda c: c.world.nodes[Peer(instance, rank)].stall(seconds)
+    return lambda c: c.world.nodes[Peer(instance, rank)].process.stall(seconds)
 
 
 def cancel(index: int, *instances: str) -> Script:

@@ -153,7 +153,8 @@ class Wire:
         """The data arrives, maybe in two parts, and then the answer."""
         if flight.over:
             return
-        wait = flight.source.stalled_for if flight.source.alive else 0.0
+        process = flight.source.process
+        wait = process.stalled_for if process.alive else 0.0
         if wait:
             self.world.at(wait + 0.001, lambda: self._land(flight, part))
             return
@@ -185,7 +186,9 @@ class Wire:
     def _target(self, flight: Flight) -> TargetNode | None:
         """The receiver, if the incarnation that made the offer still lives."""
         node = self.world.nodes.get(flight.action.transfer.peer)
-        alive = node is not None and node.alive and node.incarnation == flight.session.target
+        alive = (
+            node is not None and node.process.alive and node.incarnation == flight.session.target
+        )
         return node if alive else None  # type: ignore[return-value]
 
     def _pieces(self, flight: Flight) -> tuple[Descriptors | None, list[bytes]]:
@@ -218,22 +221,22 @@ class Wire:
     def ask(self, node: Node, life: tuple[Peer, int], *, until: float = inf) -> None:
         """Ask after a life, again and again while somebody wants to know."""
         world = self.world
-        if not node.alive or not (life in node.suspects or world.now < until):
+        if not node.process.alive or not (life in node.peers.suspects or world.now < until):
             return
-        if node.stalled_for or not self._is_gone(life):
+        if node.process.stalled_for or not self._is_gone(life):
             world.at(RETRY_S, lambda: self.ask(node, life, until=until))
         else:
-            node.suspects.discard(life)
+            node.peers.suspects.discard(life)
             node.deliver(PeerGone(*life))
 
     def _is_gone(self, life: tuple[Peer, int]) -> bool:
         """Whether a process is over and what it had sent has arrived or vanished."""
         peer, incarnation = life
         other = self.world.nodes.get(peer)
-        if other is not None and other.incarnation == incarnation and other.has_left:
+        if other is not None and other.incarnation == incarnation and other.process.has_left:
             # Its lifeline is closed. Nobody can see what is in flight.
             return True
-        if other is not None and other.alive and other.incarnation == incarnation:
+        if other is not None and other.process.alive and other.incarnation == incarnation:
             return False
         return not any(flight.touches(peer, incarnation) for flight in self.flights)
 

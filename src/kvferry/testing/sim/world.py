@@ -104,7 +104,7 @@ class World:
     def arrive(self, to: Peer, frame: bytes) -> None:
         """A frame reaches its receiver, if there is one."""
         node = self.nodes.get(to)
-        if node is None or not node.alive:
+        if node is None or not node.process.alive:
             return
         node.arrive(decode(frame))
 
