@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 HOUSE = Path(__file__).parents[1] / "src" / "kvferry"
 # More files than this side by side are a list, not a folder.
 MOST_FILES = 24
+# A class with more methods than this has parts that it should hold.
+MOST_METHODS = 25
 # Whoever begins like this defines no noun.
 NO_NOUNS = (
     *("What ", "How ", "Where ", "Which ", "Who ", "Whether ", "When ", "From ", "To "),
@@ -42,6 +45,42 @@ def test_no_class_name_has_more_than_two_places() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(HOUSE)))
     assert {name: where for name, where in places.items() if len(where) > 2} == {}
+
+
+def classes(*folders: str) -> Iterator[tuple[Path, ast.ClassDef]]:
+    """Every class, also one inside a class or a function."""
+    for path in modules(*folders):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                yield path, node
+
+
+def test_no_class_has_too_many_methods() -> None:
+    """Every def counts, also a property and a dunder."""
+    sizes = {
+        f"{path.relative_to(HOUSE)}: {node.name}": sum(
+            isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in node.body
+        )
+        for path, node in classes(".")
+    }
+    assert {name: size for name, size in sizes.items() if size > MOST_METHODS} == {}
+
+
+def test_machines_and_endpoints_inherit_two_levels_at_most() -> None:
+    """A grandchild of a class of ours should hold a part instead; errors may form a tree."""
+    parents: dict[str, set[str]] = defaultdict(set)
+    for path, node in classes("."):
+        if path != HOUSE / "errors.py":
+            parents[node.name] |= {
+                ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases
+            }
+    found = {
+        (node.name, parent, grandparent)
+        for _, node in classes("protocol", "runtime")
+        for parent in parents[node.name] & parents.keys() - {node.name}
+        for grandparent in parents[parent] & parents.keys() - {parent}
+    }
+    assert found == set()
 
 
 def test_no_folder_is_a_mere_list() -> None:

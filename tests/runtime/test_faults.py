@@ -394,7 +394,7 @@ def test_the_rendezvous_goes_away_and_comes_back() -> None:
         fleet.carry("before", REQUEST, seed=1)
         fleet.fill("during", 2, REQUEST.num_tokens)
         bring_to(fleet, Stage.MOVING, "during", closing=[])
-        fleet.stop_rendezvous()
+        fleet.rendezvous.stop()
         # Who knows each other needs it no more.
         finish(fleet, fleet.sources, "during")
         fleet.demand_done("during", fleet.parties("decode"), DEADLINE_S)

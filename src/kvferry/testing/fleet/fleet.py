@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-import msgspec
+from msgspec.structs import replace
 
 from kvferry.ids import Room
 from kvferry.keys import ClusterKey
@@ -17,7 +17,6 @@ from kvferry.protocol.outcome import Done, Outcome
 from kvferry.rendezvous.server import RendezvousServer
 from kvferry.runtime.config import EndpointConfig
 from kvferry.testing.fleet.allot import Allotment
-from kvferry.testing.fleet.pools import RoomPages
 from kvferry.testing.fleet.process import RankError, RankProcess
 from kvferry.testing.fleet.worker import RankSpec
 
@@ -64,9 +63,8 @@ class Fleet:
     ) -> None:
         rng = random.Random(seed)
         self._key = ClusterKey.read(key_file) if key_file else None
-        self._server = RendezvousServer("127.0.0.1", 0, self._key)
-        self._server.start()
-        self.url = self._server.url
+        self.rendezvous = RendezvousServer("127.0.0.1", 0, self._key).start()
+        self.url = self.rendezvous.url
         self._template = RankSpec(
             role="",
             name="",
@@ -82,12 +80,10 @@ class Fleet:
         self.decodes = {side.name: side for side in decodes}
         self.sides = self.prefills | self.decodes
         self.allotments = {
-            name: Allotment(side.num_pages, side.num_rows, rng) for name, side in self.sides.items()
+            name: Allotment(side.num_pages, side.num_rows, side.layout.page_tokens, rng)
+            for name, side in self.sides.items()
         }
         self.members = {name: self._start_all(side) for name, side in self.sides.items()}
-        self._await_start()
-
-    def _await_start(self) -> None:
         try:
             answers(self.ranks)
         except RankError:
@@ -116,21 +112,16 @@ class Fleet:
 
     def _start_all(self, side: FleetSide) -> list[RankProcess]:
         role = "source" if side.name in self.prefills else "target"
-        return [self._start(role, side, rank) for rank in range(side.layout.num_ranks)]
-
-    def _start(self, role: str, side: FleetSide, rank: int) -> RankProcess:
-        return RankProcess(
-            msgspec.structs.replace(
-                self._template,
-                role=role,
-                name=side.name,
-                rank=rank,
-                layout=side.layout,
-                num_pages=side.num_pages,
-                num_rows=side.num_rows,
-                config=side.config,
-            )
+        spec = replace(
+            self._template,
+            role=role,
+            name=side.name,
+            layout=side.layout,
+            num_pages=side.num_pages,
+            num_rows=side.num_rows,
+            config=side.config,
         )
+        return [RankProcess(replace(spec, rank=rank)) for rank in range(side.layout.num_ranks)]
 
     def restart(self, dead: RankProcess) -> RankProcess:
         """Another process under the same name, in the dead one's place."""
@@ -148,11 +139,6 @@ class Fleet:
 
     # ------------------------------------------------------------ rooms
 
-    def _take(self, room: Room, side: str, num_tokens: int) -> RoomPages:
-        """Pages for a room, in any order, until the fleet forgets it."""
-        page_tokens = self.sides[side].layout.page_tokens
-        return self.allotments[side].take(room, -(-num_tokens // page_tokens))
-
     def parties(self, decode: str, prefill: str | None = None) -> list[RankProcess]:
         """The ranks that a room between two instances concerns, targets first."""
         return [*self.members[decode], *self.members[prefill or self.prefill.name]]
@@ -160,12 +146,12 @@ class Fleet:
     def fill(self, room: Room, seed: int, num_tokens: int, prefill: str | None = None) -> None:
         """Every source computes the room."""
         name = prefill or self.prefill.name
-        where = self._take(room, name, num_tokens)
+        where = self.allotments[name].take(room, num_tokens)
         self.all(self.members[name], "fill", room, seed, where, num_tokens)
 
     def place(self, room: Room, num_tokens: int) -> None:
         """Every source has pages for the room, with whatever is in them."""
-        where = self._take(room, self.prefill.name, num_tokens)
+        where = self.allotments[self.prefill.name].take(room, num_tokens)
         self.all(self.sources, "place", room, where)
 
     def receive(
@@ -177,7 +163,7 @@ class Fleet:
         prefill: str | None = None,
     ) -> None:
         """Every target of an instance asks for the room."""
-        where = self._take(room, decode, request.num_tokens)
+        where = self.allotments[decode].take(room, request.num_tokens)
         args = (room, prefill or self.prefill.name, request, where, deadline_s)
         self.all(self.members[decode], "receive", *args)
 
@@ -266,14 +252,10 @@ class Fleet:
 
     # ------------------------------------------------------------ life
 
-    def stop_rendezvous(self) -> None:
-        """The rendezvous goes down."""
-        self._server.stop()
-
     def start_rendezvous(self) -> None:
-        """It comes back at the same place, and knows nobody."""
-        self._server = RendezvousServer("127.0.0.1", int(self.url.rpartition(":")[2]), self._key)
-        self._server.start()
+        """A stopped rendezvous comes back at the same place, and knows nobody."""
+        port = int(self.url.rpartition(":")[2])
+        self.rendezvous = RendezvousServer("127.0.0.1", port, self._key).start()
 
     def close(self) -> None:
         """End every process."""
@@ -281,7 +263,7 @@ class Fleet:
             rank.hang_up()
         for rank in self.ranks:
             rank.end()
-        self._server.stop()
+        self.rendezvous.stop()
 
     def __enter__(self) -> Self:
         return self

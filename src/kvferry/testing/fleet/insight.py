@@ -13,20 +13,18 @@ from typing import Any, TypeVar
 from kvferry.ids import Room
 from kvferry.protocol.states import LegState
 from kvferry.runtime.source import SourceEndpoint
-from kvferry.testing.fleet.pools import RoomPages
+from kvferry.testing.fleet.rooms import RankRooms
 
 T = TypeVar("T")
 LOOK_S = 10.0
 
 
 class Insight:
-    """Questions to a rank about its rooms, its peers and itself."""
+    """Questions to a rank about its machine's rooms, its peers and itself."""
 
-    def __init__(self, endpoint: Any) -> None:
+    def __init__(self, endpoint: Any, rooms: RankRooms) -> None:
         self.endpoint = endpoint
-        self.handles: dict[Room, Any] = {}
-        self.ended_at: dict[Room, float] = {}
-        self.where: dict[Room, RoomPages] = {}
+        self._rooms = rooms
 
     @property
     def _owner(self) -> Any:
@@ -47,37 +45,6 @@ class Insight:
 
     # ------------------------------------------------------------ a room
 
-    def status(self, room: Room) -> int:
-        """Where a room stands."""
-        return int(self.handles[room].status)
-
-    def released(self, room: Room) -> bool:
-        """Whether a room's memory is free."""
-        released: bool = self.handles[room].released
-        return released
-
-    def ended(self, room: Room) -> float:
-        """When a room ended, by this machine's monotonic clock."""
-        return self.ended_at[room]
-
-    def rooms(self) -> list[Room]:
-        """The rooms that it was told of and not told to forget."""
-        return list(self.handles)
-
-    def pages_of(self, room: Room) -> RoomPages:
-        """Where a room is."""
-        return self.where[room]
-
-    def metadata(self, room: Room) -> bytes:
-        """What came with the close."""
-        data: bytes = self.handles[room].metadata
-        return data
-
-    def bad_pages(self, room: Room) -> dict[str, list[int]]:
-        """What a failed room lacks."""
-        found: dict[str, list[int]] = self.handles[room].bad_pages
-        return found
-
     def offered_by(self, room: Room) -> list[int]:
         """The targets that have made an offer for a room, opened here or not."""
 
@@ -88,7 +55,7 @@ class Insight:
 
     def _look_at(self, room: Room, look: Callable[[Any], T]) -> T:
         """Look at a room that goes on."""
-        outcome = self.handles[room].outcome
+        outcome = self._rooms.handles[room].outcome
         if outcome is not None:
             raise RuntimeError(f"room {room!r} has ended with {outcome}")
         return self._look(lambda machine: look(machine.rooms[room]))

@@ -225,9 +225,8 @@ class Soak:
         decode = rng.choice(list(self._fleet.decodes))
         tokens = rng.randint(1, MAX_TOKENS)
         sides = (PREFILL, decode)
-        pages = {s: -(-tokens // self._fleet.sides[s].layout.page_tokens) for s in sides}
         allotments = self._fleet.allotments
-        if number >= self._plan.rooms or not all(allotments[s].has(pages[s]) for s in sides):
+        if number >= self._plan.rooms or not all(allotments[s].has(tokens) for s in sides):
             return False
         name: Room = number if rng.random() < 0.5 else f"room-{number}"
         request = Request(tokens, rng.choice((0, 0, rng.randint(0, tokens))))
@@ -235,7 +234,7 @@ class Soak:
         works = [
             Work(
                 name,
-                Content(number, allotments[side].take(name, pages[side]), request),
+                Content(number, allotments[side].take(name, tokens), request),
                 PREFILL,
                 1.0 if lonely else DEADLINE_S,
                 rng.choice((16, 50, MAX_TOKENS)),

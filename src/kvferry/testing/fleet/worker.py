@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,7 +25,6 @@ from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Layout
 from kvferry.memory.pools import Memory
 from kvferry.plan.plan import Request
-from kvferry.protocol.outcome import Outcome
 from kvferry.regions import Device
 from kvferry.runtime.config import EndpointConfig
 from kvferry.runtime.incoming import Incoming
@@ -37,7 +35,8 @@ from kvferry.runtime.target import TargetEndpoint
 from kvferry.testing.fleet.insight import Insight
 from kvferry.testing.fleet.mirror import Mirror, allocate_on, plain_copy_s
 from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
-from kvferry.testing.fleet.turns import News, RoomOrder, Turns
+from kvferry.testing.fleet.rooms import RankRooms
+from kvferry.testing.fleet.turns import Turns
 from kvferry.transport.several import TransportSet
 
 # A chunk's tokens, and its pages by group.
@@ -61,8 +60,11 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: EndpointConfig = EndpointConfig()
 
 
-class RankWorker(Insight):
-    """An endpoint, its pools, and the rooms that it was told of."""
+class RankWorker:
+    """An endpoint, its pools, and the rooms that it was told of.
+
+    Its ``parts`` have the other methods that a fleet may name.
+    """
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
@@ -71,20 +73,21 @@ class RankWorker(Insight):
         self.pools = TestPools(spec.layout, spec.rank, memory, self._mirror.arrays)
         self.clear()
         kind = SourceEndpoint if spec.role == "source" else TargetEndpoint
-        super().__init__(
-            kind(
-                spec.layout,
-                memory,
-                name=spec.name,
-                rank=spec.rank,
-                model=spec.model,
-                transport=transports,
-                rendezvous=spec.rendezvous,
-                key=ClusterKey.read(spec.key_file) if spec.key_file else None,
-                config=spec.config,
-            )
+        self.endpoint: Any = kind(
+            spec.layout,
+            memory,
+            name=spec.name,
+            rank=spec.rank,
+            model=spec.model,
+            transport=transports,
+            rendezvous=spec.rendezvous,
+            key=ClusterKey.read(spec.key_file) if spec.key_file else None,
+            config=spec.config,
         )
-        self._turns = Turns(self.endpoint, self.pools, self._pages)
+        self._rooms = RankRooms()
+        self._handles, self._where = self._rooms.handles, self._rooms.where
+        turns = Turns(self.endpoint, self.pools, self._pages)
+        self.parts = (self, self._rooms, Insight(self.endpoint, self._rooms), turns)
 
     def _allocate(self, transports: TransportSet) -> tuple[Memory, Mirror]:
         spec = self.spec
@@ -100,33 +103,6 @@ class RankWorker(Insight):
 
     # ------------------------------------------------------------ both
 
-    def outcome(self, room: Room, timeout_s: float) -> Outcome:
-        """How a room ended."""
-        handle = self.handles[room]
-        outcome: Outcome = handle.wait(timeout_s)
-        return outcome
-
-    def wait_released(self, room: Room, timeout_s: float) -> None:
-        """Wait until a room's memory is free."""
-        self.handles[room].wait_released(timeout_s)
-
-    def abort(self, room: Room) -> None:
-        """Give a room up."""
-        self.handles[room].abort()
-
-    def forget(self, room: Room) -> None:
-        """Drop what is kept of a room that is over."""
-        for table in (self.handles, self.ended_at, self.where):
-            table.pop(room, None)
-
-    def turn(self, orders: list[RoomOrder]) -> list[News]:
-        """Do many things, and tell of many rooms."""
-        return self._turns.turn(orders)
-
-    def unsealed(self) -> str:
-        """What was written after it was released."""
-        return self._turns.unsealed()
-
     def clear(self) -> None:
         """Make the pools background."""
         self.pools.clear()
@@ -141,34 +117,26 @@ class RankWorker(Insight):
         free: bool = self.endpoint.close()
         return free
 
-    def _keep(self, room: Room, handle: Any) -> None:
-        self.handles[room] = handle
-        handle.on_end(lambda _: self.ended_at.__setitem__(room, time.monotonic()))
-
     # ------------------------------------------------------------ a source
 
     def open(self, room: Room, deadline_s: float) -> None:
         """Begin a room."""
         handle: Outgoing = self.endpoint.open(room, deadline_s=deadline_s)
-        self._keep(room, handle)
+        self._rooms.keep(room, handle)
 
     def fill(self, room: Room, seed: int, where: RoomPages, num_tokens: int) -> None:
         """Compute a room's pages and state."""
-        self.place(room, where)
+        self._rooms.place(room, where)
         self.pools.fill(seed, where, range(num_tokens), states=True)
         self._mirror.upload()
 
-    def place(self, room: Room, where: RoomPages) -> None:
-        """A room has these pages, with whatever is in them."""
-        self.where[room] = where
-
     def push(self, room: Room, tokens: tuple[int, int]) -> None:
         """Push a chunk."""
-        self.handles[room].push(tokens, self._pages(self.where[room], range(*tokens)))
+        self._handles[room].push(tokens, self._pages(self._where[room], range(*tokens)))
 
     def prepare(self, room: Room, tokens: tuple[int, int]) -> None:
         """Ask for credits."""
-        self.handles[room].prepare(tokens, self._pages(self.where[room], range(*tokens)))
+        self._handles[room].prepare(tokens, self._pages(self._where[room], range(*tokens)))
 
     def _pages(self, where: RoomPages, tokens: range) -> dict[str, list[int]]:
         """The pages that a chunk touches at this rank."""
@@ -184,7 +152,7 @@ class RankWorker(Insight):
 
     def finish(self, room: Room, metadata: bytes, num_tokens: int) -> None:
         """Close a room."""
-        self.handles[room].close(metadata, states=self.where[room].row, tokens=num_tokens)
+        self._handles[room].close(metadata, states=self._where[room].row, tokens=num_tokens)
 
     def push_all(
         self,
@@ -201,7 +169,7 @@ class RankWorker(Insight):
         compute together have their caches at the same time: that is ``begin``, if given.
         """
         spans = [(at, min(at + chunk, num_tokens)) for at in range(0, num_tokens, chunk)]
-        chunks = [(span, self._pages(self.where[room], range(*span))) for span in spans]
+        chunks = [(span, self._pages(self._where[room], range(*span))) for span in spans]
         time.sleep(max(0.0, begin - time.monotonic()))
         began = time.monotonic()
         if layers is None:
@@ -212,7 +180,7 @@ class RankWorker(Insight):
         return began
 
     def _push_chunks(self, room: Room, chunks: list[_Pushed]) -> None:
-        handle = self.handles[room]
+        handle = self._handles[room]
         for one, following in itertools.zip_longest(chunks, chunks[1:]):
             if following:
                 handle.prepare(*following)
@@ -223,13 +191,13 @@ class RankWorker(Insight):
 
         State rows go with the layers of the last chunk, where a rank has some.
         """
-        handle, end = self.handles[room], self.spec.layout.spec.num_layers
+        handle, end = self._handles[room], self.spec.layout.spec.num_layers
         groups = [(at, min(at + layers, end)) for at in range(0, end, layers)]
         for number, (tokens, pages) in enumerate(reversed(chunks)):
             if number % 2:
                 handle.push(tokens, pages)
                 continue
-            states = None if number else self.where[room].row
+            states = None if number else self._where[room].row
             for some in reversed(groups):
                 handle.push(tokens, pages, layers=some, states=states)
 
@@ -237,8 +205,8 @@ class RankWorker(Insight):
         self, room: Room, num_tokens: int, layer_s: float, layers: int, metadata: bytes
     ) -> float:
         """Push one chunk so many layers at a time, as if each took so long; when the last ended."""
-        handle, end = self.handles[room], self.spec.layout.spec.num_layers
-        pages = self._pages(self.where[room], range(num_tokens))
+        handle, end = self._handles[room], self.spec.layout.spec.num_layers
+        pages = self._pages(self._where[room], range(num_tokens))
         handle.prepare((0, num_tokens), pages)
         began = time.monotonic()
         for first in range(0, end, layers):
@@ -303,7 +271,7 @@ class RankWorker(Insight):
         self, room: Room, prefill: str, request: Request, where: RoomPages, deadline_s: float
     ) -> None:
         """Ask for a room."""
-        self.where[room] = where
+        self._rooms.place(room, where)
         handle: Incoming = self.endpoint.receive(
             room,
             prefill=prefill,
@@ -313,7 +281,7 @@ class RankWorker(Insight):
             states=where.row,
             deadline_s=deadline_s,
         )
-        self._keep(room, handle)
+        self._rooms.keep(room, handle)
 
     def problem(self, room: Room, seed: int, request: Request) -> str | None:
         """What is wrong with a room that is done, if it is alone here."""
@@ -322,13 +290,13 @@ class RankWorker(Insight):
     def problem_among(self, rooms: list[tuple[Room, int, Request]]) -> str | None:
         """What is wrong if all of these are done, and nothing else was ever written."""
         self._mirror.download()
-        contents = [Content(seed, self.where[room], request) for room, seed, request in rooms]
+        contents = [Content(seed, self._where[room], request) for room, seed, request in rooms]
         return self.pools.problem(contents)
 
     def room_problem(self, room: Room, seed: int, request: Request) -> str | None:
         """What is wrong with a room that is done, whatever else is here."""
         self._mirror.download()
-        return self.pools.room_problem(Content(seed, self.where[room], request))
+        return self.pools.room_problem(Content(seed, self._where[room], request))
 
 
 def serve(pipe: Connection) -> None:
@@ -348,8 +316,9 @@ def serve(pipe: Connection) -> None:
                 settle_heap()
                 pipe.send((True, None))
                 continue
-            call: Callable[..., Any] = getattr(worker, method)
-            pipe.send((True, call(*args)))
+            assert worker is not None
+            part = next((part for part in worker.parts if hasattr(part, method)), worker)
+            pipe.send((True, getattr(part, method)(*args)))
         except Exception as error:
             pipe.send((False, f"{type(error).__name__}: {error}"))
     if worker is not None:
