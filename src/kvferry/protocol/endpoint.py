@@ -50,10 +50,13 @@ class Endpoint(ABC):
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one step. A step that raises ``Misuse`` has changed nothing."""
-        self.outbox.begin(now)
+        # Actions of a step that raised are dropped, and time never runs backwards.
+        outbox = self.outbox
+        outbox.now = max(outbox.now, now)
+        outbox.actions = []
         self._on_event(event)
         self._settle()
-        return self.outbox.end()
+        return outbox.actions
 
     def wakeup(self) -> float | None:
         """When the next ``Tick`` has something to do; None if there is nothing to wait for."""

@@ -58,6 +58,7 @@ class Leg:
 class TargetRoom:
     """One room of one target rank."""
 
+    name: Room
     wanted: ReceiveRequest
     generation: Generation
     prefill: Instance
@@ -68,11 +69,6 @@ class TargetRoom:
     scatters: set[Op] = field(default_factory=set)
     metadata: bytes = b""
     failure: Failure | None = None
-
-    @property
-    def name(self) -> Room:
-        """Which room."""
-        return self.wanted.room
 
     @property
     def status(self) -> Status:

@@ -13,18 +13,8 @@ class Outbox:
     def __init__(self) -> None:
         self.now = 0.0
         self.counts: Counter[str] = Counter()
-        self._out: list[Action] = []
-
-    def begin(self, now: float) -> None:
-        """Begin a step. Drop the actions of one that raised; time never runs backwards."""
-        self.now = max(self.now, now)
-        self._out = []
+        self.actions: list[Action] = []
 
     def do(self, action: Action) -> None:
         """Ask for something."""
-        self._out.append(action)
-
-    def end(self) -> list[Action]:
-        """Return what was asked for since ``begin``."""
-        actions, self._out = self._out, []
-        return actions
+        self.actions.append(action)

@@ -53,9 +53,6 @@ class InFlight:
         self.writes: dict[Op, Writing] = {}
         self._ops = 0
 
-    def __len__(self) -> int:
-        return len(self.writes)
-
     def begin(self, write: Writing) -> Op:
         """Give a write its number."""
         self._ops += 1
@@ -107,10 +104,11 @@ class EarlyGather:
         only = config.local_slots == 1 < config.max_inflight
         self._most_ahead = 1 if only else min(config.local_slots, config.max_inflight) // 2
         self._ahead_slots = min(config.ahead_slots or 0, self._most_ahead)
+        self.is_on = self._ahead_slots > 0
 
     def gather_in_turn(self, lanes: dict[Lane, None]) -> dict[Lane, None]:
         """Let lanes gather ahead in turn; return those that another write may still help."""
-        while lanes and len(self.inflight) < self._config.max_inflight:
+        while lanes and len(self.inflight.writes) < self._config.max_inflight:
             lane = next(iter(lanes))
             del lanes[lane]
             if self._gather(lane):

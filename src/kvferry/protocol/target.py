@@ -180,6 +180,7 @@ class TargetMachine(Endpoint):
         plan = self.plans.plan_with(event.prefill.layout)
         self._generations += 1
         room = TargetRoom(
+            wanted.room,
             wanted,
             generation=Generation(self._generations),
             prefill=event.prefill,

@@ -185,13 +185,18 @@ class WriteQueue:
 
     def settle(self) -> Iterable[Lane]:
         """Start what can be started, lanes in turn; return the lanes that this step changed."""
+        if not self.ready and not self._touched:
+            return ()
         for lane in self._touched:
-            self._post(lane)
+            if lane.held:
+                self._post(lane)
         waiting: dict[Lane, None] = {}
-        while self.ready and len(self.inflight) < self._config.max_inflight:
+        writes, most = self.inflight.writes, self._config.max_inflight
+        while self.ready and len(writes) < most:
             lane = next(iter(self.ready))
             del self.ready[lane]
-            self._post(lane)
+            if lane.held:
+                self._post(lane)
             directly = self._writes_directly(lane)
             if not lane.is_able(self._outbox.now) or not (
                 directly or (lane.staged and lane.credit)
@@ -203,7 +208,7 @@ class WriteQueue:
             else:
                 self._starved[lane] = None
                 self._gather.take_back()
-        if waiting:
+        if waiting and self._gather.is_on:
             self.ready |= self._gather.gather_in_turn(waiting)
         touched, self._touched = self._touched, {}
         return touched

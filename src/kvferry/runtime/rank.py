@@ -171,8 +171,8 @@ class RankEndpoint(ABC, Generic[H]):
             observer=self._observer,
         )
 
-    def _answer(self, event: Event) -> None:
-        """What ports answer with, on the owner's thread."""
+    def _step_machine(self, event: Event) -> None:
+        """What an engine asks of the machine, on the owner's thread."""
         self._owner.step(event)
 
     @property

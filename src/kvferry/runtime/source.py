@@ -70,7 +70,12 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
 
     def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> Owner:
         setup, rooms, observer = self._setup, self._rooms, self._observer
-        me, answer = setup.member.peer, self._answer
+        me = setup.member.peer
+
+        def answer(event: Event) -> None:
+            """What ports answer with."""
+            driver.answer(event)
+
         self._costs = costs = LinkCosts(endpoint_constants(config, setup))
         measures = config.constants is None
         links = Links(setup, self._mover, observer, costs, answer, measures=measures)
@@ -99,7 +104,7 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         suspects = Suspects(self._prober)
         driver = SourceDriver(machine, SourcePorts(channel, writes, suspects, rooms))
         rooms.on_release = chooser.forget
-        role = SourceRole(driver, answer, rooms, links, writes, channel, observer)
+        role = SourceRole(driver, self._step_machine, rooms, links, writes, channel, observer)
         self._role = role
         return self._owner_of(driver, role, channel)
 

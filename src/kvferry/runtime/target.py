@@ -14,7 +14,7 @@ from kvferry.ids import Room
 from kvferry.keys import ClusterKey, bindable
 from kvferry.memory.tables import Pages, Rows
 from kvferry.plan.plan import Request
-from kvferry.protocol.events import ReceiveRequest
+from kvferry.protocol.events import Event, ReceiveRequest
 from kvferry.protocol.messages import MAX_SLOTS
 from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView, demand_name
@@ -48,7 +48,12 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         return MAX_SLOTS
 
     def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> Owner:
-        setup, rooms, observer, answer = self._setup, self._rooms, self._observer, self._answer
+        setup, rooms, observer = self._setup, self._rooms, self._observer
+
+        def answer(event: Event) -> None:
+            """What ports answer with."""
+            driver.answer(event)
+
         machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
         find_s = inf if config.find_s is None else config.find_s
         directory = Directory(self._client, self._learn, find_s)
@@ -72,7 +77,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         )
         suspects = Suspects(self._prober)
         driver = TargetDriver(machine, TargetPorts(channel, scatters, suspects, rooms))
-        role = TargetRole(driver, answer, rooms, scatters, channel, directory, observer)
+        role = TargetRole(driver, self._step_machine, rooms, scatters, channel, directory, observer)
         self._role = role
         return self._owner_of(driver, role, channel)
 

@@ -184,6 +184,7 @@ class Driver(ABC, Generic[M, P]):
         self._held: set[Room] = set()
         self._turning = False
         self._in_turn = False
+        self._now = 0.0
         self._tick_at = inf
         self._turned_at = -inf
         times = machine.config
@@ -197,11 +198,12 @@ class Driver(ABC, Generic[M, P]):
     def take(self, event: Event, now: float) -> None:
         """Let the machine take a step, and carry out what it says.
 
-        From a port, while it carries something out: take this next.
+        While something is carried out: take this next.
         """
         self._events.append(event)
         if self._turning:
             return
+        self._now = now
         self._turning = True
         try:
             while self._events:
@@ -210,6 +212,13 @@ class Driver(ABC, Generic[M, P]):
             self._turning = False
             if not self._in_turn or len(self._frames) >= MOST_UNSAID:
                 self._say()
+
+    def answer(self, event: Event) -> None:
+        """Take what a port answers, at the time of what it was asked."""
+        if self._turning:
+            self._events.append(event)
+        else:
+            self.take(event, self._now)
 
     def turn(self, arrived: Iterable[Event], now: float) -> None:
         """Take all that has come, and then the time. What is to be said is said at the end.
@@ -261,7 +270,8 @@ class Driver(ABC, Generic[M, P]):
                 self._cut(record.session)
         else:
             self._handle(event, now)
-        self._settle()
+        if self.sessions.any_ending:
+            self._settle()
 
     def _handle(self, event: Event, now: float) -> None:
         due = now + self._least_s
@@ -270,13 +280,14 @@ class Driver(ABC, Generic[M, P]):
             due = min(due, event.deadline)
         self._tick_at = min(self._tick_at, due)
         for action in self.machine.handle(event, now):
-            self._perform(action)
+            if isinstance(action, Send):
+                self._frames.append(action)
+            else:
+                self._perform(action)
 
     def _perform(self, action: Action) -> None:
         ports = self.ports
         match action:
-            case Send():
-                self._frames.append(action)
             case Report(room=room, outcome=outcome):
                 ports.rooms.report(room, outcome)
             case Release(room=room):
@@ -359,16 +370,21 @@ class SourceDriver(Driver[SourceMachine, SourcePorts]):
         self._note(op)
         self._say()
 
-    def _step(self, event: Event, now: float) -> None:
-        match event:
-            case Sent(op=op):
-                self._end(op, None)
-                self._note(op)
-            case SendFailed(op=op, fate=fate):
-                record = self._end(op, fate)
-                if record is not None and fate is not Fate.BUSY:
-                    self._sign(record)
-        super()._step(event, now)
+    def _handle(self, event: Event, now: float) -> None:
+        if isinstance(event, Sent | SendFailed):
+            self._write_ended(event)
+        super()._handle(event, now)
+
+    def _write_ended(self, event: Sent | SendFailed) -> None:
+        op, fate = event.op, event.fate if isinstance(event, SendFailed) else None
+        self._gathers.pop(op, None)
+        record = self.sessions.end(op, doubtful=fate is Fate.UNKNOWN)
+        if fate is None:
+            self._note(op)
+            return
+        self._notes.pop(op, None)
+        if record is not None and fate is not Fate.BUSY:
+            self._sign(record)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -406,12 +422,6 @@ class SourceDriver(Driver[SourceMachine, SourcePorts]):
     def _discard(self, op: Op) -> None:
         if self._gathers.pop(op, None) is not None:
             self.ports.data.discard(op)
-
-    def _end(self, op: Op, fate: Fate | None) -> Record | None:
-        self._gathers.pop(op, None)
-        if fate is not None:
-            self._notes.pop(op, None)
-        return self.sessions.end(op, doubtful=fate is Fate.UNKNOWN)
 
     def _note(self, op: Op) -> None:
         """The data is there: now its note may leave, before anything that builds on it."""

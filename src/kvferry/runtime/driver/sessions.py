@@ -55,6 +55,11 @@ class Sessions:
         """What is known of a session."""
         return self._records.get(session)
 
+    @property
+    def any_ending(self) -> bool:
+        """Whether some session was cut and is still kept."""
+        return bool(self._ending)
+
     def __len__(self) -> int:
         return len(self._records)
 
@@ -120,8 +125,6 @@ class Sessions:
 
     def settle(self) -> tuple[list[Record], list[Record]]:
         """Sessions that have just been proven over, and those that are dropped with this."""
-        if not self._ending:
-            return [], []
         ending = self.ending()
         proven = [each for each in ending if each.is_over and not each.proven]
         dropped = [each for each in ending if not (each.wanted or each.flying)]

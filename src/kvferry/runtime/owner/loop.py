@@ -219,15 +219,14 @@ class Owner:
 
     def _dispatch(self, item: object) -> None:
         """What came from another thread, or from a connection, and is no event."""
-        match item:
-            case Dropped(peer=peer):
-                self.driver.ask_after(partial(_is_with, peer))
-            case ThreadBroke():
-                self._thread_broke(item)
-            case _ if callable(item):
-                item()
-            case _:
-                self.role.hear(item)
+        if callable(item):
+            item()
+        elif isinstance(item, Dropped):
+            self.driver.ask_after(partial(_is_with, item.peer))
+        elif isinstance(item, ThreadBroke):
+            self._thread_broke(item)
+        else:
+            self.role.hear(item)
 
     def step(self, event: Event) -> None:
         """Let the machine take a step. A misuse fails its room and nothing else."""

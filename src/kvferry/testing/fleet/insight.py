@@ -99,7 +99,7 @@ class Insight:
             "handles": len(self._owner.rooms),
             # Not counting notes of failed rooms, which are kept for a while.
             "rooms": sum(room.known_to_engine for room in machine.rooms.values()),
-            "writing": len(machine.inflight),
+            "writing": len(machine.inflight.writes),
             "gathered ahead": len(self._owner.role._writes._ahead),
             "in flight": self._owner.driver.sessions.num_flying,
             "slots": machine.config.local_slots - len(machine.local_slots),

@@ -171,7 +171,7 @@ class SourceNode(Node):
         machine = self.machine
         return super().tables() | {
             "rooms": len(machine.rooms),
-            "writes": len(machine.inflight),
+            "writes": len(machine.inflight.writes),
             "undecided": len(machine.writes.modes),
             "local slots in use": machine.config.local_slots - len(machine.local_slots),
         }
