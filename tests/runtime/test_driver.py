@@ -612,7 +612,7 @@ def test_the_book_of_sessions(steps: list[tuple[str, Session | int]], exposed: b
         assert book.num_flying == len(truth.flying)
         assert {each.session for each in book.doubted()} == truth.doubtful - truth.dropped
         kept = truth.cut - truth.dropped
-        assert {each.session for each in book.ending()} == kept
+        assert {each.session for each in book.ending.values()} == kept
         for life in (LIFE, NEXT_LIFE):
             waiting = [x for x in kept if LIVES[x] == life and not truth.is_over(x)]
             assert book.awaits(PEER, life) == bool(waiting)

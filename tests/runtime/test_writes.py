@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from runtime.jobs import SESSION, write_action
+from runtime.jobs import SESSION, direct, write_action
 from runtime.puppet import LAYOUT, ME
 
 from kvferry.errors import InputError
@@ -18,10 +18,10 @@ from kvferry.plan.bind import Binding, Size
 from kvferry.plan.choose import Path
 from kvferry.plan.places import contiguous_pools
 from kvferry.protocol.events import Event, Fate, SendFailed, Sent, Write
-from kvferry.runtime.jobs import WriteJob
+from kvferry.runtime.jobs import AT_ONCE_BYTES, AT_ONCE_PIECES, WriteJob
 from kvferry.runtime.outgoing import Outgoing
 from kvferry.runtime.owner.rooms import RoomTable
-from kvferry.runtime.owner.writes import AT_ONCE_BYTES, AT_ONCE_PIECES, Writes, is_small
+from kvferry.runtime.owner.writes import Writes
 from kvferry.telemetry.metrics import Meter
 from kvferry.transport.base import Ended
 
@@ -120,4 +120,7 @@ def test_a_write_whose_pages_are_wrong_fails_and_goes_to_nobody() -> None:
 def test_an_owner_writes_what_is_short_and_in_few_pieces(
     num_bytes: int, num_pieces: int, small: bool
 ) -> None:
-    assert is_small(Size(num_bytes, num_pieces)) == small
+    binding: Any = SimpleNamespace(size=Size(num_bytes, num_pieces))
+    job = direct(1, binding)
+    assert job.is_small() == small
+    assert (job.num_bytes, job.num_pieces) == (num_bytes, num_pieces)

@@ -54,7 +54,12 @@ class Endpoint(ABC):
         outbox = self.outbox
         outbox.now = max(outbox.now, now)
         outbox.actions = []
-        self._on_event(event)
+        if isinstance(event, Received):
+            link = self.peers.receive(event.envelope)
+            if link is not None:
+                self._on_message(link, event.envelope.body)
+        else:
+            self._on_event(event)
         self._settle()
         return outbox.actions
 
@@ -85,10 +90,6 @@ class Endpoint(ABC):
     def _on_event(self, event: Event) -> None:
         """Act on an event; machines have events of their own before these."""
         match event:
-            case Received(envelope=envelope):
-                link = self.peers.receive(envelope)
-                if link is not None:
-                    self._on_message(link, envelope.body)
             case Tick():
                 self.peers.tick()
                 self._on_tick()

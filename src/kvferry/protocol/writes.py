@@ -84,7 +84,10 @@ class WriteQueue:
     def push_rest(self, lane: Lane, event: Finish) -> None:
         """All is pushed: state rows that did not go with their layers may be read too."""
         gaps = lane.room.rows.gaps(lane.all_layers)
-        self._decide(lane, event, [row for layers in gaps for row in states(lane, layers)])
+        rows = [row for layers in gaps for row in states(lane, layers)]
+        if rows:
+            self._decide(lane, event, rows)
+        self.wake(lane)
 
     def _decide(
         self,

@@ -18,6 +18,9 @@ from kvferry.plan.places import Base
 from kvferry.protocol.events import Fate, Gather, Scatter, Write
 from kvferry.transport.base import Ended, Transport
 
+# What a write may keep the owner from its other work: some 50 µs.
+AT_ONCE_BYTES, AT_ONCE_PIECES = 128 << 10, 64
+
 
 def _bound() -> Binding:
     raise AssertionError("a direct write fills no slot")
@@ -79,6 +82,11 @@ class WriteJob:
         assert self.there is not None
         self.binding = Binding.bulk(self.here, self.there, self.num_bytes)
 
+    def is_small(self) -> bool:
+        """Whether the owner may make it itself, by a core."""
+        self.num_bytes, self.num_pieces = self.binding.size
+        return self.num_bytes <= AT_ONCE_BYTES and self.num_pieces <= AT_ONCE_PIECES
+
     def start(self, transport: Transport) -> Binding:
         """It begins now; what that transport is to write."""
         binding, self.transport = self.binding, transport.name
@@ -89,7 +97,8 @@ class WriteJob:
 
     def describe(self, written: Binding) -> None:
         """Work out what it is, which may take as long as starting it."""
-        self.num_bytes, self.num_pieces = written.size
+        if written is not self.binding or not self.num_pieces:
+            self.num_bytes, self.num_pieces = written.size
         if self.here is None:
             self.path = Path.RUNS if self.binding.contiguous else Path.SLICES
 

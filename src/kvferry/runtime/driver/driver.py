@@ -270,7 +270,7 @@ class Driver(ABC, Generic[M, P]):
                 self._cut(record.session)
         else:
             self._handle(event, now)
-        if self.sessions.any_ending:
+        if self.sessions.ending:
             self._settle()
 
     def _handle(self, event: Event, now: float) -> None:

@@ -48,17 +48,12 @@ class Sessions:
         self._exposed = exposed
         self._records: dict[Session, Record] = {}
         self._by_op: dict[Op, Record] = {}
-        # Those that were cut: few, and only these can be over.
-        self._ending: dict[Session, Record] = {}
+        # Those that were cut and are still kept: few, and only these can be over.
+        self.ending: dict[Session, Record] = {}
 
     def get(self, session: Session) -> Record | None:
         """What is known of a session."""
         return self._records.get(session)
-
-    @property
-    def any_ending(self) -> bool:
-        """Whether some session was cut and is still kept."""
-        return bool(self._ending)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -70,10 +65,6 @@ class Sessions:
     def flying(self, op: Op) -> Record | None:
         """The session of a write that has begun and not ended."""
         return self._by_op.get(op)
-
-    def ending(self) -> list[Record]:
-        """Sessions that were cut and are still kept."""
-        return list(self._ending.values())
 
     @property
     def num_flying(self) -> int:
@@ -106,7 +97,7 @@ class Sessions:
         record = self._records.get(session)
         if record is not None:
             record.cut = True
-            self._ending[session] = record
+            self.ending[session] = record
         return record
 
     def bury(self, peer: Peer, incarnation: int) -> list[Record]:
@@ -125,13 +116,13 @@ class Sessions:
 
     def settle(self) -> tuple[list[Record], list[Record]]:
         """Sessions that have just been proven over, and those that are dropped with this."""
-        ending = self.ending()
+        ending = list(self.ending.values())
         proven = [each for each in ending if each.is_over and not each.proven]
         dropped = [each for each in ending if not (each.wanted or each.flying)]
         for record in proven:
             record.proven = True
         for record in dropped:
-            del self._records[record.session], self._ending[record.session]
+            del self._records[record.session], self.ending[record.session]
         return proven, dropped
 
     def doubted(self) -> list[Record]:
@@ -140,5 +131,5 @@ class Sessions:
 
     def awaits(self, peer: Peer, incarnation: int) -> bool:
         """Whether a session waits for proof that this life of a peer is over."""
-        ending = self._ending.values()
+        ending = self.ending.values()
         return any(each.life == (peer, incarnation) and not each.is_over for each in ending)

@@ -15,7 +15,6 @@ from kvferry.errors import KvferryError
 from kvferry.ids import Op, Session, SlotIndex
 from kvferry.logs.context import about
 from kvferry.observe.steps import Moment
-from kvferry.plan.bind import Size
 from kvferry.plan.choose import Path
 from kvferry.plan.places import Base
 from kvferry.protocol.events import (
@@ -43,9 +42,6 @@ from kvferry.telemetry.observer import Observer
 from kvferry.telemetry.tags import NOBODYS
 
 log = logging.getLogger("kvferry.runtime")
-
-# What a write may keep the owner from its other work: some 50 µs.
-AT_ONCE_BYTES, AT_ONCE_PIECES = 128 << 10, 64
 
 
 class Writes:
@@ -115,9 +111,7 @@ class Writes:
             self._fail(job, str(error))
             return
         reached = link.at_once
-        if reached is not None and (
-            reached.transport.writes_elsewhere or is_small(job.binding.size)
-        ):
+        if reached is not None and (reached.transport.writes_elsewhere or job.is_small()):
             self._write_now(job, reached)
         else:
             self._mover.write(job)
@@ -262,8 +256,3 @@ class Writes:
                 "write-failed endpoint=%s room=%r peer=%s fate=%s detail=%r",
                 *(self._setup.member.peer, room, peer, job.fate, job.detail),
             )
-
-
-def is_small(size: Size) -> bool:
-    """Whether a write may be made by the owner itself."""
-    return size.num_bytes <= AT_ONCE_BYTES and size.num_pieces <= AT_ONCE_PIECES

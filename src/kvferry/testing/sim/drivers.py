@@ -40,7 +40,7 @@ class ProvesTooEarly(Sessions):
     """Calls a session that was given up quiet with writes still in flight."""
 
     def settle(self) -> tuple[list[Record], list[Record]]:  # noqa: D102
-        for record in self.ending():
+        for record in self.ending.values():
             record.flying.clear()
         return super().settle()
 
