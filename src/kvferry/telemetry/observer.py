@@ -128,9 +128,9 @@ class Observers(Observer):
 
 
 def _each(heard: list[Callable[..., None]]) -> Callable[..., None]:
-    def call(*event: Any, **more: Any) -> None:
+    def call(*event: Any) -> None:
         for one in heard:
-            one(*event, **more)
+            one(*event)
 
     return call
 

@@ -142,14 +142,17 @@ class RoomTable(Generic[H]):
         body = event.envelope.body if isinstance(event, Received) else event
         room = getattr(body, "room", None)
         if room is not None:
-            self._refresh(self._handles.get(room), status)
+            handle = self._handles.get(room)
+            # One that moves goes on to its end, which is reported.
+            if handle is not None and handle.status is not Status.MOVING:
+                self._refresh(handle, status)
         elif isinstance(event, Received | Tick):
             # About a peer, so about many rooms.
             for handle in self:
                 self._refresh(handle, status)
 
-    def _refresh(self, handle: H | None, status: Callable[[Room], Status | None]) -> None:
-        if handle is not None and handle.outcome is None:
+    def _refresh(self, handle: H, status: Callable[[Room], Status | None]) -> None:
+        if handle.outcome is None:
             now = status(handle.room)
             handle.status = handle.status if now is None else now
 
