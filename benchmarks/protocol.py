@@ -23,9 +23,11 @@ from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Choose,
     Chosen,
+    Connect,
     Event,
     Finish,
     Instance,
+    MemoryReached,
     Open,
     Push,
     Receive,
@@ -37,7 +39,7 @@ from kvferry.protocol.events import (
     Write,
 )
 from kvferry.protocol.links import Identity
-from kvferry.protocol.messages import Envelope, Staging, Table
+from kvferry.protocol.messages import Envelope, Staging, Table, TransportOffer, TransportOffers
 from kvferry.protocol.outcome import Done
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
@@ -53,8 +55,8 @@ class Pair:
         config = ProtocolConfig()
         pools = contiguous_pools(layout, 0, num_pages=1 << 16).map
         self.prefill = Instance(SOURCE.instance, "model", layout)
-        self.source = SourceMachine(Identity(SOURCE, 1, layout, "model"), config)
-        self.target = TargetMachine(Identity(TARGET, 2, layout, "model"), config, pools, Staging())
+        self.source = SourceMachine(_identity(SOURCE, 1, layout), config)
+        self.target = TargetMachine(_identity(TARGET, 2, layout), config, pools, Staging())
         self.machines: dict[Peer, Endpoint] = {SOURCE: self.source, TARGET: self.target}
         self.pending: deque[tuple[Peer, Event]] = deque()
         self.steps = 0
@@ -67,6 +69,8 @@ class Pair:
             match action:
                 case Send(peer=to, envelope=envelope):
                     self.pending.append((to, Received(_through_the_codec(envelope))))
+                case Connect(session=session) if peer == SOURCE:
+                    self.pending.append((peer, MemoryReached(session, "here")))
                 case Choose(ticket=ticket, blocks=blocks):
                     self.pending.append((peer, Chosen(ticket, (False,) * len(blocks))))
                 case Write(op=op, transfer=transfer, note=note):
@@ -81,6 +85,11 @@ class Pair:
         """Deliver everything that is under way."""
         while self.pending:
             self.tell(*self.pending.popleft())
+
+
+def _identity(peer: Peer, incarnation: int, layout: Layout) -> Identity:
+    transports = TransportOffers((TransportOffer("here", "this process"),))
+    return Identity(peer, incarnation, layout, "model", b"", transports)
 
 
 def _through_the_codec(envelope: Envelope) -> Envelope:
