@@ -15,7 +15,7 @@ from kvferry.protocol.events import Event, NewLife, Receive, ReceiveRequest
 from kvferry.protocol.outcome import FailureCode
 from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.owner.directory import Directory
-from kvferry.runtime.owner.roles import TargetRole
+from kvferry.runtime.owner.roles import TargetRole, TargetRooms
 from kvferry.telemetry.observer import Observer
 
 
@@ -52,8 +52,6 @@ class Rooms:
         self.told: list[tuple[Room, FailureCode]] = []
         self.messages: list[str] = []
         self.released: list[Room] = []
-        self.before_end: object = None
-        self.on_release: object = None
 
     def report(self, room: Room, failure: Any) -> None:
         self.told.append((room, failure.code))
@@ -218,4 +216,5 @@ def role_of(
     held: Any = rooms
     nothing: Any = None
     take = (taken if taken is not None else []).append
-    return TargetRole(driver, take, held, scatters, nothing, directory, Observer())
+    ends = TargetRooms(held, driver.machine, scatters)
+    return TargetRole(driver, take, ends, scatters, nothing, directory, Observer())

@@ -19,7 +19,7 @@ from kvferry.runtime.mover.mover import Measured
 from kvferry.runtime.owner.channels import SourceChannel
 from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.poller import Poller
-from kvferry.runtime.owner.roles import TargetRole
+from kvferry.runtime.owner.roles import TargetRole, TargetRooms
 from kvferry.telemetry.observer import Observer
 
 ME, PEER = Peer("prefill", 0), Peer("decode", 0)
@@ -133,7 +133,8 @@ def test_connections_to_instances_that_nobody_needs_are_dropped_and_no_others() 
     driver: Any = SimpleNamespace(machine=machine)
     rooms: Any = type("Rooms", (list,), {})()
     nothing: Any = None
-    role = TargetRole(driver, nothing, rooms, scatters, channel, directory, Observer())
+    ends = TargetRooms(rooms, driver.machine, scatters)
+    role = TargetRole(driver, nothing, ends, scatters, channel, directory, Observer())
     role.tidy()
     assert channel.asked == [("drop", gone)]
     rooms.append("a room")

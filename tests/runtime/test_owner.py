@@ -27,6 +27,7 @@ from kvferry.runtime.life.lifeline import Address, Life, Lifeline, probe
 from kvferry.runtime.owner.channels import Dropped, TargetChannel
 from kvferry.runtime.owner.inbox import Inbox
 from kvferry.runtime.owner.loop import Owner
+from kvferry.runtime.owner.roles import SourceRooms
 from kvferry.runtime.owner.rooms import RoomTable
 from kvferry.runtime.pulse import Pulse
 
@@ -175,17 +176,17 @@ def test_a_connection_that_ends_is_a_sign_for_those_it_concerns(
 
 
 def test_a_room_that_is_released_is_forgotten_by_all_who_kept_something_of_it() -> None:
-    meter: Any = Nothing()
-    rooms = RoomTable[Handle](ME, meter)
-    heard: list[object] = []
-    rooms.on_release = heard.append
-    rooms.on_empty = lambda: heard.append("empty")
+    nothing: Any = Nothing()
+    rooms = RoomTable[Any](ME, nothing)
+    forgotten: list[object] = []
+    chooser: Any = SimpleNamespace(forget=forgotten.append)
     handles = [Handle(name) for name in ("a", "b")]
     for handle in handles:
         rooms.add(handle)
+    ends = SourceRooms(rooms, chooser)
     for handle in handles:
-        rooms.release(handle.room)
-    assert heard == ["a", "b", "empty"]
+        ends.release(handle.room)
+    assert forgotten == ["a", "b"]
     assert [handle.released for handle in handles] == [True, True]
     assert len(rooms) == 0
 

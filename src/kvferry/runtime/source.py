@@ -28,7 +28,7 @@ from kvferry.runtime.owner.channels import SourceChannel
 from kvferry.runtime.owner.chooser import Chooser
 from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.loop import CLOSE_S, Owner
-from kvferry.runtime.owner.roles import SourceRole
+from kvferry.runtime.owner.roles import SourceRole, SourceRooms
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.owner.writes import Writes
 from kvferry.runtime.rank import RankEndpoint
@@ -101,9 +101,8 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
             answer=answer,
             tell=tell,
         )
-        suspects = Suspects(self._prober)
-        driver = SourceDriver(machine, SourcePorts(channel, writes, suspects, rooms))
-        rooms.on_release = chooser.forget
+        suspects, ends = Suspects(self._prober), SourceRooms(rooms, chooser)
+        driver = SourceDriver(machine, SourcePorts(channel, writes, suspects, ends))
         role = SourceRole(driver, self._step_machine, rooms, links, writes, channel, observer)
         self._role = role
         return self._owner_of(driver, role, channel)

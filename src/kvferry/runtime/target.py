@@ -25,7 +25,7 @@ from kvferry.runtime.incoming import Incoming, wanted_pages
 from kvferry.runtime.owner.channels import TargetChannel
 from kvferry.runtime.owner.directory import Directory
 from kvferry.runtime.owner.loop import Owner
-from kvferry.runtime.owner.roles import TargetRole
+from kvferry.runtime.owner.roles import TargetRole, TargetRooms
 from kvferry.runtime.owner.scatters import Scatters
 from kvferry.runtime.owner.suspects import Suspects
 from kvferry.runtime.rank import RankEndpoint
@@ -75,9 +75,9 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             answer=answer,
             join=channel.join,
         )
-        suspects = Suspects(self._prober)
-        driver = TargetDriver(machine, TargetPorts(channel, scatters, suspects, rooms))
-        role = TargetRole(driver, self._step_machine, rooms, scatters, channel, directory, observer)
+        suspects, ends = Suspects(self._prober), TargetRooms(rooms, machine, scatters)
+        driver = TargetDriver(machine, TargetPorts(channel, scatters, suspects, ends))
+        role = TargetRole(driver, self._step_machine, ends, scatters, channel, directory, observer)
         self._role = role
         return self._owner_of(driver, role, channel)
 

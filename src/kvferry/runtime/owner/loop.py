@@ -92,7 +92,6 @@ class Owner:
         self._closed = False
         self._stopped = False
         self._empty = threading.Event()
-        self.rooms.on_empty = self._on_empty
         self._thread = threading.Thread(target=self._run, name=f"kvferry-{self.me}", daemon=True)
 
     # ------------------------------------------------------------ for any thread
@@ -165,6 +164,8 @@ class Owner:
         # First what others wait for: launching takes longer.
         self.channel.flush()
         self._copier.launch(hurried=self.role.hurried)
+        if self._closing and not len(self.rooms):
+            self._empty.set()
 
     def _arrived(self, ready: set[object]) -> Iterator[Event]:
         """All that has come from other threads and from peers. The driver takes the time after it.
@@ -265,11 +266,6 @@ class Owner:
         self._closing = True
         for handle in self.rooms:
             self.cancel(handle)
-        self._on_empty()
-
-    def _on_empty(self) -> None:
-        if self._closing and not len(self.rooms):
-            self._empty.set()
 
     # ------------------------------------------------------------ threads that fail us
 

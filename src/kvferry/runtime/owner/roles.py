@@ -22,7 +22,8 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.legs import TargetRoom
 from kvferry.protocol.links import Link
-from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
+from kvferry.protocol.outcome import Failure, FailureCode, Outcome
+from kvferry.protocol.target import TargetMachine
 from kvferry.rendezvous.records import InstanceView
 from kvferry.runtime.driver.driver import SourceDriver, TargetDriver
 from kvferry.runtime.incoming import Incoming, bad_pages
@@ -30,6 +31,7 @@ from kvferry.runtime.jobs import ScatterJob, WriteJob
 from kvferry.runtime.mover.mover import Measured, Reached, Unreached
 from kvferry.runtime.outgoing import Outgoing, Waitable
 from kvferry.runtime.owner.channels import SourceChannel, TargetChannel
+from kvferry.runtime.owner.chooser import Chooser
 from kvferry.runtime.owner.directory import Directory
 from kvferry.runtime.owner.links import Links
 from kvferry.runtime.owner.rooms import RoomTable
@@ -69,6 +71,56 @@ class Role(Protocol):
     @property
     def num_free_slots(self) -> int:
         """Staging slots that are not in use."""
+
+
+class SourceRooms:
+    """To a source's driver, how rooms end: what was bound for one is let go of with it."""
+
+    def __init__(self, rooms: RoomTable[Outgoing], chooser: Chooser) -> None:
+        self._rooms = rooms
+        self._chooser = chooser
+
+    def report(self, room: Room, outcome: Outcome) -> None:
+        """A room has ended for its caller."""
+        self._rooms.report(room, outcome)
+
+    def release(self, room: Room) -> None:
+        """A room's memory is the caller's again."""
+        self._chooser.forget(room)
+        self._rooms.release(room)
+
+
+class TargetRooms:
+    """To a target's driver, how rooms end: a failed one tells which of its pages are no use."""
+
+    def __init__(
+        self, rooms: RoomTable[Incoming], machine: TargetMachine, scatters: Scatters
+    ) -> None:
+        self.table = rooms
+        self._machine = machine
+        self._scatters = scatters
+        # As the machine has them, for a last look after it has forgotten one.
+        self._received: dict[Room, TargetRoom] = {}
+
+    def begun(self, room: Room) -> None:
+        """The machine has heard of a room."""
+        received = self._machine.rooms.get(room)
+        if received is not None:
+            self._received[room] = received
+
+    def report(self, room: Room, outcome: Outcome) -> None:
+        """A room has ended for its caller."""
+        handle, received = self.table.get(room), self._received.get(room)
+        if handle is not None and received is not None and isinstance(outcome, Failure):
+            layout, rank = self._machine.layout, self._machine.me.rank
+            handle.know_bad(bad_pages(layout, rank, handle.wanted.tables, received.unusable()))
+        self.table.report(room, outcome)
+
+    def release(self, room: Room) -> None:
+        """A room's memory is the caller's again."""
+        self._received.pop(room, None)
+        self._scatters.release(room)
+        self.table.release(room)
 
 
 class SourceRole:
@@ -172,7 +224,7 @@ class TargetRole:
         self,
         driver: TargetDriver,
         step: Callable[[Event], None],
-        rooms: RoomTable[Incoming],
+        ends: TargetRooms,
         scatters: Scatters,
         channel: TargetChannel,
         directory: Directory,
@@ -180,15 +232,12 @@ class TargetRole:
     ) -> None:
         self._driver = driver
         self._step = step
-        self._rooms = rooms
+        self._rooms = ends.table
+        self._ends = ends
         self._scatters = scatters
         self._channel = channel
         self._directory = directory
         self._observer = observer
-        # As the machine has them, for a last look after it has forgotten one.
-        self._received: dict[Room, TargetRoom] = {}
-        rooms.before_end = self._before_end
-        rooms.on_release = self._released
 
     def hear(self, news: ScatterJob) -> None:
         """What the copier has done."""
@@ -218,9 +267,7 @@ class TargetRole:
 
     def _begin(self, handle: Incoming, view: InstanceView) -> None:
         self._step(Receive(self._instance(view), handle.wanted))
-        room = self._driver.machine.rooms.get(handle.room)
-        if room:
-            self._received[handle.room] = room
+        self._ends.begun(handle.room)
 
     def learn(self, name: str, view: InstanceView | None) -> None:
         """What discovery says of an instance: None if it is not complete."""
@@ -275,19 +322,6 @@ class TargetRole:
     def wakeup(self, now: float) -> float:
         """When the first of these has to end."""
         return max(self._directory.wakeup(), now + AFTER_POLL_S)
-
-    # ------------------------------------------------------------ ends
-
-    def _before_end(self, handle: Incoming, outcome: Outcome) -> None:
-        room = self._received.get(handle.room)
-        if isinstance(outcome, Done) or room is None:
-            return
-        me, layout = self._driver.machine.me, self._driver.machine.layout
-        handle.know_bad(bad_pages(layout, me.rank, handle.wanted.tables, room.unusable()))
-
-    def _released(self, room: Room) -> None:
-        self._received.pop(room, None)
-        self._scatters.release(room)
 
     def tidy(self) -> None:
         """Instances and connections."""

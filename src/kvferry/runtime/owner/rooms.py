@@ -40,10 +40,6 @@ class RoomTable(Generic[H]):
         self._shut = ""
         # Threads of ours that show no life, and for how long.
         self.stalled: dict[str, float] = {}
-        # A last look at a room before its caller hears of its end, and at one that is let go.
-        self.before_end: Callable[[H, Outcome], None] = lambda _, __: None
-        self.on_release: Callable[[Room], None] = lambda _: None
-        self.on_empty: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------ for any thread
 
@@ -103,7 +99,6 @@ class RoomTable(Generic[H]):
         handle = self._handles.get(room)
         if handle:
             self._observer.room_ended(handle, outcome)
-            self.before_end(handle, outcome)
             handle.end(outcome)
 
     def _log(self, room: Room, failure: Failure) -> None:
@@ -122,14 +117,11 @@ class RoomTable(Generic[H]):
 
     def release(self, room: Room) -> None:
         """A room's memory is the caller's again."""
-        self.on_release(room)
         handle = self._handles.pop(room, None)
         if handle:
             if handle.failure is not None:
                 self._observer.step(room, Moment.RELEASED)
             handle.release()
-        if not self._handles:
-            self.on_empty()
 
     def break_all(self, why: str) -> None:
         """A bug of ours: nobody may wait for ever because of it. No memory is released."""
