@@ -182,7 +182,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 # ---------------------------------------------------------------- invariants
 
-# Who calls a transport, as the invariant says it: set-up, the mover, and the owner for writes that
+# Callers of transports, as in the invariant: set-up, the mover, and the owner for writes that
 # are made at once.
 CALLS = {
     "setup.py": {"adopt", "close", "make", "of", "offers", "register"},
@@ -233,7 +233,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("pattern", COUNTS)
 def test_pages_count_right(pattern: str) -> None:
-    """What pages say of today; results are of their day."""
+    """Pages state current counts; results keep those of their day."""
     said = {
         path.name: int(number)
         for path in PAGES

@@ -67,7 +67,7 @@ def test_no_class_has_too_many_methods() -> None:
 
 
 def test_machines_and_endpoints_inherit_two_levels_at_most() -> None:
-    """A grandchild of a class of ours should hold a part instead; errors may form a tree."""
+    """A grandchild of a project class should hold a part instead; errors may form a tree."""
     parents: dict[str, set[str]] = defaultdict(set)
     for path, node in classes("."):
         if path != HOUSE / "errors.py":

@@ -18,7 +18,7 @@ ENGINES = ("tests_vllm", "tests_sglang", "tests/serve")
 
 
 class Claim(NamedTuple):
-    """What was tried, and the test that tries it."""
+    """A claim, and the test behind it."""
 
     kind: str
     path: str

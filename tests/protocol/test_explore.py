@@ -198,7 +198,7 @@ class SharesTheOnlySlot(EarlyGather):
 
 
 class DiscardsTwice(Through):
-    """What was gathered is discarded twice."""
+    """A gather is discarded twice."""
 
     def discard(self, op: Op) -> None:
         self.port.discard(op)

@@ -1,4 +1,4 @@
-"""Transfer modes are asked for; whoever answers may be late, wrong, or both."""
+"""Questions about transfer modes: the answer may be late, wrong, or both."""
 
 from __future__ import annotations
 

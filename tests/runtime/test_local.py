@@ -169,7 +169,7 @@ def test_a_door_is_part_of_what_peers_are_told_and_earlier_ones_have_none() -> N
 
 
 class Seen(Observer):
-    """What the observer of a channel has seen."""
+    """An observer of a channel that counts refusals."""
 
     def __init__(self) -> None:
         self.frames: list[tuple[str, Peer, object]] = []

@@ -166,7 +166,7 @@ def to_observer(call: ast.Call) -> bool:
 
 
 def refusals(tree: ast.Module) -> Iterator[str]:
-    """What a module tells its observer to be refused."""
+    """Return the refusals that a module reports to its observer."""
     for call in filter(to_observer, calls(tree, "refused")):
         if isinstance(call.args[0], ast.Constant):
             yield str(call.args[0].value)

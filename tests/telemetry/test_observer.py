@@ -32,7 +32,7 @@ class Recorder(Observer):
             setattr(self, event, lambda *args, event=event: self.seen.append((event, args)))
 
     def of_the_room(self) -> Iterator[str]:
-        """What happened to the room, without what repeats itself at once."""
+        """Return the events of a room, without immediate repetitions."""
         names = [name for event, args in self.seen for name in self._named(event, args)]
         return (name for name, _ in itertools.groupby(names))
 

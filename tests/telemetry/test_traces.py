@@ -249,7 +249,7 @@ class Chronicle:
         self.ended[room] = self.happened.pop(room)
 
     def demand_true(self) -> None:
-        """What goes on is told in full, what has ended in full or not at all."""
+        """Open rooms are shown in full, ended ones in full or not at all."""
         for room in self.held:
             assert sorted(moments(self.book.told(str(room)))) == sorted(self.happened[room])
         for room, steps in self.ended.items():

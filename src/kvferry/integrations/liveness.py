@@ -8,5 +8,5 @@ from kvferry import ProtocolConfig
 # the interpreter late: 8 s, an endpoint's own default, was seen to be too short.
 LIVENESS = ProtocolConfig(silence_s=20.0)
 
-# What a user may change, under these names in vLLM and as KVFERRY_SILENCE_S and so on in SGLang.
+# Settings that a user may change: these names in vLLM, KVFERRY_SILENCE_S and so on in SGLang.
 LIVENESS_SETTINGS = ("silence_s", "unresponsive_s")

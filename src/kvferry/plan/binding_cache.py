@@ -26,7 +26,7 @@ MAX_BINDINGS = 512
 
 
 class Between(NamedTuple):
-    """Whose memory a binding joins. An image, such as a staging slot, has no pools."""
+    """The two memories that a binding joins. An image, such as a staging slot, has no pools."""
 
     plan: Plan
     pair: Pair
@@ -50,7 +50,7 @@ class BindingCache:
         self._max_bindings = max_bindings
         self._outlines: OrderedDict[Hashable, _Known] = OrderedDict()
         self._bindings: OrderedDict[tuple[Room, Hashable], Binding] = OrderedDict()
-        # How often an outline was worked out, for tests and for whoever wonders.
+        # Number of outlines computed so far, for tests.
         self.num_outlined = 0
 
     @property
@@ -64,7 +64,7 @@ class BindingCache:
         return len(self._bindings)
 
     def outline(self, between: Between, request: Request, blocks: Sequence[Block]) -> Outline:
-        """What ``plan.bind.outline`` gives. Its ``on`` raises where the pages are wrong."""
+        """Return the outline of ``plan.bind``. Its ``on`` raises where the pages are wrong."""
         plan, pair, source, target = between
         who = id(plan), pair, id(source), id(target)
         if len(blocks) != 1 or not plan.has_every_token(*pair, blocks[0].group):

@@ -62,7 +62,7 @@ SMALL_PIECE_BYTES, LARGE_PIECE_BYTES = 1 << 10, 64 << 10
 
 
 class Constants(msgspec.Struct, frozen=True, kw_only=True):
-    """What a transport costs on this machine.
+    """Costs of a transport on one machine.
 
     ``write_s`` is what a write costs however large it is. ``descriptor_s`` is for pieces of
     1 KiB and less, ``run_s`` for those of 64 KiB and more, where that differs.
@@ -142,7 +142,7 @@ def _preset(
 
 
 _GPU = Device("cuda")
-# What ``kvferry plan --link`` predicts with, and what an endpoint starts with.
+# Used by ``kvferry plan --link``, and by endpoints until they have measured a link.
 #   nixl-host    measured: NIXL 1.5.1, UCX with CMA, host memory, loopback, 2 cores
 #   nixl-gpu     measured: the same over cuda_ipc between two processes on one H200
 #   mooncake     measured: Mooncake 0.3.13, TCP on loopback, 2 cores
@@ -238,7 +238,7 @@ class LinkCosts:
         self._places[session] = _Place(transport, host)
 
     def of(self, session: Session) -> Constants:
-        """What a link costs; that of the best transport for one that is not reached yet."""
+        """Return the costs of a link; those of the best transport before it is reached."""
         place = self._places.get(session)
         if place is None:
             return next(iter(self._first.values()))

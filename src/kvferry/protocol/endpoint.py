@@ -1,4 +1,4 @@
-"""What a source machine and a target machine have in common: the frame around every step.
+"""Base class of the source machine and the target machine: the frame around every step.
 
 A machine holds parts: links, and those of its side. Each part has its own state, a small
 interface and a ``check()`` of what must hold after every step.
@@ -84,7 +84,7 @@ class Endpoint(ABC):
 
     @property
     def counts(self) -> Counter[str]:
-        """What is worth counting over a machine's life."""
+        """Counters over the machine's life."""
         return self.outbox.counts
 
     def _on_event(self, event: Event) -> None:
@@ -127,4 +127,4 @@ class Endpoint(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """What must hold after every step, part by part. For tests and the simulator."""
+        """Check the invariants of every part. Called by tests and the simulator after each step."""

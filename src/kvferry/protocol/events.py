@@ -94,7 +94,7 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 class ReceiveRequest(msgspec.Struct, frozen=True, dict=True):
-    """What an engine wants of a room: which tokens, in which pages that it holds, and until when.
+    """An engine's request for a room: the tokens, the pages that it holds for them, a deadline.
 
     ``digest`` is that of its own request: what does not have the same is not used.
     """

@@ -80,7 +80,7 @@ class Lane:
 
     @property
     def request(self) -> Request:
-        """What the target asked for."""
+        """The target's request."""
         return self.transfer.request
 
     @property

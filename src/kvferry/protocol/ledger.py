@@ -50,7 +50,7 @@ class Debt:
 
 
 class Ledger:
-    """What each source owes one target in one room, and what of it has come.
+    """Blocks that each source owes one target in one room, and those that have arrived.
 
     ``contacts`` are the sources that must close the room, whether they owe something or not.
     """

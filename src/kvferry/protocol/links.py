@@ -53,7 +53,7 @@ MAX_DRAINED, DRAINED_S = 16384, 30.0
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who an endpoint is: which rank, which life of it, what it holds of which model.
+    """Identity of an endpoint: its rank, its incarnation, its layout and its model.
 
     ``metadata`` is what the runtime wants every peer to know.
     """
@@ -68,7 +68,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """What is known of one peer in one session.
+    """State of the connection to one peer in one session.
 
     ``incarnation`` is None until it speaks; ``metadata`` is its runtime's. ``transport``
     is empty until memory was reached.
@@ -107,7 +107,7 @@ class Link:
 
 
 class Dependents(Protocol):
-    """What depends on links: the rooms of a machine."""
+    """The rooms of a machine, which depend on links."""
 
     def link_lost(self, link: Link, failure: Failure) -> None:
         """Fail what depends on a link that was lost."""

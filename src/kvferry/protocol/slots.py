@@ -100,7 +100,7 @@ class EarlyGather:
         self.inflight = inflight
         # Lanes that would gather ahead, if fewer did.
         self._eager: dict[Lane, None] = {}
-        # Half of them, or else the only slot, which is taken back from who has no credit.
+        # Half of them, or else the only slot, which a lane without a credit must give back.
         only = config.local_slots == 1 < config.max_inflight
         self._most_ahead = 1 if only else min(config.local_slots, config.max_inflight) // 2
         self._ahead_slots = min(config.ahead_slots or 0, self._most_ahead)
@@ -153,7 +153,7 @@ class EarlyGather:
         return posted
 
     def take_back(self) -> None:
-        """Somebody has a credit and no slot: whoever holds the only one without a credit waits."""
+        """Free the only slot for a lane with a credit: the lane that holds it without one waits."""
         if self._config.local_slots > 1:
             return  # Half of them are with writes, and those end.
         for op, write in self.inflight.writes.items():

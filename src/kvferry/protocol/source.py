@@ -70,7 +70,7 @@ from kvferry.protocol.writes import WriteQueue
 
 @dataclass(frozen=True, kw_only=True)
 class SourceParts:
-    """What a source machine is made of. Tests put broken parts in."""
+    """Classes of the parts of a source machine. Tests put broken ones in."""
 
     links: type[SourceLinks] = SourceLinks
     admission: type[SourceAdmission] = SourceAdmission
@@ -407,7 +407,7 @@ class SourceMachine(Endpoint):
                 yield lane.repeat_at(self.config)
 
     def check(self) -> None:
-        """What must hold of every part after a step."""
+        """Check the invariants of every part."""
         self.peers.check()
         self.admission.check()
         self.lanes.check()

@@ -60,7 +60,7 @@ from kvferry.protocol.states import LegState, LegStep, LinkState
 
 @dataclass(frozen=True, kw_only=True)
 class TargetParts:
-    """What a target machine is made of. Tests put broken parts in."""
+    """Classes of the parts of a target machine. Tests put broken ones in."""
 
     links: type[TargetLinks] = TargetLinks
     admission: type[TargetAdmission] = TargetAdmission
@@ -301,7 +301,7 @@ class TargetMachine(Endpoint):
             return
         room, leg = found
         if body.heard >= leg.offer_seq:
-            # No Offer of ours can reach the source after it said this.
+            # No Offer can reach the source after it said this.
             self._quiet(room, leg)
         self._fail(room, body.failure)
 
@@ -392,7 +392,7 @@ class TargetMachine(Endpoint):
             yield from map(self.legs.repeat_at, room.legs.values())
 
     def check(self) -> None:
-        """What must hold of every part after a step."""
+        """Check the invariants of every part."""
         self.peers.check()
         self.legs.check()
         self.credits.check()

@@ -38,7 +38,7 @@ MAX_DIRECT_PER_LANE = 2
 
 
 class WriteQueue:
-    """What lanes have to write. It starts writes and takes their ends."""
+    """Queue of the blocks that lanes have to write. It starts writes and takes their ends."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """What others need to know of one rank. ``incarnation`` is None if only it can tell."""
+    """One rank as discovery shows it. ``incarnation`` is None where only the rank can tell."""
 
     rank: int
     incarnation: int | None

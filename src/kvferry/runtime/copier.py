@@ -91,7 +91,7 @@ class HostCopier(Copier):
         while (job := self._next()) is not None:
             try:
                 binding = job.bind()
-                # What was gathered will be read again at once.
+                # The gathered bytes will be read again at once.
                 keep = isinstance(job, WriteJob)
                 copy_binding(binding, job.sources, job.targets, keep=keep)
             except KvferryError as error:

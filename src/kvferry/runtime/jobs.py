@@ -18,7 +18,7 @@ from kvferry.plan.places import Base
 from kvferry.protocol.events import Fate, Gather, Scatter, Write
 from kvferry.transport.base import Ended, Transport
 
-# What a write may keep the owner from its other work: some 50 µs.
+# Largest write that the owner thread makes itself: some 50 µs.
 AT_ONCE_BYTES, AT_ONCE_PIECES = 128 << 10, 64
 
 
@@ -31,7 +31,7 @@ class WriteJob:
     """One write, from its submission to its result."""
 
     action: Write | Gather
-    # What is written. Of one through a slot: once the slot is filled, and its target known.
+    # Bytes to write. Of a write through a slot: once the slot is filled, and its target known.
     binding: Binding = Binding(())  # noqa: RUF009 - immutable
     # Of one through a slot: what fills it, from pages into the slot, at those addresses.
     bind: Callable[[], Binding] = _bound
@@ -44,7 +44,7 @@ class WriteJob:
     filled: bool = False
     # When its gather was asked for, until that was told.
     asked: float | None = None
-    # What it was, and how it went.
+    # Its size and its result.
     path: Path = Path.SLICES
     transport: str = ""
     started: float = 0.0
@@ -134,5 +134,5 @@ class ScatterJob:
         self.problem = detail
 
 
-# What a copier does: a gather is the first part of a write.
+# Jobs of a copier. A gather is the first part of a write.
 CopyJob = WriteJob | ScatterJob

@@ -126,7 +126,7 @@ class DeviceMarks:
         self._device = device
 
     def computed(self) -> Waitable | None:
-        """What happens once the device has done all that it was given; None where it is done."""
+        """Return an event behind all work queued on the device; None where there is none."""
         return self._event(timing=False) if self._on_gpu else None
 
     def now(self) -> TimedEvent | float:
@@ -138,7 +138,7 @@ class DeviceMarks:
         return bool(self._device.type == "cuda")
 
     def _event(self, *, timing: bool) -> Any:
-        import torch  # noqa: PLC0415 - whoever has a GPU has it
+        import torch  # noqa: PLC0415 - installed where there is a GPU
 
         event = torch.cuda.Event(enable_timing=timing)
         event.record(torch.cuda.current_stream(self._device))

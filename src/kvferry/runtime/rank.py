@@ -172,7 +172,7 @@ class RankEndpoint(ABC, Generic[H]):
         )
 
     def _step_machine(self, event: Event) -> None:
-        """What an engine asks of the machine, on the owner's thread."""
+        """Let the machine take an engine's event, on the owner's thread."""
         self._owner.step(event)
 
     @property
@@ -269,7 +269,7 @@ class RankEndpoint(ABC, Generic[H]):
 
 
 def _fixed_view(setup: EndpointSetup, role: str) -> EndpointView:
-    """What never changes of an endpoint's view."""
+    """Constant part of an endpoint's view."""
     member = setup.member
     return EndpointView(
         instance=member.name,

@@ -73,7 +73,7 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         me = setup.member.peer
 
         def answer(event: Event) -> None:
-            """What ports answer with."""
+            """Take the answer of a port."""
             driver.answer(event)
 
         self._costs = costs = LinkCosts(endpoint_constants(config, setup))

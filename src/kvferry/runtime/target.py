@@ -51,7 +51,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         setup, rooms, observer = self._setup, self._rooms, self._observer
 
         def answer(event: Event) -> None:
-            """What ports answer with."""
+            """Take the answer of a port."""
             driver.answer(event)
 
         machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)

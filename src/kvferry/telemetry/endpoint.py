@@ -1,4 +1,4 @@
-"""What observes one endpoint, as its configuration wants it."""
+"""Observers of one endpoint, as its configuration wants them."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class Meter(Observer):
                 self.refused(what, new)
 
     def link_up(self, peer: Peer, transport: str) -> None:
-        """Count the link at once, for whoever looks before the next status."""
+        """Count the link at once, before the next status."""
         self._set_links({**self.stats.links, str(peer): transport})
 
     def _set_links(self, links: dict[str, str]) -> None:

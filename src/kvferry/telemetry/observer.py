@@ -22,7 +22,7 @@ from kvferry.telemetry.tags import RoomTag
 
 
 class ObservedRoom(Protocol):
-    """What observers may read of a room's handle."""
+    """Fields of a room's handle that observers may read."""
 
     room: Room
     tag: RoomTag
@@ -32,7 +32,7 @@ class ObservedRoom(Protocol):
 
 
 class ObservedWrite(Protocol):
-    """What observers may read of a write that has ended. ``fate`` is None if it succeeded."""
+    """Fields of an ended write that observers may read. ``fate`` is None if it succeeded."""
 
     action: Write | Gather
     fate: Fate | None

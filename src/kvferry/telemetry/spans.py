@@ -53,7 +53,7 @@ def find_tracer(environment: Mapping[str, str] = os.environ) -> Any | None:
         if wanted(environment):
             log.warning("no-spans problem=%r", "run pip install 'kvferry[otel]'")
         return None
-    # What stands in for a provider before the program sets one up is of the API alone.
+    # Before the program sets a provider up, the API has a placeholder.
     provider = trace.get_tracer_provider()
     if hasattr(provider, "add_span_processor"):
         return provider.get_tracer(TRACER)
@@ -85,7 +85,7 @@ class StageSpan(NamedTuple):
 
 
 def stages_here(story: RoomStory) -> Iterator[StageSpan]:
-    """What one endpoint knows of where the time went."""
+    """Spans of one endpoint."""
     first = {step.step: step.at for step in reversed(story.steps)}
     pairs = (
         ("prefill", Moment.OPENED, Moment.FINISHED),

@@ -75,7 +75,7 @@ _unpack = msgspec.msgpack.Decoder(list).decode
 
 
 class EndedRoom(msgspec.Struct, frozen=True):
-    """What stays of an ended room's handle, and how it ended."""
+    """An ended room: facts of its handle, and its outcome."""
 
     room: Room
     tag: RoomTag
@@ -112,7 +112,7 @@ class Trace(list[Any]):
         return [*_unpack(self.packed), *self] if self.packed else [*self]
 
     def since_end(self) -> list[Any]:
-        """What was recorded after the room was over: it belongs to the next attempt."""
+        """Return the steps recorded after the room was over: they belong to the next attempt."""
         steps = self.all_steps()
         over = [i for i, moment in enumerate(steps[1::WIDE], 1) if moment in OVER]
         return steps[max(over, default=0) * WIDE :]
@@ -133,7 +133,7 @@ class SlowRooms:
 
     def __init__(self) -> None:
         self._parts: deque[list[tuple[EndedRoom, Trace]]] = deque(maxlen=ceil(SLOW_S / PART_S) + 1)
-        # A room that is no slower than this, and ended before that, need not be added.
+        # A room that is no slower than this, and ended before that, is not added.
         self.least_s, self.until = -inf, -inf
 
     def add(self, ended: EndedRoom, trace: Trace) -> None:

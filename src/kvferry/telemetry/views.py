@@ -32,7 +32,7 @@ from kvferry.telemetry.traces import TraceBuffer
 
 
 class OpenRoom(ObservedRoom, Protocol):
-    """What a view shows of an open room's handle."""
+    """Fields of an open room's handle that a view shows."""
 
     status: Status
 
@@ -42,7 +42,7 @@ class OpenRoom(ObservedRoom, Protocol):
 
 
 class ViewedLoop(NamedTuple):
-    """What a view shows of a loop: its rooms, its machine's links, and its peers' clocks."""
+    """Fields of a loop that a view shows: rooms, links, and clocks of peers."""
 
     rooms: Collection[OpenRoom]
     num_quarantined: int

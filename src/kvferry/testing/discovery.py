@@ -52,7 +52,7 @@ Talk = Callable[[Discovery, Discovery], Awaitable[None]]
 
 
 class FixedCases(ABC):
-    """What every discovery does with the instance of ``RECORDS``, once its ranks registered."""
+    """Cases for every discovery, with the instance of ``RECORDS`` registered."""
 
     @abstractmethod
     def make(self) -> Discovery:
@@ -130,7 +130,7 @@ class FixedCases(ABC):
 
 
 class DiscoverySuite(FixedCases):
-    """What every discovery does in which ranks come and go."""
+    """Cases for every discovery in which ranks come and go."""
 
     def test_a_watch_waits_for_the_last_rank(self) -> None:
         """An instance without all of its ranks is no instance."""
@@ -175,7 +175,7 @@ class DiscoverySuite(FixedCases):
         self.run(talk)
 
     def test_another_incarnation_replaces_the_first(self) -> None:
-        """Who was replaced can neither renew nor withdraw what is there now."""
+        """A rank that was replaced can neither renew nor withdraw the new registration."""
 
         async def talk(one: Discovery, two: Discovery) -> None:
             await register(one)

@@ -17,7 +17,7 @@ from kvferry.pictures import as_html, as_svg
 from kvferry.plan import PRESETS, Constants, Path, Request, check, estimate, reshard
 from kvferry.plan.layers import layers_for
 
-# What may be overridden behind a link's name: the constant, and what 1 of its unit is.
+# Constants that may be set behind a link's name, and the value of 1 of their unit.
 LINK_KEYS = {
     "descriptor_us": ("descriptor_s", 1e-6),
     "gb_per_s": ("bytes_per_s", 1e9),

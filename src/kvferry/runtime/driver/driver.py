@@ -360,7 +360,7 @@ class SourceDriver(Driver[SourceMachine, SourcePorts]):
         self, machine: SourceMachine, ports: SourcePorts, sessions: Sessions | None = None
     ) -> None:
         super().__init__(machine, ports, sessions)
-        # What leaves when a write has ended well.
+        # Notes that leave when their writes have ended well.
         self._notes: dict[Op, Send] = {}
         # Gathers that were neither posted nor discarded.
         self._gathers: dict[Op, Gather] = {}

@@ -27,7 +27,7 @@ from kvferry.runtime.owner.rooms import RoomTable
 
 
 class Chooser:
-    """Binds what a source writes. What a link costs may change as it is measured."""
+    """Binds the writes of a source. The costs of a link may change as it is measured."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Chooser:
         return choose(shape_of(binding), constants).path is Path.STAGED
 
     def binding(self, action: Write) -> Binding:
-        """What a direct write copies. Raises ``InputError`` where the pages are wrong."""
+        """Return the binding of a direct write. Raises ``InputError`` where the pages are wrong."""
         transfer = action.transfer
         found: list[Binding] = []
         for block in action.blocks:
@@ -80,7 +80,7 @@ class Chooser:
     def gathering(
         self, transfer: TransferRequest, blocks: Sequence[Block]
     ) -> Callable[[], Binding]:
-        """What binds blocks to a slot, on any thread."""
+        """Return a function that binds blocks to a slot, on any thread."""
         made = self._outline(transfer, None, blocks)
         return partial(made.on, self._tables(transfer.room), None)
 
@@ -89,7 +89,7 @@ class Chooser:
         self._cache.forget(room)
 
     def _part(self, transfer: TransferRequest, block: Block, whole: Block) -> Binding:
-        """What a block copies, cut out of its chunk."""
+        """Return the binding of a block, cut out of its chunk."""
         room, key = transfer.room, _key(transfer, whole)
         binding = self._cache.get(room, key)
         if binding is None:

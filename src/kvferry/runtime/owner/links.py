@@ -80,7 +80,7 @@ class Links:
             self._mover.reach(action.session, action.transports)
 
     def hear(self, news: Reached | Unreached | Measured) -> None:
-        """What the mover has found out."""
+        """Take news of a link from the mover."""
         match news:
             case Reached():
                 self._reached(news)

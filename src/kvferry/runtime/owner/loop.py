@@ -219,7 +219,7 @@ class Owner:
                     self.step(PeerRuns(link.session, ran_at))
 
     def _dispatch(self, item: object) -> None:
-        """What came from another thread, or from a connection, and is no event."""
+        """Take an item of another thread, or of a connection, that is no event."""
         if callable(item):
             item()
         elif isinstance(item, Dropped):

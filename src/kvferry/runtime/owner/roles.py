@@ -54,7 +54,7 @@ class Role(Protocol):
         """Whether something that others wait for is about to end."""
 
     def hear(self, news: Any) -> None:
-        """What the mover or the copier has done."""
+        """Take news from the mover or the copier."""
 
     def cancel(self, handle: Any) -> bool:
         """Give up a room that has not come to the machine; False if it has."""
@@ -146,7 +146,7 @@ class SourceRole:
         self._waiting: dict[Outgoing, None] = {}
 
     def hear(self, news: WriteJob | Reached | Unreached | Measured) -> None:
-        """What the mover or the copier has done."""
+        """Take news from the mover or the copier."""
         if isinstance(news, WriteJob):
             self._writes.go_on(news)
         else:
@@ -240,7 +240,7 @@ class TargetRole:
         self._observer = observer
 
     def hear(self, news: ScatterJob) -> None:
-        """What the copier has done."""
+        """Take news from the copier."""
         self._scatters.copied(news)
 
     def receive(self, handle: Incoming) -> None:
@@ -270,7 +270,7 @@ class TargetRole:
         self._ends.begun(handle.room)
 
     def learn(self, name: str, view: InstanceView | None) -> None:
-        """What discovery says of an instance: None if it is not complete."""
+        """Take the view of an instance from discovery: None if it is not complete."""
         lives = {Peer(view.name, one.rank): one.incarnation for one in view.ranks} if view else {}
         # Ask after ranks that the rendezvous no longer has in the life that we know.
         self._driver.ask_after(lambda link: link.peer.instance == name and _differs(link, lives))

@@ -54,7 +54,7 @@ class Scatters:
         self._answer = answer
         # Goes to doors on this host.
         self._join = join
-        # What a source will probably send next is kept in it, bound already.
+        # Also holds the binding that a source will probably need next.
         self._cache = BindingCache()
 
     def scatter(self, action: Scatter) -> None:

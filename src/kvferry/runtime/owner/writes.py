@@ -45,7 +45,7 @@ log = logging.getLogger("kvferry.runtime")
 
 
 class Writes:
-    """What is being written, and how each of it goes.
+    """Writes of a source, by the thread that makes each.
 
     ``answer`` hears how writes ended, and ``tell``, before all else, of each that ended well.
     """

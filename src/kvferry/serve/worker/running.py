@@ -163,7 +163,7 @@ class RunningJobs:
             self._rooms.settle(job)
 
     def _remember(self, job: ServeJob, agreement: Agreement) -> None:
-        """Keep how a room ended for whoever asks soon."""
+        """Keep the outcome of a room for a while."""
         assert job.ticket is not None
         failure = str(agreement.failure) if agreement.failure else None
         room, moved = job.ticket.room, agreement.carried

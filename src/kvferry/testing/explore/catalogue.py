@@ -218,7 +218,7 @@ class Recorder:
             self._driver.take(reached, self._now)
 
     def cut(self, session: Session) -> None:
-        """What was handed over goes on to its end."""
+        """Writes that were handed over go on to their end."""
 
     def forget(self, session: Session) -> None:
         """Nothing is kept of a session here."""

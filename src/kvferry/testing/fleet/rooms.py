@@ -1,4 +1,4 @@
-"""Rooms that a rank was told of: their handles, their pages, and how they ended."""
+"""Rooms of a rank: their handles, their pages, and their outcomes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RankRooms:
             table.pop(room, None)
 
     def rooms(self) -> list[Room]:
-        """The rooms that it was told of and not told to forget."""
+        """Return the rooms that were not forgotten."""
         return list(self.handles)
 
     def pages_of(self, room: Room) -> RoomPages:
@@ -67,11 +67,11 @@ class RankRooms:
         return self._ended_at[room]
 
     def metadata(self, room: Room) -> bytes:
-        """What came with the close."""
+        """Return the metadata that came with the close."""
         data: bytes = self.handles[room].metadata
         return data
 
     def bad_pages(self, room: Room) -> dict[str, list[int]]:
-        """What a failed room lacks."""
+        """Return the pages that a failed room lacks."""
         found: dict[str, list[int]] = self.handles[room].bad_pages
         return found

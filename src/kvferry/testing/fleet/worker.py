@@ -61,7 +61,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankWorker:
-    """An endpoint, its pools, and the rooms that it was told of.
+    """An endpoint, its pools, and its rooms.
 
     Its ``parts`` have the other methods that a fleet may name.
     """

@@ -125,7 +125,7 @@ class SourceNode(Node):
             self.driver.take(chosen, self.world.now)
 
     def cut(self, session: Session) -> None:
-        """What was handed over goes on to its end."""
+        """Writes that were handed over go on to their end."""
         self.world.remember(self.peer, ">", f"cut {session}")
 
     def write(self, action: Write) -> None:

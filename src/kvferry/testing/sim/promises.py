@@ -17,7 +17,7 @@ NOBODY = Peer("nobody", 0)
 
 
 class Promises:
-    """What a node has heard and left unread, and what it must not do because of that."""
+    """Frames that a node has heard or left unread, and the promises that rest on them."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -46,7 +46,7 @@ class Promises:
         self._unread.clear()
 
     def check(self) -> None:
-        """What must hold after every step."""
+        """Check the promises after a step."""
         self._node.machine.check()
         self._check_deadlines()
         self._check_sleep()

@@ -174,7 +174,7 @@ def _run_to_the_end(cluster: Cluster, probes: list[SimJob]) -> None:
 
 
 def _leftovers(node: Node) -> list[str]:
-    """What a machine and an engine still hold when nothing is going on."""
+    """Return the tables of a machine and an engine that are not empty at the end."""
     names = [f"room {room!r}" for room in [*node.allocations, *node.due]]
     return names + [f"{key}: {value}" for key, value in node.tables().items() if value]
 
