@@ -643,3 +643,23 @@ def _take(book: Sessions, truth: Truth, number: int, step: str, what: Session | 
             truth.cut |= lost
             truth.doubtful -= lost
             truth.exposed -= lost
+
+
+def test_what_a_port_answers_in_a_turn_is_taken_at_the_turns_time(stage: Stage) -> None:
+    times: list[float] = []
+    handle = stage.puppet.handle
+
+    def timed(event: Event, now: float) -> list[Action]:
+        if isinstance(event, Sent):
+            times.append(now)
+        return handle(event, now)
+
+    stage.puppet.handle = timed  # type: ignore[method-assign]
+
+    def arrived() -> Iterator[Event]:
+        stage.driver.answer(Sent(Op(1)))
+        yield from ()
+
+    stage.driver.turn(arrived(), 5.0)
+    stage.driver.turn(arrived(), 9.0)
+    assert times == [5.0, 9.0]

@@ -225,6 +225,7 @@ class Driver(ABC, Generic[M, P]):
 
         An engine that pushes and closes does so in two steps, and the second says it all.
         """
+        self._now = now
         self._in_turn = True
         try:
             self._count_stall(now)
