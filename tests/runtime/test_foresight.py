@@ -14,12 +14,13 @@ from kvferry.ids import Op, Peer, Serial, SlotIndex
 from kvferry.layout import Layout, Parallel, Span, attention
 from kvferry.plan import Block, Image, Pair, Request, Side, bind, reshard
 from kvferry.plan.bind import Binding
-from kvferry.plan.places import contiguous_pools
-from kvferry.protocol.events import ReceiveRequest, Scatter
+from kvferry.plan.places import PoolMap, contiguous_pools
+from kvferry.protocol.events import Cancel, Event, ReceiveRequest, Scatter, Scattered
 from kvferry.protocol.messages import Table
 from kvferry.runtime.incoming import Incoming
 from kvferry.runtime.jobs import ScatterJob
 from kvferry.runtime.owner.scatters import Scatters
+from kvferry.telemetry.observer import Observer
 
 NUM_PAGES, PAGE = 16, 4
 LAYOUT = Layout(attention(layers=2, kv_heads=2, head_dim=8), Parallel(), page_tokens=PAGE)
@@ -38,14 +39,15 @@ def block(first: int, end: int) -> Block:
 class Desk:
     """A target's scatters, with a copier that writes down what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, pools: PoolMap = POOLS) -> None:
         self.jobs: list[ScatterJob] = []
         self.foreseen: list[tuple[Binding, tuple[int, ...], tuple[int, ...]]] = []
         self.rooms: dict[str, Incoming] = {}
+        self.answers: list[Event] = []
         parts: dict[str, Any] = {
             "setup": SimpleNamespace(
                 member=SimpleNamespace(rank=0),
-                memory=SimpleNamespace(map=POOLS),
+                memory=SimpleNamespace(map=pools),
                 slots=SimpleNamespace(address=lambda slot: 4096 * slot),
                 addresses=(0, 0, 0, 0),
             ),
@@ -53,7 +55,9 @@ class Desk:
             "copier": SimpleNamespace(
                 submit=self.jobs.append, foresee=lambda *copy: self.foreseen.append(copy)
             ),
-            **dict.fromkeys(("mover", "observer", "answer", "join")),
+            "observer": Observer(),
+            "answer": self.answers.append,
+            **dict.fromkeys(("mover", "join")),
         }
         self.scatters = Scatters(**parts)
         self._ops = 0
@@ -93,6 +97,19 @@ def copy(job: ScatterJob) -> None:
     job.bind()
     assert job.at_leisure is not None
     job.at_leisure()
+
+
+def test_what_can_not_be_bound_fails_its_room_and_nothing_else() -> None:
+    desk = Desk(PoolMap(()))
+    desk.receive("r", list(range(NUM_PAGES)))
+    about = Op(7), "r", SOURCE, PLAN, REQUEST, (OWED,), SlotIndex(0), Serial(1)
+    desk.scatters.scatter(Scatter(*about))
+    assert not desk.jobs
+    cancel, scattered = desk.answers
+    assert isinstance(cancel, Cancel)
+    assert cancel.failure is not None
+    assert "a scatter failed" in cancel.failure.message
+    assert scattered == Scattered(Op(7))
 
 
 def test_what_comes_next_is_bound_before_it_comes(desk: Desk) -> None:

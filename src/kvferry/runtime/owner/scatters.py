@@ -66,12 +66,16 @@ class Scatters:
         handle.latest[action.source] = action.op
         then = partial(self._foresee, handle, action, from_)
         foreseen = self._cache.drop(action.room, (action.source, action.blocks))
-        if foreseen is not None:
-            make: Callable[[], Binding] = lambda: foreseen  # noqa: E731
-        else:
-            outline = self._outline(action, action.blocks)
-            make = partial(outline.on, None, handle.wanted.page_tables)
-        self._copier.submit(ScatterJob(action, make, from_, into, then))
+        job = ScatterJob(action, lambda: foreseen or Binding(()), from_, into, then)
+        if foreseen is None:
+            try:
+                outline = self._outline(action, action.blocks)
+            except KvferryError as error:
+                job.fail(str(error))
+                self.copied(job)
+                return
+            job.bind = partial(outline.on, None, handle.wanted.page_tables)
+        self._copier.submit(job)
 
     def _outline(self, action: Scatter, blocks: tuple[Block, ...]) -> Outline:
         pair = Pair(action.source.rank, self._setup.member.rank)
