@@ -61,7 +61,8 @@ class Endpoint(ABC):
         else:
             self._on_event(event)
         self._settle()
-        return outbox.actions
+        actions, outbox.actions = outbox.actions, []
+        return actions
 
     def wakeup(self) -> float | None:
         """When the next ``Tick`` has something to do; None if there is nothing to wait for."""
