@@ -50,7 +50,7 @@ OTHER_MODEL = "model-2"
 # Numbers from here on are of requests that got the room of another.
 OTHERS = 1000
 CONFIG = ProtocolConfig(
-    heartbeat_s=0.5,
+    heartbeat_s=0.8,
     silence_s=1.8,
     handshake_s=1.5,
     resend_s=0.15,

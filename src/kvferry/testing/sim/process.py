@@ -19,7 +19,6 @@ class SimProcess:
         self.has_left = False
         self._stalled_until = 0.0
         self._stopped_s = 0.0
-        self.num_stops = 0
         self._backlog: list[Step] = []
 
     @property
@@ -39,7 +38,6 @@ class SimProcess:
 
     def stall(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT later."""
-        self.num_stops += 1
         until = max(self._stalled_until, self._world.now + seconds)
         self._stopped_s += until - max(self._stalled_until, self._world.now)
         self._stalled_until = until

@@ -24,9 +24,8 @@ class Promises:
         self._world = node.world
         self.taking: Event | None = None
         self._unread: Counter[Peer] = Counter()
-        # How long the process had run, and how often it was stopped, when it last heard from each
-        # peer, and when that was.
-        self._heard_after: dict[Peer, tuple[float, int, float]] = {}
+        # How long the process had run when it last heard from each peer, and when that was.
+        self._heard_after: dict[Peer, tuple[float, float]] = {}
 
     def came(self, event: Event) -> None:
         """An event waits for a process that is stopped."""
@@ -36,8 +35,7 @@ class Promises:
         """The same events, kept in mind while the node takes them."""
         for event in events:
             self._world.remember(self._node.peer, "<", event)
-            process = self._node.process
-            self._heard_after[_sender(event)] = process.ran_s, process.num_stops, self._world.now
+            self._heard_after[_sender(event)] = self._node.process.ran_s, self._world.now
             self.taking = event
             yield event
             self._unread[_sender(event)] -= 1
@@ -77,13 +75,11 @@ class Promises:
                 text = f"{node.peer} takes {peer} for silent with its words unread"
                 self._world.violate("never hangs", text, room)
         times = node.machine.config
-        for peer, (ran_s, num_stops, heard_at) in self._heard_after.items():
+        # A process can't tell when it was stopped between two heartbeats.
+        limit_s = times.silence_s - times.heartbeat_s
+        for peer, (ran_s, heard_at) in self._heard_after.items():
             if str(peer) not in words or node.machine.current.get(peer) is not None:
                 continue  # another one's judgement
-            # A stop goes unnoticed between two heartbeats, and half of one longer (the driver
-            # counts lateness from there on), each time anew.
-            stops = max(1, node.process.num_stops - num_stops)
-            limit_s = times.silence_s - stops * 1.5 * times.heartbeat_s
             silent_s = node.process.ran_s - ran_s
             if silent_s < limit_s <= self._world.now - heard_at:
                 text = f"{node.peer} takes {peer} for silent after running for {silent_s:.2f} s"

@@ -21,8 +21,7 @@ from kvferry.testing.sim.world import Violation
 REAL = Machines()
 
 CALM_AT = 2.5
-# Longer than the slowest write takes to be doubted.
-DOUBTS_S = 1.55
+DOUBTS_S = 1.2
 PROBES_AT = CALM_AT + 2.1
 END_AT = PROBES_AT + 5.5
 # How long a source may keep a room after decode gave it up: links may have to be made.
