@@ -27,7 +27,7 @@ from kvferry.runtime.owner.rooms import RoomTable
 
 
 class Chooser:
-    """Binds the writes of a source. The costs of a link may change as it is measured."""
+    """Binder and chooser of a source. The costs of a link change as it is measured."""
 
     def __init__(
         self,
