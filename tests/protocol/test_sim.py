@@ -21,6 +21,13 @@ def test_every_promise_holds(first: int) -> None:
         assert result.done >= 2, "the rooms after the faults must be done"
 
 
+# 2517864: a write is doubted 1.27 s after the faults stopped. 2569655: an old frame of a silent
+# peer is replayed. Both were mistakes of the simulator's own checks.
+@pytest.mark.parametrize("seed", [2517864, 2569655])
+def test_seeds_that_once_failed(seed: int) -> None:
+    assert not run_seed(seed).violations
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str) -> None:
     for seed in range(4):

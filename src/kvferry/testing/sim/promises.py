@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from kvferry.ids import Peer, Room
+from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.events import Event, Received
 from kvferry.protocol.outcome import Failure
 
@@ -26,6 +26,8 @@ class Promises:
         self._unread: Counter[Peer] = Counter()
         # How long the process had run when it last heard from each peer, and when that was.
         self._heard_after: dict[Peer, tuple[float, float]] = {}
+        # The highest sequence number of each session, newest session of a peer last.
+        self._highest: dict[Peer, dict[Session, int]] = {}
 
     def came(self, event: Event) -> None:
         """An event waits for a process that is stopped."""
@@ -35,11 +37,27 @@ class Promises:
         """The same events, kept in mind while the node takes them."""
         for event in events:
             self._world.remember(self._node.peer, "<", event)
-            self._heard_after[_sender(event)] = self._node.process.ran_s, self._world.now
+            if self._is_news(event):
+                self._heard_after[_sender(event)] = self._node.process.ran_s, self._world.now
             self.taking = event
             yield event
             self._unread[_sender(event)] -= 1
             self.taking = None
+
+    def _is_news(self, event: Event) -> bool:
+        """Return whether a frame shows that its sender lives.
+
+        A replayed or overtaken frame does not: it may be older than the sender's death.
+        """
+        if not isinstance(event, Received):
+            return True
+        envelope = event.envelope
+        highest = self._highest.setdefault(envelope.sender, {})
+        if envelope.session in highest and envelope.session != next(reversed(highest)):
+            return False
+        before = highest.setdefault(envelope.session, 0)
+        highest[envelope.session] = max(before, envelope.seq)
+        return envelope.seq == 0 or envelope.seq > before
 
     def caught_up(self) -> None:
         """Nothing is unread."""

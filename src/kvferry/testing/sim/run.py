@@ -16,12 +16,14 @@ from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.nodes import Node
 from kvferry.testing.sim.scenarios import SCENARIOS
+from kvferry.testing.sim.wire import SLOW_WRITE_S
 from kvferry.testing.sim.world import Violation
 
 REAL = Machines()
 
 CALM_AT = 2.5
-DOUBTS_S = 1.2
+# The operator restarts doubted processes once, after the slowest write has been doubted.
+DOUBTS_S = SLOW_WRITE_S + 0.05
 PROBES_AT = CALM_AT + 2.1
 END_AT = PROBES_AT + 5.5
 # How long a source may keep a room after decode gave it up: links may have to be made.

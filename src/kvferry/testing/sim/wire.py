@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from kvferry.testing.sim.world import World
 
 RETRY_S = 0.1
+# Longest delay that the fault "slow_write" adds to a write.
+SLOW_WRITE_S = 1.5
 TRANSPORTS = TransportOffers((TransportOffer("simulated", "this world"),))
 
 
@@ -137,7 +139,7 @@ class Wire:
         rng = self.world.rng
         delay = 0.002 + rng.random() * 0.01 + (0.0 if self.world.calm else self.extra_s)
         if self.world.strikes("slow_write"):
-            delay += rng.random() * 1.5
+            delay += rng.random() * SLOW_WRITE_S
         if flight.fate is Fate.UNKNOWN:
             self.world.at(delay, lambda: self._doubt(flight))
             delay += rng.random() * 2.0
