@@ -49,7 +49,7 @@ unit: $(INSTALLED)
 # Needs Debian's chromium (apt-get install chromium); playwright only drives it.
 test-page: $(INSTALLED) ## the page in a real Chromium
 	$(BIN)/pip install --quiet --disable-pip-version-check 'playwright>=1.50,<2'
-	$(BIN)/python -m pytest -n0 -m page tests/page
+	$(BIN)/python -m pytest -n0 -m page tests/dashboard/page
 
 test-vllm: ## real vLLM engines on this machine's CPU (VLLM_VENV: where vLLM is, or is put)
 	@scripts/vllm-env $(VLLM_VENV) $(PYTHON)
@@ -80,8 +80,8 @@ soak: $(INSTALLED) ## 10,000 rooms while ranks are killed and stopped, then many
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/short_rooms.py
 
-# ARGS="--only runtime/driver", ARGS="--sample 100 --seed 7 --jobs 2", ARGS=--named
-mutants: $(INSTALLED) ## which small mistakes in runtime/ and protocol/ would no test notice?
+# ARGS="--only endpoint/driver", ARGS="--sample 100 --seed 7 --jobs 2", ARGS=--named
+mutants: $(INSTALLED) ## which small mistakes in endpoint/ and protocol/ would no test notice?
 	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
 clean: ## remove everything that make made

@@ -25,9 +25,10 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvferry.copy.cpu import copy_binding, warm_up
-from kvferry.copy.reference import copy_pieces
 from kvferry.layout import Layout, Parallel, Span, attention
+from kvferry.memory.copy.cpu import copy_binding, warm_up
+from kvferry.memory.copy.reference import copy_pieces
+from kvferry.memory.staging import SlotPool, allocate
 from kvferry.plan import (
     Binding,
     Image,
@@ -40,7 +41,6 @@ from kvferry.plan import (
     contiguous_pools,
     reshard,
 )
-from kvferry.staging import SlotPool, allocate
 
 MIB = 1 << 20
 LAYERS, PAGE, HEAD_BYTES = 16, 16, 256

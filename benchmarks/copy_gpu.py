@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvferry.copy.gpu import GpuCopier, GpuCopy
 from kvferry.layout import CacheSpec, DType, Layout, Order, Parallel, attention
+from kvferry.memory.copy.gpu import GpuCopier, GpuCopy
 from kvferry.plan import (
     Image,
     PageTable,

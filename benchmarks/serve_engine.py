@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvferry.serve.engine.cache import TORCH_DTYPES
-from kvferry.serve.engine.engine import Engine, EngineOptions
-from kvferry.serve.engine.requests import Produced, Request, Role
-from kvferry.serve.engine.steps import Sample, Sampling
-from kvferry.serve.models.find import find_model
+from kvferry.reference.engine.cache import TORCH_DTYPES
+from kvferry.reference.engine.engine import Engine, EngineOptions
+from kvferry.reference.engine.requests import Produced, Request, Role
+from kvferry.reference.engine.steps import Sample, Sampling
+from kvferry.reference.models.find import find_model
 
 CONTEXTS = (64, 512, 1600)
 BATCHES = (1, 4, 8)

@@ -24,13 +24,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvferry.cli.bench.transfer import TIMEOUT_S, TransferJob, TransferReport, measure
+from kvferry.endpoint.config import EndpointConfig
 from kvferry.errors import KvferryError
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Path, Request, check, reshard
+from kvferry.plan.units import MIB
 from kvferry.regions import Device
-from kvferry.runtime.config import EndpointConfig
 from kvferry.testing.fleet import RankError
-from kvferry.units import MIB
 
 # What a chooser may be wrong by.
 MOST_WRONG = 1.5

@@ -27,8 +27,8 @@ from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
 from kvferry.regions import Region
 from kvferry.testing.transports import PlacedPiece, binding_of, copy_by_memmove
-from kvferry.transport.base import Remote, Setup, Transport
-from kvferry.transport.registry import available, transport_class
+from kvferry.transports.base import Remote, Setup, Transport
+from kvferry.transports.registry import available, transport_class
 
 Bytes = NDArray[np.uint8]
 KIB, MIB = 1 << 10, 1 << 20

@@ -20,18 +20,18 @@ from typing import Any
 
 import aiohttp
 
-from kvferry.load.client import Reply, ask, session_for
-from kvferry.load.prompts import Asker, Form, PromptKind
-from kvferry.serve.cluster.description import (
+from kvferry.cli.load.client import Reply, ask, session_for
+from kvferry.cli.load.prompts import Asker, Form, PromptKind
+from kvferry.reference.cluster.description import (
     Cluster,
     RendezvousSection,
     TransferSection,
     WorkerSection,
     check,
 )
-from kvferry.serve.cluster.launch import Launch
-from kvferry.serve.models.find import find_model
-from kvferry.serve.router.options import RouterOptions
+from kvferry.reference.cluster.launch import Launch
+from kvferry.reference.models.find import find_model
+from kvferry.router.options import RouterOptions
 
 FORM = Form(PromptKind.SMALL_IDS, exact=True)
 DEADLINE_S = 120.0

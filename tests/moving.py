@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from oracle import owed_tokens, owned
 
-from kvferry.copy.reference import copy_pieces
 from kvferry.layout import Layout, Order
 from kvferry.layout.layout import Sharding
 from kvferry.layout.spec import CacheSpec, Group, Slot, Window
+from kvferry.memory.copy.reference import copy_pieces
 from kvferry.plan import (
     Binding,
     Image,

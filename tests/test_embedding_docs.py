@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kvferry import EndpointConfig, SourceEndpoint, TargetEndpoint
+from kvferry.endpoint.handles import Handle
+from kvferry.endpoint.incoming import Incoming
+from kvferry.endpoint.outgoing import Outgoing
 from kvferry.protocol.outcome import FailureCode
-from kvferry.runtime.handles import Handle
-from kvferry.runtime.incoming import Incoming
-from kvferry.runtime.outgoing import Outgoing
 
 GUIDE = Path(__file__).parents[1] / "docs" / "embedding.md"
 TEXT = GUIDE.read_text(encoding="utf-8")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvferry.connectors.sglang.settings import MODEL, model_of
+from kvferry.connectors.vllm.engine import model_name
 from kvferry.fingerprint import difference, rope_form
-from kvferry.integrations.sglang.settings import MODEL, model_of
-from kvferry.integrations.vllm.engine import model_name
 from kvferry.model_config import model_fingerprint
-from kvferry.serve.engine.engine import EngineOptions
-from kvferry.serve.worker.instance import InstanceOptions, WorkerRole
+from kvferry.reference.engine.engine import EngineOptions
+from kvferry.reference.worker.instance import InstanceOptions, WorkerRole
 
 SCALING = {
     "factor": 8.0,

@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "limits.md"
 TRIED = PAGE.read_text(encoding="utf-8").split("### Caches")[1].split("## Not there")[0]
 KINDS = ("run", "bytes", "plan", "refused")
 # Where engines compute.
-ENGINES = ("tests_vllm", "tests_sglang", "tests/serve")
+ENGINES = ("tests_vllm", "tests_sglang", "tests/reference")
 
 
 class Claim(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry import InputError, read_config
 from kvferry.model_config import MAX_CONFIG_BYTES, checkpoint_fingerprint
-from kvferry.serve.models.config import ModelConfig
+from kvferry.reference.models.config import ModelConfig
 
 
 def test_a_file_and_its_folder_are_the_same(tmp_path: Path) -> None:

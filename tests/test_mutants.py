@@ -73,11 +73,11 @@ def test_every_mistake_with_a_name_can_still_be_made() -> None:
 def test_every_module_has_its_judges_and_every_judge_its_tests() -> None:
     names = {
         path: [judge.name for judge in judges_of(f"src/kvferry/{path}")]
-        for path in ("runtime/driver/driver.py", "runtime/owner/loop.py", "protocol/source.py")
+        for path in ("endpoint/runner/runner.py", "endpoint/loop/loop.py", "protocol/source.py")
     }
     assert names == {
-        "runtime/driver/driver.py": ["driver", "sim", "machines"],
-        "runtime/owner/loop.py": ["pair", "pieces", "processes"],
+        "endpoint/runner/runner.py": ["driver", "sim", "machines"],
+        "endpoint/loop/loop.py": ["pair", "pieces", "processes"],
         "protocol/source.py": ["sim", "machines", "parts"],
     }
     for test in (test for judge in JUDGES for test in judge.tests):

@@ -1,6 +1,6 @@
 """The failures that kvferry began from, on SGLang's own classes: stock 0.5.23 beside kvferry.
 
-What is said of stock here is what docs/integrations/sglang.md says of it. Both are told that pools
+What is said of stock here is what docs/connectors/sglang.md says of it. Both are told that pools
 are in host memory; called as a server on a CPU calls it, stock takes them for a GPU's.
 """
 

@@ -73,7 +73,7 @@ class Server:
                 env=dict(os.environ) | dict(environment),
                 cwd=ROOT,
                 # A process group, so that all of it can be signalled, but no session of its own:
-                # docs/integrations/vllm.md, "More workers than cores", says why.
+                # docs/connectors/vllm.md, "More workers than cores", says why.
                 process_group=0,
             )
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.orders import BlocksByGroup
-from kvferry.integrations.vllm.paging import NULL_BLOCK
+from kvferry.connectors.vllm.connector import KVFerryConnector
+from kvferry.connectors.vllm.orders import BlocksByGroup
+from kvferry.connectors.vllm.paging import NULL_BLOCK
 from tests_vllm.servers import SKIPPED, STATELESS
 
 

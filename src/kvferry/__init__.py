@@ -1,9 +1,8 @@
 """kvferry carries a request's KV cache between workers that shard it differently.
 
-What an engine needs is here: layouts, endpoints, how rooms end, how ranks agree, the
-rendezvous. ``kvferry.http``, ``kvferry.logs``, ``kvferry.mailbox``, ``kvferry.observe`` and
-``kvferry.sse`` help servers; ``kvferry.testing`` helps tests. Whatever else is inside may change
-at any time.
+An engine imports everything it needs from here: layouts, endpoints, outcomes and discovery.
+Servers may also use ``kvferry.http``, ``kvferry.security``, ``kvferry.telemetry`` and
+``kvferry.dashboard``; tests may use ``kvferry.testing``. All other modules are private.
 """
 
 from __future__ import annotations
@@ -13,8 +12,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvferry.config import LivenessConfig, ProtocolConfig
-    from kvferry.copy.cpu import warm_up
     from kvferry.digest import digest_of
+    from kvferry.discovery.address import checked_address
+    from kvferry.discovery.base import Discovery
+    from kvferry.discovery.client import RendezvousClient
+    from kvferry.discovery.records import InstanceView, RankRecord, RendezvousError, Summaries
+    from kvferry.discovery.server import RendezvousServer
+    from kvferry.discovery.signer import RequestSigner
+    from kvferry.discovery.static import StaticDiscovery, StaticInstance
+    from kvferry.endpoint.agreement import Agreement
+    from kvferry.endpoint.config import EndpointConfig
+    from kvferry.endpoint.garbage import settle_heap
+    from kvferry.endpoint.incoming import Incoming
+    from kvferry.endpoint.layer_push_tuner import DeviceMarks, Layers, Pace, TimedEvent
+    from kvferry.endpoint.outgoing import Outgoing, Waitable
+    from kvferry.endpoint.setup import make_transport, make_transports, new_incarnation
+    from kvferry.endpoint.source import SourceEndpoint
+    from kvferry.endpoint.target import TargetEndpoint
     from kvferry.errors import (
         BrokenPlan,
         InputError,
@@ -25,9 +39,7 @@ if TYPE_CHECKING:
         Refused,
         TransportError,
     )
-    from kvferry.heap import settle_heap
     from kvferry.ids import MAX_NAME, Peer, Room
-    from kvferry.keys import ClusterKey, bindable, numeric
     from kvferry.layout.hf import spec_from_config
     from kvferry.layout.intervals import Span, Tokens
     from kvferry.layout.layout import Holding, Layout, Order, Parallel, Stated, find_holding
@@ -43,6 +55,7 @@ if TYPE_CHECKING:
         attention,
         attention_group,
     )
+    from kvferry.memory.copy.cpu import warm_up
     from kvferry.memory.pools import Memory, PoolArrays
     from kvferry.model_config import (
         config_as,
@@ -58,26 +71,12 @@ if TYPE_CHECKING:
     from kvferry.plan.reshard import reshard
     from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
     from kvferry.regions import Device, Region
-    from kvferry.rendezvous.address import checked_address
-    from kvferry.rendezvous.client import RendezvousClient
-    from kvferry.rendezvous.discovery import Discovery
-    from kvferry.rendezvous.records import InstanceView, RankRecord, RendezvousError, Summaries
-    from kvferry.rendezvous.server import RendezvousServer
-    from kvferry.rendezvous.signer import RequestSigner
-    from kvferry.rendezvous.static_discovery import StaticDiscovery, StaticInstance
-    from kvferry.runtime.agreement import Agreement
-    from kvferry.runtime.config import EndpointConfig
-    from kvferry.runtime.incoming import Incoming
-    from kvferry.runtime.outgoing import Outgoing, Waitable
-    from kvferry.runtime.pace import DeviceMarks, Layers, Pace, TimedEvent
-    from kvferry.runtime.setup import make_transport, make_transports, new_incarnation
-    from kvferry.runtime.source import SourceEndpoint
-    from kvferry.runtime.target import TargetEndpoint
+    from kvferry.security.keys import ClusterKey, bindable, numeric
     from kvferry.telemetry.metrics import PathStats, Stats
     from kvferry.telemetry.observer import Observer
-    from kvferry.transport.base import Setup, Transport
-    from kvferry.transport.registry import ready_transports, transport_class
-    from kvferry.transport.several import TransportSet
+    from kvferry.transports.base import Setup, Transport
+    from kvferry.transports.registry import ready_transports, transport_class
+    from kvferry.transports.transport_set import TransportSet
 
 __all__ = [
     "MAX_NAME",
@@ -183,47 +182,47 @@ __version__ = "0.1.0"
 # Where each name is, looked up when it is asked for: what is not used costs nothing.
 _HOMES = {
     "config": "LivenessConfig ProtocolConfig",
-    "copy.cpu": "warm_up",
     "digest": "digest_of",
+    "discovery.address": "checked_address",
+    "discovery.base": "Discovery",
+    "discovery.client": "RendezvousClient",
+    "discovery.records": "InstanceView RankRecord RendezvousError Summaries",
+    "discovery.server": "RendezvousServer",
+    "discovery.signer": "RequestSigner",
+    "discovery.static": "StaticDiscovery StaticInstance",
+    "endpoint.agreement": "Agreement",
+    "endpoint.config": "EndpointConfig",
+    "endpoint.garbage": "settle_heap",
+    "endpoint.incoming": "Incoming",
+    "endpoint.layer_push_tuner": "DeviceMarks Layers Pace TimedEvent",
+    "endpoint.outgoing": "Outgoing Waitable",
+    "endpoint.setup": "make_transport make_transports new_incarnation",
+    "endpoint.source": "SourceEndpoint",
+    "endpoint.target": "TargetEndpoint",
     "errors": "BrokenPlan InputError KvferryError Misuse Reason ReasonCode Refused TransportError",
-    "heap": "settle_heap",
     "ids": "MAX_NAME Peer Room",
-    "keys": "ClusterKey bindable numeric",
     "layout.hf": "spec_from_config",
     "layout.intervals": "Span Tokens",
     "layout.layout": "Holding Layout Order Parallel Stated find_holding",
     "layout.pages": "touched_pages",
     "layout.spec": "CacheSpec DType Group Paged Slot Tensor Window attention attention_group",
+    "memory.copy.cpu": "warm_up",
+    "memory.pools": "Memory PoolArrays",
     "model_config": "config_as config_bytes model_fingerprint read_config",
     "plan.choose": "Path",
-    "plan.cost": "PRESETS Constants",
+    "plan.cost": "Constants PRESETS",
     "plan.layers": "LayersPerPush layers_per_push",
     "plan.places": "Base Placement PoolMap Pools contiguous_pools",
     "plan.plan": "Plan Request",
     "plan.reshard": "reshard",
     "protocol.outcome": "Done Failure FailureCode Outcome Status",
     "regions": "Device Region",
-    "rendezvous.address": "checked_address",
-    "rendezvous.client": "RendezvousClient",
-    "rendezvous.discovery": "Discovery",
-    "rendezvous.records": "InstanceView RankRecord RendezvousError Summaries",
-    "rendezvous.server": "RendezvousServer",
-    "rendezvous.signer": "RequestSigner",
-    "rendezvous.static_discovery": "StaticDiscovery StaticInstance",
-    "runtime.agreement": "Agreement",
-    "runtime.config": "EndpointConfig",
-    "runtime.incoming": "Incoming",
-    "memory.pools": "Memory PoolArrays",
-    "runtime.outgoing": "Outgoing Waitable",
-    "runtime.pace": "DeviceMarks Layers Pace TimedEvent",
-    "runtime.setup": "make_transport make_transports new_incarnation",
-    "runtime.source": "SourceEndpoint",
-    "runtime.target": "TargetEndpoint",
+    "security.keys": "ClusterKey bindable numeric",
     "telemetry.metrics": "PathStats Stats",
     "telemetry.observer": "Observer",
-    "transport.base": "Setup Transport",
-    "transport.registry": "ready_transports transport_class",
-    "transport.several": "TransportSet",
+    "transports.base": "Setup Transport",
+    "transports.registry": "ready_transports transport_class",
+    "transports.transport_set": "TransportSet",
 }
 _PUBLIC = {name: f"kvferry.{home}" for home, names in _HOMES.items() for name in names.split()}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve.clusters import demand_gone, family, segments, wait_until
+from reference.clusters import demand_gone, family, segments, wait_until
 
 from kvferry.cli.bench.compare import (
     NO_STAGING,
@@ -23,20 +23,20 @@ from kvferry.cli.bench.compare import (
     variants_of,
 )
 from kvferry.cli.bench.load import Bar
+from kvferry.cli.load.client import Reply
+from kvferry.cli.load.stats import summarise
+from kvferry.cli.load.sweep import Load, Sweep
 from kvferry.cli.main import main
 from kvferry.errors import InputError
-from kvferry.load.client import Reply
-from kvferry.load.stats import summarise
-from kvferry.load.sweep import Load, Sweep
 from kvferry.plan import Path as TransferPath
-from kvferry.serve.cluster.description import (
+from kvferry.reference.cluster.description import (
     Cluster,
     ModelFolder,
     WorkerSection,
     check,
     worker_options,
 )
-from kvferry.serve.models.tiny import make_tiny
+from kvferry.reference.models.tiny import make_tiny
 
 ENOUGH_S = 240
 LOAD = Load(concurrency=(1, 4), input_tokens=128, output_tokens=16, seed=1)

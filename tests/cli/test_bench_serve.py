@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from aiohttp import web
-from load.endpoints import counted_stream, refusal, served, stream, streaming
-from serve.working import hosted, options_for
+from cli.load.endpoints import counted_stream, refusal, served, stream, streaming
+from reference.working import hosted, options_for
 
 from kvferry.cli.main import main
 from kvferry.layout.layout import Parallel
-from kvferry.serve.models.tiny import make_tiny
+from kvferry.reference.models.tiny import make_tiny
 
 SMALL = "--concurrency 1,3 --requests 4 --input-tokens 24 --output-tokens 5"
 

@@ -15,8 +15,8 @@ from kvferry.cli.demo.check import CheckedAnswer, compare
 from kvferry.cli.demo.output import Show, as_document
 from kvferry.cli.main import main
 from kvferry.layout.spec import DType
-from kvferry.serve.cluster.description import Cluster, ModelFolder, WorkerSection
-from kvferry.serve.models.tiny import make_tiny
+from kvferry.reference.cluster.description import Cluster, ModelFolder, WorkerSection
+from kvferry.reference.models.tiny import make_tiny
 
 ENOUGH_S = 240
 CLUSTER = Cluster(prefill=(WorkerSection(tp=3),), decode=(WorkerSection(),))

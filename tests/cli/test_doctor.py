@@ -18,8 +18,8 @@ from kvferry.cli.doctor.checks import gpus
 from kvferry.cli.doctor.checks.check import Asked, State
 from kvferry.cli.doctor.checks.children import Children, ProbeFailed
 from kvferry.cli.main import main
-from kvferry.keys import KEY_FILE_VARIABLE, ClusterKey
-from kvferry.rendezvous.server import RendezvousServer
+from kvferry.discovery.server import RendezvousServer
+from kvferry.security.keys import KEY_FILE_VARIABLE, ClusterKey
 
 # The first run on a machine compiles the copy loop.
 ENOUGH_S = 180
@@ -79,7 +79,7 @@ class Packages:
         (info / "entry_points.txt").write_text(
             f"[kvferry.transports]\n{name} = {name}_ferry:Mine\n"
         )
-        head = "from kvferry.transport.shm import ShmTransport\n"
+        head = "from kvferry.transports.shm import ShmTransport\n"
         (self._folder / f"{name}_ferry.py").write_text(head + code)
 
 

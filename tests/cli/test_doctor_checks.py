@@ -32,10 +32,10 @@ from kvferry.cli.doctor.checks import (
 from kvferry.cli.doctor.checks.capabilities import Capability, has_capability
 from kvferry.cli.doctor.checks.check import Asked, Check, Look, State, findings
 from kvferry.cli.main import build_parser
-from kvferry.control.sockets import ControlClient, ControlServer, new_context
+from kvferry.discovery.server import RendezvousServer
+from kvferry.endpoint.control.sockets import ControlClient, ControlServer, new_context
 from kvferry.errors import Reason, TransportError
-from kvferry.keys import ClusterKey
-from kvferry.rendezvous.server import RendezvousServer
+from kvferry.security.keys import ClusterKey
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the calls are Linux's")
 GIB = 1 << 30

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from evals.answering import MODEL, PATIENCE_S, Said, Server, answering, refusal, streamed
-from serve.working import Worker, hosted, options_for
+from cli.eval.answering import MODEL, PATIENCE_S, Said, Server, answering, refusal, streamed
+from reference.working import Worker, hosted, options_for
 
+from kvferry.cli.eval.problems import read_problems
+from kvferry.cli.eval.prompt import INSTRUCTION
 from kvferry.cli.main import main
-from kvferry.evals.problems import read_problems
-from kvferry.evals.prompt import INSTRUCTION
 from kvferry.layout.layout import Parallel
-from kvferry.serve.models.tiny import make_tiny
+from kvferry.reference.models.tiny import make_tiny
 
 OWN = Path(__file__).parents[1] / "data" / "gsm8k-like.jsonl"
 PROBLEMS = read_problems(str(OWN))

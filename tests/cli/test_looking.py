@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe.scenes import Scene, failures
+from telemetry.scenes import Scene, failures
 
 from kvferry.cli.main import main
-from kvferry.http.tokens import token_problem
-from kvferry.keys import ClusterKey
-from kvferry.rendezvous.server import RendezvousServer
+from kvferry.discovery.server import RendezvousServer
+from kvferry.security.keys import ClusterKey
+from kvferry.security.tokens import token_problem
 
 
 @contextlib.contextmanager

@@ -90,11 +90,11 @@ def test_what_does_not_compute_does_not_wait_for_torch() -> None:
     parts = (
         "cli.main",
         "cli.demo.output",
-        "rendezvous.server",
-        "serve.cluster.child",
-        "serve.models.find",
-        "serve.cluster.parts",
-        "serve.router.serving",
+        "discovery.server",
+        "reference.cluster.child",
+        "reference.models.find",
+        "reference.cluster.parts",
+        "router.serving",
     )
     program = f"import sys; import {', '.join(f'kvferry.{part}' for part in parts)}; " + (
         "sys.exit([m for m in ('torch', 'gguf', 'tokenizers') if m in sys.modules] or None)"

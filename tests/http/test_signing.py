@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvferry.http.signing import TOLERANCE_S, Doubt, Guard, Introduction, new_nonce, sign
+from kvferry.security.signing import TOLERANCE_S, Doubt, Guard, Introduction, new_nonce, sign
 
 KEY = bytes(range(32))
 NOW = 1_800_000_000.5

@@ -1,6 +1,6 @@
-"""`make mutants`: which small mistakes in runtime/ and protocol/ would no test notice?
+"""`make mutants`: which small mistakes in endpoint/ and protocol/ would no test notice?
 
-make mutants ARGS="--only runtime/driver"
+make mutants ARGS="--only endpoint/driver"
 make mutants ARGS="--sample 100 --seed 7 --jobs 2"
 make mutants ARGS="--named"
 """

@@ -38,7 +38,8 @@ def _passes(tests: tuple[str, ...]) -> bool:
 
 
 def _tests(folder: str, names: str) -> tuple[str, ...]:
-    return tuple(f"tests/{folder}/test_{name}.py" for name in names.split())
+    places = (name.rpartition("/") for name in names.split())
+    return tuple(f"tests/{folder}/{place}{slash}test_{name}.py" for place, slash, name in places)
 
 
 _MACHINES = "machines machine_aborts machine_failures sessions lost_links limits regressions"
@@ -46,33 +47,34 @@ _PARTS = (
     "credits digests ledger cutting spanset handshake transports layers checks config codec docs"
 )
 _PIECES = (
-    "roles directory tables handles lifeline control agreement memory threads closing "
-    "static local costs pace marks letting_go writes layers security"
+    "loop/roles loop/directory loop/writes control/sockets control/unix liveness/lifeline tables "
+    "handles agreement memory threads closing static costs layer_push_tuner marks letting_go "
+    "layers security"
 )
-_CARRIED = "tests/runtime/test_carry.py::test_every_byte_arrives_and_no_other_is_touched"
+_CARRIED = "tests/endpoint/test_carry.py::test_every_byte_arrives_and_no_other_is_touched"
 _PROCESSES = (
     *(f"{_CARRIED}[tp3-tp2-{way}]" for way in ("shm", "nixl")),
-    "tests/runtime/test_faults.py::test_a_failed_room_says_which_pages_are_bad",
-    "tests/runtime/test_faults.py::test_a_short_stop_is_no_death",
+    "tests/endpoint/test_faults.py::test_a_failed_room_says_which_pages_are_bad",
+    "tests/endpoint/test_faults.py::test_a_short_stop_is_no_death",
 )
 
-DRIVEN = ("runtime/driver", "protocol")
-THREADS = ("runtime", "control", "memory")
+DRIVEN = ("endpoint/runner", "protocol")
+THREADS = ("endpoint", "memory")
 
 JUDGES = (
-    Judge("driver", ("runtime/driver",), _tests("runtime", "driver")),
+    Judge("driver", ("endpoint/runner",), _tests("endpoint", "runner/runner")),
     Judge("sim", DRIVEN),
     Judge("machines", DRIVEN, _tests("protocol", _MACHINES)),
     Judge("parts", ("protocol",), _tests("protocol", _PARTS)),
-    Judge("pair", THREADS, _tests("runtime", "pair owner mover prober")),
-    Judge("pieces", THREADS, _tests("runtime", _PIECES)),
+    Judge("pair", THREADS, _tests("endpoint", "pair loop/loop transport_thread liveness/prober")),
+    Judge("pieces", THREADS, _tests("endpoint", _PIECES)),
     Judge("processes", THREADS, _PROCESSES),
 )
 
 
 def judges_of(path: str) -> list[Judge]:
     """Who may notice a mistake in that module."""
-    driver = "runtime/driver" in path
+    driver = "endpoint/runner" in path
     return [
         judge
         for judge in JUDGES

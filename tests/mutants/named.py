@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mutants.mutate import Mutant, mutant_of
 
-RUNTIME = "src/kvferry/runtime"
+ENDPOINT = "src/kvferry/endpoint"
 
 
 class Named(NamedTuple):
@@ -26,31 +26,31 @@ class Named(NamedTuple):
 NAMED = (
     Named(
         "a write of unknown fate does not make its session doubtful",
-        f"{RUNTIME}/driver/driver.py",
+        f"{ENDPOINT}/runner/runner.py",
         "doubtful=fate is Fate.UNKNOWN",
         "doubtful=False",
     ),
     Named(
         "a peer's end buries the sessions of its other lives",
-        f"{RUNTIME}/driver/sessions.py",
+        f"{ENDPOINT}/runner/sessions.py",
         "if each.life == (peer, incarnation)]",
         "if each.peer == peer]",
     ),
     Named(
         "a driver that holds memory says that it may leave",
-        f"{RUNTIME}/driver/driver.py",
+        f"{ENDPOINT}/runner/runner.py",
         "return not self._held",
         "return True",
     ),
     Named(
         "a lifeline closes though memory is not free",
-        f"{RUNTIME}/owner/loop.py",
+        f"{ENDPOINT}/loop/loop.py",
         "if free and self.driver.may_leave:",
         "if True:",
     ),
     Named(
         "a driver takes time before what has come",
-        f"{RUNTIME}/driver/driver.py",
+        f"{ENDPOINT}/runner/runner.py",
         """            for event in arrived:
                 self.take(event, now)
             self.pass_time(now)
@@ -62,25 +62,25 @@ NAMED = (
     ),
     Named(
         "an owner takes time before what has come",
-        f"{RUNTIME}/owner/loop.py",
+        f"{ENDPOINT}/loop/loop.py",
         "        self.driver.turn(self._arrived(ready), now)\n",
         "        self.driver.pass_time(now)\n        self.driver.turn(self._arrived(ready), now)\n",
     ),
     Named(
         "nobody asks after the process of a lost session",
-        f"{RUNTIME}/driver/driver.py",
+        f"{ENDPOINT}/runner/runner.py",
         "if not record.is_over:",
         "if False:",
     ),
     Named(
         "the owner's port asks nobody",
-        f"{RUNTIME}/owner/suspects.py",
+        f"{ENDPOINT}/loop/suspects.py",
         "            self._prober.suspect(record.peer, record.incarnation, told.address)",
         "            pass",
     ),
     Named(
         "a busy write raises suspicion",
-        f"{RUNTIME}/driver/driver.py",
+        f"{ENDPOINT}/runner/runner.py",
         "if record is not None and fate is not Fate.BUSY:",
         "if record is not None:",
     ),

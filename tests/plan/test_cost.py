@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry.ids import Session
+from kvferry.memory.staging import slots_for
 from kvferry.plan.cost import (
     GPU_SLOTS,
     HOST_SLOTS,
@@ -20,7 +21,6 @@ from kvferry.plan.cost import (
     preset_for,
 )
 from kvferry.regions import HOST, Device
-from kvferry.staging import slots_for
 
 SHM, NIXL = PRESETS["shm"], PRESETS["nixl-host"]
 FAST, SLOW = replace(NIXL, bytes_per_s=9e9), replace(NIXL, bytes_per_s=1e9)

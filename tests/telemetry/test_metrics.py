@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from endpoint.jobs import over
+from endpoint.puppet import PLAN
 from prometheus_client import CollectorRegistry
-from runtime.jobs import over
-from runtime.puppet import PLAN
 
+from kvferry.endpoint.handles import Handle
 from kvferry.ids import Peer, Session
 from kvferry.plan.choose import Path
 from kvferry.protocol.events import Fate
 from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.states import LinkState
-from kvferry.runtime.handles import Handle
 from kvferry.telemetry.metrics import Meter
 from kvferry.telemetry.observer import LoopStatus
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from endpoint.test_pair import AT_ONCE, NUM_PAGES, WAIT_S, Means, Pair, pair_by
 from msgspec.structs import replace
-from runtime.test_pair import AT_ONCE, NUM_PAGES, WAIT_S, Means, Pair, pair_by
 
 from kvferry.plan.choose import Path
 from kvferry.protocol.messages import RoomMessage
 from kvferry.protocol.outcome import Done
 from kvferry.telemetry.metrics import Stats
 from kvferry.telemetry.observer import EVENTS, Observer, Observers, together
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transports.nixl import NixlTransport
 
 UNOBSERVED = AT_ONCE._replace(config=replace(AT_ONCE.config, metrics=False, story_steps=0))
 NIXL: Any = NixlTransport

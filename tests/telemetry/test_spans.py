@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from observe.stories import failed, source, target
-from runtime.test_pair import AT_ONCE, WAIT_S, pair_by
+from endpoint.test_pair import AT_ONCE, WAIT_S, pair_by
+from telemetry.stories import failed, source, target
 
-from kvferry.observe.steps import RoomStory
 from kvferry.protocol.outcome import Done
 from kvferry.telemetry.spans import SpanExporter, emit, wanted
+from kvferry.telemetry.steps import RoomStory
 
 sdk: Any = pytest.importorskip("opentelemetry.sdk.trace")
 export: Any = pytest.importorskip("opentelemetry.sdk.trace.export")

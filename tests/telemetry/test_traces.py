@@ -9,21 +9,20 @@ from typing import get_args
 
 import msgspec
 import pytest
-from runtime.jobs import over as ended_write
-from runtime.jobs import write_action
-from runtime.test_pair import AT_ONCE, WAIT_S, pair_by
+from endpoint.jobs import over as ended_write
+from endpoint.jobs import write_action
+from endpoint.test_pair import AT_ONCE, WAIT_S, pair_by
 
+from kvferry.endpoint.handles import Handle
 from kvferry.ids import Generation, Peer, Room, Session
 from kvferry.layout.intervals import Span
-from kvferry.observe.steps import MAX_STORY_STEPS, Moment, RoomStory
-from kvferry.observe.views import Wishes
-from kvferry.observe.waterfall import join
 from kvferry.plan.choose import Path
 from kvferry.plan.plan import Request
 from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.messages import Accept, Body, Envelope, Heartbeat, Offer, RoomMessage, Table
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
-from kvferry.runtime.handles import Handle
+from kvferry.telemetry.reports import Wishes
+from kvferry.telemetry.steps import MAX_STORY_STEPS, Moment, RoomStory
 from kvferry.telemetry.tags import NOBODYS, RoomTag
 from kvferry.telemetry.traces import (
     MESSAGES,
@@ -34,6 +33,7 @@ from kvferry.telemetry.traces import (
     SLOW_S,
     TraceBuffer,
 )
+from kvferry.telemetry.waterfall import join
 
 PEER = Peer("d", 3)
 

@@ -17,7 +17,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
-        "kvferry.integrations.sglang.sender.RoomSender.send", _send, HookType.BEFORE
+        "kvferry.connectors.sglang.sender.RoomSender.send", _send, HookType.BEFORE
     )
 
 

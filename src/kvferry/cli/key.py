@@ -12,7 +12,7 @@ from kvferry.cli.parsing import given, whole
 from kvferry.errors import InputError
 
 if TYPE_CHECKING:
-    from kvferry.keys import ClusterKey
+    from kvferry.security.keys import ClusterKey
 
 TOKEN_DAYS, MOST_DAYS = 30, 3650
 
@@ -43,7 +43,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the file and say which key it is, without showing it."""
     # Only this command and the servers need sockets.
-    from kvferry.keys import ClusterKey  # noqa: PLC0415
+    from kvferry.security.keys import ClusterKey  # noqa: PLC0415
 
     if args.token:
         return _token(ClusterKey.read(args.file), args)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _token(key: ClusterKey, args: argparse.Namespace) -> int:
     """Print a token. Whoever sees it can look, so it goes to standard output alone."""
-    from kvferry.http.tokens import make_token  # noqa: PLC0415
+    from kvferry.security.tokens import make_token  # noqa: PLC0415
 
     days = whole("--days")(args.days) if given("--days", args.days) is not None else TOKEN_DAYS
     if days > MOST_DAYS:

@@ -33,8 +33,8 @@ def url_of(args: argparse.Namespace) -> str:
 
 def token_of(args: argparse.Namespace) -> str:
     """What lets this command look: a token, or one made from the key for a few minutes."""
-    from kvferry.http.tokens import make_token  # noqa: PLC0415
-    from kvferry.keys import ClusterKey  # noqa: PLC0415 - opens ZeroMQ
+    from kvferry.security.keys import ClusterKey  # noqa: PLC0415 - opens ZeroMQ
+    from kvferry.security.tokens import make_token  # noqa: PLC0415
 
     token = given("--token", args.token) or os.environ.get(TOKEN_VARIABLE, "")
     file = given("--key", args.key)

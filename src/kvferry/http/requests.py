@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from kvferry.http.connections import Handler
-from kvferry.logs.context import (
+from kvferry.telemetry.logs.context import (
     REQUEST_HEADER,
     TRACE_HEADER,
     about,

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from kvferry.errors import InputError
 from kvferry.ids import Session
+from kvferry.plan.units import MIB
 from kvferry.regions import HOST, PAGE_BYTES, Device
-from kvferry.units import MIB
 
 # ---------------------------------------------------------------- staging slots
 

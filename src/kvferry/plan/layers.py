@@ -16,7 +16,7 @@ from kvferry.layout.intervals import SpanSet
 from kvferry.plan.choose import Shape, choose
 from kvferry.plan.cost import PUSH_CALL_S, PUSH_WRITE_S, Constants
 from kvferry.plan.estimate import Estimate, MoveEstimate
-from kvferry.units import human_seconds
+from kvferry.plan.units import human_seconds
 
 # What must be won before it is worth being less simple.
 LEAST_GAIN, LEAST_GAIN_S = 0.1, 100e-6

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from kvferry.observe.views import EndpointView, Wishes
 from kvferry.telemetry.metrics import Meter, Stats
 from kvferry.telemetry.observer import Observer, together
+from kvferry.telemetry.reports import EndpointView, Wishes
 from kvferry.telemetry.spans import SpanExporter, Traced, find_tracer
 from kvferry.telemetry.traces import TraceBuffer
 from kvferry.telemetry.views import ViewedLoop, endpoint_view

@@ -16,12 +16,12 @@ from time import monotonic
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from kvferry.ids import Peer, Room
-from kvferry.observe.steps import Moment
 from kvferry.plan.choose import Path
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.protocol.states import LinkState
 from kvferry.telemetry.histograms import RATES, SECONDS, Buckets, HistogramTable
 from kvferry.telemetry.observer import LoopStatus, ObservedRoom, ObservedWrite, Observer
+from kvferry.telemetry.steps import Moment
 
 LABELS = ("endpoint", "transport")
 # Counts of a machine: what it has refused, and parcels that did not wait for a credit.

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 from kvferry.ids import Peer, Room
 from kvferry.layout.intervals import Span
-from kvferry.observe.steps import Moment
 from kvferry.plan.choose import Path
 from kvferry.protocol.events import Fate, Gather, Write
 from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Outcome
+from kvferry.telemetry.steps import Moment
 from kvferry.telemetry.tags import RoomTag
 
 

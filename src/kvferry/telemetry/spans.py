@@ -19,13 +19,13 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from kvferry.ids import Room
-from kvferry.observe.steps import Moment, RoomStory
-from kvferry.observe.waterfall import SPANS
 from kvferry.protocol.outcome import Outcome
 from kvferry.telemetry.observer import ObservedRoom, Observer
+from kvferry.telemetry.steps import Moment, RoomStory
+from kvferry.telemetry.waterfall import SPANS
 
 TRACER = "kvferry"
-log = logging.getLogger("kvferry.runtime")
+log = logging.getLogger("kvferry.endpoint")
 
 EVERY_S = 1.0
 VARIABLES = (

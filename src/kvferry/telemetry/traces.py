@@ -20,7 +20,6 @@ import msgspec
 
 from kvferry.ids import MAX_ID, Peer, Room
 from kvferry.layout.intervals import Span
-from kvferry.observe.steps import MAX_STORY_STEPS, Moment, RoomStory, StoryStep
 from kvferry.plan.choose import Path
 from kvferry.protocol.messages import (
     Abort,
@@ -38,6 +37,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.telemetry.observer import ObservedRoom, ObservedWrite, Observer
+from kvferry.telemetry.steps import MAX_STORY_STEPS, Moment, RoomStory, StoryStep
 from kvferry.telemetry.tags import RoomTag
 
 # Values of moments, because members of an enumeration are slow to name and to pack.

@@ -10,8 +10,12 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from kvferry.ids import Peer
-from kvferry.observe.clocks import Offset
-from kvferry.observe.views import (
+from kvferry.protocol.links import Link
+from kvferry.protocol.outcome import Status
+from kvferry.telemetry.clocks import Offset
+from kvferry.telemetry.metrics import Meter, Stats
+from kvferry.telemetry.observer import ObservedRoom
+from kvferry.telemetry.reports import (
     MAX_FAILURES_SHOWN,
     MAX_LINKS,
     MAX_ROOMS_SHOWN,
@@ -24,10 +28,6 @@ from kvferry.observe.views import (
     RoomView,
     Wishes,
 )
-from kvferry.protocol.links import Link
-from kvferry.protocol.outcome import Status
-from kvferry.telemetry.metrics import Meter, Stats
-from kvferry.telemetry.observer import ObservedRoom
 from kvferry.telemetry.traces import TraceBuffer
 
 

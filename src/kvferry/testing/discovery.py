@@ -1,4 +1,4 @@
-"""The conformance suite for discoveries: what ``rendezvous/discovery.py`` promises. Needs pytest.
+"""The conformance suite for discoveries: what ``discovery/base.py`` promises. Needs pytest.
 
 Whoever writes a discovery subclasses the suite in a test module::
 
@@ -23,10 +23,10 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
+from kvferry.discovery.base import Discovery
+from kvferry.discovery.client import RendezvousClient
+from kvferry.discovery.records import Fault, InstanceView, RankRecord, RendezvousError
 from kvferry.layout import Layout, Parallel, attention
-from kvferry.rendezvous.client import RendezvousClient
-from kvferry.rendezvous.discovery import Discovery
-from kvferry.rendezvous.records import Fault, InstanceView, RankRecord, RendezvousError
 
 NAME = "prefill-0"
 LAYOUT = Layout(attention(layers=2, kv_heads=4, head_dim=8), Parallel(tp=2))
@@ -240,4 +240,4 @@ def lives(view: InstanceView | None) -> list[int | None]:
 
 
 def _is_ours(thread: threading.Thread) -> bool:
-    return thread.name == "kvferry-rendezvous-client"
+    return thread.name == "kvferry-discovery-client"

@@ -26,20 +26,20 @@ from kvferry.cli.bench.load import (
     wide_console,
 )
 from kvferry.cli.files import last_words
+from kvferry.cli.load.plot import Series
+from kvferry.cli.load.stats import Level
+from kvferry.cli.load.sweep import Load, Sweep, run_sweep
 from kvferry.cli.parsing import given
 from kvferry.cli.printing import print_document
 from kvferry.cli.serve.flags import cluster_of
 from kvferry.errors import InputError, KvferryError
-from kvferry.load.plot import Series
-from kvferry.load.stats import Level
-from kvferry.load.sweep import Load, Sweep, run_sweep
 from kvferry.plan import Path
-from kvferry.serve.cluster.description import Cluster, ModelFolder, check
-from kvferry.serve.cluster.launch import Launch
-from kvferry.serve.cluster.needs import demand_transport
-from kvferry.serve.models.find import find_model
-from kvferry.transport.registry import available, ready_transports
-from kvferry.units import human_bytes
+from kvferry.plan.units import human_bytes
+from kvferry.reference.cluster.description import Cluster, ModelFolder, check
+from kvferry.reference.cluster.launch import Launch
+from kvferry.reference.cluster.needs import demand_transport
+from kvferry.reference.models.find import find_model
+from kvferry.transports.registry import available, ready_transports
 
 # Those that can stage, the better known one first; then the one that is always there.
 TRANSPORTS = ("nixl", "mooncake", "shm")

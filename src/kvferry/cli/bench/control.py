@@ -15,8 +15,8 @@ from kvferry.cli.printing import print_document
 from kvferry.errors import InputError
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Request
+from kvferry.reference.cluster.needs import demand_transport
 from kvferry.regions import Device
-from kvferry.serve.cluster.needs import demand_transport
 from kvferry.testing.fleet import Fleet, FleetSide
 
 PAGE_TOKENS = 16

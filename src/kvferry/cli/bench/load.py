@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvferry.cli.load.client import Reply
+from kvferry.cli.load.plot import Series, demand_plot, draw
+from kvferry.cli.load.stats import Level, Range, Spread
+from kvferry.cli.load.sweep import Load
 from kvferry.cli.parsing import given, number, one_line, whole
 from kvferry.errors import InputError, KvferryError
-from kvferry.load.client import Reply
-from kvferry.load.plot import Series, demand_plot, draw
-from kvferry.load.stats import Level, Range, Spread
-from kvferry.load.sweep import Load
-from kvferry.units import human_seconds
+from kvferry.plan.units import human_seconds
 
 MAX_CONCURRENCY = 4096
 MAX_TOKENS = MAX_REQUESTS = 1 << 20

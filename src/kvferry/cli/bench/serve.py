@@ -20,10 +20,10 @@ from kvferry.cli.bench.load import (
     plot_of,
     wide_console,
 )
+from kvferry.cli.load.plot import Series
+from kvferry.cli.load.sweep import Load, Sweep, run_sweep
 from kvferry.cli.parsing import given
 from kvferry.cli.printing import print_document
-from kvferry.load.plot import Series
-from kvferry.load.sweep import Load, Sweep, run_sweep
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,14 +16,14 @@ from rich.progress import Progress
 from kvferry.cli.parsing import whole
 from kvferry.cli.printing import EXIT_REFUSED, print_document, print_refusal
 from kvferry.cli.sides import Sides, both_sides, read_side, read_spec
+from kvferry.endpoint.config import EndpointConfig
 from kvferry.errors import InputError, Refused
 from kvferry.plan import PRESETS, Path, Plan, Request, check, estimate, reshard
+from kvferry.plan.units import MIB, human_bytes, human_seconds
 from kvferry.protocol.outcome import Status
+from kvferry.reference.cluster.needs import demand_transport
 from kvferry.regions import Device
-from kvferry.runtime.config import EndpointConfig
-from kvferry.serve.cluster.needs import demand_transport
 from kvferry.testing.fleet import Fleet, FleetSide, RankProcess
-from kvferry.units import MIB, human_bytes, human_seconds
 
 TIMEOUT_S = 120.0
 READY_S = 30.0

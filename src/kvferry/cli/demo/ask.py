@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvferry.load.client import Reply, ask, session_for
+from kvferry.cli.load.client import Reply, ask, session_for
 
 QUESTIONS = (
     "What is a ferry?",

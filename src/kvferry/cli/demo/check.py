@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvferry.cli.demo.ask import Answer
 from kvferry.errors import KvferryError
 from kvferry.layout.spec import DType
-from kvferry.serve.engine.requests import Produced, Request
+from kvferry.reference.engine.requests import Produced, Request
 
 if TYPE_CHECKING:
-    from kvferry.serve.engine.engine import Engine
+    from kvferry.reference.engine.engine import Engine
 
 CACHE_TOKENS = 2048
 MAX_STEPS = 10_000
@@ -44,7 +44,7 @@ def compare(
 ) -> list[CheckedAnswer]:
     """Run every question in this process alone, and put both answers side by side."""
     # It takes torch, whose import nobody should have waited for before.
-    from kvferry.serve.engine.engine import Engine, EngineOptions  # noqa: PLC0415
+    from kvferry.reference.engine.engine import Engine, EngineOptions  # noqa: PLC0415
 
     options = EngineOptions(
         dtype=dtype, device=device, cache_tokens=CACHE_TOKENS, prefix_cache=False, threads=1

@@ -23,7 +23,7 @@ from kvferry.cli.serve.flags import (
 if TYPE_CHECKING:
     from kvferry.cli.demo.ask import Answer
     from kvferry.cli.demo.output import Show
-    from kvferry.serve.cluster.description import Cluster, ModelFolder
+    from kvferry.reference.cluster.description import Cluster, ModelFolder
 
 EXAMPLE = """example:
   kvferry demo                                 prefill TP3, decode TP1, shared memory
@@ -64,8 +64,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve, ask, stop, compare, show."""
     from kvferry.cli.demo.output import Show, as_document  # noqa: PLC0415
-    from kvferry.serve.cluster.description import check  # noqa: PLC0415
-    from kvferry.serve.models.find import find_model  # noqa: PLC0415
+    from kvferry.reference.cluster.description import check  # noqa: PLC0415
+    from kvferry.reference.models.find import find_model  # noqa: PLC0415
 
     max_tokens = whole("--tokens")(args.tokens)
     cluster = _small(cluster_of(args))
@@ -101,7 +101,7 @@ def _serve_and_ask(
     cluster: Cluster, model: ModelFolder, max_tokens: int, show: Show
 ) -> list[Answer]:
     from kvferry.cli.demo.ask import ask_all, questions  # noqa: PLC0415
-    from kvferry.serve.cluster.launch import Launch, PartFailed  # noqa: PLC0415
+    from kvferry.reference.cluster.launch import Launch, PartFailed  # noqa: PLC0415
 
     parts = ", ".join(f"{one.name} ({one.section})" for one in cluster.workers())
     with tempfile.TemporaryFile() as log:

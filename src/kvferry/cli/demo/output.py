@@ -15,8 +15,8 @@ from rich.table import Table
 
 from kvferry.cli.demo.ask import Answer
 from kvferry.cli.demo.check import CheckedAnswer
-from kvferry.serve.cluster.description import Cluster, ModelFolder
-from kvferry.units import human_bytes, human_seconds
+from kvferry.plan.units import human_bytes, human_seconds
+from kvferry.reference.cluster.description import Cluster, ModelFolder
 
 SHOWN_QUESTION = 60
 

@@ -9,12 +9,12 @@ import os
 import msgspec
 
 from kvferry.cli.eval.output import Sheet, as_document, open_log, report
+from kvferry.cli.eval.problems import Quiz, make_quiz, read_problems
+from kvferry.cli.eval.results import tally
+from kvferry.cli.eval.run import Endpoint, run_quiz
+from kvferry.cli.load.client import base_url
 from kvferry.cli.parsing import given, number, whole
 from kvferry.errors import InputError
-from kvferry.evals.problems import Quiz, make_quiz, read_problems
-from kvferry.evals.results import tally
-from kvferry.evals.run import Endpoint, run_quiz
-from kvferry.load.client import base_url
 
 EXIT_INCOMPLETE = 1
 EXIT_INTERRUPTED = 130

@@ -19,12 +19,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from kvferry.cli.eval.results import QuestionOutcome, SharedReason, Tally
+from kvferry.cli.eval.run import EvalWatcher
+from kvferry.cli.eval.score import standard_error
 from kvferry.cli.parsing import one_line, show_path
 from kvferry.errors import InputError
-from kvferry.evals.results import QuestionOutcome, SharedReason, Tally
-from kvferry.evals.run import EvalWatcher
-from kvferry.evals.score import standard_error
-from kvferry.units import human_seconds
+from kvferry.plan.units import human_seconds
 
 SHOWN_LINES = 10
 SHOWN_FAILURES = 5

@@ -13,9 +13,9 @@ from kvferry.cli.plan.output import as_document, print_advice, print_plan
 from kvferry.cli.printing import EXIT_REFUSED, print_document, print_refusal
 from kvferry.cli.sides import Sides, add_flags, both_sides, read_side, read_spec
 from kvferry.errors import InputError, Refused
-from kvferry.pictures import as_html, as_svg
 from kvferry.plan import PRESETS, Constants, Path, Request, check, estimate, reshard
 from kvferry.plan.layers import layers_for
+from kvferry.plan.pictures import as_html, as_svg
 
 # Constants that may be set behind a link's name, and the value of 1 of their unit.
 LINK_KEYS = {

@@ -11,7 +11,7 @@ from kvferry.cli.printing import console as new_console
 from kvferry.plan import Estimate, Path, Plan, Request
 from kvferry.plan.describe import MOVE_COLUMNS, move_cells, spec_lines, tokens_text
 from kvferry.plan.layers import LayersPerPush
-from kvferry.units import human_bytes, human_seconds
+from kvferry.plan.units import human_bytes, human_seconds
 
 # What fits on a screen. Everything is in --all, --json and --html.
 MAX_ROWS = 40

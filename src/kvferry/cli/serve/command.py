@@ -25,7 +25,7 @@ from kvferry.cli.serve.flags import (
     worker_of,
 )
 from kvferry.errors import InputError, Refused, TransportError
-from kvferry.serve.router.options import EngineName
+from kvferry.router.options import EngineName
 
 EXAMPLE = """example:
   kvferry serve                                        prefill TP3, decode TP1, router on port 8000
@@ -130,10 +130,10 @@ def run_all(args: argparse.Namespace) -> int:
     """Start all parts, say where the API is, and watch over them until a signal comes."""
     if args.print_config:
         return _print_config(args, lambda args: msgspec.to_builtins(cluster_of(args)))
-    from kvferry.serve.cluster.description import check  # noqa: PLC0415
-    from kvferry.serve.cluster.launch import Launch  # noqa: PLC0415
-    from kvferry.serve.cluster.parts import stop_signals  # noqa: PLC0415
-    from kvferry.serve.models.find import find_model  # noqa: PLC0415
+    from kvferry.reference.cluster.description import check  # noqa: PLC0415
+    from kvferry.reference.cluster.launch import Launch  # noqa: PLC0415
+    from kvferry.reference.cluster.parts import stop_signals  # noqa: PLC0415
+    from kvferry.reference.models.find import find_model  # noqa: PLC0415
 
     cluster = cluster_of(args)
     model = find_model(cluster.model)
@@ -160,7 +160,7 @@ def _print_config(args: argparse.Namespace, build: Build) -> int:
 
 
 def _whole_file(args: argparse.Namespace) -> dict[str, Any]:
-    from kvferry.serve.cluster.description import read_cluster  # noqa: PLC0415
+    from kvferry.reference.cluster.description import read_cluster  # noqa: PLC0415
 
     whole: dict[str, Any] = msgspec.to_builtins(read_cluster(args.config))
     return whole
@@ -208,7 +208,7 @@ def run_router(args: argparse.Namespace) -> int:
 
 def _run_part(kind: str, options: dict[str, Any], name: str, as_json: bool) -> int:
     # The web server is large, and the other commands must not wait for its import.
-    from kvferry.serve.cluster.parts import PartKind, run_part  # noqa: PLC0415
+    from kvferry.reference.cluster.parts import PartKind, run_part  # noqa: PLC0415
 
     _log(name, "INFO", 0 if kind == PartKind.WORKER else None)
     try:
@@ -223,7 +223,7 @@ def _run_part(kind: str, options: dict[str, Any], name: str, as_json: bool) -> i
 
 
 def _log(name: str, level: str, rank: int | None = None) -> None:
-    from kvferry.logs.lines import LogSettings, install  # noqa: PLC0415
+    from kvferry.telemetry.logs.lines import LogSettings, install  # noqa: PLC0415
 
     install(LogSettings(name, level, rank))
 

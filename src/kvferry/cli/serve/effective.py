@@ -47,7 +47,7 @@ def settings(
 
 
 def _with_environment(setting: Setting, environment: Mapping[str, str]) -> Setting:
-    from kvferry.keys import KEY_FILE_VARIABLE  # noqa: PLC0415 - needs zmq
+    from kvferry.security.keys import KEY_FILE_VARIABLE  # noqa: PLC0415 - needs zmq
 
     file = environment.get(KEY_FILE_VARIABLE)
     if setting.key in KEYS and setting.value is None and file:

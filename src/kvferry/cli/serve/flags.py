@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.cli.parsing import given, number, whole
 from kvferry.cli.sides import read_side
 from kvferry.errors import InputError
-from kvferry.serve.cluster.description import (
+from kvferry.reference.cluster.description import (
     Cluster,
     Named,
     RendezvousSection,
@@ -22,10 +22,10 @@ from kvferry.serve.cluster.description import (
     router_options,
     worker_options,
 )
-from kvferry.serve.cluster.needs import demand_installed
-from kvferry.serve.models.find import find_model
-from kvferry.serve.router.options import EngineName, OnFailure, Policy, RouterOptions
-from kvferry.serve.router.roster import WorkerPart
+from kvferry.reference.cluster.needs import demand_installed
+from kvferry.reference.models.find import find_model
+from kvferry.router.options import EngineName, OnFailure, Policy, RouterOptions
+from kvferry.router.roster import WorkerPart
 
 PREFILL, DECODE = "tp=3", "tp=1"
 MOST_S = 86400

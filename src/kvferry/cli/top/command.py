@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.live import Live  # noqa: PLC0415
 
     from kvferry.cli.top.output import shown  # noqa: PLC0415
-    from kvferry.observe.client import LookClient  # noqa: PLC0415
+    from kvferry.dashboard.client import LookClient  # noqa: PLC0415
 
     every_s = number("--every", 0.1, 3600)(args.every) if given("--every", args.every) else EVERY_S
     client = LookClient(url_of(args), token_of(args))

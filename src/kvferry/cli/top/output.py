@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.observe.views import ClusterView, InstanceShown, LinkShown, RankState
-from kvferry.units import human_bytes, human_seconds
+from kvferry.plan.units import human_bytes, human_seconds
+from kvferry.telemetry.reports import ClusterView, InstanceShown, LinkShown, RankState
 
 MOST_ROOMS, MOST_FAILURES = 10, 5
 COLOURS = {

@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
     if args.num is not None and not args.slow:
         raise InputError("--num says how many rooms --slow shows; leave it out, or give --slow")
     # Only now: other commands need nothing of this.
-    from kvferry.observe.client import LookClient  # noqa: PLC0415
+    from kvferry.dashboard.client import LookClient  # noqa: PLC0415
 
     client = LookClient(url_of(args), token_of(args))
     if args.slow:
         return _slow(client, args)
     from kvferry.cli.trace.output import print_waterfall  # noqa: PLC0415
-    from kvferry.observe.drawing import waterfall_page  # noqa: PLC0415
+    from kvferry.dashboard.drawing import waterfall_page  # noqa: PLC0415
 
     story = client.story(args.room)
     if given("--html", args.html):
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _slow(client: Any, args: argparse.Namespace) -> int:
     from kvferry.cli.trace.output import print_slow  # noqa: PLC0415
-    from kvferry.observe.client import UnknownRoom  # noqa: PLC0415
+    from kvferry.dashboard.client import UnknownRoom  # noqa: PLC0415
 
     if args.html:
         raise InputError("--html draws one room; give its id instead of --slow")

@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli.printing import console
-from kvferry.observe.drawing import WORDS, facts_of
-from kvferry.observe.steps import Moment
-from kvferry.observe.waterfall import SPANS, RoomStage, StoryBar, Waterfall
-from kvferry.units import human_bytes, human_seconds
+from kvferry.dashboard.drawing import WORDS, facts_of
+from kvferry.plan.units import human_bytes, human_seconds
+from kvferry.telemetry.steps import Moment
+from kvferry.telemetry.waterfall import SPANS, RoomStage, StoryBar, Waterfall
 
 BAR_CELLS = 40
 COLOURS = {

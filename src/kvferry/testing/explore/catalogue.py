@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from kvferry.endpoint.runner.runner import Driver
+from kvferry.endpoint.runner.sessions import Record
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.plan.plan import Block, Plan
 from kvferry.plan.reshard import reshard
@@ -34,8 +36,6 @@ from kvferry.protocol.outcome import Done, Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine
-from kvferry.runtime.driver.driver import Driver
-from kvferry.runtime.driver.sessions import Record
 from kvferry.testing.explore.model import METADATA, PEERS, SOURCE, Model
 from kvferry.testing.explore.snapshot import copy_of, key_of
 

@@ -15,6 +15,14 @@ from typing import Any
 import msgspec
 
 from kvferry.config import ProtocolConfig
+from kvferry.endpoint.runner.runner import (
+    Driver,
+    SourceDriver,
+    SourcePorts,
+    TargetDriver,
+    TargetPorts,
+)
+from kvferry.endpoint.runner.sessions import Sessions
 from kvferry.ids import Peer
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout, Parallel
@@ -35,14 +43,6 @@ from kvferry.protocol.links import Identity
 from kvferry.protocol.messages import Staging, Table
 from kvferry.protocol.source import SourceMachine, SourceParts
 from kvferry.protocol.target import TargetMachine, TargetParts
-from kvferry.runtime.driver.driver import (
-    Driver,
-    SourceDriver,
-    SourcePorts,
-    TargetDriver,
-    TargetPorts,
-)
-from kvferry.runtime.driver.sessions import Sessions
 from kvferry.testing.sim.wire import TRANSPORTS
 
 ROOM = "room"

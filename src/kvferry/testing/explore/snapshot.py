@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvferry.endpoint.runner.runner import SourcePorts, TargetPorts
 from kvferry.plan.plan import Plan
-from kvferry.runtime.driver.driver import SourcePorts, TargetPorts
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
+from kvferry.endpoint.runner.runner import PeerGone
 from kvferry.protocol.events import Fate, Scattered, SendFailed, Sent, Tick
-from kvferry.runtime.driver.driver import PeerGone
 from kvferry.testing.explore.catalogue import Atom, Broken, Catalogue, Effect, EffectKind
 from kvferry.testing.explore.model import INCARNATIONS, PEERS, SOURCE, TARGETS
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
 
+from kvferry.discovery.server import RendezvousServer
+from kvferry.endpoint.config import EndpointConfig
 from kvferry.ids import Room
-from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Layout
 from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Done, Outcome
-from kvferry.rendezvous.server import RendezvousServer
-from kvferry.runtime.config import EndpointConfig
+from kvferry.security.keys import ClusterKey
 from kvferry.testing.fleet.allot import Allotment
 from kvferry.testing.fleet.process import RankError, RankProcess
 from kvferry.testing.fleet.worker import RankSpec

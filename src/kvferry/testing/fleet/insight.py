@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from kvferry.endpoint.source import SourceEndpoint
 from kvferry.ids import Room
 from kvferry.protocol.states import LegState
-from kvferry.runtime.source import SourceEndpoint
 from kvferry.testing.fleet.rooms import RankRooms
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ A transport's package is left to the rank, because some of them start threads wh
 they are loaded, and threads don't survive a fork.
 """
 
-from kvferry.copy.cpu import warm_up
+from kvferry.memory.copy.cpu import warm_up
 from kvferry.testing.fleet import worker
 
 warm_up()

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.config import ProtocolConfig
+from kvferry.endpoint.config import EndpointConfig
 from kvferry.ids import Room
 from kvferry.layout.layout import Layout, Order, Parallel
 from kvferry.layout.spec import (
@@ -31,7 +32,6 @@ from kvferry.layout.spec import (
 )
 from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Done, Outcome
-from kvferry.runtime.config import EndpointConfig
 from kvferry.testing.fleet.fleet import Fleet, FleetSide
 from kvferry.testing.fleet.pools import Content
 from kvferry.testing.fleet.process import RankProcess

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from kvferry.endpoint.incoming import Incoming
+from kvferry.endpoint.outgoing import Outgoing
 from kvferry.errors import KvferryError
 from kvferry.ids import Room
 from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Done, Outcome
-from kvferry.runtime.incoming import Incoming
-from kvferry.runtime.outgoing import Outgoing
 from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
 
 

@@ -19,25 +19,25 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvferry.heap import settle_heap
+from kvferry.endpoint.config import EndpointConfig
+from kvferry.endpoint.garbage import settle_heap
+from kvferry.endpoint.incoming import Incoming
+from kvferry.endpoint.outgoing import Outgoing
+from kvferry.endpoint.setup import make_transports
+from kvferry.endpoint.source import SourceEndpoint
+from kvferry.endpoint.target import TargetEndpoint
 from kvferry.ids import Room
-from kvferry.keys import ClusterKey
 from kvferry.layout.layout import Layout
 from kvferry.memory.pools import Memory
 from kvferry.plan.plan import Request
 from kvferry.regions import Device
-from kvferry.runtime.config import EndpointConfig
-from kvferry.runtime.incoming import Incoming
-from kvferry.runtime.outgoing import Outgoing
-from kvferry.runtime.setup import make_transports
-from kvferry.runtime.source import SourceEndpoint
-from kvferry.runtime.target import TargetEndpoint
+from kvferry.security.keys import ClusterKey
 from kvferry.testing.fleet.insight import Insight
 from kvferry.testing.fleet.mirror import Mirror, allocate_on, plain_copy_s
 from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
 from kvferry.testing.fleet.rooms import RankRooms
 from kvferry.testing.fleet.turns import Turns
-from kvferry.transport.several import TransportSet
+from kvferry.transports.transport_set import TransportSet
 
 # A chunk's tokens, and its pages by group.
 _Pushed = tuple[tuple[int, int], dict[str, list[int]]]

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from kvferry.config import ProtocolConfig
+from kvferry.endpoint.runner.runner import SourceDriver, SourcePorts, TargetDriver, TargetPorts
+from kvferry.endpoint.runner.sessions import Sessions
 from kvferry.ids import Peer
 from kvferry.layout import (
     CacheSpec,
@@ -33,8 +35,6 @@ from kvferry.protocol.messages import Staging
 from kvferry.protocol.outcome import Done, Failure
 from kvferry.protocol.source import SourceMachine, SourceParts
 from kvferry.protocol.target import TargetMachine, TargetParts
-from kvferry.runtime.driver.driver import SourceDriver, SourcePorts, TargetDriver, TargetPorts
-from kvferry.runtime.driver.sessions import Sessions
 from kvferry.testing.sim.engines import Policy, SourceNode, TargetNode
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob, draw_pushes

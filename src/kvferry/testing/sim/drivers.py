@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvferry.ids import Op, Peer
-from kvferry.protocol.events import Action, Event, Fate, OwnStall, SendFailed, Sent, Write
-from kvferry.protocol.source import SourceMachine
-from kvferry.protocol.target import TargetMachine
-from kvferry.runtime.driver.driver import (
+from kvferry.endpoint.runner.runner import (
     Driver,
     SourceDriver,
     SourcePorts,
     TargetDriver,
 )
-from kvferry.runtime.driver.sessions import Record, Sessions
+from kvferry.endpoint.runner.sessions import Record, Sessions
+from kvferry.ids import Op, Peer
+from kvferry.protocol.events import Action, Event, Fate, OwnStall, SendFailed, Sent, Write
+from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.target import TargetMachine
 
 # ---------------------------------------------------------------- the book of sessions
 

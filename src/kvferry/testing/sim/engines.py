@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from kvferry.endpoint.runner.runner import SourceDriver, TargetDriver
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout.intervals import Span
 from kvferry.plan.bind import Image, Pair, Side, bind
@@ -38,7 +39,6 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.messages import Envelope, Offer, Table
 from kvferry.protocol.outcome import Done, Outcome
-from kvferry.runtime.driver.driver import SourceDriver, TargetDriver
 from kvferry.testing.sim.gathers import SimGather
 from kvferry.testing.sim.jobs import SimJob, SimPush
 from kvferry.testing.sim.memory import Allocation, SimMemory, fetch

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from math import inf
 from typing import Any
 
+from kvferry.endpoint.runner.runner import Driver, frame_event
+from kvferry.endpoint.runner.sessions import Record
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.codec import BadFrame
 from kvferry.protocol.events import (
@@ -24,8 +26,6 @@ from kvferry.protocol.events import (
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome
 from kvferry.protocol.states import LinkState
-from kvferry.runtime.driver.driver import Driver, frame_event
-from kvferry.runtime.driver.sessions import Record
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.memory import Allocation, SimMemory
 from kvferry.testing.sim.process import SimProcess, Step

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.protocol.states import RoomState
 from kvferry.testing.sim.breaks import BREAKS
-from kvferry.testing.sim.cluster import PREFILL, STRANGER, Cluster, Machines, Shape
+from kvferry.testing.sim.cluster import CONFIG, PREFILL, STRANGER, Cluster, Machines, Shape
 from kvferry.testing.sim.engines import Policy
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
@@ -26,6 +26,8 @@ CALM_AT = 2.5
 DOUBTS_S = SLOW_WRITE_S + 0.05
 PROBES_AT = CALM_AT + 2.1
 END_AT = PROBES_AT + 5.5
+# A source that failed a room at its deadline refuses late offers for it for ``early_s``.
+AFTER_DEADLINE_S = CONFIG.early_s + 0.5
 # How long a source may keep a room after decode gave it up: links may have to be made.
 DECLINED_S = 1.0
 
@@ -167,12 +169,18 @@ def _calm_down(cluster: Cluster) -> None:
 
 
 def _run_to_the_end(cluster: Cluster, probes: list[SimJob]) -> None:
-    """Play on until nothing is left to happen but heartbeats."""
-    while cluster.world.now < END_AT:
+    """Play on until nothing is left to happen but heartbeats, or every deadline has passed.
+
+    A deadline may lie beyond ``END_AT``: it counts from when the engine has pages for the job.
+    """
+    end_at = END_AT
+    while cluster.world.now < end_at:
         cluster.world.run(cluster.world.now + 0.25)
         done = all(map(cluster.outcome_is_done, probes))
         if done and not any(_leftovers(node) for node in cluster.nodes):
             return
+        deadlines = [due for node in cluster.nodes for due in node.due.values()]
+        end_at = max([end_at, *(due + AFTER_DEADLINE_S for due in deadlines)])
 
 
 def _leftovers(node: Node) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvferry.endpoint.runner.runner import PeerGone
 from kvferry.ids import Peer, Session
 from kvferry.plan.bind import Descriptors, Image, Pair, Side, bind
 from kvferry.protocol.events import (
@@ -26,7 +27,6 @@ from kvferry.protocol.events import (
     Write,
 )
 from kvferry.protocol.messages import TransportOffer, TransportOffers
-from kvferry.runtime.driver.driver import PeerGone
 from kvferry.testing.sim.gathers import SimGathers, fill_slot
 from kvferry.testing.sim.memory import fetch
 

@@ -1,4 +1,4 @@
-"""The conformance suite for transports: what ``transport/base.py`` promises, over real processes.
+"""The conformance suite for transports: what ``transports/base.py`` promises, over real processes.
 
 Whoever writes a transport declares it in the entry-point group ``kvferry.transports``
 and subclasses the suite in a test module::

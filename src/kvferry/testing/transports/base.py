@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.testing.transports.crew import Crew, Pool
 from kvferry.testing.transports.process import TransportKind
-from kvferry.transport.base import Transport
-from kvferry.transport.registry import load
+from kvferry.transports.base import Transport
+from kvferry.transports.registry import load
 
 
 class Cases:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.copy.reference import copy_pieces
+from kvferry.memory.copy.reference import copy_pieces
 from kvferry.plan.bind import Binding, Part
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base, Int64s

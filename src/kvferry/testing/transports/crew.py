@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvferry.testing.transports.bindings import after
 from kvferry.testing.transports.host import HostWrite
 from kvferry.testing.transports.process import Broken, PeerProcess, Process, TransportKind
-from kvferry.transport.base import Ended
+from kvferry.transports.base import Ended
 
 MARGIN = 4096
 

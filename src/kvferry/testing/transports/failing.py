@@ -16,7 +16,7 @@ from kvferry.testing.transports.bindings import PlacedPiece, after, binding_of, 
 from kvferry.testing.transports.crew import Crew, all_well, deliver
 from kvferry.testing.transports.host import HostWrite
 from kvferry.testing.transports.process import PeerProcess
-from kvferry.transport.base import Ended
+from kvferry.transports.base import Ended
 
 KIB, MIB = 1 << 10, 1 << 20
 WHOLE = binding_of([PlacedPiece(0, 0, MIB)])

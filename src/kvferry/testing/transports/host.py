@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvferry.copy.devices import copier_on
 from kvferry.errors import TransportError
 from kvferry.ids import Op
+from kvferry.memory.copy.devices import copier_on
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import Fate
 from kvferry.regions import Device
 from kvferry.testing.transports.bindings import copy_by_memmove, pattern
 from kvferry.testing.transports.memory import GpuMemory, HostMemory, RegionMemory
-from kvferry.transport.base import Ended, Remote, Setup, Transport
-from kvferry.transport.registry import transport_class
+from kvferry.transports.base import Ended, Remote, Setup, Transport
+from kvferry.transports.registry import transport_class
 
 PACE_S = 0.001
 

@@ -24,7 +24,7 @@ import numpy as np
 from kvferry.errors import TransportError
 from kvferry.testing.transports.bindings import Bytes, pattern
 from kvferry.testing.transports.host import HostWrite
-from kvferry.transport.base import Ended
+from kvferry.transports.base import Ended
 
 ANSWER_S = 60.0
 _serial = itertools.count()

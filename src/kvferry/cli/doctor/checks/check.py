@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.cli.parsing import LONGEST_SENTENCE, one_line
 from kvferry.errors import KvferryError
-from kvferry.transport.several import AUTO, asked_for
+from kvferry.transports.transport_set import AUTO, asked_for
 
 REPORT = "please report it with the output of `kvferry doctor --json`"
 

@@ -12,13 +12,13 @@ from urllib.parse import urlsplit
 import zmq
 
 from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
-from kvferry.control.sockets import ControlClient, ControlServer
+from kvferry.discovery.http_backend import HttpDiscovery
+from kvferry.discovery.records import Fault, RendezvousError
+from kvferry.endpoint.control.sockets import ControlClient, ControlServer
 from kvferry.errors import InputError
-from kvferry.http.signing import TOLERANCE_S
-from kvferry.keys import KEY_FILE_VARIABLE, ClusterKey
-from kvferry.rendezvous.http_discovery import HttpDiscovery
-from kvferry.rendezvous.records import Fault, RendezvousError
-from kvferry.units import human_seconds
+from kvferry.plan.units import human_seconds
+from kvferry.security.keys import KEY_FILE_VARIABLE, ClusterKey
+from kvferry.security.signing import TOLERANCE_S
 
 AREA = "control"
 LIMIT_S = 3.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvferry.cli.doctor.checks.check import REPORT, Asked, Check, lacking, ok
 from kvferry.cli.doctor.checks.children import Children, ProbeFailed
-from kvferry.units import human_seconds
+from kvferry.plan.units import human_seconds
 
 AREA = "copies"
 # Compiling takes some seconds on a free core, and happens once.

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.copy.cpu import copy_binding
-from kvferry.copy.reference import copy_pieces
 from kvferry.layout import Layout, Parallel, attention
+from kvferry.memory.copy.cpu import copy_binding
+from kvferry.memory.copy.reference import copy_pieces
 from kvferry.plan import PageTable, Pair, Request, Side, bind, contiguous_pools, reshard
 
 # One of two ranks gets half of four heads: pieces of 512 bytes, 64 MiB in all, which is more

@@ -14,11 +14,11 @@ from kvferry.cli.doctor.checks.check import Asked, Check, State, ok
 from kvferry.cli.parsing import whole
 from kvferry.cli.sides import Sides, both_sides, read_side, read_spec
 from kvferry.errors import InputError, Reason, Refused
+from kvferry.memory.staging import slots_for
 from kvferry.plan import Estimate, Path, Plan, Request, check, estimate, reshard
 from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, first_constants, preset_for, slots_on
+from kvferry.plan.units import human_bytes, human_seconds
 from kvferry.regions import HOST, Device
-from kvferry.staging import slots_for
-from kvferry.units import human_bytes, human_seconds
 
 AREA = "layouts"
 

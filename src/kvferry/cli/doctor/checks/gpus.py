@@ -13,7 +13,7 @@ from typing import Any
 from kvferry.cli.doctor.checks.check import Asked, Check, lacking, ok
 from kvferry.cli.doctor.checks.children import Child, ProbeFailed
 from kvferry.cli.doctor.checks.machine import read
-from kvferry.units import human_bytes
+from kvferry.plan.units import human_bytes
 
 AREA = "gpus"
 # Importing torch and waking a GPU takes some seconds.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import kvferry
 from kvferry.cli.doctor.checks.check import Check, State, lacking, ok
-from kvferry.units import human_seconds
+from kvferry.plan.units import human_seconds
 
 AREA = "machine"
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from kvferry.cli.doctor.checks.capabilities import Capability, has_capability
 from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
 from kvferry.cli.doctor.checks.machine import read
-from kvferry.serve.ranks import folders
-from kvferry.transport import segments
-from kvferry.units import human_bytes
+from kvferry.plan.units import human_bytes
+from kvferry.reference.ranks import folders
+from kvferry.transports import segments
 
 AREA = "memory"
 

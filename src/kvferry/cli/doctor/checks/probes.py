@@ -24,8 +24,8 @@ MIB = 1 << 20
 
 def transport(name: str, device: str) -> Document:
     """Start a transport, let it take memory of that device, and end it."""
+    from kvferry.endpoint.setup import make_transport  # noqa: PLC0415
     from kvferry.errors import KvferryError  # noqa: PLC0415
-    from kvferry.runtime.setup import make_transport  # noqa: PLC0415
 
     begin = time.perf_counter()
     try:
@@ -44,8 +44,8 @@ def transport(name: str, device: str) -> Document:
 
 def _memory(made: Any, device: str) -> tuple[Any, object]:
     """A region as pools have it, and what keeps it alive."""
+    from kvferry.memory.staging import allocate  # noqa: PLC0415
     from kvferry.regions import Device, Region  # noqa: PLC0415
-    from kvferry.staging import allocate  # noqa: PLC0415
 
     where = Device.parse(device)
     if not where.is_host:
@@ -60,7 +60,7 @@ def _memory(made: Any, device: str) -> tuple[Any, object]:
 def copy() -> Document:
     """Compile or load the copy loop, and compare it with a plain copy."""
     from kvferry.cli.doctor.checks.copy_speed import measure  # noqa: PLC0415
-    from kvferry.copy.cpu import warm_up  # noqa: PLC0415
+    from kvferry.memory.copy.cpu import warm_up  # noqa: PLC0415
 
     ready_s = warm_up()
     return {"ready_s": ready_s, **measure()._asdict()}

@@ -9,9 +9,9 @@ from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
 from kvferry.cli.doctor.checks.children import Child, Children, ProbeFailed
 from kvferry.cli.parsing import show
 from kvferry.errors import InputError
-from kvferry.transport.registry import GROUP
-from kvferry.transport.several import AUTO
-from kvferry.units import human_seconds
+from kvferry.plan.units import human_seconds
+from kvferry.transports.registry import GROUP
+from kvferry.transports.transport_set import AUTO
 
 AREA = "transports"
 LIMIT_S = 30.0

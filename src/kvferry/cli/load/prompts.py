@@ -1,0 +1,89 @@
+"""Questions that have nothing in common, in whatever form an endpoint takes. Pure.
+
+A server that keeps the beginnings of earlier prompts would answer similar ones too quickly, so
+every prompt is random from its first token on.
+"""
+
+from __future__ import annotations
+
+import random
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from kvferry.cli.load.client import CHAT, COMPLETIONS
+
+# Ordinary tokens of nearly every vocabulary, and of the smallest ones; no special tokens.
+WIDE, NARROW = range(1000, 30_000), range(32, 250)
+# Short and common, so that each is one token to most tokenizers.
+WORDS = (
+    "water river boat ship bank sea wind rain sun sky north south east west road city town house "
+    "door room table chair window wall garden tree leaf flower stone sand gold iron wood paper "
+    "book page word line letter number name voice song story dream hand foot head eye heart face "
+    "mother father sister brother child friend king queen day night hour week month year summer "
+    "winter morning light fire ice bread salt milk fish bird horse dog cat field hill lake bridge"
+)
+
+
+class PromptKind(StrEnum):
+    """What a prompt is made of."""
+
+    IDS = "token ids"
+    SMALL_IDS = "token ids below 250"
+    TEXT = "text"
+    CHAT = "chat"
+
+
+class Form(NamedTuple):
+    """How an endpoint is asked; ``exact`` asks it not to end early, which OpenAI's API has not."""
+
+    kind: PromptKind
+    exact: bool
+
+    @property
+    def path(self) -> str:
+        """Where questions of this form go."""
+        return CHAT if self.kind is PromptKind.CHAT else COMPLETIONS
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'' if self.exact else ', without ignore_eos'}"
+
+
+# What is tried in turn until an endpoint takes it, the most exact first.
+FORMS = tuple(Form(kind, exact) for exact in (True, False) for kind in PromptKind)
+
+
+class Asker:
+    """Makes the bodies of a run, no two of them alike."""
+
+    def __init__(self, model: str, input_tokens: int, output_tokens: int, seed: int) -> None:
+        self._model = model
+        self._input_tokens = input_tokens
+        self._output_tokens = output_tokens
+        self._random = random.Random(seed)
+
+    def body(self, form: Form) -> dict[str, Any]:
+        """The next question."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": self._output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if form.exact:
+            # Ids show tokens whose text has to wait for the next one.
+            body |= {"ignore_eos": True, "return_token_ids": True}
+        return body | self._prompt(form.kind)
+
+    def _prompt(self, kind: PromptKind) -> dict[str, Any]:
+        match kind:
+            case PromptKind.IDS | PromptKind.SMALL_IDS:
+                ids = WIDE if kind is PromptKind.IDS else NARROW
+                return {"prompt": self._random.choices(ids, k=self._input_tokens)}
+            case PromptKind.TEXT:
+                return {"prompt": self._words()}
+            case PromptKind.CHAT:
+                return {"messages": [{"role": "user", "content": self._words()}]}
+
+    def _words(self) -> str:
+        return " ".join(self._random.choices(WORDS.split(), k=self._input_tokens))

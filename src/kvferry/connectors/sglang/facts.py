@@ -1,0 +1,332 @@
+"""Facts of a running SGLang scheduler, as settings: the one place that asks SGLang about itself.
+
+Written against the version that ``plugin`` names. What this backend can't carry is refused before
+anything is sent, with a sentence (``support``).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.distributed.utils import get_pp_indices
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving, get_spec
+from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
+
+from kvferry import (
+    ClusterKey,
+    DeviceMarks,
+    DType,
+    EndpointConfig,
+    InputError,
+)
+from kvferry.connectors.sglang.index_keys import filled
+from kvferry.connectors.sglang.instances import Replica
+from kvferry.connectors.sglang.pools import (
+    DRAFT,
+    SCALES,
+    BesidePool,
+    Buffers,
+    Cache,
+    Heads,
+    Place,
+    WindowPool,
+)
+from kvferry.connectors.sglang.rows import MetadataRows
+from kvferry.connectors.sglang.settings import (
+    HOST,
+    RankSettings,
+    dtype_of,
+    liveness_in,
+    model_of,
+    nothing_waits,
+    transport_in,
+)
+from kvferry.connectors.sglang.states import StateBuffer
+from kvferry.connectors.sglang.support import (
+    BLOCK_SCALES,
+    INDEX_KEYS,
+    ROWS,
+    WINDOWS,
+    demand_supported,
+)
+
+# Entries of K or V that have a scale in common.
+SCALED_TOGETHER = 32
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def settings_of(kv_args: Any, server_args: Any, *, is_mla: bool, is_prefill: bool) -> RankSettings:
+    """Everything that an endpoint of this scheduler needs."""
+    demand_supported(kv_args, is_mla=is_mla)
+    model = ModelConfig.from_server_args(server_args)
+    draft = _draft_model(kv_args, server_args)
+    key = ClusterKey.from_environment()
+    host = _host(key)
+    gpu = _gpu()
+    return RankSettings(
+        cache=_cache(kv_args, model, draft, is_mla=is_mla, gpu=gpu),
+        replica=_replica(host, is_prefill=is_prefill),
+        rows=MetadataRows(
+            kv_args.aux_data_ptrs,
+            kv_args.aux_data_lens,
+            kv_args.aux_item_lens,
+            checksums=bool(get_disagg().disaggregation_enable_kv_checksum),
+        ),
+        model=model_of(model, server_args, os.environ, draft=draft),
+        dtype=dtype_of(model),
+        transport=transport_in(os.environ),
+        bootstrap_s=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+        waiting_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
+        config=EndpointConfig(host=host, protocol=liveness_in(os.environ)),
+        rendezvous=_rendezvous() if is_prefill else None,
+        key=key,
+        computed=DeviceMarks(_device(gpu)).computed,
+        settled=nothing_waits if gpu is None else _settled,
+    )
+
+
+def _cache(kv_args: Any, model: Any, draft: Any, *, is_mla: bool, gpu: int | None) -> Cache:
+    parallel = get_parallel()
+    num_layers = model.num_hidden_layers
+    spans = [
+        get_pp_indices(num_layers, stage, parallel.pp_size) for stage in range(parallel.pp_size)
+    ]
+    first, end = spans[parallel.pp_rank]
+    window = _window(kv_args, model, gpu)
+    listed = tuple(
+        dict.fromkeys(model.full_attention_layer_ids if window else _target_layer_ids(kv_args))
+    )
+    own = _kv_buffers(kv_args, model, gpu)
+    layers = tuple(sorted(listed)) or tuple(range(num_layers))
+    heads = None if is_mla else _heads(model, gpu)
+    drafts = _draft(kv_args, num_layers, draft, gpu)
+    num_draft = sum(len(pool.layers) for pool in drafts)
+    stages = [end - first for first, end in spans]
+    stages[-1] += num_draft
+    here = listed or tuple(range(first, end))
+    return Cache(
+        num_layers=num_layers + num_draft,
+        layers=layers,
+        stages=tuple(stages),
+        place=Place(
+            tp=parallel.attn_tp_size,
+            tp_rank=parallel.attn_tp_rank,
+            pp=parallel.pp_size,
+            pp_rank=parallel.pp_rank,
+        ),
+        heads=heads,
+        buffers=replace(own, layers=here),
+        states=_states(kv_args),
+        window=window,
+        beside=(*_scales(kv_args, layers, here, heads, own), *drafts),
+        index=_index(kv_args, here, drafts, own),
+    )
+
+
+def _kv_buffers(kv_args: Any, model: Any, gpu: int | None) -> Buffers:
+    """K and V of the model itself, whatever its layers; a draft's come behind them."""
+    end = len(kv_args.kv_data_ptrs) - kv_args.num_draft_entries
+    return Buffers(
+        addresses=kv_args.kv_data_ptrs[:end],
+        lengths=kv_args.kv_data_lens[:end],
+        page_lengths=kv_args.kv_item_lens[:end],
+        layers=(),
+        page_tokens=kv_args.page_size,
+        dtype=_cache_dtype(kv_args, model),
+        device="cpu" if gpu is None else f"cuda:{gpu}",
+    )
+
+
+def _target_layer_ids(kv_args: Any) -> list[int]:
+    ids: list[int] = kv_args.kv_layer_ids
+    return ids[: len(ids) - kv_args.num_draft_entries] if ids else ids
+
+
+def _state_buffers(kv_args: Any, kind: str, like: Buffers) -> Buffers | None:
+    """Pages of a kind of state, if that is what SGLang has."""
+    if not kv_args.state_types or kv_args.state_types[0].value != kind:
+        return None
+    return replace(
+        like,
+        addresses=kv_args.state_data_ptrs[0],
+        lengths=kv_args.state_data_lens[0],
+        page_lengths=kv_args.state_item_lens[0],
+    )
+
+
+def _window(kv_args: Any, model: Any, gpu: int | None) -> WindowPool | None:
+    """The pool of sliding-window layers, if there is one."""
+    buffers = _state_buffers(kv_args, WINDOWS, _kv_buffers(kv_args, model, gpu))
+    if buffers is None:
+        return None
+    layers, num_tokens = model.swa_attention_layer_ids, model.sliding_window_size
+    if not (layers and num_tokens and model.full_attention_layer_ids):
+        raise InputError(
+            "SGLang does not say which of this model's layers have a sliding window, or how long "
+            "it is, so kvferry's backend can't carry it; use --disable-hybrid-swa-memory"
+        )
+    return WindowPool(num_tokens=num_tokens, buffers=replace(buffers, layers=tuple(layers)))
+
+
+def _scales(
+    kv_args: Any,
+    layers: tuple[int, ...],
+    here: tuple[int, ...],
+    heads: Heads | None,
+    own: Buffers,
+) -> tuple[BesidePool, ...]:
+    """The block scales of K and V, if they have any; ``here`` are this stage's layers."""
+    buffers = _state_buffers(kv_args, BLOCK_SCALES, own)
+    if buffers is None or heads is None:
+        return ()
+    scaled = replace(
+        heads, k_dim=heads.k_dim // SCALED_TOGETHER, v_dim=heads.v_dim // SCALED_TOGETHER
+    )
+    buffers = replace(buffers, layers=here, dtype=DType.UINT8)
+    return (BesidePool(name=SCALES, layers=layers, heads=scaled, buffers=buffers),)
+
+
+def _draft(kv_args: Any, num_layers: int, model: Any, gpu: int | None) -> tuple[BesidePool, ...]:
+    """A draft model's cache, whose layers are numbered behind the model's."""
+    num_entries = kv_args.num_draft_entries
+    if num_entries == 0:
+        return ()
+    heads = None if model.attention_arch == AttentionArch.MLA else _heads(model, gpu)
+    num_draft = num_entries if heads is None else num_entries // 2
+    layers = tuple(range(num_layers, num_layers + num_draft))
+    buffers = Buffers(
+        addresses=kv_args.kv_data_ptrs[-num_entries:],
+        lengths=kv_args.kv_data_lens[-num_entries:],
+        page_lengths=kv_args.kv_item_lens[-num_entries:],
+        layers=layers,
+        page_tokens=kv_args.page_size,
+        dtype=_cache_dtype(kv_args, model),
+        device="cpu" if gpu is None else f"cuda:{gpu}",
+    )
+    return (BesidePool(name=DRAFT, layers=layers, heads=heads, buffers=buffers),)
+
+
+def _index(
+    kv_args: Any, here: tuple[int, ...], drafts: tuple[BesidePool, ...], own: Buffers
+) -> Buffers | None:
+    """The index keys, if there are any; a draft's come behind the model's, if it has some."""
+    buffers = _state_buffers(kv_args, INDEX_KEYS, own)
+    if buffers is None:
+        return None
+    every = (*here, *(layer for pool in drafts for layer in pool.layers))
+    num = len(buffers.addresses)
+    if num not in (len(here), len(every)):
+        raise InputError(
+            f"SGLang has {num} buffers of index keys for {len(every)} layers; this pool is not "
+            f"supported"
+        )
+    staged = get_parallel().pp_size > 1
+    return filled(replace(buffers, layers=every[:num]), staged=staged)
+
+
+def _states(kv_args: Any) -> tuple[StateBuffer, ...]:
+    """The rows of linear-attention layers; SGLang names the first kind of state so, if any."""
+    if not kv_args.state_types or kv_args.state_types[0].value != ROWS:
+        return ()
+    if len(kv_args.state_layer_ids[0]) != len(kv_args.state_data_ptrs[0]):
+        raise InputError(
+            "SGLang does not say which layers this model's state belongs to, so kvferry's "
+            "backend can't carry it; use another backend for this model"
+        )
+    rows = zip(
+        kv_args.state_data_ptrs[0],
+        kv_args.state_data_lens[0],
+        kv_args.state_item_lens[0],
+        kv_args.state_layer_ids[0],
+        kv_args.state_dim_per_tensor[0],
+        kv_args.state_slice_outer_counts[0],
+        kv_args.state_conv_shard_groups[0],
+        strict=True,
+    )
+    return tuple(
+        StateBuffer(
+            address=address,
+            length=length,
+            row_bytes=row_bytes,
+            layer=layer,
+            dim=dim,
+            outer=outer,
+            blocks=tuple(blocks or ()),
+        )
+        for address, length, row_bytes, layer, dim, outer, blocks in rows
+    )
+
+
+def _heads(model: Any, gpu: int | None) -> Heads:
+    # Where SGLang pads heads, it writes down how many there were.
+    total = getattr(model.hf_text_config, "original_total_num_kv_heads", None)
+    return Heads(
+        total=total or model.get_total_num_kv_heads(),
+        k_dim=model.head_dim,
+        v_dim=model.v_head_dim,
+        padded_for=get_parallel().tp_size if gpu is None else 1,
+    )
+
+
+def _cache_dtype(kv_args: Any, model: Any) -> DType:
+    named = kv_args.kv_cache_dtype_str
+    if named == "mxfp8":
+        return DType.FLOAT8_E4M3
+    return DType.parse(str(model.dtype) if named in (None, "auto") else str(named))
+
+
+def _draft_model(kv_args: Any, server_args: Any) -> Any:
+    """SGLang's configuration of the draft model; None where no cache of one is carried."""
+    if kv_args.num_draft_entries == 0:
+        return None
+    return ModelConfig.from_server_args(
+        server_args,
+        model_path=get_spec().speculative_draft_model_path,
+        model_revision=get_spec().speculative_draft_model_revision,
+        is_draft_model=True,
+    )
+
+
+def _replica(host: str, *, is_prefill: bool) -> Replica:
+    parallel = get_parallel()
+    port = get_disagg().disaggregation_bootstrap_port if is_prefill else get_serving().port
+    address = f"{host}:{port}" if is_prefill else f"decode-{host}:{port}"
+    if parallel.attn_dp_size > 1:
+        return Replica(address, parallel.attn_dp_rank, parallel.attn_dp_size)
+    return Replica(address, parallel.dp_rank or 0, parallel.dp_size)
+
+
+def _rendezvous() -> str:
+    """Where this server's bootstrap server listens."""
+    where = get_parallel().dist_init_addr
+    host = NetworkAddress.parse(where).resolved().host if where else get_serving().host
+    port = get_disagg().disaggregation_bootstrap_port
+    url: str = NetworkAddress(LOOPBACK.get(host, host), port).to_url()
+    return url
+
+
+def _host(key: ClusterKey | None) -> str:
+    """Where peers reach this rank; without a key, nobody from another machine does."""
+    if HOST in os.environ:
+        return os.environ[HOST]
+    return "127.0.0.1" if key is None else str(get_local_ip_auto())
+
+
+def _gpu() -> int | None:
+    """The GPU of this scheduler; None on a CPU."""
+    device = get_device()
+    return int(device.gpu_id) if str(device.device).startswith("cuda") else None
+
+
+def _device(gpu: int | None) -> torch.device:
+    return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+
+
+def _settled() -> None:
+    """Whoever had the pages before may have left kernels in the queue that write them."""
+    torch.cuda.current_stream().synchronize()

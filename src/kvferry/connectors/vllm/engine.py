@@ -1,0 +1,161 @@
+"""An engine's own description: what the connector has to know of a ``VllmConfig``.
+
+Only attributes are read, so that nothing of vLLM is imported here but how it cuts layers into
+pipeline stages, which follows its environment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry import InputError, model_fingerprint
+from kvferry.connectors.vllm.caches import BlockGroup, EngineShape
+from kvferry.connectors.vllm.states import StateSpec
+
+# vLLM's kinds of cache that keep every token, and those that keep a window of them.
+KEEP_ALL = ("FullAttentionSpec", "MLAAttentionSpec")
+KEEP_WINDOW = ("SlidingWindowSpec",)
+KEEP_STATE = "MambaSpec"
+# How configurations call the number of groups of heads that share a Mamba-2 layer's B and C.
+BC_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+
+
+def demand_carriable(vllm_config: Any) -> None:
+    """Refuse what the connector can't carry, at start-up."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise InputError(f"the connector does not carry {name} above 1 yet; leave it out")
+
+
+def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup]:
+    """vLLM's cache groups, or an ``InputError`` for one that can't be carried."""
+    groups = kv_cache_config.kv_cache_groups
+    has_state = any(type(group.kv_cache_spec).__name__ == KEEP_STATE for group in groups)
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and not has_state:
+        return [BlockGroup(frozenset(group.layer_names)) for group in groups]
+    found = [_block_group(frozenset(g.layer_names), g.kv_cache_spec) for g in groups]
+    if vllm_config.speculative_config is not None and has_state:
+        raise InputError(
+            "recurrent state (Mamba) can't be carried with speculative decoding yet; leave out "
+            "--speculative-config"
+        )
+    if vllm_config.speculative_config is not None and any(g.window is not None for g in found):
+        raise InputError(
+            "windows can't be carried with speculative decoding yet; give vLLM "
+            "--disable-hybrid-kv-cache-manager"
+        )
+    paged = zip(groups, found, strict=True)
+    sizes = {group.kv_cache_spec.block_size for group, own in paged if own.state is None}
+    if len(sizes) > 1:
+        shown = ", ".join(map(str, sorted(sizes)))
+        raise InputError(
+            f"vLLM's cache groups have blocks of {shown} tokens, and all must have the same; give "
+            f"vLLM --disable-hybrid-kv-cache-manager"
+        )
+    return found
+
+
+def _block_group(names: frozenset[str], spec: Any) -> BlockGroup:
+    if type(spec).__name__ != KEEP_STATE:
+        return BlockGroup(names, _window(spec))
+    state = StateSpec(
+        spec.mamba_type.name,
+        tuple(map(tuple, spec.shapes)),
+        tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
+        spec.block_size,
+        spec.tp_replicated,
+    )
+    return BlockGroup(names, state=state)
+
+
+def _window(spec: Any) -> int | None:
+    """How many tokens before the next one a group keeps; None for all."""
+    of_layers = getattr(spec, "kv_cache_specs", None)
+    kinds = {type(each).__name__ for each in (of_layers.values() if of_layers else [spec])}
+    if kinds <= set(KEEP_ALL):
+        return None
+    if kinds <= set(KEEP_WINDOW) and not of_layers:
+        return int(spec.sliding_window - 1 + spec.extra_retained_tokens)
+    if KEEP_STATE in kinds:
+        raise InputError(
+            "recurrent state (Mamba) of several forms in one cache group can't be carried yet; "
+            "serve this model whole"
+        )
+    raise InputError(
+        f"vLLM's {', '.join(sorted(kinds))} can't be carried in cache groups of its own yet; give "
+        f"vLLM --disable-hybrid-kv-cache-manager"
+    )
+
+
+def engine_shape(
+    vllm_config: Any, rank: int, *, on_cpu: bool, channels_first: bool = False
+) -> EngineShape:
+    """One rank's place in its engine. ``channels_first``: so convolutions keep their state."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    num_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    return EngineShape(
+        tp=parallel.tensor_parallel_size,
+        stages=_stages(vllm_config),
+        rank=rank,
+        num_heads=num_heads,
+        block_tokens=vllm_config.cache_config.block_size,
+        on_cpu=on_cpu,
+        channels_first=channels_first,
+        bc_groups=_bc_groups(model.hf_text_config),
+    )
+
+
+def _bc_groups(config: Any) -> int | None:
+    """How many groups share a Mamba-2 layer's B and C, if the model's configuration says."""
+    found = (getattr(config, name, None) for name in BC_GROUPS)
+    return next((int(number) for number in found if number is not None), None)
+
+
+def _stages(vllm_config: Any) -> tuple[int, ...]:
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if num_stages == 1:
+        return (num_layers,)
+    from vllm.distributed.utils import get_pp_indices  # noqa: PLC0415 - only where it is needed
+
+    spans = [get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)]
+    return tuple(end - first for first, end in spans)
+
+
+def replica_of(vllm_config: Any) -> int | None:
+    """Which data-parallel replica this engine is; None where it is the only one.
+
+    vLLM tells replicas of a dense model that there is one of them. What it leaves of the truth is
+    their index, and the mark on their engine's id.
+    """
+    parallel = vllm_config.parallel_config
+    index = int(parallel.data_parallel_index)
+    marked = str(vllm_config.kv_transfer_config.engine_id).endswith(f"_dp{index}")
+    return index if parallel.data_parallel_size > 1 or marked else None
+
+
+def model_name(vllm_config: Any, given: str | None) -> str:
+    """What both sides must have in common; the settings may have a word for the checkpoint."""
+    model = vllm_config.model_config
+    overrides = model.hf_overrides
+    return model_fingerprint(
+        model.model,
+        model.hf_text_config.to_dict(),
+        dtype=_computed(vllm_config),
+        tokenizer=model.tokenizer,
+        revision=model.revision,
+        overrides={"function": repr(overrides)} if callable(overrides) else overrides,
+        given=given,
+    )
+
+
+def cache_dtype(vllm_config: Any) -> str:
+    """What the cache is computed in, for the digest."""
+    kept = vllm_config.cache_config.cache_dtype
+    computed = _computed(vllm_config)
+    return computed if kept == "auto" else f"{computed} kept as {kept}"
+
+
+def _computed(vllm_config: Any) -> str:
+    return str(vllm_config.model_config.dtype).removeprefix("torch.")

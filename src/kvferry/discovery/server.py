@@ -1,0 +1,118 @@
+"""The rendezvous in a thread of its own, inside whichever process starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from types import TracebackType
+
+from kvferry.discovery.http import Service
+from kvferry.discovery.records import Fault, RendezvousError
+from kvferry.errors import InputError
+from kvferry.http.connections import Connections
+from kvferry.http.limits import BACKLOG, limits_here
+from kvferry.http.site import HttpSite
+from kvferry.security.keys import ClusterKey, bindable
+
+log = logging.getLogger("kvferry.discovery")
+
+# Ranks renew every few seconds and wait at most five after an error.
+SETTLE_S = 30.0
+SHUTDOWN_S = 1.0
+JOIN_S = 10.0
+# A request needs no file but its connection.
+FILES_EACH = 1
+
+
+class RendezvousServer:
+    """A rendezvous that listens from ``start`` to ``stop``.
+
+    A prefill instance may embed one, or ``kvferry serve rendezvous`` runs it alone.
+    Without a key it listens on loopback only.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        key: ClusterKey | None = None,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        self.url = ""
+        self._address = (bindable(host, port, key), port)
+        self._signing_key = key.http if key is not None else None
+        self._settle_s = settle_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> RendezvousServer:
+        """Listen. The port is bound when this returns, and ``url`` is known."""
+        listener = self._listen()
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(listener, ready),
+            name="kvferry-discovery-server",
+            daemon=True,
+        )
+        self._thread.start()
+        if not ready.wait(JOIN_S):
+            raise RendezvousError(Fault.INTERNAL, "the rendezvous did not start; see the log")
+        log.info("listening url=%s", self.url)
+        return self
+
+    def stop(self) -> None:
+        """Answer whoever waits, close every connection, end the thread. Idempotent."""
+        if self._thread is None or self._loop is None or self._stop is None:
+            return
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(JOIN_S)
+        self._thread = None
+        log.info("stopped url=%s", self.url)
+
+    def __enter__(self) -> RendezvousServer:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _listen(self) -> socket.socket:
+        host, port = self._address
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server(self._address, family=family, backlog=BACKLOG)
+        except OSError as error:
+            # Python puts the address into its own sentence.
+            reason = os.strerror(error.errno or 0)
+            raise InputError(
+                f"cannot listen on {host} port {port}: {reason}; "
+                f"choose another address or port, or port 0 for any"
+            ) from None
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{listener.getsockname()[1]}"
+        return listener
+
+    def _run(self, listener: socket.socket, ready: threading.Event) -> None:
+        # Not the loop that whoever embeds us has set for the process, such as uvloop.
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            runner.run(self._serve(listener, ready))
+
+    async def _serve(self, listener: socket.socket, ready: threading.Event) -> None:
+        service = Service(self._signing_key, self._settle_s)
+        connections = Connections(limits_here(FILES_EACH), service.metrics.collection)
+        site = HttpSite(service.application(), connections, shutdown_s=SHUTDOWN_S)
+        await site.start(listener)
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        ready.set()
+        await self._stop.wait()
+        service.stop_waiting()
+        await site.stop()

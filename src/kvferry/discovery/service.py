@@ -1,0 +1,247 @@
+"""The registry: who is there, under a lease, and which instances are complete.
+
+Pure: no clock (``now`` is given), no thread, no socket. One owner calls it.
+
+There is one record for each rank of an instance, that of its latest life. A
+registration replaces an earlier one of another incarnation: a process that
+restarts is taken at once. What it replaced can't renew, so two processes that
+claim the same rank do not take turns.
+
+An instance is complete when every rank of rank 0's layout is there and agrees
+with rank 0 in layout, fingerprint and transport. As each rank has one record and
+every set of ranks needs rank 0, two sets can't be complete at once: a view never
+mixes them, and when all ranks come back with another layout the instance ends
+with the first that does and begins again with the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvferry.discovery.records import (
+    Fault,
+    InstanceView,
+    RankRecord,
+    RankView,
+    RendezvousError,
+    Summary,
+)
+
+MAX_INSTANCES = 1024
+MAX_RECORDS = 16384
+SHOWN_RANKS = 8
+
+
+@dataclass(slots=True)
+class _Lease:
+    record: RankRecord
+    until: float
+
+
+@dataclass(slots=True)
+class _Instance:
+    name: str
+    leases: dict[int, _Lease] = field(default_factory=dict)
+    view: InstanceView | None = None
+    version: str = ""
+
+
+class Registry:
+    """Records under leases. ``epoch`` sets the versions of one registry apart from another's."""
+
+    def __init__(
+        self, epoch: str, max_instances: int = MAX_INSTANCES, max_records: int = MAX_RECORDS
+    ) -> None:
+        self.epoch = epoch
+        self.num_records = 0
+        self._max_instances = max_instances
+        self._max_records = max_records
+        self._instances: dict[str, _Instance] = {}
+        self._changes = 0
+
+    # ------------------------------------------------------------ what ranks say
+
+    def register(self, record: RankRecord, now: float, lease_s: float) -> bool:
+        """Take a rank, in place of any earlier life of it. True if the instance changed."""
+        instance = self._instances.get(record.instance)
+        known = instance is not None and record.rank in instance.leases
+        if not known and self.num_records >= self._max_records:
+            raise RendezvousError(
+                Fault.FULL, f"{self.num_records} ranks are registered; use another rendezvous"
+            )
+        if instance is None:
+            instance = self._new_instance(record.instance)
+        self.num_records += not known
+        instance.leases[record.rank] = _Lease(_shared(instance, record), now + lease_s)
+        return self._update(instance)
+
+    def renew(self, name: str, rank: int, incarnation: int, now: float, lease_s: float) -> None:
+        """Prolong a lease. Raises ``RendezvousError`` where there is none of that incarnation."""
+        self._lease(name, rank, incarnation).until = now + lease_s
+
+    def leave(self, name: str, rank: int, incarnation: int) -> bool:
+        """Forget a rank. True if the instance changed."""
+        self._lease(name, rank, incarnation)
+        return self._remove(self._instances[name], [rank])
+
+    # ------------------------------------------------------------ time
+
+    def expire(self, now: float) -> list[tuple[str, int]]:
+        """Forget whose lease has ended; each of them, by instance and rank."""
+        ended: list[tuple[str, int]] = []
+        for instance in list(self._instances.values()):
+            ranks = [rank for rank, lease in instance.leases.items() if lease.until <= now]
+            if ranks:
+                self._remove(instance, ranks)
+                ended += [(instance.name, rank) for rank in ranks]
+        return ended
+
+    def prolong(self, by_s: float) -> None:
+        """Give every lease more time, after a time in which nobody could renew."""
+        for instance in self._instances.values():
+            for lease in instance.leases.values():
+                lease.until += by_s
+
+    # ------------------------------------------------------------ what others ask
+
+    def resolve(self, name: str) -> InstanceView | None:
+        """The instance, if it is complete."""
+        instance = self._instances.get(name)
+        return instance.view if instance else None
+
+    def explain(self, name: str) -> str:
+        """What an instance still needs, in one sentence."""
+        instance = self._instances.get(name)
+        if instance is None:
+            return f"nobody has registered as {name!r:.100}; check the name, or wait for it"
+        present, others = _sorted_out(instance)
+        first = present[0]
+        missing = sorted(set(range(first.layout.num_ranks)) - {record.rank for record in present})
+        if not missing:
+            return f"{name!r} is complete"
+        text = f"{name!r} waits for rank {_listed(missing)} of {first.layout.num_ranks}"
+        if others:
+            text += (
+                f"; rank {_listed([record.rank for record in others])} registered with another "
+                f"layout, fingerprint or transport than rank {first.rank}, so start all alike"
+            )
+        return text
+
+    def summaries(self) -> tuple[Summary, ...]:
+        """Every instance, by name."""
+        return tuple(self._summary(self._instances[name]) for name in sorted(self._instances))
+
+    def ranks_of(self, name: str) -> frozenset[int]:
+        """The ranks of an instance that are registered."""
+        instance = self._instances.get(name)
+        return frozenset(instance.leases) if instance else frozenset()
+
+    @property
+    def num_instances(self) -> int:
+        """How many have any rank."""
+        return len(self._instances)
+
+    @property
+    def num_complete(self) -> int:
+        """How many can be used."""
+        return sum(instance.view is not None for instance in self._instances.values())
+
+    # ------------------------------------------------------------ inside
+
+    def _new_instance(self, name: str) -> _Instance:
+        if len(self._instances) >= self._max_instances:
+            raise RendezvousError(
+                Fault.FULL,
+                f"{self._max_instances} instances are registered; use another rendezvous",
+            )
+        instance = self._instances[name] = _Instance(name)
+        return instance
+
+    def _lease(self, name: str, rank: int, incarnation: int) -> _Lease:
+        instance = self._instances.get(name)
+        lease = instance.leases.get(rank) if instance else None
+        if lease is None:
+            raise RendezvousError(Fault.NO_LEASE, f"{name}/{rank} is not registered; register it")
+        if lease.record.incarnation != incarnation:
+            raise RendezvousError(
+                Fault.REPLACED,
+                f"another process has registered as {name}/{rank}; give each its own name or rank",
+            )
+        return lease
+
+    def _remove(self, instance: _Instance, ranks: list[int]) -> bool:
+        for rank in ranks:
+            del instance.leases[rank]
+        self.num_records -= len(ranks)
+        changed = self._update(instance)
+        if not instance.leases:
+            del self._instances[instance.name]
+        return changed
+
+    def _update(self, instance: _Instance) -> bool:
+        """Draw the consequence of a change for the view. Versions are never used again."""
+        view = _complete_view(instance)
+        if view is None and instance.view is None:
+            return False
+        if view is not None and view.same_as(instance.view):
+            return False
+        self._changes += 1
+        instance.version = f"{self.epoch}.{self._changes}"
+        if view is not None:
+            view = msgspec.structs.replace(view, version=instance.version)
+        instance.view = view
+        return True
+
+    def _summary(self, instance: _Instance) -> Summary:
+        present, _ = _sorted_out(instance)
+        first = present[0]
+        return Summary(
+            name=instance.name,
+            complete=instance.view is not None,
+            version=instance.version,
+            num_ranks=first.layout.num_ranks,
+            registered=len(present),
+            transport=first.transport,
+            fingerprint=first.fingerprint,
+            layout=str(first.layout),
+            note=self.explain(instance.name),
+        )
+
+
+def _shared(instance: _Instance, record: RankRecord) -> RankRecord:
+    """The record with the layout object that the instance has already, if it has the same."""
+    for lease in instance.leases.values():
+        if lease.record.layout == record.layout:
+            return msgspec.structs.replace(record, layout=lease.record.layout)
+    return record
+
+
+def _complete_view(instance: _Instance) -> InstanceView | None:
+    if 0 not in instance.leases:
+        return None
+    first = instance.leases[0].record
+    ranks = range(first.layout.num_ranks)
+    if any(rank not in instance.leases for rank in ranks):
+        return None
+    records = [instance.leases[rank].record for rank in ranks]
+    if not all(record.agrees_with(first) for record in records):
+        return None
+    views = tuple(
+        RankView(record.rank, record.incarnation, record.control, record.metadata)
+        for record in records
+    )
+    return InstanceView(instance.name, "", first.fingerprint, first.layout, first.transport, views)
+
+
+def _sorted_out(instance: _Instance) -> tuple[list[RankRecord], list[RankRecord]]:
+    """The records that agree with the lowest rank's, itself first, and the others."""
+    records = [instance.leases[rank].record for rank in sorted(instance.leases)]
+    present = [record for record in records if record.agrees_with(records[0])]
+    return present, [record for record in records if not record.agrees_with(records[0])]
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
+    return f"{shown}, …" if len(ranks) > SHOWN_RANKS else shown

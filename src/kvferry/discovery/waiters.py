@@ -1,0 +1,51 @@
+"""Waiters: requests that wait for news of an instance. Belongs to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from kvferry.discovery.records import Fault, RendezvousError
+
+MAX_WAITING = 8192
+
+
+class Waiters:
+    """Wakes everybody who waits for a name."""
+
+    def __init__(self) -> None:
+        self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self.num_waiting = 0
+        self._closed = False
+
+    async def wait(self, name: str, timeout_s: float) -> None:
+        """Until there is news of that name, or the time is over."""
+        if self.num_waiting >= MAX_WAITING:
+            raise RendezvousError(Fault.FULL, f"{MAX_WAITING} requests wait; ask again later")
+        event = asyncio.Event()
+        self._waiting[name].add(event)
+        self.num_waiting += 1
+        try:
+            if not self._closed:
+                async with asyncio.timeout(timeout_s):
+                    await event.wait()
+        except TimeoutError:
+            return
+        finally:
+            self.num_waiting -= 1
+            self._waiting[name].discard(event)
+            if not self._waiting[name]:
+                del self._waiting[name]
+        if self._closed:
+            raise RendezvousError(Fault.STOPPING, "the rendezvous is stopping; ask again later")
+
+    def wake(self, name: str) -> None:
+        """There is news of that name."""
+        for event in self._waiting.get(name, ()):
+            event.set()
+
+    def close(self) -> None:
+        """Wake everybody for good."""
+        self._closed = True
+        for name in self._waiting:
+            self.wake(name)

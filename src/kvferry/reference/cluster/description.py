@@ -1,0 +1,244 @@
+"""A cluster as its user describes it, in one TOML file or by flags.
+
+From a description come the options of each part: the rendezvous, the workers and
+the router. What can't work is said here, before anything is started. Imports no
+torch, so that a mistake is told at once.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvferry import DType, InputError, Layout, Order, Parallel, Refused, reshard
+from kvferry import Path as TransferPath
+from kvferry.reference.engine.layouts import layout_for
+from kvferry.reference.models.config import ModelConfig
+from kvferry.router.options import RouterOptions
+from kvferry.router.roster import WorkerPart
+
+RENDEZVOUS_PORT = 7077
+MAX_FILE_BYTES = 1 << 20
+SEE = "see examples/cluster.toml"
+DEVICES = ("cpu", "cuda")
+
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
+
+
+class RendezvousSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where workers register. ``url`` is how others reach it, where that is not ``host``."""
+
+    host: str = "127.0.0.1"
+    port: Port = RENDEZVOUS_PORT
+    url: str = ""
+
+    @property
+    def address(self) -> str:
+        """As workers and routers are told."""
+        return self.url or f"http://{self.host}:{self.port}"
+
+
+class TransferSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the cache travels. ``layers``: so many of a chunk at a time, as many as pay, or all."""
+
+    layers: Count | Literal["auto", "all"] = "auto"
+
+
+class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker, or ``instances`` of the same kind, each of ``tp`` × ``pp`` ranks.
+
+    ``advertise`` is the address at which other hosts reach this one, where it
+    listens on all (``host = "0.0.0.0"``). ``path`` forces how a prefill worker
+    sends, which otherwise it chooses itself by what it has measured.
+    """
+
+    name: str = ""
+    instances: Count = 1
+    tp: Count = 1
+    pp: Count = 1
+    stages: tuple[int, ...] = ()
+    page: Count = 16
+    order: Order = Order.NHD
+    dtype: DType = DType.FLOAT32
+    device: str = "cpu"
+    threads: Count = 1
+    cache_tokens: Count = 8192
+    max_requests: Count = 32
+    step_tokens: Count = 256
+    prefix_cache: bool = True
+    host: str = "127.0.0.1"
+    port: Port = 0
+    advertise: str = ""
+    path: TransferPath | None = None
+
+    def __str__(self) -> str:
+        pipeline = f"·PP{self.parallel.pp}" if self.parallel.pp > 1 else ""
+        instances = f" × {self.instances}" if self.instances > 1 else ""
+        return f"TP{self.tp}{pipeline}{instances}, page {self.page}"
+
+    @property
+    def parallel(self) -> Parallel:
+        """How it shards."""
+        return Parallel(tp=self.tp, pp=len(self.stages) or self.pp, stages=self.stages)
+
+    def layout(self, config: ModelConfig) -> Layout:
+        """How its ranks hold the model's cache."""
+        return layout_for(
+            config, self.parallel, page_tokens=self.page, order=self.order, dtype=self.dtype
+        )
+
+    def engine(self) -> dict[str, Any]:
+        """The fields of its ``EngineOptions``."""
+        same = ("device", "threads", "cache_tokens", "max_requests", "step_tokens", "prefix_cache")
+        fields = {name: getattr(self, name) for name in same}
+        fields |= {"page_tokens": self.page, "order": self.order, "dtype": self.dtype}
+        return fields | {"parallel": msgspec.to_builtins(self.parallel)}
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of it. An empty ``model`` is the default one."""
+
+    model: str = ""
+    transport: str = "auto"
+    key: str | None = None
+    rendezvous: RendezvousSection = RendezvousSection()
+    router: RouterOptions = RouterOptions()
+    transfer: TransferSection = TransferSection()
+    prefill: tuple[WorkerSection, ...] = ()
+    decode: tuple[WorkerSection, ...] = ()
+
+    def workers(self) -> list[Named]:
+        """Every worker, under its own name."""
+        return [*_named(WorkerPart.PREFILL, self.prefill), *_named(WorkerPart.DECODE, self.decode)]
+
+
+class ModelFolder(NamedTuple):
+    """A model's folder and the name under which it is served."""
+
+    folder: Path
+    name: str
+
+
+class Named(NamedTuple):
+    """One worker of a section."""
+
+    name: str
+    part: WorkerPart
+    section: WorkerSection
+
+
+def _named(part: WorkerPart, sections: Iterable[WorkerSection]) -> list[Named]:
+    """``prefill-0``, ``prefill-1``, … but for those that have a name."""
+    workers: list[Named] = []
+    for section in sections:
+        for i in range(section.instances):
+            name = section.name or f"{part}-{len(workers)}"
+            if section.name and section.instances > 1:
+                name = f"{section.name}-{i}"
+            # A port can be had once; the others take any.
+            own = section if i == 0 else msgspec.structs.replace(section, port=0)
+            workers.append(Named(name, part, own))
+    return workers
+
+
+# ---------------------------------------------------------------- files
+
+
+def read_cluster(name: str) -> Cluster:
+    """A description out of a file; paths in it are relative to where it lies."""
+    path = Path(name)
+    try:
+        with path.open("rb") as file:
+            data = tomllib.loads(file.read(MAX_FILE_BYTES).decode())
+        cluster = msgspec.convert(data, Cluster)
+    except OSError as error:
+        raise InputError(f"cannot read {name!r}: {error.strerror}; check the path") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{name} is not TOML: {error}; {SEE}") from None
+    except (msgspec.ValidationError, InputError) as error:
+        raise InputError(f"{name}: {error}; {SEE}") from None
+    if cluster.router.rendezvous or cluster.router.key:
+        raise InputError(f"{name}: [router] takes rendezvous and key from the whole file; {SEE}")
+    key = str(path.parent / cluster.key) if cluster.key else None
+    model = cluster.model
+    if "/" in model:
+        model = str(path.parent / model)
+    return msgspec.structs.replace(cluster, key=key, model=model)
+
+
+# ---------------------------------------------------------------- what fits
+
+
+def check(cluster: Cluster, model: ModelFolder) -> None:
+    """Refuse what can't work, in one sentence."""
+    workers = cluster.workers()
+    names = [worker.name for worker in workers]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise InputError(f"two workers have the name {min(twice)!r}; give each its own")
+    for section in (*cluster.prefill, *cluster.decode):
+        if section.device not in DEVICES:
+            raise InputError(f"device is {' or '.join(DEVICES)}, not {section.device!r:.40}")
+    if any(section.path for section in cluster.decode):
+        raise InputError("prefill chooses the path; put it into a [[prefill]] section")
+    try:
+        config = ModelConfig.load(model.folder)
+        layouts = [(worker.part, worker.section.layout(config)) for worker in workers]
+        for part, source in layouts:
+            for other, target in layouts:
+                if (part, other) == (WorkerPart.PREFILL, WorkerPart.DECODE):
+                    reshard(source, target)
+    except Refused as refused:
+        raise InputError("; ".join(reason.message for reason in refused.reasons)) from None
+
+
+# ---------------------------------------------------------------- options of the parts
+
+
+def rendezvous_options(cluster: Cluster) -> dict[str, Any]:
+    """What ``parts.run_part`` takes for the rendezvous."""
+    section = cluster.rendezvous
+    return {"host": section.host, "port": section.port, "key": cluster.key}
+
+
+def router_options(cluster: Cluster, rendezvous: str | None) -> dict[str, Any]:
+    """And for the router."""
+    own = msgspec.structs.replace(cluster.router, rendezvous=rendezvous, key=cluster.key)
+    fields: dict[str, Any] = msgspec.to_builtins(own)
+    return fields
+
+
+def worker_options(
+    cluster: Cluster, worker: Named, model: ModelFolder, rendezvous: str | None
+) -> dict[str, Any]:
+    """And for a worker. Its own deadlines are the router's, for callers without one.
+
+    What the router would give up is given up by the worker too, and sooner.
+    """
+    section = worker.section
+    fields: dict[str, Any] = msgspec.to_builtins(
+        {
+            "role": worker.part,
+            "name": worker.name,
+            "folder": str(model.folder),
+            "model": model.name,
+            "engine": section.engine() | {"lost_s": cluster.router.lost_s},
+            "transport": cluster.transport,
+            "rendezvous": rendezvous,
+            "key_file": cluster.key,
+            "host": section.host,
+            "port": section.port,
+            "advertise": section.advertise,
+            "layers": cluster.transfer.layers,
+            "endpoint": {"path": section.path},
+            "deadline_s": cluster.router.room_s,
+            "request_s": cluster.router.deadline_s,
+        }
+    )
+    return fields

@@ -1,0 +1,160 @@
+"""Small random models, for tests and for trying things out.
+
+They say nothing sensible, so compare them by logits. The weights are large
+enough for the answer to depend on the prompt, which a random model's often does
+not. The tokenizer knows bytes: a token for each, and one for the end.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum, auto
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from torch import Tensor
+
+from kvferry.reference.models.config import ATTENTION, HYBRID, LINEAR, ModelConfig
+from kvferry.reference.models.folders import SINGLE
+
+END = "<end>"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}"
+    "{% endfor %}{{ 'assistant: ' }}"
+)
+
+
+class TinyKind(StrEnum):
+    """The families that there is a small model of."""
+
+    LLAMA = auto()
+    QWEN3 = auto()
+    HYBRID = auto()
+
+
+def make_tiny(
+    folder: Path, kind: TinyKind = TinyKind.LLAMA, seed: int = 0, **changes: object
+) -> Path:
+    """Write a whole model folder: configuration (with these changes), weights, tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = tiny_config(kind) | changes
+    (folder / "config.json").write_bytes(msgspec.json.encode(raw))
+    config = ModelConfig.load(folder)
+    random = torch.Generator().manual_seed(seed)
+    save_file(_weights(config, random), folder / SINGLE)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    settings = {"chat_template": TEMPLATE, "eos_token": END}
+    (folder / "tokenizer_config.json").write_bytes(msgspec.json.encode(settings))
+    return folder
+
+
+def tiny_config(kind: TinyKind) -> dict[str, object]:
+    """A published configuration's fields, with small numbers.
+
+    Three KV heads fit TP 1, 3 and 6 (replicated), two fit TP 1, 2, 4 and 6.
+    """
+    config: dict[str, object] = {
+        "model_type": HYBRID if kind is TinyKind.HYBRID else kind.value,
+        "vocab_size": 257,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3 if kind is TinyKind.LLAMA else 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": kind is not TinyKind.LLAMA,
+        "eos_token_id": 256,
+    }
+    if kind is TinyKind.HYBRID:
+        config |= {
+            "layer_types": [LINEAR, ATTENTION] * 3,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 4,
+        }
+    return config
+
+
+def byte_tokenizer() -> FastTokenizer:
+    """Byte b is token b; 256 is the end."""
+    # The alphabet in which byte-level tokenizers write bytes: printable ones stand for themselves.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    letters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
+    fast = FastTokenizer(models.BPE({letter: b for b, letter in letters.items()}, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(END)])
+    return fast
+
+
+def _weights(config: ModelConfig, random: torch.Generator) -> dict[str, Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab, config.hidden),
+        "model.norm.weight": (config.hidden,),
+    }
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab, config.hidden)
+    for layer, kind in enumerate(config.layer_types):
+        mixer = _linear_shapes(config) if kind == LINEAR else _attention_shapes(config)
+        parts = mixer | _other_shapes(config)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+    return {name: _random(shape, random) for name, shape in shapes.items()}
+
+
+def _random(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
+    """Vectors around 1, matrices that keep the size of what they multiply."""
+    noise = torch.randn(shape, generator=random)
+    return 1 + 0.1 * noise if len(shape) == 1 else 1.5 * noise / shape[-1] ** 0.5
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (width, config.hidden),
+        "self_attn.k_proj.weight": (kv_width, config.hidden),
+        "self_attn.v_proj.weight": (kv_width, config.hidden),
+        "self_attn.o_proj.weight": (config.hidden, width),
+    }
+    if config.head_norms:
+        shapes["self_attn.q_norm.weight"] = (config.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def _linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    linear = config.linear
+    assert linear is not None
+    key, value = linear.heads * linear.key_dim, linear.heads * linear.value_dim
+    return {
+        "linear_attn.q_proj.weight": (key, config.hidden),
+        "linear_attn.k_proj.weight": (key, config.hidden),
+        "linear_attn.v_proj.weight": (value, config.hidden),
+        "linear_attn.z_proj.weight": (value, config.hidden),
+        "linear_attn.g_proj.weight": (linear.heads, config.hidden),
+        "linear_attn.g_bias": (linear.heads,),
+        "linear_attn.conv_q.weight": (key, linear.kernel),
+        "linear_attn.conv_k.weight": (key, linear.kernel),
+        "linear_attn.conv_v.weight": (value, linear.kernel),
+        "linear_attn.norm.weight": (linear.value_dim,),
+        "linear_attn.o_proj.weight": (config.hidden, value),
+    }
+
+
+def _other_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {
+        "input_layernorm.weight": (config.hidden,),
+        "post_attention_layernorm.weight": (config.hidden,),
+        "mlp.gate_proj.weight": (config.intermediate, config.hidden),
+        "mlp.up_proj.weight": (config.intermediate, config.hidden),
+        "mlp.down_proj.weight": (config.hidden, config.intermediate),
+    }

@@ -1,0 +1,282 @@
+"""A worker: an engine on its ranks, its endpoints, and an HTTP API in front of it.
+
+``run_instance`` is the whole life of a worker's process. The engine runs in a
+thread of its own (``loop.py``), HTTP in the thread that calls; they talk through
+queues. Nothing is printed. Whoever started the worker learns that it is ready
+from the ``ready`` callback, from ``GET /healthz``, or from the rendezvous:
+
+A worker registers there as ``<name>@http`` beside its ranks, with the metadata
+``role``, ``http`` (its URL), ``model`` and ``instance`` (its name, as ``prefill``
+in a body wants it). Prefill ranks also register as ``<name>``, for decode ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+import signal
+import threading
+from collections.abc import Callable
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from kvferry import (
+    EndpointConfig,
+    InputError,
+    Layers,
+    Parallel,
+    RankRecord,
+    RendezvousClient,
+    bindable,
+    model_fingerprint,
+    new_incarnation,
+    numeric,
+    read_config,
+)
+from kvferry.http.connections import Connections
+from kvferry.http.limits import limits_here
+from kvferry.http.listening import bound, http_url, key_in
+from kvferry.http.site import HttpSite
+from kvferry.reference.api.bodies import Serving
+from kvferry.reference.api.routes import Api
+from kvferry.reference.engine.engine import Engine, EngineOptions
+from kvferry.reference.engine.layouts import layout_for
+from kvferry.reference.engine.requests import Role
+from kvferry.reference.ranks.rank import MakeExtension, no_extension
+from kvferry.reference.transfer.decode import DecodeExtension
+from kvferry.reference.transfer.extension import EndpointSettings
+from kvferry.reference.transfer.prefill import PrefillExtension
+from kvferry.reference.worker.loop import EngineLoop
+from kvferry.security.signing import Guard
+
+log = logging.getLogger(__name__)
+
+# "@" sets a worker apart from its ranks at the rendezvous.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/-]{0,199}")
+SHUTDOWN_S = 2.0
+# The caller's connection, and one to the prefill worker that is asked how a room ended.
+FILES_EACH = 2
+
+
+class WorkerRole(StrEnum):
+    """Which half of a request a worker computes for others. Alone, either can do both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is made from.
+
+    ``folder`` is the model's, ``model`` the name under which it is served (the
+    folder's, if empty). ``advertise`` is the numeric address at which others reach
+    this host, for HTTP and for transfers; ``host`` if empty. ``deadline_s`` is for
+    a transfer whose caller names none, ``request_s`` for every request as a whole; no
+    transfer may hold pages for longer than that. ``layers`` is how many a prefill
+    worker pushes at a time.
+    """
+
+    role: WorkerRole
+    name: str
+    folder: str
+    model: str = ""
+    engine: EngineOptions = EngineOptions()
+    transport: str = "auto"
+    rendezvous: str | None = None
+    key_file: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    deadline_s: float = 60.0
+    request_s: float = 600.0
+    layers: Layers = "auto"
+    endpoint: EndpointConfig = EndpointConfig()
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise InputError(
+                f"the worker's name {self.name!r:.100} must begin with a letter or digit and have "
+                f"only those and . _ : + / - (at most 200)"
+            )
+        for name in ("deadline_s", "request_s"):
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name} must be above 0, not {getattr(self, name)}")
+
+    @property
+    def served_as(self) -> str:
+        """The model's name for callers."""
+        return self.model or Path(self.folder).resolve().name
+
+    @property
+    def fingerprint(self) -> str:
+        """What the other side must serve too. Files are read for it."""
+        config = read_config(self.folder)
+        return model_fingerprint(self.folder, config, dtype=str(self.engine.dtype))
+
+    @property
+    def reached_at(self) -> str:
+        """The numeric address of this host for others."""
+        return _reachable(self.advertise or self.host)
+
+
+def extension_for(options: InstanceOptions, url: str = "", life: str = "") -> MakeExtension:
+    """What goes with every rank: an endpoint of the worker's side, if there is a rendezvous."""
+    if options.rendezvous is None:
+        return no_extension
+    settings = EndpointSettings(
+        name=options.name,
+        model=options.fingerprint,
+        transport=options.transport,
+        rendezvous=options.rendezvous,
+        key_file=options.key_file,
+        http=url,
+        life=life,
+        layers=options.layers,
+        config=msgspec.structs.replace(options.endpoint, host=options.reached_at),
+    )
+    kind = PrefillExtension if options.role is WorkerRole.PREFILL else DecodeExtension
+    return partial(kind, settings)
+
+
+class Instance:
+    """A worker. ``start`` and ``stop`` belong to one event loop."""
+
+    def __init__(self, options: InstanceOptions, extend: MakeExtension | None = None) -> None:
+        self.options = options
+        self._key = key_in(options.key_file)
+        self._guard = Guard(self._key.http) if self._key is not None else None
+        # Without a key on loopback only: whoever reaches a worker can have it compute.
+        address, reached_at = bindable(options.host, options.port, self._key), options.reached_at
+        self._listener = bound(address, options.port)
+        self.url = http_url(reached_at, self._listener)
+        self._extend = extend
+        role = Role.PREFILL if options.role is WorkerRole.PREFILL else Role.DECODE
+        self.loop = EngineLoop(self._make_engine, role)
+        self._role = Role.WHOLE if options.rendezvous is None else role
+        self._client: RendezvousClient | None = None
+        self._site: HttpSite | None = None
+
+    def _make_engine(self) -> Engine:
+        life = self._guard.life if self._guard is not None else ""
+        extend = self._extend or extension_for(self.options, self.url, life)
+        return Engine(Path(self.options.folder), self.options.engine, extend=extend)
+
+    async def start(self) -> str:
+        """Load the model, take requests, and say so at the rendezvous; the URL."""
+        options = self.options
+        self.loop.begin()
+        engine = await asyncio.wrap_future(self.loop.ready)
+        api = Api(
+            self.loop,
+            _serving(options, engine, self._role),
+            _about(options, engine),
+            deadline_s=options.deadline_s,
+            request_s=options.request_s,
+            key=self._key,
+            guard=self._guard,
+        )
+        connections = Connections(limits_here(FILES_EACH), api.metrics.registry)
+        self._site = HttpSite(api.application(), connections, shutdown_s=SHUTDOWN_S)
+        await self._site.start(self._listener)
+        self._announce(engine)
+        log.info("serving name=%s role=%s url=%s", options.name, options.role, self.url)
+        return self.url
+
+    def _announce(self, engine: Engine) -> None:
+        options = self.options
+        if options.rendezvous is None:
+            return
+        self._client = RendezvousClient(options.rendezvous, self._key)
+        record = RankRecord(
+            instance=f"{options.name}@http",
+            rank=0,
+            incarnation=new_incarnation(),
+            fingerprint=options.fingerprint,
+            # The rendezvous wants one; a server has a single place, whatever its ranks.
+            layout=layout_for(engine.config, Parallel()),
+            transport="http",
+            control=self.url,
+            metadata={
+                "role": str(options.role),
+                "http": self.url,
+                "model": options.served_as,
+                "instance": options.name,
+            },
+        )
+        self._client.register(record, options.endpoint.lease_s)
+
+    async def stop(self) -> None:
+        """Leave the rendezvous, end every request and every rank. Idempotent."""
+        if self._client is not None:
+            await asyncio.to_thread(self._client.close)
+        await asyncio.to_thread(self.loop.stop)
+        if self._site is not None:
+            await self._site.stop()
+        self._listener.close()
+        log.info("stopped name=%s", self.options.name)
+
+
+def run_instance(options: InstanceOptions, ready: Callable[[str], None] = lambda url: None) -> None:
+    """Serve until SIGINT or SIGTERM; ``ready`` is called with the URL once requests are taken.
+
+    Raises ``KvferryError`` with one sentence if it can't start, and ``RankLost``
+    if a rank is lost later: then everything has ended, and it may be started again.
+    """
+    asyncio.run(_run(options, ready))
+
+
+async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
+    stopped = asyncio.Event()
+    here = asyncio.get_running_loop()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            here.add_signal_handler(number, stopped.set)
+    instance = Instance(options)
+    stop = asyncio.create_task(stopped.wait())
+    start = asyncio.create_task(instance.start())
+    await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
+    if not start.done():
+        # The engine's thread can't be interrupted; it and its ranks end with this process.
+        return
+    try:
+        ready(start.result())
+        died = asyncio.wrap_future(instance.loop.died)
+        await asyncio.wait((died, stop), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stop.cancel()
+        await instance.stop()
+    # An engine that is stuck in a step has not even died.
+    if instance.loop.died.done() and (reason := instance.loop.died.result()) is not None:
+        raise reason
+
+
+def _serving(options: InstanceOptions, engine: Engine, role: Role) -> Serving:
+    blocks = engine.scheduler.blocks
+    longest = min(engine.config.max_tokens, blocks.num_pages * blocks.page_tokens)
+    return Serving(options.served_as, engine.tokenizer, longest, role)
+
+
+def _about(options: InstanceOptions, engine: Engine) -> dict[str, object]:
+    parallel = options.engine.parallel
+    return {
+        "role": str(options.role),
+        "name": options.name,
+        "model": options.served_as,
+        "transport": options.transport,
+        "parallel": {"tp": parallel.tp, "pp": parallel.pp},
+        "page_tokens": options.engine.page_tokens,
+        "max_tokens": engine.config.max_tokens,
+    }
+
+
+def _reachable(host: str) -> str:
+    """The address of a host by which others reach it."""
+    address = numeric(host)
+    if ipaddress.ip_address(address).is_unspecified:
+        raise InputError(f"{host} says nothing to others; give the address that they reach this by")
+    return address

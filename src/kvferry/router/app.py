@@ -1,0 +1,185 @@
+"""The router over HTTP: a thin shell around the forwarder and the watch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiohttp import web
+
+from kvferry import ClusterKey
+from kvferry.dashboard.routes import PageRoutes, is_guarded
+from kvferry.http.api_errors import ApiError, json_response, of_refusal
+from kvferry.router.bodies import Defaults, new_id, read_ask
+from kvferry.router.dialects import dialect_of
+from kvferry.router.forward import Forwarder
+from kvferry.router.lookout import RouterLookout
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.options import RouterOptions, named_url
+from kvferry.router.roster import Announced, Roster, Worker, WorkerPart
+from kvferry.router.upstream import ended
+from kvferry.router.watch import Watch
+from kvferry.security.tokens import token_problem
+
+log = logging.getLogger("kvferry.router")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_BODY_BYTES = 8 << 20
+BODY_S = 30.0
+FAILURE_HEADER = "X-Kvferry-On-Failure"
+CLIENT_LEFT = 499
+
+
+class Router:
+    """Routes, and what stands behind them for as long as the application runs."""
+
+    def __init__(self, options: RouterOptions, key: ClusterKey | None = None) -> None:
+        dialect = dialect_of(options.engine)
+        fixed = [
+            Announced(url, part, name)
+            for part, urls in (
+                (WorkerPart.PREFILL, options.prefill_urls),
+                (WorkerPart.DECODE, options.decode_urls),
+            )
+            for name, url in map(named_url, urls)
+        ]
+        self._options = options
+        self.roster = Roster(options.policy, options.lost_s, fixed)
+        self.metrics = RouterMetrics(self.roster)
+        self._dialect = dialect
+        self._forwarder = Forwarder(options, self.roster, self.metrics, dialect, key)
+        self._watch = Watch(options, self.roster, key, dialect.ask_health)
+        self._lookout = RouterLookout(options.rendezvous, self.roster, key)
+        self._key = key.http if key is not None else None
+        self._since = int(time.time())
+
+    def application(self) -> web.Application:
+        """All routes; the watch starts and ends with it."""
+        app = web.Application(middlewares=[self._frame], client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.get("/healthz", self._health),
+                web.get("/metrics", self._text),
+                web.get("/v1/models", self._list_models),
+                web.get("/v1/models/{model:.+}", self._one_model),
+                web.post("/v1/completions", self._answer),
+                web.post("/v1/chat/completions", self._answer),
+                *PageRoutes(self._lookout).routes(),
+            ]
+        )
+        app.cleanup_ctx.append(self._watching)
+        return app
+
+    async def _watching(self, app: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._watch.run())
+        yield
+        await ended(task)
+        await self._forwarder.close()
+        await self._lookout.close()
+
+    # ------------------------------------------------------------ around every request
+
+    @web.middleware
+    async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        route = request.match_info.route.resource
+        path, began = route.canonical if route is not None else "other", time.monotonic()
+        status = str(CLIENT_LEFT)
+        try:
+            response = await self._guarded(request, handler)
+            status = str(response.status)
+            return response
+        finally:
+            self.metrics.requests.labels(path, status).inc()
+            self.metrics.seconds.labels(path).observe(time.monotonic() - began)
+
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._demand_token(request)
+            return await handler(request)
+        except ApiError as error:
+            level = logging.INFO if error.status < 500 else logging.WARNING
+            log.log(
+                level, "refused path=%s status=%d why=%r", request.path, error.status, str(error)
+            )
+            return error.response()
+        except web.HTTPException as error:
+            return of_refusal(error, MAX_BODY_BYTES).response()
+        except (ConnectionError, web.RequestPayloadError) as error:
+            # The client has left in the middle, and nobody reads this.
+            log.info("client-left path=%s why=%r", request.path, error)
+            return web.Response(status=CLIENT_LEFT)
+        except Exception:
+            log.exception("request-failed path=%s", request.path)
+            return ApiError(500, "the router has a bug; see its log", code="internal").response()
+
+    def _demand_token(self, request: web.Request) -> None:
+        """Clients need none; who wants to see the cluster does."""
+        if self._key is None or not is_guarded(request.path):
+            return
+        header = request.headers.get("Authorization", "")
+        problem = token_problem(self._key, header, time.time())
+        if problem is not None:
+            raise ApiError(401, problem, code="token")
+
+    # ------------------------------------------------------------ what clients ask
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(BODY_S):
+                data = await request.read()
+        except TimeoutError:
+            raise ApiError(408, "the body did not come in time", code="slow") from None
+        header = request.headers.get(FAILURE_HEADER)
+        seed = new_id() if self._dialect.needs_seed else None
+        defaults = Defaults(self._model, self._options.on_failure, seed)
+        ask = read_ask(request.path, data, header, defaults)
+        return await self._forwarder.answer(request, ask)
+
+    def _model(self, asked: str | None) -> str:
+        """The model that is meant: the one that is named, or the only one."""
+        models = self.roster.models()
+        if not models:
+            message = "no decode worker is up; start one, or wait"
+            raise ApiError(503, message, code="no_decode_worker")
+        if asked is None and len(models) == 1:
+            return models[0]
+        if asked in models:
+            return str(asked)
+        status, what = (400, "give a model") if asked is None else (404, f"no model {asked!r:.200}")
+        message = f"{what}; there is {', '.join(models)}"
+        raise ApiError(status, message, code="model_not_found", param="model")
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        data = [self._described(model) for model in self.roster.models()]
+        return json_response({"object": "list", "data": data})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        return json_response(self._described(self._model(request.match_info["model"])))
+
+    def _described(self, model: str) -> dict[str, object]:
+        return {"id": model, "object": "model", "created": self._since, "owned_by": "kvferry"}
+
+    # ------------------------------------------------------------ what operators ask
+
+    async def _health(self, request: web.Request) -> web.Response:
+        workers = [_shown(worker) for worker in self.roster.workers]
+        return json_response({"role": "router", "status": "ok", "workers": workers})
+
+    async def _text(self, request: web.Request) -> web.Response:
+        content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=self.metrics.text(), headers=content)
+
+
+def _shown(worker: Worker) -> dict[str, object]:
+    return {
+        "name": worker.name,
+        "part": worker.part,
+        "url": worker.url,
+        "model": worker.model,
+        "up": worker.up,
+        "in_flight": worker.in_flight,
+        "problem": worker.problem,
+    }

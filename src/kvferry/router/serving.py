@@ -1,0 +1,56 @@
+"""A router that listens: inside an event loop, or as the whole life of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+
+from kvferry import bindable
+from kvferry.http.connections import Connections
+from kvferry.http.limits import limits_here
+from kvferry.http.listening import bound, http_url, key_in
+from kvferry.http.site import HttpSite
+from kvferry.router.app import Router
+from kvferry.router.options import RouterOptions
+
+log = logging.getLogger("kvferry.router")
+
+SHUTDOWN_S = 1.0
+# The client's connection, one to each worker, and one to whoever is told that a room is given up.
+FILES_EACH = 4
+
+
+@contextlib.asynccontextmanager
+async def serving(options: RouterOptions) -> AsyncIterator[str]:
+    """Serve for as long as the block lasts, at the address that it is given."""
+    key = key_in(options.key)
+    address = bindable(options.host, options.port, key)
+    listener = bound(address, options.port)
+    url = http_url(address, listener)
+    router = Router(options, key)
+    connections = Connections(limits_here(FILES_EACH), router.metrics.registry)
+    site = HttpSite(router.application(), connections, shutdown_s=SHUTDOWN_S)
+    await site.start(listener)
+    log.info("listening url=%s", url)
+    try:
+        yield url
+    finally:
+        await site.stop()
+        log.info("stopped url=%s", url)
+
+
+def run_router(options: RouterOptions, ready: Callable[[str], None] = lambda url: None) -> None:
+    """Serve until SIGINT or SIGTERM; ``ready`` is called with the address."""
+    asyncio.run(_serve_until_told(options, ready))
+
+
+async def _serve_until_told(options: RouterOptions, ready: Callable[[str], None]) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with serving(options) as url:
+        ready(url)
+        await stop.wait()

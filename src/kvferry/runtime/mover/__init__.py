@@ -1,1 +1,0 @@
-"""What runs on the mover's thread: everything that touches a transport."""

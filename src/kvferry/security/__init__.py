@@ -1,0 +1,1 @@
+"""Cluster keys, signed requests and bearer tokens."""

@@ -1,5 +1,0 @@
-"""GPU memory of other processes, mapped: what a target exports and what a source writes into."""
-
-from kvferry.transport.cuda.transport import CudaTransport
-
-__all__ = ["CudaTransport"]

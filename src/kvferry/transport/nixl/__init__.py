@@ -1,5 +1,0 @@
-"""NIXL behind the transport interface: the agent, its peers, and writes in batches."""
-
-from kvferry.transport.nixl.transport import NixlTransport
-
-__all__ = ["NixlTransport"]

@@ -1,0 +1,5 @@
+"""NIXL behind the transport interface: the agent, its peers, and writes in batches."""
+
+from kvferry.transports.nixl.transport import NixlTransport
+
+__all__ = ["NixlTransport"]

@@ -1,0 +1,124 @@
+"""A small server with OpenAI's API that answers in known ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+from kvferry.cli.eval.prompt import INSTRUCTION
+
+MODEL = "examinee"
+PATIENCE_S = 30.0
+Body = dict[str, Any]
+# The text of an answer, or a whole response.
+Said = str | web.StreamResponse
+Answer = Callable[["Server", str, web.Request], Awaitable[Said]]
+
+
+def question_in(body: Body) -> str:
+    """The question that is asked, without the shots."""
+    if "messages" in body:
+        content: str = body["messages"][-1]["content"]
+        return content.removesuffix(INSTRUCTION).strip()
+    prompt: str = body["prompt"]
+    return prompt.rpartition("Question: ")[2].removesuffix("\nAnswer:")
+
+
+class Server:
+    """``answer`` says what it does; ``bodies`` and ``headers`` are what it was asked."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.bodies: list[Body] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.under_way = self.most_under_way = 0
+        self.url = ""
+        self._answer = answer
+
+    @property
+    def asked(self) -> list[str]:
+        """Without the first request, which only tries the door."""
+        return [question_in(body) for body in self.bodies[1:]]
+
+    async def start(self) -> web.AppRunner:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL}, {"id": "other"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        self.paths.append(request.path)
+        if body["model"] != MODEL:
+            return refusal(404, f"The model {body['model']!r} does not exist")
+        if body["max_tokens"] == 1:
+            return await streamed(request, "x", "length")
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            said = await self._answer(self, question_in(body), request)
+        finally:
+            self.under_way -= 1
+        return await streamed(request, said) if isinstance(said, str) else said
+
+
+def refusal(status: int, message: str) -> web.Response:
+    error = {"message": message, "type": "t", "param": None, "code": None}
+    return web.json_response({"error": error}, status=status)
+
+
+async def streamed(request: web.Request, text: str, finish: str = "stop") -> web.StreamResponse:
+    """Word by word, with a token for each, and what all of it was at the end."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    words = text.split(" ")
+    for i, word in enumerate(words):
+        piece = word if i == 0 else f" {word}"
+        is_chat = request.path.endswith("/chat/completions")
+        choice: Body = {"index": 0, "finish_reason": finish if i == len(words) - 1 else None}
+        choice |= {"delta": {"content": piece}} if is_chat else {"text": piece}
+        await _event(response, {"choices": [choice]})
+    usage = {"prompt_tokens": 5, "completion_tokens": len(words)}
+    await _event(response, {"choices": [], "usage": usage})
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def _event(response: web.StreamResponse, document: Body) -> None:
+    await response.write(f"data: {json.dumps(document)}\n\n".encode())
+
+
+@contextmanager
+def answering(answer: Answer) -> Iterator[Server]:
+    """A server in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="answering", daemon=True)
+    thread.start()
+    server = Server(answer)
+    try:
+        starting = asyncio.run_coroutine_threadsafe(server.start(), loop)
+        runner = starting.result(PATIENCE_S)
+        try:
+            yield server
+        finally:
+            asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(PATIENCE_S)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(PATIENCE_S)
+        loop.close()

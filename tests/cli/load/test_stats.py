@@ -1,0 +1,74 @@
+"""What replies amount to."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.cli.load.client import Reply
+from kvferry.cli.load.stats import Range, Spread, percentile, spread, summarise, tpot_s
+
+
+def test_percentiles_lie_between_neighbours() -> None:
+    assert percentile([3.0], 0.99) == 3.0
+    assert percentile([1.0, 2.0], 0.5) == 1.5
+    assert percentile([4.0, 1.0, 3.0, 2.0], 1.0) == 4.0
+    assert percentile(range(101), 0.99) == 99.0
+    assert spread([0.0, 50.0, 100.0]) == Spread(50.0, 99.0)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2))
+def test_percentiles_are_those_of_the_standard_library(values: list[float]) -> None:
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    assert percentile(values, 0.5) == pytest.approx(cuts[49])
+    assert percentile(values, 0.99) == pytest.approx(cuts[98])
+
+
+def answered(began: float, ttft_s: float, total_s: float, tokens: int, **fields: object) -> Reply:
+    usage = {"completion_tokens": tokens, "prompt_tokens": 10}
+    reply = Reply(began=began, ttft_s=ttft_s, total_s=total_s, usage=usage, finish="length")
+    reply.stamps = [ttft_s, total_s]
+    reply.report = dict(fields)
+    return reply
+
+
+def test_the_first_token_is_no_token_after_the_first() -> None:
+    assert tpot_s(answered(0, 1.0, 4.0, 4)) == 1.0
+    assert tpot_s(answered(0, 1.0, 4.0, 1)) is None
+    whole = answered(0, 4.0, 4.0, 4)
+    whole.stamps = [4.0]
+    assert tpot_s(whole) is None
+    assert tpot_s(Reply()) is None
+
+
+def test_a_level_counts_what_was_answered() -> None:
+    replies = [
+        answered(100.0, 1.0, 4.0, 4, bytes=7, path="slices"),
+        answered(101.0, 3.0, 9.0, 4, bytes=5, path="slices"),
+        Reply(began=102.0, total_s=6.0, error="gone"),
+        Reply(began=102.0, total_s=1.0, error="later"),
+    ]
+    level = summarise(2, replies)
+    assert (level.requests, level.failed, level.first_failure) == (4, 2, "gone")
+    assert level.seconds == 10.0
+    assert (level.requests_per_s, level.output_tokens_per_s) == (0.2, 0.8)
+    assert level.ttft_s == spread([1.0, 3.0])
+    assert level.tpot_s == spread([1.0, 2.0])
+    assert level.total_s == spread([4.0, 9.0])
+    assert (level.prompt_tokens, level.output_tokens) == (Range(10, 10), Range(4, 4))
+    assert (level.carried_bytes, level.paths) == (12, {"slices": 2})
+
+
+def test_nothing_is_known_of_nothing() -> None:
+    for replies in ([], [Reply(began=1.0, error="gone")]):
+        level = summarise(1, replies)
+        assert (level.ttft_s, level.tpot_s, level.total_s) == (None, None, None)
+        assert (level.prompt_tokens, level.carried_bytes) == (None, None)
+        assert (level.requests_per_s, level.output_tokens_per_s) == (0.0, 0.0)
+
+
+def test_a_range_of_one_value_is_that_value() -> None:
+    assert (str(Range(4, 4)), str(Range(3, 4))) == ("4", "3 to 4")

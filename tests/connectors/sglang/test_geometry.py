@@ -1,0 +1,150 @@
+"""SGLang's buffers in kvferry's words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry import DType, InputError, Parallel, Refused, Span, Stated, reshard
+from kvferry.connectors.sglang.geometry import head_span, layout_of, memory_of
+from kvferry.connectors.sglang.pools import Buffers, Cache, Heads, Place
+from kvferry.plan.prove import check
+
+LAYERS = 4
+PAGES = 8
+
+
+def cache(
+    *,
+    tp: int = 1,
+    tp_rank: int = 0,
+    total: int = 3,
+    share: int | None = None,
+    padded_for: int | None = None,
+    page: int = 16,
+    pp: int = 1,
+    pp_rank: int = 0,
+    stages: tuple[int, ...] = (LAYERS,),
+) -> Cache:
+    """A rank's as SGLang would have it, with K of 8 and V of 4 float32 elements a head."""
+    heads = -(-total // tp) if share is None else share
+    first = sum(stages[:pp_rank])
+    layers = tuple(range(first, first + stages[pp_rank]))
+    rows = [heads * 8 * 4] * len(layers) + [heads * 4 * 4] * len(layers)
+    return Cache(
+        num_layers=sum(stages),
+        layers=tuple(range(sum(stages))),
+        stages=stages,
+        place=Place(tp=tp, tp_rank=tp_rank, pp=pp, pp_rank=pp_rank),
+        heads=Heads(total=total, k_dim=8, v_dim=4, padded_for=padded_for or tp),
+        buffers=Buffers(
+            addresses=[1 << 20 << index for index in range(len(rows))],
+            lengths=[row * page * PAGES for row in rows],
+            page_lengths=[row * page for row in rows],
+            layers=layers,
+            page_tokens=page,
+            dtype=DType.FLOAT32,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "spans"),
+    [
+        (Heads(total=8, k_dim=1, v_dim=1), 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        # More ranks than heads: neighbours share one, which is where #22145 went wrong.
+        (Heads(total=2, k_dim=1, v_dim=1), 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        # A CPU pads instead, and nobody else has the padding.
+        (Heads(total=3, k_dim=1, v_dim=1, padded_for=2), 2, [(0, 2), (2, 3)]),
+        (Heads(total=3, k_dim=1, v_dim=1, padded_for=4), 4, [(0, 1), (1, 2), (2, 3), (3, 3)]),
+        (Heads(total=4, k_dim=1, v_dim=1, padded_for=2), 2, [(0, 2), (2, 4)]),
+        # Attention of one rank a replica: it has the padding of both.
+        (Heads(total=3, k_dim=1, v_dim=1, padded_for=2), 1, [(0, 3)]),
+    ],
+)
+def test_heads_are_dealt_out_as_sglang_does(
+    heads: Heads, tp: int, spans: list[tuple[int, int]]
+) -> None:
+    assert [head_span(heads, tp, rank) for rank in range(tp)] == [Span(*span) for span in spans]
+
+
+def test_regular_sharding_is_said_in_one_word() -> None:
+    assert layout_of(cache(tp=3)).sharding == Parallel(tp=3, stages=(LAYERS,))
+    assert isinstance(layout_of(cache(tp=2)).sharding, Stated)
+
+
+def test_every_rank_says_the_same_layout() -> None:
+    stages = (1, 3)
+    said = {
+        repr(layout_of(cache(tp=2, tp_rank=tp, pp=2, pp_rank=pp, stages=stages)).holdings())
+        for tp in range(2)
+        for pp in range(2)
+    }
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 2), (2, 1), (3, 1), (3, 2), (2, 3), (4, 1)])
+def test_padded_sides_go_with_all_others(source: int, target: int) -> None:
+    plan = reshard(layout_of(cache(tp=source)), layout_of(cache(tp=target, page=1)))
+    check(plan)
+
+
+def test_the_lead_is_the_last_stage_s_first_rank() -> None:
+    stages = (2, 2)
+    assert layout_of(cache(tp=2, pp=2, stages=stages)).lead == 2
+    assert layout_of(cache(tp=3, pp=2, stages=stages)).lead == 3
+
+
+def test_pools_lie_where_sglang_has_them() -> None:
+    one = cache(tp=2, tp_rank=1, page=16)
+    memory = memory_of(one)
+    assert [region.address for region in memory.regions] == list(one.buffers.addresses)
+    k, v = memory.map.of("kv", "k"), memory.map.of("kv", "v")
+    # Two heads in a row, one of them padding; of K 8 elements of 4 bytes each, of V 4.
+    assert (k.page_stride, k.token_stride, k.unit_stride) == (16 * 64, 64, 32)
+    assert (v.page_stride, v.token_stride, v.unit_stride) == (16 * 32, 32, 16)
+    assert [base.region for base in v.bases] == list(range(LAYERS, 2 * LAYERS))
+    assert k.num_pages == PAGES
+
+
+def test_a_stage_has_its_own_layers_by_number() -> None:
+    placement = memory_of(cache(tp=1, pp=2, pp_rank=1, stages=(1, 3))).map.of("kv", "k")
+    assert [base.layer for base in placement.bases] == [1, 2, 3]
+
+
+def test_padding_alone_holds_nothing() -> None:
+    one = cache(tp=4, tp_rank=3)
+    assert layout_of(one).rank_holdings(3) == ()
+    assert memory_of(one).regions == ()
+
+
+def test_a_latent_is_one_unit_that_every_rank_has() -> None:
+    buffers = replace(
+        cache().buffers,
+        addresses=[1 << 20, 2 << 20],
+        lengths=[640, 640],
+        page_lengths=[64, 64],
+        layers=(0, 1),
+        page_tokens=4,
+    )
+    one = replace(
+        cache(tp=2), num_layers=2, layers=(0, 1), stages=(2,), heads=None, buffers=buffers
+    )
+    layout = layout_of(one)
+    assert [holding.units for rank in layout.holdings() for holding in rank] == [Span(0, 1)] * 2
+    assert layout.spec.groups[0].tensors[0].elements == 4
+    assert memory_of(one).map.of("latent", "latent").num_pages == 10
+
+
+def test_rows_of_another_size_are_refused() -> None:
+    with pytest.raises(Refused, match="this KV layout is not supported"):
+        memory_of(cache(tp=2, share=3))
+
+
+def test_buffers_that_are_not_k_and_v_are_refused() -> None:
+    one = cache()
+    lengths = one.buffers.lengths[:-1]
+    short = replace(one.buffers, addresses=one.buffers.addresses[:-1], lengths=lengths)
+    with pytest.raises(InputError, match="7 KV buffers for 4 layers"):
+        memory_of(replace(one, buffers=short))

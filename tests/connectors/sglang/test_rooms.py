@@ -1,0 +1,356 @@
+"""SGLang's senders and receivers over real endpoints, without SGLang: bytes and ends of rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from connectors.sglang.schedulers import (
+    ENOUGH_S,
+    SchedulerRows,
+    buffers_of,
+    new_pool,
+    request,
+    settings_of,
+    until,
+)
+from numpy.typing import NDArray
+
+from kvferry import RendezvousServer, Status, make_transport
+from kvferry.connectors.sglang.failures import RoomFailed
+from kvferry.connectors.sglang.geometry import head_span
+from kvferry.connectors.sglang.instances import Replica
+from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager
+from kvferry.connectors.sglang.pools import Cache, Heads, Place
+from kvferry.connectors.sglang.receiver import RoomReceiver
+from kvferry.connectors.sglang.sender import RoomSender
+from kvferry.connectors.sglang.settings import RankSettings
+
+LAYERS, DIM, TOKENS = 2, 4, 64
+
+
+class Rank:
+    """What SGLang has of one scheduler: pools of K and V by layer, and metadata rows."""
+
+    def __init__(self, *, tp: int, tp_rank: int, heads: int, page: int) -> None:
+        self.transport = make_transport("shm")
+        self.heads = Heads(total=heads, k_dim=DIM, v_dim=DIM)
+        self.span = head_span(self.heads, tp, tp_rank)
+        self.place = Place(tp=tp, tp_rank=tp_rank)
+        self.page = page
+        shape = (TOKENS, len(self.span), DIM)
+        self.pools = [new_pool(self.transport, *shape) for _ in range(2 * LAYERS)]
+        self.rows = SchedulerRows()
+
+    def settings(self, replica: Replica, rendezvous: str | None, waiting_s: float) -> RankSettings:
+        layers = tuple(range(LAYERS))
+        cache = Cache(
+            num_layers=LAYERS,
+            layers=layers,
+            stages=(LAYERS,),
+            place=self.place,
+            heads=self.heads,
+            buffers=buffers_of(self.pools, layers, self.page),
+        )
+        return settings_of(
+            cache,
+            self.rows,
+            replica,
+            self.transport,
+            rendezvous=rendezvous,
+            waiting_s=waiting_s,
+        )
+
+    def compute(self, pages: list[int], num_tokens: int, seed: int) -> None:
+        """Fill a request's pages: every value says of which request, buffer, token and head."""
+        for buffer, pool in enumerate(self.pools):
+            for token in range(num_tokens):
+                slot = pages[token // self.page] * self.page + token % self.page
+                for place, head in enumerate(range(self.span.first, self.span.end)):
+                    pool[slot, place] = said(seed, buffer, token, head)
+
+    def found(self, pages: list[int], num_tokens: int) -> NDArray[np.float32]:
+        slots = [pages[t // self.page] * self.page + t % self.page for t in range(num_tokens)]
+        return np.stack([pool[slots] for pool in self.pools])
+
+    def wanted(self, num_tokens: int, seed: int) -> NDArray[np.float32]:
+        heads = range(self.span.first, self.span.end)
+        return np.array(
+            [
+                [[said(seed, buffer, token, head) for head in heads] for token in range(num_tokens)]
+                for buffer in range(2 * LAYERS)
+            ],
+            np.float32,
+        )
+
+
+def said(seed: int, buffer: int, token: int, head: int) -> NDArray[np.float32]:
+    return np.arange(DIM) + 10 * head + 1000 * token + 100_000 * buffer + seed * 0.125
+
+
+class Pair:
+    """A prefill server and decode servers, in one process."""
+
+    def __init__(self, stack: ExitStack, *, heads: int, waiting_s: float) -> None:
+        self._stack, self._heads, self._waiting_s = stack, heads, waiting_s
+        server = stack.enter_context(RendezvousServer())
+        self.url = server.url
+        self.address = server.url.removeprefix("http://")
+
+    def prefill(self, tp: int, page: int, *, dp: tuple[int, int] = (0, 1)) -> list[Any]:
+        replica = Replica("here", *dp)
+        return [self._side(PrefillManager, replica, tp, rank, page, self.url) for rank in range(tp)]
+
+    def decode(self, tp: int, page: int, name: str = "decode") -> list[Any]:
+        replica = Replica(name, 0, 1)
+        sides = [self._side(DecodeManager, replica, tp, rank, page, None) for rank in range(tp)]
+        for _, manager in sides:
+            until(lambda manager=manager: manager.try_ensure_parallel_info(self.address))
+        return sides
+
+    def _side(
+        self, kind: Any, replica: Replica, tp: int, rank: int, page: int, url: str | None
+    ) -> tuple[Rank, Any]:
+        one = Rank(tp=tp, tp_rank=rank, heads=self._heads, page=page)
+        manager = kind(SimpleNamespace(), one.settings(replica, url, self._waiting_s))
+        self._stack.callback(manager.endpoint.close)
+        return one, manager
+
+
+@contextmanager
+def pair(*, heads: int = 4, waiting_s: float = ENOUGH_S) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(stack, heads=heads, waiting_s=waiting_s)
+
+
+def receivers(
+    pair: Pair, sides: list[Any], room: int, asked: SimpleNamespace
+) -> list[RoomReceiver]:
+    made = []
+    for _, manager in sides:
+        receiver = RoomReceiver(manager, pair.address, room)
+        assert receiver.poll() == Status.CONNECTING
+        receiver.init(0)
+        assert receiver.poll() == Status.WAITING
+        receiver.tell(asked)
+        made.append(receiver)
+    return made
+
+
+def senders(
+    sides: list[Any], room: int, asked: SimpleNamespace, num_pages: int
+) -> list[RoomSender]:
+    made = [RoomSender(manager, "", room) for _, manager in sides]
+    for sender in made:
+        sender.tell(asked)
+        assert sender.pop_decode_prefix_len() == 0
+        sender.init(num_pages, 1)
+    return made
+
+
+def agreed(handles: Any) -> int:
+    return min(int(handle.poll()) for handle in handles)
+
+
+def carry(
+    pair: Pair, prefill: list[Any], decode: list[Any], room: int, num_tokens: int, seed: int = 0
+) -> list[RoomSender]:
+    """One request in two chunks, checked byte for byte at every decode rank."""
+    asked = request(num_tokens, seed)
+    first = prefill[0][0].page
+    num_pages = -(-num_tokens // first)
+    from_pages = list(range(1, num_pages + 1))
+    to_pages = list(range(-(-num_tokens // decode[0][0].page), 0, -1))
+    into = receivers(pair, decode, room, asked)
+    for receiver in into:
+        receiver.send_metadata(np.array(to_pages, np.int32), 2, [], decode_prefix_len=0)
+    out = senders(prefill, room, asked, num_pages)
+    until(lambda: agreed(out) == Status.WAITING)
+    for (rank, _), sender in zip(prefill, out, strict=True):
+        rank.compute(from_pages, num_tokens, seed)
+        rank.rows.tokens[1, 0], rank.rows.rooms[1, 0] = 77, room
+        sender.send(np.array(from_pages[:1], np.int32), None, num_kv_tokens=first)
+        rest = num_tokens - first
+        sender.send(np.array(from_pages[1:], np.int32), [], num_kv_tokens=rest)
+    until(lambda: agreed(into) in (Status.DONE, Status.FAILED))
+    for (rank, _), receiver in zip(decode, into, strict=True):
+        assert receiver.poll() == Status.DONE
+        assert np.array_equal(rank.found(to_pages, num_tokens), rank.wanted(num_tokens, seed))
+        assert (rank.rows.tokens[2, 0], rank.rows.rooms[2, 0]) == (77, room)
+        receiver.clear()
+    until(lambda: agreed(out) == Status.DONE)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("heads", "prefill", "decode"),
+    [(4, (1, 4), (2, 1)), (4, (2, 8), (1, 4)), (4, (4, 4), (2, 4)), (2, (4, 4), (1, 1))],
+    ids=["1 to 2", "2 to 1", "4 to 2", "4 to 1 with 2 heads"],
+)
+def test_any_tp_and_page_to_any_other(
+    heads: int, prefill: tuple[int, int], decode: tuple[int, int]
+) -> None:
+    with pair(heads=heads) as both:
+        out = carry(both, both.prefill(*prefill), both.decode(*decode), room=9, num_tokens=22)
+        metrics = [sender.get_transfer_metric() for sender in out]
+        # Each head of each token once, although several prefill ranks may have it.
+        total = 22 * heads * DIM * 4 * 2 * LAYERS
+        assert sum(metric.transfer_total_bytes or 0 for metric in metrics) == total
+        assert all((metric.transfer_latency_s or 1) > 0 for metric in metrics)
+
+
+def test_22145_one_prefill_of_four_ranks_serves_four_decodes() -> None:
+    """Heads fewer than ranks, and four targets that share every source: no key can collide."""
+    with pair(heads=2) as both:
+        prefill = both.prefill(4, 4)
+        for number in range(4):
+            decode = both.decode(1, 4, name=f"decode-{number}")
+            carry(both, prefill, decode, room=100 + number, num_tokens=13, seed=number)
+
+
+def test_25699_a_dense_model_completes_whatever_stands_for_no_state() -> None:
+    """None and an empty list both mean that there is none, and the metadata comes all the same."""
+    with pair() as both:
+        prefill, decode = both.prefill(1, 4), both.decode(1, 4)
+        asked = request(8)
+        for room, none in ((1, None), (2, [])):
+            (into,) = receivers(both, decode, room, asked)
+            into.send_metadata([1, 2], 0, none)
+            (out,) = senders(prefill, room, asked, num_pages=2)
+            prefill[0][0].rows.rooms[1, 0] = room
+            out.send([3, 4], none, num_kv_tokens=8)
+            until(lambda into=into: into.poll() in (Status.DONE, Status.FAILED))
+            assert into.poll() == Status.DONE
+            assert decode[0][0].rows.rooms[0, 0] == room
+
+
+def test_22536_an_abort_leaves_nothing_that_the_next_room_would_wait_for() -> None:
+    with pair() as both:
+        prefill, decode = both.prefill(4, 4), both.decode(1, 4)
+        for room in range(1, 9):
+            asked = request(8)
+            (into,) = receivers(both, decode, room, asked)
+            into.send_metadata([1, 2], 0, [])
+            out = senders(prefill, room, asked, num_pages=2)
+            until(lambda out=out: agreed(out) == Status.WAITING)
+            out[0].send([1], None, num_kv_tokens=4)
+            into.abort()
+            until(lambda into=into, out=out: agreed([into, *out]) == Status.FAILED)
+            manager = decode[0][1]
+            until(lambda room=room, manager=manager: manager.is_abort_release_safe(room, 0))
+            into.clear()
+        carry(both, prefill, decode, room=99, num_tokens=16)
+        assert all(sender.endpoint.statuses([8]) == [None] for _, sender in prefill)
+
+
+def test_a_prefix_that_decode_has_is_not_written() -> None:
+    with pair() as both:
+        (source, _), (target, _) = prefill, decode = both.prefill(1, 4)[0], both.decode(1, 4)[0]
+        asked = request(12)
+        (into,) = receivers(both, [decode], 5, asked)
+        into.send_metadata([6, 7], 0, [], decode_prefix_len=4)
+        (out,) = senders([prefill], 5, asked, num_pages=3)
+        source.compute([1, 2, 3], 12, seed=3)
+        source.rows.rooms[1, 0] = 5
+        out.send([1, 2, 3], [], num_kv_tokens=12)
+        until(lambda: agreed([into, out]) == Status.DONE)
+        assert np.array_equal(target.found([0, 6, 7], 12)[:, 4:], target.wanted(12, 3)[:, 4:])
+        assert out.get_transfer_metric().transfer_total_bytes == 8 * 4 * DIM * 4 * 2 * LAYERS
+
+
+def test_another_prompt_in_the_same_room_is_refused() -> None:
+    with pair() as both:
+        prefill, decode = both.prefill(1, 4), both.decode(1, 4)
+        (into,) = receivers(both, decode, 5, request(4, seed=0))
+        into.send_metadata([1], 0, [])
+        (out,) = senders(prefill, 5, request(4, seed=1), num_pages=1)
+        out.send([1], [], num_kv_tokens=4)
+        until(lambda: into.poll() == Status.FAILED)
+        with pytest.raises(RoomFailed, match="content-differs"):
+            into.failure_exception()
+
+
+def test_an_abort_at_prefill_has_ended_when_it_returns() -> None:
+    with pair() as both:
+        prefill, decode = both.prefill(2, 4), both.decode(1, 4)
+        (into,) = receivers(both, decode, 5, request(4))
+        into.send_metadata([1], 0, [])
+        out = senders(prefill, 5, request(4), num_pages=1)
+        out[0].abort()
+        assert out[0].poll() == Status.FAILED
+        until(lambda: into.poll() == Status.FAILED)
+        with pytest.raises(RoomFailed, match="aborted"):
+            out[0].failure_exception()
+        # Sent after the end: no error, and nothing comes of it.
+        out[0].send([1], [], num_kv_tokens=4)
+
+
+def test_a_rank_whose_part_went_well_fails_with_the_others() -> None:
+    with pair() as both:
+        prefill = both.prefill(2, 4)
+        out = senders(prefill, 5, request(4), num_pages=1)
+        with pytest.raises(RoomFailed) as raised:
+            out[1].failure_exception()
+        assert raised.value.is_from_another_rank
+        assert out[1].poll() == Status.FAILED
+
+
+def test_nobody_computes_and_the_deadline_ends_it() -> None:
+    with pair(waiting_s=0.2) as both:
+        both.prefill(1, 4)
+        decode = both.decode(1, 4)
+        (into,) = receivers(both, decode, 5, request(4))
+        into.send_metadata([1], 0, [])
+        until(lambda: into.poll() == Status.FAILED)
+        with pytest.raises(RoomFailed, match="deadline"):
+            into.failure_exception()
+        into.ensure_abort_notified(force_arm=True)
+        assert into.abort_notified
+        until(lambda: decode[0][1].is_abort_release_safe(5, 0))
+
+
+def test_replicas_are_told_apart_by_the_room() -> None:
+    with pair() as both:
+        (_, one), (_, two) = both.prefill(1, 4, dp=(0, 2))[0], both.prefill(1, 4, dp=(1, 2))[0]
+        decode = both.decode(1, 4)
+        assert decode[0][1].prefill_info_table.get(both.address).dp_size == 2
+        assert one.refusal(4, named=False) is None
+        wrong = RoomSender(two, "", 4)
+        assert wrong.poll() == Status.FAILED
+        with pytest.raises(RoomFailed, match="replica 0 of 2, and this is 1"):
+            wrong.failure_exception()
+        assert RoomSender(two, "", 4, req_has_disagg_prefill_dp_rank=True).poll() != Status.FAILED
+
+
+@pytest.mark.parametrize("room", [0, None])
+def test_a_room_that_sglang_would_wait_for_in_vain_is_refused(room: int | None) -> None:
+    with pair() as both:
+        both.prefill(1, 4)
+        receiver = RoomReceiver(both.decode(1, 4)[0][1], both.address, room)
+        with pytest.raises(RoomFailed, match="above 0"):
+            receiver.failure_exception()
+
+
+def test_an_address_where_nobody_is_says_so() -> None:
+    with pair() as both:
+        both.prefill(1, 4)
+        ((_, manager),) = both.decode(1, 4)
+        assert not manager.try_ensure_parallel_info("127.0.0.1:1")
+        assert not manager.try_ensure_parallel_info("not an address")
+        for address in ("127.0.0.1:1", "not an address"):
+            receiver = RoomReceiver(manager, address, 5)
+            receiver.abort()
+            assert receiver.poll() == Status.FAILED
+            with pytest.raises(RoomFailed, match="can't be used"):
+                receiver.failure_exception()
+
+
+def test_a_room_that_is_held_is_not_opened_twice() -> None:
+    with pair() as both:
+        ((_, manager),) = both.prefill(1, 4)
+        first, second = RoomSender(manager, "", 5), RoomSender(manager, "", 5)
+        assert (first.poll(), second.poll()) == (Status.CONNECTING, Status.FAILED)

@@ -1,0 +1,165 @@
+"""State rows of linear-attention layers, from any tensor parallelism to any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvferry import DType, InputError, Layout, Request, Slot
+from kvferry.connectors.sglang.geometry import layout_of, memory_of
+from kvferry.connectors.sglang.pools import Buffers, Cache, Heads, Place
+from kvferry.connectors.sglang.states import StateBuffer, kinds_of, row_of, state_groups
+from kvferry.memory.copy.reference import copy_pieces
+from kvferry.plan.bind import Pair, Side, bind
+from kvferry.plan.places import PageTable
+from kvferry.plan.prove import check
+from kvferry.plan.reshard import reshard
+
+Row = NDArray[np.float32]
+# A convolution's query, key and value channels; how many inputs it keeps; recurrent heads.
+BLOCKS, WIDTH, HEADS, HEAD = (4, 4, 8), 3, 4, 6
+ROWS, ATTENTION, LINEAR = 3, (0,), (1, 2)
+UNTOUCHED = -1.0
+
+
+class StateRank:
+    """One rank's buffers: K and V of the attention layer, two kinds of state of the others."""
+
+    def __init__(self, tp: int, rank: int, *, transposed: bool) -> None:
+        self.tp, self.rank, self.transposed = tp, rank, transposed
+        self.kv = [np.full((8, 4 // tp, 2), UNTOUCHED, np.float32) for _ in range(2)]
+        channels = sum(BLOCKS) // tp
+        shape = (WIDTH, channels) if transposed else (channels, WIDTH)
+        self.conv = [np.full((ROWS, *shape), UNTOUCHED, np.float32) for _ in LINEAR]
+        heads = (ROWS, HEADS // tp, HEAD)
+        self.recurrent = [np.full(heads, UNTOUCHED, np.float32) for _ in LINEAR]
+
+    @property
+    def arrays(self) -> list[Row]:
+        return [*self.kv, *self.conv, *self.recurrent]
+
+    def cache(self) -> Cache:
+        conv = [
+            self._state(array, layer, sum(BLOCKS) // self.tp, BLOCKS)
+            for array, layer in zip(self.conv, LINEAR, strict=True)
+        ]
+        recurrent = [
+            self._state(array, layer, HEADS // self.tp, ())
+            for array, layer in zip(self.recurrent, LINEAR, strict=True)
+        ]
+        return Cache(
+            num_layers=3,
+            layers=ATTENTION,
+            stages=(3,),
+            place=Place(tp=self.tp, tp_rank=self.rank),
+            heads=Heads(total=4, k_dim=2, v_dim=2),
+            buffers=Buffers(
+                addresses=[array.ctypes.data for array in self.kv],
+                lengths=[array.nbytes for array in self.kv],
+                page_lengths=[array[:2].nbytes for array in self.kv],
+                layers=ATTENTION,
+                page_tokens=2,
+                dtype=DType.FLOAT32,
+            ),
+            states=(*conv, *recurrent),
+        )
+
+    def _state(self, array: Row, layer: int, dim: int, blocks: tuple[int, ...]) -> StateBuffer:
+        return StateBuffer(
+            address=array.ctypes.data,
+            length=array.nbytes,
+            row_bytes=array[0].nbytes,
+            layer=layer,
+            dim=dim,
+            outer=WIDTH if self.transposed and blocks else 1,
+            blocks=blocks,
+        )
+
+    def share(self, whole: Row) -> Row:
+        """This rank's part of an axis."""
+        part = len(whole) // self.tp
+        return whole[self.rank * part : (self.rank + 1) * part]
+
+    def rows(self, blocks: list[Row], heads: Row) -> tuple[Row, Row]:
+        """A request's rows as this rank has them: each joined axis is dealt out by itself."""
+        conv = np.concatenate([self.share(block) for block in blocks])
+        return (conv.T if self.transposed else conv), self.share(heads)
+
+
+def carried(source: StateRank, target: StateRank, layouts: tuple[Layout, Layout]) -> None:
+    """What the source owes the target for one request, row 1 to row 2."""
+    plan = reshard(*layouts)
+    check(plan)
+    sides = [memory_of(rank.cache()) for rank in (source, target)]
+    groups = [group.name for group in layouts[0].spec.groups]
+    tables = [
+        {name: PageTable([row] if name.startswith("state") else [row, row + 1]) for name in groups}
+        for row in (1, 2)
+    ]
+    pair = Pair(source.rank, target.rank)
+    first, second = (Side(memory.map, table) for memory, table in zip(sides, tables, strict=True))
+    binding = bind(plan, pair, Request(4), first, second)
+    views = [
+        [array.reshape(-1).view(np.uint8) for array in rank.arrays] for rank in (source, target)
+    ]
+    copy_pieces(binding.descriptors(), *views)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["channels first", "inputs first"])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (2, 4), (4, 2), (2, 2)])
+def test_rows_arrive_whole(prefill: int, decode: int, transposed: bool) -> None:
+    rng = np.random.default_rng(prefill * 8 + decode)
+    blocks = [rng.random((size, WIDTH)).astype(np.float32) for size in BLOCKS]
+    heads = rng.random((HEADS, HEAD)).astype(np.float32)
+    sources = [StateRank(prefill, rank, transposed=transposed) for rank in range(prefill)]
+    targets = [StateRank(decode, rank, transposed=transposed) for rank in range(decode)]
+    for source in sources:
+        for layer in range(len(LINEAR)):
+            source.conv[layer][1], source.recurrent[layer][1] = source.rows(blocks, heads)
+    layouts = layout_of(sources[0].cache()), layout_of(targets[0].cache())
+    for source in sources:
+        for target in targets:
+            carried(source, target, layouts)
+    for target in targets:
+        conv, recurrent = target.rows(blocks, heads)
+        for layer in range(len(LINEAR)):
+            assert np.array_equal(target.conv[layer][2], conv)
+            assert np.array_equal(target.recurrent[layer][2], recurrent)
+            assert (target.conv[layer][:2] == UNTOUCHED).all()
+            assert (target.recurrent[layer][:2] == UNTOUCHED).all()
+
+
+def buffer(layer: int, **said: int) -> StateBuffer:
+    usual: dict[str, Any] = {"address": 4096 * layer, "length": 240, "row_bytes": 48, "dim": 4}
+    return StateBuffer(layer=layer, **{**usual, **said})
+
+
+def test_kinds_are_told_apart_by_their_layers() -> None:
+    kinds = kinds_of([buffer(1), buffer(2), buffer(1), buffer(2), buffer(2)])
+    assert [[each.layer for each in kind] for kind in kinds] == [[1, 2], [1, 2], [2]]
+
+
+def test_what_every_rank_has_is_one_unit() -> None:
+    (group,) = state_groups([buffer(1, dim=0)], tp=4)
+    assert (group.units, group.kind, group.unit_bytes) == (1, Slot(), 48)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "says"),
+    [
+        ([buffer(1), buffer(2, dim=2)], "another form"),
+        ([buffer(1, dim=5)], "5 equal entries"),
+        ([StateBuffer(**{**vars(buffer(1)), "blocks": (4, 8)})], "do not make up axes of 4, 8"),
+    ],
+)
+def test_state_of_another_form_is_refused(buffers: list[StateBuffer], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        state_groups(buffers, tp=2)
+
+
+def test_a_row_is_read_as_sglang_names_it() -> None:
+    assert row_of([[np.array(5)]]) == row_of([[np.array([5])]]) == 5
+    assert row_of([]) is row_of(None) is None

@@ -1,0 +1,68 @@
+"""Across engines: what SGLang's, vLLM's and our own layouts of one model make of each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry import DType, Layout, Parallel, Refused, attention, reshard
+from kvferry.connectors.sglang.geometry import layout_of
+from kvferry.connectors.sglang.pools import Buffers, Cache, Heads, Place
+from kvferry.connectors.vllm.caches import CacheView, EngineShape, plan_caches
+
+LAYERS, HEADS, DIM = 2, 3, 64
+
+
+def sglang(tp: int, page: int) -> Layout:
+    num_heads = HEADS // tp
+    page_bytes = page * num_heads * DIM * 4
+    return layout_of(
+        Cache(
+            num_layers=LAYERS,
+            layers=tuple(range(LAYERS)),
+            stages=(LAYERS,),
+            place=Place(tp=tp, tp_rank=0),
+            heads=Heads(total=HEADS, k_dim=DIM, v_dim=DIM),
+            buffers=Buffers(
+                addresses=[1 << 20] * 2 * LAYERS,
+                lengths=[8 * page_bytes] * 2 * LAYERS,
+                page_lengths=[page_bytes] * 2 * LAYERS,
+                layers=tuple(range(LAYERS)),
+                page_tokens=page,
+                dtype=DType.FLOAT32,
+            ),
+        )
+    )
+
+
+def vllm(*, on_cpu: bool) -> Layout:
+    shape = (8, HEADS, 16, 2 * DIM)
+    strides = (HEADS * 16 * 2 * DIM, 16 * 2 * DIM, 2 * DIM, 1)
+    views = {
+        f"model.layers.{layer}.self_attn.attn": CacheView(shape, strides, "float32")
+        for layer in range(LAYERS)
+    }
+    return plan_caches(views, EngineShape(1, (LAYERS,), 0, HEADS, 16, on_cpu)).layout
+
+
+def own(tp: int, page: int) -> Layout:
+    spec = attention(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, dtype=DType.FLOAT32)
+    return Layout(spec, Parallel(tp=tp), page_tokens=page)
+
+
+def test_our_own_engine_and_sglang_fit_each_other() -> None:
+    assert reshard(own(1, 8), sglang(3, 16)).moves
+    assert reshard(sglang(3, 1), own(1, 8)).moves
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "tensors"), [(True, "blocks_of_16_tokens"), (False, "content")], ids=["cpu", "gpu"]
+)
+def test_vllm_and_sglang_are_refused_with_what_each_has(on_cpu: bool, tensors: str) -> None:
+    """On a CPU vLLM keeps K column by column inside a block; everywhere it joins K and V."""
+    ours, theirs = vllm(on_cpu=on_cpu), sglang(1, 16)
+    for prefill, decode, said in (
+        (ours, theirs, f"the tensors {tensors} at prefill and k, v at decode"),
+        (theirs, ours, f"the tensors k, v at prefill and {tensors} at decode"),
+    ):
+        with pytest.raises(Refused, match=f"{said}, so one can't read the other's; use engines"):
+            reshard(prefill, decode)

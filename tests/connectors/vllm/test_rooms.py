@@ -1,0 +1,355 @@
+"""Ranks of two engines over real endpoints: orders in, bytes across, results out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvferry import (
+    EndpointConfig,
+    Incoming,
+    Layers,
+    Outgoing,
+    Pace,
+    RendezvousServer,
+    SourceEndpoint,
+    TargetEndpoint,
+    make_transport,
+)
+from kvferry.connectors.vllm.caches import CachePlan, CacheView, EngineShape, plan_caches
+from kvferry.connectors.vllm.orders import (
+    DecodeOrders,
+    OpenRoom,
+    PrefillOrders,
+    PushTokens,
+    ReceiveRoom,
+)
+from kvferry.connectors.vllm.sources import SourceRooms
+from kvferry.connectors.vllm.stats import RoomCounts, shown_counts
+from kvferry.connectors.vllm.targets import Arrivals, TargetRooms
+
+HEADS, TOKENS, CONTENT, BLOCKS, LAYERS = 4, 16, 8, 12, 2
+WAIT_S = 20.0
+Array = NDArray[np.uint16]
+
+
+class Rank(NamedTuple):
+    """A rank's cache, [layers, blocks, heads, tokens, content], and its rooms."""
+
+    cache: Array
+    rooms: SourceRooms | TargetRooms
+    counts: RoomCounts
+
+
+class Engines:
+    """TP2 beside TP1, on a CPU as vLLM has it."""
+
+    def __init__(self, undo: ExitStack, layers: Layers = "all") -> None:
+        self._undo = undo
+        self._layers = layers
+        server = RendezvousServer().start()
+        undo.callback(server.stop)
+        config = EndpointConfig(deadline_s=WAIT_S)
+        self._shared: Any = {"model": "m", "rendezvous": server.url, "config": config}
+        self.prefill = [self._source(rank) for rank in range(2)]
+
+    def _source(self, rank: int) -> Rank:
+        transport = make_transport("shm")
+        cache = np.zeros((LAYERS, BLOCKS, HEADS // 2, TOKENS, CONTENT), np.uint16)
+        plan = planned(cache, tp=2, rank=rank)
+        endpoint = SourceEndpoint(
+            *(plan.layout, pools(plan, cache)),
+            name="prefill-0",
+            rank=rank,
+            transport=transport,
+            **self._shared,
+        )
+        self._undo.callback(endpoint.close)
+        counts = RoomCounts()
+        pace = Pace(self._layers, plan.layout, rank)
+        return Rank(cache, SourceRooms(endpoint, plan.tables, counts, pace), counts)
+
+    def decode(self, *, fails_early: bool = False) -> Rank:
+        transport = make_transport("shm")
+        shape = (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
+        cache = transport.allocate(2 * int(np.prod(shape))).view(np.uint16).reshape(shape)
+        plan = planned(cache, tp=1, rank=0)
+        endpoint = TargetEndpoint(
+            *(plan.layout, pools(plan, cache)),
+            name="decode-0",
+            transport=transport,
+            **self._shared,
+        )
+        self._undo.callback(endpoint.close)
+        counts = RoomCounts()
+        rooms = TargetRooms(endpoint, plan.tables, counts, fails_early=fails_early)
+        return Rank(cache, rooms, counts)
+
+
+def planned(cache: Array, tp: int, rank: int) -> CachePlan:
+    strides = tuple(stride // cache.itemsize for stride in cache.strides[1:])
+    one = CacheView(cache.shape[1:], strides, "bfloat16")
+    engine = EngineShape(tp, (LAYERS,), rank, HEADS, TOKENS, on_cpu=True)
+    return plan_caches({f"layers.{i}.attn": one for i in range(LAYERS)}, engine)
+
+
+def pools(plan: CachePlan, cache: Array) -> dict[str, dict[str, Array]]:
+    layers, blocks, heads = cache.shape[:3]
+    return {"kv": {plan.tensor: cache.reshape(layers, blocks, heads, 1, -1)}}
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    with ExitStack() as undo:
+        yield Engines(undo)
+
+
+# ---------------------------------------------------------------- playing vLLM
+
+
+def compute(
+    engines: Engines,
+    first: int,
+    end: int,
+    blocks: tuple[int, ...],
+    layers: tuple[int, ...] = tuple(range(LAYERS)),
+) -> None:
+    """Write every token's position, layer and head where a model would write its K and V."""
+    for rank, (cache, _, _) in enumerate(engines.prefill):
+        for token in range(first, end):
+            block, offset = blocks[token // TOKENS], token % TOKENS
+            for layer in layers:
+                for head in range(HEADS // 2):
+                    whole = rank * HEADS // 2 + head
+                    cache[layer, block, head, offset] = token * 100 + layer * 10 + whole
+
+
+def step(engines: Engines, orders: PrefillOrders, *computed: tuple[int, int]) -> None:
+    for rank in engines.prefill:
+        assert isinstance(rank.rooms, SourceRooms)
+        rank.rooms.before(orders)
+    for first, end in computed:
+        compute(engines, first, end, (7, 3, 9))
+    for rank in engines.prefill:
+        assert isinstance(rank.rooms, SourceRooms)
+        rank.rooms.after(orders, None)
+
+
+def step_by_layers(
+    engines: Engines, orders: PrefillOrders, computed: tuple[int, int], told: tuple[int, ...]
+) -> None:
+    """A step whose layers are computed one after another, and told of if they are among these."""
+    sources = [rank.rooms for rank in engines.prefill if isinstance(rank.rooms, SourceRooms)]
+    for rooms in sources:
+        rooms.before(orders)
+    for layer in range(LAYERS):
+        compute(engines, *computed, (7, 3, 9), (layer,))
+        for rooms in sources:
+            if layer in told:
+                rooms.computed(orders, layer, lambda: None)
+    for rooms in sources:
+        rooms.after(orders, None)
+
+
+def outgoing(engines: Engines) -> list[Outgoing]:
+    return [
+        handle
+        for rank in engines.prefill
+        if isinstance(rank.rooms, SourceRooms)
+        for handle in rank.rooms.handles()
+    ]
+
+
+def released(handles: list[Outgoing] | list[Incoming]) -> None:
+    for handle in handles:
+        handle.wait_released(WAIT_S)
+
+
+def take(decode: Rank, *orders: ReceiveRoom, aborted: list[str] | None = None) -> list[Incoming]:
+    assert isinstance(decode.rooms, TargetRooms)
+    decode.rooms.take(DecodeOrders(list(orders), aborted=aborted or []))
+    return list(decode.rooms.handles())
+
+
+def arrivals(decode: Rank) -> Arrivals:
+    assert isinstance(decode.rooms, TargetRooms)
+    return decode.rooms.arrivals()
+
+
+def sent(engines: Engines) -> list[set[str]]:
+    return [rank.rooms.sent() for rank in engines.prefill if isinstance(rank.rooms, SourceRooms)]
+
+
+def receive(tokens: int = 40, prefix: int = 0, digest: bytes = b"d") -> ReceiveRoom:
+    blocks = () if prefix == tokens else ((2, 5, 4),)
+    return ReceiveRoom("d-1", "room", "prefill-0", tokens, prefix, blocks, digest)
+
+
+FIRST = PrefillOrders([OpenRoom("p-1", "room", 40)], [PushTokens("room", 20, 0, ((7, 3),))])
+LAST = PrefillOrders([], [PushTokens("room", 40, 1, ((3, 9),), b"d")])
+HELD = PrefillOrders(held=[("p-1", "room")])
+
+
+def whole_room(engines: Engines) -> None:
+    step(engines, FIRST, (0, 20))
+    step(engines, LAST, (20, 40))
+
+
+def filled(cache: Array, first: int) -> bool:
+    """Whether the tokens from there on are what prefill computed, in decode's blocks."""
+    blocks = (2, 5, 4)
+    for token in range(first, 40):
+        there = cache[:, blocks[token // TOKENS], :, token % TOKENS, :]
+        wanted = token * 100 + 10 * np.arange(LAYERS)[:, None] + np.arange(HEADS)
+        if not (there == wanted[:, :, None]).all():
+            return False
+    return True
+
+
+# ---------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("told", [(0, 1), (0,), (1,), ()])
+@pytest.mark.parametrize("layers", [1, 2, "all", "auto"])
+def test_layers_leave_as_they_are_computed_and_the_rest_behind_the_step(
+    layers: Layers, told: tuple[int, ...]
+) -> None:
+    with ExitStack() as undo:
+        engines = Engines(undo, layers)
+        decode = engines.decode()
+        (into,) = take(decode, receive())
+        step_by_layers(engines, FIRST, (0, 20), told)
+        step_by_layers(engines, LAST, (20, 40), told)
+        into.wait(WAIT_S)
+        assert filled(decode.cache, 0)
+        released(outgoing(engines))
+
+
+def test_two_ranks_to_one_in_two_chunks(engines: Engines) -> None:
+    decode = engines.decode()
+    (into,) = take(decode, receive())
+    whole_room(engines)
+    into.wait(WAIT_S)
+    assert arrivals(decode) == ({"d-1"}, set(), set(), {})
+    assert arrivals(decode).received == set()
+    assert filled(decode.cache, 0)
+    released(outgoing(engines))
+    assert sent(engines) == [set(), set()]  # the request has not ended
+    step(engines, HELD)
+    assert sent(engines) == [{"p-1"}, {"p-1"}]
+    assert sent(engines) == [set(), set()]
+    assert [len(rank.rooms) for rank in (*engines.prefill, decode)] == [0, 0, 0]
+    counted = engines.prefill[0].counts.take()
+    assert counted is not None
+    assert counted["bytes_sent"] == LAYERS * 3 * (HEADS // 2) * TOKENS * CONTENT * 2
+    assert shown_counts(counted)["rooms done"] == 1
+    assert engines.prefill[0].counts.take() is None
+
+
+def test_prefill_first_and_decode_later(engines: Engines) -> None:
+    whole_room(engines)
+    step(engines, HELD)
+    assert sent(engines) == [set(), set()]  # its blocks wait for somebody
+    decode = engines.decode()
+    (into,) = take(decode, receive())
+    into.wait(WAIT_S)
+    assert filled(decode.cache, 0)
+    released(outgoing(engines))
+    assert sent(engines) == [{"p-1"}, {"p-1"}]
+
+
+def test_only_what_is_missing_travels(engines: Engines) -> None:
+    decode = engines.decode()
+    (into,) = take(decode, receive(prefix=16))
+    whole_room(engines)
+    into.wait(WAIT_S)
+    assert filled(decode.cache, 16)
+    assert not decode.cache[:, 2].any()
+
+
+def test_prefill_lets_go_of_what_nobody_needs(engines: Engines) -> None:
+    whole_room(engines)
+    step(engines, HELD)
+    decode = engines.decode()
+    assert take(decode, receive(prefix=40)) == []
+    released(outgoing(engines))
+    assert sent(engines) == [{"p-1"}, {"p-1"}]
+    assert len(decode.rooms) == 0
+
+
+def test_a_wrong_prompt_is_not_used(engines: Engines) -> None:
+    decode = engines.decode()
+    (into,) = take(decode, receive(digest=b"another"))
+    whole_room(engines)
+    into.wait_released(WAIT_S)
+    found = arrivals(decode)
+    assert (found.received, found.failed, found.bad_blocks) == ({"d-1"}, {"d-1"}, set())
+    assert found.reasons["d-1"].startswith("content-differs")
+
+
+def test_a_failure_that_fails_the_request_is_told_at_once(engines: Engines) -> None:
+    decode = engines.decode(fails_early=True)
+    (into,) = take(decode, receive(prefix=16, digest=b"another"))
+    whole_room(engines)
+    into.wait(WAIT_S)
+    assert arrivals(decode).bad_blocks == {5, 4}
+    into.wait_released(WAIT_S)
+    arrivals(decode)
+    assert len(decode.rooms) == 0
+
+
+def test_an_abort_at_decode_frees_both_sides(engines: Engines) -> None:
+    decode = engines.decode()
+    (into,) = take(decode, receive())
+    step(engines, FIRST, (0, 20))
+    take(decode, aborted=["d-1"])
+    into.wait_released(WAIT_S)
+    assert arrivals(decode).received == {"d-1"}
+    step(engines, LAST, (20, 40))  # prefill may or may not have heard of it
+    step(engines, HELD)
+    began = time.monotonic()
+    released(outgoing(engines))
+    assert time.monotonic() - began < WAIT_S / 2  # long before its deadline
+    assert sent(engines) == [{"p-1"}, {"p-1"}]
+
+
+def test_a_request_that_decode_never_asks_for_frees_prefill(engines: Engines) -> None:
+    whole_room(engines)
+    step(engines, HELD)
+    assert sent(engines) == [set(), set()]
+    decode = engines.decode()
+    assert isinstance(decode.rooms, TargetRooms)
+    decode.rooms.take(DecodeOrders(declined=[("room", "prefill-0")]))
+    released(outgoing(engines))
+    assert sent(engines) == [{"p-1"}, {"p-1"}]
+
+
+def test_an_abandoned_room_has_ended_before_its_blocks_are_overwritten(engines: Engines) -> None:
+    decode = engines.decode()
+    (into,) = take(decode, receive())
+    step(engines, FIRST, (0, 20))
+    handles = outgoing(engines)
+    for rank in engines.prefill:
+        assert isinstance(rank.rooms, SourceRooms)
+        rank.rooms.before(PrefillOrders(abandoned=["room"]))
+    assert all(handle.failure is not None for handle in handles)
+    into.wait_released(WAIT_S)
+    assert arrivals(decode).failed == {"d-1"}
+    released(handles)
+    assert sent(engines) == [set(), set()]
+    assert [len(rank.rooms) for rank in engines.prefill] == [0, 0]
+
+
+def test_what_can_not_begin_fails_its_own_request(engines: Engines) -> None:
+    decode = engines.decode()
+    order = ReceiveRoom("d-1", "room", "prefill-0", 40, 0, ((2, 5, 99),), b"d")
+    assert take(decode, order) == []
+    found = arrivals(decode)
+    assert (found.received, found.failed) == ({"d-1"}, {"d-1"})
+    assert found.reasons["d-1"].startswith("refused")

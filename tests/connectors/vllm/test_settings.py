@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvferry import InputError
+from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
+from kvferry.connectors.vllm.settings import (
+    KNOWN_VERSIONS,
+    ConnectorSettings,
+    demand_known,
+    read_settings,
+)
+
+LEAST = {"rendezvous": "http://10.0.0.1:7400", "instance": "prefill-0"}
+
+
+def test_the_least() -> None:
+    settings = read_settings(LEAST)
+    assert (settings.transport, settings.layers) == ("auto", "auto")
+    config = settings.endpoint_config()
+    assert (config.deadline_s, config.protocol.silence_s, config.find_s) == (120, 20, 10)
+
+
+def test_liveness_timeouts_can_be_set() -> None:
+    assert read_settings(LEAST).endpoint_config().protocol == LIVENESS
+    given = {name: 30.0 + index for index, name in enumerate(LIVENESS_SETTINGS)}
+    config = read_settings({**LEAST, **given}).endpoint_config().protocol
+    assert config == replace(LIVENESS, **given)
+
+
+def test_an_unknown_prefill_is_waited_for_no_longer_than_a_room_may_last() -> None:
+    assert read_settings({**LEAST, "deadline_s": 3}).endpoint_config().find_s == 3
+
+
+def test_a_replica_is_an_instance_of_its_own() -> None:
+    settings = read_settings(LEAST)
+    assert settings.name_of(None) == "prefill-0"
+    assert settings.name_of(1) == "prefill-0-dp1"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rendevous": "x"}, "has no 'rendevous'; it takes rendezvous, instance"),
+        ({"rendezvous": "10.0.0.1"}, "is no rendezvous; give one such as http://"),
+        ({"rendezvous": 7}, r"\$\.rendezvous"),
+        ({"instance": ""}, r"\$\.instance"),
+        ({"deadline_s": 0}, r"\$\.deadline_s"),
+        ({"silence_s": 1.5}, "silence_s=1.5 must be at least twice heartbeat_s"),
+        ({"silence_s": -1}, "silence_s must be above 0 and finite, not -1"),
+        ({"silence_s": "long"}, r"\$\.silence_s"),
+        ({"unresponsive_s": 0}, "unresponsive_s must be above 0 and finite, not 0"),
+        ({"options": {"a": 1}}, r"\$\.options"),
+    ],
+)
+def test_a_bad_value_is_one_sentence(change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        read_settings({**LEAST, **change})
+
+
+def test_a_missing_value_is_one_sentence() -> None:
+    with pytest.raises(InputError, match="it takes rendezvous, such as"):
+        read_settings({})
+
+
+def test_a_missing_key_file_is_one_sentence(tmp_path: Path) -> None:
+    settings = read_settings({**LEAST, "key_file": str(tmp_path / "none")})
+    with pytest.raises(InputError, match="none"):
+        settings.key()
+
+
+def test_only_known_versions_are_taken() -> None:
+    demand_known("0.32.0+cpu")
+    demand_known("0.32.1")
+    for version in ("0.31.0", "0.33.0", "1.0", "dev"):
+        with pytest.raises(InputError, match=r"works with vLLM 0\.32, and this is"):
+            demand_known(version)
+
+
+def test_the_page_tells_of_every_setting_and_version() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "connectors" / "vllm.md").read_text()
+    assert [name for name in ConnectorSettings.__struct_fields__ if f"`{name}`" not in page] == []
+    assert [version for version in KNOWN_VERSIONS if f"**{version}**" not in page] == []

@@ -1,0 +1,163 @@
+"""A worker's part over torch tensors as vLLM registers them: [blocks, heads, tokens, content]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from kvferry import InputError, RendezvousServer
+from kvferry.connectors.vllm.caches import BlockGroup, EngineShape
+from kvferry.connectors.vllm.orders import (
+    DecodeOrders,
+    OpenRoom,
+    PrefillOrders,
+    PushTokens,
+    ReceiveRoom,
+)
+from kvferry.connectors.vllm.settings import read_settings
+from kvferry.connectors.vllm.worker import WorkerPart
+
+HEADS, CONTENT, LAYERS, TOKENS = 4, 8, 3, 40
+Caches = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def undo() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def caches(blocks: int, tokens: int, *, nhd: bool) -> Caches:
+    """All layers in one piece of memory, as vLLM allocates them."""
+    shape = (blocks, tokens, HEADS, CONTENT) if nhd else (blocks, HEADS, tokens, CONTENT)
+    whole = torch.zeros((LAYERS, *shape), dtype=torch.float16)
+    each = (layer.transpose(1, 2) if nhd else layer for layer in whole)
+    return {f"model.layers.{i}.self_attn.attn": layer for i, layer in enumerate(each)}
+
+
+def part(
+    undo: ExitStack,
+    url: str,
+    name: str,
+    held: Caches,
+    kept: Sequence[BlockGroup] = (),
+    *,
+    sends: bool,
+    receives: bool,
+) -> WorkerPart:
+    worker = WorkerPart(
+        read_settings({"rendezvous": url, "instance": name, "transport": "shm"}), None, name, "m"
+    )
+    block_tokens = next(iter(held.values())).shape[2]
+    # On a GPU blocks of any size and order go together; these only lie in host memory.
+    engine = EngineShape(1, (LAYERS,), 0, HEADS, block_tokens, on_cpu=False)
+    worker.register(held, engine, kept, sends=sends, receives=receives, fails_early=False)
+    undo.callback(worker.close)
+    return worker
+
+
+@pytest.mark.parametrize(("nhd", "both"), [(False, False), (True, False), (False, True)])
+def test_other_blocks_and_another_order(undo: ExitStack, nhd: bool, both: bool) -> None:
+    rendezvous = RendezvousServer().start()
+    undo.callback(rendezvous.stop)
+    there, here = caches(6, 16, nhd=nhd), caches(4, 32, nhd=not nhd)
+    prefill = part(undo, rendezvous.url, "prefill-0", there, sends=True, receives=both)
+    decode = part(undo, rendezvous.url, "decode-0", here, sends=both, receives=True)
+    order = ReceiveRoom("d", "room", "prefill-0", TOKENS, 0, ((3, 1),), b"d")
+    decode.receive(DecodeOrders([order]))
+    orders = PrefillOrders(
+        [OpenRoom("p", "room", TOKENS)],
+        [PushTokens("room", TOKENS, 0, ((5, 0, 2),), b"d")],
+        held=[("p", "room")],
+    )
+    prefill.before(orders)
+    for layer in there.values():
+        layer.copy_(torch.rand(layer.shape))
+    prefill.after(orders)
+    received: set[str] = set()
+    sent: set[str] = set()
+    while not (received and sent):
+        received |= decode.arrivals().received
+        sent |= prefill.sent()
+    assert (received, sent) == ({"d"}, {"p"})
+    for name, source in there.items():
+        computed = torch.cat([source[block] for block in (5, 0, 2)], dim=1)[:, :TOKENS]
+        arrived = torch.cat([here[name][block] for block in (3, 1)], dim=1)[:, :TOKENS]
+        assert torch.equal(computed, arrived)
+    counts = prefill.counts.take()
+    assert counts is not None
+    assert counts["bytes_sent"] == LAYERS * TOKENS * HEADS * CONTENT * 2
+
+
+def test_layers_that_share_a_cache_are_carried_once(undo: ExitStack) -> None:
+    held = caches(4, 16, nhd=False)
+    held["model.layers.2.self_attn.attn"] = held["model.layers.1.self_attn.attn"]
+    worker = part(undo, "http://127.0.0.1:1", "p", held, sends=True, receives=False)
+    assert worker.sent() == set()
+    assert worker.arrivals().received == set()
+
+
+def test_groups_with_blocks_of_their_own_share_memory(undo: ExitStack) -> None:
+    """As vLLM's hybrid allocator has it: a full layer and a sliding one lie in the same place.
+
+    16 tokens are kept before the next one. Of the sliding layer's blocks, those before are
+    given away, and nobody names or fills them.
+    """
+    rendezvous = RendezvousServer().start()
+    undo.callback(rendezvous.stop)
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
+    kept = [
+        BlockGroup(frozenset(names[:2])),
+        BlockGroup(frozenset(names[2:]), window=16),
+    ]
+    there, here = ({**caches(8, 16, nhd=False)} for _ in range(2))
+    for side in (there, here):
+        side[names[2]] = side[names[0]]
+    prefill = part(undo, rendezvous.url, "prefill-0", there, kept, sends=True, receives=False)
+    decode = part(undo, rendezvous.url, "decode-0", here, kept, sends=False, receives=True)
+    null = 0
+    order = ReceiveRoom("d", "room", "prefill-0", TOKENS, 0, ((3, 1, 6), (null, 5, 2)), b"d")
+    decode.receive(DecodeOrders([order]))
+    first = PrefillOrders(
+        [OpenRoom("p", "room", TOKENS)], [PushTokens("room", 20, 0, ((5, 1), (7, 4)))]
+    )
+    # The sliding layer's first block was given away, and is its third now.
+    last = PrefillOrders(
+        [], [PushTokens("room", TOKENS, 1, ((1, 2), (4, 7)), b"d")], held=[("p", "room")]
+    )
+    for layer in there.values():
+        layer.copy_(torch.rand(layer.shape))
+    for orders in (first, last):
+        prefill.before(orders)
+        prefill.after(orders)
+    received: set[str] = set()
+    while not received:
+        received |= decode.arrivals().received
+    for name in names[:2]:
+        computed = torch.cat([there[name][block] for block in (5, 1, 2)], dim=1)[:, :TOKENS]
+        arrived = torch.cat([here[name][block] for block in (3, 1, 6)], dim=1)[:, :TOKENS]
+        assert torch.equal(computed, arrived)
+    computed = torch.cat([there[names[2]][block] for block in (4, 7)], dim=1)
+    arrived = torch.cat([here[names[2]][block] for block in (5, 2)], dim=1)
+    behind = slice(TOKENS - 16 - 16, TOKENS - 16)  # the window, counted from token 16
+    assert torch.equal(computed[:, behind], arrived[:, behind])
+    assert not here[names[2]][null].any()
+
+
+def test_a_cache_of_several_tensors_is_refused(undo: ExitStack) -> None:
+    worker = WorkerPart(
+        read_settings({"rendezvous": "http://127.0.0.1:1", "instance": "p"}), None, "p", "m"
+    )
+    engine = EngineShape(1, (1,), 0, HEADS, 16, on_cpu=True)
+    several = {"model.layers.0.mixer": [torch.zeros(4, 4)]}
+    with pytest.raises(InputError, match="no single tensor"):
+        worker.register(
+            several,  # type: ignore[arg-type]
+            engine,
+            sends=True,
+            receives=False,
+            fails_early=False,
+        )

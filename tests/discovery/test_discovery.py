@@ -1,0 +1,210 @@
+"""The built-in service and a static list, as discoveries; and lists that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from discovery.parts import ENOUGH_S
+
+from kvferry.discovery.base import Discovery
+from kvferry.discovery.client import RendezvousClient, discovery_at
+from kvferry.discovery.http_backend import HttpDiscovery
+from kvferry.discovery.records import Fault, InstanceView, RankRecord, RendezvousError, Summaries
+from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.static import StaticDiscovery, StaticInstance
+from kvferry.errors import InputError
+from kvferry.layout import Order, Parallel
+from kvferry.testing.discovery import (
+    LAYOUT,
+    NAME,
+    RECORDS,
+    DiscoverySuite,
+    FixedCases,
+    refused,
+)
+
+ADDRESSES = ("127.0.0.1:5000", "tcp://127.0.0.1:5001")
+LISTED = StaticInstance(name=NAME, ranks=ADDRESSES, layout=LAYOUT)
+
+
+class TestHttp(DiscoverySuite):
+    @pytest.fixture(autouse=True)
+    def _server(self) -> Iterator[None]:
+        with RendezvousServer() as server:
+            self.url = server.url
+            yield
+
+    def make(self) -> Discovery:
+        return HttpDiscovery(self.url)
+
+
+class TestStatic(FixedCases):
+    def make(self) -> Discovery:
+        return StaticDiscovery([LISTED])
+
+    def test_nothing_is_known_that_only_the_rank_can_tell(self) -> None:
+        with RendezvousClient(self.make()) as client:
+            view = client.resolve(NAME, ENOUGH_S)
+        assert [rank.incarnation for rank in view.ranks] == [None, None]
+        assert view.fingerprint is None
+
+    def test_a_rank_without_an_entry_can_neither_renew_nor_withdraw(self) -> None:
+        stranger = msgspec.structs.replace(RECORDS[0], instance="other")
+
+        async def talk(one: Discovery, two: Discovery) -> None:
+            for call in (one.register(stranger, 1.0), one.renew(stranger, 1.0)):
+                assert "other" in str(await refused(call))
+            assert (await refused(one.withdraw(stranger))).fault is Fault.NO_LEASE
+
+        self.run(talk)
+
+
+# ---------------------------------------------------------------- a rank that is not as listed
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"instance": "other"}, "has no instance 'other', only prefill-0"),
+        ({"control": "tcp://127.0.0.1:5009"}, "but static list says tcp://127.0.0.1:5000"),
+        ({"control": "tcp://127.0.0.2:5000"}, "set host and port in EndpointConfig"),
+        (
+            {"layout": msgspec.structs.replace(LAYOUT, page_tokens=64)},
+            "another layout .TP2, page 64, NHD. than static list says .TP2, page 16, NHD.",
+        ),
+        ({"fingerprint": "other"}, "has the model 'other', but static list says 'model'"),
+    ],
+)
+def test_a_rank_that_differs_from_its_entry_is_refused(changes: dict[str, Any], told: str) -> None:
+    discovery = StaticDiscovery([msgspec.structs.replace(LISTED, model="model")])
+    discovery.check(RECORDS[0])
+    with RendezvousClient(discovery) as client, pytest.raises(InputError, match=told):
+        client.register(msgspec.structs.replace(RECORDS[0], **changes))
+
+
+def test_a_host_may_be_given_by_its_name() -> None:
+    ranks = ("localhost:5000", "localhost:5001")
+    StaticDiscovery([msgspec.structs.replace(LISTED, ranks=ranks)]).check(RECORDS[0])
+
+
+# ---------------------------------------------------------------- lists in files
+
+
+def listed(path: Path) -> InstanceView:
+    with RendezvousClient(f"static:{path}") as client:
+        return client.resolve(NAME, ENOUGH_S)
+
+
+def test_a_list_is_read_from_json(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_bytes(msgspec.json.encode({"instances": [LISTED]}))
+    view = listed(path)
+    assert view.layout == LAYOUT
+    assert [rank.control for rank in view.ranks] == [record.control for record in RECORDS]
+
+
+TOML = """
+[[instances]]
+name = "prefill-0"
+model = "demo@1"
+ranks = ["10.0.0.2:7100", "[fd00::3]:7100"]
+layout = {config = "config.json", tp = 2, page_tokens = 32, order = "hnd"}
+"""
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_size": 64,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_list_is_read_from_toml_with_a_model_s_configuration_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "cluster.toml").write_text(TOML)
+    view = listed(tmp_path / "cluster.toml")
+    assert (view.fingerprint, view.ranks[1].control) == ("demo@1", "tcp://[fd00::3]:7100")
+    assert view.layout.sharding == Parallel(tp=2)
+    assert (view.layout.page_tokens, view.layout.order) == (32, Order.HND)
+    assert (view.layout.spec.num_layers, view.layout.spec.groups[0].units) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda text: "", "`instances`"),
+        (lambda text: text + "[", "Invalid|invalid|Expected"),
+        (lambda text: text.replace("model =", "modell ="), "modell"),
+        (lambda text: text.replace('"10.0.0.2:7100", ', ""), "1 addresses, but .* 2 ranks"),
+        (lambda text: text.replace("10.0.0.2:7100", "10.0.0.2"), "'10.0.0.2' is no control addr"),
+        (lambda text: text.replace("10.0.0.2:7100", "10.0.0.2:0"), "is no control address"),
+        (lambda text: text.replace("prefill-0", "two words"), "an instance's name has"),
+        (lambda text: text + text, "names 'prefill-0' twice"),
+        (lambda text: text.replace("tp = 2", "tp = 3"), "tp=3 neither divides"),
+        (lambda text: text.replace("tp = 2", 'tp = "2"'), "Expected `int`"),
+        (lambda text: text.replace("config.json", "gone.json"), "gone.json"),
+    ],
+)
+def test_a_list_that_can_t_be_used_is_one_sentence(
+    tmp_path: Path, change: Callable[[str], str], told: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    path = tmp_path / "cluster.toml"
+    path.write_text(change(TOML))
+    with pytest.raises(InputError, match=rf"cluster.toml' can't be used: .*({told})") as error:
+        discovery_at(f"static:{path}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_list_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"gone.toml' can't be used: No such file"):
+        discovery_at(f"static:{tmp_path / 'gone.toml'}")
+
+
+# ---------------------------------------------------------------- discoveries with bugs
+
+
+class Broken(Discovery):
+    """Raises what no caller expects, once for each call, and then does as it should."""
+
+    def __init__(self) -> None:
+        self._inner = StaticDiscovery([LISTED])
+        self._calls: set[str] = set()
+
+    def _fail_first(self, call: str) -> None:
+        if call not in self._calls:
+            self._calls.add(call)
+            raise KeyError(call)
+
+    async def register(self, record: RankRecord, lease_s: float) -> None:
+        self._fail_first("register")
+
+    async def renew(self, record: RankRecord, lease_s: float) -> None:
+        self._fail_first("renew")
+
+    async def withdraw(self, record: RankRecord) -> None:
+        self._fail_first("withdraw")
+
+    async def watch(self, name: str, version: str, wait_s: float) -> InstanceView | None:
+        self._fail_first("watch")
+        return await self._inner.watch(name, version, wait_s)
+
+    async def list(self) -> Summaries:
+        self._fail_first("list")
+        return await self._inner.list()
+
+
+def test_an_error_that_no_discovery_may_raise_ends_nothing() -> None:
+    with RendezvousClient(Broken()) as client:
+        with pytest.raises(RendezvousError, match=r"the discovery failed: KeyError\('list'\)"):
+            client.instances().result(ENOUGH_S)
+        assert [each.name for each in client.instances().result(ENOUGH_S).instances] == [NAME]
+        client.register(RECORDS[0]).result(ENOUGH_S)
+        assert client.resolve(NAME, ENOUGH_S).name == NAME

@@ -1,0 +1,112 @@
+"""What the tests with real processes have in common: small caches, ways to carry them, waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from kvferry.config import ProtocolConfig
+from kvferry.endpoint.config import EndpointConfig
+from kvferry.layout.layout import Layout, Order, Parallel
+from kvferry.layout.spec import (
+    CacheSpec,
+    DType,
+    Group,
+    Paged,
+    Slot,
+    Tensor,
+    Window,
+    attention,
+    attention_group,
+)
+from kvferry.plan.choose import Path
+
+# K and V differ in width, so that one can't pass for the other.
+HEADS = attention(layers=3, kv_heads=12, head_dim=8, v_head_dim=6)
+FEW_HEADS = attention(layers=2, kv_heads=2, head_dim=48)
+LATENT = CacheSpec(
+    num_layers=3,
+    groups=(
+        Group("latent", Paged(), (0, 1, 2), 1, (Tensor("ckv", DType.BFLOAT16, 72),)),
+        Group("index", Paged(), (0, 2), 1, (Tensor("k", DType.UINT8, 5),)),
+    ),
+)
+# Attention over everything, over a window, and recurrent state; each in some layers.
+HYBRID = CacheSpec(
+    num_layers=4,
+    groups=(
+        attention_group("full", Paged(), (0, 3), 4, 16, None, DType.BFLOAT16),
+        attention_group("near", Window(20), (1,), 4, 16, None, DType.BFLOAT16),
+        Group("conv", Slot(), (1, 2), 8, (Tensor("state", DType.FLOAT32, 3),)),
+        Group("ssm", Slot(), (2,), 4, (Tensor("state", DType.FLOAT32, 33),)),
+    ),
+)
+
+
+# Times for tests that wait for a silence: short, but not so short that a busy machine is one.
+QUICK = ProtocolConfig(
+    heartbeat_s=0.2, silence_s=2.0, handshake_s=3.0, resend_s=0.1, nudge_s=0.3, early_s=6.0
+)
+
+
+class Way(NamedTuple):
+    """A transport, how its endpoints are told to use it, and where their memory is."""
+
+    transport: str
+    config: EndpointConfig
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        path, protocol = self.config.path, self.config.protocol
+        ahead = f"-ahead-{protocol.local_slots}" if protocol.ahead_slots else ""
+        name = f"{self.transport}-{path}{ahead}" if path else self.transport
+        return name if self.device == "cpu" else f"{name}-on-{self.device}"
+
+    @property
+    def maps_peer(self) -> bool:
+        """Whether a source writes a target's memory by itself."""
+        return self.transport in ("shm", "cuda")
+
+
+# Few slots of the least size, so that a room goes through each of them several times.
+NUM_SLOTS = 4
+STAGED = EndpointConfig(path=Path.STAGED, slot_bytes=4096, staging_bytes=NUM_SLOTS * 4096)
+DIRECT = EndpointConfig(path=Path.SLICES, staging_bytes=0)
+# The same, gathering ahead.
+AHEAD = replace(STAGED, protocol=ProtocolConfig(ahead_slots=2, local_slots=NUM_SLOTS))
+# With one slot, which whoever waits for a credit gives back to who has one.
+ONE_AHEAD = replace(
+    AHEAD, staging_bytes=4096, protocol=ProtocolConfig(ahead_slots=2, local_slots=1)
+)
+PLAIN = [Way(name, EndpointConfig()) for name in ("shm", "nixl", "mooncake")]
+STAGING = [Way(name, STAGED) for name in ("nixl", "mooncake")]
+UNSTAGED = [Way(name, DIRECT) for name in ("nixl", "mooncake")]
+# Between pools on a GPU, where a lane gathers ahead unless it is told not to.
+ON_GPU = [
+    Way("cuda", EndpointConfig(), "cuda"),
+    *(Way("nixl", config, "cuda") for config in (STAGED, ONE_AHEAD)),
+]
+
+
+def layout(
+    spec: CacheSpec,
+    page: int = 4,
+    order: Order = Order.NHD,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+) -> Layout:
+    """A layout in one line."""
+    return Layout(spec, Parallel(tp=tp, pp=pp, cp=cp), page_tokens=page, order=order)
+
+
+def eventually(what: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Wait until something is so."""
+    give_up = time.monotonic() + within_s
+    while not what():
+        assert time.monotonic() < give_up, f"not so within {within_s} s"
+        time.sleep(0.005)

@@ -1,0 +1,117 @@
+"""A machine that answers what a test says, and ports that write down what they are asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import ClassVar
+
+from kvferry.config import ProtocolConfig
+from kvferry.endpoint.runner.sessions import Record
+from kvferry.ids import Op, Peer, Room, Session
+from kvferry.layout import Layout, Parallel, attention
+from kvferry.plan import reshard
+from kvferry.protocol.events import Action, Choose, Connect, Event, Gather, Post, Scatter, Write
+from kvferry.protocol.links import Link
+from kvferry.protocol.messages import Envelope
+from kvferry.protocol.outcome import Outcome, Status
+
+ME = Peer("prefill", 0)
+LAYOUT = Layout(attention(layers=1, kv_heads=1, head_dim=1), Parallel(), page_tokens=1)
+PLAN = reshard(LAYOUT, LAYOUT)
+# The least of them is a quarter of resend_s, or another that a test makes smaller.
+TIMES = ProtocolConfig(
+    resend_s=4.0, nudge_s=5.0, heartbeat_s=6.0, credit_patience_s=7.0, silence_s=60.0
+)
+
+
+class Puppet:
+    """Answers what a test says, and has the timers that a test gives it."""
+
+    exposed: ClassVar[bool] = False
+    num_quarantined = 0
+    me = ME
+    incarnation = 1
+
+    def __init__(self, config: ProtocolConfig = TIMES) -> None:
+        self.config = config
+        self.links: dict[Session, Link] = {}
+        self.counts: Counter[str] = Counter()
+        self.heard: list[Event] = []
+        self.answers: dict[Event, list[Action]] = {}
+        self.timers: list[float] = []
+        self.breaks_at: Event | None = None
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        self.heard.append(event)
+        if event == self.breaks_at:
+            raise ZeroDivisionError
+        return self.answers.pop(event, [])
+
+    def status(self, room: Room) -> Status | None:
+        return None
+
+    def wakeup(self) -> float | None:
+        return min(self.timers, default=None)
+
+
+class ExposedPuppet(Puppet):
+    """One whose peers write into its memory."""
+
+    exposed: ClassVar[bool] = True
+
+
+class Desk:
+    """All the ports, and what they were asked. ``on_write`` and ``on_report`` answer at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, object]] = []
+        self.on_write: Callable[[Write], None] = lambda _: None
+        self.on_report: Callable[[Room], None] = lambda _: None
+
+    def send(self, peer: Peer, envelope: Envelope) -> None:
+        self.asked.append(("send", envelope.body))
+
+    def connect(self, action: Connect) -> None:
+        self.asked.append(("connect", action.session))
+
+    def choose(self, action: Choose) -> None:
+        self.asked.append(("choose", action.ticket))
+
+    def write(self, action: Write) -> None:
+        self.asked.append(("write", action.op))
+        self.on_write(action)
+
+    def gather(self, action: Gather) -> None:
+        self.asked.append(("gather", action.op))
+
+    def post_gathered(self, action: Post) -> None:
+        self.asked.append(("post", (action.op, action.slot)))
+
+    def discard(self, op: Op) -> None:
+        self.asked.append(("discard", op))
+
+    def cut(self, session: Session) -> None:
+        self.asked.append(("cut", session))
+
+    def forget(self, session: Session) -> None:
+        self.asked.append(("forget", session))
+
+    def scatter(self, action: Scatter) -> None:
+        self.asked.append(("scatter", action.op))
+
+    def suspect(self, record: Record) -> None:
+        self.asked.append(("suspect", record.life))
+
+    def acquit(self, peer: Peer, incarnation: int) -> None:
+        self.asked.append(("acquit", (peer, incarnation)))
+
+    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+        self.asked.append(("sign", (peer, incarnation, metadata)))
+
+    def report(self, room: Room, outcome: Outcome) -> None:
+        self.asked.append(("report", room))
+        self.on_report(room)
+
+    def release(self, room: Room) -> None:
+        self.asked.append(("release", room))

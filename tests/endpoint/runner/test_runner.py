@@ -1,0 +1,665 @@
+"""The driver without its thread: a machine on strings, ports that write down what they hear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+import msgspec
+import pytest
+from endpoint.puppet import LAYOUT, ME, PLAN, TIMES, Desk, ExposedPuppet, Puppet
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.config import ProtocolConfig
+from kvferry.endpoint.runner.runner import (
+    MOST_UNSAID,
+    PeerGone,
+    SourceDriver,
+    SourcePorts,
+    TargetDriver,
+    TargetPorts,
+    frame_event,
+    without_needless,
+)
+from kvferry.endpoint.runner.sessions import Sessions
+from kvferry.ids import Generation, Op, Peer, Serial, Session, SlotIndex, Ticket
+from kvferry.plan import Request
+from kvferry.protocol.codec import BadFrame, FrameFault, Header
+from kvferry.protocol.events import (
+    Action,
+    Cancel,
+    Choose,
+    Connect,
+    Discard,
+    Disconnect,
+    Disconnected,
+    Event,
+    Fate,
+    Forget,
+    Gather,
+    Instance,
+    Open,
+    OwnStall,
+    Post,
+    Receive,
+    Received,
+    ReceiveRequest,
+    Release,
+    Report,
+    Scatter,
+    Send,
+    SendFailed,
+    Sent,
+    Tick,
+    TransferRequest,
+    Write,
+    WrongVersion,
+)
+from kvferry.protocol.links import Link
+from kvferry.protocol.messages import (
+    Accept,
+    Arrived,
+    Body,
+    Close,
+    Complete,
+    Envelope,
+    Heartbeat,
+)
+from kvferry.protocol.outcome import Done
+from kvferry.protocol.states import LinkState
+
+PEER, OTHER = Peer("decode", 0), Peer("decode", 1)
+LIFE, NEXT_LIFE = 7, 8
+ONE, TWO, THREE = (Session(LIFE, number) for number in (1, 2, 3))
+REQUEST = Request(1)
+LEAST_S = 1.0
+
+
+# ---------------------------------------------------------------- a puppet on its stage
+
+
+class Stage:
+    """A puppet that is driven."""
+
+    def __init__(self, puppet: Puppet | None = None) -> None:
+        self.puppet = puppet or Puppet()
+        self.desk = Desk()
+        machine: Any = self.puppet
+        self.driver: Any = (
+            TargetDriver(machine, TargetPorts(*[self.desk] * 4))
+            if machine.exposed
+            else SourceDriver(machine, SourcePorts(*[self.desk] * 4))
+        )
+
+    def do(self, *actions: Action, at: float = 0.0) -> list[tuple[str, object]]:
+        """Have the puppet say this; what the ports hear of it."""
+        return self.take(Tick(), *actions, at=at)
+
+    def take(self, event: Event, *answer: Action, at: float = 0.0) -> list[tuple[str, object]]:
+        self.puppet.answers[event] = list(answer)
+        self.desk.asked.clear()
+        self.driver.take(event, at)
+        return list(self.desk.asked)
+
+    def meet(self, session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> None:
+        self.do(Connect(peer, life, session, b"card"))
+
+    def fly(self, op: int, session: Session = ONE) -> None:
+        self.do(write(op, session))
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def frame(body: Body, session: Session = ONE) -> Envelope:
+    return Envelope(ME, 1, session, 1, body)
+
+
+def say(body: Body, peer: Peer = PEER) -> Send:
+    return Send(peer, frame(body))
+
+
+def note(op: int) -> Arrived:
+    return Arrived(f"room-{op}", Generation(1), ())
+
+
+def write(op: int, session: Session = ONE) -> Write:
+    return Write(Op(op), transfer(op, session), (), frame(note(op), session))
+
+
+def transfer(op: int, session: Session = ONE) -> TransferRequest:
+    return TransferRequest(f"room-{op}", session, Generation(1), 0, PEER, PLAN, REQUEST, ())
+
+
+def drop(session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> Disconnect:
+    return Disconnect(peer, life, session)
+
+
+def proof(session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> Disconnected:
+    return Disconnected(peer, life, session)
+
+
+# ---------------------------------------------------------------- writes and their notes
+
+
+def test_a_note_leaves_when_its_data_is_there_before_what_builds_on_it(stage: Stage) -> None:
+    stage.meet()
+    assert stage.do(write(1)) == [("write", 1)]
+    assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", note(1)), ("send", Heartbeat())]
+    assert stage.take(Sent(Op(1))) == []
+
+
+def test_a_note_may_leave_before_the_end_of_its_write_is_taken(stage: Stage) -> None:
+    stage.meet()
+    stage.fly(1)
+    stage.desk.asked.clear()
+    stage.driver.tell(Op(1))
+    assert stage.desk.asked == [("send", note(1))]
+    assert Sent(Op(1)) not in stage.puppet.heard
+    assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", Heartbeat())], "and once"
+
+
+@pytest.mark.parametrize("fate", Fate)
+def test_a_write_that_failed_has_no_note(stage: Stage, fate: Fate) -> None:
+    stage.meet()
+    stage.fly(1)
+    heard = stage.take(SendFailed(Op(1), fate)) + stage.take(Sent(Op(1)))
+    assert "send" not in dict(heard)
+    assert stage.puppet.heard[-2:] == [SendFailed(Op(1), fate), Sent(Op(1))]
+
+
+def test_only_a_busy_write_is_no_sign_of_death(stage: Stage) -> None:
+    stage.meet()
+    for op, fate in enumerate(Fate):
+        stage.fly(op)
+        heard = stage.take(SendFailed(Op(op), fate))
+        assert heard == ([] if fate is Fate.BUSY else [("sign", (PEER, LIFE, b"card"))])
+    assert stage.take(SendFailed(Op(9), Fate.FAILED)) == []
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_no_write_starts_in_a_session_that_was_cut_or_never_met(stage: Stage, cut: bool) -> None:
+    if cut:
+        stage.meet()
+        stage.do(drop())
+    assert stage.do(write(1)) == []
+    assert stage.puppet.heard[-1] == SendFailed(Op(1), Fate.FAILED)
+    assert stage.driver.sessions.num_flying == 0
+
+
+def test_what_a_port_answers_at_once_is_the_next_event(stage: Stage) -> None:
+    stage.meet()
+    stage.desk.on_write = lambda action: stage.driver.take(Sent(action.op), 0.0)
+    stage.puppet.answers[Sent(Op(1))] = [say(Heartbeat())]
+    # The machine's second action comes before the end of the first is taken.
+    heard = stage.do(write(1), Report("r", Done(b"")))
+    assert heard == [("write", 1), ("report", "r"), ("send", note(1)), ("send", Heartbeat())]
+
+
+def test_a_step_that_raises_does_not_stop_the_driver(stage: Stage) -> None:
+    stage.puppet.breaks_at = Cancel("r")
+    with pytest.raises(ZeroDivisionError):
+        stage.take(Cancel("r"))
+    assert stage.do(say(Heartbeat())) == [("send", Heartbeat())]
+
+
+def test_each_action_has_its_port(stage: Stage) -> None:
+    stage.meet()
+    choose = Choose(Ticket(4), transfer(3), ())
+    assert stage.do(choose) == [("choose", 4)]
+    scatter = Scatter(Op(3), "r", PEER, PLAN, REQUEST, (), SlotIndex(0), Serial(0))
+    assert Stage(ExposedPuppet()).do(scatter) == [("scatter", 3)]
+    assert stage.do(Report("r", Done(b""))) == [("report", "r")]
+    assert stage.do(Release("r")) == [("release", "r")]
+    assert stage.do(Connect(PEER, LIFE, TWO, b"")) == [("connect", TWO)]
+    with pytest.raises(AssertionError, match="nobody carries out"):
+        stage.do(Action())
+
+
+# ---------------------------------------------------------------- gathers ahead
+
+
+def gather(op: int, session: Session = ONE) -> Gather:
+    return Gather(Op(op), transfer(op, session), (), SlotIndex(1))
+
+
+def post(op: int, session: Session = ONE) -> Post:
+    return Post(Op(op), SlotIndex(5), frame(note(op), session))
+
+
+def test_a_gather_is_in_flight_before_it_is_posted_and_its_note_leaves_at_its_end(
+    stage: Stage,
+) -> None:
+    stage.meet()
+    assert stage.do(gather(1)) == [("gather", 1)]
+    assert stage.driver.sessions.num_flying == 1
+    assert stage.do(post(1)) == [("post", (1, 5))]
+    assert stage.driver.sessions.num_flying == 1
+    assert stage.take(Sent(Op(1))) == [("send", note(1))]
+    assert stage.driver.sessions.num_flying == 0
+
+
+def test_what_was_discarded_is_in_flight_until_that_is_answered(stage: Stage) -> None:
+    stage.meet()
+    stage.do(gather(1))
+    assert stage.do(Discard(Op(1))) == [("discard", 1)]
+    assert stage.do(Discard(Op(1)), post(1)) == [], "once"
+    assert stage.do(drop()) == [("cut", ONE), ("suspect", (PEER, LIFE))]
+    assert proof() not in stage.puppet.heard
+    stage.take(SendFailed(Op(1), Fate.BUSY))
+    assert stage.puppet.heard[-1] == proof()
+
+
+def test_a_gather_of_a_session_that_was_cut_fails_at_once(stage: Stage) -> None:
+    stage.meet()
+    stage.do(drop())
+    assert stage.do(gather(1)) == []
+    assert stage.puppet.heard[-1] == SendFailed(Op(1), Fate.FAILED)
+    assert stage.do(post(1), Discard(Op(1))) == []
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_nothing_that_is_gathered_is_posted_in_a_session_that_was_cut(
+    stage: Stage, gone: bool
+) -> None:
+    stage.meet(ONE)
+    stage.meet(TWO)
+    for op, session in ((1, ONE), (2, ONE), (3, TWO)):
+        stage.do(gather(op, session))
+    stage.do(post(1))
+    if gone:
+        stage.meet(THREE, OTHER)
+        stage.do(gather(4, THREE))
+        heard = stage.take(PeerGone(OTHER, LIFE))
+        assert heard == [("cut", THREE), ("discard", 4)]
+        assert stage.do(post(4)) == []
+        return
+    heard = stage.do(drop())
+    assert heard == [("cut", ONE), ("discard", 2), ("suspect", (PEER, LIFE))]
+    assert stage.do(post(2), Discard(Op(2))) == []
+    assert stage.do(post(3, TWO)) == [("post", (3, 5))]
+
+
+def test_a_gather_that_has_failed_is_not_posted(stage: Stage) -> None:
+    stage.meet()
+    stage.do(gather(1))
+    stage.take(SendFailed(Op(1), Fate.FAILED))
+    assert stage.do(post(1), Discard(Op(1))) == []
+    assert stage.take(Sent(Op(1))) == []
+
+
+# ---------------------------------------------------------------- proof
+
+
+def test_a_quiet_session_is_proven_at_once_and_nobody_is_asked(stage: Stage) -> None:
+    stage.meet()
+    assert stage.do(drop()) == [("cut", ONE), ("acquit", (PEER, LIFE))]
+    assert stage.puppet.heard[-1] == proof()
+    assert stage.take(Cancel("r")) == []
+    assert stage.puppet.heard.count(proof()) == 1
+
+
+def test_a_session_with_a_write_in_flight_waits_for_its_end(stage: Stage) -> None:
+    stage.meet()
+    stage.fly(1)
+    assert stage.do(drop()) == [("cut", ONE), ("suspect", (PEER, LIFE))]
+    assert proof() not in stage.puppet.heard
+    assert ("acquit", (PEER, LIFE)) in stage.take(Sent(Op(1)))
+    # The end of the write comes before the proof that builds on it.
+    assert stage.puppet.heard[-2:] == [Sent(Op(1)), proof()]
+
+
+def test_doubt_ends_only_with_that_life_of_the_peer(stage: Stage) -> None:
+    stage.meet()
+    stage.fly(1)
+    stage.take(SendFailed(Op(1), Fate.UNKNOWN))
+    assert stage.do(drop()) == [("cut", ONE), ("suspect", (PEER, LIFE))]
+    assert stage.take(PeerGone(PEER, NEXT_LIFE)) == []
+    assert stage.take(PeerGone(OTHER, LIFE)) == []
+    assert proof() not in stage.puppet.heard
+    assert stage.take(PeerGone(PEER, LIFE)) == [("cut", ONE), ("acquit", (PEER, LIFE))]
+    assert stage.puppet.heard[-1] == proof()
+    assert not any(isinstance(event, PeerGone) for event in stage.puppet.heard)
+
+
+def test_whoever_can_be_written_into_waits_for_the_end_of_the_peer() -> None:
+    stage = Stage(ExposedPuppet())
+    stage.meet()
+    assert stage.do(drop()) == [("suspect", (PEER, LIFE))]
+    stage.take(PeerGone(PEER, LIFE))
+    assert stage.puppet.heard[-1] == proof()
+
+
+def test_a_peers_end_cuts_a_session_that_nobody_has_given_up(stage: Stage) -> None:
+    stage.meet()
+    stage.meet(TWO, PEER, NEXT_LIFE)
+    assert ("cut", ONE) in stage.take(PeerGone(PEER, LIFE))
+    assert stage.puppet.heard[-1] == proof()
+    assert stage.do(write(1, TWO)) == [("write", 1)]
+
+
+def test_a_life_is_acquitted_when_its_last_session_is_proven(stage: Stage) -> None:
+    for session in (ONE, TWO):
+        stage.meet(session)
+        stage.fly(session.number, session)
+        stage.do(drop(session))
+    assert "acquit" not in dict(stage.take(Sent(Op(1))))
+    assert "acquit" in dict(stage.take(Sent(Op(2))))
+
+
+def test_a_session_is_kept_until_nobody_wants_it_and_nothing_flies(stage: Stage) -> None:
+    stage.meet()
+    stage.fly(1)
+    assert stage.do(Forget(ONE)) == []
+    assert len(stage.driver.sessions) == 1
+    assert ("forget", ONE) in stage.take(Sent(Op(1)))
+    assert len(stage.driver.sessions) == 0
+    assert stage.do(drop()) == []
+
+
+def test_a_sign_of_death_is_followed_for_those_it_concerns(stage: Stage) -> None:
+    for session, peer in ((ONE, PEER), (TWO, OTHER)):
+        stage.meet(session, peer)
+    for session, peer in ((ONE, PEER), (TWO, OTHER), (THREE, OTHER)):
+        stage.puppet.links[session] = Link(peer, session, LinkState.UP, PLAN, LIFE, 0.0, 0.0, 0.0)
+    stage.desk.asked.clear()
+    stage.driver.ask_after(lambda link: link.peer == OTHER)
+    assert stage.desk.asked == [("sign", (OTHER, LIFE, b"card"))]
+    stage.driver.ask_after()
+    assert [name for name, _ in stage.desk.asked] == ["sign"] * 3
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Open("r", 9.0),
+        Receive(Instance("p", "model", LAYOUT), ReceiveRequest("r", REQUEST, (), 9.0)),
+    ],
+    ids=["source", "target"],
+)
+def test_nobody_may_leave_while_memory_is_held(stage: Stage, event: Event) -> None:
+    may_leave = [stage.driver.may_leave]
+    stage.take(event)
+    stage.do(Report("r", Done(b"")))
+    may_leave.append(stage.driver.may_leave)
+    stage.do(Release("r"))
+    may_leave.append(stage.driver.may_leave)
+    assert may_leave == [True, False, True]
+
+
+# ---------------------------------------------------------------- time
+
+
+def test_what_has_come_is_taken_before_time(stage: Stage) -> None:
+    stage.take(Open("r", 5.0))
+    stage.puppet.heard.clear()
+    stage.driver.turn([Cancel("r"), Cancel("s")], 5.0)
+    assert stage.puppet.heard[-3:] == [Cancel("r"), Cancel("s"), Tick()]
+
+
+def test_a_turn_that_comes_late_says_by_how_much_first(stage: Stage) -> None:
+    stage.take(Open("r", 500.0), at=10.0)
+    due = stage.driver.wakeup()
+    in_time, late = due + TIMES.heartbeat_s / 2, due + 30.0
+    stage.driver.turn([Cancel("r")], in_time)
+    assert OwnStall not in map(type, stage.puppet.heard)
+    stage.take(Open("s", 500.0), at=in_time)
+    due = stage.driver.wakeup()
+    stage.puppet.heard.clear()
+    stage.driver.turn([Cancel("s")], late)
+    assert stage.puppet.heard == [OwnStall(late - due), Cancel("s"), Tick()]
+
+
+def test_time_is_told_when_a_timer_is_due_and_not_before(stage: Stage) -> None:
+    assert stage.driver.wakeup() == inf
+    stage.take(Open("r", 50.0), at=10.0)
+    assert stage.driver.wakeup() == 10.0 + LEAST_S
+    stage.puppet.timers = [20.0]
+    stage.driver.pass_time(10.0 + LEAST_S - 0.01)
+    assert Tick() not in stage.puppet.heard
+    stage.driver.pass_time(10.0 + LEAST_S)
+    assert stage.puppet.heard[-1] == Tick()
+    assert stage.driver.wakeup() == 20.0
+    stage.puppet.timers = []
+    stage.driver.pass_time(20.0)
+    assert stage.driver.wakeup() == inf
+
+
+def test_a_deadline_may_be_sooner_than_any_timer(stage: Stage) -> None:
+    stage.take(Open("r", 10.25), at=10.0)
+    assert stage.driver.wakeup() == 10.25
+    stage.take(Cancel("r"), at=10.1)
+    assert stage.driver.wakeup() == 10.25
+
+
+@pytest.mark.parametrize("shortest", ["nudge_s", "heartbeat_s", "credit_patience_s"])
+def test_the_shortest_timer_counts(shortest: str) -> None:
+    config = ProtocolConfig(**{**msgspec.structs.asdict(TIMES), shortest: 0.5})
+    stage = Stage(Puppet(config))
+    stage.take(Cancel("r"), at=1.0)
+    assert stage.driver.wakeup() == 1.5
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.booleans(), st.floats(0, 30)), max_size=12))
+def test_no_driver_sleeps_past_a_timer(steps: list[tuple[float, bool, float]]) -> None:
+    """Steps as (time that passes, whether something comes, how long its new timer takes)."""
+    stage, now = Stage(), 0.0
+    for passes, something, takes in steps:
+        # As its thread does: it sleeps no longer than it said.
+        until = now + passes
+        while stage.driver.wakeup() <= until:
+            now = max(now, stage.driver.wakeup())
+            stage.puppet.timers = [timer for timer in stage.puppet.timers if timer > now]
+            stage.driver.pass_time(now)
+        now = until
+        if something:
+            stage.puppet.timers.append(now + LEAST_S + takes)
+            stage.driver.turn([Cancel("r")], now)
+        assert stage.driver.wakeup() <= min(stage.puppet.timers, default=inf)
+
+
+# ---------------------------------------------------------------- frames
+
+
+A, B = ("a", Generation(1)), ("b", Generation(1))
+
+
+def named(frames: list[Send]) -> list[str]:
+    def name(body: Body) -> str:
+        serial = isinstance(body, Arrived) and body.serial is not None
+        return "staged" if serial else type(body).__name__.lower()
+
+    return [f"{name(each.envelope.body)} {each.peer.rank}" for each in frames]
+
+
+ACCEPT, CLOSE, COMPLETE = Accept(*A), Close(*A, 1, ()), Complete(*A)
+DIRECT, STAGED = Arrived(*A, ()), Arrived(*A, (), Serial(0))
+
+
+@pytest.mark.parametrize(
+    ("bodies", "left"),
+    [
+        ([ACCEPT], "accept 0"),
+        ([ACCEPT, CLOSE], "close 0"),
+        ([CLOSE, ACCEPT], "close 0, accept 0"),
+        ([ACCEPT, STAGED], "staged 0"),
+        ([ACCEPT, Heartbeat()], "accept 0, heartbeat 0"),
+        ([ACCEPT, Close(*B, 1, ())], "accept 0, close 0"),
+        ([ACCEPT, Close("a", Generation(2), 1, ())], "accept 0, close 0"),
+        ([ACCEPT, DIRECT, DIRECT, CLOSE], "close 0"),
+        ([ACCEPT, STAGED, CLOSE], "staged 0, close 0"),
+        ([DIRECT, COMPLETE], "arrived 0, complete 0"),
+        ([CLOSE, DIRECT], "close 0, arrived 0"),
+        ([DIRECT, Close(*B, 1, ())], "arrived 0, close 0"),
+        ([], ""),
+    ],
+)
+def test_only_what_a_later_frame_says_too_is_left_out(bodies: list[Body], left: str) -> None:
+    assert ", ".join(named(without_needless([say(body) for body in bodies]))) == left
+
+
+def test_each_peer_hears_its_own() -> None:
+    frames = [say(ACCEPT), say(ACCEPT, OTHER), say(CLOSE, OTHER)]
+    assert named(without_needless(frames)) == ["accept 0", "close 1"]
+
+
+def test_a_step_sends_nothing_needless(stage: Stage) -> None:
+    assert stage.do(say(ACCEPT), say(CLOSE)) == [("send", CLOSE)]
+
+
+def test_a_turn_sends_nothing_needless(stage: Stage) -> None:
+    push, finish = Cancel("push"), Cancel("finish")
+    stage.puppet.answers = {push: [say(ACCEPT), say(DIRECT)], finish: [say(CLOSE)]}
+    stage.driver.turn([push, finish], 0.0)
+    assert stage.desk.asked == [("send", CLOSE)]
+
+
+def test_a_long_turn_is_not_silent_to_its_end(stage: Stage) -> None:
+    def arrived() -> Iterator[Event]:
+        for number in range(2 * MOST_UNSAID):
+            step = Cancel(number)
+            stage.puppet.answers[step] = [say(Heartbeat())]
+            yield step
+            said.append(len(stage.desk.asked))
+
+    said: list[int] = []
+    stage.driver.turn(arrived(), 0.0)
+    assert said == sorted(said)
+    assert set(said) == {0, MOST_UNSAID, 2 * MOST_UNSAID}
+
+
+def test_what_a_turn_has_to_say_is_said_though_a_step_of_it_raises(stage: Stage) -> None:
+    stage.puppet.breaks_at = Cancel("r")
+    stage.puppet.answers[Cancel("before")] = [say(Heartbeat())]
+    with pytest.raises(ZeroDivisionError):
+        stage.driver.turn([Cancel("before"), Cancel("r")], 0.0)
+    assert stage.desk.asked == [("send", Heartbeat())]
+
+
+def header(seq: int) -> Header:
+    return Header("kvf", 99, PEER, LIFE, ONE, seq, msgspec.Raw(b"0"))
+
+
+@pytest.mark.parametrize(
+    ("message", "event"),
+    [
+        (frame(Heartbeat()), Received(frame(Heartbeat()))),
+        (BadFrame(FrameFault.VERSION, "", header(3)), WrongVersion(PEER, ONE, 99, False)),
+        (BadFrame(FrameFault.VERSION, "", header(0)), WrongVersion(PEER, ONE, 99, True)),
+        (BadFrame(FrameFault.VERSION, ""), None),
+        (BadFrame(FrameFault.MALFORMED, "", header(3)), None),
+    ],
+)
+def test_what_a_frame_is_to_a_machine(message: Envelope | BadFrame, event: Event | None) -> None:
+    assert frame_event(message) == event
+
+
+# ---------------------------------------------------------------- the book of sessions
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), st.sampled_from([ONE, TWO, THREE])),
+        st.tuples(st.sampled_from(["end", "doubt"]), st.integers(0, 5)),
+        st.tuples(st.sampled_from(["cut", "unwant"]), st.sampled_from([ONE, TWO, THREE])),
+        st.tuples(st.just("bury"), st.sampled_from([LIFE, NEXT_LIFE])),
+    ),
+    max_size=25,
+)
+LIVES = {ONE: LIFE, TWO: LIFE, THREE: NEXT_LIFE}
+
+
+class Truth:
+    """The same sessions, as sets of what has happened."""
+
+    def __init__(self, exposed: bool) -> None:
+        self.flying: dict[Op, Session] = {}
+        self.doubtful: set[Session] = set()
+        self.exposed = set(LIVES) if exposed else set[Session]()
+        self.cut: set[Session] = set()
+        self.unwanted: set[Session] = set()
+        self.proven: set[Session] = set()
+        self.dropped: set[Session] = set()
+
+    def is_over(self, session: Session) -> bool:
+        waits = session in self.flying.values() or session in self.doubtful | self.exposed
+        return session in self.cut and not waits
+
+    def settle(self) -> tuple[set[Session], set[Session]]:
+        here = set(LIVES) - self.dropped
+        proven = {each for each in here - self.proven if self.is_over(each)}
+        dropped = {each for each in here & self.unwanted if each not in self.flying.values()}
+        self.proven |= proven
+        self.dropped |= dropped
+        return proven, dropped
+
+
+@given(STEPS, st.booleans())
+def test_the_book_of_sessions(steps: list[tuple[str, Session | int]], exposed: bool) -> None:
+    book, truth = Sessions(exposed=exposed), Truth(exposed)
+    for session, life in LIVES.items():
+        book.add(PEER, life, session, b"")
+    for number, (step, what) in enumerate(steps):
+        _take(book, truth, number, step, what)
+        proven, dropped = book.settle()
+        expected = truth.settle()
+        assert ({each.session for each in proven}, {each.session for each in dropped}) == expected
+        assert len(book) == len(LIVES) - len(truth.dropped)
+        assert book.num_flying == len(truth.flying)
+        assert {each.session for each in book.doubted()} == truth.doubtful - truth.dropped
+        kept = truth.cut - truth.dropped
+        assert {each.session for each in book.ending.values()} == kept
+        for life in (LIFE, NEXT_LIFE):
+            waiting = [x for x in kept if LIVES[x] == life and not truth.is_over(x)]
+            assert book.awaits(PEER, life) == bool(waiting)
+
+
+def _take(book: Sessions, truth: Truth, number: int, step: str, what: Session | int) -> None:
+    match step, what:
+        case "start", Session() as session:
+            may = session not in truth.cut | truth.dropped
+            assert book.start(Op(number), session) == may
+            if may:
+                truth.flying[Op(number)] = session
+        case (("end" | "doubt"), int(nth)):
+            op = [*truth.flying, Op(99)][min(nth, len(truth.flying))]
+            found = truth.flying.pop(op, None)
+            record = book.flying(op)
+            assert book.end(op, doubtful=step == "doubt") is record
+            assert (record and record.session) == found
+            if found and step == "doubt":
+                truth.doubtful.add(found)
+        case (("cut" | "unwant"), Session() as session) if session not in truth.dropped:
+            (book.cut if step == "cut" else book.unwant)(session)
+            truth.cut.add(session)
+            truth.unwanted |= {session} if step == "unwant" else set()
+        case "bury", int(life):
+            lost = {each for each in LIVES if LIVES[each] == life} - truth.dropped
+            assert {each.session for each in book.bury(PEER, life)} == lost
+            truth.cut |= lost
+            truth.doubtful -= lost
+            truth.exposed -= lost
+
+
+def test_what_a_port_answers_in_a_turn_is_taken_at_the_turns_time(stage: Stage) -> None:
+    times: list[float] = []
+    handle = stage.puppet.handle
+
+    def timed(event: Event, now: float) -> list[Action]:
+        if isinstance(event, Sent):
+            times.append(now)
+        return handle(event, now)
+
+    stage.puppet.handle = timed  # type: ignore[method-assign]
+
+    def arrived() -> Iterator[Event]:
+        stage.driver.answer(Sent(Op(1)))
+        yield from ()
+
+    stage.driver.turn(arrived(), 5.0)
+    stage.driver.turn(arrived(), 9.0)
+    assert times == [5.0, 9.0]

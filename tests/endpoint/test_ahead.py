@@ -1,0 +1,350 @@
+"""Slots that are gathered before their credits come: the port alone, and endpoints over NIXL."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from math import inf
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+from endpoint.fleets import HEADS, QUICK, eventually, layout
+from endpoint.jobs import gather
+from endpoint.puppet import LAYOUT as ONE_TOKEN
+from endpoint.puppet import ME, PLAN
+from endpoint.test_threads import view_of
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
+
+from kvferry.discovery.records import InstanceView
+from kvferry.endpoint.config import EndpointConfig
+from kvferry.endpoint.copy_thread import CopierNews, HostCopier
+from kvferry.endpoint.jobs import WriteJob
+from kvferry.endpoint.loop.chooser import Chooser
+from kvferry.endpoint.loop.links import Links
+from kvferry.endpoint.loop.rooms import RoomTable
+from kvferry.endpoint.loop.writes import Writes
+from kvferry.endpoint.outgoing import Outgoing
+from kvferry.endpoint.peer_metadata import PeerMetadata
+from kvferry.endpoint.setup import StagingMemory
+from kvferry.endpoint.source import GPU_AHEAD_SLOTS, SourceEndpoint, _with_slots
+from kvferry.endpoint.target import TargetEndpoint
+from kvferry.ids import Generation, Op, Peer, Session, SlotIndex
+from kvferry.layout.intervals import Span
+from kvferry.memory.copy.cpu import copy_binding
+from kvferry.memory.pools import Memory
+from kvferry.memory.staging import SlotPool
+from kvferry.memory.tables import Shelf
+from kvferry.plan import Block, Request
+from kvferry.plan.bind import Binding
+from kvferry.plan.choose import Path
+from kvferry.plan.cost import PRESETS, LinkCosts
+from kvferry.plan.places import Base, contiguous_pools
+from kvferry.protocol.events import (
+    Connect,
+    Event,
+    Fate,
+    Gather,
+    Post,
+    SendFailed,
+    Sent,
+    TransferRequest,
+)
+from kvferry.protocol.messages import Arrived, Envelope, Staging
+from kvferry.protocol.outcome import Done, Failure, FailureCode
+from kvferry.protocol.source import SourceMachine
+from kvferry.regions import Device
+from kvferry.telemetry.metrics import Meter
+from kvferry.transports.base import Ended, Remote, Setup
+from kvferry.transports.mailbox import Mailbox
+from kvferry.transports.nixl import NixlTransport
+
+PEER, SESSION, OP = Peer("d", 0), Session(1, 1), Op(1)
+BLOCKS = (Block("kv", Span(0, 1), Span(0, 1)),)
+POOL = SlotPool(4096, 4)
+STAGING_REGION = 3
+WAIT_S = 15.0
+
+
+# ---------------------------------------------------------------- the port
+
+
+class Bench:
+    """A source's writes, with a copier and a mover that only write down what they are given."""
+
+    def __init__(self, staging_region: int | None = STAGING_REGION) -> None:
+        self.jobs: list[WriteJob] = []
+        self.posted: list[WriteJob] = []
+        self.heard: list[Event] = []
+        self.registry = CollectorRegistry()
+        meter = Meter(str(ME), "nixl", self.registry)
+        rooms: RoomTable[Any] = RoomTable(ME, meter)
+        shelf = Shelf(ONE_TOKEN, 0, contiguous_pools(ONE_TOKEN, 0, 4).map)
+        rooms.add(Outgoing("r", inf, shelf, lambda *_: None, lambda _: None))
+        region: Any = SimpleNamespace(address=1 << 20, num_bytes=POOL.num_bytes, device=Device())
+        pools = contiguous_pools(ONE_TOKEN, 0, 4).map
+        setup: Any = SimpleNamespace(
+            member=SimpleNamespace(peer=ME, rank=0),
+            memory=SimpleNamespace(map=pools, regions=[None, None]),
+            slots=StagingMemory(region, POOL, None),
+            addresses=(0, 0),
+        )
+        mover: Any = SimpleNamespace(write=self.posted.append, reach=lambda *_: None)
+        copier: Any = SimpleNamespace(submit=self.jobs.append)
+        costs = LinkCosts({"nixl": PRESETS["nixl-host"]})
+        links = Links(setup, mover, meter, costs, self.heard.append, measures=False)
+        self.writes = Writes(
+            setup=setup,
+            rooms=rooms,
+            mover=mover,
+            copier=copier,
+            links=links,
+            chooser=Chooser(pools, rooms, links, costs),
+            observer=meter,
+            answer=self.heard.append,
+            tell=lambda _: None,
+        )
+        hello: Any = SimpleNamespace(staging=Staging(8192, 4))
+        card = PeerMetadata(("127.0.0.1", 1), staging_region).encode()
+        self.writes.connect(Connect(PEER, 1, SESSION, card, hello=hello))
+
+    def gather(self) -> None:
+        where = "r", SESSION, Generation(1), 0, PEER, PLAN, Request(1), ()
+        self.writes.gather(Gather(OP, TransferRequest(*where), BLOCKS, SlotIndex(1)))
+
+    def post(self) -> None:
+        note = Envelope(ME, 1, SESSION, 0, Arrived("r", Generation(1), BLOCKS))
+        self.writes.post_gathered(Post(OP, SlotIndex(2), note))
+
+    def fill(self) -> None:
+        (job,) = self.jobs
+        job.fill(Binding.bulk(Base(0, 0, 0), Base(0, 0, 0), 100))
+        self.writes.go_on(job)
+
+    def fail(self) -> None:
+        (job,) = self.jobs
+        job.fail("no such page")
+        self.writes.go_on(job)
+
+    @property
+    def num_gathers(self) -> float | None:
+        labels = {"endpoint": str(ME), "transport": "nixl", "stage": "gather"}
+        return self.registry.get_sample_value("kvferry_stage_seconds_count", labels)
+
+
+def test_a_gather_fills_its_slot_and_goes_nowhere() -> None:
+    bench = Bench()
+    bench.gather()
+    (job,) = bench.jobs
+    assert (job.op, job.targets) == (OP, ((1 << 20) + POOL.offset(1),))
+    assert (job.session, job.here, job.there) == (SESSION, Base(0, 2, POOL.offset(1)), None)
+    bench.fill()
+    assert (bench.posted, bench.heard) == ([], [])
+    assert bench.num_gathers == 1
+
+
+@pytest.mark.parametrize("order", ["fill post", "post fill"])
+def test_it_is_written_once_it_is_filled_and_posted(order: str) -> None:
+    bench = Bench()
+    bench.gather()
+    first, second = order.split()
+    getattr(bench, first)()
+    assert not bench.posted
+    getattr(bench, second)()
+    here, there = Base(0, 2, POOL.offset(1)), Base(0, STAGING_REGION, 2 * 8192)
+    (job,) = bench.posted
+    assert (job.binding, job.path) == (Binding.bulk(here, there, 100), Path.STAGED)
+    job.end(Ended(OP, None))
+    bench.writes.go_on(job)
+    assert bench.heard == [Sent(OP)]
+    assert bench.num_gathers == 1, "the wait for a credit is no part of it"
+
+
+@pytest.mark.parametrize("filled_first", [True, False])
+def test_what_was_discarded_is_answered_when_its_gather_has_ended(filled_first: bool) -> None:
+    bench = Bench()
+    bench.gather()
+    if filled_first:
+        bench.fill()
+    assert not bench.heard
+    bench.writes.discard(OP)
+    if not filled_first:
+        assert not bench.heard, "pages are still read"
+        bench.fill()
+    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, Fate.BUSY)])
+
+
+@pytest.mark.parametrize("said", ["post", "discard", None])
+def test_a_gather_that_fails_is_answered_once(said: str | None) -> None:
+    bench = Bench()
+    bench.gather()
+    if said == "post":
+        bench.post()
+    elif said == "discard":
+        bench.writes.discard(OP)
+    bench.fail()
+    bench.post()
+    bench.writes.discard(OP)
+    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, Fate.FAILED)])
+
+
+def test_a_target_without_slots_is_gathered_nothing_for() -> None:
+    bench = Bench(staging_region=None)
+    bench.gather()
+    assert (bench.jobs, bench.heard) == ([], [SendFailed(OP, Fate.FAILED)])
+
+
+def test_a_copier_with_a_thread_tells_of_a_gather_ahead_and_posts_nothing() -> None:
+    told: Mailbox[CopierNews] = Mailbox()
+    posted: list[WriteJob] = []
+    copier = HostCopier("copier", told.put, posted.append)
+    page, slot = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+    here = Base(0, 0, 0)
+    job = gather(1, lambda: Binding.bulk(here, here, 100), ahead=True)
+    job.sources, job.targets = (page.ctypes.data,), (slot.ctypes.data,)
+    copier.submit(job)
+    assert told.get(WAIT_S) is job
+    assert (job.num_bytes, job.is_over) == (100, False)
+    copier.close()
+    assert np.array_equal(page, slot)
+    assert not posted
+
+
+# ---------------------------------------------------------------- endpoints
+
+
+class Gated(NixlTransport):
+    """NIXL whose writes begin when a test says so."""
+
+    name: ClassVar[str] = "nixl"
+    writes_at_once: ClassVar[bool] = False
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.shut = True
+        self.waiting: list[tuple[Remote, Op, Binding]] = []
+
+    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+        self.waiting.append((remote, op, pieces))
+
+    def poll(self) -> list[Ended]:
+        while self.waiting and not self.shut:
+            super().write(*self.waiting.pop(0))
+        return super().poll()
+
+
+LAYOUT = layout(HEADS, 4)
+NUM_PAGES, NUM_SLOTS, AHEAD = 16, 2, 2
+TOKENS = 4 * NUM_PAGES
+PAGES = list(range(NUM_PAGES))
+NUMBERS = itertools.count()
+
+
+def config(num_slots: int) -> EndpointConfig:
+    """A slot holds a page of all layers. Nobody loses patience, and nothing is measured."""
+    return EndpointConfig(
+        path=Path.STAGED,
+        slot_bytes=4096,
+        staging_bytes=num_slots * 4096,
+        constants=PRESETS["nixl-host"],
+        protocol=replace(QUICK, credit_patience_s=60.0, ahead_slots=AHEAD, local_slots=8),
+    )
+
+
+class Pair(NamedTuple):
+    """A source and a target, which has few slots."""
+
+    source: SourceEndpoint
+    target: TargetEndpoint
+    view: InstanceView
+    gate: Gated
+    pools: tuple[list[np.ndarray], list[np.ndarray]]
+
+    @property
+    def machine(self) -> SourceMachine:
+        machine: SourceMachine = self.source._owner.driver.machine
+        return machine
+
+    @property
+    def num_ahead(self) -> int:
+        return sum(write.is_ahead for write in list(self.machine.inflight.writes.values()))
+
+    def is_holding(self) -> bool:
+        """Whether every slot of the target is being written, and more is gathered."""
+        return (len(self.gate.waiting), self.num_ahead) == (NUM_SLOTS, AHEAD)
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[Pair]:
+    setups = [Setup(agent=f"ahead-{next(NUMBERS)}", copy=copy_binding) for _ in range(2)]
+    gate, theirs = Gated(setups[0]), NixlTransport(setups[1])
+    memories = [Memory.allocate(LAYOUT, 0, NUM_PAGES, each.allocate) for each in (gate, theirs)]
+    owners: list[Any] = [memory.owners for memory in memories]
+    pools = [[np.asarray(each).view(np.uint8) for each in its] for its in owners]
+    for number, pool in enumerate(pools[0]):
+        pool[:] = np.random.default_rng(number).integers(1, 255, pool.shape)
+    common: Any = {"model": "m", "registry": CollectorRegistry()}
+    with (
+        SourceEndpoint(
+            LAYOUT, memories[0], name="p", transport=gate, config=config(8), **common
+        ) as source,
+        TargetEndpoint(
+            LAYOUT, memories[1], name="d", transport=theirs, config=config(NUM_SLOTS), **common
+        ) as target,
+    ):
+        yield Pair(source, target, view_of(source.record), gate, (pools[0], pools[1]))
+
+
+def begin(both: Pair) -> tuple[Any, Any]:
+    """A room whose slots are all in use, with two more gathered."""
+    into = both.target.receive("r", prefill=both.view, tokens=TOKENS, pages=PAGES)
+    out = both.source.open("r")
+    out.push((0, TOKENS), PAGES)
+    eventually(both.is_holding)
+    return out, into
+
+
+def test_what_was_gathered_ahead_arrives_byte_by_byte() -> None:
+    with pair() as both:
+        out, into = begin(both)
+        out.close(b"first token")
+        both.gate.shut = False
+        assert into.wait(WAIT_S) == Done(b"first token")
+        assert isinstance(out.wait(WAIT_S), Done)
+        for handle in (out, into):
+            handle.wait_released(WAIT_S)
+        for sent, got in zip(*both.pools, strict=True):
+            assert np.array_equal(sent, got)
+        used = {path for path, stats in both.source.stats.paths.items() if stats.writes}
+        assert used == {Path.STAGED}, "all of it went through slots"
+        assert not both.machine.inflight.writes
+
+
+def test_a_room_that_is_given_up_lets_go_of_what_it_holds() -> None:
+    with pair() as both:
+        out, into = begin(both)
+        into.abort()
+        for handle in (out, into):
+            outcome = handle.wait(WAIT_S)
+            assert isinstance(outcome, Failure)
+            assert outcome.code is FailureCode.ABORTED
+        eventually(lambda: both.num_ahead == 0)
+        assert len(both.machine.inflight.writes) == NUM_SLOTS, "what was posted is still under way"
+        both.gate.shut = False
+        for handle in (out, into):
+            handle.wait_released(WAIT_S)
+        assert len(both.machine.local_slots) == both.machine.config.local_slots
+
+
+def test_a_gpu_gathers_ahead_unless_that_is_said_otherwise() -> None:
+    def ahead(is_host: bool, said: int | None) -> int | None:
+        memory = SimpleNamespace(device=SimpleNamespace(is_host=is_host))
+        setup: Any = SimpleNamespace(slots=SimpleNamespace(pool=POOL), memory=memory)
+        protocol = replace(QUICK, ahead_slots=said)
+        return _with_slots(EndpointConfig(protocol=protocol), setup).ahead_slots
+
+    assert [ahead(True, None), ahead(False, None)] == [0, GPU_AHEAD_SLOTS]
+    assert [ahead(True, 1), ahead(False, 0)] == [1, 0]

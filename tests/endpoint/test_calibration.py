@@ -1,0 +1,113 @@
+"""What a few timed writes tell of a link, and what the chooser makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from kvferry.endpoint.calibration import (
+    GPU_SCRATCH_BYTES,
+    NUM_PIECES,
+    SCRATCH_BYTES,
+    STEPS,
+    Calibration,
+)
+from kvferry.plan.bind import Binding
+from kvferry.plan.choose import Path, Shape, choose
+from kvferry.plan.cost import PRESETS, Constants
+from kvferry.plan.places import Base
+
+KIB, MIB = 1 << 10, 1 << 20
+BASES = Base(0, 1, 0), Base(0, 2, 4096)
+# Qwen3-32B, 8192 tokens in pages of 64, nothing adjacent: K and V of 64 layers.
+EQUAL = Shape(2048 * MIB, 64 * 2 * 128, 64 * 2 * 128, contiguous=True)
+# The same from TP4 to TP1: a piece for each token.
+UNEQUAL = Shape(512 * MIB, 64 * 2 * 8192, 64 * 2 * 8192, contiguous=False)
+
+
+def calibrated(
+    seconds: Callable[[Binding], float], before: Constants, num_bytes: int = SCRATCH_BYTES
+) -> Constants:
+    """As a mover does it, on a link where a write takes so long."""
+    calibration = Calibration(*BASES, num_bytes)
+    sizes = []
+    while (binding := calibration.next()) is not None:
+        sizes.append((binding.num_bytes, binding.num_pieces))
+        # Connecting is slow and does not count.
+        calibration.took(seconds(binding) if len(sizes) > 1 else 1.0)
+    rounds = [(num_bytes, 1), (128 * KIB, 1), (64 * KIB, NUM_PIECES), (512 * KIB, 8)]
+    assert sizes == [(num_bytes, 1), *rounds * 4]
+    assert len(sizes) == len(STEPS)
+    return calibration.constants(before)
+
+
+def link(
+    write_s: float, bytes_per_s: float, small_s: float, large_s: float
+) -> Callable[[Binding], float]:
+    def seconds(binding: Binding) -> float:
+        pieces = binding.num_pieces
+        each = small_s if binding.num_bytes // pieces <= KIB else large_s
+        more = pieces * each if pieces > 1 else 0.0
+        return write_s + more + binding.num_bytes / bytes_per_s
+
+    return seconds
+
+
+def test_each_cost_is_found_again() -> None:
+    before = PRESETS["nixl-host"]
+    found = calibrated(link(20e-6, 6e9, 3e-6, 2e-6), before)
+    assert found.bytes_per_s == pytest.approx(6e9)
+    assert found.write_s == pytest.approx(20e-6)
+    assert found.descriptor_s == pytest.approx(3e-6)
+    assert found.run_s == pytest.approx(2e-6)
+    assert (found.copy_bytes_per_s, found.slot_s) == (before.copy_bytes_per_s, before.slot_s)
+
+
+def test_a_busy_machine_does_not_make_descriptors_free() -> None:
+    """Every write in one piece was delayed."""
+    found = calibrated(
+        lambda binding: 0.1 if binding.num_pieces == 1 else 4e-4, PRESETS["nixl-host"]
+    )
+    assert found.descriptor_s == pytest.approx(1e-4 / NUM_PIECES)
+    assert found.run_s is not None
+    assert 0 < found.run_s <= found.descriptor_s
+    assert found.bytes_per_s == SCRATCH_BYTES / 0.1
+
+
+def test_two_times_that_are_nearly_one_do_not_make_bytes_free() -> None:
+    found = calibrated(link(1e-3, 1e15, 1e-6, 1e-6), PRESETS["nixl-host"])
+    assert found.bytes_per_s <= 16 * SCRATCH_BYTES / 1e-3
+
+
+# NIXL through cuda_ipc on an H200: 1 MiB at 45 GB/s, 16 MiB at 459, 128 MiB at 673, and 7.6 us
+# for a piece of 512 bytes. So a write takes 22 us at all, and its bytes 1.2 TB/s.
+H200_WRITE_S, H200_BYTES_PER_S = 22.4e-6, 1.187e12
+
+
+def h200(large_s: float) -> Constants:
+    before = replace(PRESETS["nixl-gpu"], slot_bytes=15 * MIB)
+    costs = link(H200_WRITE_S, H200_BYTES_PER_S, 7.6e-6, large_s)
+    return calibrated(costs, before, GPU_SCRATCH_BYTES)
+
+
+@pytest.mark.parametrize(("num_bytes", "gb_per_s"), [(MIB, 45), (16 * MIB, 459), (128 * MIB, 673)])
+def test_an_h200_is_as_fast_as_it_was_seen_to_be(num_bytes: int, gb_per_s: float) -> None:
+    found = h200(2.9e-6)
+    predicted = found.write_s + num_bytes / found.bytes_per_s
+    assert predicted == pytest.approx(num_bytes / gb_per_s / 1e9, rel=0.5)
+
+
+# What a run of 128 KiB costs was not measured by itself: at most what a small piece does, and
+# at 2.9 us it would be the 48 ms that another manager takes for these runs.
+@pytest.mark.parametrize(("large_s", "most_s"), [(2.9e-6, 0.055), (7.6e-6, 0.13)])
+def test_equal_tp_over_nixl_on_an_h200_takes_runs(large_s: float, most_s: float) -> None:
+    choice = choose(EQUAL, h200(large_s))
+    assert choice.path is Path.RUNS
+    assert choice.predicted_s <= most_s
+    assert choice.seconds[Path.STAGED] > 0.12, "as 142 ms were seen"
+
+
+def test_small_pieces_on_an_h200_are_staged() -> None:
+    assert choose(UNEQUAL, h200(2.9e-6)).path is Path.STAGED

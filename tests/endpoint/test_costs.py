@@ -1,0 +1,64 @@
+"""Endpoints, ``kvferry plan`` and ``kvferry doctor`` reckon with the same costs."""
+
+from __future__ import annotations
+
+import pytest
+from endpoint.fleets import HEADS, layout
+from msgspec.structs import replace
+
+from kvferry import Constants, EndpointConfig, SourceEndpoint
+from kvferry.cli.doctor.checks import fit
+from kvferry.cli.doctor.checks.check import Asked
+from kvferry.cli.main import build_parser
+from kvferry.cli.plan.command import read_link
+from kvferry.endpoint.costs import copy_speed
+from kvferry.endpoint.setup import make_transport
+from kvferry.memory.pools import Memory
+
+LAYOUT = layout(HEADS)
+SIDES = "--prefill tp=4 --decode tp=1 --layers 2 --kv-heads 4 --head-dim 64"
+
+
+def at_start(transport: str, config: EndpointConfig) -> Constants:
+    """The constants of a real endpoint that has no peer yet."""
+    made = make_transport(transport)
+    memory = Memory.allocate(LAYOUT, 0, 4, made.allocate)
+    with SourceEndpoint(
+        LAYOUT, memory, name="p", model="m", transport=made, config=config
+    ) as source:
+        return source.constants
+
+
+@pytest.mark.parametrize(
+    ("transport", "link"), [("nixl", "nixl-host"), ("mooncake", "mooncake"), ("shm", "shm")]
+)
+def test_plan_predicts_with_what_an_endpoint_starts_with(transport: str, link: str) -> None:
+    """All but the speed of copies, which an endpoint measures as it starts."""
+    planned = read_link(link)
+    started = at_start(transport, EndpointConfig())
+    assert started.copy_bytes_per_s == copy_speed()
+    assert replace(started, copy_bytes_per_s=planned.copy_bytes_per_s) == planned
+
+
+def test_an_endpoint_may_be_told_its_constants() -> None:
+    told = Constants(descriptor_s=1e-3, bytes_per_s=1e6, copy_bytes_per_s=1e6, slot_bytes=4096)
+    config = EndpointConfig(constants=told)
+    assert at_start("nixl", config) == told
+    assert at_start("shm", config) == replace(told, maps_peer=True)
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "link"),
+    [
+        ("nixl", "cpu", "nixl-host"),
+        ("nixl", "cuda", "nixl-gpu"),
+        ("mooncake", "cpu", "mooncake"),
+        ("shm", "cpu", "shm"),
+        ("auto", "cuda", "cuda"),
+    ],
+)
+def test_doctor_predicts_as_plan_does(transport: str, device: str, link: str) -> None:
+    args = build_parser().parse_args(["doctor", *SIDES.split()])
+    pairing = fit.read_pairing(args, Asked(transport=transport, device=device))
+    assert isinstance(pairing, fit.Pairing)
+    assert pairing.costs.constants == read_link(link)

@@ -1,0 +1,155 @@
+"""Rooms that decode gives up, or never wants: prefill lets go of them at once."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+from endpoint.fleets import eventually
+from prometheus_client import CollectorRegistry
+
+from kvferry import Done, Failure, FailureCode, Layout, Memory, attention
+from kvferry.discovery.server import RendezvousServer
+from kvferry.endpoint.source import SourceEndpoint
+from kvferry.endpoint.target import TargetEndpoint
+from kvferry.errors import InputError, Misuse
+from kvferry.layout.layout import Parallel
+from kvferry.memory.copy.cpu import copy_binding
+from kvferry.transports.base import Setup
+from kvferry.transports.shm import ShmTransport
+
+SPEC = attention(layers=2, kv_heads=4, head_dim=8)
+PREFILL, DECODE = (Layout(SPEC, Parallel(tp=tp), page_tokens=4) for tp in (2, 1))
+NUM_PAGES = 16
+WAIT_S = 15.0
+NUMBERS = itertools.count()
+
+
+class Trio(NamedTuple):
+    """Two ranks of a prefill instance, and a decode rank that needs both."""
+
+    sources: list[SourceEndpoint]
+    target: TargetEndpoint
+
+    def kept(self) -> dict[str, int]:
+        """Return how many rooms and declines each endpoint still has, without zeros."""
+        machine = self.target._owner.driver.machine
+        found = {"target": len(machine.rooms), "declines": len(machine.declines)}
+        for rank, source in enumerate(self.sources):
+            found[f"source {rank}"] = len(source._owner.driver.machine.rooms)
+        return {name: count for name, count in found.items() if count}
+
+
+@pytest.fixture
+def trio() -> Iterator[Trio]:
+    with ExitStack() as undo:
+        server = undo.enter_context(RendezvousServer())
+
+        def made(kind: Any, layout: Layout, name: str, rank: int = 0) -> Any:
+            transport = ShmTransport(Setup(agent=f"{name}-{next(NUMBERS)}", copy=copy_binding))
+            memory = Memory.allocate(layout, rank, NUM_PAGES, transport.allocate)
+            common = {"model": "m", "rendezvous": server.url, "registry": CollectorRegistry()}
+            endpoint = kind(layout, memory, name=name, rank=rank, transport=transport, **common)
+            return undo.enter_context(endpoint)
+
+        sources = [made(SourceEndpoint, PREFILL, "p", rank) for rank in range(2)]
+        yield Trio(sources, made(TargetEndpoint, DECODE, "d"))
+
+
+def test_the_same_room_again_after_an_abort_ends_as_soon_as_it_is_aborted(trio: Trio) -> None:
+    """An engine that asks for a room twice does what it must not; nothing stays all the same."""
+    outs = [source.open("r") for source in trio.sources]
+    into = trio.target.receive("r", prefill="p", tokens=8, pages=[0, 1])
+    for out in outs:
+        out.push((0, 4), [0])
+    into.abort()
+    into.wait_released(WAIT_S)
+    for out in outs:
+        out.wait_released(WAIT_S)
+    eventually(lambda: trio.kept() == {})
+    again = trio.target.receive("r", prefill="p", tokens=8, prefix=8, pages=[0, 1])
+    again.abort()
+    again.wait_released(WAIT_S)
+    eventually(lambda: not trio.target._owner.driver.machine.rooms)
+
+
+@pytest.mark.parametrize("opened", ["before", "after"])
+def test_a_room_that_is_never_received_is_let_go_of(trio: Trio, opened: str) -> None:
+    if opened == "after":
+        trio.target.decline("r", prefill="p")
+        eventually(lambda: len(trio.kept()) == 2)  # both sources know, and the target is done
+    outs = [source.open("r") for source in trio.sources]
+    for out in outs:
+        out.push((0, 8), [0, 1])
+        out.close()
+    if opened == "before":
+        trio.target.decline("r", prefill="p")
+    for out in outs:
+        failure = out.wait(WAIT_S)
+        assert isinstance(failure, Failure)
+        assert failure.code is FailureCode.ABORTED
+        out.wait_released(WAIT_S)
+    eventually(lambda: trio.kept() == {})
+
+
+def test_an_abort_before_the_instance_is_even_found_reaches_it(trio: Trio) -> None:
+    """The rendezvous has not answered yet when the engine gives up."""
+    outs = [source.open("r") for source in trio.sources]
+    trio.target.receive("r", prefill="p", tokens=8, pages=[0, 1]).abort()
+    for out in outs:
+        out.wait_released(WAIT_S)
+    eventually(lambda: trio.kept() == {})
+
+
+def test_what_is_being_received_is_not_declined(trio: Trio) -> None:
+    into = trio.target.receive("r", prefill="p", tokens=4, pages=[0])
+    with pytest.raises(Misuse, match="abort its handle"):
+        trio.target.decline("r", prefill="p")
+    with pytest.raises(InputError, match="instance"):
+        trio.target.decline("s", prefill=7)  # type: ignore[arg-type]
+    for source in trio.sources:
+        out = source.open("r")
+        out.push((0, 4), [0])
+        out.close()
+    assert isinstance(into.wait(WAIT_S), Done)
+
+
+def test_thousands_of_aborts_leave_nothing(trio: Trio) -> None:
+    """5,000 requests that their clients abandon, at every state of a room."""
+    handles: list[Any] = [trio.target.receive("first", prefill="p", tokens=4, pages=[0])]
+    for source in trio.sources:
+        handles.append(source.open("first"))
+        handles[-1].push((0, 4), [0])
+        handles[-1].close()
+    handles[0].wait(WAIT_S)
+    for number in range(5000):
+        room = f"r{number}"
+        state = number % 5
+        if state:
+            outs = [source.open(room) for source in trio.sources]
+            handles += outs
+        if state == 4:
+            trio.target.decline(room, prefill="p")
+        else:
+            into = trio.target.receive(room, prefill="p", tokens=8, pages=[0, 1])
+            handles.append(into)
+            if state >= 2:
+                for out in outs:
+                    out.push((0, 4), [0])
+            if state == 3:
+                for out in outs:
+                    out.push((4, 8), [1])
+                    out.close()
+            into.abort()
+        if not state:
+            handles += [source.open(room) for source in trio.sources]
+    last = time.monotonic()
+    for handle in handles:
+        handle.wait_released(WAIT_S)
+    eventually(lambda: trio.kept() == {})
+    # A second after the last, on a machine that has nothing else to do.
+    assert time.monotonic() - last < WAIT_S

@@ -1,0 +1,453 @@
+"""Ranks that are killed or stopped at every state of a room, with real processes and signals.
+
+Each test brings a room to a state, hurts one rank, and asks of the others: does the room end
+there in time, for the right reason; does a room that has nothing to do with it go on; is memory
+released when there is proof and not before; and is everything well once the rank is back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any
+
+import pytest
+from endpoint.fleets import HEADS, ON_GPU, QUICK, STAGED, Way, eventually, layout
+from msgspec.structs import replace
+
+from kvferry.discovery.client import RendezvousClient
+from kvferry.endpoint.config import EndpointConfig
+from kvferry.layout.spec import attention
+from kvferry.plan.plan import Request
+from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
+from kvferry.testing.fleet import Fleet, FleetSide, RankError, RankProcess
+
+REQUEST = Request(60, prefix=5)
+FIRST = (0, 20)
+REST = (20, 60)
+# Nothing here ends by its deadline: whoever notices a death too late fails with that reason.
+DEADLINE_S = 30.0
+# From a death to its consequences: a sign, a question, a moment of grace, and a busy machine.
+NOTICED_S = 5.0
+# How long memory is watched that must not be released.
+WATCHED_S = 0.7
+
+
+class Stage(StrEnum):
+    """How far the room has come when something happens."""
+
+    UNMET = "unmet"  # the two have never spoken
+    EARLY = "early"  # offered, and not opened by the source's engine
+    OPEN = "open"  # opened, and nothing pushed
+    MOVING = "moving"  # a part has arrived
+    CLOSED = "closed"  # all of it was written; the other side has not said Complete
+
+
+class Blow(StrEnum):
+    KILL = "kill"
+    STOP = "stop"
+
+
+WAYS = [Way("shm", EndpointConfig()), Way("nixl", STAGED), Way("mooncake", EndpointConfig())]
+SHM = WAYS[0]
+STAGES = [
+    *((SHM, stage) for stage in Stage),
+    *((way, Stage.MOVING) for way in WAYS[1:]),
+]
+MAPPED_GPU, STAGED_GPU, _ = ON_GPU
+GPU_STAGES = [*((MAPPED_GPU, stage) for stage in Stage), (STAGED_GPU, Stage.MOVING)]
+
+
+def on_gpu(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.gpu) for case in cases]
+
+
+# Where a process is killed, only the proof of that may end a room, however busy the machine is.
+TIMES = {Blow.KILL: replace(QUICK, silence_s=60.0), Blow.STOP: QUICK}
+
+
+def side(name: str, way: Way, tp: int, page: int, blow: Blow) -> FleetSide:
+    config = replace(way.config, protocol=TIMES[blow], lease_s=1.0)
+    return FleetSide(name, layout(HEADS, page, tp=tp), 64, config)
+
+
+def hurt(rank: RankProcess, blow: Blow) -> None:
+    if blow is Blow.KILL:
+        rank.kill()
+    else:
+        rank.stop()
+
+
+def expected(stage: Stage, blow: Blow) -> FailureCode:
+    if stage is Stage.UNMET:
+        return FailureCode.UNREACHABLE
+    return FailureCode.PEER_GONE if blow is Blow.KILL else FailureCode.PEER_SILENT
+
+
+def bring_to(fleet: Fleet, stage: Stage, room: str, *, closing: list[RankProcess]) -> None:
+    """Bring a room that its sources have filled to a state."""
+    sources, targets = fleet.sources, fleet.targets["decode"]
+    everyone = list(range(len(targets)))
+    fleet.receive(room, "decode", REQUEST, DEADLINE_S)
+    eventually(lambda: fleet.all(sources, "offered_by", room) == [everyone] * len(sources))
+    if stage is Stage.EARLY:
+        return
+    fleet.all(sources, "open", room, DEADLINE_S)
+    if stage is Stage.OPEN:
+        return
+    fleet.all(sources, "push", room, FIRST)
+    eventually(lambda: fleet.all(targets, "lacks", room) == [{REST}] * len(targets))
+    if stage is Stage.CLOSED:
+        finish(fleet, closing, room)
+
+
+def finish(fleet: Fleet, ranks: list[RankProcess], room: str) -> None:
+    fleet.all(ranks, "push", room, REST)
+    fleet.all(ranks, "finish", room, b"first token", REQUEST.num_tokens)
+
+
+def failure(rank: RankProcess, room: str) -> FailureCode:
+    outcome = rank.ask("outcome", room, DEADLINE_S + 2)
+    assert isinstance(outcome, Failure), f"{rank} ended {room!r} with {outcome}"
+    return outcome.code
+
+
+def begin_other(fleet: Fleet, decode: str, prefill: str) -> None:
+    """A room between two ranks that nothing will happen to."""
+    fleet.fill("other", 7, REQUEST.num_tokens, prefill)
+    fleet.receive("other", decode, REQUEST, prefill=prefill)
+    fleet.all(fleet.members[prefill], "open", "other", DEADLINE_S)
+    fleet.all(fleet.members[prefill], "push", "other", FIRST)
+
+
+def finish_other(fleet: Fleet, decode: str, prefill: str) -> None:
+    finish(fleet, fleet.members[prefill], "other")
+    fleet.demand_done("other", fleet.parties(decode, prefill), DEADLINE_S)
+    problems = fleet.all(fleet.targets[decode], "room_problem", "other", 7, REQUEST)
+    assert not any(problems), problems
+    fleet.finish("other", decode, prefill)
+
+
+def demand_held(rank: RankProcess, room: str) -> None:
+    with pytest.raises(RankError, match="TimeoutError"):
+        rank.ask("wait_released", room, WATCHED_S)
+
+
+# ---------------------------------------------------------------- a source
+
+
+def source_fleet(way: Way, blow: Blow = Blow.STOP) -> Fleet:
+    return Fleet(
+        side("prefill", way, 2, 4, blow),
+        side("decode", way, 1, 8, blow),
+        spares=[side("spare", way, 1, 4, blow)],
+        transport=way.transport,
+        device=way.device,
+    )
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("blow", Blow)
+@pytest.mark.parametrize(("way", "stage"), [*STAGES, *on_gpu(GPU_STAGES)], ids=str)
+def test_a_source_is_lost(way: Way, stage: Stage, blow: Blow) -> None:
+    with source_fleet(way, blow) as fleet:
+        victim, sibling = fleet.sources
+        (target,) = fleet.targets["decode"]
+        fleet.fill("room", 1, REQUEST.num_tokens)
+        begin_other(fleet, "decode", "spare")
+        if stage is Stage.UNMET:
+            hurt(victim, blow)
+            fleet.receive("room", "decode", REQUEST, DEADLINE_S)
+        else:
+            bring_to(fleet, stage, "room", closing=[victim])
+            if stage is Stage.CLOSED:
+                eventually(lambda: target.ask("closed_sources", "room") == [0])
+            hurt(victim, blow)
+        if stage is Stage.CLOSED:
+            # Nothing is missing from it, so its end changes nothing.
+            finish(fleet, [sibling], "room")
+            fleet.demand_done("room", [target, sibling], DEADLINE_S)
+            assert target.ask("room_problem", "room", 1, REQUEST) is None
+            if blow is Blow.KILL:
+                eventually(lambda: "prefill/0" not in target.ask("peers"), NOTICED_S)
+        else:
+            assert failure(target, "room") is expected(stage, blow)
+            _demand_known_at_sibling(sibling, stage, blow)
+        finish_other(fleet, "decode", "spare")
+        _demand_release(fleet, victim, target, stage, blow)
+        sibling.ask("wait_released", "room", NOTICED_S)
+        _recover(fleet, victim, "room", blow)
+
+
+def _demand_known_at_sibling(sibling: RankProcess, stage: Stage, blow: Blow) -> None:
+    """The source that lives is told by the target, also if its engine opens the room later."""
+    if stage in (Stage.UNMET, Stage.EARLY):
+        sibling.ask("open", "room", 2.0)
+    if stage is Stage.UNMET:
+        # Its offer may have come and gone before it opened the room.
+        assert failure(sibling, "room") in (FailureCode.UNREACHABLE, FailureCode.DEADLINE)
+    else:
+        assert failure(sibling, "room") is expected(stage, blow)
+
+
+def _demand_release(
+    fleet: Fleet, victim: RankProcess, target: RankProcess, stage: Stage, blow: Blow
+) -> None:
+    """Pages that a stopped source may write stay held until it goes on, or is dead."""
+    if blow is Blow.STOP and stage in (Stage.EARLY, Stage.OPEN, Stage.MOVING):
+        demand_held(target, "room")
+        if stage is Stage.OPEN:
+            victim.kill()
+        else:
+            victim.resume()
+    target.ask("wait_released", "room", NOTICED_S)
+
+
+def _recover(fleet: Fleet, victim: RankProcess, room: str, blow: Blow) -> None:
+    """The rank comes back, under the same name, and carries a good room."""
+    if not victim.process.is_alive():
+        victim = fleet.restart(victim)
+    elif blow is Blow.STOP:
+        victim.resume()
+        if room in victim.ask("rooms"):
+            victim.ask("outcome", room, DEADLINE_S)
+            victim.ask("wait_released", room, NOTICED_S)
+        if victim.spec.role == "target":
+            # It learns from its next heartbeat that its session is over.
+            eventually(lambda: "prefill/0" not in victim.ask("peers"), NOTICED_S)
+    fleet.forget(room, "decode")
+    fleet.carry("good", Request(50, prefix=3), seed=9)
+    assert fleet.leftovers() == {}
+
+
+# ---------------------------------------------------------------- a target
+
+
+def target_fleet(way: Way, blow: Blow) -> Fleet:
+    return Fleet(
+        side("prefill", way, 1, 4, blow),
+        side("decode", way, 2, 8, blow),
+        side("decode-2", way, 1, 16, blow),
+        transport=way.transport,
+        device=way.device,
+    )
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("blow", Blow)
+@pytest.mark.parametrize(
+    ("way", "stage"),
+    [
+        *[case for case in STAGES if case[1] is not Stage.UNMET],
+        *on_gpu([case for case in GPU_STAGES if case[1] is not Stage.UNMET]),
+    ],
+    ids=str,
+)
+def test_a_target_is_lost(way: Way, stage: Stage, blow: Blow) -> None:
+    with target_fleet(way, blow) as fleet:
+        (source,) = fleet.sources
+        victim, sibling = fleet.targets["decode"]
+        fleet.fill("room", 1, REQUEST.num_tokens)
+        begin_other(fleet, "decode-2", "prefill")
+        bring_to(fleet, Stage.MOVING if stage is Stage.CLOSED else stage, "room", closing=[])
+        hurt(victim, blow)
+        if stage is Stage.CLOSED:
+            finish(fleet, [source], "room")
+        if stage is Stage.EARLY:
+            eventually(lambda: "decode/0" not in source.ask("peers"))
+            source.ask("open", "room", DEADLINE_S)
+        assert failure(source, "room") is expected(stage, blow)
+        if stage is Stage.CLOSED:
+            # All of its own was written and closed. The engine's ranks agree by the minimum.
+            outcome = sibling.ask("outcome", "room", DEADLINE_S)
+            assert isinstance(outcome, Done) or outcome.code is expected(stage, blow)
+        else:
+            assert failure(sibling, "room") is expected(stage, blow)
+        finish_other(fleet, "decode-2", "prefill")
+        if blow is Blow.STOP and not way.maps_peer:
+            # A network may still read what is on its way to a process that stands still.
+            victim.resume()
+        source.ask("wait_released", "room", NOTICED_S)
+        sibling.ask("wait_released", "room", NOTICED_S)
+        _recover(fleet, victim, "room", blow)
+
+
+# ---------------------------------------------------------------- in the middle of it
+
+LONG = Request(1500)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("blow", Blow)
+@pytest.mark.parametrize("victim_is", ["source", "target"])
+@pytest.mark.parametrize(
+    ("way", "ahead"),
+    [
+        *((Way("nixl", STAGED), 0), (Way("nixl", STAGED), 1), (Way("mooncake", STAGED), 0)),
+        *on_gpu([(STAGED_GPU, 2)]),
+    ],
+    ids=str,
+)
+def test_while_slots_are_gathered_written_and_scattered(
+    way: Way, ahead: int, victim_is: str, blow: Blow
+) -> None:
+    config = replace(way.config, protocol=replace(TIMES[blow], ahead_slots=ahead), lease_s=1.0)
+    sides = [FleetSide(name, layout(HEADS, 8), 400, config) for name in ("prefill", "decode")]
+    with Fleet(*sides, transport=way.transport, device=way.device) as fleet:
+        (source,), (target,) = fleet.sources, fleet.targets["decode"]
+        victim, other = (source, target) if victim_is == "source" else (target, source)
+        fleet.fill("room", 1, LONG.num_tokens)
+        fleet.receive("room", "decode", LONG, DEADLINE_S)
+        fleet.send("room", LONG.num_tokens, chunk=500, deadline_s=DEADLINE_S)
+        eventually(lambda: bool(target.ask("status", "room") == Status.MOVING))
+        hurt(victim, blow)
+        # Whichever is noticed first: that the process is gone, or that a write to it fails.
+        assert failure(other, "room") in (expected(Stage.MOVING, blow), FailureCode.TRANSPORT)
+        if blow is Blow.STOP:
+            if victim is source:
+                demand_held(target, "room")
+            victim.resume()
+            victim.ask("outcome", "room", DEADLINE_S)
+            victim.ask("wait_released", "room", NOTICED_S)
+        other.ask("wait_released", "room", NOTICED_S)
+        _recover(fleet, victim, "room", blow)
+
+
+# 2.1 GB: a GPU works on it for milliseconds.
+HUGE, HUGE_PAGE = Request(32768), 64
+HUGE_HEADS = attention(layers=16, kv_heads=8, head_dim=128)
+# What a GPU would need for all of it, many times over.
+SETTLED_S = 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("way", [MAPPED_GPU, STAGED_GPU._replace(config=EndpointConfig())], ids=str)
+@pytest.mark.parametrize("lives_ms", [1, 2, 4])
+def test_the_gpu_of_a_dead_source_writes_nothing_into_what_was_released(
+    way: Way, lives_ms: int
+) -> None:
+    config = replace(way.config, protocol=TIMES[Blow.KILL], lease_s=1.0)
+    pages = HUGE.num_tokens // HUGE_PAGE
+    sides = [
+        FleetSide(name, layout(HUGE_HEADS, HUGE_PAGE), pages, config)
+        for name in ("prefill", "decode")
+    ]
+    with Fleet(*sides, transport=way.transport, device=way.device) as fleet:
+        (source,), (target,) = fleet.sources, fleet.targets["decode"]
+        fleet.fill("room", 1, HUGE.num_tokens)
+        fleet.receive("room", "decode", HUGE, DEADLINE_S)
+        eventually(lambda: source.ask("offered_by", "room") == [0])
+        source.ask("open", "room", DEADLINE_S)
+        source.begin("push_all", "room", HUGE.num_tokens, 4096, b"")
+        time.sleep(lives_ms / 1000)
+        # Its end is not waited for: that would be the end of its work on the GPU as well.
+        source.process.kill()
+        outcome = target.ask("outcome", "room", DEADLINE_S)
+        assert way.maps_peer or isinstance(outcome, Failure), "it takes longer than that"
+        target.ask("wait_released", "room", NOTICED_S)
+        # It is another room's now.
+        target.ask("clear")
+        time.sleep(SETTLED_S)
+        assert target.ask("problem_among", []) is None
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("victim_is", ["source", "target"])
+def test_a_short_stop_is_no_death(victim_is: str) -> None:
+    with source_fleet(SHM) as fleet:
+        victim = fleet.sources[0] if victim_is == "source" else fleet.targets["decode"][0]
+        fleet.fill("room", 1, REQUEST.num_tokens)
+        bring_to(fleet, Stage.MOVING, "room", closing=[])
+        victim.stop()
+        time.sleep(QUICK.silence_s / 3)
+        victim.resume()
+        finish(fleet, fleet.sources, "room")
+        fleet.demand_done("room", fleet.parties("decode"), DEADLINE_S)
+        fleet.demand_right("decode", [("room", 1, REQUEST)])
+        fleet.finish("room", "decode")
+        assert fleet.leftovers() == {}
+
+
+@pytest.mark.timeout(60)
+def test_a_failed_room_says_which_pages_are_bad() -> None:
+    with source_fleet(SHM) as fleet:
+        (target,) = fleet.targets["decode"]
+        fleet.fill("room", 1, REQUEST.num_tokens)
+        bring_to(fleet, Stage.MOVING, "room", closing=[])
+        where = target.ask("pages_of", "room")
+        fleet.sources[1].kill()
+        assert failure(target, "room") is FailureCode.PEER_GONE
+        # Tokens from 20 on never came: from the middle of the third page of eight.
+        assert target.ask("bad_pages", "room") == {"kv": list(where.pages[2:])}
+
+
+# ---------------------------------------------------------------- the rendezvous
+
+
+@pytest.mark.timeout(60)
+def test_the_rendezvous_goes_away_and_comes_back() -> None:
+    with source_fleet(SHM) as fleet:
+        (target,) = fleet.targets["decode"]
+        fleet.carry("before", REQUEST, seed=1)
+        fleet.fill("during", 2, REQUEST.num_tokens)
+        bring_to(fleet, Stage.MOVING, "during", closing=[])
+        fleet.rendezvous.stop()
+        # Who knows each other needs it no more.
+        finish(fleet, fleet.sources, "during")
+        fleet.demand_done("during", fleet.parties("decode"), DEADLINE_S)
+        fleet.finish("during", "decode")
+        fleet.carry("without", REQUEST, seed=3)
+        # Who does not, waits for it, until the deadline at the latest.
+        fleet.receive("too-short", "decode", REQUEST, 0.5, prefill="spare")
+        assert failure(target, "too-short") is FailureCode.UNREACHABLE
+        fleet.fill("waits", 4, REQUEST.num_tokens, "spare")
+        fleet.receive("waits", "decode", REQUEST, prefill="spare")
+        fleet.send("waits", REQUEST.num_tokens, prefill="spare")
+        assert target.ask("status", "waits") == Status.CONNECTING
+        fleet.start_rendezvous()
+        fleet.demand_done("waits", fleet.parties("decode", "spare"), 30.0)
+        assert target.ask("room_problem", "waits", 4, REQUEST) is None
+        fleet.finish("waits", "decode", "spare")
+        assert fleet.leftovers() == {}
+
+
+@pytest.mark.timeout(60)
+def test_a_prefill_may_start_after_it_was_asked_for() -> None:
+    ended = threading.Event()
+    with source_fleet(SHM) as fleet, RendezvousClient(fleet.url) as client:
+        client.watch("spare", lambda view: None if view else ended.set())
+        client.resolve("spare", 10.0)
+        (spare,) = fleet.members["spare"]
+        spare.kill()
+        assert ended.wait(10.0)
+        fleet.receive("room", "decode", REQUEST, prefill="spare")
+        fleet.restart(spare)
+        fleet.fill("room", 1, REQUEST.num_tokens, "spare")
+        fleet.send("room", REQUEST.num_tokens, prefill="spare")
+        fleet.demand_done("room", fleet.parties("decode", "spare"), 30.0)
+        fleet.demand_right("decode", [("room", 1, REQUEST)])
+        fleet.finish("room", "decode", "spare")
+        assert fleet.leftovers() == {}
+
+
+@pytest.mark.timeout(60)
+def test_nothing_is_kept_of_an_instance_that_is_gone() -> None:
+    with source_fleet(SHM) as fleet:
+        (target,) = fleet.targets["decode"]
+        fleet.carry("room", REQUEST, seed=1, prefill="spare")
+        fleet.carry("other", REQUEST, seed=2)
+        assert target.ask("instances") == {"prefill", "spare"}
+        (spare,) = fleet.members["spare"]
+        spare.kill()
+        eventually(lambda: target.ask("instances") == {"prefill"})
+        # It may come back.
+        fleet.restart(spare)
+        fleet.carry("again", REQUEST, seed=3, prefill="spare")
+        # Nothing is kept of one that never was, either.
+        fleet.receive("nobody", "decode", REQUEST, 0.3, prefill="nobody")
+        assert failure(target, "nobody") is FailureCode.UNREACHABLE
+        eventually(lambda: target.ask("instances") == {"prefill", "spare"})
+        assert fleet.leftovers() == {}

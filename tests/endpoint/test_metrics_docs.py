@@ -1,0 +1,223 @@
+"""docs/metrics.md names every metric, every refusal and every log event that the code has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from endpoint.jobs import over
+from prometheus_client import CollectorRegistry
+
+from kvferry.config import ProtocolConfig
+from kvferry.discovery.metrics import RendezvousMetrics
+from kvferry.discovery.service import Registry
+from kvferry.discovery.waiters import Waiters
+from kvferry.endpoint.handles import Handle
+from kvferry.http.connections import Connections, Why
+from kvferry.http.limits import HttpLimits
+from kvferry.ids import Peer
+from kvferry.plan.choose import Path as Way
+from kvferry.protocol.codec import FrameFault
+from kvferry.protocol.events import Fate
+from kvferry.protocol.outcome import Done
+from kvferry.reference.api.metrics import WorkerMetrics
+from kvferry.reference.worker.loop import Snapshot
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.options import Policy
+from kvferry.router.roster import Roster, Worker, WorkerPart
+from kvferry.router.upstream import Opened
+from kvferry.telemetry.metrics import LABELS, REFUSALS, Meter
+from kvferry.telemetry.observer import LoopStatus
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "metrics.md").read_text()
+SOURCE = ROOT / "src" / "kvferry"
+LOGGING = ("endpoint", "telemetry", "discovery", "transports", "http")
+LOGS = {"log", "_log", "logger", "_logger", "logging"}
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+
+
+def words(cell: str) -> list[str]:
+    """What stands in backquotes."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def rows(heading: str, num_cells: int) -> Iterator[list[str]]:
+    """The rows of the tables below a heading, without the head of each."""
+    _, found, section = TEXT.partition(f"\n{heading}\n")
+    assert found, f"docs/metrics.md has no heading {heading!r}"
+    section = re.split(r"^##", section, maxsplit=1, flags=re.MULTILINE)[0]
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == num_cells:
+            yield cells
+
+
+# ---------------------------------------------------------------- metrics
+
+
+class Metric(NamedTuple):
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+
+
+def documented(heading: str) -> set[Metric]:
+    return {
+        Metric(words(name)[0], kind, tuple(words(labels)))
+        for name, kind, labels, _, _ in rows(heading, 5)
+    }
+
+
+def collected(registry: CollectorRegistry, common: tuple[str, ...] = ()) -> set[Metric]:
+    """Every metric of a registry, of which each must have a series to show its labels."""
+    found = set()
+    for family in registry.collect():
+        samples = [one for one in family.samples if not one.name.endswith("_created")]
+        assert samples, f"make {family.name} count in this test, so that its labels show"
+        assert set(common) <= set(samples[0].labels)
+        more = tuple(name for name in samples[0].labels if name not in (*common, "le"))
+        name = family.name if family.type == "histogram" else samples[0].name
+        found.add(Metric(name, family.type, more))
+    return found
+
+
+def test_every_metric_of_an_endpoint_has_its_row() -> None:
+    registry = CollectorRegistry()
+    meter = Meter("prefill/0", "shm", registry)
+    meter.room_ended(Handle(1), Done())
+    for job in (over(Way.RUNS), over(Way.RUNS, Fate.FAILED)):
+        meter.write(job, 0.0)
+    meter.refused("pages")
+    meter.status(LoopStatus(0.0, 0, 0, 0, 1, (), {"impatient": 1}))
+    meter.link_up(Peer("decode", 0), "shm")
+    meter.thread_broken("mover")
+    meter.thread_stalled("mover", 0.0)
+    assert collected(registry, LABELS) == documented("## Endpoints")
+    assert all(f"`{label}`" in TEXT for label in LABELS)
+
+
+def test_every_metric_of_the_rendezvous_has_its_row() -> None:
+    metrics = RendezvousMetrics(Registry("epoch"), Waiters())
+    metrics.requests.labels("GET /healthz", "200").inc()
+    assert collected(metrics.collection) == documented("## The rendezvous")
+
+
+def test_every_metric_of_a_router_has_its_row() -> None:
+    metrics = RouterMetrics(Roster(Policy.LEAST_LOADED, 20.0))
+    metrics.requests.labels("/healthz", "200").inc()
+    metrics.seconds.labels("/healthz").observe(0.1)
+    metrics.attempt(Opened(Worker("", WorkerPart.DECODE, "", fixed=False), cast("Any", None), b""))
+    metrics.text()
+    assert collected(metrics.registry) == documented("## The router")
+
+
+def test_every_metric_of_a_worker_has_its_row() -> None:
+    metrics = WorkerMetrics("decode-0")
+    metrics.answered("/healthz", 200)
+    metrics.text(Snapshot(carried_bytes={"runs": 1}))
+    assert collected(metrics.registry, ("instance",)) == documented("## Workers")
+
+
+def test_every_metric_of_http_has_its_row() -> None:
+    registry = CollectorRegistry()
+    Connections(HttpLimits(), registry)
+    assert collected(registry) == documented("## HTTP")
+
+
+def test_every_value_of_a_label_is_named() -> None:
+    served = {words(name)[0]: meaning for name, _, _, meaning, _ in rows("## HTTP", 5)}
+    assert set(Why) <= set(words(served["kvferry_http_refused_total"]))
+    cells = {words(name)[0]: meaning for name, _, _, meaning, _ in rows("## Endpoints", 5)}
+    assert set(Way) <= set(words(cells["kvferry_writes_total"]))
+    assert set(Fate) <= set(words(cells["kvferry_writes_failed_total"]))
+    assert f"`silence_s` ({ProtocolConfig().silence_s:g} s by default)" in TEXT
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def syntax(*places: str) -> Iterator[ast.Module]:
+    """Of a module, or of all in a folder."""
+    for place in (SOURCE / place for place in places):
+        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+            yield ast.parse(path.read_text(), str(path))
+
+
+def calls(tree: ast.AST, *methods: str) -> Iterator[ast.Call]:
+    """Calls of methods of those names."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr in methods:
+            yield node
+
+
+def constants(node: ast.AST) -> list[str]:
+    found = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+    return [value for value in found if isinstance(value, str)]
+
+
+def to_observer(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and "observer" in ast.unparse(call.func.value)
+
+
+def refusals(tree: ast.Module) -> Iterator[str]:
+    """Return the refusals that a module reports to its observer."""
+    for call in filter(to_observer, calls(tree, "refused")):
+        if isinstance(call.args[0], ast.Constant):
+            yield str(call.args[0].value)
+        elif isinstance(call.args[0], ast.JoinedStr):
+            assert constants(call.args[0]) == ["frame-"], ast.unparse(call)
+            yield from (f"frame-{fault}" for fault in FrameFault)
+
+
+def test_every_refusal_has_its_row() -> None:
+    counted = {what for tree in syntax("endpoint") for what in refusals(tree)} | {*REFUSALS}
+    assert len(counted) > 5 + len(REFUSALS)
+    assert {words(what)[0] for what, _ in rows("## Endpoints", 2)} == counted
+
+
+# ---------------------------------------------------------------- logs
+
+
+class Event(NamedTuple):
+    logger: str
+    name: str
+    keys: tuple[str, ...]
+    level: str
+
+
+def logger_of(tree: ast.Module) -> str:
+    """The name that the module's ``log`` was made with."""
+    (name,) = {constants(call)[0] for call in calls(tree, "getLogger") if constants(call)}
+    return name
+
+
+def events(tree: ast.Module) -> Iterator[Event]:
+    for call in calls(tree, *LEVELS):
+        assert isinstance(call.func, ast.Attribute)
+        if ast.unparse(call.func.value) not in LOGS:
+            continue
+        line = next(arg for arg in call.args if isinstance(arg, ast.Constant))
+        name, *pairs = str(line.value).split()
+        keys = [re.fullmatch(r"([a-z_]+)=%[a-z.0-9]+", pair) for pair in pairs]
+        assert all(keys), f"{line.value!r} is no event with key=value pairs"
+        level = {"exception": "error", "log": "warning, then debug"}.get(
+            call.func.attr, call.func.attr
+        )
+        yield Event(logger_of(tree), name, tuple(key[1] for key in keys if key), level)
+
+
+def test_every_log_event_has_its_row() -> None:
+    logged = {event for tree in syntax(*LOGGING) for event in events(tree)}
+    assert len(logged) > 15
+    written = {
+        Event(logger, words(name)[0], tuple(words(keys)), level)
+        for logger in {event.logger for event in logged}
+        for name, level, keys, _ in rows(f"### `{logger}`", 4)
+    }
+    assert written == logged

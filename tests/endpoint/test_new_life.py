@@ -1,0 +1,61 @@
+"""A source's name that another life has taken, while the life before still answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from endpoint.fleets import HEADS, QUICK, eventually, layout
+from msgspec.structs import replace
+
+from kvferry import EndpointConfig, Memory, SourceEndpoint, TargetEndpoint, make_transport
+from kvferry.discovery.server import RendezvousServer
+from kvferry.protocol.outcome import Done
+
+LAYOUT = layout(HEADS, 4)
+WAIT_S = 15.0
+# Nobody finds out by a heartbeat that nobody answers.
+CONFIG = EndpointConfig(protocol=replace(QUICK, heartbeat_s=60.0, silence_s=120.0))
+
+
+def common(url: str) -> dict[str, Any]:
+    means = make_transport("shm")
+    memory = Memory.allocate(LAYOUT, 0, 8, means.allocate)
+    return {"pools": memory, "transport": means, "rendezvous": url, "config": CONFIG}
+
+
+def source_at(url: str) -> SourceEndpoint:
+    return SourceEndpoint(LAYOUT, name="p", model="m", **common(url))
+
+
+def target_at(url: str) -> TargetEndpoint:
+    return TargetEndpoint(LAYOUT, name="d", model="m", **common(url))
+
+
+def carry(source: SourceEndpoint, target: TargetEndpoint, room: str) -> object:
+    into = target.receive(room, prefill="p", tokens=4, pages=[1])
+    out = source.open(room)
+    out.push((0, 4), [0])
+    out.close()
+    outcome = into.wait(WAIT_S)
+    into.wait_released(WAIT_S)
+    out.wait_released(WAIT_S)
+    return outcome
+
+
+def is_linked(target: TargetEndpoint) -> bool:
+    return any(link.state == "up" for link in target.view().result(WAIT_S).links)
+
+
+@pytest.mark.timeout(90)
+def test_the_next_room_goes_to_whoever_has_the_name_now() -> None:
+    with (
+        RendezvousServer() as rendezvous,
+        target_at(rendezvous.url) as target,
+        source_at(rendezvous.url) as before,
+    ):
+        assert isinstance(carry(before, target, "1"), Done)
+        assert is_linked(target)
+        with source_at(rendezvous.url) as after:
+            eventually(lambda: not is_linked(target))
+            assert isinstance(carry(after, target, "2"), Done)

@@ -1,0 +1,134 @@
+"""Requests run to their end, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.layout.layout import Parallel
+from kvferry.reference.engine.engine import Engine, EngineOptions
+from kvferry.reference.engine.requests import Admitted, Computed, Finish, Output, Produced, Request
+from kvferry.reference.engine.steps import Sampling
+from kvferry.reference.ranks.rank import Extension, MakeExtension, no_extension
+
+MAX_STEPS = 2000
+ALL = Sampling(logprobs=257)
+# Three lengths: within a page, on a page's end, over several chunks.
+PROMPTS = tuple(
+    tuple((start + 37 * i * i + 11 * i) % 256 for i in range(length))
+    for start, length in ((1, 5), (2, 32), (3, 150))
+)
+
+
+@dataclass
+class Answer:
+    """What an engine said about one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: Finish | None = None
+    tops: list[dict[int, float]] = field(default_factory=list)
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    prefix: int = 0
+
+    def take(self, output: Output) -> None:
+        match output:
+            case Produced():
+                self.tokens.append(output.sample.token)
+                self.text += output.text
+                self.finish = output.finish
+                self.tops.append(dict(output.sample.top))
+            case Computed():
+                self.chunks.append((output.first, output.end))
+            case Admitted():
+                self.prefix = output.prefix
+
+
+def small(**changes: Any) -> EngineOptions:
+    """Options under which tests are quick and limits are near."""
+    defaults: dict[str, Any] = {"cache_tokens": 2048, "max_requests": 16, "step_tokens": 96}
+    return EngineOptions(**(defaults | changes))
+
+
+def engine_of(
+    folder: Path,
+    parallel: Parallel = Parallel(),  # noqa: B008 - a frozen value
+    extend: MakeExtension = no_extension,
+    **changes: Any,
+) -> Engine:
+    return Engine(folder, small(parallel=parallel, **changes), extend=extend)
+
+
+def drain(engine: Engine) -> dict[str, Answer]:
+    """Step until nothing is left."""
+    answers: dict[str, Answer] = {}
+    for _ in range(MAX_STEPS):
+        for output in engine.step():
+            if isinstance(output, Produced | Computed | Admitted):
+                answers.setdefault(output.request, Answer()).take(output)
+        engine.scheduler.blocks.check()
+        if engine.idle:
+            return answers
+    raise AssertionError(f"not done after {MAX_STEPS} steps")
+
+
+def ask(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+    """All of them at once; their answers in order."""
+    for request in requests:
+        engine.add(request)
+    answers = drain(engine)
+    assert engine.scheduler.blocks.num_used == 0
+    assert engine.scheduler.blocks.num_used_rows == 0
+    return [answers[request.id] for request in requests]
+
+
+def requests(max_tokens: int = 12, sampling: Sampling = ALL, **fields: Any) -> list[Request]:
+    return [
+        Request(
+            id=f"r{i}",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            ignore_end=True,
+            **fields,
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def demand_equal(one: Sequence[Answer], two: Sequence[Answer], tolerance: float = 2e-3) -> None:
+    """The same tokens from (nearly) the same probabilities."""
+    for a, b in zip(one, two, strict=True):
+        assert a.tokens == b.tokens
+        for here, there in zip(a.tops, b.tops, strict=True):
+            assert here.keys() == there.keys()
+            assert max(abs(here[token] - there[token]) for token in here) < tolerance
+
+
+class FileBacked:
+    """Makes extensions whose cache memory is a file, so that a test can reach every rank's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, rank: int) -> Extension:
+        return _FileBacked(self.path(rank))
+
+    def path(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}"
+
+    def memory(self, rank: int) -> NDArray[np.uint8]:
+        return np.memmap(self.path(rank), dtype=np.uint8, mode="r+")
+
+
+class _FileBacked(Extension):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
+        return np.memmap(self.path, dtype=np.uint8, mode="w+", shape=(num_bytes,))

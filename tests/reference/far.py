@@ -1,0 +1,166 @@
+"""A cluster of which one prefill worker is in name spaces of its own: run as ``-m serve.far``.
+
+This process is started with a network and mounts of its own, so that nothing of the machine's
+is touched.
+It has the rendezvous, the decode worker and one prefill worker; the other prefill worker has
+its own network, joined to ours by a cable of two ends, its own file systems with another
+``/dev/shm``, and its own IPC. What the decode worker answers to questions through both at the
+same time, and by which transports they came, is printed as one JSON document.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from reference.clusters import wait_until
+from reference.driving import PROMPTS
+from reference.working import (
+    PATIENCE_S,
+    PRELOAD,
+    Caller,
+    Worker,
+    apart,
+    body_of,
+    call,
+    hosted,
+    options_for,
+)
+from reference.working import worker_main as run_worker
+
+from kvferry.discovery.server import RendezvousServer
+from kvferry.layout.layout import Parallel
+from kvferry.reference.worker.instance import InstanceOptions
+from kvferry.security.keys import ClusterKey
+
+NEAR, FAR = "10.201.0.1", "10.201.0.2"
+# Mount, IPC and network: CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET.
+SPACES = 0x00020000 | 0x08000000 | 0x40000000
+# UCX would also try devices of the other side that have the same addresses as ours.
+UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "far"}
+
+
+def shell(words: str) -> None:
+    subprocess.run(words.split(), check=True)
+
+
+def see_own_devices() -> None:
+    """UCX finds devices in ``/sys``, which shows those of whoever mounted it."""
+    shell("mount -t sysfs sysfs /sys")
+
+
+def wait_for(device: str) -> None:
+    """UCX sees no device whose other end is down, and the kernel tells of that a little late."""
+    state = Path(f"/sys/class/net/{device}/operstate")
+    wait_until(lambda: state.read_text().strip() == "up", f"{device} to be up")
+
+
+def far_main(pipe: Connection) -> None:
+    """The worker that nobody shares memory with."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(SPACES):
+        pipe.send(("failed", os.strerror(ctypes.get_errno())))
+        return
+    shell("mount --make-rprivate /")
+    shell("mount -t tmpfs tmpfs /dev/shm")
+    see_own_devices()
+    pipe.send(("apart", ""))
+    pipe.recv()
+    shell("ip link set lo up")
+    shell(f"ip addr add {FAR}/30 dev far")
+    shell("ip link set far up")
+    wait_for("far")
+    pipe.send(("joined", ""))
+    os.environ.update(UCX)
+    logging.basicConfig(level=logging.INFO)
+    run_worker(pipe.recv(), pipe)
+
+
+class FarWorker:
+    """It has its name spaces and the cable to us, and waits for its options."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=far_main, args=(theirs,))
+        self._process.start()
+        self._heard("apart")
+        shell(f"ip link add name near type veth peer name far netns {self._process.pid}")
+        shell(f"ip addr add {NEAR}/30 dev near")
+        shell("ip link set near up")
+        self._pipe.send(None)
+        self._heard("joined")
+        wait_for("near")
+
+    def start(self, options: InstanceOptions) -> None:
+        self._pipe.send(options)
+
+    def ready(self, name: str) -> Worker:
+        return Worker(name, self._heard("ready"))
+
+    def _heard(self, word: str) -> str:
+        assert self._pipe.poll(PATIENCE_S), "the far worker is silent"
+        said, text = self._pipe.recv()
+        assert said == word, text
+        return str(text)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.join(PATIENCE_S)
+
+
+async def conversation(caller: Caller, prefills: list[Worker], decode: Worker) -> dict[str, object]:
+    """Every prompt through both prefill workers, all at once."""
+    asked = [
+        caller.pair(prefill, decode, 100 * i + j, body_of((i, *prompt)))
+        for i, prefill in enumerate(prefills)
+        for j, prompt in enumerate(PROMPTS)
+    ]
+    replies = [second for _, second in await asyncio.gather(*asked)]
+    workers = [*prefills, decode]
+    told = [await caller.idle(worker.url) for worker in workers]
+    return {
+        "sources": [reply.told.get("source") for reply in replies],
+        "tokens": [reply.tokens for reply in replies],
+        "links": {worker.name: one["links"] for worker, one in zip(workers, told, strict=True)},
+    }
+
+
+def main(folder: str, key_file: str) -> None:
+    """Start all, ask, print, stop."""
+    see_own_devices()
+    shell("ip link set lo up")
+    os.environ["UCX_NET_DEVICES"] = "near"
+    logging.basicConfig(level=logging.INFO)
+    key = ClusterKey.new()
+    key.write(key_file)
+    with ExitStack() as undo:
+        apart_from_us = FarWorker()
+        undo.callback(apart_from_us.stop)
+        server = undo.enter_context(RendezvousServer(NEAR, 0, key))
+
+        def options(role: str, name: str, host: str) -> InstanceOptions:
+            where = role, Path(folder), server.url, Parallel()
+            return options_for(*where, name=name, host=host, key_file=key_file, transport="auto")
+
+        apart_from_us.start(options("prefill", "far", FAR))
+        (near,) = undo.enter_context(apart(options("prefill", "near", NEAR)))
+        (decode,) = undo.enter_context(hosted(options("decode", "decode", NEAR)))
+        prefills = [near, apart_from_us.ready("far")]
+        document = call(lambda caller: conversation(caller, prefills, decode), key)
+        apart_from_us.stop()
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,208 @@
+"""With a cluster key, a worker lets nobody near a room who has not signed for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from reference.driving import PROMPTS
+from reference.working import Caller, Reply, Worker, body_of, call, hosted, options_for
+
+from kvferry.discovery.server import RendezvousServer
+from kvferry.layout.layout import Parallel
+from kvferry.reference.api.access import is_near
+from kvferry.reference.api.bodies import Ask
+from kvferry.reference.api.pending import PendingAnswer
+from kvferry.reference.api.rooms import RoomAsker
+from kvferry.reference.engine.requests import Request, Role
+from kvferry.reference.models.tiny import TinyKind
+from kvferry.reference.worker.jobs import ServeJob, Ticket
+from kvferry.reference.worker.loop import EngineLoop
+from kvferry.router.options import OnFailure, RouterOptions
+from kvferry.router.serving import serving
+from kvferry.security.keys import ClusterKey
+from kvferry.security.signing import Doubt, Guard, sign
+
+KEY = ClusterKey.new()
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("key") / "key"
+    KEY.write(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pair(models: dict[TinyKind, Path], key_file: str) -> Iterator[list[Worker]]:
+    with RendezvousServer(key=KEY) as server:
+        options = [
+            options_for(role, models[TinyKind.LLAMA], server.url, Parallel(), key_file=key_file)
+            for role in ("prefill", "decode")
+        ]
+        with hosted(*options) as running:
+            yield running
+
+
+def half(room: int, **ticket: Any) -> bytes:
+    own = {"kvferry": {"room": room, "deadline_s": 60} | ticket}
+    return msgspec.json.encode(body_of(PROMPTS[2]) | own)
+
+
+def code(reply: Reply) -> tuple[int, str]:
+    return reply.status, reply.document["error"]["code"]
+
+
+def test_who_has_no_key_gets_no_room_and_takes_none(pair: list[Worker]) -> None:
+    prefill = pair[0]
+
+    async def talk(caller: Caller) -> None:
+        unsigned: dict[str, str]
+        for unsigned in ({}, {"Authorization": "Bearer x"}):
+            for worker in pair:
+                body = half(1, prefill=prefill.name)
+                reply = await caller.send(worker.url, "POST", PATH, body, unsigned)
+                assert code(reply) == (401, "ticket_unsigned")
+            reply = await caller.send(prefill.url, "GET", "/kvferry/rooms/2", b"", unsigned)
+            assert code(reply) == (401, "ticket_unsigned")
+        assert [(await caller.health(worker.url))["rooms"] for worker in pair] == [0, 0]
+
+        # A room that is there can't be ended by a stranger, and can be by who has the key.
+        assert (await caller.post(prefill.url, msgspec.json.decode(half(2)))).status == 200
+        path = "/kvferry/rooms/2"
+        assert code(await caller.send(prefill.url, "DELETE", path, b"", {})) == (
+            401,
+            "ticket_unsigned",
+        )
+        assert (await caller.health(prefill.url))["rooms"] == 1
+        signed = await caller.signed(prefill.url, "DELETE", path)
+        assert (await caller.send(prefill.url, "DELETE", path, b"", signed)).status == 204
+        await caller.idle(prefill.url)
+
+    call(talk, KEY)
+
+
+def test_a_ticket_is_for_one_request_once_and_for_a_while(pair: list[Worker]) -> None:
+    prefill, decode = pair
+
+    async def refused(caller: Caller, url: str, body: bytes, header: str) -> str:
+        reply = await caller.send(url, "POST", PATH, body, {"Authorization": header})
+        assert reply.status == 401
+        return str(reply.document["error"]["code"])
+
+    async def talk(caller: Caller) -> list[str]:
+        body = half(11)
+        good = (await caller.signed(prefill.url, "POST", PATH, body))["Authorization"]
+        life = good.split()[1].split(":")[0]
+        signed = {"Authorization": good}
+        assert (await caller.send(prefill.url, "POST", PATH, body, signed)).status == 200
+        seen = [
+            await refused(caller, prefill.url, body, good),
+            await refused(caller, prefill.url, half(12), good),
+            await refused(caller, prefill.url, half(11, deadline_s=3600), good),
+            await refused(caller, decode.url, body, good),
+        ]
+        for key, for_life, now in (
+            (KEY.http, life, time.time() - 1000),
+            (KEY.http, Guard(KEY.http).life, time.time()),
+            (bytes(32), life, time.time()),
+        ):
+            forged = sign(key, for_life, "POST", PATH, body, now)
+            seen.append(await refused(caller, prefill.url, body, forged))
+        path = "/kvferry/rooms/11"
+        done = await caller.signed(prefill.url, "DELETE", path)
+        assert (await caller.send(prefill.url, "DELETE", path, b"", done)).status == 204
+        await caller.idle(prefill.url)
+        return seen
+
+    doubts = [
+        *(Doubt.REPLAYED, Doubt.OTHER_KEY, Doubt.OTHER_KEY, Doubt.OTHER_LIFE),
+        *(Doubt.CLOCK, Doubt.OTHER_LIFE, Doubt.OTHER_KEY),
+    ]
+    assert call(talk, KEY) == [f"ticket_{doubt}".replace("-", "_") for doubt in doubts]
+
+
+def test_the_router_has_tickets_and_clients_need_none(pair: list[Worker], key_file: str) -> None:
+    async def talk(caller: Caller) -> tuple[Reply, Reply]:
+        prefill, decode = pair
+        strange = RouterOptions(
+            port=0,
+            poll_s=0.05,
+            on_failure=OnFailure.FAIL,
+            prefill_urls=(prefill.url,),
+            decode_urls=(decode.url,),
+        )
+        given = msgspec.structs.replace(strange, key=key_file)
+        body = msgspec.json.encode(body_of(PROMPTS[2]))
+        replies = []
+        for options in (given, strange):
+            async with serving(options) as url:
+                while not all(w["up"] for w in (await caller.health(url))["workers"]):
+                    await asyncio.sleep(0.01)
+                replies.append(await caller.send(url, "POST", PATH, body, {}))
+        for worker in pair:
+            await caller.idle(worker.url)
+        return replies[0], replies[1]
+
+    answer, refused = call(talk)
+    assert answer.status == 200, answer
+    assert answer.told["source"] == "transferred"
+    assert answer.told["path"] is not None, "decode asks prefill how it went, signed as well"
+    assert code(refused) == (502, "ticket_unsigned")
+
+
+def test_a_question_without_a_room_is_answered_nearby(pair: list[Worker]) -> None:
+    body = msgspec.json.encode(body_of(PROMPTS[0], 2))
+    for header in ({}, {"Authorization": "Bearer sk-none"}):
+        reply = call(lambda caller, h=header: caller.send(pair[1].url, "POST", PATH, body, h))  # type: ignore[misc]
+        assert reply.status == 200
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "127.9.9.9", "::1"])
+def test_near(peer: str) -> None:
+    assert is_near(peer)
+
+
+@pytest.mark.parametrize("peer", ["10.0.0.1", "0.0.0.0", "fe80::1", "::ffff:10.0.0.1", "", None])
+def test_far(peer: str | None) -> None:
+    assert not is_near(peer)
+
+
+class Listening(EngineLoop):
+    """Keeps what it is given, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.jobs: list[ServeJob] = []
+
+    def submit(self, job: ServeJob) -> None:
+        self.jobs.append(job)
+
+
+@pytest.mark.parametrize(("wanted_s", "held_s"), [(3600.0, 100.0), (5.0, 5.0), (None, 60.0)])
+def test_no_ticket_holds_pages_for_longer_than_the_worker_allows(
+    wanted_s: float | None, held_s: float
+) -> None:
+    ask = Ask(
+        request=Request(id="r", prompt=(1, 2), role=Role.PREFILL),
+        ticket=Ticket(room=1, deadline_s=wanted_s),
+        chat=False,
+        stream=False,
+        usage=False,
+        logprobs=False,
+        token_ids=False,
+        is_local=False,
+    )
+
+    async def begin() -> ServeJob:
+        loop = Listening()
+        PendingAnswer(loop, RoomAsker(), ask, deadline_s=60.0, request_s=100.0)
+        return loop.jobs[0]
+
+    job = asyncio.run(begin())
+    assert job.transfer_deadline - job.begun_at == pytest.approx(held_s)

@@ -1,0 +1,229 @@
+"""On a GPU: the engine says what it says on a CPU, and its cache travels when it is computed.
+
+Chunks are queued on the GPU and pushed before they are computed, so a push that did not
+wait would send what was in the pages before. A small model is computed too soon to see
+that, so here the GPU takes its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+# What a worker needs beside torch.
+pytest.importorskip("aiohttp")
+pytest.importorskip("jinja2")
+pytest.importorskip("numba")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("safetensors")
+pytest.importorskip("tokenizers")
+pytest.importorskip("zmq")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from reference.driving import ask, demand_equal, engine_of, requests
+from reference.working import (
+    Alone,
+    Caller,
+    Neighbour,
+    Worker,
+    all_at_once,
+    call,
+    hosted,
+    options_for,
+)
+
+from kvferry import Layers
+from kvferry.discovery.server import RendezvousServer
+from kvferry.endpoint.outgoing import Waitable
+from kvferry.layout.layout import Order, Parallel
+from kvferry.reference.engine.cache import Cache
+from kvferry.reference.engine.layouts import KV, STATE
+from kvferry.reference.engine.steps import Sample, SampleFailed, StepPlan, Work
+from kvferry.reference.models.tiny import TinyKind, make_tiny
+from kvferry.reference.transfer.extension import EndpointSettings
+from kvferry.reference.transfer.prefill import PrefillExtension
+from kvferry.reference.worker.instance import InstanceOptions
+from kvferry.transports.registry import load
+
+pytestmark = pytest.mark.gpu
+
+needs_nixl = pytest.mark.skipif(
+    load("nixl").missing() is not None, reason="needs NIXL, which can write a GPU"
+)
+ONE = Parallel()
+KINDS = (TinyKind.LLAMA, TinyKind.HYBRID)
+# Chunks of three pages.
+CUDA = {"device": "cuda", "step_tokens": 48, "max_requests": 8, "prefix_cache": False}
+# Over several chunks each, one of them to the end of a page.
+PROMPTS = tuple(
+    tuple((7 * n + 37 * i * i + 11 * i) % 256 for i in range(n)) for n in (70, 128, 150, 333)
+)
+# Some fifty milliseconds, in cycles of the GPU's clock.
+A_WHILE = 100_000_000
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[TinyKind, Path]:
+    return {kind: make_tiny(tmp_path_factory.mktemp(kind), kind, seed=7) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def rendezvous() -> Iterator[str]:
+    with RendezvousServer() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def neighbour() -> Iterator[Neighbour]:
+    made = Neighbour()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[TinyKind, Path]) -> Alone:
+    return Alone(folders)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_says_what_a_cpu_says(folders: dict[TinyKind, Path], kind: TinyKind) -> None:
+    with engine_of(folders[kind]) as engine:
+        right = ask(engine, requests())
+    with engine_of(folders[kind], device="cuda") as engine:
+        assert engine.worker.cache.memory.is_cuda
+        assert engine.worker.cache.region.device.kind == "cuda"
+        answers = ask(engine, requests())
+        again = ask(engine, requests())
+    demand_equal(right, answers)
+    demand_equal(right, again)
+
+
+def sides(folder: Path, rendezvous: str) -> tuple[InstanceOptions, InstanceOptions]:
+    paged = CUDA | {"page_tokens": 32, "order": Order.HND}
+    fields = {"transport": "nixl"}
+    return (
+        options_for("prefill", folder, rendezvous, ONE, engine=CUDA, **fields),
+        options_for("decode", folder, rendezvous, ONE, engine=paged, **fields),
+    )
+
+
+async def tokens(caller: Caller, pair: list[Worker]) -> list[list[int]]:
+    """One by one, so that a chunk ends with a page and no other is on its way in that page."""
+    replies = [
+        await all_at_once(caller, pair, [prompt], room) for room, prompt in enumerate(PROMPTS)
+    ]
+    return [reply.tokens for (reply,) in replies]
+
+
+class Late(PrefillExtension):
+    """A rank whose GPU has computed each chunk, or each layer, a while after it was given it."""
+
+    def start(self, cache: Cache) -> None:
+        self._cache = cache
+        super().start(cache)
+
+    def computed(self, plan: StepPlan, layer: int) -> None:
+        if self.settings.layers != "all":
+            self._delay(plan, [layer])
+        super().computed(plan, layer)
+
+    def after(
+        self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
+    ) -> list[bytes]:
+        if self.settings.layers == "all":
+            self._delay(plan, list(range(self.pace.first, self.pace.end)))
+        return super().after(plan, samples, failures)
+
+    def _delay(self, plan: StepPlan, layers: list[int]) -> None:
+        entries = [entry for work in plan.works for entry in self._entries(work, layers)]
+        saved = [tensor[where] for tensor, where in entries]
+        for tensor, where in entries:
+            tensor[where] = 0
+        if entries:
+            torch.cuda._sleep(A_WHILE)
+        for (tensor, where), value in zip(entries, saved, strict=True):
+            tensor[where] = value
+
+    def _entries(self, work: Work, layers: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Everything that goes with a chunk: its pages, and with the last one the state."""
+        places = {KV: self._pages(work, work.first, work.end)}
+        if work.row is not None and work.sampling is not None:
+            places[STATE] = [work.row]
+        cache, found = self._cache, []
+        for name, rows in places.items():
+            group = cache.layout.spec.group(name)
+            where = torch.tensor(rows, device=cache.memory.device)
+            for layer, tensor in product(group.layers, group.tensors):
+                if layer in layers:
+                    found.append((cache.layer(name, tensor.name, layer), where))
+        return found
+
+
+class Hasty(Late):
+    """And one that pushes what is not computed yet."""
+
+    def _computed(self) -> Waitable | None:
+        return None
+
+
+@needs_nixl
+@pytest.mark.parametrize("layers", ["all", 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_push_waits_for_the_gpu(
+    folders: dict[TinyKind, Path],
+    rendezvous: str,
+    neighbour: Neighbour,
+    alone: Alone,
+    kind: TinyKind,
+    layers: Layers,
+) -> None:
+    assert carried_by(Late, folders[kind], rendezvous, neighbour, layers) == alone(kind, PROMPTS)
+
+
+@needs_nixl
+@pytest.mark.parametrize("layers", ["all", 1])
+def test_a_push_that_does_not_wait_sends_the_wrong_bytes(
+    folders: dict[TinyKind, Path],
+    rendezvous: str,
+    neighbour: Neighbour,
+    alone: Alone,
+    layers: Layers,
+) -> None:
+    """The negative control."""
+    answers = carried_by(Hasty, folders[TinyKind.LLAMA], rendezvous, neighbour, layers)
+    assert answers != alone(TinyKind.LLAMA, PROMPTS)
+
+
+def carried_by(
+    kind: type[PrefillExtension],
+    folder: Path,
+    rendezvous: str,
+    neighbour: Neighbour,
+    layers: Layers,
+) -> list[list[int]]:
+    """Prompts computed on this process's GPU and answered by another process on the same."""
+    prefill, decode = sides(folder, rendezvous)
+    settings = EndpointSettings(
+        name=prefill.name,
+        model=prefill.fingerprint,
+        transport="nixl",
+        rendezvous=rendezvous,
+        layers=layers,
+    )
+    with (
+        hosted(prefill, extend=partial(kind, settings)) as (here,),
+        neighbour.runs(decode) as there,
+    ):
+        answers: list[list[int]] = call(partial(tokens, pair=[here, there]))
+    return answers

@@ -1,0 +1,61 @@
+"""A router in front of SGLang: the same request to both workers, with one room for each answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvferry import InputError
+from kvferry.router.bodies import ClientAsk
+from kvferry.router.dialects import SglangDialect, dialect_of
+from kvferry.router.options import EngineName, OnFailure, RouterOptions
+
+BOOTSTRAP = "10.0.0.2:8998"
+
+
+def ask(**body: Any) -> ClientAsk:
+    return ClientAsk("/v1/completions", {"model": "m"} | body, "m", False, OnFailure.LOCAL)
+
+
+def test_both_workers_get_the_request_and_decode_learns_where() -> None:
+    dialect, asked = dialect_of(EngineName.SGLANG), ask(prompt="p", max_tokens=9, stream=True)
+    prompt = json.loads(dialect.for_prefill(asked, 7, 2.0))
+    assert prompt == {"model": "m", "prompt": "p", "max_tokens": 9, "bootstrap_room": 7}
+    answer = json.loads(dialect.for_decode(asked, 7, BOOTSTRAP, 2.0))
+    assert (answer["stream"], answer["bootstrap_room"]) == (True, 7)
+    assert (answer["bootstrap_host"], answer["bootstrap_port"]) == ("10.0.0.2", 8998)
+
+
+@pytest.mark.parametrize(
+    ("body", "rooms"),
+    [
+        ({"prompt": [1, 2]}, 7),
+        ({"prompt": ["p"]}, [7]),
+        ({"prompt": ["p", "q"]}, [7, 8]),
+        ({"prompt": [[1], [2]], "n": 2}, [7, 8, 9, 10]),
+        ({"messages": [], "n": 3}, [7, 8, 9]),
+    ],
+)
+def test_each_answer_has_a_room(body: dict[str, Any], rooms: int | list[int]) -> None:
+    dialect, asked = SglangDialect(), ask(**body)
+    assert dialect.splits(asked)
+    assert json.loads(dialect.for_prefill(asked, 7, 2.0))["bootstrap_room"] == rooms
+    answer = json.loads(dialect.for_decode(asked, 7, BOOTSTRAP, 2.0))
+    assert answer["bootstrap_room"] == rooms
+    if isinstance(rooms, list):
+        assert answer["bootstrap_port"] == [8998] * len(rooms)
+
+
+def test_rooms_stay_within_their_bits() -> None:
+    asked = ask(prompt=["p", "q"])
+    body = json.loads(SglangDialect().for_prefill(asked, (1 << 63) - 1, 2.0))
+    assert body["bootstrap_room"] == [(1 << 63) - 2, (1 << 63) - 1]
+
+
+def test_a_prefill_needs_its_bootstrap_address() -> None:
+    for url in ("http://h:1", "p=http://h:1"):
+        with pytest.raises(InputError, match="HOST:PORT=URL"):
+            RouterOptions(engine=EngineName.SGLANG, prefill_urls=(url,))
+    RouterOptions(engine=EngineName.SGLANG, prefill_urls=(f"{BOOTSTRAP}=http://h:1",))

@@ -1,0 +1,186 @@
+"""A router in front of vLLM: both workers at once, one room, and what a failed one says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from router.fakes import MODEL, FakeWorker, Site, Wire, bounded, completion, refusal
+
+from kvferry import InputError
+from kvferry.router.bodies import ClientAsk
+from kvferry.router.dialects import REPLICA_HEADER, VllmDialect
+from kvferry.router.options import EngineName, OnFailure, RouterOptions
+from kvferry.router.serving import serving
+
+PARAMS = "kv_transfer_params"
+
+
+def ask(path: str = "/v1/completions", **body: Any) -> ClientAsk:
+    return ClientAsk(path, {"model": "m"} | body, "m", False, OnFailure.LOCAL)
+
+
+def test_prefill_is_asked_for_one_token_and_decode_for_the_rest() -> None:
+    dialect, asked = VllmDialect(), ask(prompt="p", max_tokens=9, min_tokens=3, stream=True)
+    prompt = json.loads(dialect.for_prefill(asked, 7, 2.0))
+    assert prompt["max_tokens"] == 1
+    assert not {"min_tokens", "stream"} & prompt.keys()
+    assert prompt[PARAMS] == {"do_remote_decode": True, "kvferry": {"room": 7}}
+    answer = json.loads(dialect.for_decode(asked, 7, "prefill-0", 2.0))
+    assert (answer["max_tokens"], answer["stream"]) == (9, True)
+    own = {"room": 7, "prefill": "prefill-0"}
+    assert answer[PARAMS] == {"do_remote_prefill": True, "kvferry": own}
+
+
+def test_a_chat_has_another_limit() -> None:
+    chat = ask("/v1/chat/completions", messages=[], max_completion_tokens=9)
+    assert json.loads(VllmDialect().for_prefill(chat, 7, 2.0))["max_completion_tokens"] == 1
+
+
+def test_rooms_are_not_the_clients_to_choose() -> None:
+    dialect, asked = VllmDialect(), ask(prompt="p", kv_transfer_params={"kvferry": {"room": 1}})
+    assert PARAMS not in json.loads(dialect.whole(asked))
+    assert json.loads(dialect.for_decode(asked, 7, "p", 2.0))[PARAMS]["kvferry"]["room"] == 7
+
+
+@pytest.mark.parametrize(
+    ("body", "splits"),
+    [
+        ({"prompt": "p"}, True),
+        ({"prompt": [1, 2, 3]}, True),
+        ({"messages": [], "n": 1}, True),
+        ({"prompt": "p", "n": 2}, False),
+        ({"prompt": ["p", "q"]}, False),
+        ({"prompt": [[1], [2]]}, False),
+    ],
+)
+def test_several_requests_have_no_room(body: dict[str, Any], splits: bool) -> None:
+    assert VllmDialect().splits(ask(**body)) is splits
+
+
+def test_a_prefill_needs_its_instances_name() -> None:
+    with pytest.raises(InputError, match="give 'http://h:1' as NAME=URL"):
+        RouterOptions(engine=EngineName.VLLM, prefill_urls=("http://h:1",))
+    RouterOptions(engine=EngineName.VLLM, prefill_urls=("p=http://h:1",))
+
+
+def test_replicas_behind_one_address_are_chosen_by_the_room() -> None:
+    dialect, asked = VllmDialect(), ask(prompt="p")
+    for room, replica in ((6, "0"), (7, "1"), (8, "2"), (9, "0")):
+        assert dialect.headers("prefill-0*3", room) == {REPLICA_HEADER: replica}
+        answer = json.loads(dialect.for_decode(asked, room, "prefill-0*3", 2.0))
+        assert answer[PARAMS]["kvferry"]["prefill"] == f"prefill-0-dp{replica}"
+    assert dialect.headers("prefill-0", 7) == {}
+
+
+@pytest.mark.parametrize("name", ["p*", "p*x", "*2", "p*1", "p*0", "p*-2", "p*99999"])
+def test_a_number_of_replicas_is_a_number(name: str) -> None:
+    with pytest.raises(InputError, match=r"write NAME\*N, such as prefill-0\*2"):
+        RouterOptions(engine=EngineName.VLLM, prefill_urls=(f"{name}=http://h:1",))
+
+
+# ---------------------------------------------------------------- a router among fakes
+
+
+class FakeVllm(FakeWorker):
+    """Says that it is well in vLLM's words."""
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/health", self._well)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._answer)
+        await self.listen(app)
+
+    async def _well(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "more": 1}]})
+
+
+async def computes(worker: FakeWorker, request: web.Request, body: Any) -> web.StreamResponse:
+    params = body.get(PARAMS, {})
+    if params.get("do_remote_decode"):
+        worker.wire.room(params["kvferry"]["room"]).set()
+    elif params:
+        await worker.wire.room(params["kvferry"]["room"]).wait()
+    return web.json_response(completion("transferred" if params else "local"))
+
+
+async def loses(worker: FakeWorker, request: web.Request, body: Any) -> web.StreamResponse:
+    if PARAMS not in body:
+        return await computes(worker, request, body)
+    if not body.get("stream"):
+        return refusal(500, None, "Internal server error")
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b'data: {"error": {"message": "Internal server error"}}\n\n')
+    return response
+
+
+async def asked(
+    act: Any, *bodies: dict[str, Any], name: str = "p", prefills: Any = computes
+) -> tuple[list[Any], list[FakeVllm]]:
+    """The answers to some bodies, and the two workers that were there."""
+    wire = Wire()
+    workers = [FakeVllm("prefill", name, wire, prefills), FakeVllm("decode", "d", wire, act)]
+    for worker in workers:
+        await worker.start()
+    fields = {"port": 0, "poll_s": 0.05, "engine": "vllm"}
+    fields |= {"prefill_urls": [f"{name}={workers[0].url}"], "decode_urls": [f"d={workers[1].url}"]}
+    try:
+        options = msgspec.convert(fields, RouterOptions)
+        async with serving(options) as url, aiohttp.ClientSession() as http:
+            here = Site(url, {}, http)
+            await here.until_up(name, "d")
+            answers = [await here.ask(**body) for body in bodies]
+            await here.until_idle()
+            return answers, workers
+    finally:
+        for worker in workers:
+            await worker.stop()
+        await asyncio.sleep(0.05)
+
+
+@bounded
+async def test_both_are_asked_at_once_with_one_room() -> None:
+    answers, (prefill, decode) = await asked(computes, {})
+    assert [answer["choices"][0]["text"] for _, answer in answers] == ["transferred"]
+    rooms = [worker.seen[0][PARAMS]["kvferry"]["room"] for worker in (prefill, decode)]
+    assert rooms[0] == rooms[1]
+    assert "seed" not in decode.seen[0]
+
+
+@bounded
+async def test_a_prefill_hears_which_of_its_replicas_is_meant() -> None:
+    heard: list[str | None] = []
+
+    async def replica(worker: FakeWorker, request: web.Request, body: Any) -> web.StreamResponse:
+        heard.append(request.headers.get(REPLICA_HEADER))
+        return await computes(worker, request, body)
+
+    _, (_, decode) = await asked(computes, {}, {}, {}, name="p*2", prefills=replica)
+    named = [body[PARAMS]["kvferry"]["prefill"] for body in decode.seen]
+    assert named == [f"p-dp{each}" for each in heard]
+    assert len(heard) == 3
+
+
+@bounded
+async def test_a_failed_transfer_is_computed_at_decode() -> None:
+    answers, (prefill, decode) = await asked(loses, {}, {"n": 2})
+    assert [answer["choices"][0]["text"] for _, answer in answers] == ["local", "local"]
+    assert (len(prefill.seen), len(decode.seen)) == (1, 3)
+
+
+@bounded
+async def test_a_failed_transfer_may_be_told() -> None:
+    fails = {"kvferry": {"on_failure": "fail"}}
+    answers, _ = await asked(loses, fails, fails | {"stream": True})
+    assert [status for status, _ in answers] == [502, 502]
+    assert {answer["error"]["code"] for _, answer in answers} == {"kv_transfer_failed"}

@@ -1,0 +1,122 @@
+"""When a router leaves a worker out, in a time that passes by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import aiohttp
+import pytest
+from router.fakes import MODEL, bounded, site
+
+from kvferry.router.options import Policy, RouterOptions
+from kvferry.router.roster import Announced, Health, Roster, Worker, WorkerPart
+from kvferry.router.watch import Watch
+
+URL = "http://127.0.0.1:1"
+
+
+class Hurried(selectors.DefaultSelector):
+    """Waits for nothing: the time that it should have waited has passed."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert timeout is not None, "everybody waits, and nothing will ever happen"
+        self.now += max(0.0, timeout)
+        return super().select(0)
+
+
+class HurriedLoop(asyncio.SelectorEventLoop):
+    """An event loop in which hours pass at once."""
+
+    def __init__(self) -> None:
+        self.hurried = Hurried()
+        super().__init__(self.hurried)
+
+    def time(self) -> float:
+        return self.hurried.now
+
+
+def hurried(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=HurriedLoop) as runner:
+        runner.run(story())
+
+
+class Mute:
+    """A worker that answers until it is told not to."""
+
+    def __init__(self) -> None:
+        self.silent_since: float | None = None
+
+    async def __call__(self, session: aiohttp.ClientSession, worker: Worker, nonce: str) -> Health:
+        if self.silent_since is not None:
+            await asyncio.Event().wait()
+        return Health("decode", "d0", MODEL)
+
+
+async def falls_silent(options: RouterOptions, at: float) -> tuple[float, float]:
+    """Seconds from a worker's falling silent until it is left out, and until it is lost."""
+    roster, worker = (
+        Roster(Policy.ROUND_ROBIN, options.lost_s, [Announced(URL, WorkerPart.DECODE)]),
+        Mute(),
+    )
+    watching = asyncio.create_task(Watch(options, roster, None, worker).run())
+    (known,) = roster.workers
+    await asyncio.sleep(at)
+    assert known.up
+    worker.silent_since = at
+    left_out = await seconds_until(lambda: not known.up)
+    lost = left_out + await seconds_until(known.lost.is_set)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    return left_out, lost
+
+
+async def seconds_until(holds: Callable[[], bool]) -> float:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while not holds():
+        await asyncio.sleep(0.01)
+    return loop.time() - began
+
+
+@pytest.mark.parametrize("poll_s", [0.2, 1.0, 5.0])
+@pytest.mark.parametrize("phase", [0.01, 0.3, 0.99])
+def test_two_misses_take_as_long_as_is_promised(poll_s: float, phase: float) -> None:
+    """Whenever it falls silent between two checks; and what it was asked ends by ``lost_s``."""
+    options = RouterOptions(poll_s=poll_s, lost_s=20)
+
+    async def story() -> None:
+        left_out, lost = await falls_silent(options, at=(10 + phase) * poll_s)
+        assert 2 * options.check_s <= left_out <= options.left_out_s + 0.1
+        assert lost <= options.lost_s + 0.1
+
+    hurried(story)
+
+
+def test_the_promise_is_what_the_documentation_says() -> None:
+    assert RouterOptions().left_out_s == 5
+
+
+@bounded
+async def test_a_worker_that_calls_itself_unwell_is_left_out_at_once_with_its_reason() -> None:
+    async with site(1, 1) as here:
+        here["d0"].problem = "rank 1 has shown no sign of life for 10 s"
+        await here.until_up("d0", up=False)
+        assert (await here.state())["d0"]["problem"] == "rank 1 has shown no sign of life for 10 s"
+        here["d0"].problem = ""
+        await here.until_up("d0")
+
+
+def test_one_word_of_its_own_is_enough() -> None:
+    """Where two misses would be, if it had merely been slow."""
+    for sure in (True, False):
+        roster = Roster(Policy.ROUND_ROBIN, 20, [Announced(URL, WorkerPart.DECODE)])
+        (worker,) = roster.workers
+        roster.well(worker, Health("decode", "d0", MODEL), 0.0)
+        roster.missed(worker, "it is not well", 1.0, sure=sure)
+        assert worker.up is not sure
+        assert not worker.lost.is_set()

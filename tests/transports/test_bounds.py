@@ -1,0 +1,170 @@
+"""The bounds check against its definition: every piece named, one by one."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.plan.bind import Binding, Part
+from kvferry.plan.coalesce import Pieces, Stride
+from kvferry.plan.places import Base
+from kvferry.testing.transports import PlacedPiece, binding_of
+from kvferry.transports.bounds import Limits, problem
+
+NUM_REGIONS = 3
+
+
+def pieces_of(
+    segments: list[tuple[int, int, int, int, int]],
+    row_stride: tuple[int, int],
+    col_stride: tuple[int, int],
+) -> Pieces:
+    columns = np.array(segments, dtype=np.int64).reshape(-1, 5).T
+    source, target, lengths, rows, cols = columns
+    strides = (Stride(*row_stride), Stride(*col_stride))
+    return Pieces(source, target, lengths, rows, cols, *strides, whole_pages=False)
+
+
+@st.composite
+def parts(draw: st.DrawFn, *, inside: bool) -> Part:
+    """Pieces anywhere, or in the regions that there are and not before their start."""
+    least = 0 if inside else -8
+    offsets = st.integers(max(least, -2), 60)
+    strides = st.tuples(*[st.integers(least, 20)] * 2)
+    segments = st.tuples(offsets, offsets, st.integers(0, 12), *[st.integers(0, 4)] * 2)
+    regions = st.integers(0, NUM_REGIONS - 1)
+    if not inside:
+        regions |= st.sampled_from([-1, NUM_REGIONS])
+    bases = st.builds(Base, st.integers(0, 9), regions, offsets)
+    num_layers = draw(st.integers(1, 3))
+    source, target = (draw(st.tuples(*[bases] * num_layers)) for _ in range(2))
+    pieces = pieces_of(draw(st.lists(segments, max_size=4)), draw(strides), draw(strides))
+    return Part("g", "t", source, target, pieces)
+
+
+def bindings(*, inside: bool) -> st.SearchStrategy[Binding]:
+    return st.builds(Binding, st.lists(parts(inside=inside), max_size=3).map(tuple))
+
+
+sizes = st.lists(st.integers(0, 160), min_size=NUM_REGIONS, max_size=NUM_REGIONS)
+
+
+def by_definition(binding: Binding, sources: list[int], targets: list[int]) -> bool:
+    """Whether each piece lies in its regions."""
+
+    def inside(region: int, offset: int, length: int, sizes: list[int]) -> bool:
+        known = 0 <= region < len(sizes)
+        return known and offset >= 0 and offset + length <= sizes[region]
+
+    return all(
+        inside(source, at, length, sources) and inside(target, to, length, targets)
+        for source, at, target, to, length in zip(*binding.descriptors(), strict=True)
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(bindings(inside=False) | bindings(inside=True), sizes, sizes)
+def test_a_problem_is_told_exactly_if_a_piece_lies_outside(
+    binding: Binding, sources: list[int], targets: list[int]
+) -> None:
+    assert (problem(binding, sources, targets) is None) == by_definition(binding, sources, targets)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(bindings(inside=False) | bindings(inside=True), max_size=6), sizes, sizes)
+def test_what_is_remembered_of_layers_changes_nothing(
+    several: list[Binding], sources: list[int], targets: list[int]
+) -> None:
+    """One pair of limits for many bindings, which may have some bases in common."""
+    ours, theirs = Limits(sources), Limits(targets)
+    for binding in several:
+        assert problem(binding, ours, theirs) == problem(binding, sources, targets)
+
+
+def test_layers_that_begin_and_end_alike_are_told_apart() -> None:
+    """A base in the middle that reaches outside, where others did not."""
+    limits, wide = Limits([100, 10]), Limits([1 << 40])
+    pieces = pieces_of([(0, 0, 20, 1, 1)], (0, 0), (0, 0))
+    first, last = Base(0, 0, 0), Base(2, 0, 40)
+    for middle, good in ((Base(1, 0, 20), True), (Base(1, 1, 0), False), (Base(1, 0, 20), True)):
+        bases = (first, middle, last)
+        part = Part("g", "t", tuple(Base(i, 0, 0) for i in range(3)), bases, pieces)
+        assert (problem(Binding((part,)), wide, limits) is None) == good
+
+
+@settings(max_examples=200, deadline=None)
+@given(bindings(inside=True))
+def test_the_smallest_regions_that_hold_it_are_enough(binding: Binding) -> None:
+    """And one byte less is too little."""
+    named = binding.descriptors()
+    need = [[0] * NUM_REGIONS, [0] * NUM_REGIONS]
+    for source, at, target, to, length in zip(*named, strict=True):
+        need[0][source] = max(need[0][source], int(at + length))
+        need[1][target] = max(need[1][target], int(to + length))
+    assert problem(binding, *need) is None
+    for side in range(2):
+        for region in (region for region in range(NUM_REGIONS) if need[side][region]):
+            less = [list(sizes) for sizes in need]
+            less[side][region] -= 1
+            assert problem(binding, *less) is not None
+
+
+@pytest.mark.parametrize(
+    ("piece", "sentence"),
+    [
+        (
+            PlacedPiece(0, 90, 20),
+            "raw.piece0 of layer 0 takes the bytes 90 to 110 of target region 0, which has 100",
+        ),
+        (
+            PlacedPiece(-1, 0, 1),
+            "raw.piece0 of layer 0 takes the bytes -1 to 0 of source region 0, which has 100",
+        ),
+        (
+            PlacedPiece(0, 0, 1, source_region=4),
+            "raw.piece0 of layer 0 names region 4 of the source, which has 1",
+        ),
+        (
+            PlacedPiece(0, (1 << 63) - 1, 1),
+            "raw.piece0 of layer 0 has target offsets, strides or lengths that no region can hold",
+        ),
+        (
+            PlacedPiece(0, 0, -1),
+            "raw.piece0 of layer 0 has source offsets, strides or lengths that no region can hold",
+        ),
+    ],
+)
+def test_the_sentence(piece: PlacedPiece, sentence: str) -> None:
+    assert problem(binding_of([piece]), [100], [100]) == sentence
+
+
+@pytest.mark.parametrize(
+    ("segment", "stride"),
+    [
+        ((0, 0, 1, 1 << 32, 1), (0, 1 << 32)),
+        ((0, 0, 1, (1 << 62) + 1, 1), (0, 4)),
+        ((0, 0, 1 << 62, 1, 1), (0, 0)),
+        ((0, (1 << 63) - 1, (1 << 63) - 1, 2, 1), (0, (1 << 63) - 1)),
+        ((-(1 << 63), 0, 1, 1, 1), (0, 0)),
+    ],
+)
+def test_sums_that_would_wrap_are_outside(
+    segment: tuple[int, int, int, int, int], stride: tuple[int, int]
+) -> None:
+    """64 bits would come out near zero and pass."""
+    pieces = pieces_of([segment], stride, (0, 0))
+    binding = Binding((Part("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
+    assert problem(binding, [1 << 40], [1 << 40]) is not None
+
+
+def test_the_cost_is_that_of_pages_not_of_pieces() -> None:
+    """A billion pieces are no more work than one."""
+    pieces = pieces_of([(0, 0, 1, 1 << 15, 1 << 15)] * 1000, (1 << 15, 1 << 15), (1, 1))
+    binding = Binding((Part("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
+    start = time.perf_counter()
+    assert problem(binding, [1 << 30], [1 << 30]) is None
+    assert time.perf_counter() - start < 1

@@ -1,0 +1,275 @@
+"""The conformance suite itself: transports that break one promise, and the case that notices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+# Every broken transport does one thing wrong. Most are shared memory but for that. ``Posted``
+# is sound: its writes travel as files in a folder, and the target's polling puts them in place.
+TRANSPORTS = """
+    import ctypes, os, pickle, secrets, tempfile, threading, time
+    from pathlib import Path
+
+    from kvferry.errors import TransportError
+    from kvferry.plan.bind import Binding
+    from kvferry.protocol.events import Fate
+    from kvferry.transports import bounds
+    from kvferry.transports.base import Ended, Remote
+    from kvferry.transports.shm import ShmTransport
+
+
+    class Posted(ShmTransport):
+        name = "posted"
+        writes_at_once = False
+        needs_polling = True
+
+        def __init__(self, setup):
+            super().__init__(setup)
+            self.box = Path(tempfile.mkdtemp(dir=os.environ["MAIL"]))
+            self.boxes = {}
+
+        def metadata(self):
+            return bytes(self.box) + b"|" + super().metadata()
+
+        def connect(self, metadata):
+            box, _, rest = metadata.partition(b"|")
+            remote = super().connect(rest)
+            self.boxes[remote] = Path(os.fsdecode(box))
+            return remote
+
+        def write(self, remote, op, pieces):
+            outside = bounds.problem(pieces, self._limits, remote.limits)
+            if outside:
+                self._ended.append(Ended(op, Fate.FAILED, outside))
+                return
+            rows = zip(*(column.tolist() for column in pieces.descriptors()), strict=True)
+            self.post(self.boxes[remote], "write", (self.box, op, [
+                (region, to, ctypes.string_at(self._addresses[ours] + at, length))
+                for ours, at, region, to, length in rows
+            ]))
+
+        def post(self, box, kind, content):
+            draft = self.box / "draft"
+            draft.write_bytes(pickle.dumps(content))
+            draft.rename(box / f"{kind}-{secrets.token_hex(8)}")
+
+        def taken(self, kind):
+            for mail in self.box.glob(f"{kind}-*"):
+                yield pickle.loads(mail.read_bytes())
+                mail.unlink()
+
+        def poll(self):
+            for sender, op, rows in self.taken("write"):
+                for region, to, data in rows:
+                    ctypes.memmove(self._addresses[region] + to, data, len(data))
+                self.landed(sender, op)
+            self._ended += [Ended(op, None) for op in self.taken("landed")]
+            return super().poll()
+
+        def landed(self, sender, op):
+            self.post(sender, "landed", op)
+
+
+    class EndsWhenSent(Posted):
+        name = "ends-when-sent"
+
+        def write(self, remote, op, pieces):
+            super().write(remote, op, pieces)
+            self._ended.append(Ended(op, None))
+
+        def landed(self, sender, op):
+            pass
+
+
+    class EarlyEnd(ShmTransport):
+        name = "early-end"
+
+        def write_now(self, remote, op, pieces):
+            nothing = super().write_now(remote, op, Binding(()))
+            threading.Timer(1, super().write_now, (remote, op, pieces)).start()
+            return nothing
+
+
+    class ChecksTooLate(ShmTransport):
+        name = "checks-too-late"
+
+        def write_now(self, remote, op, pieces):
+            for part in pieces.parts:
+                ended = super().write_now(remote, op, Binding((part,)))
+                if ended.fate:
+                    break
+            return ended
+
+
+    class OneThreadOnly(ShmTransport):
+        name = "one-thread-only"
+
+        def write_now(self, remote, op, pieces):
+            self.doing = pieces
+            time.sleep(0.001)
+            return super().write_now(remote, op, self.doing)
+
+
+    class TellsTwice(ShmTransport):
+        name = "tells-twice"
+
+        def write(self, remote, op, pieces):
+            super().write(remote, op, pieces)
+            self._ended.append(self._ended[-1])
+
+
+    class ForgetsSome(ShmTransport):
+        name = "forgets-some"
+
+        def poll(self):
+            return [ended for ended in super().poll() if ended.op != 7]
+
+
+    class StaysSilent(ShmTransport):
+        name = "stays-silent"
+
+        def write(self, remote, op, pieces):
+            self.on_news, kept = (lambda: None), self.on_news
+            super().write(remote, op, pieces)
+            self.on_news = kept
+
+
+    class TakesAnything(ShmTransport):
+        name = "takes-anything"
+
+        def connect(self, metadata):
+            try:
+                return super().connect(metadata)
+            except TransportError:
+                return Remote()
+
+
+    class ClosesOnce(ShmTransport):
+        name = "closes-once"
+
+        def close(self):
+            super().close()
+            del self._remotes
+
+
+    class Possessive(ShmTransport):
+        name = "possessive"
+
+        def connect(self, metadata):
+            self.theirs = __import__("msgspec").msgpack.decode(metadata)["segments"]
+            return super().connect(metadata)
+
+        def close(self):
+            super().close()
+            for name in self.__dict__.pop("theirs", ()):
+                __import__("_posixshmem").shm_unlink(name)
+"""
+
+BROKEN = {
+    "EndsWhenSent": ["test_what_has_ended_is_there_also_if_the_target_rests"],
+    "EarlyEnd": [
+        "test_a_later_write_wins",
+        "test_what_has_ended_is_there",
+        "test_written_at_once",
+    ],
+    "ChecksTooLate": [
+        "test_a_piece_outside_its_region_fails_the_write[far away]",
+        "test_a_piece_outside_its_region_is_refused_at_once",
+    ],
+    "OneThreadOnly": ["test_two_threads_at_once"],
+    "TellsTwice": ["test_a_later_write_wins"],
+    "ForgetsSome": ["test_a_peer_that_dies_during_many_writes"],
+    "StaysSilent": ["test_a_peer_that_dies_during_many_writes"],
+    "TakesAnything": ["test_garbage_metadata_is_refused"],
+    "ClosesOnce": ["test_close_without_having_done_anything"],
+    "Possessive": ["test_a_source_that_ends_takes_nothing_with_it"],
+}
+SOUND = {
+    "Posted": [
+        "test_many_writes_in_flight_to_several_peers",
+        "test_what_has_ended_is_there",
+        "test_what_has_ended_is_there_also_if_the_target_rests",
+        "test_empty_writes",
+        "test_two_transports_in_two_threads",
+        "test_garbage_metadata_is_refused",
+    ]
+}
+
+
+class Case(NamedTuple):
+    transport: str
+    name: str
+
+
+def played(folder: Path) -> dict[Case, bool]:
+    """Which cases were run and whether they failed, in one run over all these transports."""
+    _install(folder)
+    wanted = [
+        f"test_them.py::Test{name}::{case}"
+        for name, chosen in (BROKEN | SOUND).items()
+        for case in chosen
+    ]
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml=told.xml"]
+    # Where CI is set, pytest compares at length what a failing case asserts.
+    subprocess.run(
+        [*pytest, *wanted],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "MAIL": str(folder), "CI": "true"},
+        capture_output=True,
+        check=False,
+        timeout=200,
+    )
+    cases = ElementTree.parse(folder / "told.xml").getroot().iter("testcase")
+    told: dict[Case, bool] = {}
+    for case in cases:
+        key = Case(case.attrib["classname"].split(".Test")[1], case.attrib["name"])
+        bad = case.find("failure") is not None or case.find("error") is not None
+        told[key] = told.get(key, False) or bad
+    return told
+
+
+def _install(folder: Path) -> None:
+    (folder / "ferries.py").write_text(textwrap.dedent(TRANSPORTS))
+    info = folder / "ferries-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ferries\nVersion: 1.0\n")
+    names = [*BROKEN, *SOUND]
+    entries = [f"{_dashed(name)} = ferries:{name}" for name in names]
+    (info / "entry_points.txt").write_text("\n".join(["[kvferry.transports]", *entries]))
+    tests = ["from kvferry.testing.transports import TransportSuite as Suite"]
+    for name in names:
+        tests.append(f"class Test{name}(Suite):")
+        tests.append(f"    transport = {_dashed(name)!r}")
+        tests.append("    patience_s = 4")
+    (folder / "test_them.py").write_text("\n".join(tests))
+    (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+
+
+def _dashed(name: str) -> str:
+    return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name)[1:]
+
+
+def test_every_broken_promise_is_noticed(tmp_path: Path) -> None:
+    """One test, because the transports share one run."""
+    failed = played(tmp_path)
+    assert {case for case, bad in failed.items() if bad} == {
+        Case(name, case) for name in BROKEN for case in BROKEN[name]
+    }
+    sound = {case.name.partition("[")[0] for case in failed if case.transport in SOUND}
+    assert sound == {name for names in SOUND.values() for name in names}
+
+
+def test_only_the_suite_needs_pytest() -> None:
+    code = (
+        "import sys, kvferry.testing.transports as suite, kvferry.testing.transports.process; "
+        "assert suite.binding_of and 'pytest' not in sys.modules; "
+        "assert suite.TransportSuite is suite.TransportSuite and 'pytest' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
