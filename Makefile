@@ -35,7 +35,7 @@ demo: $(INSTALLED) ## a real model: prefill on 3 ranks, decode on 1, every token
 plan: $(INSTALLED) ## plan a real model's transfer and draw it
 	@mkdir -p build
 	$(BIN)/kvferry plan --model $(PLAN_MODEL) --prefill tp=4 --decode tp=2,dp=2,page=64 \
-	    --tokens 8192 --link nixl-gpu --svg build/plan.svg --html build/plan.html
+	    --tokens 8192 --cost-model nixl-gpu --svg build/plan.svg --html build/plan.html
 
 test: $(INSTALLED) ## lint, types, import rules, tests
 	@$(MAKE) --no-print-directory -j2 lint unit

@@ -31,12 +31,12 @@ from kvferry.memory.copy.reference import copy_pieces
 from kvferry.memory.staging import SlotPool, allocate
 from kvferry.plan import (
     Binding,
-    Image,
     PageTable,
-    Pair,
     Plan,
+    RankPair,
     Request,
     Side,
+    StagingView,
     bind,
     contiguous_pools,
     reshard,
@@ -55,7 +55,7 @@ Bytes = NDArray[np.uint8]
 class Memory(NamedTuple):
     """One side's regions, or a slot."""
 
-    side: Side | Image
+    side: Side | StagingView
     regions: list[Bytes]
 
     @property
@@ -119,7 +119,7 @@ class Case(NamedTuple):
 def cases(piece_bytes: int, payload_bytes: int, shift: int) -> Iterator[Case]:
     whole, part = layouts(piece_bytes)
     num_tokens = tokens_for(piece_bytes, payload_bytes)
-    request, pair = Request(num_tokens), Pair(0, 0)
+    request, pair = Request(num_tokens), RankPair(0, 0)
     split, join = reshard(whole, part), reshard(part, whole)
 
     def full(layout: Layout) -> Memory:
@@ -134,10 +134,10 @@ def cases(piece_bytes: int, payload_bytes: int, shift: int) -> Iterator[Case]:
     num_bytes = split.payload_bytes(request) // part.num_ranks
     source = full(whole)
     yield between("split", split, source, empty(part))
-    yield between("gather", split, source, Memory(Image(), [memory(num_bytes)]))
+    yield between("gather", split, source, Memory(StagingView(), [memory(num_bytes)]))
     del source
     target = empty(whole)
-    yield between("scatter", join, Memory(Image(), [memory(num_bytes, filled=True)]), target)
+    yield between("scatter", join, Memory(StagingView(), [memory(num_bytes, filled=True)]), target)
     yield between("join", join, full(part), target)
 
 
@@ -185,13 +185,15 @@ def slot_row(piece_bytes: int, slot_mib: float, payload: int, repeat: int) -> di
     """Gather a request slot by slot, stored either way, alone and with each slot copied on."""
     whole, part = layouts(piece_bytes)
     num_tokens = tokens_for(piece_bytes, payload)
-    plan, request, pair = reshard(whole, part), Request(num_tokens), Pair(0, 0)
+    plan, request, pair = reshard(whole, part), Request(num_tokens), RankPair(0, 0)
     source = pages(whole, num_tokens, 1, filled=True, shift=0)
     (block,) = plan.blocks(*pair, request)
     pool = SlotPool(int(slot_mib * MIB), SLOTS_IN_TURN)
     step = tokens_for(piece_bytes, pool.slot_bytes)
     parcels = [
-        bind(plan, pair, request, source.side, Image(), [replace(block, tokens=Span(at, end))])
+        bind(
+            plan, pair, request, source.side, StagingView(), [replace(block, tokens=Span(at, end))]
+        )
         for at in range(0, num_tokens, step)
         for end in [min(at + step, num_tokens)]
     ]
@@ -222,7 +224,7 @@ def small_call() -> float:
     """Microseconds for one page of 16 layers, K and V, with one token in it."""
     whole, part = layouts(512)
     source, target = (pages(layout, PAGE, 1, filled=True, shift=0) for layout in (whole, part))
-    binding = bind(reshard(whole, part), Pair(0, 0), Request(1), source.side, target.side)
+    binding = bind(reshard(whole, part), RankPair(0, 0), Request(1), source.side, target.side)
     case = Case("small", binding, source, target)
     case.verify()
     ours, theirs, times = source.addresses, target.addresses, []

@@ -27,12 +27,12 @@ import torch
 from kvferry.layout import CacheSpec, DType, Layout, Order, Parallel, attention
 from kvferry.memory.copy.gpu import GpuCopier, GpuCopy
 from kvferry.plan import (
-    Image,
     PageTable,
-    Pair,
     Plan,
+    RankPair,
     Request,
     Side,
+    StagingView,
     bind,
     contiguous_pools,
     reshard,
@@ -156,9 +156,9 @@ class Slot:
         self.regions = [_bytes(num_bytes)]
         self.addresses = (self.regions[0].data_ptr(),)
 
-    def side(self, pages: Pages) -> Image:
+    def side(self, pages: Pages) -> StagingView:
         """Wherever the request's pages are."""
-        return Image()
+        return StagingView()
 
     def tokens(self, layer: int, tensor: int, pages: Pages) -> torch.Tensor:
         """The tokens of one tensor: [tokens, heads, bytes]."""
@@ -184,7 +184,7 @@ class Memory:
         self.num_pages = 2 * (case.tokens // case.page_tokens)
         self.rank = Rank(source if self.sends else target, 0, case)
         ranks = self.plan.targets_of(0) if self.sends else self.plan.sources_of(0)
-        self.pairs = [Pair(0, peer) if self.sends else Pair(peer, 0) for peer in ranks]
+        self.pairs = [RankPair(0, peer) if self.sends else RankPair(peer, 0) for peer in ranks]
         self.peers: list[Rank | Slot] = [
             Rank(target, pair.target, case)
             if case.direction == "direct"
@@ -195,7 +195,7 @@ class Memory:
             self.plan.bytes_of(self._move(pair), self.request) for pair in self.pairs
         )
 
-    def _move(self, pair: Pair) -> Any:
+    def _move(self, pair: RankPair) -> Any:
         (move,) = self.plan.between(*pair)
         return move
 
@@ -230,7 +230,7 @@ class Memory:
         )
 
     def _is_right(
-        self, pair: Pair, peer: Rank | Slot, layer: int, tensor: int, pages: Pages
+        self, pair: RankPair, peer: Rank | Slot, layer: int, tensor: int, pages: Pages
     ) -> bool:
         move = self._move(pair)
         mine = self.rank.tokens(layer, tensor, pages)

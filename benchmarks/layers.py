@@ -178,7 +178,7 @@ class Course:
 
     def _writes(self) -> int:
         stats = self._fleet.all(self._fleet.sources, "stats")
-        return sum(path.writes for one in stats for path in one.paths.values())
+        return sum(mode.writes for one in stats for mode in one.modes.values())
 
 
 def tell(row: dict[str, Any]) -> None:

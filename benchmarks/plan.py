@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.layout import CacheSpec, Holding, Layout, Parallel, Span, Stated, attention
+from kvferry.layout import CacheSpec, ExplicitSharding, Layout, Parallel, Shard, Span, attention
 from kvferry.plan import (
     PageTable,
-    Pair,
     Plan,
+    RankPair,
     Request,
     Side,
     bind,
@@ -42,12 +42,12 @@ def median_s(work: Callable[[], Any], repeats: int = REPEATS) -> float:
     return statistics.median(times)
 
 
-def uneven(spec: CacheSpec, tp: int, pp: int) -> Stated:
+def uneven(spec: CacheSpec, tp: int, pp: int) -> ExplicitSharding:
     """Heads dealt out as evenly as they go, for a tp that does not divide them."""
     heads = spec.groups[0].units
-    return Stated(
+    return ExplicitSharding(
         tuple(
-            (Holding("kv", stage, Span(heads * rank // tp, heads * (rank + 1) // tp)),)
+            (Shard("kv", stage, Span(heads * rank // tp, heads * (rank + 1) // tp)),)
             for stage in Parallel(pp=pp).stage_spans(spec.num_layers)
             for rank in range(tp)
         )
@@ -76,7 +76,7 @@ def _again(side: Side) -> Side:
 
 def bind_case(name: str, source: Layout, target: Layout, num_tokens: int) -> dict[str, Any]:
     """One source's share of the request: bind it, then name every piece of it."""
-    plan, request, pair = reshard(source, target), Request(num_tokens), Pair(0, 0)
+    plan, request, pair = reshard(source, target), Request(num_tokens), RankPair(0, 0)
     ours, theirs = fragmented(source, 0, num_tokens, 1), fragmented(target, 0, num_tokens, 2)
     binding = bind(plan, pair, request, ours, theirs)
     pieces = binding.descriptors()

@@ -19,7 +19,6 @@ from kvferry.ids import Peer
 from kvferry.layout import Layout, Span, attention
 from kvferry.plan import Request, contiguous_pools
 from kvferry.protocol.codec import decode, encode
-from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Choose,
     Chosen,
@@ -39,7 +38,14 @@ from kvferry.protocol.events import (
     Write,
 )
 from kvferry.protocol.links import Identity
-from kvferry.protocol.messages import Envelope, Staging, Table, TransportOffer, TransportOffers
+from kvferry.protocol.machine import Machine
+from kvferry.protocol.messages import (
+    Envelope,
+    PageTableMessage,
+    Staging,
+    TransportOffer,
+    TransportOffers,
+)
 from kvferry.protocol.outcome import Done
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
@@ -57,7 +63,7 @@ class Pair:
         self.prefill = Instance(SOURCE.instance, "model", layout)
         self.source = SourceMachine(_identity(SOURCE, 1, layout), config)
         self.target = TargetMachine(_identity(TARGET, 2, layout), config, pools, Staging())
-        self.machines: dict[Peer, Endpoint] = {SOURCE: self.source, TARGET: self.target}
+        self.machines: dict[Peer, Machine] = {SOURCE: self.source, TARGET: self.target}
         self.pending: deque[tuple[Peer, Event]] = deque()
         self.steps = 0
         self.done = 0
@@ -106,7 +112,7 @@ def case(concurrency: int, rooms: int) -> dict[str, Any]:
         batch = range(first, first + concurrency)
         for room in batch:
             pair.tell(SOURCE, Open(room, 60.0))
-            tables = (Table("kv", (room % (1 << 16),)),)
+            tables = (PageTableMessage("kv", (room % (1 << 16),)),)
             pair.tell(
                 TARGET, Receive(pair.prefill, ReceiveRequest(room, Request(16), tables, 60.0))
             )

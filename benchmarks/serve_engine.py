@@ -23,7 +23,7 @@ import torch
 
 from kvferry.reference.engine.cache import TORCH_DTYPES
 from kvferry.reference.engine.engine import Engine, EngineOptions
-from kvferry.reference.engine.requests import Produced, Request, Role
+from kvferry.reference.engine.requests import EngineRequest, EngineRole, Produced
 from kvferry.reference.engine.steps import Sample, Sampling
 from kvferry.reference.models.find import find_model
 
@@ -43,11 +43,11 @@ def start(engine: Engine, batch: int, context: int) -> None:
     sampling = Sampling(logprobs=1)
     for i, prompt in enumerate(prompts.tolist()):
         engine.add(
-            Request(
+            EngineRequest(
                 id=str(i),
                 prompt=tuple(prompt),
                 max_tokens=WARM_UP + STEPS + 1,
-                role=Role.DECODE,
+                role=EngineRole.DECODE,
                 sampling=sampling,
                 ignore_end=True,
             )

@@ -1,10 +1,10 @@
-"""What keeping the stories of rooms costs: rooms of one page, with stories and without, in turns.
+"""What keeping the traces of rooms costs: rooms of one page, with traces and without, in turns.
 
-One pair of processes stays up for the whole run and keeps stories in every other turn, so that
+One pair of processes stays up for the whole run and keeps traces in every other turn, so that
 whatever else the machine does, and however the pair came to lie in memory, meets both. Ends in
 one JSON line.
 
-    python benchmarks/stories.py [ROUNDS] [ROOMS] [AT_ONCE] [TRANSPORT]
+    python benchmarks/traces.py [ROUNDS] [ROOMS] [AT_ONCE] [TRANSPORT]
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 Qwen3-32B's cache (64 layers, 8 KV heads of 128, bf16, pages of 64) for 8192 tokens, 2.1 GB, every
 rank a process. Every case is one line of JSON: the median of its repeats from the first push to
-the last target's end, what carried it (``chosen``, ``path``), the bar that it is held to, and
-whether every byte was right. Where a case was also measured by each path, a last line says how
+the last target's end, what carried it (``chosen``, ``mode``), the bar that it is held to, and
+whether every byte was right. Where a case was also measured by each mode, a last line says how
 much slower the chooser's was than the best (``chooser``). The exit status is 1 if bytes were
 wrong, a case failed, or the chooser was wrong by more than 1.5 times; bars are told, not judged,
 because they are an H200's.
@@ -27,7 +27,7 @@ from kvferry.cli.bench.transfer import TIMEOUT_S, TransferJob, TransferReport, m
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.errors import KvferryError
 from kvferry.layout import Layout, Parallel, attention
-from kvferry.plan import Path, Request, check, reshard
+from kvferry.plan import Request, TransferMode, check, reshard
 from kvferry.plan.units import MIB
 from kvferry.regions import Device
 from kvferry.testing.fleet import RankError
@@ -49,7 +49,7 @@ class GpuCase(NamedTuple):
     transport: str | None
     bar_ms: float | None = None
     staging_mib: int = 128
-    path: Path | None = None
+    mode: TransferMode | None = None
     slot_mib: int | None = None
 
     def transport_on(self, device: str) -> str:
@@ -58,7 +58,7 @@ class GpuCase(NamedTuple):
 
 
 def cases() -> list[GpuCase]:
-    """The table of bars, and each path of equal TP on its own."""
+    """The table of bars, and each mode of equal TP on its own."""
     pairs = ((4, 1), (1, 4), (2, 4))
     mapped = {(4, 1): 3.0, (1, 4): 3.5, (2, 4): 3.5, (1, 1): 2.5}
     return [
@@ -66,14 +66,14 @@ def cases() -> list[GpuCase]:
         *(GpuCase(f"staged-128 {p}-{d}", p, d, "nixl", 25.0, slot_mib=128) for p, d in pairs),
         *(GpuCase(f"staged-1024 {p}-{d}", p, d, "nixl", 9.0, 1024, slot_mib=512) for p, d in pairs),
         GpuCase("equal 1-1", 1, 1, "nixl", 30.0, slot_mib=128),
-        *(GpuCase(f"equal-{path} 1-1", 1, 1, "nixl", None, 128, path, 128) for path in PATHS),
+        *(GpuCase(f"equal-{mode} 1-1", 1, 1, "nixl", None, 128, mode, 128) for mode in MODES),
         GpuCase("auto 4-1", 4, 1, "auto", 3.0),
         GpuCase("auto 1-1", 1, 1, "auto", 2.5),
     ]
 
 
 # Slices of equal TP are runs.
-PATHS = (Path.RUNS, Path.STAGED)
+MODES = (TransferMode.RUNS, TransferMode.STAGED)
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -132,7 +132,7 @@ def job_of(case: GpuCase, args: argparse.Namespace) -> TransferJob:
     config = EndpointConfig(
         staging_bytes=case.staging_mib * MIB,
         slot_bytes=slot_mib * MIB if slot_mib else None,
-        path=case.path,
+        mode=case.mode,
         deadline_s=TIMEOUT_S,
     )
     transport, device = case.transport_on(args.device), str(Device.parse(args.device))
@@ -164,7 +164,7 @@ def measured(case: GpuCase, report: TransferReport) -> dict[str, Any]:
         "most_ms": round(1e3 * max(all_s), 3),
         "within_bar": None if case.bar_ms is None else median_ms <= case.bar_ms,
         "chosen": report.chosen,
-        "path": report.path,
+        "mode": report.mode,
         "gb_per_s": round(report.gb_per_s, 2),
         "plain_copy_ms": round(1e3 * report.memcpy_seconds, 3),
         "bytes": report.bytes,
@@ -177,9 +177,9 @@ def measured(case: GpuCase, report: TransferReport) -> dict[str, Any]:
 
 
 def chooser_lines(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """How the chooser did, where each path was measured too."""
+    """How the chooser did, where each mode was measured too."""
     times = {line["case"]: line["median_ms"] for line in lines if "median_ms" in line}
-    forced = [times.get(f"equal-{path} 1-1") for path in PATHS]
+    forced = [times.get(f"equal-{mode} 1-1") for mode in MODES]
     chosen = times.get("equal 1-1")
     if chosen is None or None in forced:
         return

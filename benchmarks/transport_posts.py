@@ -27,7 +27,7 @@ from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
 from kvferry.regions import Region
 from kvferry.testing.transports import PlacedPiece, binding_of, copy_by_memmove
-from kvferry.transports.base import Remote, Setup, Transport
+from kvferry.transports.base import RemoteMemory, Transport, TransportSetup
 from kvferry.transports.registry import available, transport_class
 
 Bytes = NDArray[np.uint8]
@@ -66,7 +66,9 @@ class Times(NamedTuple):
 
 def target(connection: Connection, name: str) -> None:
     """Take what is written, and show it when asked."""
-    transport = transport_class(name)(Setup(agent=f"target-{os.getpid()}", copy=copy_by_memmove))
+    transport = transport_class(name)(
+        TransportSetup(agent=f"target-{os.getpid()}", copy=copy_by_memmove)
+    )
     memory = transport.allocate(POOL_BYTES)
     transport.register([Region(memory.ctypes.data, memory.nbytes)], writable=True)
     connection.send(transport.metadata())
@@ -88,14 +90,14 @@ class Bench:
         self.memory = np.random.default_rng(1).integers(0, 256, POOL_BYTES, dtype=np.uint8)
         self.op = 0
 
-    def write(self, remote: Remote, binding: Binding) -> Times:
+    def write(self, remote: RemoteMemory, binding: Binding) -> Times:
         self.op += 1
         start = time.perf_counter()
         self.transport.write(remote, Op(self.op), binding)
         returned = time.perf_counter()
         return Times(returned - start, self._ended() - start)
 
-    def write_now_s(self, remote: Remote, binding: Binding) -> float:
+    def write_now_s(self, remote: RemoteMemory, binding: Binding) -> float:
         start = time.perf_counter()
         self.op += 1
         ended = self.transport.write_now(remote, Op(self.op), binding)
@@ -135,7 +137,9 @@ def measure(name: str) -> dict[str, dict[str, float]]:
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, name), daemon=True)
     process.start()
-    transport = transport_class(name)(Setup(agent=f"source-{os.getpid()}", copy=copy_by_memmove))
+    transport = transport_class(name)(
+        TransportSetup(agent=f"source-{os.getpid()}", copy=copy_by_memmove)
+    )
     bench = Bench(transport)
     transport.register([Region(bench.memory.ctypes.data, POOL_BYTES)], writable=False)
     remote = transport.connect(ours.recv())

@@ -20,20 +20,20 @@ from typing import Any
 
 import aiohttp
 
-from kvferry.cli.load.client import Reply, ask, session_for
-from kvferry.cli.load.prompts import Asker, Form, PromptKind
+from kvferry.cli.load.client import LoadReply, ask, session_for
+from kvferry.cli.load.prompts import Asker, PromptForm, PromptKind
 from kvferry.reference.cluster.description import (
-    Cluster,
-    RendezvousSection,
+    ClusterDescription,
+    DiscoverySection,
     TransferSection,
     WorkerSection,
     check,
 )
-from kvferry.reference.cluster.launch import Launch
+from kvferry.reference.cluster.launch import ClusterLaunch
 from kvferry.reference.models.find import find_model
 from kvferry.router.options import RouterOptions
 
-FORM = Form(PromptKind.SMALL_IDS, exact=True)
+FORM = PromptForm(PromptKind.SMALL_IDS, exact=True)
 DEADLINE_S = 120.0
 SEED = 7
 # So many prompts are not timed.
@@ -50,7 +50,9 @@ def main() -> int:
         for way in ways:
             cluster = described(args, way, max(sizes))
             check(cluster, model)
-            urls.append(stack.enter_context(Launch()).start_all(cluster, model, lambda *_: None))
+            urls.append(
+                stack.enter_context(ClusterLaunch()).start_all(cluster, model, lambda *_: None)
+            )
         rows = asyncio.run(compare(args, model.name, ways, urls, sizes))
     good = all(row["verified"] for row in rows)
     print(json.dumps({"model": model.name, "transport": args.transport, "rows": rows}))
@@ -72,7 +74,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def described(args: argparse.Namespace, layers: Any, most_tokens: int) -> Cluster:
+def described(args: argparse.Namespace, layers: Any, most_tokens: int) -> ClusterDescription:
     """One of the clusters. The largest prompt is one chunk."""
     same: dict[str, Any] = {
         "device": args.device,
@@ -80,11 +82,11 @@ def described(args: argparse.Namespace, layers: Any, most_tokens: int) -> Cluste
         "cache_tokens": 4 * most_tokens,
         "prefix_cache": False,
     }
-    return Cluster(
+    return ClusterDescription(
         model=args.model,
         transport=args.transport,
         transfer=TransferSection(layers=layers),
-        rendezvous=RendezvousSection(port=0),
+        discovery=DiscoverySection(port=0),
         router=RouterOptions(port=0),
         prefill=(WorkerSection(tp=args.prefill, **same),),
         decode=(WorkerSection(tp=args.decode, **same),),
@@ -107,7 +109,7 @@ async def compare(
 
 async def asked(
     sessions: list[aiohttp.ClientSession], asker: Asker, repeat: int
-) -> list[list[Reply]]:
+) -> list[list[LoadReply]]:
     """For each prompt, the reply of each cluster; who is asked first changes."""
     rounds = []
     for number in range(WARM_UP + repeat):
@@ -120,7 +122,7 @@ async def asked(
     return rounds[WARM_UP:]
 
 
-def row(tokens: int, ways: list[Any], rounds: list[list[Reply]]) -> dict[str, Any]:
+def row(tokens: int, ways: list[Any], rounds: list[list[LoadReply]]) -> dict[str, Any]:
     """Medians, and how each compares with the first, prompt by prompt."""
     problems = [reply.error for replies in rounds for reply in replies if reply.error]
     same = all(reply.tokens == replies[0].tokens for replies in rounds for reply in replies)

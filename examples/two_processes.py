@@ -12,7 +12,7 @@ import multiprocessing
 import numpy as np
 
 import kvferry
-from kvferry import Layout, RendezvousServer, SourceEndpoint, TargetEndpoint, attention
+from kvferry import DiscoveryServer, Layout, SourceEndpoint, TargetEndpoint, attention
 
 TRANSPORT = kvferry.make_transport("shm")
 DIGEST = kvferry.digest_of(range(40), model="demo", dtype="uint16")  # what both sides mean
@@ -29,7 +29,7 @@ def new_cache(num_pages, page_tokens):
 def prefill(url):
     """Computes the request chunk by chunk, and pushes each."""
     kv, layout, pools = new_cache(num_pages=8, page_tokens=8)
-    its = {"name": "prefill", "model": "demo", "transport": TRANSPORT, "rendezvous": url}
+    its = {"name": "prefill", "model": "demo", "transport": TRANSPORT, "discovery": url}
     with SourceEndpoint(layout, pools, **its) as source:
         room = source.open("request-1")
         for first, end, pages in [(0, 24, [7, 0, 5]), (24, 40, [2, 4])]:
@@ -42,7 +42,7 @@ def prefill(url):
 def decode(url):
     """Asks for the request, and finds it in the pages that it has named."""
     kv, layout, pools = new_cache(num_pages=4, page_tokens=16)
-    its = {"name": "decode", "model": "demo", "transport": TRANSPORT, "rendezvous": url}
+    its = {"name": "decode", "model": "demo", "transport": TRANSPORT, "discovery": url}
     with TargetEndpoint(layout, pools, **its) as target:
         asked = {"prefill": "prefill", "tokens": 40, "pages": [3, 0, 1]}
         room = target.receive("request-1", **asked, digest=DIGEST)
@@ -51,7 +51,7 @@ def decode(url):
 
 
 if __name__ == "__main__":
-    with RendezvousServer() as server:  # embedded here; `kvferry serve rendezvous` runs one alone
+    with DiscoveryServer() as server:  # embedded here; `kvferry serve discovery` runs one alone
         other = multiprocessing.get_context("spawn").Process(target=decode, args=[server.url])
         other.start()
         prefill(server.url)

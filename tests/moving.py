@@ -16,16 +16,16 @@ from oracle import owed_tokens, owned
 
 from kvferry.layout import Layout, Order
 from kvferry.layout.layout import Sharding
-from kvferry.layout.spec import CacheSpec, Group, Slot, Window
+from kvferry.layout.spec import CacheSpec, Group, StateRow, Window
 from kvferry.memory.copy.reference import copy_pieces
 from kvferry.plan import (
     Binding,
-    Image,
     PageTable,
-    Pair,
     Plan,
+    RankPair,
     Request,
     Side,
+    StagingView,
     bind,
     check,
     contiguous_pools,
@@ -67,7 +67,7 @@ class Rank(NamedTuple):
 
     def local_tokens(self, group: Group, num_tokens: int) -> list[int]:
         """The request's positions that this rank keeps, in its own order."""
-        if isinstance(group.kind, Slot):
+        if isinstance(group.kind, StateRow):
             return [num_tokens - 1] if num_tokens else []
         mine = owned(self.layout, self.rank, group, num_tokens).tokens
         return [int(t) for t in np.flatnonzero(mine)]
@@ -78,7 +78,7 @@ class Rank(NamedTuple):
         (base,) = [b for b in placement.bases if b.layer == layer]
         unit_bytes = next(t.unit_bytes for t in group.tensors if t.name == tensor)
         units = int(owned(self.layout, self.rank, group, 1).units.sum())
-        page = 1 if isinstance(group.kind, Slot) else self.layout.page_tokens
+        page = 1 if isinstance(group.kind, StateRow) else self.layout.page_tokens
         region = self.regions[base.region]
         if self.layout.order is Order.NHD:
             return region.reshape(-1, page, units, unit_bytes)
@@ -93,7 +93,7 @@ class Rank(NamedTuple):
             if group.name not in self.side.tables:
                 continue
             table = self.side.tables[group.name]
-            page = 1 if isinstance(group.kind, Slot) else self.layout.page_tokens
+            page = 1 if isinstance(group.kind, StateRow) else self.layout.page_tokens
             for local, token in enumerate(self.local_tokens(group, num_tokens)):
                 index = local // page - table.first_page
                 if not keep(group)[token] or index < 0:
@@ -115,7 +115,7 @@ def make_ranks(
         pools = contiguous_pools(layout, rank, num_pages=2 * most + 3, num_rows=4)
         tables = {}
         for group in layout.spec.groups:
-            if isinstance(group.kind, Slot):
+            if isinstance(group.kind, StateRow):
                 tables[group.name] = PageTable(rng.permutation(4)[:1])
                 continue
             first = 0
@@ -148,14 +148,14 @@ def expected(targets: list[Rank], cache: Cache, request: Request) -> list[list[B
     return result
 
 
-Mover = Callable[[Plan, Pair, Request, Rank, Rank], None]
+Mover = Callable[[Plan, RankPair, Request, Rank, Rank], None]
 
 
-def by_slices(plan: Plan, pair: Pair, request: Request, source: Rank, target: Rank) -> None:
+def by_slices(plan: Plan, pair: RankPair, request: Request, source: Rank, target: Rank) -> None:
     _copy(bind(plan, pair, request, source.side, target.side), source.regions, target.regions)
 
 
-def by_runs(plan: Plan, pair: Pair, request: Request, source: Rank, target: Rank) -> None:
+def by_runs(plan: Plan, pair: RankPair, request: Request, source: Rank, target: Rank) -> None:
     whole = bind(plan, pair, request, source.side, target.side)
     merged = whole.merged()
     assert merged.num_bytes == whole.num_bytes
@@ -163,9 +163,9 @@ def by_runs(plan: Plan, pair: Pair, request: Request, source: Rank, target: Rank
     _copy(merged, source.regions, target.regions)
 
 
-def by_staging(plan: Plan, pair: Pair, request: Request, source: Rank, target: Rank) -> None:
-    gather = bind(plan, pair, request, source.side, Image())
-    scatter = bind(plan, pair, request, Image(), target.side)
+def by_staging(plan: Plan, pair: RankPair, request: Request, source: Rank, target: Rank) -> None:
+    gather = bind(plan, pair, request, source.side, StagingView())
+    scatter = bind(plan, pair, request, StagingView(), target.side)
     assert gather.num_bytes == scatter.num_bytes
     slot = np.full(gather.num_bytes, UNTOUCHED, dtype=np.uint8)
     _copy(gather, source.regions, [slot])
@@ -187,4 +187,4 @@ def move_all(
 ) -> None:
     for source in sources:
         for target in targets:
-            mover(plan, Pair(source.rank, target.rank), request, source, target)
+            mover(plan, RankPair(source.rank, target.rank), request, source, target)

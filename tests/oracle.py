@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.layout import Layout, Stated
-from kvferry.layout.spec import Group, Slot, Window
+from kvferry.layout import ExplicitSharding, Layout
+from kvferry.layout.spec import Group, StateRow, Window
 from kvferry.plan import Move, Plan, Request
 
 Bools = NDArray[np.bool_]
@@ -31,7 +31,7 @@ class Owned(NamedTuple):
 
 
 def owned(layout: Layout, rank: int, group: Group, num_tokens: int) -> Owned:
-    if isinstance(layout.sharding, Stated):
+    if isinstance(layout.sharding, ExplicitSharding):
         return _owned_stated(layout.sharding, layout, rank, group, num_tokens)
     p = layout.sharding
     tp_rank, cp_rank = rank % p.tp, rank // p.tp % p.cp
@@ -40,7 +40,7 @@ def owned(layout: Layout, rank: int, group: Group, num_tokens: int) -> Owned:
     layers = [n in group.layers and _stage(p.stages, p.pp, num_layers, n) == pp_rank
               for n in range(num_layers)]  # fmt: skip
     units = [_on_tp_rank(u, group.units, p.tp, tp_rank) for u in range(group.units)]
-    slot = isinstance(group.kind, Slot)
+    slot = isinstance(group.kind, StateRow)
     tokens = [slot or t % p.cp == cp_rank for t in range(num_tokens)]
     return Owned(np.array(layers), np.array(units), np.array(tokens, dtype=bool))
 
@@ -58,13 +58,13 @@ def _on_tp_rank(unit: int, units: int, tp: int, tp_rank: int) -> bool:
 
 
 def _owned_stated(
-    sharding: Stated, layout: Layout, rank: int, group: Group, num_tokens: int
+    sharding: ExplicitSharding, layout: Layout, rank: int, group: Group, num_tokens: int
 ) -> Owned:
     mine = [h for h in sharding.ranks[rank] if h.group == group.name]
     layers = [n in group.layers and any(n in h.layers for h in mine)
               for n in range(layout.spec.num_layers)]  # fmt: skip
     units = [any(u in h.units for h in mine) for u in range(group.units)]
-    slot = isinstance(group.kind, Slot)
+    slot = isinstance(group.kind, StateRow)
     tokens = [slot or any(t in h.tokens for h in mine) for t in range(num_tokens)]
     return Owned(np.array(layers), np.array(units), np.array(tokens, dtype=bool))
 
@@ -76,7 +76,7 @@ def owed_tokens(group: Group, request: Request) -> Bools:
     needed = position >= request.prefix
     if isinstance(group.kind, Window):
         needed &= position >= n - group.kind.num_tokens
-    if isinstance(group.kind, Slot):
+    if isinstance(group.kind, StateRow):
         needed &= position == n - 1
     return np.asarray(needed)
 

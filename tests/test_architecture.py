@@ -49,7 +49,7 @@ def test_every_path_exists() -> None:
 
 
 def test_a_path_that_is_gone_would_be_noticed() -> None:
-    line = "| | `endpoint/loop/loop.py`, `roles.py`, `gone.py`, `endpoint/ground.py` | |"
+    line = "| | `endpoint/loop/loop.py`, `sides.py`, `gone.py`, `endpoint/ground.py` | |"
     assert [name for name, there in named(line) if not there] == ["gone.py", "endpoint/ground.py"]
 
 
@@ -179,7 +179,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 CALLS = {
     "setup.py": {"adopt", "close", "make", "of", "offers", "register"},
     "transport_thread.py": {"close", "connect", "disconnect", "poll", "write"},
-    "loop": {"foresee", "look", "write_now"},
+    "loop": {"prebind", "look", "write_now"},
 }
 
 
@@ -190,7 +190,7 @@ def transport_calls(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             whose = ast.unparse(node.func.value).rpartition(".")[2].lower()
-            if node.func.attr in methods and "transport" in whose:
+            if node.func.attr in methods and "transport" in whose and "thread" not in whose:
                 found.add(node.func.attr)
     return found
 
@@ -205,18 +205,18 @@ def test_only_the_named_modules_touch_a_transport() -> None:
         "close",
         "poll",
     }
-    for name in ("write_now", "look", "foresee"):
+    for name in ("write_now", "look", "prebind"):
         assert f"`{name}`" in TEXT
 
 
 # ---------------------------------------------------------------- counts
 
 REAL = Machines()
-OF_THE_DRIVER = ("source_driver", "target_driver", "sessions", "ports")
+OF_THE_RUNNER = ("source_runner", "target_runner", "sessions", "ports")
 COUNTS = {
     r"(\d+) (?:deliberately )?broken rules": len(BREAKS),
-    r"broken rules, (\d+) of them the driver's": sum(
-        replace(one.machines, **{name: getattr(REAL, name) for name in OF_THE_DRIVER}) == REAL
+    r"broken rules, (\d+) of them the runner's": sum(
+        replace(one.machines, **{name: getattr(REAL, name) for name in OF_THE_RUNNER}) == REAL
         for one in BREAKS.values()
     ),
     r"(\d+) named (?:situations|scenarios)": len(SCENARIOS),

@@ -40,8 +40,8 @@ def test_the_guide_runs() -> None:
         for endpoint in (namespace.get("target"), *namespace.get("sources", ())):
             if endpoint is not None:
                 endpoint.close()
-        if "rendezvous" in namespace:
-            namespace["rendezvous"].stop()
+        if "discovery" in namespace:
+            namespace["discovery"].stop()
     assert namespace["outcome"].metadata == b"the first token"
 
 
@@ -68,7 +68,7 @@ INNER = {"know_bad", "end", "release"}
 
 def test_every_call_of_an_engine_is_told() -> None:
     calls = set().union(*map(public, (Handle, Outgoing, Incoming))) - INNER
-    calls |= {"open", "receive", "statuses", "vouch_gone", "close", "stats", "staging_bytes"}
+    calls |= {"open", "receive", "statuses", "declare_dead", "close", "stats", "staging_bytes"}
     assert {name for name in calls if not re.search(rf"\b{name}\b", TEXT)} == set()
 
 

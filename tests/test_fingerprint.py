@@ -114,7 +114,7 @@ def test_texts_that_are_not_ours_are_shown_whole() -> None:
 def own(folder: Path) -> str:
     engine = EngineOptions()
     options = InstanceOptions(
-        role=WorkerRole.DECODE, name="d", folder=str(folder), engine=engine, rendezvous=None
+        role=WorkerRole.DECODE, name="d", folder=str(folder), engine=engine, discovery=None
     )
     assert str(engine.dtype) == "float32"
     return options.fingerprint

@@ -22,7 +22,7 @@ NO_NOUNS = (
 )
 NOUN_FIRST = (
     *("cli", "evals", "http", "integrations", "load", "logs", "observe", "pictures"),
-    *("rendezvous", "serve", "testing"),
+    *("discovery", "serve", "testing"),
 )
 
 
@@ -88,7 +88,7 @@ def test_no_folder_is_a_mere_list() -> None:
     assert {folder: size for folder, size in sizes.items() if size > MOST_FILES} == {}
 
 
-@pytest.mark.parametrize("folder", ["serve", "cli", "load", "evals", "rendezvous"])
+@pytest.mark.parametrize("folder", ["serve", "cli", "load", "evals", "discovery"])
 def test_a_prefix_is_a_folder(folder: str) -> None:
     """Two modules side by side with the same first word belong into a folder of that name."""
     for place in {path.parent for path in modules(folder)}:

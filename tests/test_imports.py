@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 
 import kvferry
-from kvferry.protocol.endpoint import Endpoint
+from kvferry.protocol.machine import Machine
 from kvferry.testing.sim import run_seed
 
 ROOT = Path(__file__).parents[1]
@@ -152,7 +152,7 @@ def test_a_machine_calls_nothing_above_it() -> None:
 
     def watch(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code is Endpoint.handle.__code__:
+        if event == "call" and code is Machine.handle.__code__:
             inside.append(frame)
         elif event == "return" and inside and frame is inside[-1]:
             inside.pop()

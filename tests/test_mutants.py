@@ -76,7 +76,7 @@ def test_every_module_has_its_judges_and_every_judge_its_tests() -> None:
         for path in ("endpoint/runner/runner.py", "endpoint/loop/loop.py", "protocol/source.py")
     }
     assert names == {
-        "endpoint/runner/runner.py": ["driver", "sim", "machines"],
+        "endpoint/runner/runner.py": ["runner", "sim", "machines"],
         "endpoint/loop/loop.py": ["pair", "pieces", "processes"],
         "protocol/source.py": ["sim", "machines", "parts"],
     }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, Peer, Room
 from kvferry.layout import Layout, Parallel, Span, attention
-from kvferry.layout.spec import Slot
+from kvferry.layout.spec import StateRow
 from kvferry.plan import Block, Plan, Request, contiguous_pools, reshard
 from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.events import (
@@ -26,7 +26,6 @@ from kvferry.protocol.events import (
     Disconnect,
     Disconnected,
     Event,
-    Fate,
     Finish,
     Forget,
     Gather,
@@ -47,13 +46,14 @@ from kvferry.protocol.events import (
     Sent,
     Tick,
     Write,
+    WriteFate,
 )
 from kvferry.protocol.links import Identity
 from kvferry.protocol.messages import (
     Body,
     Envelope,
+    PageTableMessage,
     Staging,
-    Table,
     TransportOffer,
     TransportOffers,
 )
@@ -286,12 +286,12 @@ class World:
             self.post(write.transfer.peer, write.note)
         self.pending.append((me, Sent(write.op)))
 
-    def fail_write(self, held: tuple[Peer, Write], fate: Fate) -> None:
+    def fail_write(self, held: tuple[Peer, Write], fate: WriteFate) -> None:
         self.pending.append((held[0], SendFailed(held[1].op, fate)))
 
     def end_discard(self, held: tuple[Peer, Op]) -> None:
         """A gather that is for nothing has ended."""
-        self.pending.append((held[0], SendFailed(held[1], Fate.BUSY)))
+        self.pending.append((held[0], SendFailed(held[1], WriteFate.BUSY)))
 
     def end_scatter(self, held: tuple[Peer, Scatter]) -> None:
         me, scatter = held
@@ -341,14 +341,14 @@ class World:
         wanted = ReceiveRequest(room, request, self.tables(peer, request), deadline)
         return Receive(instance, wanted)
 
-    def tables(self, peer: Peer, request: Request) -> tuple[Table, ...]:
+    def tables(self, peer: Peer, request: Request) -> tuple[PageTableMessage, ...]:
         layout = self.targets[peer].layout
         count = -(-request.num_tokens // layout.page_tokens)
         first = self.pages_used[peer]
         self.pages_used[peer] = (first + count) % (NUM_PAGES - 16)
         pages = tuple(reversed(range(first, first + count)))
         return tuple(
-            Table(g.name, (first % 8,) if isinstance(g.kind, Slot) else pages)
+            PageTableMessage(g.name, (first % 8,) if isinstance(g.kind, StateRow) else pages)
             for g in layout.spec.groups
         )
 
@@ -466,4 +466,4 @@ def let_go(w: World) -> None:
         w.end_scatter(w.scatters.pop())
     while w.teardowns:
         w.end_teardown(w.teardowns.pop())
-    w.wait(2 * w.config.early_s + 5)
+    w.wait(2 * w.config.unclaimed_offer_ttl_s + 5)

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.runtime_context import get_spec
 
 from kvferry import InputError
-from kvferry.connectors.sglang.support import demand_supported
+from kvferry.connectors.sglang.compat import demand_supported
 
 LAYERS, HEADS, DRAFT_HEADS = 3, 4, 2
 # Of the index keys' layers the second looks where the first has looked.

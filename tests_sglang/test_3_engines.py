@@ -17,19 +17,19 @@ from prompts import LONG, SHORT
 from reference import Reference
 from servers import Server, environment, post, until_up
 
-from kvferry import RendezvousServer
+from kvferry import DiscoveryServer
 from kvferry.testing.ports import later_port
 
 DEADLINE_S = 60.0
 
 
 @contextmanager
-def worker(role: str, rendezvous: str, model: Path, folder: Path) -> Iterator[str]:
+def worker(role: str, discovery: str, model: Path, folder: Path) -> Iterator[str]:
     """One of kvferry's own, with one rank."""
     port, log = later_port(), folder / f"own-{role}.log"
     command = [
         *(sys.executable, "-m", "kvferry", "serve", role, "--name", f"own-{role}"),
-        *("--layout", "tp=1,page=8", "--rendezvous", rendezvous, "--model", str(model)),
+        *("--layout", "tp=1,page=8", "--discovery", discovery, "--model", str(model)),
         *("--transport", "nixl", "--port", str(port)),
     ]
     with log.open("wb") as file:
@@ -84,10 +84,10 @@ def both(url: str, body: dict[str, Any], other: str, other_body: dict[str, Any])
 @pytest.fixture(scope="module")
 def own_prefill(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
     with (
-        RendezvousServer() as rendezvous,
-        worker("prefill", rendezvous.url, model, folder) as url,
+        DiscoveryServer() as discovery,
+        worker("prefill", discovery.url, model, folder) as url,
     ):
-        yield url, int(rendezvous.url.rpartition(":")[2])
+        yield url, int(discovery.url.rpartition(":")[2])
 
 
 @pytest.fixture(scope="module")

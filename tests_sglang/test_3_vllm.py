@@ -25,7 +25,7 @@ from servers import ROOT, post
 from test_3_engines import instance, sglang_body
 from test_4_trouble import is_idle, until
 
-from kvferry import RendezvousServer
+from kvferry import DiscoveryServer
 from kvferry.testing.ports import later_port
 from tests_vllm.servers import Server as Vllm
 from tests_vllm.servers import environment
@@ -44,11 +44,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def start(role: str, rendezvous: str, model: Path, folder: Path) -> Vllm:
-    """Begin to start one, with kvferry's connector, at a rendezvous."""
+def start(role: str, discovery: str, model: Path, folder: Path) -> Vllm:
+    """Begin to start one, with kvferry's connector, at a discovery service."""
     port, points = later_port(), folder / "vllm-points"
     subprocess.run([sys.executable, ROOT / "scripts" / "entry-points", points], check=True)
-    own = {"rendezvous": rendezvous, "instance": f"vllm-{role}"}
+    own = {"discovery": discovery, "instance": f"vllm-{role}"}
     transfer: dict[str, Any] = {"kv_connector": "KVFerryConnector", "kv_role": role}
     transfer |= {"kv_load_failure_policy": "fail", "kv_connector_extra_config": own}
     command = [
@@ -64,7 +64,7 @@ def start(role: str, rendezvous: str, model: Path, folder: Path) -> Vllm:
 
 
 class Neighbours(NamedTuple):
-    """A vLLM that prefills, the port of its rendezvous, and one that decodes SGLang's."""
+    """A vLLM that prefills, the port of its discovery service, and one that decodes SGLang's."""
 
     prefill: Vllm
     port: int
@@ -73,14 +73,14 @@ class Neighbours(NamedTuple):
 
 @pytest.fixture(scope="module")
 def neighbours(cast: Cast, model: Path, folder: Path) -> Iterator[Neighbours]:
-    with RendezvousServer() as rendezvous, ExitStack() as stack:
-        prefill = start("kv_producer", rendezvous.url, model, folder)
+    with DiscoveryServer() as discovery, ExitStack() as stack:
+        prefill = start("kv_producer", discovery.url, model, folder)
         stack.callback(prefill.stop)
         decode = start("kv_consumer", f"http://127.0.0.1:{cast.one.bootstrap}", model, folder)
         stack.callback(decode.stop)
         for each in (prefill, decode):
             each.wait_until_up()
-        yield Neighbours(prefill, int(rendezvous.url.rpartition(":")[2]), decode)
+        yield Neighbours(prefill, int(discovery.url.rpartition(":")[2]), decode)
 
 
 def vllm_body(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:

@@ -134,11 +134,11 @@ def environment(entry_points: Path) -> dict[str, str]:
 
 
 class Deployment:
-    """A rendezvous, and whatever engines are started beside it. Leaving it ends them all."""
+    """A discovery service, and whatever engines are started beside it. Leaving it ends them all."""
 
     def __init__(self) -> None:
         self._undo = ExitStack()
-        self.rendezvous = ""
+        self.discovery = ""
 
     def __enter__(self) -> Deployment:
         # Whoever ends us ends the engines too.
@@ -150,10 +150,10 @@ class Deployment:
         self._key = folder / "cluster.key"
         ClusterKey.new().write(self._key)
         port = later_port()
-        command = [sys.executable, "-m", "kvferry", "serve", "rendezvous", "--port", str(port)]
-        server = self.start("rendezvous", [*command, "--key", str(self._key)], port)
+        command = [sys.executable, "-m", "kvferry", "serve", "discovery", "--port", str(port)]
+        server = self.start("discovery", [*command, "--key", str(self._key)], port)
         server.wait_until_up("/healthz")
-        self.rendezvous = server.url
+        self.discovery = server.url
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -205,7 +205,7 @@ class Deployment:
 
     def connector(self, role: str, instance: str, policy: str = "fail", **extra: object) -> Json:
         """The flag by which vLLM takes kvferry."""
-        own = {"rendezvous": self.rendezvous, "instance": instance, "key_file": str(self._key)}
+        own = {"discovery": self.discovery, "instance": instance, "key_file": str(self._key)}
         return {
             "kv_connector": "KVFerryConnector",
             "kv_role": role,

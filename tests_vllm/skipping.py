@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.connectors.vllm.connector import KVFerryConnector
-from kvferry.connectors.vllm.orders import BlocksByGroup
+from kvferry.connectors.vllm.metadata import BlocksByGroup
 from kvferry.connectors.vllm.paging import NULL_BLOCK
 from tests_vllm.servers import SKIPPED, STATELESS
 

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from kvferry.digest import digest_of
     from kvferry.discovery.address import checked_address
     from kvferry.discovery.base import Discovery
-    from kvferry.discovery.client import RendezvousClient
-    from kvferry.discovery.records import InstanceView, RankRecord, RendezvousError, Summaries
-    from kvferry.discovery.server import RendezvousServer
+    from kvferry.discovery.client import DiscoveryClient
+    from kvferry.discovery.records import DiscoveryError, InstanceView, RankRecord, Summaries
+    from kvferry.discovery.server import DiscoveryServer
     from kvferry.discovery.signer import RequestSigner
     from kvferry.discovery.static import StaticDiscovery, StaticInstance
-    from kvferry.endpoint.agreement import Agreement
     from kvferry.endpoint.config import EndpointConfig
-    from kvferry.endpoint.garbage import settle_heap
+    from kvferry.endpoint.freeze_gc import freeze_gc
     from kvferry.endpoint.incoming import Incoming
-    from kvferry.endpoint.layer_push_tuner import DeviceMarks, Layers, Pace, TimedEvent
+    from kvferry.endpoint.layer_push_tuner import EventRecorder, LayerPushTuner, Layers, TimedEvent
     from kvferry.endpoint.outgoing import Outgoing, Waitable
+    from kvferry.endpoint.rank_agreement import RankAgreement
     from kvferry.endpoint.setup import make_transport, make_transports, new_incarnation
     from kvferry.endpoint.source import SourceEndpoint
     from kvferry.endpoint.target import TargetEndpoint
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from kvferry.ids import MAX_NAME, Peer, Room
     from kvferry.layout.hf import spec_from_config
     from kvferry.layout.intervals import Span, Tokens
-    from kvferry.layout.layout import Holding, Layout, Order, Parallel, Stated, find_holding
+    from kvferry.layout.layout import ExplicitSharding, Layout, Order, Parallel, Shard, find_shard
     from kvferry.layout.pages import touched_pages
     from kvferry.layout.spec import (
         CacheSpec,
         DType,
         Group,
         Paged,
-        Slot,
+        StateRow,
         Tensor,
         Window,
         attention,
@@ -63,59 +63,61 @@ if TYPE_CHECKING:
         model_fingerprint,
         read_config,
     )
-    from kvferry.plan.choose import Path
-    from kvferry.plan.cost import PRESETS, Constants
+    from kvferry.plan.choose import TransferMode
+    from kvferry.plan.cost import PRESETS, LinkCost
     from kvferry.plan.layers import LayersPerPush, layers_per_push
     from kvferry.plan.places import Base, Placement, PoolMap, Pools, contiguous_pools
     from kvferry.plan.plan import Plan, Request
     from kvferry.plan.reshard import reshard
     from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
     from kvferry.regions import Device, Region
-    from kvferry.security.keys import ClusterKey, bindable, numeric
-    from kvferry.telemetry.metrics import PathStats, Stats
+    from kvferry.security.keys import ClusterKey, checked_bind_address, resolve_ip
+    from kvferry.telemetry.metrics import EndpointStats, ModeStats
     from kvferry.telemetry.observer import Observer
-    from kvferry.transports.base import Setup, Transport
+    from kvferry.transports.base import Transport, TransportSetup
     from kvferry.transports.registry import ready_transports, transport_class
     from kvferry.transports.transport_set import TransportSet
 
 __all__ = [
     "MAX_NAME",
     "PRESETS",
-    "Agreement",
     "Base",
     "BrokenPlan",
     "CacheSpec",
     "ClusterKey",
-    "Constants",
     "DType",
     "Device",
-    "DeviceMarks",
     "Discovery",
+    "DiscoveryClient",
+    "DiscoveryError",
+    "DiscoveryServer",
     "Done",
     "EndpointConfig",
+    "EndpointStats",
+    "EventRecorder",
+    "ExplicitSharding",
     "Failure",
     "FailureCode",
     "Group",
-    "Holding",
     "Incoming",
     "InputError",
     "InstanceView",
     "KvferryError",
+    "LayerPushTuner",
     "Layers",
     "LayersPerPush",
     "Layout",
+    "LinkCost",
     "LivenessConfig",
     "Memory",
     "Misuse",
+    "ModeStats",
     "Observer",
     "Order",
     "Outcome",
     "Outgoing",
-    "Pace",
     "Paged",
     "Parallel",
-    "Path",
-    "PathStats",
     "Peer",
     "Placement",
     "Plan",
@@ -123,55 +125,53 @@ __all__ = [
     "PoolMap",
     "Pools",
     "ProtocolConfig",
+    "RankAgreement",
     "RankRecord",
     "Reason",
     "ReasonCode",
     "Refused",
     "Region",
-    "RendezvousClient",
-    "RendezvousError",
-    "RendezvousServer",
     "Request",
     "RequestSigner",
     "Room",
-    "Setup",
-    "Slot",
+    "Shard",
     "SourceEndpoint",
     "Span",
-    "Stated",
+    "StateRow",
     "StaticDiscovery",
     "StaticInstance",
-    "Stats",
     "Status",
     "Summaries",
     "TargetEndpoint",
     "Tensor",
     "TimedEvent",
     "Tokens",
+    "TransferMode",
     "Transport",
     "TransportError",
     "TransportSet",
+    "TransportSetup",
     "Waitable",
     "Window",
     "attention",
     "attention_group",
-    "bindable",
     "checked_address",
+    "checked_bind_address",
     "config_as",
     "config_bytes",
     "contiguous_pools",
     "digest_of",
-    "find_holding",
+    "find_shard",
+    "freeze_gc",
     "layers_per_push",
     "make_transport",
     "make_transports",
     "model_fingerprint",
     "new_incarnation",
-    "numeric",
     "read_config",
     "ready_transports",
     "reshard",
-    "settle_heap",
+    "resolve_ip",
     "spec_from_config",
     "touched_pages",
     "transport_class",
@@ -185,16 +185,16 @@ _HOMES = {
     "digest": "digest_of",
     "discovery.address": "checked_address",
     "discovery.base": "Discovery",
-    "discovery.client": "RendezvousClient",
-    "discovery.records": "InstanceView RankRecord RendezvousError Summaries",
-    "discovery.server": "RendezvousServer",
+    "discovery.client": "DiscoveryClient",
+    "discovery.records": "InstanceView RankRecord DiscoveryError Summaries",
+    "discovery.server": "DiscoveryServer",
     "discovery.signer": "RequestSigner",
     "discovery.static": "StaticDiscovery StaticInstance",
-    "endpoint.agreement": "Agreement",
+    "endpoint.rank_agreement": "RankAgreement",
     "endpoint.config": "EndpointConfig",
-    "endpoint.garbage": "settle_heap",
+    "endpoint.freeze_gc": "freeze_gc",
     "endpoint.incoming": "Incoming",
-    "endpoint.layer_push_tuner": "DeviceMarks Layers Pace TimedEvent",
+    "endpoint.layer_push_tuner": "EventRecorder Layers LayerPushTuner TimedEvent",
     "endpoint.outgoing": "Outgoing Waitable",
     "endpoint.setup": "make_transport make_transports new_incarnation",
     "endpoint.source": "SourceEndpoint",
@@ -203,24 +203,24 @@ _HOMES = {
     "ids": "MAX_NAME Peer Room",
     "layout.hf": "spec_from_config",
     "layout.intervals": "Span Tokens",
-    "layout.layout": "Holding Layout Order Parallel Stated find_holding",
+    "layout.layout": "Shard Layout Order Parallel ExplicitSharding find_shard",
     "layout.pages": "touched_pages",
-    "layout.spec": "CacheSpec DType Group Paged Slot Tensor Window attention attention_group",
+    "layout.spec": "CacheSpec DType Group Paged StateRow Tensor Window attention attention_group",
     "memory.copy.cpu": "warm_up",
     "memory.pools": "Memory PoolArrays",
     "model_config": "config_as config_bytes model_fingerprint read_config",
-    "plan.choose": "Path",
-    "plan.cost": "Constants PRESETS",
+    "plan.choose": "TransferMode",
+    "plan.cost": "LinkCost PRESETS",
     "plan.layers": "LayersPerPush layers_per_push",
     "plan.places": "Base Placement PoolMap Pools contiguous_pools",
     "plan.plan": "Plan Request",
     "plan.reshard": "reshard",
     "protocol.outcome": "Done Failure FailureCode Outcome Status",
     "regions": "Device Region",
-    "security.keys": "ClusterKey bindable numeric",
-    "telemetry.metrics": "PathStats Stats",
+    "security.keys": "ClusterKey checked_bind_address resolve_ip",
+    "telemetry.metrics": "ModeStats EndpointStats",
     "telemetry.observer": "Observer",
-    "transports.base": "Setup Transport",
+    "transports.base": "TransportSetup Transport",
     "transports.registry": "ready_transports transport_class",
     "transports.transport_set": "TransportSet",
 }

@@ -42,13 +42,14 @@ class LivenessConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ProtocolConfig(LivenessConfig, frozen=True, kw_only=True):
     """How long a machine waits, and how much it keeps. Both sides may have different values.
 
-    ``ahead_slots`` is how many slots a lane may gather before it has credits for them; None is
+    ``early_gather_slots`` is how many slots a lane may gather before it has credits for them; None
+    is
     what suits the memory, and 0 for a machine alone.
     """
 
     resend_s: float = 0.5
-    nudge_s: float = 2.0
-    early_s: float = 120.0
+    status_poll_s: float = 2.0
+    unclaimed_offer_ttl_s: float = 120.0
     credit_patience_s: float = 1.0
     max_peers: int = 4096
     max_rooms: int = 65536
@@ -58,12 +59,14 @@ class ProtocolConfig(LivenessConfig, frozen=True, kw_only=True):
     credits_per_source: int = 4
     local_slots: int = 3
     local_slot_bytes: int = 4 << 20
-    ahead_slots: int | None = None
+    early_gather_slots: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.__struct_fields__:
-            if name != "ahead_slots" and getattr(self, name) <= 0:
+            if name != "early_gather_slots" and getattr(self, name) <= 0:
                 raise InputError(f"{name} must be above 0, not {getattr(self, name)}")
-        if self.ahead_slots is not None and self.ahead_slots < 0:
-            raise InputError(f"ahead_slots must be 0 or above, not {self.ahead_slots}")
+        if self.early_gather_slots is not None and self.early_gather_slots < 0:
+            raise InputError(
+                f"early_gather_slots must be 0 or above, not {self.early_gather_slots}"
+            )

@@ -36,10 +36,10 @@ def bench(capsys: pytest.CaptureFixture[str], words: str) -> Ran:
         ("--transport shm --prefill tp=1 --decode tp=2", "slices", 2 * 2 * 96 * 2),
         # What is not said is auto, which takes shared memory on one host.
         ("--prefill tp=1 --decode tp=2", "slices", 2 * 2 * 96 * 2),
-        ("--transport nixl --prefill tp=1 --decode tp=2 --path slices", "slices", 2 * 2 * 96 * 2),
+        ("--transport nixl --prefill tp=1 --decode tp=2 --mode slices", "slices", 2 * 2 * 96 * 2),
         # One slot for each target.
-        ("--transport nixl --prefill tp=1 --decode tp=2 --path staged", "staged", 2),
-        ("--transport mooncake --prefill tp=2 --decode tp=1 --path staged", "staged", 2),
+        ("--transport nixl --prefill tp=1 --decode tp=2 --mode staged", "staged", 2),
+        ("--transport mooncake --prefill tp=2 --decode tp=1 --mode staged", "staged", 2),
     ],
 )
 def test_a_transfer_is_measured_and_verified(
@@ -49,7 +49,7 @@ def test_a_transfer_is_measured_and_verified(
     assert done.status == 0, done.err
     report = done.document
     assert report["verified"] is True
-    assert report["path"] == path
+    assert report["mode"] == path
     assert report["pieces"] == pieces
     assert report["bytes"] == 2 * 2 * 96 * 4 * 16 * 2
     seconds = report["seconds"]
@@ -62,7 +62,7 @@ def test_a_transfer_is_measured_and_verified(
 
 
 def test_a_path_that_is_not_open_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    done = bench(capsys, f"transfer {SHAPE} --prefill tp=1 --decode tp=2 --path runs")
+    done = bench(capsys, f"transfer {SHAPE} --prefill tp=1 --decode tp=2 --mode runs")
     assert done.status == 2
     assert done.err.count("\n") == 1
     assert "runs is not open" in done.err

@@ -23,14 +23,14 @@ from kvferry.cli.bench.compare import (
     variants_of,
 )
 from kvferry.cli.bench.load import Bar
-from kvferry.cli.load.client import Reply
+from kvferry.cli.load.client import LoadReply
 from kvferry.cli.load.stats import summarise
 from kvferry.cli.load.sweep import Load, Sweep
 from kvferry.cli.main import main
 from kvferry.errors import InputError
-from kvferry.plan import Path as TransferPath
+from kvferry.plan import TransferMode
 from kvferry.reference.cluster.description import (
-    Cluster,
+    ClusterDescription,
     ModelFolder,
     WorkerSection,
     check,
@@ -40,7 +40,7 @@ from kvferry.reference.models.tiny import make_tiny
 
 ENOUGH_S = 240
 LOAD = Load(concurrency=(1, 4), input_tokens=128, output_tokens=16, seed=1)
-CLUSTER = Cluster(
+CLUSTER = ClusterDescription(
     transport="nixl", prefill=(WorkerSection(tp=3),), decode=(WorkerSection(page=32),)
 )
 COMMAND = [sys.executable, "-m", "kvferry", "bench", "compare", "--tiny"]
@@ -61,12 +61,12 @@ def test_three_ways_are_measured_alike(tmp_path: Path) -> None:
     assert (document["transport"], document["model"]) == ("nixl", "tiny")
     assert (document["error"], document["note"]) == (None, None)
     equal, slices, staged = document["variants"]
-    assert [one["path"] for one in (equal, slices, staged)] == ["runs", "slices", "staged"]
+    assert [one["mode"] for one in (equal, slices, staged)] == ["runs", "slices", "staged"]
     assert (equal["prefill"], equal["decode"]) == ("TP1, page 16", "TP1, page 16")
     assert (staged["prefill"], staged["decode"]) == ("TP3, page 16", "TP1, page 16")
     for one in document["variants"]:
         # What was forced is what happened, where prefill told it in time.
-        assert set(one["paths"]) <= {one["path"]}
+        assert set(one["modes"]) <= {one["mode"]}
         assert [level["concurrency"] for level in one["levels"]] == [1, 2]
         assert all(level["requests"] == 3 and not level["failed"] for level in one["levels"])
         assert all(level["prompt_tokens"]["most"] == 64 for level in one["levels"])
@@ -80,7 +80,7 @@ def test_an_interrupt_ends_everything() -> None:
         [*COMMAND, "--requests", "1000", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        # The rendezvous, the router, both workers.
+        # The discovery service, the router, both workers.
         wait_until(lambda: len(family(running.pid)) >= 4, "a cluster to start")
         children = family(running.pid)
         files = segments(children)
@@ -107,7 +107,7 @@ def test_decode_stays_and_prefill_changes() -> None:
         prefill, decode = one.cluster.workers()
         model = ModelFolder(Path("x"), "m")
         told = [worker_options(one.cluster, w, model, None)["endpoint"] for w in (prefill, decode)]
-        assert told == [{"path": str(section.path)}, {"path": None}]
+        assert told == [{"mode": str(section.mode)}, {"mode": None}]
 
 
 def test_where_memory_is_mapped_there_are_two() -> None:
@@ -116,7 +116,7 @@ def test_where_memory_is_mapped_there_are_two() -> None:
 
 
 def test_sides_that_shard_alike_are_refused() -> None:
-    alike = Cluster(prefill=(WorkerSection(page=32),), decode=(WorkerSection(),))
+    alike = ClusterDescription(prefill=(WorkerSection(page=32),), decode=(WorkerSection(),))
     with pytest.raises(InputError, match="both sides shard alike"):
         variants_of(alike, LOAD, can_stage=True)
 
@@ -144,7 +144,9 @@ def test_bad_input_is_one_sentence(
 
 
 def test_a_cluster_that_does_not_start_is_an_outcome(tmp_path: Path) -> None:
-    cluster = Cluster(transport="pigeon", rendezvous=CLUSTER.rendezvous, decode=CLUSTER.decode)
+    cluster = ClusterDescription(
+        transport="pigeon", discovery=CLUSTER.discovery, decode=CLUSTER.decode
+    )
     variant = variants_of(CLUSTER, LOAD, can_stage=True)[0]._replace(cluster=cluster)
     with Bar() as bar:
         outcome = measure(variant, ModelFolder(make_tiny(tmp_path), "tiny"), LOAD, bar)
@@ -157,11 +159,11 @@ def outcomes() -> list[VariantOutcome]:
     """One that worked, one that half worked, one that did not start."""
     equal, slices, staged = variants_of(CLUSTER, LOAD, can_stage=True)
     fields: dict[str, Any] = {"finish": "length", "ttft_s": 0.5, "total_s": 2.0}
-    good = Reply(stamps=[0.5, 2.0], tokens=[1, 2, 3], **fields)
-    good.report = {"bytes": 2048, "path": "runs"}
-    untold = Reply(stamps=[0.5, 2.0], tokens=[1, 2, 3], **fields)
+    good = LoadReply(stamps=[0.5, 2.0], tokens=[1, 2, 3], **fields)
+    good.report = {"bytes": 2048, "mode": "runs"}
+    untold = LoadReply(stamps=[0.5, 2.0], tokens=[1, 2, 3], **fields)
     untold.report = {"bytes": 2048}
-    lost = Reply(error="the cache did not come")
+    lost = LoadReply(error="the cache did not come")
     sweeps = [
         Sweep(model="m", form="token ids", levels=[summarise(1, [good, untold])]),
         Sweep(model="m", form="token ids", levels=[summarise(1, [good, lost])]),
@@ -183,7 +185,7 @@ def test_what_failed_is_told() -> None:
     document = as_document(outcomes(), ModelFolder(Path("x"), "m"), LOAD, None)
     assert [bool(one["error"]) for one in document["variants"]] == [False, True, True]
     assert [one["bytes"] for one in document["variants"]] == [4096, 2048, 0]
-    assert [one["paths"] for one in document["variants"]] == [{"runs": 1}, {"runs": 1}, {}]
+    assert [one["modes"] for one in document["variants"]] == [{"runs": 1}, {"runs": 1}, {}]
     assert document["variants"][2]["levels"] == []
 
 
@@ -191,13 +193,13 @@ def test_what_failed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show(outcomes(), LOAD, NO_STAGING.format("shm"))
     out = capsys.readouterr().out
     assert "equal TP: TP1, page 32 → TP1, page 32; 4.00 KiB in all; requests: 1 by runs" in out
-    assert "1 by a path that was not told" in out
+    assert "1 by a mode that was not told" in out
     assert "different TP, staged: TP3, page 16 → TP1, page 32: failed" in out
     assert "nothing to stage" in out
     assert "…" not in out
 
 
 def test_the_path_is_prefills_to_choose() -> None:
-    staged = WorkerSection(path=TransferPath.STAGED)
+    staged = WorkerSection(mode=TransferMode.STAGED)
     with pytest.raises(InputError, match=r"put it into a \[\[prefill\]\] section"):
-        check(Cluster(decode=(staged,)), ModelFolder(Path("x"), "m"))
+        check(ClusterDescription(decode=(staged,)), ModelFolder(Path("x"), "m"))

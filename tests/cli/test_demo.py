@@ -15,11 +15,11 @@ from kvferry.cli.demo.check import CheckedAnswer, compare
 from kvferry.cli.demo.output import Show, as_document
 from kvferry.cli.main import main
 from kvferry.layout.spec import DType
-from kvferry.reference.cluster.description import Cluster, ModelFolder, WorkerSection
+from kvferry.reference.cluster.description import ClusterDescription, ModelFolder, WorkerSection
 from kvferry.reference.models.tiny import make_tiny
 
 ENOUGH_S = 240
-CLUSTER = Cluster(prefill=(WorkerSection(tp=3),), decode=(WorkerSection(),))
+CLUSTER = ClusterDescription(prefill=(WorkerSection(tp=3),), decode=(WorkerSection(),))
 
 
 def demo(*words: str) -> subprocess.CompletedProcess[str]:
@@ -43,12 +43,12 @@ def test_every_token_is_that_of_a_single_process() -> None:
     requests = document["requests"]
     assert len(requests) == 5
     assert document["bytes"] == sum(request["bytes"] for request in requests) > 0
-    assert document["path"]
+    assert document["mode"]
     assert document["ttft_s"] > 0
     for request in requests:
         assert request["token_exact"] is True
         assert request["source"] == "transferred"
-        assert request["path"] in ("runs", "slices")
+        assert request["mode"] in ("runs", "slices")
         assert len(request["tokens"]) <= 8
         assert request["ttft_s"] > 0
 
@@ -105,7 +105,7 @@ def test_nothing_is_not_exact() -> None:
 
 def test_what_it_prints_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     good = Answer("why?", text="\x1b[2Jbecause", tokens=[1, 2], ttft_s=0.25, total_s=1.0)
-    good.take({"kvferry": {"bytes": 2048, "path": "runs", "seconds": 0.1}, "choices": []}, 1.0)
+    good.take({"kvferry": {"bytes": 2048, "mode": "runs", "seconds": 0.1}, "choices": []}, 1.0)
     lost = Answer("how?", error="the worker is gone")
     results = [CheckedAnswer(good, [1, 2]), CheckedAnswer(lost, [1])]
     with Show(quiet=False) as show:

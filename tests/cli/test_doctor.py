@@ -18,7 +18,7 @@ from kvferry.cli.doctor.checks import gpus
 from kvferry.cli.doctor.checks.check import Asked, State
 from kvferry.cli.doctor.checks.children import Children, ProbeFailed
 from kvferry.cli.main import main
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.security.keys import KEY_FILE_VARIABLE, ClusterKey
 
 # The first run on a machine compiles the copy loop.
@@ -115,20 +115,20 @@ def test_a_plain_run_is_a_table_by_area() -> None:
     assert lines[-1] == "Nothing stands in the way of auto."
 
 
-def test_layouts_key_and_rendezvous_that_are_right(tmp_path: Path) -> None:
+def test_layouts_key_and_discovery_that_are_right(tmp_path: Path) -> None:
     path = tmp_path / "cluster.key"
     key = ClusterKey.new()
     key.write(path)
-    with RendezvousServer("127.0.0.1", 0, key) as server:
+    with DiscoveryServer("127.0.0.1", 0, key) as server:
         report = Report(
-            *("--rendezvous", server.url, "--key", str(path)),
+            *("--discovery", server.url, "--key", str(path)),
             *f"--prefill tp=4,page=16 --decode tp=1 --tokens 64 {SHAPE}".split(),
         )
     assert report.status == 0
     control = report.of("control")
     assert key.name in control["cluster key"]["detail"]
-    assert "answers" in control["rendezvous"]["detail"]
-    assert "takes the key" in control["rendezvous"]["detail"]
+    assert "answers" in control["discovery"]["detail"]
+    assert "takes the key" in control["discovery"]["detail"]
     assert control["clocks"]["state"] == "ok"
     assert "4 moves, proven" in report.of("layouts")["plan"]["detail"]
     assert report.of("layouts")["path"]["detail"].startswith("slices: about")
@@ -144,7 +144,7 @@ def test_what_was_asked_for_and_can_not_work_is_a_problem_and_nothing_else_is(
     ClusterKey.new().write(key)
     key.chmod(0o644)
     report = Report(
-        *("--transport", "lacking", "--key", str(key), "--rendezvous", "http://127.0.0.1:9"),
+        *("--transport", "lacking", "--key", str(key), "--discovery", "http://127.0.0.1:9"),
         *f"--prefill tp=3 --decode tp=1,dtype=fp8 {SHAPE}".split(),
         PYTHONPATH=packages.path,
     )
@@ -163,7 +163,7 @@ def test_what_was_asked_for_and_can_not_work_is_a_problem_and_nothing_else_is(
     assert transports["chatty"]["detail"].startswith("chatty-ferry 1.5; started in")
     assert transports["shm"]["state"] == "ok"
     assert "chmod 600" in report.of("control")["cluster key"]["remedy"]
-    assert report.of("control")["rendezvous"]["detail"] == "not tried"
+    assert report.of("control")["discovery"]["detail"] == "not tried"
     assert report.problems == [
         *("lacking", "cluster key", "tp-does-not-fit-units", "dtype-differs", "dtype-differs")
     ]
@@ -176,8 +176,8 @@ def test_what_was_asked_for_and_can_not_work_is_a_problem_and_nothing_else_is(
     ("words", "sentence"),
     [
         ("--transport pigeon", "there is no transport 'pigeon'; choose one of"),
-        ("--rendezvous nowhere", "is no rendezvous address"),
-        ("--rendezvous=", "--rendezvous is empty"),
+        ("--discovery nowhere", "is no discovery address"),
+        ("--discovery=", "--discovery is empty"),
         ("--key=", "--key is empty"),
         ("--prefill tp=2", "--decode is missing; give both sides"),
         ("--decode tp=2", "--prefill is missing; give both sides"),

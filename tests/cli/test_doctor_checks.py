@@ -32,7 +32,7 @@ from kvferry.cli.doctor.checks import (
 from kvferry.cli.doctor.checks.capabilities import Capability, has_capability
 from kvferry.cli.doctor.checks.check import Asked, Check, Look, State, findings
 from kvferry.cli.main import build_parser
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.endpoint.control.sockets import ControlClient, ControlServer, new_context
 from kvferry.errors import Reason, TransportError
 from kvferry.security.keys import ClusterKey
@@ -224,7 +224,7 @@ def test_the_probe_tells_why_it_could_not() -> None:
 def test_a_child_really_tries_to_write_us() -> None:
     tried = rights.attempt()
     if has_capability(Capability.SYS_PTRACE):
-        assert tried == rights.Tried(0)
+        assert tried == rights.CmaTrial(0)
     else:
         assert tried.stranger in (0, errno.EPERM, errno.ENOSYS)
 
@@ -251,23 +251,23 @@ def test_a_process_that_hides_its_memory_is_not_written() -> None:
 @pytest.mark.parametrize(
     ("tried", "scope", "state", "says"),
     [
-        (rights.Tried(0), "0", OK, "may write each other's memory"),
-        (rights.Tried(errno.EPERM, 0), "1", OK, "that permits it"),
-        (rights.Tried(errno.EPERM, errno.EPERM), "1", NOTE, "EPERM; ptrace_scope 1"),
-        (rights.Tried(errno.EPERM), None, NOTE, "ptrace_scope absent"),
-        (rights.Tried(errno.ENOSYS), None, NOTE, "ENOSYS"),
-        (rights.Tried(-1), "2", NOTE, "nothing written"),
-        (rights.Tried(errno.EPERM, errno.EPERM), "3", NOTE, "over TCP"),
+        (rights.CmaTrial(0), "0", OK, "may write each other's memory"),
+        (rights.CmaTrial(errno.EPERM, 0), "1", OK, "that permits it"),
+        (rights.CmaTrial(errno.EPERM, errno.EPERM), "1", NOTE, "EPERM; ptrace_scope 1"),
+        (rights.CmaTrial(errno.EPERM), None, NOTE, "ptrace_scope absent"),
+        (rights.CmaTrial(errno.ENOSYS), None, NOTE, "ENOSYS"),
+        (rights.CmaTrial(-1), "2", NOTE, "nothing written"),
+        (rights.CmaTrial(errno.EPERM, errno.EPERM), "3", NOTE, "over TCP"),
     ],
 )
-def test_rights(tried: rights.Tried, scope: str | None, state: State, says: str) -> None:
+def test_rights(tried: rights.CmaTrial, scope: str | None, state: State, says: str) -> None:
     check = only([rights.judge(tried, scope, may=False)])
     assert check.state is state
     assert says in check.detail
 
 
 def test_each_ptrace_scope_has_its_remedy() -> None:
-    told = {scope: rights.judge(rights.Tried(1), scope, may=False).remedy for scope in "123"}
+    told = {scope: rights.judge(rights.CmaTrial(1), scope, may=False).remedy for scope in "123"}
     assert "--cap-add SYS_PTRACE" in told["1"]
     assert "sysctl kernel.yama.ptrace_scope=1" in told["2"]
     assert "next boot" in told["3"]
@@ -343,25 +343,25 @@ def test_the_channel_is_really_tried() -> None:
     assert "a frame came back" in checks["loopback"].detail
 
 
-def test_a_rendezvous_that_wants_a_key() -> None:
+def test_a_discovery_that_wants_a_key() -> None:
     right, wrong = ClusterKey.new(), ClusterKey.new()
-    with RendezvousServer("127.0.0.1", 0, right) as server:
-        told = {check.name: check.state for check in control.rendezvous(server.url, right)}
-        assert told == {"rendezvous": OK, "clocks": OK}
-        none = only(control.rendezvous(server.url, None))
+    with DiscoveryServer("127.0.0.1", 0, right) as server:
+        told = {check.name: check.state for check in control.discovery(server.url, right)}
+        assert told == {"discovery": OK, "clocks": OK}
+        none = only(control.discovery(server.url, None))
         assert (none.state, none.remedy) == (PROBLEM, "give it with --key or key=")
-        other = only(control.rendezvous(server.url, wrong))
+        other = only(control.discovery(server.url, wrong))
         assert (other.state, other.remedy) == (PROBLEM, "use the same file")
 
 
-def test_a_rendezvous_that_is_not_there() -> None:
+def test_a_discovery_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        late = only(control.rendezvous(f"http://127.0.0.1:{port}", None))
+        late = only(control.discovery(f"http://127.0.0.1:{port}", None))
         assert (late.state, "does not answer within" in late.detail) == (PROBLEM, True)
-    gone = only(control.rendezvous(f"http://127.0.0.1:{port}", None))
+    gone = only(control.discovery(f"http://127.0.0.1:{port}", None))
     assert "cannot reach" in gone.detail
-    assert "kvferry serve rendezvous" in gone.remedy
+    assert "kvferry serve discovery" in gone.remedy
 
 
 def test_a_key_file_that_is_none(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Commands that look at a cluster: trace, top and tokens, against a real rendezvous."""
+"""Commands that look at a cluster: trace, top and tokens, against a real discovery."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from telemetry.scenes import Scene, failures
 
 from kvferry.cli.main import main
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.security.keys import ClusterKey
 from kvferry.security.tokens import token_problem
 
@@ -21,7 +21,7 @@ from kvferry.security.tokens import token_problem
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
     """A cluster whose endpoints answer, for as long as the block lasts."""
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         made = Scene(server.url, {"prefill-0": 2}, {"decode-0": 1})
         made.flows, made.failures = True, failures()
         made.tell()
@@ -54,9 +54,9 @@ def test_a_room_is_traced(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     for word in ("room 17", "most of it", "prefill-0/1", "gathered", "scattered", "done"):
         assert word in printed
     assert "<svg" in page.read_text()
-    story = document(capsys)
-    assert (story["room"], story["outcome"]) == ("17", "done")
-    assert sum(story["stages"].values()) == pytest.approx(story["seconds"])
+    trace = document(capsys)
+    assert (trace["room"], trace["outcome"]) == ("17", "done")
+    assert sum(trace["stages"].values()) == pytest.approx(trace["seconds"])
 
 
 def test_the_slowest_are_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def test_the_document_has_all_that_was_promised(capsys: pytest.CaptureFixture[st
     assert got["reasons"] == []
     assert got["bytes"] == 64 * 2 * 8 * 128 * 2 * 8192
     assert len(got["moves"]) == 4
-    assert got["moves"][1] | {"bytes": 0, "pieces": 0, "path": ""} == {
+    assert got["moves"][1] | {"bytes": 0, "pieces": 0, "mode": ""} == {
         "group": "kv",
         "source": 1,
         "target": 0,
@@ -61,12 +61,12 @@ def test_the_document_has_all_that_was_promised(capsys: pytest.CaptureFixture[st
         "tokens": [0, 8192, 1],
         "bytes": 0,
         "pieces": 0,
-        "path": "",
+        "mode": "",
     }
-    assert got["paths"]["slices"]["pieces"] == 4 * 64 * 2 * 8192
-    assert {path["bytes"] for path in got["paths"].values()} == {got["bytes"]}
+    assert got["modes"]["slices"]["pieces"] == 4 * 64 * 2 * 8192
+    assert {mode["bytes"] for mode in got["modes"].values()} == {got["bytes"]}
     assert got["chosen"] == "staged"
-    assert not got["paths"]["runs"]["open"]
+    assert not got["modes"]["runs"]["open"]
 
 
 def test_equal_sides_take_the_runs_path(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,13 +75,13 @@ def test_equal_sides_take_the_runs_path(capsys: pytest.CaptureFixture[str]) -> N
         capsys, f"--prefill tp=2 --decode tp=2 {SHAPE} --tokens 256 --pages neighbours"
     )
     assert apart["chosen"] == beside["chosen"] == "runs"
-    assert apart["paths"]["runs"]["pieces"] == 2 * 64 * 2 * 16
-    assert beside["paths"]["runs"]["pieces"] == 2 * 64 * 2
+    assert apart["modes"]["runs"]["pieces"] == 2 * 64 * 2 * 16
+    assert beside["modes"]["runs"]["pieces"] == 2 * 64 * 2
     assert apart["digest"] == beside["digest"]
 
 
 def test_the_time_of_a_layer_tells_how_many_to_push(capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"--prefill tp=4 --decode tp=8 {SHAPE} --tokens 4096 --link rdma-400g"
+    words = f"--prefill tp=4 --decode tp=8 {SHAPE} --tokens 4096 --cost-model rdma-400g"
     slow = document(capsys, f"{words} --layer-ms 2.5")["layers_per_push"]
     assert 1 <= slow["layers"] <= 16
     assert slow["left_s"] < slow["whole_s"] / 3
@@ -128,7 +128,7 @@ def test_a_folder_with_a_config_is_a_model(
 def test_a_partial_page_leaves_the_runs_path_open(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--prefill tp=2,order=hnd --decode tp=2,order=hnd {SHAPE}"
     for tokens, pieces in ((4096, 256), (4100, 256 + 4), (3, 4)):
-        got = document(capsys, f"{words} --tokens {tokens}")["paths"]["runs"]
+        got = document(capsys, f"{words} --tokens {tokens}")["modes"]["runs"]
         assert got["open"] is True
         assert got["pieces"] == 2 * 64 * 2 * pieces
 
@@ -136,7 +136,7 @@ def test_a_partial_page_leaves_the_runs_path_open(capsys: pytest.CaptureFixture[
 def test_a_path_that_is_not_open_still_counts_its_pieces(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    got = document(capsys, f"--prefill tp=2 --decode tp=1 {SHAPE} --tokens 64")["paths"]
+    got = document(capsys, f"--prefill tp=2 --decode tp=1 {SHAPE} --tokens 64")["modes"]
     assert got["runs"]["open"] is False
     assert got["runs"]["pieces"] == got["slices"]["pieces"] == 2 * 64 * 2 * 64
 
@@ -146,7 +146,7 @@ def test_bytes_are_exact_beyond_64_bits(capsys: pytest.CaptureFixture[str]) -> N
     got = document(capsys, f"{words} --head-dim 16777216 --tokens 100000")
     assert got["bytes"] == 4096 * 65536 * (1 << 24) * 2 * 2 * 100_000 > 1 << 64
     assert sum(move["bytes"] for move in got["moves"]) == got["bytes"]
-    assert {path["bytes"] for path in got["paths"].values()} == {got["bytes"]}
+    assert {mode["bytes"] for mode in got["modes"].values()} == {got["bytes"]}
 
 
 def test_stages_say_how_many_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,11 +170,11 @@ def test_large_plans_are_quick_enough_to_test(capsys: pytest.CaptureFixture[str]
 
 def test_link_constants_change_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--prefill tp=2 --decode tp=1 {SHAPE} --tokens 64"
-    free = document(capsys, f"{words} --link nixl-host,descriptor_us=0.0001")
+    free = document(capsys, f"{words} --cost-model nixl-host,descriptor_us=0.0001")
     assert document(capsys, words)["chosen"] == "staged"
     assert free["chosen"] == "slices"
-    assert document(capsys, f"{words} --link shm")["paths"]["staged"]["open"] is False
-    assert document(capsys, f"{words} --path slices")["chosen"] == "slices"
+    assert document(capsys, f"{words} --cost-model shm")["modes"]["staged"]["open"] is False
+    assert document(capsys, f"{words} --mode slices")["chosen"] == "slices"
 
 
 # ---------------------------------------------------------------- for people

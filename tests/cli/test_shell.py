@@ -26,8 +26,8 @@ def config(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
 def test_a_flag_a_file_and_a_default_are_told_apart(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    router = config(["serve", "router", "--rendezvous", "http://10.0.0.1:7077"], capsys)
-    assert router["rendezvous"] == {"value": "http://10.0.0.1:7077", "from": "--rendezvous"}
+    router = config(["serve", "router", "--discovery", "http://10.0.0.1:7077"], capsys)
+    assert router["discovery"] == {"value": "http://10.0.0.1:7077", "from": "--discovery"}
     assert router["port"] == {"value": 8000, "from": "default"}
     file = tmp_path / "cluster.toml"
     file.write_text(
@@ -70,9 +70,9 @@ def completed(*words: str) -> list[str]:
 
 def test_bash_completes_commands_parts_and_flags() -> None:
     assert completed("tr") == ["trace"]
-    assert set(completed("serve", "")) >= {"prefill", "decode", "router", "rendezvous", "--port"}
+    assert set(completed("serve", "")) >= {"prefill", "decode", "router", "discovery", "--port"}
     assert completed("serve", "router", "--poli") == ["--policy"]
-    assert "--policy" not in completed("serve", "rendezvous", "--")
+    assert "--policy" not in completed("serve", "discovery", "--")
     assert completed("trace", "17", "--sl") == ["--slow"]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry import DType, Layout, Parallel, Refused, attention, reshard
 from kvferry.connectors.sglang.geometry import layout_of
-from kvferry.connectors.sglang.pools import Buffers, Cache, Heads, Place
+from kvferry.connectors.sglang.pools import Buffers, Heads, Place, SglangCache
 from kvferry.connectors.vllm.caches import CacheView, EngineShape, plan_caches
 
 LAYERS, HEADS, DIM = 2, 3, 64
@@ -16,7 +16,7 @@ def sglang(tp: int, page: int) -> Layout:
     num_heads = HEADS // tp
     page_bytes = page * num_heads * DIM * 4
     return layout_of(
-        Cache(
+        SglangCache(
             num_layers=LAYERS,
             layers=tuple(range(LAYERS)),
             stages=(LAYERS,),

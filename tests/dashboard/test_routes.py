@@ -1,4 +1,4 @@
-"""What the rendezvous shows, over HTTP: who may look, what is there, what is not."""
+"""What the discovery service shows, over HTTP: who may look, what is there, what is not."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from discovery.parts import ask
 from telemetry.scenes import Scene, failures
 
-from kvferry.dashboard.client import LookClient, LookFailed, UnknownRoom
-from kvferry.discovery.server import RendezvousServer
+from kvferry.dashboard.client import StatusClient, StatusUnavailable, UnknownRoom
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.errors import InputError
 from kvferry.security.keys import ClusterKey
 from kvferry.security.tokens import make_token, token_problem
@@ -38,12 +38,12 @@ def test_a_token_is_for_looking_until_its_time() -> None:
 
 
 def test_with_a_key_one_looks_with_a_token_and_does_nothing_else_with_it() -> None:
-    with RendezvousServer(key=KEY) as server:
+    with DiscoveryServer(key=KEY) as server:
         good = bearer(make_token(KEY.http, time.time() + 60))
         assert ask(server.url, "GET", "/").status == 200
         assert ask(server.url, "GET", "/kvferry/page/page.js").status == 200
         assert ask(server.url, "GET", "/kvferry/page/secrets").status == 404
-        for path in ("/kvferry/cluster", "/kvferry/stories/1", "/kvferry/plan"):
+        for path in ("/kvferry/cluster", "/kvferry/traces/1", "/kvferry/plan"):
             assert ask(server.url, "GET", path).code == "unsigned"
         assert ask(server.url, "GET", "/kvferry/cluster", headers=good).status == 200
         assert ask(server.url, "GET", "/kvferry/cluster", key=KEY).status == 200
@@ -56,7 +56,7 @@ def test_with_a_key_one_looks_with_a_token_and_does_nothing_else_with_it() -> No
 
 
 def test_a_view_is_of_who_the_path_names() -> None:
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         scene = Scene(server.url, {"p": 1}, {"d": 1})
         body = msgspec.json.encode(scene.view("target", "d", 0, 1))
         assert ask(server.url, "PUT", "/v1/instances/e/ranks/0/view", body).code == "malformed"
@@ -67,12 +67,12 @@ def test_a_view_is_of_who_the_path_names() -> None:
 
 
 def test_the_client_sees_the_cluster_and_plans() -> None:
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         scene = Scene(server.url, {"p": 2}, {"d": 1})
         scene.flows, scene.failures = True, failures()
         scene.tell()
         scene.tell()
-        view = LookClient(server.url).cluster()
+        view = StatusClient(server.url).cluster()
         assert [(one.name, one.ready, len(one.ranks)) for one in view.instances] == [
             ("p", True, 2),
             ("d", True, 1),
@@ -88,9 +88,9 @@ def test_the_client_sees_the_cluster_and_plans() -> None:
 
 def test_a_room_that_nobody_knows_is_said_so_at_once() -> None:
     nobody = pytest.raises(UnknownRoom, match="no endpoint remembers the room 17")
-    with RendezvousServer() as server, nobody:
-        LookClient(server.url).story("17")
-    with pytest.raises(LookFailed, match="cannot ask"):
-        LookClient(server.url).cluster()
+    with DiscoveryServer() as server, nobody:
+        StatusClient(server.url).trace("17")
+    with pytest.raises(StatusUnavailable, match="cannot ask"):
+        StatusClient(server.url).cluster()
     with pytest.raises(InputError, match="give one like"):
-        LookClient("nonsense")
+        StatusClient("nonsense")

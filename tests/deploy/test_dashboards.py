@@ -12,7 +12,7 @@ import yaml
 from endpoint.test_metrics_docs import Metric, documented
 
 ROOT = Path(__file__).parents[2]
-HEADINGS = ("## Endpoints", "## The rendezvous", "## The router", "## Workers", "## HTTP")
+HEADINGS = ("## Endpoints", "## The discovery service", "## The router", "## Workers", "## HTTP")
 COMMON = {"## Endpoints": ("endpoint", "transport"), "## Workers": ("instance",)}
 SUFFIXES = ("_bucket", "_sum", "_count")
 # What Prometheus itself puts beside every series.

@@ -48,7 +48,7 @@ def test_a_typo_would_be_noticed() -> None:
 
 def test_every_part_is_there() -> None:
     assert {name for name, _ in pods()} == {
-        f"kvferry-{part}" for part in ("rendezvous", "router", "prefill", "decode")
+        f"kvferry-{part}" for part in ("discovery", "router", "prefill", "decode")
     }
 
 

@@ -1,4 +1,4 @@
-"""Records, and raw requests, for the tests of the rendezvous."""
+"""Records, and raw requests, for the tests of the discovery service."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ import pytest
 from discovery.parts import ENOUGH_S, ask, layout, record, registration, wait_until
 
 from kvferry.discovery.calls import Backoff
-from kvferry.discovery.client import RendezvousClient
-from kvferry.discovery.records import Fault, InstanceView, RendezvousError
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.client import DiscoveryClient
+from kvferry.discovery.records import DiscoveryError, DiscoveryFault, InstanceView
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.errors import InputError, Misuse
 from kvferry.security.keys import ClusterKey
 
@@ -26,7 +26,7 @@ KEY = ClusterKey(bytes(range(32)))
 LEASE_S = 2.0
 SHORT_S = 0.5
 
-Connect = Callable[..., RendezvousClient]
+Connect = Callable[..., DiscoveryClient]
 
 
 class Seen:
@@ -45,17 +45,17 @@ class Seen:
 
 
 @pytest.fixture
-def server() -> Iterator[RendezvousServer]:
-    with RendezvousServer() as server:
+def server() -> Iterator[DiscoveryServer]:
+    with DiscoveryServer() as server:
         yield server
 
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    made: list[RendezvousClient] = []
+    made: list[DiscoveryClient] = []
 
-    def make(server: RendezvousServer, key: ClusterKey | None = None) -> RendezvousClient:
-        made.append(RendezvousClient(server.url, key))
+    def make(server: DiscoveryServer, key: ClusterKey | None = None) -> DiscoveryClient:
+        made.append(DiscoveryClient(server.url, key))
         return made[-1]
 
     yield make
@@ -65,10 +65,10 @@ def connect() -> Iterator[Connect]:
         assert time.monotonic() - begun < ENOUGH_S / 3
 
 
-def restarted(server: RendezvousServer, settle_s: float = 30.0) -> RendezvousServer:
+def restarted(server: DiscoveryServer, settle_s: float = 30.0) -> DiscoveryServer:
     """Another service at the same address, which knows nobody."""
     server.stop()
-    again = RendezvousServer(port=urlsplit(server.url).port or 0, settle_s=settle_s)
+    again = DiscoveryServer(port=urlsplit(server.url).port or 0, settle_s=settle_s)
     return again.start()
 
 
@@ -76,11 +76,11 @@ def renewals(url: str, status: int) -> int:
     """How many the service has answered that way."""
     text = ask(url, "GET", "/metrics").body.decode()
     path = "/v1/instances/{name}/ranks/{rank}/lease"
-    line = f'kvferry_rendezvous_requests_total{{asked="PUT {path}",status="{status}"}} '
+    line = f'kvferry_discovery_requests_total{{asked="PUT {path}",status="{status}"}} '
     return int(float(text.partition(line)[2].partition("\n")[0] or 0))
 
 
-def test_a_registration_outlives_its_lease(server: RendezvousServer, connect: Connect) -> None:
+def test_a_registration_outlives_its_lease(server: DiscoveryServer, connect: Connect) -> None:
     seen = Seen()
     client = connect(server)
     client.watch("p", seen)
@@ -92,7 +92,7 @@ def test_a_registration_outlives_its_lease(server: RendezvousServer, connect: Co
 
 
 def test_a_rank_that_dies_is_told_when_its_lease_ends(
-    server: RendezvousServer, connect: Connect
+    server: DiscoveryServer, connect: Connect
 ) -> None:
     seen = Seen()
     connect(server).watch("p", seen)
@@ -105,7 +105,7 @@ def test_a_rank_that_dies_is_told_when_its_lease_ends(
 
 
 def test_a_service_that_restarts_is_told_again_and_nobody_notices(
-    server: RendezvousServer, connect: Connect
+    server: DiscoveryServer, connect: Connect
 ) -> None:
     seen = Seen()
     connect(server).watch("p", seen)
@@ -124,7 +124,7 @@ def test_a_service_that_restarts_is_told_again_and_nobody_notices(
 
 
 def test_what_died_with_the_service_is_noticed_once_it_is_settled(
-    server: RendezvousServer, connect: Connect
+    server: DiscoveryServer, connect: Connect
 ) -> None:
     seen = Seen()
     connect(server).watch("p", seen)
@@ -139,7 +139,7 @@ def test_what_died_with_the_service_is_noticed_once_it_is_settled(
 
 
 def test_while_the_service_is_away_what_was_known_stays(
-    server: RendezvousServer, connect: Connect, caplog: pytest.LogCaptureFixture
+    server: DiscoveryServer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     client, seen = connect(server), Seen()
     client.register(record(layout=layout(tp=1)), LEASE_S)
@@ -156,7 +156,7 @@ def test_while_the_service_is_away_what_was_known_stays(
 
 
 def test_who_was_replaced_stays_away_until_the_other_has_left(
-    server: RendezvousServer, connect: Connect
+    server: DiscoveryServer, connect: Connect
 ) -> None:
     old, new, seen = connect(server), connect(server), Seen()
     old.register(record(layout=layout(tp=1)), LEASE_S).result(ENOUGH_S)
@@ -168,7 +168,7 @@ def test_who_was_replaced_stays_away_until_the_other_has_left(
     wait_until(lambda: seen.lives[-1] == [1])
 
 
-def test_closing_says_farewell(server: RendezvousServer, connect: Connect) -> None:
+def test_closing_says_farewell(server: DiscoveryServer, connect: Connect) -> None:
     client = connect(server)
     for rank in (0, 1):
         client.register(record(rank=rank), 300.0).result(ENOUGH_S)
@@ -183,7 +183,7 @@ def test_closing_says_farewell(server: RendezvousServer, connect: Connect) -> No
 # ---------------------------------------------------------------- watching
 
 
-def test_after_unwatch_nothing_is_told(server: RendezvousServer, connect: Connect) -> None:
+def test_after_unwatch_nothing_is_told(server: DiscoveryServer, connect: Connect) -> None:
     client, one, two = connect(server), Seen(), Seen()
     client.watch("p", one)
     client.watch("p", two)
@@ -198,7 +198,7 @@ def test_after_unwatch_nothing_is_told(server: RendezvousServer, connect: Connec
 
 
 def test_who_is_eager_hears_first_that_an_instance_is_not_there(
-    server: RendezvousServer, connect: Connect
+    server: DiscoveryServer, connect: Connect
 ) -> None:
     client, patient, eager, late, gone = connect(server), Seen(), Seen(), Seen(), Seen()
     client.watch("p", patient)
@@ -217,7 +217,7 @@ def test_who_is_eager_hears_first_that_an_instance_is_not_there(
 
 
 def test_a_callback_that_fails_ends_nothing(
-    server: RendezvousServer, connect: Connect, caplog: pytest.LogCaptureFixture
+    server: DiscoveryServer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     client, seen = connect(server), Seen()
 
@@ -231,7 +231,7 @@ def test_a_callback_that_fails_ends_nothing(
     assert any("callback-failed instance=p" in line for line in caplog.messages)
 
 
-def test_a_callback_may_close_but_not_wait(server: RendezvousServer, connect: Connect) -> None:
+def test_a_callback_may_close_but_not_wait(server: DiscoveryServer, connect: Connect) -> None:
     client = connect(server)
     raised: Future[Exception] = Future()
 
@@ -247,7 +247,7 @@ def test_a_callback_may_close_but_not_wait(server: RendezvousServer, connect: Co
     assert "use watch" in str(raised.result(ENOUGH_S))
 
 
-def test_many_instances_are_followed_at_once(server: RendezvousServer, connect: Connect) -> None:
+def test_many_instances_are_followed_at_once(server: DiscoveryServer, connect: Connect) -> None:
     client = connect(server)
     seen = {f"p{number}": Seen() for number in range(150)}
     for name, one in seen.items():
@@ -257,13 +257,13 @@ def test_many_instances_are_followed_at_once(server: RendezvousServer, connect: 
     wait_until(lambda: all(one.lives == [[1]] for one in seen.values()))
 
 
-def test_resolving_in_vain_says_why(server: RendezvousServer, connect: Connect) -> None:
+def test_resolving_in_vain_says_why(server: DiscoveryServer, connect: Connect) -> None:
     client = connect(server)
     client.register(record(rank=0)).result(ENOUGH_S)
-    with pytest.raises(RendezvousError, match=r"not complete within 1 s: 'p' waits for rank 1"):
+    with pytest.raises(DiscoveryError, match=r"not complete within 1 s: 'p' waits for rank 1"):
         client.resolve("p", 1.0)
     server.stop()
-    with pytest.raises(RendezvousError, match="cannot reach the rendezvous"):
+    with pytest.raises(DiscoveryError, match="cannot reach the discovery service"):
         client.resolve("q", 1.0)
 
 
@@ -271,7 +271,7 @@ def test_resolving_in_vain_says_why(server: RendezvousServer, connect: Connect) 
 
 
 def test_the_same_key_on_both_sides(connect: Connect) -> None:
-    with RendezvousServer(key=KEY) as server:
+    with DiscoveryServer(key=KEY) as server:
         client = connect(server, KEY)
         client.register(record("a/b c".replace(" ", ":"), layout=layout(tp=1))).result(ENOUGH_S)
         assert client.resolve("a/b:c", ENOUGH_S).ranks[0].incarnation == 1
@@ -279,22 +279,22 @@ def test_the_same_key_on_both_sides(connect: Connect) -> None:
 
 @pytest.mark.parametrize("key", [None, ClusterKey(bytes(32))])
 def test_another_key_is_refused_with_a_sentence(connect: Connect, key: ClusterKey | None) -> None:
-    with RendezvousServer(key=KEY) as server:
+    with DiscoveryServer(key=KEY) as server:
         client = connect(server, key)
-        with pytest.raises(RendezvousError, match="cluster key") as error:
+        with pytest.raises(DiscoveryError, match="cluster key") as error:
             client.register(record()).result(ENOUGH_S)
-        assert error.value.fault is Fault.UNSIGNED
-        with pytest.raises(RendezvousError, match=r"within 1 s: .*cluster key"):
+        assert error.value.fault is DiscoveryFault.UNSIGNED
+        with pytest.raises(DiscoveryError, match=r"within 1 s: .*cluster key"):
             client.resolve("p", 1.0)
 
 
-def test_a_lease_that_can_t_be_is_refused(server: RendezvousServer, connect: Connect) -> None:
-    with pytest.raises(RendezvousError, match="lease_s"):
+def test_a_lease_that_can_t_be_is_refused(server: DiscoveryServer, connect: Connect) -> None:
+    with pytest.raises(DiscoveryError, match="lease_s"):
         connect(server).register(record(), 1e6).result(ENOUGH_S)
 
 
 def test_a_registration_waits_for_a_service_that_comes_later(connect: Connect) -> None:
-    first = RendezvousServer().start()
+    first = DiscoveryServer().start()
     first.stop()
     client = connect(first)
     future = client.register(record(layout=layout(tp=1)), LEASE_S)
@@ -310,14 +310,14 @@ def test_a_registration_waits_for_a_service_that_comes_later(connect: Connect) -
 
 def test_closing_with_a_service_that_never_answers_ends_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        client = RendezvousClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        client = DiscoveryClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
         future = client.register(record())
         client.watch("p", Seen())
         silent.accept()[0].close()
         begun = time.monotonic()
         client.close()
         assert time.monotonic() - begun < ENOUGH_S / 3
-        with pytest.raises(RendezvousError, match="closed"):
+        with pytest.raises(DiscoveryError, match="closed"):
             future.result(0)
 
 
@@ -338,8 +338,8 @@ def test_a_stranger_at_the_address_is_told_apart(says: bytes) -> None:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         address = f"http://127.0.0.1:{stranger.getsockname()[1]}"
-        reason = pytest.raises(RendezvousError, match=r"can't be used|cannot reach")
-        with RendezvousClient(address) as client, reason:
+        reason = pytest.raises(DiscoveryError, match=r"can't be used|cannot reach")
+        with DiscoveryClient(address) as client, reason:
             client.resolve("p", 0.5)
         stranger.shutdown(socket.SHUT_RDWR)
         thread.join(ENOUGH_S)
@@ -362,8 +362,8 @@ def test_a_stranger_at_the_address_is_told_apart(says: bytes) -> None:
     ],
 )
 def test_an_address_that_is_none_is_one_sentence(url: str) -> None:
-    with pytest.raises(InputError, match="is no rendezvous address; give one such as"):
-        RendezvousClient(url)
+    with pytest.raises(InputError, match="is no discovery address; give one such as"):
+        DiscoveryClient(url)
 
 
 def test_the_wait_after_errors_grows_to_a_limit_and_is_never_the_same() -> None:
@@ -378,7 +378,7 @@ def test_the_wait_after_errors_grows_to_a_limit_and_is_never_the_same() -> None:
 
 
 def test_what_happens_is_logged(
-    server: RendezvousServer, connect: Connect, caplog: pytest.LogCaptureFixture
+    server: DiscoveryServer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "kvferry.discovery"):
         client = connect(server)
@@ -390,7 +390,7 @@ def test_what_happens_is_logged(
     assert "instance name=p complete=True" in caplog.messages
 
 
-def test_who_is_registered_can_be_asked(server: RendezvousServer, connect: Connect) -> None:
+def test_who_is_registered_can_be_asked(server: DiscoveryServer, connect: Connect) -> None:
     client = connect(server)
     assert client.instances().result(ENOUGH_S).instances == ()
     client.register(record(rank=0)).result(ENOUGH_S)
@@ -399,11 +399,11 @@ def test_who_is_registered_can_be_asked(server: RendezvousServer, connect: Conne
 
 
 def test_asking_where_nobody_answers_says_so() -> None:
-    with RendezvousClient("http://127.0.0.1:1") as client:
-        with pytest.raises(RendezvousError, match="cannot reach"):
+    with DiscoveryClient("http://127.0.0.1:1") as client:
+        with pytest.raises(DiscoveryError, match="cannot reach"):
             client.instances().result(ENOUGH_S)
         asked = client.instances()
-    assert isinstance(asked.exception(ENOUGH_S), RendezvousError)
+    assert isinstance(asked.exception(ENOUGH_S), DiscoveryError)
 
 
 class Foreign(asyncio.DefaultEventLoopPolicy):
@@ -417,7 +417,7 @@ def test_the_event_loop_of_who_embeds_it_is_left_alone() -> None:
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(Foreign())
     try:
-        with RendezvousServer() as server, RendezvousClient(server.url) as client:
+        with DiscoveryServer() as server, DiscoveryClient(server.url) as client:
             assert client.instances().result(ENOUGH_S).instances == ()
     finally:
         asyncio.set_event_loop_policy(before)

@@ -1,4 +1,4 @@
-"""``kvferry serve rendezvous`` and ``kvferry key`` as real processes."""
+"""``kvferry serve discovery`` and ``kvferry key`` as real processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from discovery.parts import ENOUGH_S, ask, layout, record, wait_until
 
 from kvferry.cli.main import main
-from kvferry.discovery.client import RendezvousClient
+from kvferry.discovery.client import DiscoveryClient
 from kvferry.discovery.records import InstanceView
 from kvferry.security.keys import ClusterKey
 
@@ -32,7 +32,7 @@ def start() -> Iterator[Start]:
 
     def begin(*words: str, **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*WORDS, "serve", "rendezvous", *words],
+            [*WORDS, "serve", "discovery", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -57,7 +57,7 @@ def test_a_signal_stops_it_cleanly(start: Start, number: signal.Signals) -> None
     process = start("--port", "0")
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line.startswith("rendezvous on http://127.0.0.1:")
+    assert line.startswith("discovery on http://127.0.0.1:")
     url = line.split()[-1]
     assert ask(url, "GET", "/healthz").status == 200
     process.send_signal(number)
@@ -113,7 +113,7 @@ def test_the_key_comes_from_the_flag_or_the_environment(start: Start, tmp_path: 
 def test_bad_input_is_one_sentence(
     capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
-    assert main(["serve", "rendezvous", *words.split()]) == 2
+    assert main(["serve", "discovery", *words.split()]) == 2
     out, err = capsys.readouterr()
     assert sentence in err
     assert (out, err.count("\n")) == ("", 1)
@@ -124,7 +124,7 @@ def test_a_service_that_was_stopped_goes_on_where_it_was(start: Start) -> None:
     lease_s, views = 2.0, list[InstanceView | None]()
     process = start("--port", "0", "--json")
     url = url_of(process)
-    with RendezvousClient(url) as client:
+    with DiscoveryClient(url) as client:
         client.register(record(layout=layout(tp=1)), lease_s).result(ENOUGH_S)
         client.watch("p", views.append)
         wait_until(lambda: len(views) == 1)
@@ -132,14 +132,14 @@ def test_a_service_that_was_stopped_goes_on_where_it_was(start: Start) -> None:
         time.sleep(1.5 * lease_s)
         process.send_signal(signal.SIGCONT)
         assert ask(url, "GET", "/v1/instances/p").status == 200
-        assert b"kvferry_rendezvous_expired_leases_total 0.0" in ask(url, "GET", "/metrics").body
+        assert b"kvferry_discovery_expired_leases_total 0.0" in ask(url, "GET", "/metrics").body
         assert len(views) == 1
 
 
 def test_a_service_that_was_killed_is_told_again_when_it_returns(start: Start) -> None:
     first = start("--port", "0", "--json")
     url = url_of(first)
-    with RendezvousClient(url) as client:
+    with DiscoveryClient(url) as client:
         client.register(record(layout=layout(tp=1)), 0.6).result(ENOUGH_S)
         first.kill()
         first.wait(ENOUGH_S)

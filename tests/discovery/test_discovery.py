@@ -12,10 +12,16 @@ import pytest
 from discovery.parts import ENOUGH_S
 
 from kvferry.discovery.base import Discovery
-from kvferry.discovery.client import RendezvousClient, discovery_at
+from kvferry.discovery.client import DiscoveryClient, discovery_at
 from kvferry.discovery.http_backend import HttpDiscovery
-from kvferry.discovery.records import Fault, InstanceView, RankRecord, RendezvousError, Summaries
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.records import (
+    DiscoveryError,
+    DiscoveryFault,
+    InstanceView,
+    RankRecord,
+    Summaries,
+)
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.discovery.static import StaticDiscovery, StaticInstance
 from kvferry.errors import InputError
 from kvferry.layout import Order, Parallel
@@ -35,7 +41,7 @@ LISTED = StaticInstance(name=NAME, ranks=ADDRESSES, layout=LAYOUT)
 class TestHttp(DiscoverySuite):
     @pytest.fixture(autouse=True)
     def _server(self) -> Iterator[None]:
-        with RendezvousServer() as server:
+        with DiscoveryServer() as server:
             self.url = server.url
             yield
 
@@ -48,7 +54,7 @@ class TestStatic(FixedCases):
         return StaticDiscovery([LISTED])
 
     def test_nothing_is_known_that_only_the_rank_can_tell(self) -> None:
-        with RendezvousClient(self.make()) as client:
+        with DiscoveryClient(self.make()) as client:
             view = client.resolve(NAME, ENOUGH_S)
         assert [rank.incarnation for rank in view.ranks] == [None, None]
         assert view.fingerprint is None
@@ -59,7 +65,7 @@ class TestStatic(FixedCases):
         async def talk(one: Discovery, two: Discovery) -> None:
             for call in (one.register(stranger, 1.0), one.renew(stranger, 1.0)):
                 assert "other" in str(await refused(call))
-            assert (await refused(one.withdraw(stranger))).fault is Fault.NO_LEASE
+            assert (await refused(one.withdraw(stranger))).fault is DiscoveryFault.NO_LEASE
 
         self.run(talk)
 
@@ -83,7 +89,7 @@ class TestStatic(FixedCases):
 def test_a_rank_that_differs_from_its_entry_is_refused(changes: dict[str, Any], told: str) -> None:
     discovery = StaticDiscovery([msgspec.structs.replace(LISTED, model="model")])
     discovery.check(RECORDS[0])
-    with RendezvousClient(discovery) as client, pytest.raises(InputError, match=told):
+    with DiscoveryClient(discovery) as client, pytest.raises(InputError, match=told):
         client.register(msgspec.structs.replace(RECORDS[0], **changes))
 
 
@@ -96,7 +102,7 @@ def test_a_host_may_be_given_by_its_name() -> None:
 
 
 def listed(path: Path) -> InstanceView:
-    with RendezvousClient(f"static:{path}") as client:
+    with DiscoveryClient(f"static:{path}") as client:
         return client.resolve(NAME, ENOUGH_S)
 
 
@@ -202,8 +208,8 @@ class Broken(Discovery):
 
 
 def test_an_error_that_no_discovery_may_raise_ends_nothing() -> None:
-    with RendezvousClient(Broken()) as client:
-        with pytest.raises(RendezvousError, match=r"the discovery failed: KeyError\('list'\)"):
+    with DiscoveryClient(Broken()) as client:
+        with pytest.raises(DiscoveryError, match=r"the discovery failed: KeyError\('list'\)"):
             client.instances().result(ENOUGH_S)
         assert [each.name for each in client.instances().result(ENOUGH_S).instances] == [NAME]
         client.register(RECORDS[0]).result(ENOUGH_S)

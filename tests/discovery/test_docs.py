@@ -8,7 +8,7 @@ from pathlib import Path
 
 from discovery.test_discovery import CONFIG
 
-from kvferry.discovery import client, http, records, server, service, waiters
+from kvferry.discovery import client, http_service, records, registry, server, waiters
 from kvferry.discovery.static import StaticDiscovery
 from kvferry.security import signing
 
@@ -17,11 +17,11 @@ TEXT = (Path(__file__).parents[2] / "docs" / "discovery.md").read_text()
 
 def test_every_error_has_its_row() -> None:
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| (\d{3}) \|", TEXT, re.MULTILINE))
-    assert rows == {fault.value: str(status) for fault, status in http.STATUS.items()}
+    assert rows == {fault.value: str(status) for fault, status in http_service.STATUS.items()}
 
 
 def test_every_route_has_its_row() -> None:
-    app = http.Service(None, 0.0).application()
+    app = http_service.DiscoveryService(None, 0.0).application()
     routes = {(r.method, r.resource.canonical) for r in app.router.routes() if r.resource}
     named = {
         (method, path)
@@ -37,9 +37,9 @@ def test_records_and_views_are_described_in_full() -> None:
 
 
 def test_the_limits_are_those_of_the_code() -> None:
-    assert f"{service.MAX_INSTANCES}, {service.MAX_RECORDS}" in TEXT
-    assert f"{http.MAX_WAIT_S:g} s, {waiters.MAX_WAITING}" in TEXT
-    assert http.MAX_BODY_BYTES == 1 << 20
+    assert f"{registry.MAX_INSTANCES}, {registry.MAX_RECORDS}" in TEXT
+    assert f"{http_service.MAX_WAIT_S:g} s, {waiters.MAX_WAITING}" in TEXT
+    assert http_service.MAX_BODY_BYTES == 1 << 20
     assert signing.MAX_NONCES == 1 << 20
     assert signing.TOLERANCE_S == 300
     assert (records.MIN_LEASE_S, records.MAX_LEASE_S, client.LEASE_S) == (0.2, 300.0, 10.0)
@@ -50,7 +50,7 @@ def test_the_static_list_of_the_page_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     path = tmp_path / "cluster.toml"
     path.write_text(TEXT.split("```toml\n")[1].split("```")[0])
-    with client.RendezvousClient(StaticDiscovery.read(path)) as reader:
+    with client.DiscoveryClient(StaticDiscovery.read(path)) as reader:
         view = reader.resolve("prefill-0", 30.0)
     assert view.layout.num_ranks == len(view.ranks) == 2
     for name in ("dtype", "tp", "pp", "cp", "stages", "page_tokens", "order"):

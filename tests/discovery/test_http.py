@@ -22,9 +22,9 @@ from discovery.parts import (
     wait_until,
 )
 
-from kvferry.discovery.http import MAX_BODY_BYTES
+from kvferry.discovery.http_service import MAX_BODY_BYTES
 from kvferry.discovery.records import InstanceView
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.errors import InputError
 from kvferry.security.keys import ClusterKey
 from kvferry.security.signing import sign
@@ -35,13 +35,13 @@ RANK = "/v1/instances/p/ranks/0"
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         yield server.url
 
 
 @pytest.fixture
 def keyed() -> Iterator[str]:
-    with RendezvousServer(key=KEY) as server:
+    with DiscoveryServer(key=KEY) as server:
         yield server.url
 
 
@@ -72,7 +72,7 @@ class Asking(threading.Thread):
 
     def until_it_waits(self, num_waiting: int = 1) -> Asking:
         """For an answer that is not there yet."""
-        waiting = f"kvferry_rendezvous_waiting_requests {num_waiting}.0".encode()
+        waiting = f"kvferry_discovery_waiting_requests {num_waiting}.0".encode()
         wait_until(lambda: waiting in ask(self.url, "GET", "/metrics").body)
         return self
 
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_disappears_when_its_lease_ends(url: str) -> None:
     complete(url, lease_s=0.5)
     wait_until(lambda: ask(url, "GET", "/v1/instances/p").status == 404)
     wait_until(lambda: ask(url, "GET", "/v1/instances").json == {"instances": []})
-    assert b"kvferry_rendezvous_expired_leases_total 2.0" in ask(url, "GET", "/metrics").body
+    assert b"kvferry_discovery_expired_leases_total 2.0" in ask(url, "GET", "/metrics").body
     assert complete(url).ranks[1].incarnation == 2
 
 
@@ -182,7 +182,7 @@ def test_who_has_nothing_waits_for_something(url: str) -> None:
 
 
 def test_a_service_that_has_just_started_does_not_say_that_an_instance_ended() -> None:
-    with RendezvousServer(settle_s=2.0) as server:
+    with DiscoveryServer(settle_s=2.0) as server:
         path = "/v1/instances/p?version=0a0b0c0d.5&wait_s=0.1"
         answer = ask(server.url, "GET", path)
         assert (answer.status, answer.code) == (503, "settling")
@@ -192,7 +192,7 @@ def test_a_service_that_has_just_started_does_not_say_that_an_instance_ended() -
 
 
 def test_stopping_answers_those_who_wait() -> None:
-    server = RendezvousServer().start()
+    server = DiscoveryServer().start()
     asking = [Asking(server.url, "/v1/instances/p?wait_s=50") for _ in range(5)]
     asking[-1].until_it_waits(5)
     begun = time.monotonic()
@@ -317,22 +317,22 @@ def test_a_request_can_t_be_sent_again_or_changed(keyed: str) -> None:
 def test_a_request_can_t_be_sent_again_after_a_restart() -> None:
     """The new life has forgotten what it has seen, and takes nothing that was for the old one."""
     body = registration(record())
-    with RendezvousServer(key=KEY) as server:
+    with DiscoveryServer(key=KEY) as server:
         port = urlsplit(server.url).port
         header = {"Authorization": signed(server.url, KEY, "PUT", RANK, body)}
         assert ask(server.url, "PUT", RANK, body, headers=header).status == 204
     assert port is not None
-    with RendezvousServer(port=port, key=KEY) as again:
+    with DiscoveryServer(port=port, key=KEY) as again:
         answer = ask(again.url, "PUT", RANK, body, headers=header)
         assert (answer.status, answer.code) == (401, "other-life")
         assert ask(again.url, "GET", "/v1/instances", b"", KEY).json["instances"] == []
 
 
 def test_a_request_is_for_one_service(keyed: str) -> None:
-    """A second rendezvous with the same key takes nothing that was for the first."""
+    """A second discovery with the same key takes nothing that was for the first."""
     body = registration(record())
     header = {"Authorization": signed(keyed, KEY, "PUT", RANK, body)}
-    with RendezvousServer(key=KEY) as other:
+    with DiscoveryServer(key=KEY) as other:
         answer = ask(other.url, "PUT", RANK, body, headers=header)
         assert (answer.status, answer.code) == (401, "other-life")
     assert ask(keyed, "PUT", RANK, body, headers=header).status == 204
@@ -349,22 +349,22 @@ def test_health_and_counts_need_no_key_and_name_nobody(keyed: str) -> None:
     ask(keyed, "PUT", RANK, registration(record()), KEY)
     assert ask(keyed, "GET", "/healthz").status == 200
     text = ask(keyed, "GET", "/metrics").body.decode()
-    assert "kvferry_rendezvous_ranks 1.0" in text
-    assert "kvferry_rendezvous_instances 1.0" in text
-    assert "kvferry_rendezvous_complete_instances 0.0" in text
+    assert "kvferry_discovery_ranks 1.0" in text
+    assert "kvferry_discovery_instances 1.0" in text
+    assert "kvferry_discovery_complete_instances 0.0" in text
     path = "/v1/instances/{name}/ranks/{rank}"
     assert f'requests_total{{asked="PUT {path}",status="204"}} 1.0' in text
 
 
 def test_without_a_key_only_loopback_can_be_bound() -> None:
     with pytest.raises(InputError, match="make a cluster key with `kvferry key FILE`"):
-        RendezvousServer("0.0.0.0")
-    with RendezvousServer("0.0.0.0", key=KEY) as server:
+        DiscoveryServer("0.0.0.0")
+    with DiscoveryServer("0.0.0.0", key=KEY) as server:
         assert server.url.startswith("http://0.0.0.0:")
 
 
 def test_ipv6_loopback() -> None:
-    with RendezvousServer("::1") as server:
+    with DiscoveryServer("::1") as server:
         assert complete(server.url).name == "p"
 
 
@@ -372,6 +372,6 @@ def test_a_port_in_use_is_one_sentence(url: str) -> None:
     port = urlsplit(url).port
     assert port is not None
     with pytest.raises(InputError, match="Address already in use; choose another"):
-        RendezvousServer(port=port).start()
+        DiscoveryServer(port=port).start()
     with pytest.raises(InputError, match="a port is between"):
-        RendezvousServer(port=70000)
+        DiscoveryServer(port=70000)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.discovery.records import (
-    Fault,
+    DiscoveryError,
+    DiscoveryFault,
     InstanceView,
     RankRecord,
     RankView,
-    RendezvousError,
 )
-from kvferry.discovery.service import Registry
+from kvferry.discovery.registry import InstanceRegistry
 from kvferry.errors import InputError
 from kvferry.layout import Layout
 
@@ -26,11 +26,11 @@ LEASE_S = 10.0
 
 
 @pytest.fixture
-def registry() -> Registry:
-    return Registry("e")
+def registry() -> InstanceRegistry:
+    return InstanceRegistry("e")
 
 
-def complete(registry: Registry, name: str = "p", now: float = 0.0) -> InstanceView:
+def complete(registry: InstanceRegistry, name: str = "p", now: float = 0.0) -> InstanceView:
     for rank in (0, 1):
         registry.register(record(name, rank, 1 + rank), now, LEASE_S)
     view = registry.resolve(name)
@@ -38,11 +38,11 @@ def complete(registry: Registry, name: str = "p", now: float = 0.0) -> InstanceV
     return view
 
 
-def fault(error: pytest.ExceptionInfo[RendezvousError]) -> Fault:
+def fault(error: pytest.ExceptionInfo[DiscoveryError]) -> DiscoveryFault:
     return error.value.fault
 
 
-def test_an_instance_is_complete_with_its_last_rank(registry: Registry) -> None:
+def test_an_instance_is_complete_with_its_last_rank(registry: InstanceRegistry) -> None:
     assert registry.register(record(rank=1, incarnation=2), 0, LEASE_S) is False
     assert registry.resolve("p") is None
     assert "waits for rank 0 of 2" in registry.explain("p")
@@ -59,45 +59,45 @@ def test_an_instance_is_complete_with_its_last_rank(registry: Registry) -> None:
     assert registry.explain("p") == "'p' is complete"
 
 
-def test_the_same_again_changes_nothing(registry: Registry) -> None:
+def test_the_same_again_changes_nothing(registry: InstanceRegistry) -> None:
     view = complete(registry)
     assert registry.register(record(rank=0), 5, LEASE_S) is False
     assert registry.resolve("p") is view
     assert registry.num_records == 2
 
 
-def test_a_new_life_replaces_the_old_one_at_once(registry: Registry) -> None:
+def test_a_new_life_replaces_the_old_one_at_once(registry: InstanceRegistry) -> None:
     before = complete(registry)
     assert registry.register(record(rank=0, incarnation=9), 1, LEASE_S) is True
     after = registry.resolve("p")
     assert after is not None
     assert after.version != before.version
     assert [view.incarnation for view in after.ranks] == [9, 2]
-    with pytest.raises(RendezvousError, match="another process has registered") as error:
+    with pytest.raises(DiscoveryError, match="another process has registered") as error:
         registry.renew("p", 0, 1, 2, LEASE_S)
-    assert fault(error) is Fault.REPLACED
-    with pytest.raises(RendezvousError) as error:
+    assert fault(error) is DiscoveryFault.REPLACED
+    with pytest.raises(DiscoveryError) as error:
         registry.leave("p", 0, 1)
-    assert fault(error) is Fault.REPLACED
+    assert fault(error) is DiscoveryFault.REPLACED
     assert registry.resolve("p") is after
 
 
-def test_a_lease_ends_unless_it_is_renewed(registry: Registry) -> None:
+def test_a_lease_ends_unless_it_is_renewed(registry: InstanceRegistry) -> None:
     complete(registry)
     registry.renew("p", 0, 1, 6, LEASE_S)
     assert registry.expire(9.9) == []
     assert registry.resolve("p") is not None
     assert registry.expire(10) == [("p", 1)]
     assert registry.resolve("p") is None
-    with pytest.raises(RendezvousError) as error:
+    with pytest.raises(DiscoveryError) as error:
         registry.renew("p", 1, 2, 10, LEASE_S)
-    assert fault(error) is Fault.NO_LEASE
+    assert fault(error) is DiscoveryFault.NO_LEASE
     assert registry.expire(16) == [("p", 0)]
     assert (registry.num_records, registry.num_instances) == (0, 0)
     assert "nobody has registered as 'p'" in registry.explain("p")
 
 
-def test_one_that_returns_is_taken_back_under_another_version(registry: Registry) -> None:
+def test_one_that_returns_is_taken_back_under_another_version(registry: InstanceRegistry) -> None:
     first = complete(registry)
     registry.expire(100)
     again = complete(registry, now=100)
@@ -105,21 +105,23 @@ def test_one_that_returns_is_taken_back_under_another_version(registry: Registry
     assert again.version != first.version
 
 
-def test_leaving_ends_the_instance(registry: Registry) -> None:
+def test_leaving_ends_the_instance(registry: InstanceRegistry) -> None:
     complete(registry)
     assert registry.leave("p", 1, 2) is True
     assert registry.resolve("p") is None
     assert registry.leave("p", 0, 1) is False
-    with pytest.raises(RendezvousError) as error:
+    with pytest.raises(DiscoveryError) as error:
         registry.leave("p", 0, 1)
-    assert fault(error) is Fault.NO_LEASE
+    assert fault(error) is DiscoveryFault.NO_LEASE
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"fingerprint": "other"}, {"transport": "nixl"}, {"layout": layout(tp=2, page_tokens=64)}],
 )
-def test_ranks_that_differ_are_no_instance(registry: Registry, changes: dict[str, Any]) -> None:
+def test_ranks_that_differ_are_no_instance(
+    registry: InstanceRegistry, changes: dict[str, Any]
+) -> None:
     registry.register(record(rank=0), 0, LEASE_S)
     registry.register(record(rank=1, **changes), 0, LEASE_S)
     assert registry.resolve("p") is None
@@ -128,7 +130,7 @@ def test_ranks_that_differ_are_no_instance(registry: Registry, changes: dict[str
     assert (summary.complete, summary.num_ranks, summary.registered) == (False, 2, 1)
 
 
-def test_a_rolling_restart_with_another_layout(registry: Registry) -> None:
+def test_a_rolling_restart_with_another_layout(registry: InstanceRegistry) -> None:
     """The instance ends with the first rank that changes and begins again with the last."""
     complete(registry)
     wide = layout(tp=4)
@@ -146,15 +148,15 @@ def test_a_rolling_restart_with_another_layout(registry: Registry) -> None:
 
 
 def test_everything_is_bounded() -> None:
-    registry = Registry("e", max_instances=2, max_records=3)
+    registry = InstanceRegistry("e", max_instances=2, max_records=3)
     complete(registry, "a")
     registry.register(record("b"), 0, LEASE_S)
     for full in (record("b", 1), record("c")):
-        with pytest.raises(RendezvousError, match="use another rendezvous") as error:
+        with pytest.raises(DiscoveryError, match="use another discovery service") as error:
             registry.register(full, 0, LEASE_S)
-        assert fault(error) is Fault.FULL
+        assert fault(error) is DiscoveryFault.FULL
     registry.leave("a", 1, 2)
-    with pytest.raises(RendezvousError, match="2 instances") as error:
+    with pytest.raises(DiscoveryError, match="2 instances") as error:
         registry.register(record("c"), 0, LEASE_S)
     registry.register(record("b", 1), 0, LEASE_S)
     # Who is registered may always come again.
@@ -162,7 +164,7 @@ def test_everything_is_bounded() -> None:
     assert registry.num_complete == 1
 
 
-def test_time_in_which_nobody_could_renew_does_not_count(registry: Registry) -> None:
+def test_time_in_which_nobody_could_renew_does_not_count(registry: InstanceRegistry) -> None:
     complete(registry)
     registry.prolong(100)
     assert registry.expire(109) == []
@@ -221,7 +223,7 @@ class Registrations(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.registry = Registry("e")
+        self.registry = InstanceRegistry("e")
         self.now = 0.0
         self.model: dict[tuple[str, int], tuple[RankRecord, float]] = {}
         self.versions: dict[str, InstanceView] = {}
@@ -243,9 +245,9 @@ class Registrations(RuleBasedStateMachine):
             self.registry.renew(name, rank, life, self.now, lease)
             self.model[name, rank] = (known[0], self.now + lease)
         else:
-            with pytest.raises(RendezvousError) as error:
+            with pytest.raises(DiscoveryError) as error:
                 self.registry.renew(name, rank, life, self.now, lease)
-            assert fault(error) is (Fault.REPLACED if known else Fault.NO_LEASE)
+            assert fault(error) is (DiscoveryFault.REPLACED if known else DiscoveryFault.NO_LEASE)
 
     @rule(name=NAMES, rank=RANKS, life=LIVES)
     def leave(self, name: str, rank: int, life: int) -> None:

@@ -1,4 +1,4 @@
-"""An endpoint's status at the rendezvous: told by a thread of its own, and taken back."""
+"""An endpoint's status at the discovery service: told by a thread of its own, and taken back."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from concurrent.futures import Future
 from discovery.parts import wait_until
 from telemetry.scenes import Scene
 
-from kvferry.dashboard.client import LookClient
+from kvferry.dashboard.client import StatusClient
 from kvferry.discovery.reporting import StatusReporter
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.ids import Peer
-from kvferry.telemetry.reports import EndpointView, Wishes
+from kvferry.telemetry.reports import EndpointView, ReportRequest
 
 
 def test_an_endpoint_is_shown_until_its_reporter_closes() -> None:
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         scene = Scene(server.url, {}, {"d": 1})
 
-        def make(wishes: Wishes) -> Future[EndpointView]:
+        def make(wishes: ReportRequest) -> Future[EndpointView]:
             made: Future[EndpointView] = Future()
             made.set_result(scene.view("target", "d", 0, 1))
             return made
 
         def shown() -> list[str]:
-            return [one.name for one in LookClient(server.url).cluster().instances]
+            return [one.name for one in StatusClient(server.url).cluster().instances]
 
         reporter = StatusReporter(server.url, None, Peer("d", 0), 1, make)
         wait_until(lambda: shown() == ["d"])

@@ -16,13 +16,13 @@ from kvferry.layout.spec import (
     DType,
     Group,
     Paged,
-    Slot,
+    StateRow,
     Tensor,
     Window,
     attention,
     attention_group,
 )
-from kvferry.plan.choose import Path
+from kvferry.plan.choose import TransferMode
 
 # K and V differ in width, so that one can't pass for the other.
 HEADS = attention(layers=3, kv_heads=12, head_dim=8, v_head_dim=6)
@@ -40,15 +40,20 @@ HYBRID = CacheSpec(
     groups=(
         attention_group("full", Paged(), (0, 3), 4, 16, None, DType.BFLOAT16),
         attention_group("near", Window(20), (1,), 4, 16, None, DType.BFLOAT16),
-        Group("conv", Slot(), (1, 2), 8, (Tensor("state", DType.FLOAT32, 3),)),
-        Group("ssm", Slot(), (2,), 4, (Tensor("state", DType.FLOAT32, 33),)),
+        Group("conv", StateRow(), (1, 2), 8, (Tensor("state", DType.FLOAT32, 3),)),
+        Group("ssm", StateRow(), (2,), 4, (Tensor("state", DType.FLOAT32, 33),)),
     ),
 )
 
 
 # Times for tests that wait for a silence: short, but not so short that a busy machine is one.
 QUICK = ProtocolConfig(
-    heartbeat_s=0.2, silence_s=2.0, handshake_s=3.0, resend_s=0.1, nudge_s=0.3, early_s=6.0
+    heartbeat_s=0.2,
+    silence_s=2.0,
+    handshake_s=3.0,
+    resend_s=0.1,
+    status_poll_s=0.3,
+    unclaimed_offer_ttl_s=6.0,
 )
 
 
@@ -60,9 +65,9 @@ class Way(NamedTuple):
     device: str = "cpu"
 
     def __str__(self) -> str:
-        path, protocol = self.config.path, self.config.protocol
-        ahead = f"-ahead-{protocol.local_slots}" if protocol.ahead_slots else ""
-        name = f"{self.transport}-{path}{ahead}" if path else self.transport
+        mode, protocol = self.config.mode, self.config.protocol
+        ahead = f"-ahead-{protocol.local_slots}" if protocol.early_gather_slots else ""
+        name = f"{self.transport}-{mode}{ahead}" if mode else self.transport
         return name if self.device == "cpu" else f"{name}-on-{self.device}"
 
     @property
@@ -73,18 +78,18 @@ class Way(NamedTuple):
 
 # Few slots of the least size, so that a room goes through each of them several times.
 NUM_SLOTS = 4
-STAGED = EndpointConfig(path=Path.STAGED, slot_bytes=4096, staging_bytes=NUM_SLOTS * 4096)
-DIRECT = EndpointConfig(path=Path.SLICES, staging_bytes=0)
+STAGED = EndpointConfig(mode=TransferMode.STAGED, slot_bytes=4096, staging_bytes=NUM_SLOTS * 4096)
+DIRECT = EndpointConfig(mode=TransferMode.SLICES, staging_bytes=0)
 # The same, gathering ahead.
-AHEAD = replace(STAGED, protocol=ProtocolConfig(ahead_slots=2, local_slots=NUM_SLOTS))
+AHEAD = replace(STAGED, protocol=ProtocolConfig(early_gather_slots=2, local_slots=NUM_SLOTS))
 # With one slot, which whoever waits for a credit gives back to who has one.
 ONE_AHEAD = replace(
-    AHEAD, staging_bytes=4096, protocol=ProtocolConfig(ahead_slots=2, local_slots=1)
+    AHEAD, staging_bytes=4096, protocol=ProtocolConfig(early_gather_slots=2, local_slots=1)
 )
 PLAIN = [Way(name, EndpointConfig()) for name in ("shm", "nixl", "mooncake")]
 STAGING = [Way(name, STAGED) for name in ("nixl", "mooncake")]
 UNSTAGED = [Way(name, DIRECT) for name in ("nixl", "mooncake")]
-# Between pools on a GPU, where a lane gathers ahead unless it is told not to.
+# Between pools on a GPU, where a outbound gathers ahead unless it is told not to.
 ON_GPU = [
     Way("cuda", EndpointConfig(), "cuda"),
     *(Way("nixl", config, "cuda") for config in (STAGED, ONE_AHEAD)),

@@ -11,11 +11,11 @@ from kvferry.layout import Layout, attention
 from kvferry.layout.intervals import Span
 from kvferry.plan import Block, Request, reshard
 from kvferry.plan.bind import Binding
-from kvferry.plan.choose import Path
+from kvferry.plan.choose import TransferMode
 from kvferry.plan.places import Base
-from kvferry.protocol.events import Fate, Gather, Scatter, TransferRequest, Write
+from kvferry.protocol.events import Gather, Scatter, TransferRequest, Write, WriteFate
 from kvferry.protocol.messages import Arrived, Envelope
-from kvferry.transports.base import Ended
+from kvferry.transports.base import WriteEnded
 
 ME, PEER = Peer("p", 0), Peer("d", 0)
 SESSION = Session(1, 1)
@@ -51,7 +51,7 @@ def bulk() -> Binding:
 def gather(op: int, bind: Callable[[], Binding] = bulk, *, ahead: bool = False) -> WriteJob:
     """A write through a slot; made ahead, nobody has said where to."""
     action: Any = gather_action(op) if ahead else write_action(op)
-    job = WriteJob(action, bind=bind, sources=(0,), targets=(0, 0), path=Path.STAGED)
+    job = WriteJob(action, bind=bind, sources=(0,), targets=(0, 0), mode=TransferMode.STAGED)
     job.here, job.there = HERE, None if ahead else THERE
     return job
 
@@ -67,10 +67,10 @@ def scatter(
 
 
 def over(
-    path: Path, fate: Fate | None = None, num_bytes: int = 4096, seconds: float = 0.5
+    mode: TransferMode, fate: WriteFate | None = None, num_bytes: int = 4096, seconds: float = 0.5
 ) -> WriteJob:
     """A write that has ended."""
-    job = WriteJob(write_action(), path=path, num_bytes=num_bytes, num_pieces=2)
-    job.end(Ended(job.op, fate, "as told"))
+    job = WriteJob(write_action(), mode=mode, num_bytes=num_bytes, num_pieces=2)
+    job.end(WriteEnded(job.op, fate, "as told"))
     job.seconds = seconds
     return job

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
-from kvferry.endpoint.runner.sessions import Record
+from kvferry.endpoint.runner.sessions import SessionRecord
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import reshard
@@ -21,7 +21,7 @@ LAYOUT = Layout(attention(layers=1, kv_heads=1, head_dim=1), Parallel(), page_to
 PLAN = reshard(LAYOUT, LAYOUT)
 # The least of them is a quarter of resend_s, or another that a test makes smaller.
 TIMES = ProtocolConfig(
-    resend_s=4.0, nudge_s=5.0, heartbeat_s=6.0, credit_patience_s=7.0, silence_s=60.0
+    resend_s=4.0, status_poll_s=5.0, heartbeat_s=6.0, credit_patience_s=7.0, silence_s=60.0
 )
 
 
@@ -100,11 +100,11 @@ class Desk:
     def scatter(self, action: Scatter) -> None:
         self.asked.append(("scatter", action.op))
 
-    def suspect(self, record: Record) -> None:
-        self.asked.append(("suspect", record.life))
+    def start_probing(self, record: SessionRecord) -> None:
+        self.asked.append(("start_probing", record.life))
 
-    def acquit(self, peer: Peer, incarnation: int) -> None:
-        self.asked.append(("acquit", (peer, incarnation)))
+    def stop_probing(self, peer: Peer, incarnation: int) -> None:
+        self.asked.append(("stop_probing", (peer, incarnation)))
 
     def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
         self.asked.append(("sign", (peer, incarnation, metadata)))

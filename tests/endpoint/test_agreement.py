@@ -6,14 +6,14 @@ from itertools import permutations
 
 import pytest
 
-from kvferry import Agreement, Done, Failure, FailureCode, InputError, Outcome, Status
+from kvferry import Done, Failure, FailureCode, InputError, Outcome, RankAgreement, Status
 
 FOLLOWED = Failure(FailureCode.ABORTED, "given up at decode")
 CAUSE = Failure(FailureCode.PEER_GONE, "prefill/1 is gone")
 
 
 def test_a_room_is_done_when_all_are_and_free_when_all_have_released() -> None:
-    agreement = Agreement(3)
+    agreement = RankAgreement(3)
     seen = []
     for rank, metadata in ((2, b"first"), (0, b""), (1, b"")):
         agreement.end(rank, Done(metadata))
@@ -26,27 +26,27 @@ def test_a_room_is_done_when_all_are_and_free_when_all_have_released() -> None:
 
 
 def test_a_release_alone_ends_nothing() -> None:
-    agreement = Agreement(1)
+    agreement = RankAgreement(1)
     agreement.release(0)
     assert (agreement.status, agreement.is_released) == (Status.MOVING, True)
 
 
 @pytest.mark.parametrize("outcomes", [*permutations([Done(b"first"), FOLLOWED, CAUSE])])
 def test_one_failure_fails_the_room_and_its_cause_is_told(outcomes: tuple[Outcome, ...]) -> None:
-    agreement = Agreement(3)
+    agreement = RankAgreement(3)
     for rank, outcome in enumerate(outcomes):
         agreement.end(rank, outcome)
     assert (agreement.status, agreement.failure) == (Status.FAILED, CAUSE)
 
 
 def test_a_failure_is_told_before_the_others_have_spoken() -> None:
-    agreement = Agreement(3)
+    agreement = RankAgreement(3)
     agreement.end(1, FOLLOWED)
     assert (agreement.status, agreement.failure) == (Status.FAILED, FOLLOWED)
 
 
 def test_what_is_said_twice_is_said_once() -> None:
-    agreement = Agreement(2)
+    agreement = RankAgreement(2)
     agreement.end(0, CAUSE)
     agreement.end(0, Done())
     agreement.release(0, {"runs": 8})
@@ -56,17 +56,17 @@ def test_what_is_said_twice_is_said_once() -> None:
 
 
 def test_bytes_of_all_ranks_add_up() -> None:
-    agreement = Agreement(2)
+    agreement = RankAgreement(2)
     agreement.release(0, {"runs": 8, "staged": 2})
     agreement.release(1, {"runs": 1})
     assert agreement.carried == {"runs": 9, "staged": 2}
 
 
 def test_a_rank_that_is_not_there_has_no_word() -> None:
-    agreement = Agreement(2)
+    agreement = RankAgreement(2)
     with pytest.raises(InputError, match="ranks here are 0 to 1; there is no rank 2"):
         agreement.end(2, Done())
     with pytest.raises(InputError, match="there is no rank -1"):
         agreement.release(-1)
     with pytest.raises(InputError, match="at least 1 rank, not 0"):
-        Agreement(0)
+        RankAgreement(0)

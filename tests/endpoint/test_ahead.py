@@ -21,12 +21,12 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.discovery.records import InstanceView
 from kvferry.endpoint.config import EndpointConfig
-from kvferry.endpoint.copy_thread import CopierNews, HostCopier
+from kvferry.endpoint.copy_thread import CopierNews, CopyThread
 from kvferry.endpoint.jobs import WriteJob
 from kvferry.endpoint.loop.chooser import Chooser
-from kvferry.endpoint.loop.links import Links
+from kvferry.endpoint.loop.links import TargetLinkTable
 from kvferry.endpoint.loop.rooms import RoomTable
-from kvferry.endpoint.loop.writes import Writes
+from kvferry.endpoint.loop.writes import TransportWrites
 from kvferry.endpoint.outgoing import Outgoing
 from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.endpoint.setup import StagingMemory
@@ -35,30 +35,30 @@ from kvferry.endpoint.target import TargetEndpoint
 from kvferry.ids import Generation, Op, Peer, Session, SlotIndex
 from kvferry.layout.intervals import Span
 from kvferry.memory.copy.cpu import copy_binding
+from kvferry.memory.page_tables import PageTableValidator
 from kvferry.memory.pools import Memory
 from kvferry.memory.staging import SlotPool
-from kvferry.memory.tables import Shelf
 from kvferry.plan import Block, Request
 from kvferry.plan.bind import Binding
-from kvferry.plan.choose import Path
-from kvferry.plan.cost import PRESETS, LinkCosts
+from kvferry.plan.choose import TransferMode
+from kvferry.plan.cost import PRESETS, LinkCostTable
 from kvferry.plan.places import Base, contiguous_pools
 from kvferry.protocol.events import (
     Connect,
     Event,
-    Fate,
     Gather,
     Post,
     SendFailed,
     Sent,
     TransferRequest,
+    WriteFate,
 )
 from kvferry.protocol.messages import Arrived, Envelope, Staging
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.source import SourceMachine
 from kvferry.regions import Device
-from kvferry.telemetry.metrics import Meter
-from kvferry.transports.base import Ended, Remote, Setup
+from kvferry.telemetry.metrics import EndpointMetrics
+from kvferry.transports.base import RemoteMemory, TransportSetup, WriteEnded
 from kvferry.transports.mailbox import Mailbox
 from kvferry.transports.nixl import NixlTransport
 
@@ -73,17 +73,17 @@ WAIT_S = 15.0
 
 
 class Bench:
-    """A source's writes, with a copier and a mover that only write down what they are given."""
+    """A source's writes, with a copier and a transport thread that record their jobs."""
 
     def __init__(self, staging_region: int | None = STAGING_REGION) -> None:
         self.jobs: list[WriteJob] = []
         self.posted: list[WriteJob] = []
         self.heard: list[Event] = []
         self.registry = CollectorRegistry()
-        meter = Meter(str(ME), "nixl", self.registry)
+        meter = EndpointMetrics(str(ME), "nixl", self.registry)
         rooms: RoomTable[Any] = RoomTable(ME, meter)
-        shelf = Shelf(ONE_TOKEN, 0, contiguous_pools(ONE_TOKEN, 0, 4).map)
-        rooms.add(Outgoing("r", inf, shelf, lambda *_: None, lambda _: None))
+        validator = PageTableValidator(ONE_TOKEN, 0, contiguous_pools(ONE_TOKEN, 0, 4).map)
+        rooms.add(Outgoing("r", inf, validator, lambda *_: None, lambda _: None))
         region: Any = SimpleNamespace(address=1 << 20, num_bytes=POOL.num_bytes, device=Device())
         pools = contiguous_pools(ONE_TOKEN, 0, 4).map
         setup: Any = SimpleNamespace(
@@ -92,14 +92,16 @@ class Bench:
             slots=StagingMemory(region, POOL, None),
             addresses=(0, 0),
         )
-        mover: Any = SimpleNamespace(write=self.posted.append, reach=lambda *_: None)
+        transport_thread: Any = SimpleNamespace(write=self.posted.append, reach=lambda *_: None)
         copier: Any = SimpleNamespace(submit=self.jobs.append)
-        costs = LinkCosts({"nixl": PRESETS["nixl-host"]})
-        links = Links(setup, mover, meter, costs, self.heard.append, measures=False)
-        self.writes = Writes(
+        costs = LinkCostTable({"nixl": PRESETS["nixl-host"]})
+        links = TargetLinkTable(
+            setup, transport_thread, meter, costs, self.heard.append, measures=False
+        )
+        self.writes = TransportWrites(
             setup=setup,
             rooms=rooms,
-            mover=mover,
+            transport_thread=transport_thread,
             copier=copier,
             links=links,
             chooser=Chooser(pools, rooms, links, costs),
@@ -156,8 +158,8 @@ def test_it_is_written_once_it_is_filled_and_posted(order: str) -> None:
     getattr(bench, second)()
     here, there = Base(0, 2, POOL.offset(1)), Base(0, STAGING_REGION, 2 * 8192)
     (job,) = bench.posted
-    assert (job.binding, job.path) == (Binding.bulk(here, there, 100), Path.STAGED)
-    job.end(Ended(OP, None))
+    assert (job.binding, job.mode) == (Binding.bulk(here, there, 100), TransferMode.STAGED)
+    job.end(WriteEnded(OP, None))
     bench.writes.go_on(job)
     assert bench.heard == [Sent(OP)]
     assert bench.num_gathers == 1, "the wait for a credit is no part of it"
@@ -174,7 +176,7 @@ def test_what_was_discarded_is_answered_when_its_gather_has_ended(filled_first: 
     if not filled_first:
         assert not bench.heard, "pages are still read"
         bench.fill()
-    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, Fate.BUSY)])
+    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, WriteFate.BUSY)])
 
 
 @pytest.mark.parametrize("said", ["post", "discard", None])
@@ -188,19 +190,19 @@ def test_a_gather_that_fails_is_answered_once(said: str | None) -> None:
     bench.fail()
     bench.post()
     bench.writes.discard(OP)
-    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, Fate.FAILED)])
+    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, WriteFate.FAILED)])
 
 
 def test_a_target_without_slots_is_gathered_nothing_for() -> None:
     bench = Bench(staging_region=None)
     bench.gather()
-    assert (bench.jobs, bench.heard) == ([], [SendFailed(OP, Fate.FAILED)])
+    assert (bench.jobs, bench.heard) == ([], [SendFailed(OP, WriteFate.FAILED)])
 
 
 def test_a_copier_with_a_thread_tells_of_a_gather_ahead_and_posts_nothing() -> None:
     told: Mailbox[CopierNews] = Mailbox()
     posted: list[WriteJob] = []
-    copier = HostCopier("copier", told.put, posted.append)
+    copier = CopyThread("copier", told.put, posted.append)
     page, slot = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     here = Base(0, 0, 0)
     job = gather(1, lambda: Binding.bulk(here, here, 100), ahead=True)
@@ -222,15 +224,15 @@ class Gated(NixlTransport):
     name: ClassVar[str] = "nixl"
     writes_at_once: ClassVar[bool] = False
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
         self.shut = True
-        self.waiting: list[tuple[Remote, Op, Binding]] = []
+        self.waiting: list[tuple[RemoteMemory, Op, Binding]] = []
 
-    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+    def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
         self.waiting.append((remote, op, pieces))
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WriteEnded]:
         while self.waiting and not self.shut:
             super().write(*self.waiting.pop(0))
         return super().poll()
@@ -246,11 +248,11 @@ NUMBERS = itertools.count()
 def config(num_slots: int) -> EndpointConfig:
     """A slot holds a page of all layers. Nobody loses patience, and nothing is measured."""
     return EndpointConfig(
-        path=Path.STAGED,
+        mode=TransferMode.STAGED,
         slot_bytes=4096,
         staging_bytes=num_slots * 4096,
-        constants=PRESETS["nixl-host"],
-        protocol=replace(QUICK, credit_patience_s=60.0, ahead_slots=AHEAD, local_slots=8),
+        link_cost=PRESETS["nixl-host"],
+        protocol=replace(QUICK, credit_patience_s=60.0, early_gather_slots=AHEAD, local_slots=8),
     )
 
 
@@ -265,7 +267,7 @@ class Pair(NamedTuple):
 
     @property
     def machine(self) -> SourceMachine:
-        machine: SourceMachine = self.source._owner.driver.machine
+        machine: SourceMachine = self.source._owner.runner.machine
         return machine
 
     @property
@@ -279,7 +281,7 @@ class Pair(NamedTuple):
 
 @contextlib.contextmanager
 def pair() -> Iterator[Pair]:
-    setups = [Setup(agent=f"ahead-{next(NUMBERS)}", copy=copy_binding) for _ in range(2)]
+    setups = [TransportSetup(agent=f"ahead-{next(NUMBERS)}", copy=copy_binding) for _ in range(2)]
     gate, theirs = Gated(setups[0]), NixlTransport(setups[1])
     memories = [Memory.allocate(LAYOUT, 0, NUM_PAGES, each.allocate) for each in (gate, theirs)]
     owners: list[Any] = [memory.owners for memory in memories]
@@ -318,8 +320,8 @@ def test_what_was_gathered_ahead_arrives_byte_by_byte() -> None:
             handle.wait_released(WAIT_S)
         for sent, got in zip(*both.pools, strict=True):
             assert np.array_equal(sent, got)
-        used = {path for path, stats in both.source.stats.paths.items() if stats.writes}
-        assert used == {Path.STAGED}, "all of it went through slots"
+        used = {mode for mode, stats in both.source.stats.modes.items() if stats.writes}
+        assert used == {TransferMode.STAGED}, "all of it went through slots"
         assert not both.machine.inflight.writes
 
 
@@ -343,8 +345,8 @@ def test_a_gpu_gathers_ahead_unless_that_is_said_otherwise() -> None:
     def ahead(is_host: bool, said: int | None) -> int | None:
         memory = SimpleNamespace(device=SimpleNamespace(is_host=is_host))
         setup: Any = SimpleNamespace(slots=SimpleNamespace(pool=POOL), memory=memory)
-        protocol = replace(QUICK, ahead_slots=said)
-        return _with_slots(EndpointConfig(protocol=protocol), setup).ahead_slots
+        protocol = replace(QUICK, early_gather_slots=said)
+        return _with_slots(EndpointConfig(protocol=protocol), setup).early_gather_slots
 
     assert [ahead(True, None), ahead(False, None)] == [0, GPU_AHEAD_SLOTS]
     assert [ahead(True, 1), ahead(False, 0)] == [1, 0]

@@ -15,22 +15,22 @@ from kvferry.endpoint.calibration import (
     Calibration,
 )
 from kvferry.plan.bind import Binding
-from kvferry.plan.choose import Path, Shape, choose
-from kvferry.plan.cost import PRESETS, Constants
+from kvferry.plan.choose import BlockShape, TransferMode, choose
+from kvferry.plan.cost import PRESETS, LinkCost
 from kvferry.plan.places import Base
 
 KIB, MIB = 1 << 10, 1 << 20
 BASES = Base(0, 1, 0), Base(0, 2, 4096)
 # Qwen3-32B, 8192 tokens in pages of 64, nothing adjacent: K and V of 64 layers.
-EQUAL = Shape(2048 * MIB, 64 * 2 * 128, 64 * 2 * 128, contiguous=True)
+EQUAL = BlockShape(2048 * MIB, 64 * 2 * 128, 64 * 2 * 128, contiguous=True)
 # The same from TP4 to TP1: a piece for each token.
-UNEQUAL = Shape(512 * MIB, 64 * 2 * 8192, 64 * 2 * 8192, contiguous=False)
+UNEQUAL = BlockShape(512 * MIB, 64 * 2 * 8192, 64 * 2 * 8192, contiguous=False)
 
 
 def calibrated(
-    seconds: Callable[[Binding], float], before: Constants, num_bytes: int = SCRATCH_BYTES
-) -> Constants:
-    """As a mover does it, on a link where a write takes so long."""
+    seconds: Callable[[Binding], float], before: LinkCost, num_bytes: int = SCRATCH_BYTES
+) -> LinkCost:
+    """As a transport_thread does it, on a link where a write takes so long."""
     calibration = Calibration(*BASES, num_bytes)
     sizes = []
     while (binding := calibration.next()) is not None:
@@ -40,7 +40,7 @@ def calibrated(
     rounds = [(num_bytes, 1), (128 * KIB, 1), (64 * KIB, NUM_PIECES), (512 * KIB, 8)]
     assert sizes == [(num_bytes, 1), *rounds * 4]
     assert len(sizes) == len(STEPS)
-    return calibration.constants(before)
+    return calibration.link_cost(before)
 
 
 def link(
@@ -86,7 +86,7 @@ def test_two_times_that_are_nearly_one_do_not_make_bytes_free() -> None:
 H200_WRITE_S, H200_BYTES_PER_S = 22.4e-6, 1.187e12
 
 
-def h200(large_s: float) -> Constants:
+def h200(large_s: float) -> LinkCost:
     before = replace(PRESETS["nixl-gpu"], slot_bytes=15 * MIB)
     costs = link(H200_WRITE_S, H200_BYTES_PER_S, 7.6e-6, large_s)
     return calibrated(costs, before, GPU_SCRATCH_BYTES)
@@ -104,10 +104,10 @@ def test_an_h200_is_as_fast_as_it_was_seen_to_be(num_bytes: int, gb_per_s: float
 @pytest.mark.parametrize(("large_s", "most_s"), [(2.9e-6, 0.055), (7.6e-6, 0.13)])
 def test_equal_tp_over_nixl_on_an_h200_takes_runs(large_s: float, most_s: float) -> None:
     choice = choose(EQUAL, h200(large_s))
-    assert choice.path is Path.RUNS
+    assert choice.mode is TransferMode.RUNS
     assert choice.predicted_s <= most_s
-    assert choice.seconds[Path.STAGED] > 0.12, "as 142 ms were seen"
+    assert choice.seconds[TransferMode.STAGED] > 0.12, "as 142 ms were seen"
 
 
 def test_small_pieces_on_an_h200_are_staged() -> None:
-    assert choose(UNEQUAL, h200(2.9e-6)).path is Path.STAGED
+    assert choose(UNEQUAL, h200(2.9e-6)).mode is TransferMode.STAGED

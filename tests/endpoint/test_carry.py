@@ -23,7 +23,7 @@ from endpoint.fleets import (
 
 from kvferry.ids import MAX_ID, Room
 from kvferry.layout.layout import Layout, Order
-from kvferry.plan.choose import Path
+from kvferry.plan.choose import TransferMode
 from kvferry.plan.plan import Request
 from kvferry.testing.fleet import Cut, Fleet, FleetSide
 
@@ -105,9 +105,9 @@ def test_every_byte_arrives_and_no_other_is_touched(case: Case, way: Way) -> Non
         fleet.carry("cached", CACHED, seed=4)
         fleet.carry("shortest", SHORTEST, seed=5)
         assert fleet.leftovers() == {}
-        if way.config.path is Path.STAGED:
+        if way.config.mode is TransferMode.STAGED:
             stats = fleet.all(fleet.sources, "stats")
-            assert sum(each.paths[Path.STAGED].writes for each in stats) > 4 * NUM_SLOTS
+            assert sum(each.modes[TransferMode.STAGED].writes for each in stats) > 4 * NUM_SLOTS
 
 
 @pytest.mark.timeout(120)

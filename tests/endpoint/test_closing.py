@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry import Memory, SourceEndpoint, TargetEndpoint, make_transport
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.errors import InputError, Misuse
 from kvferry.layout import Layout, attention
 from kvferry.protocol.outcome import Failure, FailureCode
@@ -18,7 +18,7 @@ LAYOUT = Layout(attention(layers=2, kv_heads=2, head_dim=8), page_tokens=4)
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         yield server.url
 
 
@@ -37,7 +37,7 @@ def test_a_target_that_still_looks_for_its_prefill(
 ) -> None:
     means = make_transport(transport)
     memory = Memory.allocate(LAYOUT, 0, 8, means.allocate)
-    target = TargetEndpoint(LAYOUT, memory, name="d", model="m", transport=means, rendezvous=url)
+    target = TargetEndpoint(LAYOUT, memory, name="d", model="m", transport=means, discovery=url)
     room = target.receive("x", prefill="nobody", tokens=4, pages=[1])
     assert target.close()
     assert code(room.outcome) is FailureCode.ABORTED
@@ -52,7 +52,7 @@ def test_a_target_that_still_looks_for_its_prefill(
 def test_a_prefill_whose_name_nobody_can_have(url: str, name: str) -> None:
     means = make_transport("shm")
     memory = Memory.allocate(LAYOUT, 0, 8, means.allocate)
-    target = TargetEndpoint(LAYOUT, memory, name="d", model="m", transport=means, rendezvous=url)
+    target = TargetEndpoint(LAYOUT, memory, name="d", model="m", transport=means, discovery=url)
     with pytest.raises(InputError, match="an instance's name has 1 to 256 letters"):
         target.receive("x", prefill=name, tokens=4, pages=[1])
     assert target.close()
@@ -64,7 +64,7 @@ def test_a_source_that_nobody_has_asked(
 ) -> None:
     means = make_transport(transport)
     memory = Memory.allocate(LAYOUT, 0, 8, means.allocate)
-    source = SourceEndpoint(LAYOUT, memory, name="p", model="m", transport=means, rendezvous=url)
+    source = SourceEndpoint(LAYOUT, memory, name="p", model="m", transport=means, discovery=url)
     room = source.open("x")
     room.push((0, 4), [0])
     assert source.close()

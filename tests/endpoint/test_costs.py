@@ -6,7 +6,7 @@ import pytest
 from endpoint.fleets import HEADS, layout
 from msgspec.structs import replace
 
-from kvferry import Constants, EndpointConfig, SourceEndpoint
+from kvferry import EndpointConfig, LinkCost, SourceEndpoint
 from kvferry.cli.doctor.checks import fit
 from kvferry.cli.doctor.checks.check import Asked
 from kvferry.cli.main import build_parser
@@ -19,14 +19,14 @@ LAYOUT = layout(HEADS)
 SIDES = "--prefill tp=4 --decode tp=1 --layers 2 --kv-heads 4 --head-dim 64"
 
 
-def at_start(transport: str, config: EndpointConfig) -> Constants:
+def at_start(transport: str, config: EndpointConfig) -> LinkCost:
     """The constants of a real endpoint that has no peer yet."""
     made = make_transport(transport)
     memory = Memory.allocate(LAYOUT, 0, 4, made.allocate)
     with SourceEndpoint(
         LAYOUT, memory, name="p", model="m", transport=made, config=config
     ) as source:
-        return source.constants
+        return source.link_cost
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_plan_predicts_with_what_an_endpoint_starts_with(transport: str, link: s
 
 
 def test_an_endpoint_may_be_told_its_constants() -> None:
-    told = Constants(descriptor_s=1e-3, bytes_per_s=1e6, copy_bytes_per_s=1e6, slot_bytes=4096)
-    config = EndpointConfig(constants=told)
+    told = LinkCost(descriptor_s=1e-3, bytes_per_s=1e6, copy_bytes_per_s=1e6, slot_bytes=4096)
+    config = EndpointConfig(link_cost=told)
     assert at_start("nixl", config) == told
     assert at_start("shm", config) == replace(told, maps_peer=True)
 
@@ -61,4 +61,4 @@ def test_doctor_predicts_as_plan_does(transport: str, device: str, link: str) ->
     args = build_parser().parse_args(["doctor", *SIDES.split()])
     pairing = fit.read_pairing(args, Asked(transport=transport, device=device))
     assert isinstance(pairing, fit.Pairing)
-    assert pairing.costs.constants == read_link(link)
+    assert pairing.costs.link_cost == read_link(link)

@@ -13,13 +13,13 @@ from endpoint.fleets import eventually
 from prometheus_client import CollectorRegistry
 
 from kvferry import Done, Failure, FailureCode, Layout, Memory, attention
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.endpoint.source import SourceEndpoint
 from kvferry.endpoint.target import TargetEndpoint
 from kvferry.errors import InputError, Misuse
 from kvferry.layout.layout import Parallel
 from kvferry.memory.copy.cpu import copy_binding
-from kvferry.transports.base import Setup
+from kvferry.transports.base import TransportSetup
 from kvferry.transports.shm import ShmTransport
 
 SPEC = attention(layers=2, kv_heads=4, head_dim=8)
@@ -37,22 +37,24 @@ class Trio(NamedTuple):
 
     def kept(self) -> dict[str, int]:
         """Return how many rooms and declines each endpoint still has, without zeros."""
-        machine = self.target._owner.driver.machine
+        machine = self.target._owner.runner.machine
         found = {"target": len(machine.rooms), "declines": len(machine.declines)}
         for rank, source in enumerate(self.sources):
-            found[f"source {rank}"] = len(source._owner.driver.machine.rooms)
+            found[f"source {rank}"] = len(source._owner.runner.machine.rooms)
         return {name: count for name, count in found.items() if count}
 
 
 @pytest.fixture
 def trio() -> Iterator[Trio]:
     with ExitStack() as undo:
-        server = undo.enter_context(RendezvousServer())
+        server = undo.enter_context(DiscoveryServer())
 
         def made(kind: Any, layout: Layout, name: str, rank: int = 0) -> Any:
-            transport = ShmTransport(Setup(agent=f"{name}-{next(NUMBERS)}", copy=copy_binding))
+            transport = ShmTransport(
+                TransportSetup(agent=f"{name}-{next(NUMBERS)}", copy=copy_binding)
+            )
             memory = Memory.allocate(layout, rank, NUM_PAGES, transport.allocate)
-            common = {"model": "m", "rendezvous": server.url, "registry": CollectorRegistry()}
+            common = {"model": "m", "discovery": server.url, "registry": CollectorRegistry()}
             endpoint = kind(layout, memory, name=name, rank=rank, transport=transport, **common)
             return undo.enter_context(endpoint)
 
@@ -74,7 +76,7 @@ def test_the_same_room_again_after_an_abort_ends_as_soon_as_it_is_aborted(trio: 
     again = trio.target.receive("r", prefill="p", tokens=8, prefix=8, pages=[0, 1])
     again.abort()
     again.wait_released(WAIT_S)
-    eventually(lambda: not trio.target._owner.driver.machine.rooms)
+    eventually(lambda: not trio.target._owner.runner.machine.rooms)
 
 
 @pytest.mark.parametrize("opened", ["before", "after"])
@@ -97,7 +99,7 @@ def test_a_room_that_is_never_received_is_let_go_of(trio: Trio, opened: str) -> 
 
 
 def test_an_abort_before_the_instance_is_even_found_reaches_it(trio: Trio) -> None:
-    """The rendezvous has not answered yet when the engine gives up."""
+    """The discovery service has not answered yet when the engine gives up."""
     outs = [source.open("r") for source in trio.sources]
     trio.target.receive("r", prefill="p", tokens=8, pages=[0, 1]).abort()
     for out in outs:

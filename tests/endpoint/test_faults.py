@@ -17,7 +17,7 @@ import pytest
 from endpoint.fleets import HEADS, ON_GPU, QUICK, STAGED, Way, eventually, layout
 from msgspec.structs import replace
 
-from kvferry.discovery.client import RendezvousClient
+from kvferry.discovery.client import DiscoveryClient
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.layout.spec import attention
 from kvferry.plan.plan import Request
@@ -293,7 +293,9 @@ LONG = Request(1500)
 def test_while_slots_are_gathered_written_and_scattered(
     way: Way, ahead: int, victim_is: str, blow: Blow
 ) -> None:
-    config = replace(way.config, protocol=replace(TIMES[blow], ahead_slots=ahead), lease_s=1.0)
+    config = replace(
+        way.config, protocol=replace(TIMES[blow], early_gather_slots=ahead), lease_s=1.0
+    )
     sides = [FleetSide(name, layout(HEADS, 8), 400, config) for name in ("prefill", "decode")]
     with Fleet(*sides, transport=way.transport, device=way.device) as fleet:
         (source,), (target,) = fleet.sources, fleet.targets["decode"]
@@ -384,17 +386,17 @@ def test_a_failed_room_says_which_pages_are_bad() -> None:
         assert target.ask("bad_pages", "room") == {"kv": list(where.pages[2:])}
 
 
-# ---------------------------------------------------------------- the rendezvous
+# ---------------------------------------------------------------- the discovery service
 
 
 @pytest.mark.timeout(60)
-def test_the_rendezvous_goes_away_and_comes_back() -> None:
+def test_the_discovery_goes_away_and_comes_back() -> None:
     with source_fleet(SHM) as fleet:
         (target,) = fleet.targets["decode"]
         fleet.carry("before", REQUEST, seed=1)
         fleet.fill("during", 2, REQUEST.num_tokens)
         bring_to(fleet, Stage.MOVING, "during", closing=[])
-        fleet.rendezvous.stop()
+        fleet.discovery.stop()
         # Who knows each other needs it no more.
         finish(fleet, fleet.sources, "during")
         fleet.demand_done("during", fleet.parties("decode"), DEADLINE_S)
@@ -407,7 +409,7 @@ def test_the_rendezvous_goes_away_and_comes_back() -> None:
         fleet.receive("waits", "decode", REQUEST, prefill="spare")
         fleet.send("waits", REQUEST.num_tokens, prefill="spare")
         assert target.ask("status", "waits") == Status.CONNECTING
-        fleet.start_rendezvous()
+        fleet.start_discovery()
         fleet.demand_done("waits", fleet.parties("decode", "spare"), 30.0)
         assert target.ask("room_problem", "waits", 4, REQUEST) is None
         fleet.finish("waits", "decode", "spare")
@@ -417,7 +419,7 @@ def test_the_rendezvous_goes_away_and_comes_back() -> None:
 @pytest.mark.timeout(60)
 def test_a_prefill_may_start_after_it_was_asked_for() -> None:
     ended = threading.Event()
-    with source_fleet(SHM) as fleet, RendezvousClient(fleet.url) as client:
+    with source_fleet(SHM) as fleet, DiscoveryClient(fleet.url) as client:
         client.watch("spare", lambda view: None if view else ended.set())
         client.resolve("spare", 10.0)
         (spare,) = fleet.members["spare"]

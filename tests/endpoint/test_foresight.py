@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.jobs import ScatterJob
-from kvferry.endpoint.loop.scatters import Scatters
+from kvferry.endpoint.loop.scatters import StagedScatters
 from kvferry.ids import Op, Peer, Serial, SlotIndex
 from kvferry.layout import Layout, Parallel, Span, attention
-from kvferry.plan import Block, Image, Pair, Request, Side, bind, reshard
+from kvferry.plan import Block, RankPair, Request, Side, StagingView, bind, reshard
 from kvferry.plan.bind import Binding
 from kvferry.plan.places import PoolMap, contiguous_pools
 from kvferry.protocol.events import Cancel, Event, ReceiveRequest, Scatter, Scattered
-from kvferry.protocol.messages import Table
+from kvferry.protocol.messages import PageTableMessage
 from kvferry.telemetry.observer import Observer
 
 NUM_PAGES, PAGE = 16, 4
@@ -41,7 +41,7 @@ class Desk:
 
     def __init__(self, pools: PoolMap = POOLS) -> None:
         self.jobs: list[ScatterJob] = []
-        self.foreseen: list[tuple[Binding, tuple[int, ...], tuple[int, ...]]] = []
+        self.prebound: list[tuple[Binding, tuple[int, ...], tuple[int, ...]]] = []
         self.rooms: dict[str, Incoming] = {}
         self.answers: list[Event] = []
         parts: dict[str, Any] = {
@@ -53,17 +53,17 @@ class Desk:
             ),
             "rooms": self.rooms,
             "copier": SimpleNamespace(
-                submit=self.jobs.append, foresee=lambda *copy: self.foreseen.append(copy)
+                submit=self.jobs.append, prebind=lambda *copy: self.prebound.append(copy)
             ),
             "observer": Observer(),
             "answer": self.answers.append,
-            **dict.fromkeys(("mover", "join")),
+            **dict.fromkeys(("transport_thread", "join")),
         }
-        self.scatters = Scatters(**parts)
+        self.scatters = StagedScatters(**parts)
         self._ops = 0
 
     def receive(self, room: str, pages: list[int]) -> None:
-        wanted = ReceiveRequest(room, REQUEST, (Table(GROUP, tuple(pages)),), inf)
+        wanted = ReceiveRequest(room, REQUEST, (PageTableMessage(GROUP, tuple(pages)),), inf)
         nothing: Any = lambda *_: None  # noqa: E731
         self.rooms[room] = Incoming(wanted, "p", nothing, nothing)
 
@@ -80,7 +80,7 @@ class Desk:
     def check(self, job: ScatterJob, room: str, *blocks: Block) -> None:
         """It copies what it should."""
         side = Side(POOLS, self.rooms[room].wanted.page_tables)
-        wanted = bind(PLAN, Pair(0, 0), REQUEST, Image(), side, blocks)
+        wanted = bind(PLAN, RankPair(0, 0), REQUEST, StagingView(), side, blocks)
         for got, right in zip(job.bind().descriptors(), wanted.descriptors(), strict=True):
             np.testing.assert_array_equal(got, right)
 
@@ -114,11 +114,11 @@ def test_what_can_not_be_bound_fails_its_room_and_nothing_else() -> None:
 
 def test_what_comes_next_is_bound_before_it_comes(desk: Desk) -> None:
     copy(desk.scatter("r", block(0, 20)))
-    ((binding, *between),) = desk.foreseen
+    ((binding, *between),) = desk.prebound
     job = desk.scatter("r", block(20, 40))
     assert job.bind() is binding, "a copier knows it by that"
     assert between == [job.sources, job.targets]
-    assert len(desk.foreseen) == 1
+    assert len(desk.prebound) == 1
     desk.check(desk.scatter("r", block(20, 40)), "r", block(20, 40))
     copy(desk.jobs[-1])
     # The last is shorter, and nothing comes after it.
@@ -132,12 +132,12 @@ def test_nothing_is_bound_for_a_room_that_is_over(desk: Desk) -> None:
     desk.release("r")
     assert job.at_leisure is not None
     job.at_leisure()
-    assert not desk.foreseen
+    assert not desk.prebound
 
 
 def test_nothing_comes_after_the_end(desk: Desk) -> None:
     copy(desk.scatter("r", block(30, REQUEST.num_tokens)))
-    assert not desk.foreseen
+    assert not desk.prebound
 
 
 @pytest.mark.parametrize("blocks", [(block(24, 30),), (block(20, 30), block(40, 42))])
@@ -152,7 +152,7 @@ def test_of_several_only_the_last_is_followed(desk: Desk) -> None:
     second.bind()
     assert first.at_leisure is not None
     first.at_leisure()
-    assert not desk.foreseen
+    assert not desk.prebound
     copy(second)
     desk.check(desk.scatter("r", block(20, 30)), "r", block(20, 30))
 
@@ -168,4 +168,4 @@ def test_pages_that_are_wrong_are_told_of_when_they_are_needed(desk: Desk) -> No
     desk.receive("s", [0, 1, 2])
     job = desk.scatter("s", block(0, 12))
     copy(job)
-    assert not desk.foreseen
+    assert not desk.prebound

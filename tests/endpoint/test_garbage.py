@@ -16,7 +16,7 @@ held = [[] for _ in range(100_000)]
 lost = []
 lost.append(lost)
 del lost
-kvferry.settle_heap()
+kvferry.freeze_gc()
 assert gc.get_freeze_count() > 100_000
 assert len(gc.get_objects()) < 1_000, len(gc.get_objects())
 # What is made from now on is looked after as before.

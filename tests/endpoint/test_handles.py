@@ -416,8 +416,8 @@ def test_layers_are_checked_where_they_are_pushed(pair: Pair) -> None:
         out.push((0, 4), [0])
 
 
-def test_a_name_needs_a_rendezvous(pair: Pair) -> None:
-    with pytest.raises(InputError, match="takes a rendezvous"):
+def test_a_name_needs_a_discovery(pair: Pair) -> None:
+    with pytest.raises(InputError, match="takes a discovery service"):
         pair.target.receive("room", prefill="p", tokens=4, pages=[0])
 
 

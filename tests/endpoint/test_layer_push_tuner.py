@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry import PRESETS, Layers, Layout, Pace, Parallel, attention
+from kvferry import PRESETS, LayerPushTuner, Layers, Layout, Parallel, attention
 
 LAYOUT = Layout(attention(layers=12, kv_heads=4, head_dim=8), Parallel(pp=2))
 
 
 def per_push(layers: Layers, *, timed: bool = False) -> int:
-    pace = Pace(layers, LAYOUT, 1)
+    pace = LayerPushTuner(layers, LAYOUT, 1)
     assert (pace.first, pace.end, pace.num_layers) == (6, 12, 6)
     if timed:
         pace.begin(100_000_000)
@@ -31,7 +31,7 @@ def test_whole_chunks_until_a_step_was_timed_and_where_there_is_nothing_to_hide_
 
 
 def test_few_layers_where_computing_takes_long() -> None:
-    pace = Pace("auto", LAYOUT, 0)
+    pace = LayerPushTuner("auto", LAYOUT, 0)
     pace.begin(1)
     pace.finish()
     pace.begin(1)

@@ -15,15 +15,15 @@ from endpoint.test_pair import AT_ONCE, LAYOUT, MOVED, NUM_PAGES, WAIT_S, Means,
 from kvferry.endpoint.loop.chooser import Chooser
 from kvferry.ids import Generation, Op, Peer, Session
 from kvferry.layout.intervals import Span
-from kvferry.plan.bind import Pair as Ranks
+from kvferry.plan.bind import RankPair as Ranks
 from kvferry.plan.bind import Side, bind
-from kvferry.plan.choose import Path, choose, shape_of
-from kvferry.plan.cost import Constants, LinkCosts
+from kvferry.plan.choose import TransferMode, choose, shape_of
+from kvferry.plan.cost import LinkCost, LinkCostTable
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Block, Request
 from kvferry.plan.reshard import reshard
 from kvferry.protocol.events import TransferRequest, Write
-from kvferry.protocol.messages import Arrived, Envelope, Table
+from kvferry.protocol.messages import Arrived, Envelope, PageTableMessage
 from kvferry.protocol.outcome import Done
 
 NUM_TOKENS = NUM_PAGES * 4
@@ -107,13 +107,13 @@ SIDES = (
     Side(contiguous_pools(SOURCE, 0, 16).map, {"kv": PageTable(range(16))}),
     Side(contiguous_pools(TARGET, 0, 8).map, {"kv": PageTable(SCATTERED)}),
 )
-SLOW_PIECES = Constants(descriptor_s=1e-6, bytes_per_s=1e10, copy_bytes_per_s=1e10)
+SLOW_PIECES = LinkCost(descriptor_s=1e-6, bytes_per_s=1e10, copy_bytes_per_s=1e10)
 
 
 def written(*blocks: Block) -> Write:
     session, peer = Session(1, 1), Peer("d", 0)
     note = Envelope(peer, 1, session, 0, Arrived("r", Generation(1), blocks))
-    tables = (Table("kv", SCATTERED),)
+    tables = (PageTableMessage("kv", SCATTERED),)
     transfer = TransferRequest("r", session, Generation(1), 0, peer, PLAN, REQUEST, tables)
     return Write(Op(1), transfer, blocks, note)
 
@@ -137,7 +137,7 @@ def test_a_chunk_is_bound_once_and_cut_by_layers() -> None:
     tables = Tables()
     rooms: Any = {"r": SimpleNamespace(tables=tables)}
     links: Any = {Session(1, 1): SimpleNamespace(hello=SimpleNamespace(pools=SIDES[1].pools))}
-    chooser = Chooser(SIDES[0].pools, rooms, links, LinkCosts({"nixl": SLOW_PIECES}))
+    chooser = Chooser(SIDES[0].pools, rooms, links, LinkCostTable({"nixl": SLOW_PIECES}))
     for some in (block(2, 3), block(0, 2)):
         bound = chooser.binding(written(some))
         fresh = bind(PLAN, Ranks(0, 0), REQUEST, *SIDES, [some])
@@ -153,11 +153,11 @@ def test_a_chunk_is_bound_once_and_cut_by_layers() -> None:
 def test_few_layers_may_go_another_way_than_all_of_them() -> None:
     # A slot costs as much as 40 pieces: with all layers that pays, with one it does not.
     whole = bind(PLAN, Ranks(0, 0), REQUEST, *SIDES, [block(0, 3)])
-    costs = Constants(
+    costs = LinkCost(
         descriptor_s=1e-6, bytes_per_s=1e12, copy_bytes_per_s=1e12, slot_s=40e-6, slot_bytes=1 << 20
     )
-    assert choose(shape_of(whole), costs).path is Path.STAGED
-    assert choose(shape_of(whole.of_layers(Span(0, 1))), costs).path is not Path.STAGED
+    assert choose(shape_of(whole), costs).mode is TransferMode.STAGED
+    assert choose(shape_of(whole.of_layers(Span(0, 1))), costs).mode is not TransferMode.STAGED
     parts = [whole.of_layers(Span(n, n + 1)) for n in range(3)]
     assert sum(part.num_bytes for part in parts) == whole.num_bytes
     assert whole.of_layers(Span(3, 4)).parts == ()

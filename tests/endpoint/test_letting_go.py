@@ -12,12 +12,12 @@ from endpoint.fleets import eventually
 from kvferry.endpoint.control.bundles import bundle
 from kvferry.endpoint.control.sockets import has_message
 from kvferry.endpoint.loop.channels import SourceChannel
-from kvferry.endpoint.loop.links import Links
+from kvferry.endpoint.loop.links import TargetLinkTable
 from kvferry.endpoint.loop.poller import Poller
-from kvferry.endpoint.loop.roles import TargetRole, TargetRooms
+from kvferry.endpoint.loop.sides import TargetRoomEnds, TargetSide
 from kvferry.endpoint.transport_thread import Measured
 from kvferry.ids import Peer, Session
-from kvferry.plan.cost import Constants, LinkCosts
+from kvferry.plan.cost import LinkCost, LinkCostTable
 from kvferry.protocol.codec import encode
 from kvferry.protocol.messages import Envelope, Heartbeat
 from kvferry.telemetry.observer import Observer
@@ -25,8 +25,8 @@ from kvferry.telemetry.observer import Observer
 ME, PEER = Peer("prefill", 0), Peer("decode", 0)
 SESSION, OTHER = Session(7, 1), Session(8, 1)
 ROUTES = {SESSION: b"to-7", OTHER: b"to-8"}
-FIRST = Constants(descriptor_s=1e-6, bytes_per_s=1e9, copy_bytes_per_s=1e9)
-SLOW = Constants(descriptor_s=5e-6, bytes_per_s=1e6, copy_bytes_per_s=1e9)
+FIRST = LinkCost(descriptor_s=1e-6, bytes_per_s=1e9, copy_bytes_per_s=1e9)
+SLOW = LinkCost(descriptor_s=5e-6, bytes_per_s=1e6, copy_bytes_per_s=1e9)
 
 
 class Recorder:
@@ -102,17 +102,17 @@ def test_routes_of_sessions_that_are_over_are_forgotten_and_no_others() -> None:
 
 
 def test_what_was_measured_of_a_link_is_used_until_the_link_is_over() -> None:
-    mover = Recorder()
+    transport_thread = Recorder()
     nothing: Any = None
-    costs = LinkCosts({"slow": FIRST})
+    costs = LinkCostTable({"slow": FIRST})
     costs.reached(SESSION, "slow", "a-host")
-    links = Links(nothing, mover, nothing, costs, nothing, measures=True)  # type: ignore[arg-type]
+    links = TargetLinkTable(nothing, transport_thread, nothing, costs, nothing, measures=True)  # type: ignore[arg-type]
     links.hear(Measured(SESSION, SLOW))
     assert (costs.of(SESSION), costs.latest) == (SLOW, SLOW)
     links.cut(SESSION)
     links.forget(SESSION)
     assert costs.of(SESSION) == FIRST
-    assert mover.asked == [("cut", SESSION), ("forget", SESSION)]
+    assert transport_thread.asked == [("cut", SESSION), ("forget", SESSION)]
 
 
 class Connections(Recorder):
@@ -130,11 +130,11 @@ def test_connections_to_instances_that_nobody_needs_are_dropped_and_no_others() 
     directory: Any = SimpleNamespace(forget_ended=lambda linked: {"needed"} | linked)
     link = SimpleNamespace(peer=Peer("linked", 3))
     machine = SimpleNamespace(links={SESSION: link})
-    driver: Any = SimpleNamespace(machine=machine)
+    runner: Any = SimpleNamespace(machine=machine)
     rooms: Any = type("Rooms", (list,), {})()
     nothing: Any = None
-    ends = TargetRooms(rooms, driver.machine, scatters)
-    role = TargetRole(driver, nothing, ends, scatters, channel, directory, Observer())
+    ends = TargetRoomEnds(rooms, runner.machine, scatters)
+    role = TargetSide(runner, nothing, ends, scatters, channel, directory, Observer())
     role.tidy()
     assert channel.asked == [("drop", gone)]
     rooms.append("a room")

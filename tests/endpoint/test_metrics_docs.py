@@ -12,24 +12,24 @@ from endpoint.jobs import over
 from prometheus_client import CollectorRegistry
 
 from kvferry.config import ProtocolConfig
-from kvferry.discovery.metrics import RendezvousMetrics
-from kvferry.discovery.service import Registry
+from kvferry.discovery.metrics import DiscoveryMetrics
+from kvferry.discovery.registry import InstanceRegistry
 from kvferry.discovery.waiters import Waiters
 from kvferry.endpoint.handles import Handle
 from kvferry.http.connections import Connections, Why
 from kvferry.http.limits import HttpLimits
 from kvferry.ids import Peer
-from kvferry.plan.choose import Path as Way
+from kvferry.plan.choose import TransferMode
 from kvferry.protocol.codec import FrameFault
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.protocol.outcome import Done
 from kvferry.reference.api.metrics import WorkerMetrics
 from kvferry.reference.worker.loop import Snapshot
 from kvferry.router.metrics import RouterMetrics
-from kvferry.router.options import Policy
-from kvferry.router.roster import Roster, Worker, WorkerPart
+from kvferry.router.options import BalancePolicy
 from kvferry.router.upstream import Opened
-from kvferry.telemetry.metrics import LABELS, REFUSALS, Meter
+from kvferry.router.worker_pool import Worker, WorkerPool, WorkerRole
+from kvferry.telemetry.metrics import LABELS, REFUSALS, EndpointMetrics
 from kvferry.telemetry.observer import LoopStatus
 
 ROOT = Path(__file__).parents[2]
@@ -87,30 +87,30 @@ def collected(registry: CollectorRegistry, common: tuple[str, ...] = ()) -> set[
 
 def test_every_metric_of_an_endpoint_has_its_row() -> None:
     registry = CollectorRegistry()
-    meter = Meter("prefill/0", "shm", registry)
+    meter = EndpointMetrics("prefill/0", "shm", registry)
     meter.room_ended(Handle(1), Done())
-    for job in (over(Way.RUNS), over(Way.RUNS, Fate.FAILED)):
+    for job in (over(TransferMode.RUNS), over(TransferMode.RUNS, WriteFate.FAILED)):
         meter.write(job, 0.0)
     meter.refused("pages")
     meter.status(LoopStatus(0.0, 0, 0, 0, 1, (), {"impatient": 1}))
     meter.link_up(Peer("decode", 0), "shm")
-    meter.thread_broken("mover")
-    meter.thread_stalled("mover", 0.0)
+    meter.thread_broken("transport_thread")
+    meter.thread_stalled("transport_thread", 0.0)
     assert collected(registry, LABELS) == documented("## Endpoints")
     assert all(f"`{label}`" in TEXT for label in LABELS)
 
 
-def test_every_metric_of_the_rendezvous_has_its_row() -> None:
-    metrics = RendezvousMetrics(Registry("epoch"), Waiters())
+def test_every_metric_of_the_discovery_has_its_row() -> None:
+    metrics = DiscoveryMetrics(InstanceRegistry("epoch"), Waiters())
     metrics.requests.labels("GET /healthz", "200").inc()
-    assert collected(metrics.collection) == documented("## The rendezvous")
+    assert collected(metrics.collection) == documented("## The discovery service")
 
 
 def test_every_metric_of_a_router_has_its_row() -> None:
-    metrics = RouterMetrics(Roster(Policy.LEAST_LOADED, 20.0))
+    metrics = RouterMetrics(WorkerPool(BalancePolicy.LEAST_LOADED, 20.0))
     metrics.requests.labels("/healthz", "200").inc()
     metrics.seconds.labels("/healthz").observe(0.1)
-    metrics.attempt(Opened(Worker("", WorkerPart.DECODE, "", fixed=False), cast("Any", None), b""))
+    metrics.attempt(Opened(Worker("", WorkerRole.DECODE, "", fixed=False), cast("Any", None), b""))
     metrics.text()
     assert collected(metrics.registry) == documented("## The router")
 
@@ -132,8 +132,8 @@ def test_every_value_of_a_label_is_named() -> None:
     served = {words(name)[0]: meaning for name, _, _, meaning, _ in rows("## HTTP", 5)}
     assert set(Why) <= set(words(served["kvferry_http_refused_total"]))
     cells = {words(name)[0]: meaning for name, _, _, meaning, _ in rows("## Endpoints", 5)}
-    assert set(Way) <= set(words(cells["kvferry_writes_total"]))
-    assert set(Fate) <= set(words(cells["kvferry_writes_failed_total"]))
+    assert set(TransferMode) <= set(words(cells["kvferry_writes_total"]))
+    assert set(WriteFate) <= set(words(cells["kvferry_writes_failed_total"]))
     assert f"`silence_s` ({ProtocolConfig().silence_s:g} s by default)" in TEXT
 
 
@@ -156,7 +156,7 @@ def calls(tree: ast.AST, *methods: str) -> Iterator[ast.Call]:
             yield node
 
 
-def constants(node: ast.AST) -> list[str]:
+def link_cost(node: ast.AST) -> list[str]:
     found = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
     return [value for value in found if isinstance(value, str)]
 
@@ -171,7 +171,7 @@ def refusals(tree: ast.Module) -> Iterator[str]:
         if isinstance(call.args[0], ast.Constant):
             yield str(call.args[0].value)
         elif isinstance(call.args[0], ast.JoinedStr):
-            assert constants(call.args[0]) == ["frame-"], ast.unparse(call)
+            assert link_cost(call.args[0]) == ["frame-"], ast.unparse(call)
             yield from (f"frame-{fault}" for fault in FrameFault)
 
 
@@ -193,7 +193,7 @@ class Event(NamedTuple):
 
 def logger_of(tree: ast.Module) -> str:
     """The name that the module's ``log`` was made with."""
-    (name,) = {constants(call)[0] for call in calls(tree, "getLogger") if constants(call)}
+    (name,) = {link_cost(call)[0] for call in calls(tree, "getLogger") if link_cost(call)}
     return name
 
 

@@ -9,7 +9,7 @@ from endpoint.fleets import HEADS, QUICK, eventually, layout
 from msgspec.structs import replace
 
 from kvferry import EndpointConfig, Memory, SourceEndpoint, TargetEndpoint, make_transport
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.protocol.outcome import Done
 
 LAYOUT = layout(HEADS, 4)
@@ -21,7 +21,7 @@ CONFIG = EndpointConfig(protocol=replace(QUICK, heartbeat_s=60.0, silence_s=120.
 def common(url: str) -> dict[str, Any]:
     means = make_transport("shm")
     memory = Memory.allocate(LAYOUT, 0, 8, means.allocate)
-    return {"pools": memory, "transport": means, "rendezvous": url, "config": CONFIG}
+    return {"pools": memory, "transport": means, "discovery": url, "config": CONFIG}
 
 
 def source_at(url: str) -> SourceEndpoint:
@@ -50,12 +50,12 @@ def is_linked(target: TargetEndpoint) -> bool:
 @pytest.mark.timeout(90)
 def test_the_next_room_goes_to_whoever_has_the_name_now() -> None:
     with (
-        RendezvousServer() as rendezvous,
-        target_at(rendezvous.url) as target,
-        source_at(rendezvous.url) as before,
+        DiscoveryServer() as discovery,
+        target_at(discovery.url) as target,
+        source_at(discovery.url) as before,
     ):
         assert isinstance(carry(before, target, "1"), Done)
         assert is_linked(target)
-        with source_at(rendezvous.url) as after:
+        with source_at(discovery.url) as after:
             eventually(lambda: not is_linked(target))
             assert isinstance(carry(after, target, "2"), Done)

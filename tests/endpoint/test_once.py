@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from kvferry.endpoint.once import Once
+from kvferry.endpoint.one_time_result import OneTimeResult
 
 WAIT_S = 15.0
 
 
 def test_whoever_listens_hears_of_it_in_order_and_later_ones_at_once() -> None:
-    once: Once[str] = Once()
+    once: OneTimeResult[str] = OneTimeResult()
     heard: list[tuple[int, str]] = []
     once.then(lambda value: heard.append((1, value)))
     once.then(lambda value: heard.append((2, value)))
@@ -24,7 +24,7 @@ def test_whoever_listens_hears_of_it_in_order_and_later_ones_at_once() -> None:
 
 
 def test_only_the_first_counts() -> None:
-    once: Once[str] = Once()
+    once: OneTimeResult[str] = OneTimeResult()
     heard: list[str] = []
     once.then(heard.append)
     assert [once.set("one"), once.set("two")] == [True, False]
@@ -32,7 +32,7 @@ def test_only_the_first_counts() -> None:
 
 
 def test_all_who_wait_are_woken() -> None:
-    once: Once[str] = Once()
+    once: OneTimeResult[str] = OneTimeResult()
     waiting, woken = threading.Barrier(4), []
     # Both kinds of wait.
     limits = (None, WAIT_S, WAIT_S)
@@ -53,7 +53,7 @@ def test_all_who_wait_are_woken() -> None:
 
 @pytest.mark.parametrize("limit", [-1.0, 0.0, 1e-4])
 def test_a_wait_ends_in_time_and_leaves_nothing_behind(limit: float) -> None:
-    once: Once[str] = Once()
+    once: OneTimeResult[str] = OneTimeResult()
     for _ in range(3):
         with pytest.raises(TimeoutError):
             once.wait(limit)
@@ -61,7 +61,7 @@ def test_a_wait_ends_in_time_and_leaves_nothing_behind(limit: float) -> None:
 
 
 def test_a_listeners_mistake_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    once: Once[str] = Once()
+    once: OneTimeResult[str] = OneTimeResult()
     heard: list[str] = []
     once.then(lambda _: 1 / 0)
     once.then(heard.append)

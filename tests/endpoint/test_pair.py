@@ -24,11 +24,11 @@ from kvferry.ids import Op
 from kvferry.memory.copy.cpu import copy_binding
 from kvferry.memory.pools import Memory
 from kvferry.plan.bind import Binding
-from kvferry.plan.choose import Path
-from kvferry.protocol.events import Fate
+from kvferry.plan.choose import TransferMode
+from kvferry.protocol.events import WriteFate
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
 from kvferry.telemetry.observer import Observer
-from kvferry.transports.base import Ended, Remote, Setup
+from kvferry.transports.base import RemoteMemory, TransportSetup, WriteEnded
 from kvferry.transports.shm import ShmTransport
 
 LAYOUT = layout(HEADS, 4)
@@ -37,7 +37,7 @@ WAIT_S = 15.0
 
 
 class Moving(ShmTransport):
-    """Shared memory that leaves its writes to the mover."""
+    """Shared memory that leaves its writes to the transport_thread."""
 
     name: ClassVar[str] = "shm"
     writes_at_once: ClassVar[bool] = False
@@ -48,26 +48,26 @@ class Occupied(ShmTransport):
 
     name: ClassVar[str] = "shm"
 
-    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+    def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
         self._ended.append(super().write_now(remote, op, pieces))
         self.on_news()
 
-    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended:
-        return Ended(op, Fate.BUSY)
+    def write_now(self, remote: RemoteMemory, op: Op, pieces: Binding) -> WriteEnded:
+        return WriteEnded(op, WriteFate.BUSY)
 
 
 class GoingOn(Occupied):
     """Shared memory whose writes go on when they were begun at once."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
-        self._looks: dict[Op, tuple[int, Ended]] = {}
+        self._looks: dict[Op, tuple[int, WriteEnded]] = {}
 
-    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:  # type: ignore[override]
+    def write_now(self, remote: RemoteMemory, op: Op, pieces: Binding) -> WriteEnded | None:  # type: ignore[override]
         self._looks[op] = 3, ShmTransport.write_now(self, remote, op, pieces)
         return None
 
-    def look(self, op: Op) -> Ended | None:
+    def look(self, op: Op) -> WriteEnded | None:
         left, ended = self._looks.pop(op)
         if left:
             self._looks[op] = left - 1, ended
@@ -113,7 +113,7 @@ def _arrays(owners: Any) -> list[np.ndarray]:
 def pair_by(
     means: Means, observers: tuple[Observer | None, Observer | None] = (None, None)
 ) -> Iterator[Pair]:
-    setups = [Setup(agent=f"pair-{next(NUMBERS)}", copy=copy_binding) for _ in range(2)]
+    setups = [TransportSetup(agent=f"pair-{next(NUMBERS)}", copy=copy_binding) for _ in range(2)]
     ours, theirs = (means.transport(setup) for setup in setups)
     memories = [Memory.allocate(LAYOUT, 0, NUM_PAGES, each.allocate) for each in (ours, theirs)]
     pools = [_arrays(memory.owners) for memory in memories]
@@ -164,7 +164,7 @@ def test_every_byte_arrives(means: Means) -> None:
         for handle in (out, into):
             handle.wait_released(WAIT_S)
         num_bytes = sum(pool.nbytes for pool in ours)
-        assert sum(pair.of("bytes_total", path=path) for path in Path) == num_bytes
+        assert sum(pair.of("bytes_total", mode=mode) for mode in TransferMode) == num_bytes
         assert pair.of("rooms_total", outcome="done", reason="") == 1
         # The next room finds everything as the first one did.
         again = pair.target.receive("s", prefill=pair.view, tokens=4, pages=[0])

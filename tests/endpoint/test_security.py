@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from endpoint.fleets import HEADS, QUICK, eventually, layout
 
-from kvferry.discovery.client import RendezvousClient
-from kvferry.discovery.records import Fault, InstanceView, RendezvousError
+from kvferry.discovery.client import DiscoveryClient
+from kvferry.discovery.records import DiscoveryError, DiscoveryFault, InstanceView
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.bundles import bundle
 from kvferry.endpoint.control.sockets import ControlClient
@@ -44,7 +44,7 @@ def fleet_of(key_file: Path | None = None) -> Fleet:
 
 
 def view_of(fleet: Fleet, key: ClusterKey | None = None) -> InstanceView:
-    with RendezvousClient(fleet.url, key) as client:
+    with DiscoveryClient(fleet.url, key) as client:
         return client.resolve("prefill", 20.0)
 
 
@@ -166,7 +166,7 @@ def test_a_decode_rank_with_another_key_gets_nothing(key_file: Path) -> None:
             name="stranger",
             model="test-model",
             transport=transport,
-            rendezvous=fleet.url,
+            discovery=fleet.url,
             key=other,
             config=CONFIG,
         ) as target:
@@ -190,10 +190,10 @@ def test_nobody_else_can_register(key_file: Path) -> None:
         record = fleet.sources[0].ask("record")
         rogue = msgspec.structs.replace(record, incarnation=1, control="tcp://127.0.0.1:9")
         for key in (None, ClusterKey.new()):
-            with RendezvousClient(fleet.url, key) as client:
-                with pytest.raises(RendezvousError) as raised:
+            with DiscoveryClient(fleet.url, key) as client:
+                with pytest.raises(DiscoveryError) as raised:
                     client.register(rogue).result(10.0)
-                assert raised.value.fault is Fault.UNSIGNED
+                assert raised.value.fault is DiscoveryFault.UNSIGNED
         at = urlsplit(fleet.url)
         for body in (b"", b"{", b"[]", os.urandom(4096)):
             connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=10)

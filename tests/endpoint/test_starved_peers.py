@@ -23,9 +23,9 @@ from endpoint.fleets import eventually
 
 import kvferry
 from kvferry import Done, EndpointConfig, Failure, FailureCode, Layout, ProtocolConfig, attention
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.endpoint.control.sockets import ControlClient, ControlServer
-from kvferry.endpoint.control.unix import RUNNING, LocalDoor, LocalServer, knock, process_state
+from kvferry.endpoint.control.unix import RUNNING, UnixListener, UnixServer, connect, process_state
 
 SILENCE_S = 2.0
 QUICK = ProtocolConfig(heartbeat_s=0.2, silence_s=SILENCE_S, unresponsive_s=30.0)
@@ -59,11 +59,11 @@ def described(name: str, url: str) -> dict[str, Any]:
     kv = transport.allocate(2 * math.prod(shape)).view(np.uint16).reshape(shape)
     pools = {"kv": {"k": kv[:, 0], "v": kv[:, 1]}}
     what = {"layout": LAYOUT, "pools": pools, "name": name, "model": "m"}
-    return what | {"transport": transport, "rendezvous": url, "config": CONFIG}
+    return what | {"transport": transport, "discovery": url, "config": CONFIG}
 
 
 def prefill(pipe: Connection, url: str) -> None:
-    """Serve one room after another, holding the GIL for a given time before each push."""
+    """Serve one room after another, shard the GIL for a given time before each push."""
     with kvferry.SourceEndpoint(**described("p", url)) as source:
         while room := pipe.recv():
             out = source.open(room)
@@ -77,7 +77,7 @@ def prefill(pipe: Connection, url: str) -> None:
 @contextmanager
 def linked_pair() -> Iterator[tuple[Connection, BaseProcess, kvferry.TargetEndpoint]]:
     """A prefill process and a target that have carried one room already."""
-    with RendezvousServer() as server, child(prefill, server.url) as (pipe, process):
+    with DiscoveryServer() as server, child(prefill, server.url) as (pipe, process):
         pipe.send("warm")
         assert pipe.recv() == "open"
         pipe.send(0.0)
@@ -161,16 +161,16 @@ def test_a_way_that_takes_nothing_is_no_sign_of_life() -> None:
     server.close()
 
 
-def sleep_in(pipe: Connection, door: LocalDoor) -> None:
-    line = knock(door)
+def sleep_in(pipe: Connection, listener: UnixListener) -> None:
+    line = connect(listener)
     pipe.send(line is not None)
     hold_the_gil(60.0)
 
 
 def test_the_kernel_tells_who_runs_at_the_other_end_of_a_line() -> None:
-    server = LocalServer.open()
+    server = UnixServer.open()
     assert server is not None
-    with child(sleep_in, server.door) as (pipe, process):
+    with child(sleep_in, server.listener) as (pipe, process):
         assert pipe.recv()
         (line,) = server.accept()
         eventually(lambda: line.peer_runs)

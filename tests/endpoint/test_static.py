@@ -26,7 +26,7 @@ from kvferry.memory.pools import Memory
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 
 LAYOUT = layout(attention(layers=1, kv_heads=2, head_dim=8), 4)
-CONFIG = EndpointConfig(protocol=QUICK, deadline_s=20.0, find_s=0.1)
+CONFIG = EndpointConfig(protocol=QUICK, deadline_s=20.0, discovery_timeout_s=0.1)
 WAIT_S = 15.0
 
 
@@ -46,7 +46,7 @@ def place() -> Place:
     return Place(StaticDiscovery([one]), port)
 
 
-def source_at(port: int, rendezvous: str | Discovery, fill: int = 7) -> SourceEndpoint:
+def source_at(port: int, discovery: str | Discovery, fill: int = 7) -> SourceEndpoint:
     transport = make_transport("shm")
     memory = Memory.allocate(LAYOUT, 0, 8, transport.allocate)
     assert isinstance(memory.owners, list)
@@ -59,14 +59,14 @@ def source_at(port: int, rendezvous: str | Discovery, fill: int = 7) -> SourceEn
         name="p",
         model="m",
         transport=transport,
-        rendezvous=rendezvous,
+        discovery=discovery,
         config=config,
     )
 
 
 @contextmanager
 def target_with(
-    rendezvous: str | Discovery, model: str = "m"
+    discovery: str | Discovery, model: str = "m"
 ) -> Iterator[tuple[TargetEndpoint, NDArray[np.uint8]]]:
     transport = make_transport("shm")
     memory = Memory.allocate(LAYOUT, 0, 8, transport.allocate)
@@ -77,7 +77,7 @@ def target_with(
         name="d",
         model=model,
         transport=transport,
-        rendezvous=rendezvous,
+        discovery=discovery,
         config=CONFIG,
     ) as target:
         yield target, memory.owners[0].reshape(8, -1)

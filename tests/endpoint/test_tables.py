@@ -11,17 +11,23 @@ from kvferry.endpoint.incoming import bad_pages
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
-from kvferry.memory.tables import UNKNOWN, GrowingTables, Pages, Reach, Shelf
+from kvferry.memory.page_tables import (
+    UNKNOWN,
+    Pages,
+    PageTableBuilder,
+    PageTableValidator,
+    TableReach,
+)
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Block, Request
-from kvferry.protocol.messages import MAX_PAGES, Table
+from kvferry.protocol.messages import MAX_PAGES, PageTableMessage
 
 NUM_PAGES = 20
 PLAIN = layout(HEADS, 4)
 
 
-def shelf(its: Layout = PLAIN, rank: int = 0, num_pages: int = NUM_PAGES) -> Shelf:
-    return Shelf(its, rank, contiguous_pools(its, rank, num_pages, 6).map)
+def validator(its: Layout = PLAIN, rank: int = 0, num_pages: int = NUM_PAGES) -> PageTableValidator:
+    return PageTableValidator(its, rank, contiguous_pools(its, rank, num_pages, 6).map)
 
 
 # ---------------------------------------------------------------- all at once
@@ -40,40 +46,42 @@ def shelf(its: Layout = PLAIN, rank: int = 0, num_pages: int = NUM_PAGES) -> She
     ],
 )
 def test_pages_in_any_order_and_of_any_type(pages: Pages) -> None:
-    (table,) = shelf().tables(Request(10), pages, None)
-    assert table == Table("kv", (7, 3, 11), 0)
+    (table,) = validator().tables(Request(10), pages, None)
+    assert table == PageTableMessage("kv", (7, 3, 11), 0)
     assert {type(page) for page in table.pages} == {int}
 
 
 def test_pages_of_the_whole_request_or_only_those_to_be_filled() -> None:
     # 18 tokens are five pages; the first 9 are cached, so two pages need nothing.
     request = Request(18, prefix=9)
-    assert shelf().tables(request, [5, 6, 7, 8, 9], None)[0] == Table("kv", (5, 6, 7, 8, 9), 0)
-    assert shelf().tables(request, [7, 8, 9], None)[0] == Table("kv", (7, 8, 9), 2)
+    assert validator().tables(request, [5, 6, 7, 8, 9], None)[0] == PageTableMessage(
+        "kv", (5, 6, 7, 8, 9), 0
+    )
+    assert validator().tables(request, [7, 8, 9], None)[0] == PageTableMessage("kv", (7, 8, 9), 2)
     # An engine may have set more aside for what is to be decoded.
-    assert shelf().tables(request, [5, 6, 7, 8, 9, 0], None)[0].first_page == 0
+    assert validator().tables(request, [5, 6, 7, 8, 9, 0], None)[0].first_page == 0
     with pytest.raises(InputError, match="given 4 pages; give all 5 of the request, or just the 3"):
-        shelf().tables(request, [5, 6, 7, 8], None)
+        validator().tables(request, [5, 6, 7, 8], None)
 
 
 def test_a_request_that_is_all_cached_needs_no_page() -> None:
-    assert shelf().tables(Request(8, prefix=8), [], None)[0].pages == ()
+    assert validator().tables(Request(8, prefix=8), [], None)[0].pages == ()
 
 
 def test_a_rank_of_context_parallelism_counts_its_own_tokens() -> None:
     # Every second token: 5 of 10 here, so two pages.
     split = layout(HEADS, 4, cp=2)
-    assert shelf(split, 1).tables(Request(10), [3, 4], None)[0].pages == (3, 4)
+    assert validator(split, 1).tables(Request(10), [3, 4], None)[0].pages == (3, 4)
     with pytest.raises(InputError, match="give all 2"):
-        shelf(split, 1).tables(Request(10), [3], None)
+        validator(split, 1).tables(Request(10), [3], None)
 
 
 def test_state_rows_and_windows() -> None:
-    its = shelf(layout(HYBRID, 4))
+    its = validator(layout(HYBRID, 4))
     # The window keeps 20 of 40 tokens: pages 5 to 9.
     pages = {"full": range(10), "near": range(5, 10)}
     tables = {t.group: t for t in its.tables(Request(40), pages, {"conv": 2, "ssm": 3})}
-    assert tables["near"] == Table("near", (5, 6, 7, 8, 9), 5)
+    assert tables["near"] == PageTableMessage("near", (5, 6, 7, 8, 9), 5)
     assert tables["conv"].pages == (2,)
     assert tables["ssm"].pages == (3,)
     tables = {t.group: t for t in its.tables(Request(40), range(10), 4)}
@@ -100,21 +108,21 @@ def test_state_rows_and_windows() -> None:
 )
 def test_bad_tables_are_refused_in_a_sentence(pages: Pages, rows: int | None, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
-        shelf(layout(HYBRID, 4)).tables(Request(12), pages, rows)
+        validator(layout(HYBRID, 4)).tables(Request(12), pages, rows)
 
 
 def test_more_pages_than_a_frame_holds_are_refused_before_they_are_sent() -> None:
     its = layout(HEADS, 1)
     many = range(MAX_PAGES + 1)
     with pytest.raises(InputError, match="use larger pages"):
-        shelf(its, num_pages=len(many)).tables(Request(len(many)), many, None)
+        validator(its, num_pages=len(many)).tables(Request(len(many)), many, None)
 
 
 # ---------------------------------------------------------------- chunk by chunk
 
 
 def test_chunks_name_the_pages_that_they_touch() -> None:
-    its, growing = shelf(), GrowingTables()
+    its, growing = validator(), PageTableBuilder()
     for tokens, pages in [((0, 6), [4, 9]), ((6, 7), [9]), ((7, 13), [9, 2, 0])]:
         growing.add(its.chunk(Span(*tokens), pages))
     table = growing.tables()["kv"]
@@ -126,7 +134,7 @@ def test_chunks_name_the_pages_that_they_touch() -> None:
 
 def test_a_windows_dropped_pages_are_named_as_such() -> None:
     """Only a window's: what every token is kept of has every page."""
-    its = shelf(layout(HYBRID, 4))
+    its = validator(layout(HYBRID, 4))
     pages: Pages = {"full": [1, 2, 3], "near": [None, None, 3]}
     assert its.chunk(Span(0, 12), pages)["near"] == (0, (UNKNOWN, UNKNOWN, 3))
     with pytest.raises(InputError, match="whole numbers"):
@@ -136,7 +144,7 @@ def test_a_windows_dropped_pages_are_named_as_such() -> None:
 
 
 def test_chunks_may_begin_behind_what_decode_has_cached() -> None:
-    its, growing = shelf(), GrowingTables()
+    its, growing = validator(), PageTableBuilder()
     growing.add(its.chunk(Span(8, 12), [3]))
     growing.add(its.chunk(Span(12, 14), [1]))
     table = growing.tables()["kv"]
@@ -144,7 +152,7 @@ def test_chunks_may_begin_behind_what_decode_has_cached() -> None:
 
 
 def test_chunks_in_any_order() -> None:
-    its, reach, growing = shelf(), Reach(), GrowingTables()
+    its, reach, growing = validator(), TableReach(), PageTableBuilder()
     for span, pages in [(Span(8, 12), [3]), (Span(16, 18), [5]), (Span(2, 6), [7, 0])]:
         chunk = its.chunk(span, pages)
         reach.extend(chunk)
@@ -158,7 +166,7 @@ def test_chunks_in_any_order() -> None:
 
 
 def test_the_same_tokens_of_other_layers_are_in_the_same_pages() -> None:
-    its, reach, growing = shelf(), Reach(), GrowingTables()
+    its, reach, growing = validator(), TableReach(), PageTableBuilder()
     for layers in (Span(2, 3), Span(0, 1)):
         chunk = its.chunk(Span(4, 12), [3, 5], layers)
         reach.extend(chunk)
@@ -175,7 +183,7 @@ def test_the_same_tokens_of_other_layers_are_in_the_same_pages() -> None:
 
 
 def test_what_is_named_again_is_the_same_object_and_all_else_is_checked() -> None:
-    made, tokens, pages = shelf(), Span(0, 8), [3, 4]
+    made, tokens, pages = validator(), Span(0, 8), [3, 4]
     first = made.chunk(tokens, pages)
     again = made.chunk(tokens, pages, Span(0, 1), first)
     assert again["kv"] is first["kv"]
@@ -190,7 +198,7 @@ def test_what_is_named_again_is_the_same_object_and_all_else_is_checked() -> Non
 
 
 def test_other_pages_are_noticed_after_the_same_were_named_again() -> None:
-    known, grown = Reach(), GrowingTables()
+    known, grown = TableReach(), PageTableBuilder()
     chunk, other = {"kv": (0, (3, 4))}, {"kv": (0, (3, 5))}
     for _ in range(2):
         known.extend(chunk)
@@ -208,7 +216,7 @@ def test_other_pages_are_noticed_after_the_same_were_named_again() -> None:
 
 
 def test_pages_are_needed_of_groups_that_have_such_layers() -> None:
-    its = shelf(layout(HYBRID, 4))
+    its = validator(layout(HYBRID, 4))
     assert its.chunk(Span(0, 4), {"full": [1]}, Span(0, 1)) == {"full": (0, (1,))}
     assert its.chunk(Span(0, 4), {"near": [2]}, Span(1, 3)) == {"near": (0, (2,))}
     assert its.chunk(Span(0, 4), {}, Span(2, 3)) == {}
@@ -217,13 +225,13 @@ def test_pages_are_needed_of_groups_that_have_such_layers() -> None:
 
 
 def test_a_chunk_without_a_token_of_this_rank() -> None:
-    its, growing = shelf(layout(HEADS, 4, cp=2), 1), GrowingTables()
+    its, growing = validator(layout(HEADS, 4, cp=2), 1), PageTableBuilder()
     growing.add(its.chunk(Span(0, 1), []))
     assert growing.tables() == {}
 
 
 def test_rows_come_with_the_close() -> None:
-    its, growing = shelf(layout(HYBRID, 4)), GrowingTables()
+    its, growing = validator(layout(HYBRID, 4)), PageTableBuilder()
     growing.add_rows(its.rows({"conv": 1, "ssm": 5}))
     assert growing.tables()["ssm"].pages.tolist() == [5]
     with pytest.raises(InputError, match="states="):
@@ -231,7 +239,7 @@ def test_rows_come_with_the_close() -> None:
 
 
 def test_rows_come_with_their_layers_too() -> None:
-    its = shelf(layout(HYBRID, 4))
+    its = validator(layout(HYBRID, 4))
     assert its.rows(4, Span(0, 1)) == {}
     assert its.rows(4, Span(0, 2)) == {"conv": 4}
     assert its.rows({"ssm": 5}, known={"conv": 4}) == {"conv": 4, "ssm": 5}
@@ -247,7 +255,7 @@ def lacking(group: str, first: int, end: int, layers: Span | None = None) -> Blo
 
 
 def test_every_page_that_lacks_something_is_bad() -> None:
-    tables = (Table("kv", (7, 3, 11, 5)),)
+    tables = (PageTableMessage("kv", (7, 3, 11, 5)),)
     missing = [lacking("kv", 5, 6), lacking("kv", 11, 13, Span(2, 3))]
     assert bad_pages(PLAIN, 0, tables, missing) == {"kv": [3, 11, 5]}
     assert bad_pages(PLAIN, 0, tables, []) == {}
@@ -255,14 +263,18 @@ def test_every_page_that_lacks_something_is_bad() -> None:
 
 def test_bad_pages_behind_a_prefix_and_with_state() -> None:
     its = layout(HYBRID, 4)
-    tables = (Table("full", (8, 9), 2), Table("near", (1,), 3), Table("conv", (4,)))
+    tables = (
+        PageTableMessage("full", (8, 9), 2),
+        PageTableMessage("near", (1,), 3),
+        PageTableMessage("conv", (4,)),
+    )
     missing = [lacking("full", 9, 10), lacking("conv", 15, 16, Span(1, 2))]
     assert bad_pages(its, 0, tables, missing) == {"full": [8], "conv": [4]}
 
 
 def test_bad_pages_of_one_rank_of_context_parallelism() -> None:
     its = layout(HEADS, 4, cp=2)
-    tables = (Table("kv", (6, 2)),)
+    tables = (PageTableMessage("kv", (6, 2)),)
     # Tokens 1, 3, 5, 7 are on its first page, 9 on its second; 8 is another rank's.
     assert bad_pages(its, 1, tables, [lacking("kv", 7, 9)]) == {"kv": [6]}
     assert bad_pages(its, 1, tables, [lacking("kv", 8, 10)]) == {"kv": [2]}

@@ -22,14 +22,14 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.discovery.records import InstanceView, RankRecord, RankView
 from kvferry.endpoint.config import EndpointConfig
-from kvferry.endpoint.copy_thread import HostCopier
-from kvferry.endpoint.liveness.lifeline import Life, probe
+from kvferry.endpoint.copy_thread import CopyThread
+from kvferry.endpoint.liveness.port import Liveness, probe
 from kvferry.endpoint.loop.inbox import Inbox, new_pipe
 from kvferry.endpoint.loop.poller import Poller
 from kvferry.endpoint.source import SourceEndpoint
 from kvferry.endpoint.target import TargetEndpoint
 from kvferry.endpoint.transport_thread import ThreadBroke
-from kvferry.endpoint.watchdog import Patient, Pulse
+from kvferry.endpoint.watchdog import ThreadHeartbeat, WatchedThreads
 from kvferry.errors import Misuse
 from kvferry.ids import Op
 from kvferry.layout.spec import attention
@@ -37,7 +37,7 @@ from kvferry.memory.copy.cpu import copy_binding
 from kvferry.memory.pools import Memory
 from kvferry.plan.bind import Binding
 from kvferry.protocol.outcome import Failure, FailureCode
-from kvferry.transports.base import Ended, Remote, Setup
+from kvferry.transports.base import RemoteMemory, TransportSetup, WriteEnded
 from kvferry.transports.mailbox import Mailbox
 from kvferry.transports.shm import ShmTransport
 
@@ -119,11 +119,11 @@ def test_whatever_is_readable_ends_a_wait(timeout_s: float) -> None:
 
 
 class Desk(NamedTuple):
-    """A thread's pulse, its work, and what was said of it."""
+    """A thread's heartbeat, its work, and what was said of it."""
 
-    pulse: Pulse
+    heartbeat: ThreadHeartbeat
     work: list[str]
-    patient: Patient
+    watched: WatchedThreads
     told: list[tuple[str, float]]
 
 
@@ -131,46 +131,46 @@ class Desk(NamedTuple):
 def desk() -> Desk:
     work: list[str] = []
     told: list[tuple[str, float]] = []
-    pulse = Pulse("mover", lambda: bool(work))
-    patient = Patient([pulse], 5.0, lambda *what: told.append(what))
-    return Desk(pulse, work, patient, told)
+    heartbeat = ThreadHeartbeat("transport_thread", lambda: bool(work))
+    watched = WatchedThreads([heartbeat], 5.0, lambda *what: told.append(what))
+    return Desk(heartbeat, work, watched, told)
 
 
 def test_a_thread_with_nothing_to_do_may_sleep_for_ever(desk: Desk) -> None:
-    desk.pulse.beat(float("inf"))
+    desk.heartbeat.beat(float("inf"))
     for now in (0.0, 100.0, 1e6):
-        desk.patient.look(now)
+        desk.watched.look(now)
     assert desk.told == []
 
 
 def test_a_thread_that_sleeps_past_its_own_time_is_told_of(desk: Desk) -> None:
-    desk.pulse.beat(10.0)
-    desk.patient.look(14.0)
+    desk.heartbeat.beat(10.0)
+    desk.watched.look(14.0)
     assert desk.told == []
-    desk.patient.look(16.0)
-    assert desk.told == [("mover", 6.0)]
-    desk.pulse.beat(20.0)
-    desk.patient.look(17.0)
-    assert desk.told == [("mover", 6.0), ("mover", 0.0)]
-    desk.patient.look(18.0)
+    desk.watched.look(16.0)
+    assert desk.told == [("transport_thread", 6.0)]
+    desk.heartbeat.beat(20.0)
+    desk.watched.look(17.0)
+    assert desk.told == [("transport_thread", 6.0), ("transport_thread", 0.0)]
+    desk.watched.look(18.0)
     assert len(desk.told) == 2
 
 
 def test_a_thread_that_does_not_touch_its_work_is_told_of(desk: Desk) -> None:
-    desk.pulse.beat(float("inf"))
-    desk.patient.look(100.0)
+    desk.heartbeat.beat(float("inf"))
+    desk.watched.look(100.0)
     desk.work.append("a write")
-    desk.patient.look(104.0)
+    desk.watched.look(104.0)
     assert desk.told == []
-    desk.patient.look(105.5)
-    assert desk.told == [("mover", 5.5)]
+    desk.watched.look(105.5)
+    assert desk.told == [("transport_thread", 5.5)]
 
 
 def test_a_thread_that_always_has_work_and_does_it_is_well(desk: Desk) -> None:
     desk.work.append("a write")
     for now in range(0, 100, 4):
-        desk.pulse.beat(float(now))
-        desk.patient.look(float(now))
+        desk.heartbeat.beat(float(now))
+        desk.watched.look(float(now))
     assert desk.told == []
 
 
@@ -181,19 +181,19 @@ class Faulty(ShmTransport):
     """Shared memory whose writes do what a test says."""
 
     name: ClassVar[str] = "shm"
-    # So that it is the mover that writes.
+    # So that it is the transport_thread that writes.
     writes_at_once: ClassVar[bool] = False
 
-    def __init__(self, setup: Setup, on_write: Callable[[], None]) -> None:
+    def __init__(self, setup: TransportSetup, on_write: Callable[[], None]) -> None:
         super().__init__(setup)
         self.on_write = on_write
         self.on_poll: Callable[[], None] = lambda: None
 
-    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+    def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
         self.on_write()
         super().write(remote, op, pieces)
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WriteEnded]:
         self.on_poll()
         return super().poll()
 
@@ -207,7 +207,9 @@ class Pair(NamedTuple):
 
 @contextlib.contextmanager
 def pair_of(on_write: Callable[[], None], config: EndpointConfig) -> Iterator[Pair]:
-    setups = [Setup(agent=f"faulty-{n}-{id(on_write)}", copy=copy_binding) for n in range(2)]
+    setups = [
+        TransportSetup(agent=f"faulty-{n}-{id(on_write)}", copy=copy_binding) for n in range(2)
+    ]
     ours, theirs = Faulty(setups[0], on_write), ShmTransport(setups[1])
     memories = [Memory.allocate(LAYOUT, 0, 8, each.allocate) for each in (ours, theirs)]
     registry = CollectorRegistry()
@@ -252,24 +254,27 @@ def test_a_bug_in_the_mover_fails_the_rooms_with_its_words(
         ended = out.wait(WAIT_S), into.wait(WAIT_S)
         assert [end.code for end in ended if isinstance(end, Failure)] == [FailureCode.INTERNAL] * 2
         assert "a bug in a transport" in str(ended[0])
-        assert "mover" in str(ended[1])
+        assert "transport_thread" in str(ended[1])
         with pytest.raises(Misuse, match="a bug in a transport"):
             pair.source.open("another")
-        assert pair.source.stats.broken == {"mover": 1}
-        labels = {"endpoint": "p/0", "transport": "shm", "thread": "mover"}
+        assert pair.source.stats.broken == {"transport_thread": 1}
+        labels = {"endpoint": "p/0", "transport": "shm", "thread": "transport_thread"}
         assert pair.registry.get_sample_value("kvferry_broken_threads_total", labels) == 1
         # Nobody knows what became of the write, so nobody gets its memory.
         assert not out.released
         assert not pair.source.close(0.1)
-        # And a closed lifeline would tell others that the write is over.
-        assert probe(pair.source.lifeline, pair.source.record.incarnation, 0.2) is Life.UNKNOWN
+        # And a closed liveness_port would tell others that the write is over.
+        assert (
+            probe(pair.source.liveness_port, pair.source.record.incarnation, 0.2)
+            is Liveness.UNKNOWN
+        )
     assert "thread-broken" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_bug_in_the_copier_is_told() -> None:
     told: Mailbox[object] = Mailbox()
-    copier = HostCopier("copier", told.put, lambda _: None)
+    copier = CopyThread("copier", told.put, lambda _: None)
 
     def bind() -> Binding:
         raise ZeroDivisionError
@@ -294,13 +299,13 @@ def test_a_mover_that_hangs_is_told_of_and_named_in_the_failure(
         ended = out.wait(WAIT_S)
         assert isinstance(ended, Failure)
         assert ended.code is FailureCode.DEADLINE
-        assert "no life here of the mover thread" in ended.message
-        assert pair.source.stats.stalled["mover"] > 0.2
+        assert "no life here of the transport_thread thread" in ended.message
+        assert pair.source.stats.stalled["transport_thread"] > 0.2
         go_on.set()
-        eventually(lambda: pair.source.stats.stalled["mover"] == 0)
+        eventually(lambda: pair.source.stats.stalled["transport_thread"] == 0)
         out.wait_released(WAIT_S)
-    assert "thread-stalled endpoint=p/0 thread=mover" in caplog.text
-    assert "thread-alive endpoint=p/0 thread=mover" in caplog.text
+    assert "thread-stalled endpoint=p/0 thread=transport_thread" in caplog.text
+    assert "thread-alive endpoint=p/0 thread=transport_thread" in caplog.text
 
 
 def test_an_owner_that_hangs_keeps_nobody_beyond_the_deadline() -> None:

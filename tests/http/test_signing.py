@@ -5,28 +5,35 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvferry.security.signing import TOLERANCE_S, Doubt, Guard, Introduction, new_nonce, sign
+from kvferry.security.signing import (
+    TOLERANCE_S,
+    Introduction,
+    RequestVerifier,
+    SignatureFault,
+    new_nonce,
+    sign,
+)
 
 KEY = bytes(range(32))
 NOW = 1_800_000_000.5
 ASKED = ("PUT", "/v1/x?a=1", b"body")
 
 
-def doubt(guard: Guard, header: str, now: float = NOW) -> Doubt | None:
+def doubt(guard: RequestVerifier, header: str, now: float = NOW) -> SignatureFault | None:
     """Of a request as it was asked."""
     complaint = guard.check(header, *ASKED, now)
     return complaint.doubt if complaint else None
 
 
-def signed(guard: Guard, now: float = NOW) -> str:
+def signed(guard: RequestVerifier, now: float = NOW) -> str:
     return sign(KEY, guard.life, *ASKED, now)
 
 
 def test_a_signed_request_passes_once() -> None:
-    guard = Guard(KEY)
+    guard = RequestVerifier(KEY)
     header = signed(guard)
     assert doubt(guard, header) is None
-    assert doubt(guard, header) is Doubt.REPLAYED
+    assert doubt(guard, header) is SignatureFault.REPLAYED
     assert doubt(guard, signed(guard)) is None
 
 
@@ -41,42 +48,42 @@ def test_a_signed_request_passes_once() -> None:
     ],
 )
 def test_a_signature_is_for_what_was_signed(other: tuple[str, str, bytes]) -> None:
-    guard = Guard(KEY)
+    guard = RequestVerifier(KEY)
     complaint = guard.check(signed(guard), *other, NOW)
     assert complaint is not None
-    assert complaint.doubt is Doubt.OTHER_KEY
+    assert complaint.doubt is SignatureFault.OTHER_KEY
 
 
 def test_another_key_is_refused() -> None:
-    guard = Guard(KEY)
-    assert doubt(guard, sign(bytes(32), guard.life, *ASKED, NOW)) is Doubt.OTHER_KEY
+    guard = RequestVerifier(KEY)
+    assert doubt(guard, sign(bytes(32), guard.life, *ASKED, NOW)) is SignatureFault.OTHER_KEY
 
 
 def test_a_signature_is_for_one_life_of_one_service() -> None:
     """The next life has forgotten what was seen, and a second service has never seen it."""
-    before, after = Guard(KEY), Guard(KEY)
+    before, after = RequestVerifier(KEY), RequestVerifier(KEY)
     header = signed(before)
     assert doubt(before, header) is None
-    assert doubt(after, header) is Doubt.OTHER_LIFE
+    assert doubt(after, header) is SignatureFault.OTHER_LIFE
     forged = header.replace(before.life, after.life)
-    assert doubt(after, forged) is Doubt.OTHER_KEY
+    assert doubt(after, forged) is SignatureFault.OTHER_KEY
     assert doubt(after, signed(after)) is None
 
 
 @pytest.mark.parametrize("late_s", [-TOLERANCE_S - 1, TOLERANCE_S + 1])
 def test_clocks_may_differ_by_five_minutes(late_s: float) -> None:
-    guard = Guard(KEY)
+    guard = RequestVerifier(KEY)
     header = signed(guard)
-    assert doubt(guard, header, NOW + late_s) is Doubt.CLOCK
+    assert doubt(guard, header, NOW + late_s) is SignatureFault.CLOCK
     assert doubt(guard, header, NOW + late_s * 0.99) is None
 
 
 def test_the_time_is_signed_as_well() -> None:
-    guard = Guard(KEY)
+    guard = RequestVerifier(KEY)
     scheme, rest = signed(guard).split()
     life, time_s, nonce, signature = rest.split(":")
     for forged in (f"{int(time_s) + 1}:{nonce}", f"{time_s}:{'0' * 32}"):
-        assert doubt(guard, f"{scheme} {life}:{forged}:{signature}") is Doubt.OTHER_KEY
+        assert doubt(guard, f"{scheme} {life}:{forged}:{signature}") is SignatureFault.OTHER_KEY
 
 
 NO_SIGNATURES = ["", "Bearer x", "kvferry", "kvferry 1:2:3", "kvferry x:" + "0" * 32]
@@ -84,38 +91,38 @@ NO_SIGNATURES = ["", "Bearer x", "kvferry", "kvferry 1:2:3", "kvferry x:" + "0" 
 
 @pytest.mark.parametrize("header", NO_SIGNATURES)
 def test_what_is_no_signature_is_refused(header: str) -> None:
-    assert doubt(Guard(KEY), header) is Doubt.UNSIGNED
+    assert doubt(RequestVerifier(KEY), header) is SignatureFault.UNSIGNED
 
 
 def test_what_is_remembered_is_bounded_and_forgotten_when_it_is_stale() -> None:
-    guard = Guard(KEY, max_nonces=3)
+    guard = RequestVerifier(KEY, max_nonces=3)
     for second in range(3):
         assert doubt(guard, signed(guard, NOW + second), NOW + second) is None
-    assert doubt(guard, signed(guard, NOW + 3), NOW + 3) is Doubt.FULL
+    assert doubt(guard, signed(guard, NOW + 3), NOW + 3) is SignatureFault.FULL
     later = NOW + TOLERANCE_S + 2
     assert doubt(guard, signed(guard, later), later) is None
 
 
 def test_a_signature_is_remembered_for_as_long_as_it_is_good() -> None:
-    guard = Guard(KEY)
+    guard = RequestVerifier(KEY)
     early = signed(guard, NOW + TOLERANCE_S)
     assert doubt(guard, early) is None
     for later_s in (TOLERANCE_S, 2 * TOLERANCE_S - 1):
         assert doubt(guard, signed(guard, NOW + later_s), NOW + later_s) is None
-        assert doubt(guard, early, NOW + later_s) is Doubt.REPLAYED
+        assert doubt(guard, early, NOW + later_s) is SignatureFault.REPLAYED
 
 
 # ---------------------------------------------------------------- learning a life
 
 
 def test_only_who_has_the_key_can_name_a_life() -> None:
-    guard, nonce = Guard(KEY), new_nonce()
+    guard, nonce = RequestVerifier(KEY), new_nonce()
     told = guard.introduce(nonce)
     assert told.life == guard.life
     assert told.fits(KEY, nonce)
     assert not told.fits(KEY, new_nonce()), "said to somebody else"
     assert not told.fits(bytes(32), nonce)
-    assert not replace(told, life=Guard(KEY).life).fits(KEY, nonce)
+    assert not replace(told, life=RequestVerifier(KEY).life).fits(KEY, nonce)
 
 
 @pytest.mark.parametrize("life", ["", "x", "0" * 31 + "\n", "ä" * 32])
@@ -127,4 +134,4 @@ def test_what_is_no_life_is_not_believed(life: str) -> None:
 @pytest.mark.parametrize("nonce", ["", "x", "0" * 33, "request"])
 def test_an_introduction_is_no_oracle(nonce: str) -> None:
     """Nothing but a nonce is ever put under the key for whoever asks."""
-    assert Guard(KEY).introduce(nonce) == Introduction()
+    assert RequestVerifier(KEY).introduce(nonce) == Introduction()

@@ -9,7 +9,7 @@ from configs import CONFIGS, Json, config, without
 
 from kvferry.layout.hf import FAMILIES, spec_from_config
 from kvferry.layout.hf_fields import DEFAULTS, MULTI_HEAD
-from kvferry.layout.spec import CacheSpec, DType, Kind, Paged, Slot, Tensor, Window
+from kvferry.layout.spec import CacheSpec, DType, Kind, Paged, StateRow, Tensor, Window
 
 
 class Expected(NamedTuple):
@@ -53,12 +53,12 @@ SPECS: dict[str, tuple[int, int, list[Expected]]] = {
     "qwen3-next-80b-a3b": (
         48,
         24576,
-        [Expected("kv", Paged(), 12, 2, 1024), Expected("delta", Slot(), 36, 16, 134144)],
+        [Expected("kv", Paged(), 12, 2, 1024), Expected("delta", StateRow(), 36, 16, 134144)],
     ),
     "qwen3.5-35b-a3b": (
         40,
         20480,
-        [Expected("kv", Paged(), 10, 2, 1024), Expected("delta", Slot(), 30, 16, 134144)],
+        [Expected("kv", Paged(), 10, 2, 1024), Expected("delta", StateRow(), 30, 16, 134144)],
     ),
     # conv_x 64 × 3 × 2 = 384, ssm 64 × 128 × 4 = 32768; B and C 128 × 3 × 2 each
     "bamba-9b": (
@@ -66,8 +66,8 @@ SPECS: dict[str, tuple[int, int, list[Expected]]] = {
         12288,
         [
             Expected("kv", Paged(), 3, 8, 512),
-            Expected("mamba", Slot(), 29, 128, 33152),
-            Expected("mamba_bc", Slot(), 29, 1, 1536),
+            Expected("mamba", StateRow(), 29, 128, 33152),
+            Expected("mamba_bc", StateRow(), 29, 1, 1536),
         ],
     ),
     "granite-4.0-h-small": (
@@ -75,8 +75,8 @@ SPECS: dict[str, tuple[int, int, list[Expected]]] = {
         16384,
         [
             Expected("kv", Paged(), 4, 8, 512),
-            Expected("mamba", Slot(), 36, 128, 33152),
-            Expected("mamba_bc", Slot(), 36, 1, 1536),
+            Expected("mamba", StateRow(), 36, 128, 33152),
+            Expected("mamba_bc", StateRow(), 36, 1, 1536),
         ],
     ),
     # conv_x 128 × 3 × 2 = 768, ssm 128 × 256 × 4 = 131072; B and C 256 × 3 × 2 each
@@ -85,8 +85,8 @@ SPECS: dict[str, tuple[int, int, list[Expected]]] = {
         45056,
         [
             Expected("kv", Paged(), 44, 2, 512),
-            Expected("mamba", Slot(), 44, 24, 131840),
-            Expected("mamba_bc", Slot(), 44, 1, 3072),
+            Expected("mamba", StateRow(), 44, 24, 131840),
+            Expected("mamba_bc", StateRow(), 44, 1, 3072),
         ],
     ),
     "nemotron-h-8b": (
@@ -94,15 +94,15 @@ SPECS: dict[str, tuple[int, int, list[Expected]]] = {
         16384,
         [
             Expected("kv", Paged(), 4, 8, 512),
-            Expected("mamba", Slot(), 24, 128, 33152),
-            Expected("mamba_bc", Slot(), 24, 8, 1536),
+            Expected("mamba", StateRow(), 24, 128, 33152),
+            Expected("mamba_bc", StateRow(), 24, 8, 1536),
         ],
     ),
     # 8192 channels in 128 blocks of 64: conv_x 64 × 3 × 2 = 384, ssm 64 × 16 × 4 = 4096
     "jamba-mini": (
         32,
         16384,
-        [Expected("kv", Paged(), 4, 8, 512), Expected("mamba", Slot(), 28, 128, 4480)],
+        [Expected("kv", Paged(), 4, 8, 512), Expected("mamba", StateRow(), 28, 128, 4480)],
     ),
 }
 
@@ -118,7 +118,7 @@ def bytes_per_token(spec: CacheSpec) -> int:
     return sum(
         len(group.layers) * group.units * group.unit_bytes
         for group in spec.groups
-        if not isinstance(group.kind, Slot)
+        if not isinstance(group.kind, StateRow)
     )
 
 

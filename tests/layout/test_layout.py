@@ -11,22 +11,22 @@ from kvferry.errors import InputError, Reason, ReasonCode, Refused
 from kvferry.layout import (
     CacheSpec,
     DType,
+    ExplicitSharding,
     Group,
-    Holding,
     Layout,
     Order,
     Paged,
     Parallel,
-    Slot,
+    Shard,
     Span,
-    Stated,
+    StateRow,
     Tensor,
     Tokens,
     Window,
     attention,
     mismatches,
 )
-from kvferry.layout.layout import MAX_RANKS, find_holding
+from kvferry.layout.layout import MAX_RANKS, find_shard
 from kvferry.testing.strategies import layouts, specs
 
 SPEC = attention(layers=10, kv_heads=4, head_dim=8)
@@ -37,7 +37,7 @@ def codes(reasons: tuple[Reason, ...]) -> list[ReasonCode]:
     return [reason.code for reason in reasons]
 
 
-def refused(spec: CacheSpec, sharding: Parallel | Stated) -> list[ReasonCode]:
+def refused(spec: CacheSpec, sharding: Parallel | ExplicitSharding) -> list[ReasonCode]:
     with pytest.raises(Refused) as caught:
         Layout(spec, sharding)
     return codes(caught.value.reasons)
@@ -48,15 +48,13 @@ def refused(spec: CacheSpec, sharding: Parallel | Stated) -> list[ReasonCode]:
 
 def test_rank_order_is_pipeline_then_context_then_tensor() -> None:
     layout = Layout(SPEC, Parallel(tp=2, pp=2, cp=3))
-    held = layout.holdings()
+    held = layout.shards()
     assert layout.num_ranks == 12
-    assert held[(1 * 3 + 2) * 2 + 1] == (
-        Holding("kv", Span(5, 10), Span(2, 4), Tokens(2, None, 3)),
-    )
+    assert held[(1 * 3 + 2) * 2 + 1] == (Shard("kv", Span(5, 10), Span(2, 4), Tokens(2, None, 3)),)
 
 
 def test_more_ranks_than_heads_means_neighbours_share_one() -> None:
-    units = [held[0].units for held in Layout(SPEC, Parallel(tp=8)).holdings()]
+    units = [held[0].units for held in Layout(SPEC, Parallel(tp=8)).shards()]
     assert units == [Span(i // 2, i // 2 + 1) for i in range(8)]
 
 
@@ -67,27 +65,27 @@ def test_an_uneven_split_favours_the_first_stages() -> None:
 
 def test_a_stage_without_layers_of_a_group_holds_nothing_of_it() -> None:
     group = Group("kv", Paged(), (0, 1), 2, (Tensor("k", DType.INT8, 1),))
-    held = Layout(CacheSpec(4, (group,)), Parallel(pp=2)).holdings()
-    assert [len(holdings) for holdings in held] == [1, 0]
+    held = Layout(CacheSpec(4, (group,)), Parallel(pp=2)).shards()
+    assert [len(shards) for shards in held] == [1, 0]
 
 
 def test_a_rank_finds_its_holding() -> None:
-    held = Layout(SPEC, Parallel(tp=2, pp=2)).rank_holdings(3)
-    assert find_holding(held, "kv", 7).units == Span(2, 4)
+    held = Layout(SPEC, Parallel(tp=2, pp=2)).rank_shards(3)
+    assert find_shard(held, "kv", 7).units == Span(2, 4)
     with pytest.raises(InputError, match="holds nothing"):
-        find_holding(held, "kv", 2)
+        find_shard(held, "kv", 2)
 
 
 @given(st.data())
 def test_one_ranks_holdings_are_those_among_all(data: st.DataObject) -> None:
     layout = data.draw(specs().flatmap(layouts))
-    assert layout.holdings() == tuple(map(layout.rank_holdings, range(layout.num_ranks)))
+    assert layout.shards() == tuple(map(layout.rank_shards, range(layout.num_ranks)))
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_that_does_not_exist_holds_nothing(rank: int) -> None:
     with pytest.raises(InputError, match=r"has 0\.\.3"):
-        Layout(SPEC, Parallel(tp=4)).rank_holdings(rank)
+        Layout(SPEC, Parallel(tp=4)).rank_shards(rank)
 
 
 # ---------------------------------------------------------------- what travels
@@ -103,14 +101,14 @@ def test_a_rank_that_does_not_exist_holds_nothing(rank: int) -> None:
         (Window(4), 10, 0, Span(6, 10)),
         (Window(4), 10, 8, Span(8, 10)),
         (Window(40), 10, 0, Span(0, 10)),
-        (Slot(), 10, 0, Span(9, 10)),
-        (Slot(), 10, 9, Span(9, 10)),
-        (Slot(), 10, 10, Span(10, 10)),
-        (Slot(), 0, 0, Span(0, 0)),
+        (StateRow(), 10, 0, Span(9, 10)),
+        (StateRow(), 10, 9, Span(9, 10)),
+        (StateRow(), 10, 10, Span(10, 10)),
+        (StateRow(), 0, 0, Span(0, 0)),
     ],
 )
 def test_what_a_group_owes(
-    kind: Paged | Window | Slot, tokens: int, prefix: int, owed: Span
+    kind: Paged | Window | StateRow, tokens: int, prefix: int, owed: Span
 ) -> None:
     group = Group("g", kind, (0,), 1, (Tensor("t", DType.INT8, 1),))
     assert group.owed(tokens, prefix) == owed
@@ -149,21 +147,21 @@ def test_sharding_that_does_not_fit_the_model() -> None:
     assert refused(SPEC, Parallel(stages=(5, 5))) == [ReasonCode.STAGES]
 
 
-def stated(*holdings: Holding) -> Stated:
-    return Stated((holdings,))
+def stated(*shards: Shard) -> ExplicitSharding:
+    return ExplicitSharding((shards,))
 
 
 def test_stated_ownership_outside_the_model_or_in_conflict() -> None:
-    everything = Holding("kv", Span(0, 10), Span(0, 4))
+    everything = Shard("kv", Span(0, 10), Span(0, 4))
     assert Layout(SPEC, stated(everything)).num_ranks == 1
-    assert refused(SPEC, stated(Holding("x", Span(0, 1), Span(0, 1)))) == [ReasonCode.OUTSIDE]
-    assert refused(SPEC, stated(Holding("kv", Span(0, 11), Span(0, 4)))) == [ReasonCode.OUTSIDE]
-    assert refused(SPEC, stated(Holding("kv", Span(0, 1), Span(0, 5)))) == [ReasonCode.OUTSIDE]
-    assert refused(SPEC, stated(Holding("kv", Span(0, 1), Span(2, 2)))) == [ReasonCode.OUTSIDE]
-    assert refused(SPEC, stated(everything, Holding("kv", Span(9, 10), Span(0, 4)))) == [
+    assert refused(SPEC, stated(Shard("x", Span(0, 1), Span(0, 1)))) == [ReasonCode.OUTSIDE]
+    assert refused(SPEC, stated(Shard("kv", Span(0, 11), Span(0, 4)))) == [ReasonCode.OUTSIDE]
+    assert refused(SPEC, stated(Shard("kv", Span(0, 1), Span(0, 5)))) == [ReasonCode.OUTSIDE]
+    assert refused(SPEC, stated(Shard("kv", Span(0, 1), Span(2, 2)))) == [ReasonCode.OUTSIDE]
+    assert refused(SPEC, stated(everything, Shard("kv", Span(9, 10), Span(0, 4)))) == [
         ReasonCode.OVERLAP
     ]
-    uneven = (Holding("kv", Span(0, 5), Span(0, 4)), Holding("kv", Span(5, 10), Span(0, 2)))
+    uneven = (Shard("kv", Span(0, 5), Span(0, 4)), Shard("kv", Span(5, 10), Span(0, 2)))
     assert refused(SPEC, stated(*uneven)) == [ReasonCode.NOT_PRODUCT]
 
 
@@ -175,7 +173,7 @@ def test_stated_ownership_outside_the_model_or_in_conflict() -> None:
         lambda: Parallel(cp=1000),
         lambda: Layout(SPEC, page_tokens=0),
         lambda: Layout(SPEC, dp=0),
-        lambda: Stated(()),
+        lambda: ExplicitSharding(()),
         lambda: Window(0),
         lambda: Span(3, 2),
         lambda: Tokens(0, None, 0),
@@ -247,9 +245,9 @@ def test_every_mismatch_is_named() -> None:
 
 @pytest.mark.parametrize(
     "sharding",
-    [Parallel(tp=2, pp=2, stages=(4, 6)), stated(Holding("kv", Span(0, 10), Span(0, 4)))],
+    [Parallel(tp=2, pp=2, stages=(4, 6)), stated(Shard("kv", Span(0, 10), Span(0, 4)))],
 )
-def test_a_layout_survives_the_wire(sharding: Parallel | Stated) -> None:
+def test_a_layout_survives_the_wire(sharding: Parallel | ExplicitSharding) -> None:
     layout = Layout(SPEC, sharding, dp=3, page_tokens=64, order=Order.HND)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
 

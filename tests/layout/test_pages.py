@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from kvferry.layout import (
     CacheSpec,
     DType,
+    ExplicitSharding,
     Group,
-    Holding,
     Layout,
     Paged,
-    Slot,
+    Shard,
     Span,
-    Stated,
+    StateRow,
     Tensor,
     Tokens,
     Window,
@@ -26,23 +26,23 @@ SPANS = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda two: Span(*
 KINDS = st.sampled_from([Paged(), Window(7)])
 
 
-def group_of(kind: Paged | Window | Slot) -> Group:
+def group_of(kind: Paged | Window | StateRow) -> Group:
     return Group("kv", kind, (0,), 1, (Tensor("k", DType.UINT8, 1),))
 
 
-def layout_of(group: Group, held: Holding, page_tokens: int) -> Layout:
-    return Layout(CacheSpec(1, (group,)), Stated(((held,),)), page_tokens=page_tokens)
+def layout_of(group: Group, held: Shard, page_tokens: int) -> Layout:
+    return Layout(CacheSpec(1, (group,)), ExplicitSharding(((held,),)), page_tokens=page_tokens)
 
 
 @st.composite
-def holdings(draw: st.DrawFn) -> Holding:
+def shards(draw: st.DrawFn) -> Shard:
     step = draw(st.integers(1, 4))
     first = draw(st.integers(0, 6))
     end = draw(st.none() | st.integers(first, 80))
-    return Holding("kv", Span(0, 1), Span(0, 1), Tokens(first, end, step))
+    return Shard("kv", Span(0, 1), Span(0, 1), Tokens(first, end, step))
 
 
-def kept(held: Holding, end: int = 100) -> list[int]:
+def kept(held: Shard, end: int = 100) -> list[int]:
     """The positions that a rank keeps, in order: the place of each is its local index."""
     return [token for token in range(end) if token in held.tokens]
 
@@ -59,17 +59,17 @@ def test_pages_of_tokens_that_are_all_kept(tokens: Span, size: int) -> None:
     }
 
 
-@given(holdings(), KINDS, SPANS, SIZES)
-def test_pages_of_a_share(held: Holding, kind: Paged | Window, tokens: Span, size: int) -> None:
+@given(shards(), KINDS, SPANS, SIZES)
+def test_pages_of_a_share(held: Shard, kind: Paged | Window, tokens: Span, size: int) -> None:
     group = group_of(kind)
     pages = local_pages(layout_of(group, held, size), group, held, tokens)
     expected = {place // size for place, token in enumerate(kept(held)) if token in tokens}
     assert set(range(pages.first, pages.end)) == expected
 
 
-@given(holdings(), SIZES, st.integers(1, 3), st.data())
+@given(shards(), SIZES, st.integers(1, 3), st.data())
 def test_tokens_of_a_share_with_gaps(
-    held: Holding, size: int, every: int, data: st.DataObject
+    held: Shard, size: int, every: int, data: st.DataObject
 ) -> None:
     mine = kept(held)
     if not mine:
@@ -86,9 +86,9 @@ def test_tokens_of_a_share_with_gaps(
     assert local.pages(count) == as_span({place // size for place in places})
 
 
-@given(holdings(), SPANS, SIZES)
-def test_a_state_row_is_page_0(held: Holding, tokens: Span, size: int) -> None:
-    group = group_of(Slot())
+@given(shards(), SPANS, SIZES)
+def test_a_state_row_is_page_0(held: Shard, tokens: Span, size: int) -> None:
+    group = group_of(StateRow())
     layout = layout_of(group, held, size)
     assert local_pages(layout, group, held, tokens) == Span(0, 1)
     assert local_tokens(layout, group, held, Tokens(5, 6)).pages(1) == Span(0, 1)

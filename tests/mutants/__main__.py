@@ -1,6 +1,6 @@
 """`make mutants`: which small mistakes in endpoint/ and protocol/ would no test notice?
 
-make mutants ARGS="--only endpoint/driver"
+make mutants ARGS="--only endpoint/runner"
 make mutants ARGS="--sample 100 --seed 7 --jobs 2"
 make mutants ARGS="--named"
 """
@@ -24,7 +24,7 @@ from mutants.mutate import Mutant, mutants
 from mutants.named import named_mutants
 from mutants.worker import Unfit, work
 
-ROWS = tuple(f"src/kvferry/{row}" for row in ("runtime", "control", "memory", "protocol"))
+ROWS = tuple(f"src/kvferry/{row}" for row in ("endpoint", "memory", "protocol"))
 Verdict = tuple[Mutant, str | None]
 
 

@@ -62,7 +62,7 @@ DRIVEN = ("endpoint/runner", "protocol")
 THREADS = ("endpoint", "memory")
 
 JUDGES = (
-    Judge("driver", ("endpoint/runner",), _tests("endpoint", "runner/runner")),
+    Judge("runner", ("endpoint/runner",), _tests("endpoint", "runner/runner")),
     Judge("sim", DRIVEN),
     Judge("machines", DRIVEN, _tests("protocol", _MACHINES)),
     Judge("parts", ("protocol",), _tests("protocol", _PARTS)),
@@ -74,10 +74,10 @@ JUDGES = (
 
 def judges_of(path: str) -> list[Judge]:
     """Who may notice a mistake in that module."""
-    driver = "endpoint/runner" in path
+    runner = "endpoint/runner" in path
     return [
         judge
         for judge in JUDGES
         if any(f"kvferry/{place}" in path for place in judge.concerns)
-        and not (driver and judge.concerns == THREADS)
+        and not (runner and judge.concerns == THREADS)
     ]

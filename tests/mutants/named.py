@@ -27,7 +27,7 @@ NAMED = (
     Named(
         "a write of unknown fate does not make its session doubtful",
         f"{ENDPOINT}/runner/runner.py",
-        "doubtful=fate is Fate.UNKNOWN",
+        "doubtful=fate is WriteFate.UNKNOWN",
         "doubtful=False",
     ),
     Named(
@@ -37,19 +37,19 @@ NAMED = (
         "if each.peer == peer]",
     ),
     Named(
-        "a driver that holds memory says that it may leave",
+        "a runner that holds memory says that it may leave",
         f"{ENDPOINT}/runner/runner.py",
         "return not self._held",
         "return True",
     ),
     Named(
-        "a lifeline closes though memory is not free",
+        "a liveness_port closes though memory is not free",
         f"{ENDPOINT}/loop/loop.py",
-        "if free and self.driver.may_leave:",
+        "if free and self.runner.may_leave:",
         "if True:",
     ),
     Named(
-        "a driver takes time before what has come",
+        "a runner takes time before what has come",
         f"{ENDPOINT}/runner/runner.py",
         """            for event in arrived:
                 self.take(event, now)
@@ -63,8 +63,8 @@ NAMED = (
     Named(
         "an owner takes time before what has come",
         f"{ENDPOINT}/loop/loop.py",
-        "        self.driver.turn(self._arrived(ready), now)\n",
-        "        self.driver.pass_time(now)\n        self.driver.turn(self._arrived(ready), now)\n",
+        "        self.runner.turn(self._arrived(ready), now)\n",
+        "        self.runner.pass_time(now)\n        self.runner.turn(self._arrived(ready), now)\n",
     ),
     Named(
         "nobody asks after the process of a lost session",
@@ -74,14 +74,14 @@ NAMED = (
     ),
     Named(
         "the owner's port asks nobody",
-        f"{ENDPOINT}/loop/suspects.py",
-        "            self._prober.suspect(record.peer, record.incarnation, told.address)",
+        f"{ENDPOINT}/loop/probes.py",
+        "            self._prober.start_probing(record.peer, record.incarnation, told.address)",
         "            pass",
     ),
     Named(
         "a busy write raises suspicion",
         f"{ENDPOINT}/runner/runner.py",
-        "if record is not None and fate is not Fate.BUSY:",
+        "if record is not None and fate is not WriteFate.BUSY:",
         "if record is not None:",
     ),
 )

@@ -14,20 +14,20 @@ from kvferry.layout import (
     ALL_TOKENS,
     CacheSpec,
     DType,
+    ExplicitSharding,
     Group,
-    Holding,
     Layout,
     Paged,
     Parallel,
-    Slot,
+    Shard,
     Span,
-    Stated,
+    StateRow,
     Tensor,
     Tokens,
     Window,
     attention,
 )
-from kvferry.plan import Block, Image, Pair, Plan, Request, Side, bind, reshard
+from kvferry.plan import Block, Plan, RankPair, Request, Side, StagingView, bind, reshard
 from kvferry.plan.bind import Binding
 from kvferry.plan.binding_cache import Between, BindingCache
 from kvferry.plan.places import contiguous_pools
@@ -38,7 +38,7 @@ def assert_same(one: Binding, other: Binding) -> None:
         np.testing.assert_array_equal(got, wanted)
 
 
-def fragments(plan: Plan, pair: Pair, request: Request, length: int) -> list[Block]:
+def fragments(plan: Plan, pair: RankPair, request: Request, length: int) -> list[Block]:
     """Everything that is owed, cut into stretches of that length."""
     return [
         replace(block, tokens=Span(first, min(first + length, block.tokens.end)))
@@ -47,20 +47,24 @@ def fragments(plan: Plan, pair: Pair, request: Request, length: int) -> list[Blo
     ]
 
 
-KIND: dict[str, Paged | Window | Slot] = {"paged": Paged(), "window": Window(23), "rows": Slot()}
+KIND: dict[str, Paged | Window | StateRow] = {
+    "paged": Paged(),
+    "window": Window(23),
+    "rows": StateRow(),
+}
 TENSORS = (Tensor("k", DType.UINT8, 3), Tensor("v", DType.UINT8, 3))
 HYBRID = CacheSpec(3, tuple(Group(name, kind, (0, 2), 2, TENSORS) for name, kind in KIND.items()))
 SHARES = (Tokens(0, 13), Tokens(13, None))
-CUT = Stated(
+CUT = ExplicitSharding(
     tuple(
         tuple(
-            Holding(name, Span(0, 3), Span(0, 2), ALL_TOKENS if name == "rows" else share)
+            Shard(name, Span(0, 3), Span(0, 2), ALL_TOKENS if name == "rows" else share)
             for name in KIND
         )
         for share in SHARES
     )
 )
-SHARDINGS: dict[str, Parallel | Stated] = {
+SHARDINGS: dict[str, Parallel | ExplicitSharding] = {
     "tp1": Parallel(),
     "tp2": Parallel(tp=2),
     "pp2": Parallel(pp=2),
@@ -85,14 +89,14 @@ def test_fragments_of_many_lengths_in_any_order(
     for request in (Request(40), Request(37, 5), Request(16), Request(40, 24)):
         ranks = [make_ranks(side, request.num_tokens, rng) for side in sides]
         for ours, theirs in itertools.product(*ranks):
-            pair = Pair(ours.rank, theirs.rank)
+            pair = RankPair(ours.rank, theirs.rank)
             some = [b for n in (1, 3, 4, 7, 12) for b in fragments(plan, pair, request, n)]
             some += [replace(b, layers=b.layers.intersect(Span(0, 1))) for b in some[::3]]
             chance.shuffle(some)
-            kinds: list[tuple[Side | Image, Side | Image]] = [
+            kinds: list[tuple[Side | StagingView, Side | StagingView]] = [
                 (ours.side, theirs.side),
-                (ours.side, Image()),
-                (Image(), theirs.side),
+                (ours.side, StagingView()),
+                (StagingView(), theirs.side),
             ]
             for ends in kinds:
                 between = Between(plan, pair, *[end.pools for end in ends])
@@ -103,7 +107,7 @@ def test_fragments_of_many_lengths_in_any_order(
 
 
 SPEC = attention(layers=2, kv_heads=2, head_dim=8)
-PAIR = Pair(0, 0)
+PAIR = RankPair(0, 0)
 NUM_PAGES = 256
 
 

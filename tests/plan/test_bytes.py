@@ -23,22 +23,22 @@ from msgspec.structs import replace
 from kvferry.errors import InputError
 from kvferry.layout import (
     CacheSpec,
-    Holding,
+    ExplicitSharding,
     Layout,
     Order,
     Parallel,
+    Shard,
     Span,
-    Stated,
     Tokens,
     attention,
 )
 from kvferry.plan import (
-    Image,
     PageTable,
-    Pair,
     Plan,
+    RankPair,
     Request,
     Side,
+    StagingView,
     bind,
     contiguous_pools,
     reshard,
@@ -105,7 +105,7 @@ def test_chunks_add_up_to_the_request(
     edges = [0, *sorted(cut for cut in cuts if cut < tokens), tokens]
     for source in sources:
         for target in targets:
-            ends = (Pair(source.rank, target.rank), request, source.side, target.side)
+            ends = (RankPair(source.rank, target.rank), request, source.side, target.side)
             blocks = plan.blocks(source.rank, target.rank, request)
             chunks = [
                 bind(
@@ -150,7 +150,7 @@ def spec8() -> CacheSpec:
 
 
 def count(plan: Plan, source: Side, target: Side, tokens: int) -> tuple[int, int, bool]:
-    binding = bind(plan, Pair(0, 0), Request(tokens), source, target)
+    binding = bind(plan, RankPair(0, 0), Request(tokens), source, target)
     return binding.num_pieces, binding.merged().num_pieces, binding.contiguous
 
 
@@ -205,23 +205,23 @@ def test_equal_pages_that_begin_at_different_tokens_never_fill(
     first: int, contiguous: bool
 ) -> None:
     """A target that holds the tokens from 5 on has page boundaries at 5, 21, ..."""
-    kv, rest = Holding("kv", Span(0, 2), Span(0, 8)), Tokens(first, None)
-    late = Stated(((replace(kv, tokens=rest),), (replace(kv, tokens=Tokens(0, first)),)))
+    kv, rest = Shard("kv", Span(0, 2), Span(0, 8)), Tokens(first, None)
+    late = ExplicitSharding(((replace(kv, tokens=rest),), (replace(kv, tokens=Tokens(0, first)),)))
     source, target = hnd(), Layout(spec8(), late, order=Order.HND)
     plan, ours, theirs = two_sides(source, target, 64)
-    binding = bind(plan, Pair(0, 0), Request(64), ours, theirs)
+    binding = bind(plan, RankPair(0, 0), Request(64), ours, theirs)
     assert binding.contiguous is contiguous
     assert (binding.num_pieces == 2 * TENSORS) is contiguous
 
 
 def test_only_some_moves_of_a_pair_can_be_bound() -> None:
     """Two replicas take turns where others cut the layers, so the pair has two moves."""
-    spec, request, pair = attention(layers=4, kv_heads=2, head_dim=4), Request(64), Pair(0, 0)
-    whole = Holding("kv", Span(0, 4), Span(0, 2))
+    spec, request, pair = attention(layers=4, kv_heads=2, head_dim=4), Request(64), RankPair(0, 0)
+    whole = Shard("kv", Span(0, 4), Span(0, 2))
     mine = replace(whole, units=Span(0, 1))
-    others = (Holding("kv", layers, Span(1, 2)) for layers in (Span(0, 2), Span(2, 4)))
-    target = Layout(spec, Stated(((mine,), *((other,) for other in others))))
-    plan, ours, theirs = two_sides(Layout(spec, Stated(((whole,), (whole,)))), target, 64)
+    others = (Shard("kv", layers, Span(1, 2)) for layers in (Span(0, 2), Span(2, 4)))
+    target = Layout(spec, ExplicitSharding(((mine,), *((other,) for other in others))))
+    plan, ours, theirs = two_sides(Layout(spec, ExplicitSharding(((whole,), (whole,)))), target, 64)
     one, two = plan.between(*pair)
     for moves in ((), (one,), (two,), (one, two)):
         binding = bind(plan, pair, request, ours, theirs, moves=moves)
@@ -236,13 +236,13 @@ def test_neighbouring_pages_merge_into_one_run() -> None:
 
 def test_a_partial_last_page_stays_partial() -> None:
     plan, ours, theirs = two_sides(Layout(spec8()), Layout(spec8()), 50)
-    lengths = bind(plan, Pair(0, 0), Request(50), ours, theirs).descriptors().length
+    lengths = bind(plan, RankPair(0, 0), Request(50), ours, theirs).descriptors().length
     assert sorted(set(lengths.tolist())) == [2 * 8 * 4 * 2, 16 * 8 * 4 * 2]
 
 
 def test_nothing_is_bound_between_strangers_or_for_a_cached_request() -> None:
     plan, ours, theirs = two_sides(Layout(spec8(), Parallel(tp=2)), Layout(spec8()), 64)
-    for pair, request in ((Pair(7, 7), Request(64)), (Pair(0, 0), Request(64, 64))):
+    for pair, request in ((RankPair(7, 7), Request(64)), (RankPair(0, 0), Request(64, 64))):
         binding = bind(plan, pair, request, ours, theirs)
         assert (binding.num_bytes, len(binding.descriptors().length)) == (0, 0)
 
@@ -258,7 +258,7 @@ def bad(table: PageTable | None, where: str) -> str:
     else:
         side.tables["kv"] = table
     with pytest.raises(InputError) as caught:
-        bind(plan, Pair(0, 0), Request(64), ours, theirs)
+        bind(plan, RankPair(0, 0), Request(64), ours, theirs)
     return str(caught.value)
 
 
@@ -293,10 +293,10 @@ def test_a_target_page_named_twice_is_refused_also_with_strided_tokens(
         Side(contiguous_pools(theirs, 0, 9).map, {"kv": PageTable(table)}),
     )
     if not whole:
-        assert bind(plan, Pair(source, 0), Request(16), *sides).num_bytes == 8 * 4
+        assert bind(plan, RankPair(source, 0), Request(16), *sides).num_bytes == 8 * 4
         return
     with pytest.raises(InputError, match="twice"):
-        bind(plan, Pair(source, 0), Request(16), *sides)
+        bind(plan, RankPair(source, 0), Request(16), *sides)
 
 
 def test_a_page_table_is_flat() -> None:
@@ -306,7 +306,7 @@ def test_a_page_table_is_flat() -> None:
 
 def test_the_image_is_dense_and_ordered() -> None:
     plan, ours, _ = two_sides(Layout(spec8()), Layout(spec8()), 64)
-    pieces = bind(plan, Pair(0, 0), Request(64), ours, Image()).descriptors()
+    pieces = bind(plan, RankPair(0, 0), Request(64), ours, StagingView()).descriptors()
     ends = np.sort(pieces.target_offset) + pieces.length[np.argsort(pieces.target_offset)]
     np.testing.assert_array_equal(np.sort(pieces.target_offset)[1:], ends[:-1])
     assert ends[-1] == plan.payload_bytes(Request(64))

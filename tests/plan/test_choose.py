@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError
-from kvferry.layout import Holding, Layout, Parallel, Span, Stated, Tokens, attention
+from kvferry.layout import ExplicitSharding, Layout, Parallel, Shard, Span, Tokens, attention
 from kvferry.plan import (
     PRESETS,
-    Constants,
+    BlockShape,
+    LinkCost,
     PageTable,
-    Pair,
-    Path,
     Plan,
+    RankPair,
     Request,
-    Shape,
     Side,
+    TransferMode,
     bind,
     choose,
     contiguous_pools,
@@ -35,35 +35,35 @@ SPEC = attention(layers=4, kv_heads=8, head_dim=128)
 
 
 def test_many_small_pieces_are_staged_and_few_large_ones_are_not() -> None:
-    assert choose(Shape(1 << 28, 1 << 19, 1 << 19, False), HOST).path is Path.STAGED
-    assert choose(Shape(1 << 28, 64, 64, False), HOST).path is Path.SLICES
-    assert choose(Shape(1 << 28, 64, 1, True), HOST).path is Path.RUNS
+    assert choose(BlockShape(1 << 28, 1 << 19, 1 << 19, False), HOST).mode is TransferMode.STAGED
+    assert choose(BlockShape(1 << 28, 64, 64, False), HOST).mode is TransferMode.SLICES
+    assert choose(BlockShape(1 << 28, 64, 1, True), HOST).mode is TransferMode.RUNS
 
 
 def test_ties_go_to_the_simpler_path() -> None:
-    assert choose(Shape(1 << 20, 8, 8, True), HOST).path is Path.RUNS
+    assert choose(BlockShape(1 << 20, 8, 8, True), HOST).mode is TransferMode.RUNS
 
 
 def test_a_transport_that_maps_the_peer_never_stages() -> None:
-    choice = choose(Shape(1 << 28, 1 << 20, 1 << 20, False), PRESETS["shm"])
-    assert choice.path is Path.SLICES
-    assert Path.STAGED not in choice.seconds
+    choice = choose(BlockShape(1 << 28, 1 << 20, 1 << 20, False), PRESETS["shm"])
+    assert choice.mode is TransferMode.SLICES
+    assert TransferMode.STAGED not in choice.seconds
 
 
 def test_an_override_is_followed_where_that_path_is_open() -> None:
-    shape = Shape(1 << 20, 4096, 4096, False)
-    assert choose(shape, HOST, Path.SLICES).path is Path.SLICES
+    shape = BlockShape(1 << 20, 4096, 4096, False)
+    assert choose(shape, HOST, TransferMode.SLICES).mode is TransferMode.SLICES
     with pytest.raises(InputError, match="not open"):
-        choose(shape, HOST, Path.RUNS)
+        choose(shape, HOST, TransferMode.RUNS)
 
 
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 30), st.booleans(), st.sampled_from([*PRESETS]))
 def test_the_choice_is_never_worse_than_another_open_path(
     num_bytes: int, pieces: int, contiguous: bool, name: str
 ) -> None:
-    choice = choose(Shape(num_bytes, pieces, pieces // 2, contiguous), PRESETS[name])
+    choice = choose(BlockShape(num_bytes, pieces, pieces // 2, contiguous), PRESETS[name])
     assert choice.predicted_s == min(choice.seconds.values())
-    assert (Path.RUNS in choice.seconds) == contiguous
+    assert (TransferMode.RUNS in choice.seconds) == contiguous
 
 
 @pytest.mark.parametrize(
@@ -82,23 +82,23 @@ def test_the_choice_is_never_worse_than_another_open_path(
 def test_constants_that_cannot_be(change: dict[str, float]) -> None:
     values = {"descriptor_s": 1.0, "bytes_per_s": 1.0, "copy_bytes_per_s": 1.0} | change
     with pytest.raises(InputError):
-        Constants(**values)  # type: ignore[arg-type]
+        LinkCost(**values)  # type: ignore[arg-type]
 
 
 def test_an_estimate_counts_what_the_binding_would() -> None:
     plan = reshard(Layout(SPEC, Parallel(tp=2)), Layout(SPEC))
     costs = estimate(plan, Request(100), HOST)
     assert costs.num_bytes == plan.payload_bytes(Request(100)) == 100 * 4 * 8 * 512
-    assert costs.pieces(Path.SLICES) == 2 * 4 * 2 * 100
-    assert costs.pieces(Path.STAGED) == 2
-    assert sum(costs.carried(path) for path in Path) == costs.num_bytes
+    assert costs.pieces(TransferMode.SLICES) == 2 * 4 * 2 * 100
+    assert costs.pieces(TransferMode.STAGED) == 2
+    assert sum(costs.carried(mode) for mode in TransferMode) == costs.num_bytes
 
 
 def test_a_move_that_fills_several_slots_counts_each() -> None:
     plan = reshard(Layout(SPEC, Parallel(tp=2)), Layout(SPEC))
     tokens = 3 * HOST.slot_bytes // (4 * 4 * 512) + 1
-    assert estimate(plan, Request(tokens), HOST).pieces(Path.STAGED) == 2 * 4
-    assert estimate(plan, Request(tokens - 1), HOST).pieces(Path.STAGED) == 2 * 3
+    assert estimate(plan, Request(tokens), HOST).pieces(TransferMode.STAGED) == 2 * 4
+    assert estimate(plan, Request(tokens - 1), HOST).pieces(TransferMode.STAGED) == 2 * 3
 
 
 def made_up(layout: Layout, rank: int, tokens: int, gap: int) -> Side:
@@ -116,7 +116,7 @@ def test_moves_that_are_alike_are_counted_as_if_each_were_bound(
     costs = estimate(plan, request, HOST, scattered=scattered)
     assert [one.move for one in costs.moves] == [m for m in plan.moves if plan.bytes_of(m, request)]
     for one in costs.moves:
-        ranks = Pair(one.move.source, one.move.target)
+        ranks = RankPair(one.move.source, one.move.target)
         source, target = (
             made_up(layout, rank, tokens, 1 + scattered)
             for layout, rank in zip(pair, ranks, strict=True)
@@ -129,11 +129,11 @@ def test_moves_that_differ_in_where_they_begin_are_not_taken_for_alike() -> None
     """Two moves of 15 tokens touch the same pages; in only one do source and target pages meet."""
     spec = attention(layers=1, kv_heads=2, head_dim=1)
     shares = [
-        Holding("kv", Span(0, 1), Span(unit, unit + 1), tokens)
+        Shard("kv", Span(0, 1), Span(unit, unit + 1), tokens)
         for unit, cut in ((0, 4), (1, 5))
         for tokens in (Tokens(0, cut), Tokens(cut, cut + 16), Tokens(cut + 16, None))
     ]
-    target = Layout(spec, Stated(tuple((share,) for share in shares)), page_tokens=4)
+    target = Layout(spec, ExplicitSharding(tuple((share,) for share in shares)), page_tokens=4)
     costs = estimate(reshard(Layout(spec, Parallel(tp=2)), target), Request(40), HOST)
     assert [one.shape.slices for one in costs.moves if one.move.target in (1, 4)] == [2, 8, 10, 2]
 

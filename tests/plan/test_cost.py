@@ -14,10 +14,10 @@ from kvferry.plan.cost import (
     NIXL_DESCRIPTOR_BYTES,
     PRESETS,
     REMEASURE_S,
-    Constants,
-    LinkCosts,
+    LinkCost,
+    LinkCostTable,
     SlotRule,
-    first_constants,
+    default_link_cost,
     preset_for,
 )
 from kvferry.regions import HOST, Device
@@ -45,7 +45,7 @@ def test_a_preset_has_the_slots_of_its_device(name: str, slots: SlotRule) -> Non
 
 
 def test_constants_without_slots_have_those_of_a_host() -> None:
-    plain = Constants(descriptor_s=0, bytes_per_s=1, copy_bytes_per_s=1)
+    plain = LinkCost(descriptor_s=0, bytes_per_s=1, copy_bytes_per_s=1)
     assert (plain.slot_s, plain.slot_bytes) == (NIXL.slot_s, NIXL.slot_bytes)
 
 
@@ -63,16 +63,16 @@ def test_constants_without_slots_have_those_of_a_host() -> None:
 )
 def test_an_endpoint_starts_with_its_preset(transport: str, device: Device, preset: str) -> None:
     assert preset_for(transport, device) == preset
-    assert first_constants(transport, device) == PRESETS[preset]
+    assert default_link_cost(transport, device) == PRESETS[preset]
 
 
 def test_an_endpoint_knows_better_than_its_preset() -> None:
-    found = first_constants("nixl", HOST, slot_bytes=4096, copy_bytes_per_s=1.5, maps_peer=True)
+    found = default_link_cost("nixl", HOST, slot_bytes=4096, copy_bytes_per_s=1.5, maps_peer=True)
     assert found == replace(NIXL, slot_bytes=4096, copy_bytes_per_s=1.5, maps_peer=True)
 
 
 def test_slots_are_those_of_the_device_also_where_a_preset_is_not() -> None:
-    found = first_constants("mooncake", Device("cuda"))
+    found = default_link_cost("mooncake", Device("cuda"))
     slots = {"slot_bytes": GPU_SLOTS.slot_bytes(), "slot_s": GPU_SLOTS.slot_s}
     assert found == replace(PRESETS["mooncake"], **slots)
 
@@ -82,8 +82,8 @@ def test_nixls_batches_weigh_a_descriptor_as_its_preset_does() -> None:
     assert NIXL_DESCRIPTOR_BYTES <= as_bytes < 2 * NIXL_DESCRIPTOR_BYTES
 
 
-def costs() -> LinkCosts:
-    return LinkCosts({"shm": SHM, "nixl": NIXL})
+def costs() -> LinkCostTable:
+    return LinkCostTable({"shm": SHM, "nixl": NIXL})
 
 
 def test_before_it_is_measured_a_link_costs_what_its_transport_is_known_for() -> None:

@@ -16,7 +16,7 @@ from kvferry.layout import (
     Order,
     Paged,
     Parallel,
-    Slot,
+    StateRow,
     Tensor,
     attention,
     mismatches,
@@ -24,9 +24,9 @@ from kvferry.layout import (
 from kvferry.plan import (
     Base,
     PageTable,
-    Pair,
     Placement,
     PoolMap,
+    RankPair,
     Request,
     Side,
     bind,
@@ -98,7 +98,7 @@ def test_g4_one_prefill_serves_decodes_of_different_tp_at_once() -> None:
     for rank in range(4):
         for plan, ranks, _ in both:
             if rank < len(ranks):
-                by_slices(plan, Pair(0, rank), request, sources[0], ranks[rank])
+                by_slices(plan, RankPair(0, rank), request, sources[0], ranks[rank])
     for _, ranks, wanted in both:
         for got, want in zip(ranks, wanted, strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(got.regions, want, strict=True))
@@ -124,7 +124,7 @@ def test_g6_offsets_are_64_bit() -> None:
     pools = PoolMap((placement("k", 0), placement("v", 1)))
     table = PageTable([num_pages - 1, 0])
     side = Side(pools, {"kv": table})
-    pieces = bind(reshard(layout, layout), Pair(0, 0), Request(128), side, side).descriptors()
+    pieces = bind(reshard(layout, layout), RankPair(0, 0), Request(128), side, side).descriptors()
     exact = {
         (2 * n + first) * layer_bytes + p * page
         for n in range(80)
@@ -152,7 +152,7 @@ def test_g8_page_orders_differ(source: int, target: int, ours: str, theirs: str)
 
 
 def test_g9_no_two_sources_ever_write_the_same_target_byte() -> None:
-    state = Group("s", Slot(), (0, 1, 2, 3), 2, (Tensor("s", DType.FLOAT32, 3),))
+    state = Group("s", StateRow(), (0, 1, 2, 3), 2, (Tensor("s", DType.FLOAT32, 3),))
     kv = Group("kv", Paged(), (0, 1, 2, 3), 2, (Tensor("k", DType.BFLOAT16, 2),))
     spec = CacheSpec(4, (kv, state))
     source, target = sides(spec, Parallel(tp=4, pp=4), Parallel())
@@ -160,7 +160,7 @@ def test_g9_no_two_sources_ever_write_the_same_target_byte() -> None:
     senders, (receiver,) = make_ranks(source, 9, rng), make_ranks(target, 9, rng)
     writes = [np.zeros(len(region), dtype=np.int64) for region in receiver.regions]
     for sender in senders:
-        pair = Pair(sender.rank, 0)
+        pair = RankPair(sender.rank, 0)
         pieces = bind(plan, pair, Request(9), sender.side, receiver.side).descriptors()
         for region, at, length in zip(
             pieces.target_region, pieces.target_offset, pieces.length, strict=True

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.errors import InputError
 from kvferry.layout import Layout, Parallel, attention
-from kvferry.plan import Pair, Request, Side, bind, reshard
+from kvferry.plan import RankPair, Request, Side, bind, reshard
 from kvferry.plan.bind import Binding, outline
 from kvferry.plan.forms import SHORT_TOKENS
 from kvferry.plan.places import PageTable, contiguous_pools
@@ -15,7 +15,7 @@ from kvferry.plan.places import PageTable, contiguous_pools
 SPEC = attention(layers=2, kv_heads=2, head_dim=8)
 SOURCE = Layout(SPEC, Parallel(tp=2), page_tokens=4)
 TARGET = Layout(SPEC, Parallel(), page_tokens=8)
-PLAN, PAIR, NUM_PAGES = reshard(SOURCE, TARGET), Pair(1, 0), SHORT_TOKENS
+PLAN, PAIR, NUM_PAGES = reshard(SOURCE, TARGET), RankPair(1, 0), SHORT_TOKENS
 OURS, THEIRS = (contiguous_pools(layout, 0, NUM_PAGES).map for layout in (SOURCE, TARGET))
 UNIT = 2 * 8
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry import Constants, InputError, layers_per_push
+from kvferry import InputError, LinkCost, layers_per_push
 from kvferry.plan.cost import PRESETS
 
-LINK = Constants(descriptor_s=1e-6, bytes_per_s=1e10, copy_bytes_per_s=1e12, maps_peer=True)
+LINK = LinkCost(descriptor_s=1e-6, bytes_per_s=1e10, copy_bytes_per_s=1e12, maps_peer=True)
 
 
 def layers(layer_ms: float, layer_mb: float, num_layers: int = 32) -> tuple[int, str]:
@@ -20,7 +20,7 @@ def layers(layer_ms: float, layer_mb: float, num_layers: int = 32) -> tuple[int,
         layer_s=layer_ms / 1e3,
         layer_bytes=int(layer_mb * 1e6),
         layer_pieces=1,
-        constants=LINK,
+        link_cost=LINK,
     )
     assert found.left_s <= found.whole_s
     return found.layers, found.reason
@@ -74,7 +74,7 @@ def test_it_never_advises_what_it_predicts_to_be_slower(
         layer_s=layer_s,
         layer_bytes=layer_bytes,
         layer_pieces=pieces,
-        constants=PRESETS[link],
+        link_cost=PRESETS[link],
     )
     assert 1 <= found.layers <= num_layers
     assert found.left_s <= found.whole_s
@@ -86,4 +86,4 @@ def test_it_never_advises_what_it_predicts_to_be_slower(
 def test_what_can_not_be(wrong: dict[str, int]) -> None:
     good: dict[str, Any] = {"num_layers": 1, "layer_s": 0.0, "layer_bytes": 1}
     with pytest.raises(InputError, match="or more"):
-        layers_per_push(constants=LINK, **(good | wrong))
+        layers_per_push(link_cost=LINK, **(good | wrong))

@@ -15,13 +15,13 @@ from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import (
     PRESETS,
     Base,
-    Image,
     PageTable,
-    Pair,
     Placement,
     PoolMap,
+    RankPair,
     Request,
     Side,
+    StagingView,
     bind,
     contiguous_pools,
     estimate,
@@ -100,7 +100,7 @@ def test_an_image_that_is_too_large_is_refused() -> None:
     plan = plan_of(HUGE, Parallel(), Parallel())
     side = Side(contiguous_pools(plan.source, 0, 1 << 10).map, {"kv": PageTable([0])})
     with pytest.raises(InputError, match="fewer"):
-        bind(plan, Pair(0, 0), Request(MAX_TOKENS), Image(), side)
+        bind(plan, RankPair(0, 0), Request(MAX_TOKENS), StagingView(), side)
 
 
 def test_a_move_whose_bytes_would_wrap_is_refused() -> None:
@@ -113,9 +113,9 @@ def test_a_move_whose_bytes_would_wrap_is_refused() -> None:
         )
     )
     side = Side(flat, {"kv": PageTable(range(1 << 17))})
-    assert bind(plan, Pair(0, 0), Request(16), side, side).num_bytes == 16 << 43
+    assert bind(plan, RankPair(0, 0), Request(16), side, side).num_bytes == 16 << 43
     with pytest.raises(InputError, match="fewer tokens"):
-        bind(plan, Pair(0, 0), Request(1 << 21), side, side)
+        bind(plan, RankPair(0, 0), Request(1 << 21), side, side)
 
 
 def test_payloads_beyond_64_bits_are_exact() -> None:
@@ -157,12 +157,12 @@ def test_token_classes_have_a_limit() -> None:
 
 
 def counted(work: Callable[[], object]) -> int:
-    """How often a whole side's holdings were worked out."""
+    """How often a whole side's shards were worked out."""
     calls = 0
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal calls
-        calls += event == "call" and frame.f_code is Parallel.holdings.__code__
+        calls += event == "call" and frame.f_code is Parallel.shards.__code__
 
     before = sys.getprofile()
     sys.setprofile(look)

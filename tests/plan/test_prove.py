@@ -9,7 +9,7 @@ from moving import plan_of
 from msgspec.structs import replace
 
 from kvferry.errors import BrokenPlan
-from kvferry.layout import Holding, Layout, Parallel, Span, Stated, Tokens, attention
+from kvferry.layout import ExplicitSharding, Layout, Parallel, Shard, Span, Tokens, attention
 from kvferry.plan import Move, Plan, check, reshard
 
 
@@ -52,9 +52,11 @@ def test_check_notices_when(name: str) -> None:
 Moves = tuple[Move, ...]
 
 
-def shares(*tokens: Tokens) -> Stated:
+def shares(*tokens: Tokens) -> ExplicitSharding:
     """A rank for each token set, with every layer and unit of it."""
-    return Stated(tuple((Holding("kv", Span(0, 2), Span(0, 1), share),) for share in tokens))
+    return ExplicitSharding(
+        tuple((Shard("kv", Span(0, 2), Span(0, 1), share),) for share in tokens)
+    )
 
 
 def swapped(plan: Plan, index: int, **changes: object) -> Plan:

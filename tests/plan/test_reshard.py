@@ -13,14 +13,14 @@ from oracle import assert_exactly_once
 from kvferry.errors import ReasonCode, Refused
 from kvferry.layout import (
     CacheSpec,
+    ExplicitSharding,
     Group,
-    Holding,
     Layout,
     Paged,
     Parallel,
-    Slot,
+    Shard,
     Span,
-    Stated,
+    StateRow,
     Tensor,
     Tokens,
     attention,
@@ -103,7 +103,7 @@ def refusal(source: Layout, target: Layout) -> list[ReasonCode]:
 
 def half(units: Span) -> Layout:
     spec = attention(layers=2, kv_heads=4, head_dim=1)
-    return Layout(spec, Stated(((Holding("kv", Span(0, 2), units),),)))
+    return Layout(spec, ExplicitSharding(((Shard("kv", Span(0, 2), units),),)))
 
 
 def test_a_source_that_lacks_heads_is_refused() -> None:
@@ -149,8 +149,8 @@ def test_the_digest_depends_on_what_travels_and_not_on_paging() -> None:
 
 def test_the_digest_tells_rank_counts_apart_where_the_moves_are_the_same() -> None:
     spec = attention(layers=2, kv_heads=2, head_dim=1)
-    whole = Holding("kv", Span(0, 2), Span(0, 2))
-    one, idle = Layout(spec), Layout(spec, Stated(((whole,), ())))
+    whole = Shard("kv", Span(0, 2), Span(0, 2))
+    one, idle = Layout(spec), Layout(spec, ExplicitSharding(((whole,), ())))
     plans = [Plan(*sides, reshard(one, one).moves) for sides in ((one, one), (idle, one))]
     plans.append(Plan(one, idle, plans[0].moves))
     for plan in plans:
@@ -170,6 +170,6 @@ def test_pairs_and_payload_are_read_from_the_plan() -> None:
 
 def test_groups_follow_their_own_units() -> None:
     kv = Group("kv", Paged(), (1, 3), 2, (Tensor("k", DType.BFLOAT16, 1),))
-    state = Group("s", Slot(), (0, 2), 8, (Tensor("s", DType.FLOAT32, 1),))
+    state = Group("s", StateRow(), (0, 2), 8, (Tensor("s", DType.FLOAT32, 1),))
     plan = plan_of(CacheSpec(4, (kv, state)), Parallel(tp=4, pp=2), Parallel(tp=8))
     assert_exactly_once(plan, Request(5))

@@ -13,14 +13,14 @@ from oracle import assert_exactly_once
 from kvferry.layout import (
     ALL_TOKENS,
     CacheSpec,
+    ExplicitSharding,
     Group,
-    Holding,
     Layout,
     Paged,
     Parallel,
-    Slot,
+    Shard,
     Span,
-    Stated,
+    StateRow,
     Tensor,
     attention,
 )
@@ -75,7 +75,7 @@ def test_with_too_few_layers_the_replicas_take_turns() -> None:
 
 
 def test_state_rows_are_not_split_by_context_parallelism() -> None:
-    group = Group("s", Slot(), (0, 1), 2, (Tensor("s", DType.FLOAT32, 3),))
+    group = Group("s", StateRow(), (0, 1), 2, (Tensor("s", DType.FLOAT32, 3),))
     plan = plan_of(CacheSpec(2, (group,)), Parallel(tp=2, cp=2), Parallel(cp=3))
     assert all(move.tokens == ALL_TOKENS for move in plan.moves)
     assert_exactly_once(plan, Request(9))
@@ -105,12 +105,12 @@ def test_sources_that_hold_the_same_differ_by_one_layer_of_one_cell(
     plan = reshard(*pair)
     for group in plan.spec.groups:
         loads = weights(plan, group)
-        alike: dict[frozenset[Holding], list[Fraction]] = {}
-        for rank, holdings in enumerate(plan.held):
-            mine = frozenset(holding for holding in holdings if holding.group == group.name)
+        alike: dict[frozenset[Shard], list[Fraction]] = {}
+        for rank, shards in enumerate(plan.held):
+            mine = frozenset(shard for shard in shards if shard.group == group.name)
             alike.setdefault(mine, []).append(loads[rank])
         for mine, shared in alike.items():
-            widest = max((len(holding.units) for holding in mine), default=0)
+            widest = max((len(shard.units) for shard in mine), default=0)
             step = min((move.tokens.step for move in plan.moves if move.group == group.name),
                        default=1)  # fmt: skip
             assert max(shared) - min(shared) <= Fraction(widest, step)
@@ -124,13 +124,13 @@ def sparse(*layers: int) -> CacheSpec:
     return CacheSpec(layers[-1] + 1, (Group("kv", Paged(), layers, 2, tensors),))
 
 
-def others_cut_at(layer: int, end: int) -> Stated:
+def others_cut_at(layer: int, end: int) -> ExplicitSharding:
     """Rank 0 holds unit 0 of everything; the others cut unit 1 at ``layer``."""
-    return Stated(
+    return ExplicitSharding(
         (
-            (Holding("kv", Span(0, end), Span(0, 1)),),
-            (Holding("kv", Span(0, layer), Span(1, 2)),),
-            (Holding("kv", Span(layer, end), Span(1, 2)),),
+            (Shard("kv", Span(0, end), Span(0, 1)),),
+            (Shard("kv", Span(0, layer), Span(1, 2)),),
+            (Shard("kv", Span(layer, end), Span(1, 2)),),
         )
     )
 
@@ -148,7 +148,7 @@ def test_blocks_with_another_sources_layers_between_them_are_not_joined() -> Non
     """Two replicas take turns, so each has every other layer for the same target."""
     tensors = (Tensor("k", DType.INT8, 1),)
     spec = CacheSpec(4, (Group("kv", Paged(), (0, 1, 2, 3), 2, tensors),))
-    plan = plan_of(spec, Stated(((Holding("kv", Span(0, 4), Span(0, 2)),),) * 2),
+    plan = plan_of(spec, ExplicitSharding(((Shard("kv", Span(0, 4), Span(0, 2)),),) * 2),
                    others_cut_at(2, 4))  # fmt: skip
     mine = [(move.source, move.layers) for move in plan.moves if move.target == 0]
     assert mine == [(0, Span(0, 1)), (0, Span(2, 3)), (1, Span(1, 2)), (1, Span(3, 4))]

@@ -12,13 +12,13 @@ from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
 from kvferry.protocol.states import (
-    LANE,
-    LEG,
+    INBOUND,
     LINK,
+    OUTBOUND,
     SOURCE_ROOM,
-    LaneState,
-    LegState,
+    InboundState,
     LinkState,
+    OutboundState,
     RoomState,
 )
 
@@ -46,9 +46,11 @@ def diagrams() -> str:
     link += _begins(LinkState.GREETING, "source says Welcome")
     link += _inside(LINK)
     link += _ends(LinkState.LOST, "nothing waits for proof") + _ends(LinkState.GONE, "forgotten")
-    leg = _begins(LegState.CONNECTING, "engine wants the room")
-    leg += _inside(LEG)
-    leg += _ends(LegState.CLOSED, "room is complete") + _ends(LegState.QUIET, "every leg is quiet")
+    inbound = _begins(InboundState.CONNECTING, "engine wants the room")
+    inbound += _inside(INBOUND)
+    inbound += _ends(InboundState.CLOSED, "room is complete") + _ends(
+        InboundState.QUIET, "every inbound is quiet"
+    )
     room = _begins(RoomState.EARLY, "Offer came") + _begins(RoomState.WARNED, "Abort came")
     room += _begins(RoomState.OPEN, "engine opens it")
     room += _inside(SOURCE_ROOM)
@@ -56,16 +58,16 @@ def diagrams() -> str:
         room += _ends(brief, "expired")
     room += _ends(RoomState.FINISHED, "Complete from every target")
     room += _ends(RoomState.FAILING, "last write ended, every target heard")
-    lane = _begins(LaneState.SENDING, "Offer taken")
-    lane += _inside(LANE)
-    lane += _ends(LaneState.CLOSED, "Complete came")
-    lane += _ends(LaneState.DRAINING, "last write has ended, Drained sent")
+    outbound = _begins(OutboundState.SENDING, "Offer taken")
+    outbound += _inside(OUTBOUND)
+    outbound += _ends(OutboundState.CLOSED, "Complete came")
+    outbound += _ends(OutboundState.DRAINING, "last write has ended, Drained sent")
     parts = [
         "Steps that change nothing are left out.",
         _draw("A link, at either side", link),
-        _draw("A leg: what a target expects from one source in one room", leg),
+        _draw("A inbound: what a target expects from one source in one room", inbound),
         _draw("A room at a source", room),
-        _draw("A lane: what a source owes one target in one room", lane),
+        _draw("A outbound: what a source owes one target in one room", outbound),
     ]
     return "\n\n".join(parts) + "\n"
 

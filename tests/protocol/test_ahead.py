@@ -9,7 +9,7 @@ from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer
 from kvferry.layout import Span
 from kvferry.plan import Request
-from kvferry.protocol.events import Cancel, Fate, Finish, Push, SendFailed
+from kvferry.protocol.events import Cancel, Finish, Push, SendFailed, WriteFate
 from kvferry.protocol.messages import Arrived, Drained, Grant, Staging, Want
 from kvferry.protocol.outcome import FailureCode
 
@@ -29,7 +29,7 @@ def world(
 ) -> World:
     """Everything is staged, and no credit comes before a test lets it."""
     times = {"local_slots": 4, "credit_patience_s": FOR_EVER_S} | limits
-    config = ProtocolConfig(ahead_slots=ahead, **times)  # type: ignore[arg-type]
+    config = ProtocolConfig(early_gather_slots=ahead, **times)  # type: ignore[arg-type]
     w = World(dense(), (dense(target_tp),), config, Staging(slot_bytes, num_slots), always_stage)
     w.drops = lambda _, envelope: isinstance(envelope.body, Grant)
     return w
@@ -122,7 +122,7 @@ def test_all_lanes_together_leave_half_of_the_slots() -> None:
     w = world(2, target_tp=4)
     push(w)
     assert len(w.gathers) == 2
-    assert len({gather.transfer.peer for gather in w.gathers.values()}) == 2, "lanes take turns"
+    assert len({gather.transfer.peer for gather in w.gathers.values()}) == 2, "outbounds take turns"
     grant(w)
     w.wait(2)
     assert w.outcomes(ROOM) == {"done"}
@@ -291,7 +291,7 @@ def test_without_credits_what_was_gathered_is_written_directly_and_once() -> Non
 def test_patience_counts_what_is_gathered_alone() -> None:
     w = world(2, credit_patience_s=1.0)
     push(w, 2)
-    assert not w.source().rooms[ROOM].lanes[0].staged
+    assert not w.source().rooms[ROOM].outbounds[0].staged
     assert len(w.gathers) == 2
     w.wait(1.1)
     assert w.outcomes(ROOM) == {"done"}
@@ -341,7 +341,7 @@ def test_a_gather_that_fails_fails_its_room_and_frees_its_slot() -> None:
     push(w)
     (key, _), (other, _) = w.gathers.items()
     del w.gathers[key]
-    w.tell(S0, SendFailed(key[1], Fate.FAILED))
+    w.tell(S0, SendFailed(key[1], WriteFate.FAILED))
     assert w.outcomes(ROOM) == {FailureCode.TRANSPORT}
     w.run()
     assert other not in w.gathers
@@ -359,7 +359,7 @@ def test_a_posted_write_that_finds_the_transport_busy_is_tried_again() -> None:
     for each in w.writes:
         w.end_write(each)
     w.writes.clear()
-    w.fail_write(held, Fate.BUSY)
+    w.fail_write(held, WriteFate.BUSY)
     w.run()
     assert w.source().counts["busy"] == 1
     w.wait(2)

@@ -45,12 +45,12 @@ from kvferry.protocol.messages import (
     Heartbeat,
     Hello,
     NoSession,
-    Nudge,
     Offer,
+    PageTableMessage,
     RefusalCode,
     Refuse,
     Staging,
-    Table,
+    StatusPoll,
     TransportLack,
     TransportOffer,
     TransportOffers,
@@ -81,7 +81,7 @@ transports = st.builds(
     st.lists(st.builds(TransportLack, texts, texts), max_size=4).map(tuple),
 )
 pages = st.lists(st.integers(0, (1 << 62) - 1), max_size=6).map(tuple)
-tables = st.lists(st.builds(Table, texts, pages, st.integers(0, MAX_TOKENS)), max_size=3)
+tables = st.lists(st.builds(PageTableMessage, texts, pages, st.integers(0, MAX_TOKENS)), max_size=3)
 credits_ = st.builds(Credit, serials, st.integers(0, 1 << 20).map(SlotIndex))
 requests = st.tuples(st.integers(0, MAX_TOKENS), st.integers(0, MAX_TOKENS)).map(
     lambda pair: Request(max(pair), min(pair))
@@ -109,7 +109,7 @@ BODIES: dict[type, st.SearchStrategy[Any]] = {
     Want: st.builds(Want, rooms, generations, counts),
     Grant: st.builds(Grant, rooms, generations, st.lists(credits_, max_size=4).map(tuple)),
     Arrived: st.builds(Arrived, rooms, generations, blocks, st.none() | serials),
-    Nudge: st.builds(Nudge, rooms, generations, st.lists(serials, max_size=4).map(tuple)),
+    StatusPoll: st.builds(StatusPoll, rooms, generations, st.lists(serials, max_size=4).map(tuple)),
     Close: st.builds(
         Close,
         rooms,
@@ -314,7 +314,9 @@ def test_foreign_protocols() -> None:
 
 def test_an_oversized_frame_is_not_even_read() -> None:
     assert fault(b"\x00" * (MAX_FRAME_BYTES + 1)) is FrameFault.OVERSIZED
-    tables_ = tuple(Table(f"g{i}", tuple(range(1 << 40, (1 << 40) + (1 << 19)))) for i in range(2))
+    tables_ = tuple(
+        PageTableMessage(f"g{i}", tuple(range(1 << 40, (1 << 40) + (1 << 19)))) for i in range(2)
+    )
     offer = Offer(1, Generation(1), Request(1), tables_, 1.0)
     with pytest.raises(KvferryError, match="above the limit"):
         encode(Envelope(Peer("a", 0), 1, Session(1, 1), 1, offer))

@@ -11,7 +11,9 @@ from kvferry.config import LivenessConfig, ProtocolConfig
 from kvferry.errors import InputError
 
 
-@pytest.mark.parametrize("name", sorted({*ProtocolConfig.__struct_fields__} - {"ahead_slots"}))
+@pytest.mark.parametrize(
+    "name", sorted({*ProtocolConfig.__struct_fields__} - {"early_gather_slots"})
+)
 @pytest.mark.parametrize("value", [0, -1])
 def test_every_value_must_be_above_zero(name: str, value: int) -> None:
     with pytest.raises(InputError, match=name):
@@ -19,9 +21,9 @@ def test_every_value_must_be_above_zero(name: str, value: int) -> None:
 
 
 def test_a_lane_may_gather_nothing_ahead() -> None:
-    assert ProtocolConfig(ahead_slots=0).ahead_slots == 0
-    with pytest.raises(InputError, match="ahead_slots"):
-        ProtocolConfig(ahead_slots=-1)
+    assert ProtocolConfig(early_gather_slots=0).early_gather_slots == 0
+    with pytest.raises(InputError, match="early_gather_slots"):
+        ProtocolConfig(early_gather_slots=-1)
 
 
 @pytest.mark.parametrize("name", LivenessConfig.__struct_fields__)

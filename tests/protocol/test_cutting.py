@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving import make_ranks
 
-from kvferry.layout import DType, Layout, Paged, Parallel, Slot, Span, attention
+from kvferry.layout import DType, Layout, Paged, Parallel, Span, StateRow, attention
 from kvferry.layout.spec import CacheSpec, Group, Tensor
-from kvferry.plan import Block, Image, Pair, Plan, Request, bind, reshard
+from kvferry.plan import Block, Plan, RankPair, Request, StagingView, bind, reshard
 from kvferry.protocol.cutting import cut_to_slots, image_bytes, join_layers, merge, within
 from kvferry.testing.strategies import MAX_TOKENS, pairs
 
@@ -46,7 +46,9 @@ def test_fragments_cover_exactly_and_fit(
             assert cells(plan, fragments) == cells(plan, (block,))
             for fragment in fragments:
                 side = sources[source].side
-                image = bind(plan, Pair(source, target), request, side, Image(), [fragment])
+                image = bind(
+                    plan, RankPair(source, target), request, side, StagingView(), [fragment]
+                )
                 assert image.num_bytes <= slot_bytes
                 size = image_bytes(plan, source, target, request, [fragment])
                 assert size == image.num_bytes
@@ -113,7 +115,7 @@ def test_a_slot_is_filled_with_every_other_token() -> None:
 
 
 def test_a_state_row_larger_than_a_slot_is_cut_by_layers() -> None:
-    state = Group("state", Slot(), (0, 2, 3), 1, (Tensor("s", DType.UINT8, 10),))
+    state = Group("state", StateRow(), (0, 2, 3), 1, (Tensor("s", DType.UINT8, 10),))
     other = Group("kv", Paged(), (1,), 1, (Tensor("k", DType.UINT8, 1),))
     spec = CacheSpec(4, (state, other))
     plan = reshard(Layout(spec), Layout(spec, Parallel()))

@@ -15,7 +15,7 @@ from kvferry.config import ProtocolConfig
 from kvferry.protocol.codec import FrameFault
 from kvferry.protocol.messages import Body, RefusalCode
 from kvferry.protocol.outcome import FailureCode
-from kvferry.protocol.states import LANE, LEG, LINK, SOURCE_ROOM
+from kvferry.protocol.states import INBOUND, LINK, OUTBOUND, SOURCE_ROOM
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
@@ -32,7 +32,7 @@ def test_every_step_that_changes_something_is_drawn() -> None:
     drawn = diagrams()
     changes = [
         f"    {state} --> {after}: {step}"
-        for table in (LINK, LEG, SOURCE_ROOM, LANE)
+        for table in (LINK, INBOUND, SOURCE_ROOM, OUTBOUND)
         for (state, step), after in table.items()
         if state is not after
     ]

@@ -15,10 +15,10 @@ from kvferry.plan import Block
 from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.events import Action, Event, Report, Sent
 from kvferry.protocol.handshake import TargetLinks
-from kvferry.protocol.lanes import Lane, Lanes
 from kvferry.protocol.ledger import Ledger
 from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Body, Complete
+from kvferry.protocol.outbound import OutboundTransfer, OutboundTransfers
 from kvferry.protocol.outcome import Failure
 from kvferry.protocol.slots import EarlyGather
 from kvferry.protocol.source import SourceMachine, SourceParts
@@ -31,8 +31,8 @@ from kvferry.testing.explore import (
     MODELS,
     STAGED,
     Case,
-    Fault,
-    Model,
+    ExploredModel,
+    ModelFault,
     cases,
     explore,
 )
@@ -47,7 +47,7 @@ from kvferry.testing.sim.breaks import (
     TakesSilenceForProof,
     Unchecked,
 )
-from kvferry.testing.sim.drivers import (
+from kvferry.testing.sim.runner_breaks import (
     ForgetsDoubt,
     ProvesTooEarly,
     Through,
@@ -67,7 +67,7 @@ def test_every_world_keeps_the_promises(case: Case) -> None:
 
 
 def test_every_kind_of_fault_is_explored() -> None:
-    assert {fault for case in QUICK for fault in case.faults} == set(Fault)
+    assert {fault for case in QUICK for fault in case.faults} == set(ModelFault)
 
 
 def test_an_exploration_that_was_cut_short_says_so() -> None:
@@ -159,13 +159,13 @@ class KeepsLegs(TargetLinks):
         self._unlink(link)
 
 
-class SaysCloseOnce(Lanes):
+class SaysCloseOnce(OutboundTransfers):
     """C7: a lost Close is not repeated."""
 
-    def repeat_close(self, lane: Lane) -> None:
-        if lane.said_at != inf:
-            super().repeat_close(lane)
-        lane.said_at = inf
+    def repeat_close(self, outbound: OutboundTransfer) -> None:
+        if outbound.said_at != inf:
+            super().repeat_close(outbound)
+        outbound.said_at = inf
 
 
 class SharesLocalSlot(Unchecked):
@@ -181,8 +181,8 @@ class SharesLocalSlot(Unchecked):
 class ForgetsDiscarded(WriteQueue):
     """S7: pages are released although a gather for nothing still reads them."""
 
-    def reads(self, lane: Lane) -> bool:
-        writes = (self.inflight.writes[op] for op in lane.inflight)
+    def reads(self, outbound: OutboundTransfer) -> bool:
+        writes = (self.inflight.writes[op] for op in outbound.inflight)
         return any(not write.is_ahead for write in writes)
 
 
@@ -216,45 +216,59 @@ class ForgetsAnEnd(SourceMachine):
         return [] if event == Sent(Op(1)) else super().handle(event, now)
 
 
-def source(model: Model, **parts: Any) -> Model:
+def source(model: ExploredModel, **parts: Any) -> ExploredModel:
     return replace(model, source_parts=SourceParts(**parts))
 
 
-def target(model: Model, **parts: Any) -> Model:
+def target(model: ExploredModel, **parts: Any) -> ExploredModel:
     return replace(model, target_parts=TargetParts(**parts))
 
 
 COUNTED = replace(target(CHUNKED, ledger=CountsMessages), target=LeadsWithMetadata)
 ONLY_SLOT = MODELS["only-slot"]
 
-BROKEN: list[tuple[Model, Fault | None, str]] = [
-    (target(DIRECT, legs=ReleasesAtAbort), Fault.CANCEL_TARGET, "pages that were released"),
-    (target(STAGED, credits=FreesSlotsAtAbort), Fault.CANCEL_TARGET, "not promised to it"),
-    (COUNTED, Fault.DUPLICATE, "never came"),
+BROKEN: list[tuple[ExploredModel, ModelFault | None, str]] = [
+    (
+        target(DIRECT, inbounds=ReleasesAtAbort),
+        ModelFault.CANCEL_TARGET,
+        "pages that were released",
+    ),
+    (target(STAGED, credits=FreesSlotsAtAbort), ModelFault.CANCEL_TARGET, "not promised to it"),
+    (COUNTED, ModelFault.DUPLICATE, "never came"),
     (target(STAGED, ledger=TrustsClose), None, "never came"),
-    (target(DIRECT, links=TakesSilenceForProof), Fault.KILL_SOURCE, "pages that were released"),
-    (replace(DIRECT, target=NoDeadline), Fault.ABSENT, "nothing by its deadline"),
-    (target(DIRECT, links=IgnoresLateClose), Fault.DROP, "not everybody is Done"),
-    (replace(DIRECT, target=ReportsTwice), Fault.CANCEL_TARGET, "reports a room that is FAILED"),
-    (target(MODELS["cached"], links=KeepsLegs), Fault.KILL_SOURCE, "never ends"),
-    (source(DIRECT, writes=ReleasesWhileWriting), Fault.CANCEL_SOURCE, "is in flight"),
-    (source(DIRECT, links=DrainsAtOnce), Fault.CANCEL_TARGET, "pages that were released"),
-    (source(DIRECT, lanes=SaysCloseOnce), Fault.DROP, "not everybody is Done"),
+    (
+        target(DIRECT, links=TakesSilenceForProof),
+        ModelFault.KILL_SOURCE,
+        "pages that were released",
+    ),
+    (replace(DIRECT, target=NoDeadline), ModelFault.ABSENT, "nothing by its deadline"),
+    (target(DIRECT, links=IgnoresLateClose), ModelFault.DROP, "not everybody is Done"),
+    (
+        replace(DIRECT, target=ReportsTwice),
+        ModelFault.CANCEL_TARGET,
+        "reports a room that is FAILED",
+    ),
+    (target(MODELS["cached"], links=KeepsLegs), ModelFault.KILL_SOURCE, "never ends"),
+    (source(DIRECT, writes=ReleasesWhileWriting), ModelFault.CANCEL_SOURCE, "is in flight"),
+    (source(DIRECT, links=DrainsAtOnce), ModelFault.CANCEL_TARGET, "pages that were released"),
+    (source(DIRECT, outbounds=SaysCloseOnce), ModelFault.DROP, "not everybody is Done"),
     (source(STAGED, slots=SharesLocalSlot), None, "which is in flight"),
-    (source(AHEAD, writes=ForgetsDiscarded), Fault.CANCEL_SOURCE, "is in flight"),
+    (source(AHEAD, writes=ForgetsDiscarded), ModelFault.CANCEL_SOURCE, "is in flight"),
     (source(ONLY_SLOT, gather=SharesTheOnlySlot, slots=Unchecked), None, "which is in flight"),
-    (replace(AHEAD, ports=discards_twice), Fault.CANCEL_SOURCE, "nothing was gathered for it"),
+    (replace(AHEAD, ports=discards_twice), ModelFault.CANCEL_SOURCE, "nothing was gathered for it"),
     (target(MODELS["mixed"], ledger=IgnoresDigest), None, "with another request's cache"),
-    (replace(DIRECT, sessions=ForgetsDoubt), Fault.UNKNOWN, "is in flight"),
+    (replace(DIRECT, sessions=ForgetsDoubt), ModelFault.UNKNOWN, "is in flight"),
     (replace(DIRECT, source=ForgetsAnEnd), None, "never ends"),
     (replace(STAGED, ports=notes_first), None, "but its slot holds None"),
-    (replace(DIRECT, sessions=ProvesTooEarly), Fault.CUT, "is in flight"),
-    (replace(DIRECT, ports=asks_nobody), Fault.KILL_SOURCE, "never ends"),
+    (replace(DIRECT, sessions=ProvesTooEarly), ModelFault.CUT, "is in flight"),
+    (replace(DIRECT, ports=asks_nobody), ModelFault.KILL_SOURCE, "never ends"),
 ]
 
 
 @pytest.mark.parametrize(("model", "fault", "message"), BROKEN)
-def test_a_broken_rule_is_noticed(model: Model, fault: Fault | None, message: str) -> None:
+def test_a_broken_rule_is_noticed(
+    model: ExploredModel, fault: ModelFault | None, message: str
+) -> None:
     result = explore(model, [fault] if fault else [])
     assert result.violation is not None
     assert message in result.violation.message
@@ -264,7 +278,7 @@ def test_a_broken_rule_is_noticed(model: Model, fault: Fault | None, message: st
 
 
 def test_a_trace_reads_as_a_story() -> None:
-    result = explore(target(DIRECT, legs=ReleasesAtAbort), [Fault.CANCEL_TARGET])
+    result = explore(target(DIRECT, inbounds=ReleasesAtAbort), [ModelFault.CANCEL_TARGET])
     story = str(result.violation).splitlines()
     assert story[0].endswith("landed in pages that were released")
     assert any("deliver Offer #2 decode/0→prefill/0" in line for line in story)
@@ -273,10 +287,10 @@ def test_a_trace_reads_as_a_story() -> None:
 
 def test_the_full_set_has_every_fault_in_every_model_in_any_order() -> None:
     names = [str(case) for case in cases(full=True)]
-    assert len(names) == len(set(names)) == len(MODELS) * (1 + len(Fault))
+    assert len(names) == len(set(names)) == len(MODELS) * (1 + len(ModelFault))
     assert all("any order" in name for name in names)
 
 
 def test_a_push_that_crosses_the_report_is_not_misuse() -> None:
-    result = explore(replace(DIRECT, heedless=True), [Fault.CANCEL_SOURCE])
+    result = explore(replace(DIRECT, heedless=True), [ModelFault.CANCEL_SOURCE])
     assert result.violation is None, str(result.violation)

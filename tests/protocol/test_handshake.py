@@ -12,13 +12,13 @@ from kvferry.layout import Layout, Parallel, Span, attention
 from kvferry.plan import Block, PoolMap, Request
 from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
 from kvferry.protocol.events import (
-    Barred,
     Cancel,
     Instance,
-    NewLife,
+    PeerRestarted,
     Receive,
     Received,
     ReceiveRequest,
+    RoomBarred,
     WrongVersion,
 )
 from kvferry.protocol.messages import (
@@ -135,7 +135,7 @@ def test_a_target_does_not_take_a_welcome_that_does_not_fit(change: dict[str, ob
     [Instance("prefill", "another", LAYOUT), Instance("prefill", MODEL, OTHER)],
     ids=["fingerprint", "layout"],
 )
-def test_what_the_rendezvous_tells_is_refused_before_a_frame_is_sent(prefill: Instance) -> None:
+def test_what_the_discovery_tells_is_refused_before_a_frame_is_sent(prefill: Instance) -> None:
     w = world()
     w.tell(T0, Receive(prefill, ReceiveRequest(ROOM, Request(8), (), w.now + 60)))
     assert w.outcomes(ROOM) == {"refused"}
@@ -245,7 +245,7 @@ def test_what_is_not_owed_fails_the_room() -> None:
     w.run()
     assert w.outcomes(ROOM) == {"bad-note"}
     w.each_source(Cancel(ROOM))
-    w.wait(2 * w.config.early_s + 1)
+    w.wait(2 * w.config.unclaimed_offer_ttl_s + 1)
     w.finish()
 
 
@@ -254,11 +254,11 @@ def test_a_shut_door_fails_the_rooms_that_wait_for_it_at_once() -> None:
     w.drops = lambda to, _: to == S0
     w.receive(ROOM, Request(8))
     w.run()
-    w.tell(T0, Barred(S0, "another key"))
+    w.tell(T0, RoomBarred(S0, "another key"))
     outcome = w.reports[T0, ROOM]
     assert outcome == [Failure(FailureCode.REFUSED, "another key")]
     assert w.releases[T0, ROOM] == 1
-    w.tell(T0, Barred(S0, "again"))
+    w.tell(T0, RoomBarred(S0, "again"))
 
 
 def test_rooms_go_to_the_life_that_has_the_name_now() -> None:
@@ -268,10 +268,10 @@ def test_rooms_go_to_the_life_that_has_the_name_now() -> None:
     w.run()
     w.hold.teardowns = True
     old = w.source().incarnation
-    w.tell(T0, NewLife(S0, old))
+    w.tell(T0, PeerRestarted(S0, old))
     assert w.outcomes("before") == set(), "nothing new in that"
     w.start_source(0, old + 1)
-    w.tell(T0, NewLife(S0, old + 1))
+    w.tell(T0, PeerRestarted(S0, old + 1))
     assert w.outcomes("before") == {"peer-restarted"}
     assert not w.releases[T0, "before"], "nobody has proven that the old life writes nothing"
     w.open("after")

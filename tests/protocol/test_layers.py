@@ -13,11 +13,11 @@ from kvferry.config import ProtocolConfig
 from kvferry.errors import Misuse
 from kvferry.ids import Peer
 from kvferry.layout import Layout, Span
-from kvferry.layout.spec import Slot
+from kvferry.layout.spec import StateRow
 from kvferry.plan import Request
 from kvferry.protocol.events import Finish, Prepare, Push
 from kvferry.protocol.messages import Arrived, Close, Staging, Want
-from kvferry.protocol.writes import MAX_DIRECT_PER_LANE
+from kvferry.protocol.writes import MAX_DIRECT_PER_TRANSFER
 from kvferry.testing.strategies import pairs
 
 S0 = Peer("prefill", 0)
@@ -67,7 +67,7 @@ def test_any_cut_in_any_order_lands_exactly_once(
     if not late:
         w.receive(ROOM, Request(NUM_TOKENS, prefix))
         w.run()
-    states = any(isinstance(group.kind, Slot) for group in source.spec.groups)
+    states = any(isinstance(group.kind, StateRow) for group in source.spec.groups)
     for peer in list(w.sources):
         # Ranks need not agree on how they push.
         for push in data.draw(pushes(source.spec.num_layers, states=states)):
@@ -153,7 +153,7 @@ def test_pushes_that_wait_become_one_write() -> None:
     for tokens, layers in product([Span(0, 2), Span(2, 4), Span(4, 6), Span(6, 8)], [ONE, TWO]):
         w.tell(S0, Push(ROOM, tokens, layers))
     w.run()
-    assert len(w.writes) == MAX_DIRECT_PER_LANE
+    assert len(w.writes) == MAX_DIRECT_PER_TRANSFER
     w.end_write(w.writes.pop(0))
     w.run()
     (_, write) = w.writes[-1]
@@ -197,7 +197,9 @@ def test_what_was_prepared_is_not_asked_for_again_layer_by_layer() -> None:
     (want,) = w.where(Want)
     assert isinstance(want, Want)
     assert want.total == 8
-    assert not any(lane.expected for r in w.source().rooms.values() for lane in r.lanes.values())
+    assert not any(
+        outbound.expected for r in w.source().rooms.values() for outbound in r.outbounds.values()
+    )
     assert w.outcomes(ROOM) == {"done"}
     w.finish()
 

@@ -13,7 +13,7 @@ S0, T0 = Peer("prefill", 0), Peer("decode0", 0)
 
 
 def test_an_offer_on_a_lost_link_is_refused_at_once() -> None:
-    """Were it taken, its lane would outlive the link, and its writes would have no way to go."""
+    """If taken, its transfer would outlive the link, and its writes could not be sent."""
     w = small_world()
     w.hold.writes = w.hold.teardowns = True
     w.open(ROOM)
@@ -30,7 +30,7 @@ def test_an_offer_on_a_lost_link_is_refused_at_once() -> None:
     w.receive("next", Request(16))
     w.open("next")
     w.run()
-    assert not w.source().rooms["next"].lanes
+    assert not w.source().rooms["next"].outbounds
     assert w.outcomes("next") == {"session-replaced"}
     w.hold.writes = w.hold.teardowns = False
     let_go(w)

@@ -12,12 +12,10 @@ from kvferry.errors import Misuse
 from kvferry.ids import Peer
 from kvferry.layout import Span
 from kvferry.plan import Request
-from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Cancel,
     Disconnected,
     Event,
-    Fate,
     Finish,
     Instance,
     Open,
@@ -25,11 +23,13 @@ from kvferry.protocol.events import (
     Push,
     Receive,
     ReceiveRequest,
+    WriteFate,
 )
+from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import (
     Complete,
     Hello,
-    Table,
+    PageTableMessage,
 )
 from kvferry.protocol.outcome import Failure, FailureCode
 
@@ -56,7 +56,7 @@ def stop_closed(w: World) -> None:
 
 
 def test_an_offer_without_a_room_expires() -> None:
-    w = world(early_s=20.0)
+    w = world(unclaimed_offer_ttl_s=20.0)
     w.receive(ROOM, Request(8), deadline=60)
     w.run()
     assert w.source().rooms
@@ -257,7 +257,7 @@ def test_busy_is_not_death(staged: bool) -> None:
     for _ in range(5):
         held, w.writes = w.writes, []
         for one in held:
-            w.fail_write(one, Fate.BUSY)
+            w.fail_write(one, WriteFate.BUSY)
         w.run()
         assert not w.writes, "it waits before it tries again"
         w.wait(w.config.resend_s / 4 + 0.01)
@@ -278,7 +278,7 @@ def test_a_write_that_failed_fails_the_room_and_nothing_else(staged: bool) -> No
     moving(w)
     held, w.writes = w.writes, []
     for one in held:
-        w.fail_write(one, Fate.FAILED)
+        w.fail_write(one, WriteFate.FAILED)
     w.run()
     let_go(w)
     assert w.outcomes(ROOM) == {"transport"}
@@ -299,7 +299,7 @@ def test_an_unknown_fate_quarantines_until_the_connection_is_torn_down(staged: b
     moving(w)
     held, w.writes = w.writes, []
     for one in held:
-        w.fail_write(one, Fate.UNKNOWN)
+        w.fail_write(one, WriteFate.UNKNOWN)
     w.wait(30)
     assert w.reports[S0, ROOM][0].code is FailureCode.TRANSPORT  # type: ignore[union-attr]
     assert not w.releases
@@ -361,7 +361,7 @@ def test_misuse_raises_and_changes_nothing(peer: Peer, event: Event | None) -> N
     moving(w)
     w.each_source(Open("finished", w.now + 60))
     w.each_source(Finish("finished", 0))
-    machine: Endpoint = w.sources.get(peer) or w.targets[peer]
+    machine: Machine = w.sources.get(peer) or w.targets[peer]
     if event is None:
         event = w.receive_event(peer, ROOM, Request(16), w.now + 60)
     before = pickle.dumps(machine)
@@ -393,7 +393,7 @@ def test_steps_for_a_room_that_has_failed_meanwhile_are_ignored() -> None:
 def test_pages_outside_the_pool_are_refused_by_the_source() -> None:
     w = world()
     w.open(ROOM)
-    tables = (Table("kv", (0, 64)),)
+    tables = (PageTableMessage("kv", (0, 64)),)
     prefill = Instance("prefill", MODEL, w.prefill)
     w.tell(T0, Receive(prefill, ReceiveRequest(ROOM, Request(8), tables, w.now + 60)))
     w.run()

@@ -9,7 +9,7 @@ from wire import World, always_stage, never_stage
 
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer
-from kvferry.layout import CacheSpec, DType, Layout, Paged, Parallel, Slot, Span, attention
+from kvferry.layout import CacheSpec, DType, Layout, Paged, Parallel, Span, StateRow, attention
 from kvferry.layout.spec import Group, Tensor, Window
 from kvferry.plan import Block, Request
 from kvferry.protocol.events import Cancel, Finish, Prepare, Push, Received, Sent, Tick
@@ -19,9 +19,9 @@ from kvferry.protocol.messages import (
     Close,
     Complete,
     Grant,
-    Nudge,
     Offer,
     Staging,
+    StatusPoll,
     Want,
 )
 from kvferry.protocol.outcome import Done, Status
@@ -32,7 +32,7 @@ HYBRID = CacheSpec(
     (
         Group("full", Paged(), (0, 2), 4, (Tensor("k", DType.UINT8, 2),)),
         Group("near", Window(7), (1,), 2, (Tensor("k", DType.UINT8, 2),)),
-        Group("state", Slot(), (1, 3), 4, (Tensor("s", DType.UINT8, 5),)),
+        Group("state", StateRow(), (1, 3), 4, (Tensor("s", DType.UINT8, 5),)),
     ),
 )
 ROOM = "room-1"
@@ -250,8 +250,8 @@ def test_how_an_announced_chunk_is_cut_is_asked_once() -> None:
         w.each_source(Push(ROOM, tokens))
     # What goes directly is asked for again: its pages may not have been known.
     assert asked[2:] == [Span(4, 8), Span(8, 12)]
-    (lane,) = w.source().rooms[ROOM].lanes.values()
-    assert not lane.cuts, "what was pushed is not remembered"
+    (outbound,) = w.source().rooms[ROOM].outbounds.values()
+    assert not outbound.cuts, "what was pushed is not remembered"
     w.each_source(Finish(ROOM, 12))
     w.run()
     assert w.outcomes(ROOM) == {"done"}
@@ -393,9 +393,11 @@ def test_lost_notes_are_asked_for(staged: bool) -> None:
     w.run()
     w.prefill_all(ROOM, 8)
     w.hold.notes = False
-    w.wait(4 * w.config.nudge_s)
+    w.wait(4 * w.config.status_poll_s)
     assert w.outcomes(ROOM) == {"done"}
-    assert bool(w.where(Nudge)) is staged, "without credits, Close itself says what was written"
+    assert bool(w.where(StatusPoll)) is staged, (
+        "without credits, Close itself says what was written"
+    )
     w.finish()
 
 

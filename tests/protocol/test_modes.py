@@ -22,7 +22,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.messages import Staging, Want
 from kvferry.testing.sim import run_seed
-from kvferry.testing.sim.engines import Policy
+from kvferry.testing.sim.engines import EnginePolicy
 
 S0 = Peer("prefill", 0)
 TOKENS = Span(0, 8)
@@ -33,7 +33,7 @@ TOKENS = Span(0, 8)
 def test_no_answer_breaks_a_promise(mode: str, late: float) -> None:
     """Late, at random, always the slowest way: it costs time and nothing else."""
     for seed in range(9000, 9025):
-        result = run_seed(seed, emphasis={"late_choice": late}, policy=Policy(mode))
+        result = run_seed(seed, emphasis={"late_choice": late}, policy=EnginePolicy(mode))
         assert not result.violations, result.violations[0][1]
         assert result.done >= 2, "the rooms after the faults must be done"
 
@@ -88,7 +88,7 @@ def test_an_answer_after_the_end_is_harmless(w: Asked, staged: bool) -> None:
     w.run()
     assert w.answer(question, staged=staged) == []
     assert w.source().counts["late"] == 1
-    w.wait(w.config.early_s)
+    w.wait(w.config.unclaimed_offer_ttl_s)
     w.finish()
 
 

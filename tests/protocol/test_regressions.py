@@ -19,7 +19,6 @@ from kvferry.protocol.events import (
     Cancel,
     Disconnected,
     Event,
-    Fate,
     Finish,
     Instance,
     Push,
@@ -29,6 +28,7 @@ from kvferry.protocol.events import (
     Scattered,
     SendFailed,
     Sent,
+    WriteFate,
 )
 from kvferry.protocol.messages import (
     MAX_METADATA,
@@ -40,10 +40,10 @@ from kvferry.protocol.messages import (
     Arrived,
     Drained,
     Envelope,
-    Nudge,
     Offer,
+    PageTableMessage,
     Staging,
-    Table,
+    StatusPoll,
 )
 from kvferry.protocol.outcome import MAX_TEXT, Failure, FailureCode
 from kvferry.protocol.states import RoomState
@@ -218,7 +218,7 @@ def test_a_late_offer_for_a_failed_room_is_refused_at_once() -> None:
     assert code(w, T1) is FailureCode.ABORTED, "the reason that the others have"
     assert w.releases[T1, ROOM] == 1
     assert not w.where(Accept, T1)
-    w.wait(w.config.early_s + 1)
+    w.wait(w.config.unclaimed_offer_ttl_s + 1)
     assert not w.source().rooms, "remembered for a while only"
     w.finish()
 
@@ -294,7 +294,9 @@ def test_a_nudge_about_a_room_that_is_not_known_is_answered() -> None:
     w = world()
     moving(w, 16)
     (link,) = w.target().links.values()
-    nudge = Envelope(T0, w.target().incarnation, link.session, 0, Nudge("another", Generation(1)))
+    nudge = Envelope(
+        T0, w.target().incarnation, link.session, 0, StatusPoll("another", Generation(1))
+    )
     w.tell(S0, Received(nudge))
     (drained,) = w.where(Drained)
     assert isinstance(drained, Drained)
@@ -363,7 +365,7 @@ def test_reasons_are_cut_to_the_limit_of_a_frame() -> None:
 PAGES = tuple(range(MAX_PAGES + 1))
 
 
-def wants(tables: tuple[Table, ...], digest: bytes = b"") -> Receive:
+def wants(tables: tuple[PageTableMessage, ...], digest: bytes = b"") -> Receive:
     wanted = ReceiveRequest("new", Request(8), tables, 200.0, digest)
     return Receive(Instance("prefill", MODEL, dense()), wanted)
 
@@ -379,11 +381,11 @@ MISUSES: dict[str, tuple[Peer, Event]] = {
     "pushed in part": (S0, Push(ROOM, Span(7, 9))),
     "too many tables": (
         T0,
-        wants(tuple(Table(f"g{i}", ()) for i in range(MAX_TABLES + 1))),
+        wants(tuple(PageTableMessage(f"g{i}", ()) for i in range(MAX_TABLES + 1))),
     ),
     "too many pages": (
         T0,
-        wants((Table("kv", PAGES),)),
+        wants((PageTableMessage("kv", PAGES),)),
     ),
 }
 
@@ -415,7 +417,7 @@ def test_a_machine_with_nothing_to_wait_for_says_so() -> None:
     moving(w)
     ((_, write),) = w.writes
     w.writes.clear()
-    w.tell(S0, SendFailed(write.op, Fate.UNKNOWN))
+    w.tell(S0, SendFailed(write.op, WriteFate.UNKNOWN))
     assert w.source().rooms, "it waits for proof, and no clock brings that"
     assert w.source().wakeup() is None
     let_go(w)
@@ -427,8 +429,8 @@ def test_a_machine_with_nothing_to_wait_for_says_so() -> None:
     [
         (T0, Scattered(Op(7))),
         (S0, Sent(Op(7))),
-        (S0, SendFailed(Op(7), Fate.FAILED)),
-        (S0, SendFailed(Op(7), Fate.BUSY)),
+        (S0, SendFailed(Op(7), WriteFate.FAILED)),
+        (S0, SendFailed(Op(7), WriteFate.BUSY)),
     ],
     ids=["scattered", "sent", "failed", "busy"],
 )

@@ -101,7 +101,7 @@ def test_the_first_frame_with_the_whole_name_makes_the_source_believe(given_up: 
     w.run()
     carried(w)
     w.tell(T0, Cancel(ROOM))
-    w.wait(w.config.early_s + 1)
+    w.wait(w.config.unclaimed_offer_ttl_s + 1)
     w.finish()
 
 
@@ -158,7 +158,7 @@ def test_a_late_hello_of_a_dead_incarnation_replaces_nothing() -> None:
     assert [session.target for session in w.source().links] == [9999]
     w.prefill_all("b", 8)
     assert w.outcomes("b") == {"done"}
-    w.wait(w.config.early_s + 1)
+    w.wait(w.config.unclaimed_offer_ttl_s + 1)
     w.finish()
 
 
@@ -183,7 +183,7 @@ def test_late_hellos_and_offers_of_a_lost_session_revive_nothing() -> None:
     w.run()
     assert not w.writes, "the target's pages are somebody else's now"
     w.each_source(Cancel(ROOM))
-    w.wait(w.config.early_s + 1)
+    w.wait(w.config.unclaimed_offer_ttl_s + 1)
     w.finish()
 
 
@@ -206,7 +206,7 @@ def test_a_slow_tear_down_ends_its_own_session_only() -> None:
         w.run()
         w.prefill_all(f"room {number}", 8)
         assert w.outcomes(f"room {number}") == {"done"}
-    w.wait(w.config.early_s + 1)
+    w.wait(w.config.unclaimed_offer_ttl_s + 1)
     w.finish()
 
 
@@ -224,7 +224,7 @@ def test_a_peer_may_reconnect_where_no_other_may_connect() -> None:
     (refusal,) = w.where(Refuse)
     assert isinstance(refusal, Refuse)
     assert refusal.code is RefusalCode.TOO_MANY_PEERS
-    w.wait(w.config.early_s + 1)
+    w.wait(w.config.unclaimed_offer_ttl_s + 1)
     w.finish()
 
 
@@ -254,7 +254,7 @@ def test_a_session_is_replaced_when_the_next_is_answered_and_not_before(incarnat
     w.open("b")
     w.prefill_all("b", 8)
     assert w.outcomes("b") == {"done"}
-    w.wait(w.config.early_s + 1)
+    w.wait(w.config.unclaimed_offer_ttl_s + 1)
     w.finish()
 
 

@@ -65,7 +65,7 @@ def test_what_is_used_is_the_targets_payload() -> None:
 
 def test_a_reason_for_each() -> None:
     source = side("shm@here nixl", cuda="no GPU", mooncake="install it")
-    target = side("shm@there mooncake", cuda="no driver", nixl="install NIXL")
+    target = side("shm@there mooncake", cuda="no runner", nixl="install NIXL")
     found = common_transports(source, target)
     assert found.offers == ()
     assert found.problems == (

@@ -17,9 +17,9 @@ import msgspec
 from reference.driving import ask, engine_of
 from reference.working import is_idle
 
-from kvferry.reference.cluster.description import Cluster, ModelFolder
-from kvferry.reference.cluster.launch import Child, Launch
-from kvferry.reference.engine.requests import Request
+from kvferry.reference.cluster.description import ClusterDescription, ModelFolder
+from kvferry.reference.cluster.launch import ChildProcess, ClusterLaunch
+from kvferry.reference.engine.requests import EngineRequest
 
 # The machine may be busy with other things.
 PATIENCE_S = 90.0
@@ -96,11 +96,11 @@ def demand_gone(pids: set[int], files: set[Path]) -> None:
 class Running:
     """A cluster that runs, and the same model in this process for comparison."""
 
-    def __init__(self, launch: Launch, url: str, folder: Path) -> None:
+    def __init__(self, launch: ClusterLaunch, url: str, folder: Path) -> None:
         self.launch, self.url = launch, url
         self._folder = folder
 
-    def __getitem__(self, name: str) -> Child:
+    def __getitem__(self, name: str) -> ChildProcess:
         return self.launch[name]
 
     def pids(self, *names: str) -> set[int]:
@@ -113,7 +113,7 @@ class Running:
         """What a single process answers. Called after the cluster has."""
         with engine_of(self._folder, prefix_cache=False) as engine:
             requests = [
-                Request(
+                EngineRequest(
                     id=str(i),
                     prompt=tuple(engine.tokenizer.encode(prompt)),
                     max_tokens=max_tokens,
@@ -151,9 +151,9 @@ class Running:
 @contextmanager
 def running(folder: Path, **fields: Any) -> Iterator[Running]:
     """A cluster as ``kvferry serve`` would start it, without its supervision."""
-    usual = {"router": {"port": 0, "poll_s": 0.2}, "rendezvous": {"port": 0}, "transport": "shm"}
+    usual = {"router": {"port": 0, "poll_s": 0.2}, "discovery": {"port": 0}, "transport": "shm"}
     described = usual | fields
-    cluster = msgspec.convert(described, Cluster)
-    with Launch() as launch:
+    cluster = msgspec.convert(described, ClusterDescription)
+    with ClusterLaunch() as launch:
         url = launch.start_all(cluster, ModelFolder(folder, NAME), lambda *_: None)
         yield Running(launch, url, folder)

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from kvferry.layout.layout import Parallel
 from kvferry.reference.engine.engine import Engine, EngineOptions
-from kvferry.reference.engine.requests import Admitted, Computed, Finish, Output, Produced, Request
+from kvferry.reference.engine.requests import (
+    Admitted,
+    Computed,
+    EngineRequest,
+    FinishReason,
+    Output,
+    Produced,
+)
 from kvferry.reference.engine.steps import Sampling
 from kvferry.reference.ranks.rank import Extension, MakeExtension, no_extension
 
@@ -31,7 +38,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     tops: list[dict[int, float]] = field(default_factory=list)
     chunks: list[tuple[int, int]] = field(default_factory=list)
     prefix: int = 0
@@ -77,7 +84,7 @@ def drain(engine: Engine) -> dict[str, Answer]:
     raise AssertionError(f"not done after {MAX_STEPS} steps")
 
 
-def ask(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+def ask(engine: Engine, requests: Sequence[EngineRequest]) -> list[Answer]:
     """All of them at once; their answers in order."""
     for request in requests:
         engine.add(request)
@@ -87,9 +94,9 @@ def ask(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
     return [answers[request.id] for request in requests]
 
 
-def requests(max_tokens: int = 12, sampling: Sampling = ALL, **fields: Any) -> list[Request]:
+def requests(max_tokens: int = 12, sampling: Sampling = ALL, **fields: Any) -> list[EngineRequest]:
     return [
-        Request(
+        EngineRequest(
             id=f"r{i}",
             prompt=prompt,
             max_tokens=max_tokens,

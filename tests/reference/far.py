@@ -2,7 +2,7 @@
 
 This process is started with a network and mounts of its own, so that nothing of the machine's
 is touched.
-It has the rendezvous, the decode worker and one prefill worker; the other prefill worker has
+It has the discovery service, the decode worker and one prefill worker; the other prefill worker has
 its own network, joined to ours by a cable of two ends, its own file systems with another
 ``/dev/shm``, and its own IPC. What the decode worker answers to questions through both at the
 same time, and by which transports they came, is printed as one JSON document.
@@ -37,7 +37,7 @@ from reference.working import (
 )
 from reference.working import worker_main as run_worker
 
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
 from kvferry.reference.worker.instance import InstanceOptions
 from kvferry.security.keys import ClusterKey
@@ -147,7 +147,7 @@ def main(folder: str, key_file: str) -> None:
     with ExitStack() as undo:
         apart_from_us = FarWorker()
         undo.callback(apart_from_us.stop)
-        server = undo.enter_context(RendezvousServer(NEAR, 0, key))
+        server = undo.enter_context(DiscoveryServer(NEAR, 0, key))
 
         def options(role: str, name: str, host: str) -> InstanceOptions:
             where = role, Path(folder), server.url, Parallel()

@@ -13,20 +13,20 @@ import pytest
 from reference.driving import PROMPTS
 from reference.working import Caller, Reply, Worker, body_of, call, hosted, options_for
 
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
 from kvferry.reference.api.access import is_near
 from kvferry.reference.api.bodies import Ask
 from kvferry.reference.api.pending import PendingAnswer
 from kvferry.reference.api.rooms import RoomAsker
-from kvferry.reference.engine.requests import Request, Role
+from kvferry.reference.engine.requests import EngineRequest, EngineRole
 from kvferry.reference.models.tiny import TinyKind
 from kvferry.reference.worker.jobs import ServeJob, Ticket
 from kvferry.reference.worker.loop import EngineLoop
 from kvferry.router.options import OnFailure, RouterOptions
 from kvferry.router.serving import serving
 from kvferry.security.keys import ClusterKey
-from kvferry.security.signing import Doubt, Guard, sign
+from kvferry.security.signing import RequestVerifier, SignatureFault, sign
 
 KEY = ClusterKey.new()
 PATH = "/v1/completions"
@@ -41,7 +41,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pair(models: dict[TinyKind, Path], key_file: str) -> Iterator[list[Worker]]:
-    with RendezvousServer(key=KEY) as server:
+    with DiscoveryServer(key=KEY) as server:
         options = [
             options_for(role, models[TinyKind.LLAMA], server.url, Parallel(), key_file=key_file)
             for role in ("prefill", "decode")
@@ -110,7 +110,7 @@ def test_a_ticket_is_for_one_request_once_and_for_a_while(pair: list[Worker]) ->
         ]
         for key, for_life, now in (
             (KEY.http, life, time.time() - 1000),
-            (KEY.http, Guard(KEY.http).life, time.time()),
+            (KEY.http, RequestVerifier(KEY.http).life, time.time()),
             (bytes(32), life, time.time()),
         ):
             forged = sign(key, for_life, "POST", PATH, body, now)
@@ -122,8 +122,13 @@ def test_a_ticket_is_for_one_request_once_and_for_a_while(pair: list[Worker]) ->
         return seen
 
     doubts = [
-        *(Doubt.REPLAYED, Doubt.OTHER_KEY, Doubt.OTHER_KEY, Doubt.OTHER_LIFE),
-        *(Doubt.CLOCK, Doubt.OTHER_LIFE, Doubt.OTHER_KEY),
+        *(
+            SignatureFault.REPLAYED,
+            SignatureFault.OTHER_KEY,
+            SignatureFault.OTHER_KEY,
+            SignatureFault.OTHER_LIFE,
+        ),
+        *(SignatureFault.CLOCK, SignatureFault.OTHER_LIFE, SignatureFault.OTHER_KEY),
     ]
     assert call(talk, KEY) == [f"ticket_{doubt}".replace("-", "_") for doubt in doubts]
 
@@ -153,7 +158,7 @@ def test_the_router_has_tickets_and_clients_need_none(pair: list[Worker], key_fi
     answer, refused = call(talk)
     assert answer.status == 200, answer
     assert answer.told["source"] == "transferred"
-    assert answer.told["path"] is not None, "decode asks prefill how it went, signed as well"
+    assert answer.told["mode"] is not None, "decode asks prefill how it went, signed as well"
     assert code(refused) == (502, "ticket_unsigned")
 
 
@@ -189,7 +194,7 @@ def test_no_ticket_holds_pages_for_longer_than_the_worker_allows(
     wanted_s: float | None, held_s: float
 ) -> None:
     ask = Ask(
-        request=Request(id="r", prompt=(1, 2), role=Role.PREFILL),
+        request=EngineRequest(id="r", prompt=(1, 2), role=EngineRole.PREFILL),
         ticket=Ticket(room=1, deadline_s=wanted_s),
         chat=False,
         stream=False,

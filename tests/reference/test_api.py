@@ -26,7 +26,7 @@ from reference.working import options_for as options_of
 
 from kvferry.layout.layout import Parallel
 from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.requests import Request
+from kvferry.reference.engine.requests import EngineRequest
 from kvferry.reference.engine.steps import Sampling
 from kvferry.reference.models.tiny import TinyKind
 
@@ -37,7 +37,7 @@ HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture(scope="module")
 def worker(models: Models) -> Iterator[Worker]:
-    """Alone, without a rendezvous."""
+    """Alone, without a discovery service."""
     with hosted(options_of("decode", models[TinyKind.LLAMA], None, Parallel())) as (running,):
         yield running
 
@@ -72,7 +72,7 @@ def test_a_completion_whole_and_streamed(client: openai.OpenAI, engine: Engine) 
         client.completions.create(**fields, stream=True, stream_options={"include_usage": True})
     )
     prompt = engine.tokenizer.encode("Once upon")
-    (alone,) = ask(engine, [Request(id="r", prompt=tuple(prompt), max_tokens=20)])
+    (alone,) = ask(engine, [EngineRequest(id="r", prompt=tuple(prompt), max_tokens=20)])
     assert whole.choices[0].text == alone.text
     assert whole.choices[0].finish_reason == str(alone.finish)
     assert "".join(part.choices[0].text for part in parts[:-1]) == alone.text
@@ -91,7 +91,7 @@ def test_a_chat_whole_and_streamed(client: openai.OpenAI, engine: Engine) -> Non
     whole = client.chat.completions.create(**fields, max_completion_tokens=20)
     parts = list(client.chat.completions.create(**fields, max_tokens=20, stream=True))
     prompt = engine.tokenizer.chat(HELLO)
-    (alone,) = ask(engine, [Request(id="r", prompt=tuple(prompt), max_tokens=20)])
+    (alone,) = ask(engine, [EngineRequest(id="r", prompt=tuple(prompt), max_tokens=20)])
     assert whole.object == "chat.completion"
     assert whole.choices[0].message.role == "assistant"
     assert whole.choices[0].message.content == alone.text
@@ -117,7 +117,9 @@ def test_chat_takes_parts_and_has_a_length_of_its_own(client: openai.OpenAI) -> 
 
 def test_logprobs_in_both_forms(client: openai.OpenAI, engine: Engine) -> None:
     prompt = engine.tokenizer.chat(HELLO)
-    request = Request(id="r", prompt=tuple(prompt), max_tokens=3, sampling=Sampling(logprobs=2))
+    request = EngineRequest(
+        id="r", prompt=tuple(prompt), max_tokens=3, sampling=Sampling(logprobs=2)
+    )
     (alone,) = ask(engine, [request])
     chat = client.chat.completions.create(
         model=MODEL, messages=HELLO, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
@@ -236,7 +238,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         ("completions", {"prompt": "x", "stop": ["a"] * 17}, None, "stop"),
         ("completions", {"prompt": "x", "logprobs": 21}, "logprobs", "<= 20"),
         ("completions", {"prompt": "x", "logit_bias": {"1": 1}}, "logit_bias", "not supported"),
-        ("completions", {"prompt": "x", "kvferry": {"room": 1}}, "kvferry", "no rendezvous"),
+        ("completions", {"prompt": "x", "kvferry": {"room": 1}}, "kvferry", "no discovery service"),
         ("completions", {"prompt": "x", "kvferry": {"room": -1}}, "kvferry", ">= 0"),
         ("completions", {"prompt": "x", "kvferry": {}}, "kvferry", "room"),
         ("chat/completions", {"messages": []}, "messages", "length >= 1"),

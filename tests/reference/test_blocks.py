@@ -7,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import Misuse
-from kvferry.reference.engine.blocks import Allocation, Blocks
+from kvferry.reference.engine.blocks import BlockAllocation, Blocks
 
 SIZE = 4
 
 
-def take(blocks: Blocks, prompt: list[int], extra: int = 0) -> Allocation:
+def take(blocks: Blocks, prompt: list[int], extra: int = 0) -> BlockAllocation:
     allocation = blocks.allocate(prompt, len(prompt) + extra, reuse=len(prompt))
     assert allocation is not None
     blocks.check()
     return allocation
 
 
-def fill(blocks: Blocks, prompt: list[int], extra: int = 0) -> Allocation:
+def fill(blocks: Blocks, prompt: list[int], extra: int = 0) -> BlockAllocation:
     allocation = take(blocks, prompt, extra)
     blocks.publish(allocation, prompt)
     blocks.check()
@@ -132,7 +132,7 @@ def test_every_page_is_in_one_place_whatever_happens(
     steps: list[tuple[str, list[int] | int, int]],
 ) -> None:
     blocks = Blocks(9, SIZE, num_rows=5)
-    live: list[tuple[list[int], Allocation]] = []
+    live: list[tuple[list[int], BlockAllocation]] = []
     contents: dict[int, list[int]] = {}
     for _, what, extra in steps:
         if isinstance(what, int):

@@ -12,16 +12,16 @@ from kvferry.errors import InputError, Misuse
 from kvferry.layout.layout import Parallel
 from kvferry.layout.spec import DType
 from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.requests import Computed, Finish, Produced, Request
+from kvferry.reference.engine.requests import Computed, EngineRequest, FinishReason, Produced
 from kvferry.reference.models.tiny import TinyKind
 
 Models = dict[TinyKind, Path]
 
 
-def many(number: int) -> list[Request]:
+def many(number: int) -> list[EngineRequest]:
     """Prompts of different lengths that end at different times."""
     return [
-        Request(
+        EngineRequest(
             id=f"m{i}",
             prompt=tuple((7 * i + 31 * j + j * j) % 256 for j in range(3 + 13 * i)),
             max_tokens=4 + i,
@@ -88,7 +88,9 @@ def test_an_answer_can_be_the_beginning_of_the_next_prompt(models: Models) -> No
     (_, _, long) = requests(max_tokens=30)
     with engine_of(models[TinyKind.LLAMA]) as engine:
         (answer,) = ask(engine, [long])
-        followed = Request(id="next", prompt=(*long.prompt, *answer.tokens, 1, 2), sampling=ALL)
+        followed = EngineRequest(
+            id="next", prompt=(*long.prompt, *answer.tokens, 1, 2), sampling=ALL
+        )
         (cached,) = ask(engine, [followed])
     with engine_of(models[TinyKind.LLAMA]) as engine:
         (fresh,) = ask(engine, [followed])
@@ -115,30 +117,38 @@ def test_a_hybrid_shares_no_prefix(models: Models) -> None:
 def test_answers_end_where_they_should(models: Models) -> None:
     prompt = PROMPTS[0]
     with engine_of(models[TinyKind.LLAMA]) as engine:
-        (full,) = ask(engine, [Request(id="a", prompt=prompt, max_tokens=12, ignore_end=True)])
+        (full,) = ask(
+            engine, [EngineRequest(id="a", prompt=prompt, max_tokens=12, ignore_end=True)]
+        )
         third = full.tokens[2]
         (token,) = ask(
-            engine, [Request(id="b", prompt=prompt, max_tokens=12, stop_tokens=(third,))]
+            engine, [EngineRequest(id="b", prompt=prompt, max_tokens=12, stop_tokens=(third,))]
         )
-        (one,) = ask(engine, [Request(id="c", prompt=prompt, max_tokens=1)])
-    assert (len(full.tokens), full.finish) == (12, Finish.LENGTH)
+        (one,) = ask(engine, [EngineRequest(id="c", prompt=prompt, max_tokens=1)])
+    assert (len(full.tokens), full.finish) == (12, FinishReason.LENGTH)
     assert full.text == engine.tokenizer.decode(full.tokens)
-    assert (token.tokens, token.finish) == (full.tokens[:3], Finish.STOP)
+    assert (token.tokens, token.finish) == (full.tokens[:3], FinishReason.STOP)
     assert token.text == engine.tokenizer.decode(full.tokens[:2])
-    assert (one.tokens, one.finish) == (full.tokens[:1], Finish.LENGTH)
+    assert (one.tokens, one.finish) == (full.tokens[:1], FinishReason.LENGTH)
 
 
 def test_a_stop_string_ends_an_answer_and_is_not_shown(models: Models) -> None:
     prompt = PROMPTS[1]
     with engine_of(models[TinyKind.QWEN3]) as engine:
-        (full,) = ask(engine, [Request(id="a", prompt=prompt, max_tokens=30, ignore_end=True)])
+        (full,) = ask(
+            engine, [EngineRequest(id="a", prompt=prompt, max_tokens=30, ignore_end=True)]
+        )
         at = len(full.text) // 2
         stop = full.text[at : at + 2]
         (cut,) = ask(
             engine,
-            [Request(id="b", prompt=prompt, max_tokens=30, ignore_end=True, stop=(stop, "never"))],
+            [
+                EngineRequest(
+                    id="b", prompt=prompt, max_tokens=30, ignore_end=True, stop=(stop, "never")
+                )
+            ],
         )
-    assert cut.finish is Finish.STOP
+    assert cut.finish is FinishReason.STOP
     assert cut.text == full.text[: full.text.find(stop)]
     assert len(cut.tokens) < 30
 
@@ -178,10 +188,10 @@ def test_what_can_never_run_is_refused_at_once(models: Models) -> None:
             ({"prompt": (1,), "stop": ("",)}, "stop"),
         ):
             with pytest.raises(InputError, match=words):
-                engine.add(Request(id="x", **fields))
-        engine.add(Request(id="x", prompt=(1,)))
+                engine.add(EngineRequest(id="x", **fields))
+        engine.add(EngineRequest(id="x", prompt=(1,)))
         with pytest.raises(InputError, match="known already"):
-            engine.add(Request(id="x", prompt=(1,)))
+            engine.add(EngineRequest(id="x", prompt=(1,)))
         with pytest.raises(Misuse, match="no pages"):
             engine.release("y")
         drain(engine)

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reference.clusters import wait_until
 
 from kvferry.reference.ranks.figures import FiguresWriter, left_figures, own_figures, together
-from kvferry.telemetry.metrics import Meter
+from kvferry.telemetry.metrics import EndpointMetrics
 
 FIRST = """\
 # HELP kvferry_rooms_total Rooms
@@ -47,7 +47,7 @@ def test_a_worker_of_one_rank_says_what_it_did_before() -> None:
 
 def test_a_rank_tells_nothing_but_what_its_endpoint_counts() -> None:
     """Other figures have no label that says whose they are."""
-    Meter("figures/0", "shm")
+    EndpointMetrics("figures/0", "shm")
     names = names_in(own_figures().decode())
     assert "kvferry_bytes" in names
     assert all(name.startswith("kvferry_") for name in names)

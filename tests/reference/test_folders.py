@@ -16,7 +16,7 @@ from kvferry.errors import InputError
 from kvferry.layout.hf import spec_from_config
 from kvferry.layout.layout import Order, Parallel
 from kvferry.layout.spec import DType
-from kvferry.reference.engine.cache import Cache
+from kvferry.reference.engine.cache import RankCache
 from kvferry.reference.engine.layouts import cache_spec, layout_for
 from kvferry.reference.models.config import ModelConfig
 from kvferry.reference.models.tiny import TinyKind, make_tiny, tiny_config
@@ -124,7 +124,7 @@ def test_views_of_the_cache_are_where_its_map_says(models: Models, order: Order)
     """Write through each view; find it at base + page, token and unit strides."""
     config = ModelConfig.load(models[TinyKind.HYBRID])
     layout = layout_for(config, Parallel(pp=2), page_tokens=8, order=order)
-    cache = Cache(layout, 1, num_pages=5, num_rows=3, device=torch.device("cpu"))
+    cache = RankCache(layout, 1, num_pages=5, num_rows=3, device=torch.device("cpu"))
     floats = cache.memory.view(torch.float32)
     value = 0.0
     for placement in cache.pools.map.placements:

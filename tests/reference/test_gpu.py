@@ -44,12 +44,12 @@ from reference.working import (
 )
 
 from kvferry import Layers
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.endpoint.outgoing import Waitable
 from kvferry.layout.layout import Order, Parallel
-from kvferry.reference.engine.cache import Cache
+from kvferry.reference.engine.cache import RankCache
 from kvferry.reference.engine.layouts import KV, STATE
-from kvferry.reference.engine.steps import Sample, SampleFailed, StepPlan, Work
+from kvferry.reference.engine.steps import RequestWork, Sample, SampleFailed, StepPlan
 from kvferry.reference.models.tiny import TinyKind, make_tiny
 from kvferry.reference.transfer.extension import EndpointSettings
 from kvferry.reference.transfer.prefill import PrefillExtension
@@ -79,8 +79,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[TinyKind, Path]:
 
 
 @pytest.fixture(scope="module")
-def rendezvous() -> Iterator[str]:
-    with RendezvousServer() as server:
+def discovery() -> Iterator[str]:
+    with DiscoveryServer() as server:
         yield server.url
 
 
@@ -109,12 +109,12 @@ def test_a_gpu_says_what_a_cpu_says(folders: dict[TinyKind, Path], kind: TinyKin
     demand_equal(right, again)
 
 
-def sides(folder: Path, rendezvous: str) -> tuple[InstanceOptions, InstanceOptions]:
+def sides(folder: Path, discovery: str) -> tuple[InstanceOptions, InstanceOptions]:
     paged = CUDA | {"page_tokens": 32, "order": Order.HND}
     fields = {"transport": "nixl"}
     return (
-        options_for("prefill", folder, rendezvous, ONE, engine=CUDA, **fields),
-        options_for("decode", folder, rendezvous, ONE, engine=paged, **fields),
+        options_for("prefill", folder, discovery, ONE, engine=CUDA, **fields),
+        options_for("decode", folder, discovery, ONE, engine=paged, **fields),
     )
 
 
@@ -129,7 +129,7 @@ async def tokens(caller: Caller, pair: list[Worker]) -> list[list[int]]:
 class Late(PrefillExtension):
     """A rank whose GPU has computed each chunk, or each layer, a while after it was given it."""
 
-    def start(self, cache: Cache) -> None:
+    def start(self, cache: RankCache) -> None:
         self._cache = cache
         super().start(cache)
 
@@ -155,7 +155,9 @@ class Late(PrefillExtension):
         for (tensor, where), value in zip(entries, saved, strict=True):
             tensor[where] = value
 
-    def _entries(self, work: Work, layers: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _entries(
+        self, work: RequestWork, layers: list[int]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Everything that goes with a chunk: its pages, and with the last one the state."""
         places = {KV: self._pages(work, work.first, work.end)}
         if work.row is not None and work.sampling is not None:
@@ -182,43 +184,43 @@ class Hasty(Late):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_push_waits_for_the_gpu(
     folders: dict[TinyKind, Path],
-    rendezvous: str,
+    discovery: str,
     neighbour: Neighbour,
     alone: Alone,
     kind: TinyKind,
     layers: Layers,
 ) -> None:
-    assert carried_by(Late, folders[kind], rendezvous, neighbour, layers) == alone(kind, PROMPTS)
+    assert carried_by(Late, folders[kind], discovery, neighbour, layers) == alone(kind, PROMPTS)
 
 
 @needs_nixl
 @pytest.mark.parametrize("layers", ["all", 1])
 def test_a_push_that_does_not_wait_sends_the_wrong_bytes(
     folders: dict[TinyKind, Path],
-    rendezvous: str,
+    discovery: str,
     neighbour: Neighbour,
     alone: Alone,
     layers: Layers,
 ) -> None:
     """The negative control."""
-    answers = carried_by(Hasty, folders[TinyKind.LLAMA], rendezvous, neighbour, layers)
+    answers = carried_by(Hasty, folders[TinyKind.LLAMA], discovery, neighbour, layers)
     assert answers != alone(TinyKind.LLAMA, PROMPTS)
 
 
 def carried_by(
     kind: type[PrefillExtension],
     folder: Path,
-    rendezvous: str,
+    discovery: str,
     neighbour: Neighbour,
     layers: Layers,
 ) -> list[list[int]]:
     """Prompts computed on this process's GPU and answered by another process on the same."""
-    prefill, decode = sides(folder, rendezvous)
+    prefill, decode = sides(folder, discovery)
     settings = EndpointSettings(
         name=prefill.name,
         model=prefill.fingerprint,
         transport="nixl",
-        rendezvous=rendezvous,
+        discovery=discovery,
         layers=layers,
     )
     with (

@@ -29,8 +29,8 @@ from reference.working import (
 )
 
 from kvferry.discovery.http_backend import HttpDiscovery
-from kvferry.discovery.records import RendezvousError
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.records import DiscoveryError
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.errors import InputError, KvferryError
 from kvferry.layout.layout import Parallel
 from kvferry.reference.models.tiny import TinyKind, make_tiny
@@ -73,18 +73,18 @@ def test_bad_options_are_one_sentence(
         ({"host": "no.such.host.invalid"}, "cannot find the host"),
         ({"port": 70000}, "a port is between 0 and 65535"),
         ({"folder": "/nowhere"}, "/nowhere"),
-        ({"folder": "/nowhere", "rendezvous": "http://127.0.0.1:1"}, "cannot read '/nowhere'"),
+        ({"folder": "/nowhere", "discovery": "http://127.0.0.1:1"}, "cannot read '/nowhere'"),
         ({"engine": {"parallel": Parallel(tp=7)}}, "tp=7"),
-        ({"transport": "pigeon", "rendezvous": "http://127.0.0.1:1"}, "pigeon"),
-        ({"key_file": "/nowhere", "rendezvous": "http://127.0.0.1:1"}, "/nowhere"),
+        ({"transport": "pigeon", "discovery": "http://127.0.0.1:1"}, "pigeon"),
+        ({"key_file": "/nowhere", "discovery": "http://127.0.0.1:1"}, "/nowhere"),
     ],
 )
 def test_what_cannot_start_is_one_sentence(
     models: Models, changes: dict[str, Any], message: str
 ) -> None:
     folder = Path(changes.pop("folder", models[TinyKind.LLAMA]))
-    rendezvous = changes.pop("rendezvous", None)
-    options = options_for("decode", folder, rendezvous, Parallel(), **changes)
+    discovery = changes.pop("discovery", None)
+    options = options_for("decode", folder, discovery, Parallel(), **changes)
     with pytest.raises(KvferryError, match=message) as raised:
         run_instance(options)
     assert "\n" not in str(raised.value)
@@ -123,7 +123,7 @@ def test_checkpoints_differ_by_their_weights(models: Models, tmp_path: Path) -> 
     assert ours != unequal
 
 
-# ---------------------------------------------------------------- at the rendezvous
+# ---------------------------------------------------------------- at the discovery service
 
 
 def test_workers_say_where_they_are_and_leave(models: Models, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_workers_say_where_they_are_and_leave(models: Models, tmp_path: Path) ->
         finally:
             await discovery.close()
 
-    with RendezvousServer(key=key) as server:
+    with DiscoveryServer(key=key) as server:
         options = [
             options_for(
                 role,
@@ -162,7 +162,7 @@ def test_workers_say_where_they_are_and_leave(models: Models, tmp_path: Path) ->
             asked = prefill, decode, 1, body_of(PROMPTS[2])
             _, second = call(lambda caller: caller.pair(*asked), key)
             assert second.told["source"] == "transferred"
-        with pytest.raises(RendezvousError, match="nobody has registered"):
+        with pytest.raises(DiscoveryError, match="nobody has registered"):
             asyncio.run(gone(server.url, key, running[0].name))
 
 
@@ -177,7 +177,7 @@ async def gone(url: str, key: ClusterKey, name: str) -> None:
 def test_another_model_is_refused_in_words(models: Models, tmp_path: Path) -> None:
     """Weights that differ are no partners, whatever the names say."""
     other = make_tiny(tmp_path / "other", TinyKind.LLAMA, seed=8)
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         options = [
             options_for("prefill", other, server.url, Parallel()),
             options_for("decode", models[TinyKind.LLAMA], server.url, Parallel()),
@@ -250,7 +250,7 @@ def signal_to(pid: int) -> None:
 def test_a_killed_worker_costs_its_requests_and_nothing_else(models: Models) -> None:
     """The whole prefill process, with a transfer under way."""
     long = tuple((5 * i * i + 3 * i) % 256 for i in range(1900))
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         slow = {"step_tokens": 32}
         prefill_options = options_for(
             "prefill", models[TinyKind.LLAMA], server.url, Parallel(), engine=slow

@@ -26,12 +26,12 @@ from reference.clusters import (
 
 from kvferry.errors import InputError
 from kvferry.reference.cluster.description import (
-    Cluster,
+    ClusterDescription,
+    DiscoverySection,
     ModelFolder,
-    RendezvousSection,
     WorkerSection,
 )
-from kvferry.reference.cluster.launch import Launch
+from kvferry.reference.cluster.launch import ClusterLaunch
 from kvferry.router.options import RouterOptions
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -80,13 +80,13 @@ def test_a_worker_that_dies_is_started_again_and_ctrl_c_ends_everything(start: S
     told = first_line(process)
     assert (told["model"], set(told["parts"])) == (
         "tiny",
-        {"rendezvous", "router", "prefill-0", "decode-0"},
+        {"discovery", "router", "prefill-0", "decode-0"},
     )
     said = answer(told["url"])
     assert said["kvferry"]["source"] == "transferred"
 
     old = told["parts"]["prefill-0"]
-    *_before, _rendezvous, _router, prefill, _decode = children(process.pid)
+    *_before, _discovery, _router, prefill, _decode = children(process.pid)
     os.kill(prefill, signal.SIGKILL)
 
     def is_back() -> bool:
@@ -142,17 +142,17 @@ def test_what_a_part_can_not_do_is_one_sentence(start: Start) -> None:
     assert err == f"kvferry: {json.loads(out)['error']}\n"
 
 
-@pytest.mark.parametrize("part", ["rendezvous", "router", "decode-0"])
+@pytest.mark.parametrize("part", ["discovery", "router", "decode-0"])
 def test_a_port_in_use_is_said_before_anything_starts(part: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ports = {"rendezvous": 0, "router": 0, "decode-0": 0, part: port}
-        cluster = Cluster(
-            rendezvous=RendezvousSection(port=ports["rendezvous"]),
+        ports = {"discovery": 0, "router": 0, "decode-0": 0, part: port}
+        cluster = ClusterDescription(
+            discovery=DiscoverySection(port=ports["discovery"]),
             router=RouterOptions(port=ports["router"]),
             decode=(WorkerSection(port=ports["decode-0"]),),
         )
-        with Launch() as launch:
+        with ClusterLaunch() as launch:
             with pytest.raises(InputError, match=f"^{part}: cannot listen on 127.0.0.1:{port}"):
                 launch.start_all(cluster, ModelFolder(Path("/nowhere"), "none"), lambda *_: None)
             assert launch.children == []

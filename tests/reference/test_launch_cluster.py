@@ -11,7 +11,7 @@ import pytest
 from kvferry.cli.main import main
 from kvferry.errors import InputError
 from kvferry.reference.cluster.description import (
-    Cluster,
+    ClusterDescription,
     ModelFolder,
     check,
     read_cluster,
@@ -25,8 +25,8 @@ Models = dict[TinyKind, Path]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.toml"
 
 
-def cluster_of(**fields: object) -> Cluster:
-    return msgspec.convert(fields, Cluster)
+def cluster_of(**fields: object) -> ClusterDescription:
+    return msgspec.convert(fields, ClusterDescription)
 
 
 def written(folder: Path, text: str) -> str:
@@ -38,7 +38,7 @@ def written(folder: Path, text: str) -> str:
 def test_the_example_says_what_the_defaults_are() -> None:
     """But for the two sides, of which there are none by default."""
     cluster = read_cluster(str(EXAMPLE))
-    assert msgspec.structs.replace(cluster, prefill=(), decode=()) == Cluster()
+    assert msgspec.structs.replace(cluster, prefill=(), decode=()) == ClusterDescription()
     assert [str(worker.section) for worker in cluster.workers()] == ["TP3, page 16", "TP1, page 32"]
 
 
@@ -83,7 +83,7 @@ def test_a_worker_gets_what_its_section_says(models: Models) -> None:
     assert (options.engine.order, options.engine.dtype) == ("hnd", "bfloat16")
     assert (options.engine.cache_tokens, options.transport) == (512, "nixl")
     assert (options.deadline_s, options.request_s, options.layers) == (7, 70, 4)
-    assert (options.name, options.model, options.rendezvous) == ("decode-0", "m", "http://h:1")
+    assert (options.name, options.model, options.discovery) == ("decode-0", "m", "http://h:1")
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         ("[[decode]]\ntp = 0", ">= 1"),
         ("[[decode]]\ntp = 'a'", "Expected `int`"),
         ("[router]\npolicy = 'best'", "Invalid enum value"),
-        ("[router]\nrendezvous = 'http://x:1'", "takes rendezvous and key from the whole file"),
+        ("[router]\ndiscovery = 'http://x:1'", "takes discovery and key from the whole file"),
         ("[router]\nroom_s = -1", "room_s must be above 0"),
         ("[router]\ndecode_urls = ['x']", "is no worker's address"),
         ("[[decode]]\nname = 'a'\n[[decode]]\nname = 'a'", "two workers have the name 'a'"),

@@ -29,7 +29,7 @@ from reference.clusters import (
     wait_until,
 )
 
-from kvferry.reference.cluster.launch import Child
+from kvferry.reference.cluster.launch import ChildProcess
 from kvferry.reference.models.tiny import TinyKind
 
 Models = dict[TinyKind, Path]
@@ -104,7 +104,7 @@ class Asking:
             self._pool.shutdown()
 
 
-def end(child: Child, number: signal.Signals) -> None:
+def end(child: ChildProcess, number: signal.Signals) -> None:
     assert child.process is not None
     child.process.send_signal(number)
 
@@ -132,7 +132,7 @@ def kill_while_busy(cluster: Running, name: str, *policies: str) -> list[tuple[i
     return results
 
 
-def restart(cluster: Running, child: Child) -> None:
+def restart(cluster: Running, child: ChildProcess) -> None:
     assert child.process is not None
     for pipe in (child.process.stdin, child.process.stdout):
         assert pipe is not None
@@ -146,7 +146,7 @@ def decode_is_busy(cluster: Running) -> bool:
 
 
 def meet(cluster: Running) -> None:
-    """Have every pair work together once: to meet, but not to go on, takes the rendezvous."""
+    """Have every pair work together once: to meet, but not to go on, takes discovery."""
     urls = {name: worker["url"] for name, worker in cluster.workers().items()}
     for room, (prefill, decode) in enumerate(product(WORKERS[:2], WORKERS[2:])):
         body = {"model": NAME, "prompt": "hello", "max_tokens": 2, "seed": 1}
@@ -190,9 +190,9 @@ def test_a_decode_worker_dies_in_the_middle(cluster: Running, expected: list[lis
     demand_right(Asking(cluster, "fail").results(), expected)
 
 
-def test_the_rendezvous_dies(cluster: Running, expected: list[list[int]]) -> None:
+def test_the_discovery_dies(cluster: Running, expected: list[list[int]]) -> None:
     meet(cluster)
-    child = cluster["rendezvous"]
+    child = cluster["discovery"]
     end(child, signal.SIGKILL)
     assert child.process is not None
     child.process.wait(PATIENCE_S)

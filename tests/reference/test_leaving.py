@@ -15,7 +15,7 @@ import pytest
 from reference.clusters import wait_until
 from router.fakes import site
 
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 
 HEAD = b"%s HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
 NOW = struct.pack("ii", 1, 0)
@@ -46,9 +46,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_at_the_rendezvous(caplog: pytest.LogCaptureFixture, reset: bool) -> None:
+def test_at_the_discovery(caplog: pytest.LogCaptureFixture, reset: bool) -> None:
     caplog.set_level(logging.INFO)
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         leave(server.url, b"PUT /v1/instances/a/ranks/0", reset=reset)
         wait_until(lines(caplog), "it to be noticed")
     (line,) = lines(caplog)()
@@ -60,7 +60,7 @@ def test_at_the_rendezvous(caplog: pytest.LogCaptureFixture, reset: bool) -> Non
 def test_while_it_waits_for_news(caplog: pytest.LogCaptureFixture, reset: bool) -> None:
     """There is nothing left to read from it, so its handler is cancelled, which counts too."""
     caplog.set_level(logging.INFO)
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         leave(server.url, b"GET /v1/instances/a?wait_s=60", reset=reset, body=b"{" * 100)
         wait_until(lines(caplog), "it to be noticed")
         counted = read_metrics(server.url)

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from kvferry.http.api_errors import ApiError
 from kvferry.reference.api.bodies import Ask, Serving, parse_chat, parse_completion
 from kvferry.reference.api.readers import LARGE_BYTES, BodyReaders, ReaderThreads
-from kvferry.reference.engine.requests import Role
+from kvferry.reference.engine.requests import EngineRole
 from kvferry.reference.models.tiny import END, TEMPLATE, byte_tokenizer
 from kvferry.reference.models.tokenizer import Settings, Tokenizer, TooLong
 
@@ -38,7 +38,7 @@ class Watched(Tokenizer):
 
 
 def serving(tokenizer: Tokenizer) -> Serving:
-    return Serving("m", tokenizer, MAX_TOKENS, Role.WHOLE)
+    return Serving("m", tokenizer, MAX_TOKENS, EngineRole.WHOLE)
 
 
 def body(**fields: Any) -> bytes:

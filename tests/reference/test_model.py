@@ -11,7 +11,7 @@ from reference.plain import plain_logprobs
 
 from kvferry.layout.layout import Order
 from kvferry.layout.spec import DType
-from kvferry.reference.engine.requests import Request
+from kvferry.reference.engine.requests import EngineRequest
 from kvferry.reference.models.compute.linear_attention import fade_and_add
 from kvferry.reference.models.tiny import TinyKind
 
@@ -91,7 +91,7 @@ def test_answers_depend_on_every_token_of_the_prompt(models: Models) -> None:
     prompt = PROMPTS[2]
     changed = [(*prompt[:i], (prompt[i] + 1) % 256, *prompt[i + 1 :]) for i in (0, 75, 149)]
     asked = [
-        Request(id=str(i), prompt=p, max_tokens=12, sampling=ALL)
+        EngineRequest(id=str(i), prompt=p, max_tokens=12, sampling=ALL)
         for i, p in enumerate([prompt, *changed])
     ]
     for kind in TinyKind:

@@ -9,7 +9,7 @@ import pytest
 from reference.driving import Answer, ask, demand_equal, engine_of, requests
 
 from kvferry.layout.intervals import Span
-from kvferry.layout.layout import Parallel, find_holding
+from kvferry.layout.layout import Parallel, find_shard
 from kvferry.reference.engine.layouts import KV, STATE, layout_for
 from kvferry.reference.models.compute.shard import even_share, shard_of
 from kvferry.reference.models.config import ModelConfig
@@ -70,10 +70,10 @@ def test_shares_follow_the_layout_and_cover_everything_once(
     layout = layout_for(config, parallel)
     shards = [shard_of(config, layout, rank) for rank in range(layout.num_ranks)]
     for shard in shards:
-        held = layout.rank_holdings(shard.rank)
+        held = layout.rank_shards(shard.rank)
         for layer in range(shard.layers.first, shard.layers.end):
             is_attention = config.layer_types[layer] == "full_attention"
-            units = find_holding(held, KV if is_attention else STATE, layer).units
+            units = find_shard(held, KV if is_attention else STATE, layer).units
             assert units == (shard.kv_heads if is_attention else shard.state_heads)
     stage = shards[: parallel.tp]
     for field, total in (("heads", config.heads), ("channels", config.intermediate)):

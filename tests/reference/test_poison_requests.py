@@ -16,7 +16,7 @@ import pytest
 from reference.driving import PROMPTS
 from reference.working import Alone, Caller, Worker, body_of, call, hosted, options_for
 
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
 from kvferry.reference.engine.steps import StepPlan
 from kvferry.reference.models.tiny import TinyKind
@@ -60,18 +60,18 @@ def breaking(options: InstanceOptions) -> MakeExtension:
 
 
 @pytest.fixture(scope="module")
-def rendezvous() -> Iterator[str]:
-    with RendezvousServer() as server:
+def discovery() -> Iterator[str]:
+    with DiscoveryServer() as server:
         yield server.url
 
 
 @pytest.fixture
 def workers(
-    models: Models, rendezvous: str, request: pytest.FixtureRequest
+    models: Models, discovery: str, request: pytest.FixtureRequest
 ) -> Iterator[list[Worker]]:
     """A prefill worker and two decode workers, of which one side breaks on the poison."""
     options = [
-        options_for(role, models[TinyKind.LLAMA], rendezvous, ONE)
+        options_for(role, models[TinyKind.LLAMA], discovery, ONE)
         for role in ("prefill", "decode", "decode")
     ]
     extensions = {one.name: breaking(one) for one in options if one.role in request.param}

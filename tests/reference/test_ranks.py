@@ -17,9 +17,9 @@ from reference.driving import PROMPTS, ask, engine_of, requests, small
 
 from kvferry.errors import InputError
 from kvferry.layout.layout import Parallel
-from kvferry.reference.engine.cache import Cache
+from kvferry.reference.engine.cache import RankCache
 from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.requests import Noted, Request
+from kvferry.reference.engine.requests import EngineRequest, Noted
 from kvferry.reference.engine.steps import Sample, SampleFailed, StepPlan
 from kvferry.reference.models.tiny import TinyKind
 from kvferry.reference.ranks.processes import RankLost
@@ -36,7 +36,7 @@ class Reporting(Extension):
         self.rank = rank
         self.notes: list[bytes] = []
 
-    def start(self, cache: Cache) -> None:
+    def start(self, cache: RankCache) -> None:
         self.notes.append(f"start {cache.rank} pid {os.getpid()}".encode())
 
     def before(self, plan: StepPlan) -> None:
@@ -71,7 +71,7 @@ def test_extensions_hear_every_step_on_every_rank(models: Models) -> None:
             [b"start", str(rank).encode()] for rank in range(4)
         ]
         assert len({notes[0].split()[-1] for notes in started.values()}) == 4
-        engine.add(Request(id="x", prompt=PROMPTS[2], max_tokens=1))
+        engine.add(EngineRequest(id="x", prompt=PROMPTS[2], max_tokens=1))
         engine.post(b"hello")
         first, second = said(engine.step()), said(engine.step())
         assert first == {rank: [b"hello", b"ran 0-96"] for rank in range(4)}
@@ -161,7 +161,7 @@ class Unready(Extension):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def start(self, cache: Cache) -> None:
+    def start(self, cache: RankCache) -> None:
         if self.rank == 2:
             raise InputError("plug it in")
 

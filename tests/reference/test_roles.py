@@ -25,12 +25,18 @@ from reference.driving import (
 from kvferry.errors import InputError, Misuse
 from kvferry.layout.layout import Order, Parallel
 from kvferry.memory.copy.reference import copy_pieces
-from kvferry.plan import PageTable, Pair, Side, bind, check, contiguous_pools, reshard
+from kvferry.plan import PageTable, RankPair, Side, bind, check, contiguous_pools, reshard
 from kvferry.plan import Request as Length
 from kvferry.reference.engine.cache import one_region
 from kvferry.reference.engine.engine import Engine
 from kvferry.reference.engine.layouts import KV, STATE
-from kvferry.reference.engine.requests import Admitted, Computed, Produced, Request, Role
+from kvferry.reference.engine.requests import (
+    Admitted,
+    Computed,
+    EngineRequest,
+    EngineRole,
+    Produced,
+)
 from kvferry.reference.engine.steps import Sample
 from kvferry.reference.models.tiny import TinyKind
 
@@ -61,14 +67,14 @@ def carry(source: Ferry, target: Ferry, num_tokens: int) -> int:
     num_bytes = 0
     for a in range(plan.source.num_ranks):
         for b in range(plan.target.num_ranks):
-            binding = bind(plan, Pair(a, b), length, source.side(a), target.side(b))
+            binding = bind(plan, RankPair(a, b), length, source.side(a), target.side(b))
             memory = source.files.memory(a), target.files.memory(b)
             copy_pieces(binding.descriptors(), [memory[0]], [memory[1]])
             num_bytes += binding.num_bytes
     return num_bytes
 
 
-def admit(engine: Engine, request: Request) -> Admitted:
+def admit(engine: Engine, request: EngineRequest) -> Admitted:
     engine.add(request)
     for _ in range(MAX_STEPS):
         for output in engine.step():
@@ -77,7 +83,7 @@ def admit(engine: Engine, request: Request) -> Admitted:
     raise AssertionError("never admitted")
 
 
-def prefill(engine: Engine, files: FileBacked, request: Request) -> tuple[Ferry, Sample]:
+def prefill(engine: Engine, files: FileBacked, request: EngineRequest) -> tuple[Ferry, Sample]:
     """Run a prompt to its first token; its pages are held."""
     place = None
     engine.add(request)
@@ -100,8 +106,10 @@ def prefill(engine: Engine, files: FileBacked, request: Request) -> tuple[Ferry,
     raise AssertionError("no first token")
 
 
-def half(role: Role, name: str = "r", prompt: tuple[int, ...] = PROMPTS[2]) -> Request:
-    return Request(id=name, prompt=prompt, max_tokens=12, sampling=ALL, ignore_end=True, role=role)
+def half(role: EngineRole, name: str = "r", prompt: tuple[int, ...] = PROMPTS[2]) -> EngineRequest:
+    return EngineRequest(
+        id=name, prompt=prompt, max_tokens=12, sampling=ALL, ignore_end=True, role=role
+    )
 
 
 def files_in(folder: Path) -> FileBacked:
@@ -113,8 +121,8 @@ def ferried(
     here: Engine, files: FileBacked, there: Engine, into: FileBacked, *, copy: bool
 ) -> Answer:
     """A prompt computed here and answered there."""
-    source, first = prefill(here, files, half(Role.PREFILL))
-    target = Ferry(there, into, admit(there, half(Role.DECODE)))
+    source, first = prefill(here, files, half(EngineRole.PREFILL))
+    target = Ferry(there, into, admit(there, half(EngineRole.DECODE)))
     assert there.step() == []
     if copy:
         assert carry(source, target, len(PROMPTS[2])) > 0
@@ -145,7 +153,7 @@ def test_a_carried_cache_is_as_good_as_ones_own(
         answer = ferried(here, files, there, into, copy=True)
     # Afterwards, on an engine that never saw it: nothing of the transfer can help.
     with engine_of(models[kind]) as engine:
-        (alone,) = ask(engine, [half(Role.WHOLE)])
+        (alone,) = ask(engine, [half(EngineRole.WHOLE)])
     demand_equal([alone], [answer])
 
 
@@ -161,7 +169,7 @@ def test_without_the_copy_the_answer_is_wrong(
     ):
         answer = ferried(here, files, there, into, copy=False)
     with engine_of(models[kind]) as engine:
-        (alone,) = ask(engine, [half(Role.WHOLE)])
+        (alone,) = ask(engine, [half(EngineRole.WHOLE)])
     assert answer.tokens[0] == alone.tokens[0]
     assert answer.tokens != alone.tokens
 
@@ -175,8 +183,8 @@ def test_a_repeated_prompt_needs_only_what_is_new(models: Models, tmp_path: Path
     ):
         answers, sizes = [], []
         for name, prompt in (("a", aligned), ("b", aligned), ("c", (*aligned, 5))):
-            source, first = prefill(here, files, half(Role.PREFILL, name, prompt))
-            target = Ferry(there, into, admit(there, half(Role.DECODE, name, prompt)))
+            source, first = prefill(here, files, half(EngineRole.PREFILL, name, prompt))
+            target = Ferry(there, into, admit(there, half(EngineRole.DECODE, name, prompt)))
             sizes.append((target.place.prefix, carry(source, target, len(prompt))))
             here.release(name)
             answer = Answer()
@@ -187,15 +195,16 @@ def test_a_repeated_prompt_needs_only_what_is_new(models: Models, tmp_path: Path
     assert sizes == [(0, 144 * token_bytes), (144, 0), (144, token_bytes)]
     with engine_of(models[TinyKind.LLAMA]) as engine:
         alone = ask(
-            engine, [half(Role.WHOLE, n, p) for n, p in (("a", aligned), ("c", (*aligned, 5)))]
+            engine,
+            [half(EngineRole.WHOLE, n, p) for n, p in (("a", aligned), ("c", (*aligned, 5)))],
         )
     assert answers == [alone[0].tokens, alone[0].tokens, alone[1].tokens]
 
 
 def test_a_prefix_that_prefill_has_is_not_computed_again(models: Models, tmp_path: Path) -> None:
     with engine_of(models[TinyKind.LLAMA]) as engine:
-        ask(engine, [half(Role.WHOLE, "before")])
-        engine.add(half(Role.PREFILL))
+        ask(engine, [half(EngineRole.WHOLE, "before")])
+        engine.add(half(EngineRole.PREFILL))
         outputs = engine.step()
         assert [o.prefix for o in outputs if isinstance(o, Admitted)] == [144]
         assert [(o.first, o.end) for o in outputs if isinstance(o, Computed)] == [(144, 150)]
@@ -204,9 +213,9 @@ def test_a_prefix_that_prefill_has_is_not_computed_again(models: Models, tmp_pat
 
 def test_when_nothing_comes_the_prompt_is_computed_here(models: Models) -> None:
     with engine_of(models[TinyKind.QWEN3]) as engine:
-        (alone,) = ask(engine, [half(Role.WHOLE)])
+        (alone,) = ask(engine, [half(EngineRole.WHOLE)])
     with engine_of(models[TinyKind.QWEN3]) as engine:
-        admit(engine, half(Role.DECODE))
+        admit(engine, half(EngineRole.DECODE))
         engine.recompute("r")
         demand_equal([alone], [drain(engine)["r"]])
         assert engine.scheduler.blocks.num_used == 0
@@ -215,8 +224,8 @@ def test_when_nothing_comes_the_prompt_is_computed_here(models: Models) -> None:
 def test_pages_that_a_transfer_may_touch_outlive_a_cancel(models: Models) -> None:
     with engine_of(models[TinyKind.LLAMA], step_tokens=64) as engine:
         blocks = engine.scheduler.blocks
-        engine.add(half(Role.PREFILL, "prefill"))
-        engine.add(half(Role.DECODE, "decode"))
+        engine.add(half(EngineRole.PREFILL, "prefill"))
+        engine.add(half(EngineRole.DECODE, "decode"))
         engine.step()
         used = blocks.num_used
         for name in ("prefill", "decode"):
@@ -235,7 +244,7 @@ def test_pages_that_a_transfer_may_touch_outlive_a_cancel(models: Models) -> Non
 
 def test_steps_that_do_not_fit_are_refused(models: Models) -> None:
     with engine_of(models[TinyKind.LLAMA]) as engine:
-        admit(engine, half(Role.DECODE))
+        admit(engine, half(EngineRole.DECODE))
         with pytest.raises(InputError, match="first token"):
             engine.arrived("r", Sample("r", 999))
         engine.arrived("r", Sample("r", 3))
@@ -251,7 +260,7 @@ def test_steps_that_do_not_fit_are_refused(models: Models) -> None:
 def test_a_first_token_can_be_the_whole_answer(models: Models) -> None:
     with engine_of(models[TinyKind.LLAMA]) as engine:
         for first, finish in ((256, "stop"), (65, "length")):
-            engine.add(Request(id="r", prompt=(1, 2), max_tokens=1, role=Role.DECODE))
+            engine.add(EngineRequest(id="r", prompt=(1, 2), max_tokens=1, role=EngineRole.DECODE))
             engine.step()
             produced = engine.arrived("r", Sample("r", first))
             assert produced.finish == finish

@@ -13,10 +13,17 @@ import torch
 from reference.driving import PROMPTS, ask, engine_of, requests
 
 from kvferry.errors import InputError
-from kvferry.reference.engine.cache import Cache
-from kvferry.reference.engine.requests import Produced, Request
+from kvferry.reference.engine.cache import RankCache
+from kvferry.reference.engine.requests import EngineRequest, Produced
 from kvferry.reference.engine.sampling import draw, penalised, sample, uniform
-from kvferry.reference.engine.steps import Past, Sample, SampleFailed, Sampling, StepPlan, Work
+from kvferry.reference.engine.steps import (
+    Past,
+    RequestWork,
+    Sample,
+    SampleFailed,
+    Sampling,
+    StepPlan,
+)
 from kvferry.reference.models.tiny import TinyKind
 from kvferry.reference.ranks.rank import Extension
 
@@ -24,11 +31,11 @@ Models = dict[TinyKind, Path]
 LOGITS = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 
 
-def work(sampling: Sampling) -> Work:
-    return Work(request="r", tokens=[1], first=9, pages=[0], row=None, sampling=sampling)
+def work(sampling: Sampling) -> RequestWork:
+    return RequestWork(request="r", tokens=[1], first=9, pages=[0], row=None, sampling=sampling)
 
 
-def only_sample(work: Work) -> Sample:
+def only_sample(work: RequestWork) -> Sample:
     (chosen,), failures = sample(LOGITS[None], [work])
     assert not failures
     return chosen
@@ -137,7 +144,7 @@ class NotFinite(Extension):
     def __init__(self, rank: int) -> None:
         pass
 
-    def start(self, cache: Cache) -> None:
+    def start(self, cache: RankCache) -> None:
         self._memory = cache.memory
 
     def before(self, plan: StepPlan) -> None:
@@ -154,13 +161,13 @@ class NotFinite(Extension):
 
 def test_an_engine_drops_a_request_that_cannot_be_sampled_and_goes_on(models: Models) -> None:
     with engine_of(models[TinyKind.LLAMA], extend=NotFinite) as engine:
-        engine.add(Request(id="bad", prompt=PROMPTS[2], max_tokens=4))
+        engine.add(EngineRequest(id="bad", prompt=PROMPTS[2], max_tokens=4))
         outputs = [*engine.step(), *engine.step()]
         (failure,) = (output for output in outputs if isinstance(output, SampleFailed))
         assert failure.request == "bad"
         assert engine.idle
         assert not engine.scheduler.blocks.num_used
-        engine.add(Request(id="good", prompt=PROMPTS[0], max_tokens=1))
+        engine.add(EngineRequest(id="good", prompt=PROMPTS[0], max_tokens=1))
         assert any(isinstance(output, Produced) for output in engine.step())
 
 

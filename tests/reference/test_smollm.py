@@ -14,7 +14,7 @@ from reference.driving import ask
 from kvferry.errors import InputError
 from kvferry.layout.layout import Parallel
 from kvferry.reference.engine.engine import Engine, EngineOptions
-from kvferry.reference.engine.requests import Finish, Request
+from kvferry.reference.engine.requests import EngineRequest, FinishReason
 from kvferry.reference.models.folders import DEFAULT
 from kvferry.reference.models.smollm import default_model, unpermuted
 from kvferry.reference.models.tokenizer import Tokenizer
@@ -84,9 +84,9 @@ def test_it_answers_and_its_ranks_agree(smollm: Path) -> None:
         options = EngineOptions(parallel=parallel, cache_tokens=512)
         with Engine(smollm, options) as engine:
             prompt = tuple(engine.tokenizer.chat(CAPITAL))
-            answers += ask(engine, [Request(id="q", prompt=prompt, max_tokens=20)])
+            answers += ask(engine, [EngineRequest(id="q", prompt=prompt, max_tokens=20)])
     for answer in answers:
         assert answer.text == "The capital of France is Paris."
-        assert answer.finish is Finish.STOP
+        assert answer.finish is FinishReason.STOP
     assert list(prompt) == CHAT
     assert answers[0].tokens == answers[1].tokens == PARIS

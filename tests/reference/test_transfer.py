@@ -34,13 +34,13 @@ from reference.working import (
 )
 
 from kvferry import Layers
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.layout.layout import Order, Parallel
 from kvferry.reference.engine.steps import StepPlan
 from kvferry.reference.models.tiny import TinyKind, make_tiny
 from kvferry.reference.transfer.extension import EndpointSettings
 from kvferry.reference.transfer.prefill import PrefillExtension
-from kvferry.transports.base import Setup
+from kvferry.transports.base import TransportSetup
 from kvferry.transports.shm import ShmTransport
 from kvferry.transports.transport_set import TransportSet
 
@@ -60,8 +60,8 @@ ONE, TP3 = Parallel(), Parallel(tp=3)
 
 
 @pytest.fixture(scope="module")
-def rendezvous() -> Iterator[str]:
-    with RendezvousServer() as server:
+def discovery() -> Iterator[str]:
+    with DiscoveryServer() as server:
         yield server.url
 
 
@@ -87,7 +87,7 @@ def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def pair_of(
     folder: Path,
-    rendezvous: str,
+    discovery: str,
     neighbour: Neighbour,
     parallels: Sequence[Parallel],
     transport: str = "shm",
@@ -96,8 +96,8 @@ def pair_of(
     """Prefill in this process, decode in another, each with the ranks that it needs."""
     here, there = parallels
     paged = {"page_tokens": 32, "order": Order.HND}
-    prefill = options_for("prefill", folder, rendezvous, here, transport=transport, layers=layers)
-    decode = options_for("decode", folder, rendezvous, there, transport=transport, engine=paged)
+    prefill = options_for("prefill", folder, discovery, here, transport=transport, layers=layers)
+    decode = options_for("decode", folder, discovery, there, transport=transport, engine=paged)
     with hosted(prefill) as running, neighbour.runs(decode) as other:
         yield [*running, other]
 
@@ -111,7 +111,7 @@ async def twice(
         await all_at_once(caller, pair, prompts),
         await all_at_once(caller, pair, prompts[:AGAIN], room=len(prompts)),
     ]
-    assert all(reply.told["path"] for reply in replies[0])
+    assert all(reply.told["mode"] for reply in replies[0])
     told = sum(reply.told["bytes"] for both in replies for reply in both)
     assert await carried(caller, pair[0]) - before == told
     return replies
@@ -136,7 +136,7 @@ LAYERS: dict[str, Layers] = {"shm": 1, "nixl": 4, "mooncake": "all"}
 )
 def test_the_answer_is_what_one_engine_says(
     models: Models,
-    rendezvous: str,
+    discovery: str,
     alone: Alone,
     neighbour: Neighbour,
     name: str,
@@ -145,7 +145,7 @@ def test_the_answer_is_what_one_engine_says(
     """Sixteen at once, from pages of 16 to pages of 32, without and with a prefix at decode."""
     kind, *parallels = PAIRS[name]
     layers = LAYERS[transport]
-    with pair_of(models[kind], rendezvous, neighbour, parallels, transport, layers) as pair:
+    with pair_of(models[kind], discovery, neighbour, parallels, transport, layers) as pair:
         first, second = call(partial(twice, pair=pair, prompts=MANY))
     right = alone(kind, MANY)
     assert [reply.tokens for reply in first] == right
@@ -161,23 +161,23 @@ def test_the_answer_is_what_one_engine_says(
 @pytest.mark.parametrize("sizes", [(3, 9), (9, 3)], ids=str)
 def test_nine_ranks_hold_three_heads(
     nine_heads: Path,
-    rendezvous: str,
+    discovery: str,
     neighbour: Neighbour,
     sizes: tuple[int, int],
     transport: str,
 ) -> None:
     """Each head is on three ranks of the one side, and on one of the other."""
     parallels = Parallel(tp=sizes[0]), Parallel(tp=sizes[1])
-    with pair_of(nine_heads, rendezvous, neighbour, parallels, transport) as pair:
+    with pair_of(nine_heads, discovery, neighbour, parallels, transport) as pair:
         replies = call(partial(twice, pair=pair, prompts=PROMPTS))
     right = Alone({TinyKind.LLAMA: nine_heads})(TinyKind.LLAMA, PROMPTS)
     assert [[reply.tokens for reply in both] for both in replies] == [right, right]
 
 
 def test_a_worker_shows_what_every_rank_of_it_counts(
-    models: Models, rendezvous: str, neighbour: Neighbour
+    models: Models, discovery: str, neighbour: Neighbour
 ) -> None:
-    with pair_of(models[TinyKind.LLAMA], rendezvous, neighbour, (TP3, ONE)) as pair:
+    with pair_of(models[TinyKind.LLAMA], discovery, neighbour, (TP3, ONE)) as pair:
         call(partial(all_at_once, pair=pair, prompts=PROMPTS))
         total = call(partial(carried, worker=pair[0]))
         ranks = [f"{pair[0].name}/{rank}" for rank in range(3)]
@@ -198,7 +198,7 @@ def test_a_worker_shows_what_every_rank_of_it_counts(
 
 
 def test_only_what_is_new_is_sent(
-    models: Models, rendezvous: str, alone: Alone, neighbour: Neighbour
+    models: Models, discovery: str, alone: Alone, neighbour: Neighbour
 ) -> None:
     long, aligned = PROMPTS[2], PROMPTS[2][:96]
     longer = (*aligned, *PROMPTS[1])
@@ -211,11 +211,11 @@ def test_only_what_is_new_is_sent(
             size = await carried(caller, pair[0]) - before
             assert size == reply.told["bytes"]
             # One head a rank here, heads before tokens there: a page is one piece on both sides.
-            assert reply.told.get("path") == ("runs" if size else None)
+            assert reply.told.get("mode") == ("runs" if size else None)
             seen.append((reply.told["prefix"], size // TOKEN_BYTES, reply.tokens))
         return seen
 
-    with pair_of(models[TinyKind.LLAMA], rendezvous, neighbour, (TP3, ONE)) as pair:
+    with pair_of(models[TinyKind.LLAMA], discovery, neighbour, (TP3, ONE)) as pair:
         seen = call(partial(talk, pair=pair))
     # Decode's pages have 32 tokens. What fills them is there the next time.
     assert [(prefix, sent) for prefix, sent, _ in seen] == [
@@ -233,7 +233,7 @@ def test_only_what_is_new_is_sent(
     ]
 
 
-def test_a_real_model_says_the_same(smollm: Path, rendezvous: str) -> None:
+def test_a_real_model_says_the_same(smollm: Path, discovery: str) -> None:
     """Three KV heads on three ranks, to one."""
     body = {
         "model": "model",
@@ -254,7 +254,7 @@ def test_a_real_model_says_the_same(smollm: Path, rendezvous: str) -> None:
         return second
 
     options = [
-        options_for(role, smollm, rendezvous, parallel, engine=engine)
+        options_for(role, smollm, discovery, parallel, engine=engine)
         for role, parallel in (("prefill", TP3), ("decode", ONE))
     ]
     with hosted(*options) as pair:
@@ -272,18 +272,16 @@ class Careless(EndpointSettings, frozen=True, kw_only=True):
     """Settings of an endpoint whose transport says that it has copied and has not."""
 
     def make_transports(self) -> TransportSet:
-        copies_nothing = Setup(agent=self.name, copy=lambda pieces, here, there: None)
+        copies_nothing = TransportSetup(agent=self.name, copy=lambda pieces, here, there: None)
         return TransportSet.of(ShmTransport(copies_nothing))
 
 
-def test_without_the_copy_the_answer_is_wrong(
-    models: Models, rendezvous: str, alone: Alone
-) -> None:
+def test_without_the_copy_the_answer_is_wrong(models: Models, discovery: str, alone: Alone) -> None:
     """The comparison above can fail."""
     folder = models[TinyKind.LLAMA]
-    source = options_for("prefill", folder, rendezvous, ONE, name="careless")
-    target = options_for("decode", folder, rendezvous, ONE)
-    settings = Careless(name="careless", model=source.fingerprint, rendezvous=rendezvous)
+    source = options_for("prefill", folder, discovery, ONE, name="careless")
+    target = options_for("decode", folder, discovery, ONE)
+    settings = Careless(name="careless", model=source.fingerprint, discovery=discovery)
     with (
         hosted(source, extend=partial(PrefillExtension, settings)) as (prefill,),
         hosted(target) as (decode,),
@@ -315,15 +313,13 @@ class Early(PrefillExtension):
 
 @pytest.mark.parametrize("kind", [PrefillExtension, Early])
 def test_a_layer_that_is_pushed_too_early_makes_the_answer_wrong(
-    models: Models, rendezvous: str, alone: Alone, kind: type[PrefillExtension]
+    models: Models, discovery: str, alone: Alone, kind: type[PrefillExtension]
 ) -> None:
     """The negative control of pushing by layers, and the same with the right extension."""
     folder, name = models[TinyKind.LLAMA], kind.__name__.lower()
-    source = options_for("prefill", folder, rendezvous, ONE, name=name)
-    target = options_for("decode", folder, rendezvous, ONE)
-    settings = EndpointSettings(
-        name=name, model=source.fingerprint, rendezvous=rendezvous, layers=1
-    )
+    source = options_for("prefill", folder, discovery, ONE, name=name)
+    target = options_for("decode", folder, discovery, ONE)
+    settings = EndpointSettings(name=name, model=source.fingerprint, discovery=discovery, layers=1)
     with (
         hosted(source, extend=partial(kind, settings)) as (prefill,),
         hosted(target) as (decode,),

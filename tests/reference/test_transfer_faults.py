@@ -31,7 +31,7 @@ from reference.working import (
     options_for,
 )
 
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
 from kvferry.reference.models.tiny import TinyKind
 from kvferry.reference.ranks.processes import RankLost
@@ -46,8 +46,8 @@ SLOW = {"step_tokens": 32}
 
 
 @pytest.fixture(scope="module")
-def rendezvous() -> Iterator[str]:
-    with RendezvousServer() as server:
+def discovery() -> Iterator[str]:
+    with DiscoveryServer() as server:
         yield server.url
 
 
@@ -57,9 +57,9 @@ def alone(models: Models) -> Alone:
 
 
 @pytest.fixture(scope="module")
-def pair(models: Models, rendezvous: str) -> Iterator[list[Worker]]:
+def pair(models: Models, discovery: str) -> Iterator[list[Worker]]:
     options = [
-        options_for(role, models[TinyKind.LLAMA], rendezvous, ONE, engine=engine)
+        options_for(role, models[TinyKind.LLAMA], discovery, ONE, engine=engine)
         for role, engine in (("prefill", SLOW), ("decode", {}))
     ]
     with hosted(*options) as running:
@@ -383,12 +383,12 @@ def in_thread(options: InstanceOptions) -> tuple[Worker, Future[BaseException | 
     return Worker(options.name, ready.result(PATIENCE_S)), ended
 
 
-def test_a_killed_prefill_rank(models: Models, rendezvous: str, alone: Alone) -> None:
+def test_a_killed_prefill_rank(models: Models, discovery: str, alone: Alone) -> None:
     folder = models[TinyKind.LLAMA]
 
     def prefill_with(parallel: Parallel) -> InstanceOptions:
         engine = SLOW | {"timeout_s": 20.0, "cache_tokens": 4096}
-        return options_for("prefill", folder, rendezvous, parallel, name="mortal", engine=engine)
+        return options_for("prefill", folder, discovery, parallel, name="mortal", engine=engine)
 
     async def talk(caller: Caller, prefill: Worker, decode: Worker) -> list[Reply]:
         bodies = [
@@ -406,7 +406,7 @@ def test_a_killed_prefill_rank(models: Models, rendezvous: str, alone: Alone) ->
         await caller.idle(decode.url)
         return list(replies)
 
-    decode_options = options_for("decode", folder, rendezvous, ONE, engine={"cache_tokens": 4096})
+    decode_options = options_for("decode", folder, discovery, ONE, engine={"cache_tokens": 4096})
     with hosted(decode_options) as (decode,):
         prefill, ended = in_thread(prefill_with(TP3))
         *first, failed, local = call(partial(talk, prefill=prefill, decode=decode))

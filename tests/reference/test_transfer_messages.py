@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry import Agreement, Done, Failure, FailureCode, Outcome, Status
+from kvferry import Done, Failure, FailureCode, Outcome, RankAgreement, Status
 from kvferry.reference.transfer.messages import (
-    Abort,
+    AbortCommand,
     Command,
-    Ended,
+    EndedNote,
     Note,
-    Open,
-    Receive,
-    Released,
+    OpenCommand,
+    ReceiveCommand,
+    ReleasedNote,
     decode_command,
     decode_note,
     encode,
@@ -25,30 +25,32 @@ GONE = Failure(FailureCode.PEER_GONE, "prefill/1 is gone")
 @pytest.mark.parametrize(
     "command",
     [
-        Open("r", "room", 1.5, b"digest"),
-        Receive("r", 7, 1.5, b"digest", "prefill", 40, 8, [3, 0, 1], None),
-        Abort("r"),
+        OpenCommand("r", "room", 1.5, b"digest"),
+        ReceiveCommand("r", 7, 1.5, b"digest", "prefill", 40, 8, [3, 0, 1], None),
+        AbortCommand("r"),
     ],
 )
 def test_a_command_arrives_as_it_was_said(command: Command) -> None:
     assert decode_command(encode(command)) == command
 
 
-@pytest.mark.parametrize("note", [Ended("r", GONE), Released("r", {"runs": 8}, {"runs": 9})])
+@pytest.mark.parametrize(
+    "note", [EndedNote("r", GONE), ReleasedNote("r", {"runs": 8}, {"runs": 9})]
+)
 def test_a_note_arrives_as_it_was_said(note: Note) -> None:
     assert decode_note(encode(note)) == note
 
 
 @pytest.mark.parametrize("outcome", [Done(b"first"), Done(), GONE])
 def test_the_end_of_a_room_is_noted_as_it_was(outcome: Outcome) -> None:
-    assert Ended.of("r", outcome).outcome == outcome
+    assert EndedNote.of("r", outcome).outcome == outcome
 
 
 def test_notes_are_taken_by_the_agreement() -> None:
-    agreement = Agreement(2)
-    take_note(agreement, 0, Ended("r", metadata=b"first"))
-    take_note(agreement, 1, Ended("r"))
+    agreement = RankAgreement(2)
+    take_note(agreement, 0, EndedNote("r", metadata=b"first"))
+    take_note(agreement, 1, EndedNote("r"))
     assert (agreement.status, agreement.metadata) == (Status.DONE, b"first")
-    take_note(agreement, 0, Released("r", {"runs": 8}))
-    take_note(agreement, 1, Released("r", {"runs": 4, "slices": 1}))
+    take_note(agreement, 0, ReleasedNote("r", {"runs": 8}))
+    take_note(agreement, 1, ReleasedNote("r", {"runs": 4, "slices": 1}))
     assert (agreement.is_released, agreement.carried) == (True, {"runs": 12, "slices": 1})

@@ -28,10 +28,15 @@ from reference.driving import ask, engine_of, small
 
 from kvferry.errors import KvferryError
 from kvferry.layout.layout import Parallel
-from kvferry.reference.engine.requests import Request
+from kvferry.reference.engine.requests import EngineRequest
 from kvferry.reference.models.tiny import TinyKind
 from kvferry.reference.ranks.rank import MakeExtension
-from kvferry.reference.worker.instance import Instance, InstanceOptions, WorkerRole, run_instance
+from kvferry.reference.worker.instance import (
+    EngineInstance,
+    InstanceOptions,
+    WorkerRole,
+    run_instance,
+)
 from kvferry.reference.worker.loop import EngineLoop
 from kvferry.security.keys import ClusterKey
 from kvferry.security.signing import Introduction, new_nonce, sign
@@ -53,7 +58,7 @@ class Worker(NamedTuple):
 
 
 def options_for(
-    role: str, folder: Path, rendezvous: str | None, parallel: Parallel, **changes: Any
+    role: str, folder: Path, discovery: str | None, parallel: Parallel, **changes: Any
 ) -> InstanceOptions:
     """Options under which tests are quick and limits are near."""
     engine = {"parallel": parallel} | changes.pop("engine", {})
@@ -65,7 +70,7 @@ def options_for(
         name=fields.pop("name", f"{role}-{os.urandom(4).hex()}"),
         folder=str(folder),
         engine=small(**engine),
-        rendezvous=rendezvous,
+        discovery=discovery,
         **fields,
     )
 
@@ -133,12 +138,12 @@ def hosted(
 
     # The ranks' server has everything loaded that the first instance's ranks need.
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    instances: list[Instance] = []
+    instances: list[EngineInstance] = []
     try:
         running = []
         for one in options:
             mine = extend.get(one.name) if isinstance(extend, Mapping) else extend
-            instances.append(Instance(one, mine))
+            instances.append(EngineInstance(one, mine))
             running.append(Worker(one.name, run(instances[-1].start()), instances[-1].loop))
         yield running
     finally:
@@ -215,7 +220,7 @@ class Alone:
         new = [prompt for prompt in dict.fromkeys(prompts) if (kind, prompt) not in self._known]
         if new:
             asked = [
-                Request(id=f"{i}", prompt=prompt, max_tokens=max_tokens, ignore_end=True)
+                EngineRequest(id=f"{i}", prompt=prompt, max_tokens=max_tokens, ignore_end=True)
                 for i, prompt in enumerate(new)
             ]
             with engine_of(self._models[kind]) as engine:

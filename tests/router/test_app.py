@@ -25,8 +25,8 @@ from router.fakes import (
     until,
 )
 
-from kvferry.discovery.client import RendezvousClient
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.client import DiscoveryClient
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.router.options import RouterOptions
 from kvferry.router.serving import serving
 from kvferry.security.keys import ClusterKey
@@ -231,12 +231,12 @@ async def test_each_model_has_its_own_workers() -> None:
         assert (status, json.loads(data)["error"]["code"]) == (400, "model_not_found")
 
 
-# ---------------------------------------------------------------- the rendezvous
+# ---------------------------------------------------------------- the discovery service
 
 
 @pytest.mark.parametrize("with_key", [False, True])
 @bounded
-async def test_workers_are_found_at_the_rendezvous(with_key: bool, tmp_path: Any) -> None:
+async def test_workers_are_found_at_the_discovery(with_key: bool, tmp_path: Any) -> None:
     key = ClusterKey.new() if with_key else None
     path = tmp_path / "key"
     if key is not None:
@@ -245,10 +245,10 @@ async def test_workers_are_found_at_the_rendezvous(with_key: bool, tmp_path: Any
     workers = [FakeWorker("prefill", "p0", wire), FakeWorker("decode", "d0", wire)]
     for worker in workers:
         await worker.start()
-    server = RendezvousServer(key=key).start()
-    client = RendezvousClient(server.url, key)
+    server = DiscoveryServer(key=key).start()
+    client = DiscoveryClient(server.url, key)
     options = RouterOptions(
-        port=0, rendezvous=server.url, key=str(path) if key else None, poll_s=0.05
+        port=0, discovery=server.url, key=str(path) if key else None, poll_s=0.05
     )
     async with serving(options) as url, aiohttp.ClientSession() as http:
 
@@ -272,7 +272,7 @@ async def test_workers_are_found_at_the_rendezvous(with_key: bool, tmp_path: Any
         await asyncio.sleep(0.2)
         assert await ask() == 200
 
-        # One that leaves while the rendezvous is away is noticed all the same.
+        # One that leaves while the discovery service is away is noticed all the same.
         await workers[1].stop()
         while await ask() != 503:
             await asyncio.sleep(0.02)
@@ -281,22 +281,22 @@ async def test_workers_are_found_at_the_rendezvous(with_key: bool, tmp_path: Any
 
 
 @bounded
-async def test_a_rendezvous_that_restarts_is_asked_in_its_new_life(tmp_path: Any) -> None:
+async def test_a_discovery_that_restarts_is_asked_in_its_new_life(tmp_path: Any) -> None:
     key, path = ClusterKey.new(), tmp_path / "key"
     key.write(path)
     worker = FakeWorker("decode", "d0", Wire())
     await worker.start()
-    server = RendezvousServer(key=key).start()
+    server = DiscoveryServer(key=key).start()
     port = urlsplit(server.url).port
     assert port is not None
-    options = RouterOptions(port=0, rendezvous=server.url, key=str(path), poll_s=0.05)
+    options = RouterOptions(port=0, discovery=server.url, key=str(path), poll_s=0.05)
     async with serving(options) as url, aiohttp.ClientSession() as http:
         here = Site(url, {}, http)
-        client = RendezvousClient(server.url, key)
+        client = DiscoveryClient(server.url, key)
         for again in (False, True):
             if again:
                 await asyncio.to_thread(server.stop)
-                server = RendezvousServer(port=port, key=key).start()
+                server = DiscoveryServer(port=port, key=key).start()
             name = f"d{int(again)}@http"
             metadata = {"http": worker.url, "role": "decode", "instance": worker.name}
             if again:

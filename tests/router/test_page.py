@@ -1,4 +1,4 @@
-"""The router's page: its workers, the rendezvous's cluster, and nobody without a token."""
+"""The router's page: its workers, the discovery service's cluster, and nobody without a token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from router.fakes import Site, bounded, site
 from telemetry.scenes import Scene
 
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.security.keys import ClusterKey
 from kvferry.security.tokens import make_token
 
@@ -23,11 +23,11 @@ async def got(here: Site, path: str, **headers: str) -> tuple[int, Any]:
 
 
 @bounded
-async def test_it_shows_the_rendezvous_s_cluster_and_its_own_workers() -> None:
-    with RendezvousServer() as server:
+async def test_it_shows_the_discovery_s_cluster_and_its_own_workers() -> None:
+    with DiscoveryServer() as server:
         scene = Scene(server.url, {"p": 2}, {"d": 1})
         scene.tell()
-        async with site(rendezvous=server.url) as here:
+        async with site(discovery=server.url) as here:
             _, view = await got(here, "/kvferry/cluster")
             assert view["served_by"] == "router"
             assert [one["name"] for one in view["instances"]] == ["p", "d"]
@@ -39,12 +39,12 @@ async def test_it_shows_the_rendezvous_s_cluster_and_its_own_workers() -> None:
 
 
 @bounded
-async def test_without_a_rendezvous_it_says_so() -> None:
+async def test_without_a_discovery_it_says_so() -> None:
     async with site() as here:
         _, view = await got(here, "/kvferry/cluster")
-        assert "no rendezvous" in view["problem"]
+        assert "no discovery service" in view["problem"]
         assert len(view["workers"]) == 2
-        assert (await got(here, "/kvferry/stories/17"))[0] == 404
+        assert (await got(here, "/kvferry/traces/17"))[0] == 404
 
 
 @bounded

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from kvferry.errors import InputError
 from kvferry.http.api_errors import ApiError
 from kvferry.router.bodies import Defaults, read_ask
-from kvferry.router.forward import Tried, next_try
-from kvferry.router.options import OnFailure, Policy, RouterOptions
-from kvferry.router.roster import Announced, Health, Roster, Worker, WorkerPart
+from kvferry.router.forward import TriedWorkers, next_try
+from kvferry.router.options import BalancePolicy, OnFailure, RouterOptions
 from kvferry.router.streams import WholeEvents
-from kvferry.router.upstream import Blame, Failed
+from kvferry.router.upstream import Failed, FaultDomain
+from kvferry.router.worker_pool import Announced, Health, Worker, WorkerPool, WorkerRole
 
 LOST_S = 10.0
 
@@ -25,144 +25,144 @@ def health(worker: Worker, **changes: object) -> Health:
     return Health(**fields)  # type: ignore[arg-type]
 
 
-def roster_of(num_workers: int, policy: Policy = Policy.LEAST_LOADED) -> Roster:
-    """Decode workers w0, w1, …, found at the rendezvous, all up at time 0."""
-    roster = Roster(policy, LOST_S)
-    roster.hear(listed(num_workers))
-    for worker in roster.workers:
-        roster.well(worker, health(worker), 0.0)
-    return roster
+def pool_of(num_workers: int, policy: BalancePolicy = BalancePolicy.LEAST_LOADED) -> WorkerPool:
+    """Decode workers w0, w1, …, found at the discovery service, all up at time 0."""
+    pool = WorkerPool(policy, LOST_S)
+    pool.hear(listed(num_workers))
+    for worker in pool.workers:
+        pool.well(worker, health(worker), 0.0)
+    return pool
 
 
 def listed(num_workers: int) -> list[Announced]:
-    return [Announced(f"w{i}", WorkerPart.DECODE) for i in range(num_workers)]
+    return [Announced(f"w{i}", WorkerRole.DECODE) for i in range(num_workers)]
 
 
-def choose(roster: Roster, avoid: set[str] = frozenset()) -> str | None:  # type: ignore[assignment]
-    worker = roster.choose(WorkerPart.DECODE, "m", avoid)
+def choose(pool: WorkerPool, avoid: set[str] = frozenset()) -> str | None:  # type: ignore[assignment]
+    worker = pool.choose(WorkerRole.DECODE, "m", avoid)
     return worker.url if worker else None
 
 
-# ---------------------------------------------------------------- the roster
+# ---------------------------------------------------------------- the pool
 
 
 def test_nobody_is_used_before_they_say_that_they_are_well() -> None:
-    roster = Roster(Policy.ROUND_ROBIN, LOST_S, [Announced("w", WorkerPart.DECODE)])
-    assert choose(roster) is None
-    (worker,) = roster.workers
-    roster.well(worker, health(worker), 0.0)
-    assert choose(roster) == "w"
-    assert roster.choose(WorkerPart.PREFILL, "m") is None
-    assert roster.choose(WorkerPart.DECODE, "other") is None
+    pool = WorkerPool(BalancePolicy.ROUND_ROBIN, LOST_S, [Announced("w", WorkerRole.DECODE)])
+    assert choose(pool) is None
+    (worker,) = pool.workers
+    pool.well(worker, health(worker), 0.0)
+    assert choose(pool) == "w"
+    assert pool.choose(WorkerRole.PREFILL, "m") is None
+    assert pool.choose(WorkerRole.DECODE, "other") is None
 
 
 def test_round_robin_does_not_look_at_load() -> None:
-    roster = roster_of(3, Policy.ROUND_ROBIN)
-    roster.workers[0].others = 9
-    assert [choose(roster) for _ in range(4)] == ["w0", "w1", "w2", "w0"]
-    assert choose(roster, {"w1"}) == "w2"
+    pool = pool_of(3, BalancePolicy.ROUND_ROBIN)
+    pool.workers[0].others = 9
+    assert [choose(pool) for _ in range(4)] == ["w0", "w1", "w2", "w0"]
+    assert choose(pool, {"w1"}) == "w2"
 
 
 def test_the_least_loaded_is_chosen_and_ties_take_turns() -> None:
-    roster = roster_of(3)
-    with roster.workers[0].asked():
-        assert [choose(roster) for _ in range(3)] == ["w1", "w2", "w1"]
-    assert choose(roster) == "w0"
+    pool = pool_of(3)
+    with pool.workers[0].asked():
+        assert [choose(pool) for _ in range(3)] == ["w1", "w2", "w1"]
+    assert choose(pool) == "w0"
 
 
 def test_requests_of_others_are_told_apart_from_ours() -> None:
-    roster = roster_of(1)
-    (worker,) = roster.workers
+    pool = pool_of(1)
+    (worker,) = pool.workers
     with worker.asked(), worker.asked():
-        roster.well(worker, health(worker, running=4, waiting=1), 1.0)
+        pool.well(worker, health(worker, running=4, waiting=1), 1.0)
         assert worker.load == 5
     assert worker.load == 3
-    roster.well(worker, health(worker), 2.0)
+    pool.well(worker, health(worker), 2.0)
     assert worker.load == 0
 
 
 def test_one_slow_answer_is_forgiven_and_two_are_not() -> None:
-    roster = roster_of(1)
-    (worker,) = roster.workers
-    roster.missed(worker, "slow", 1.0, sure=False)
+    pool = pool_of(1)
+    (worker,) = pool.workers
+    pool.missed(worker, "slow", 1.0, sure=False)
     assert worker.up
-    roster.missed(worker, "slow", 2.0, sure=False)
+    pool.missed(worker, "slow", 2.0, sure=False)
     assert (worker.up, worker.lost.is_set()) == (False, False)
-    roster.missed(worker, "slow", LOST_S + 1, sure=False)
+    pool.missed(worker, "slow", LOST_S + 1, sure=False)
     assert worker.lost.is_set()
-    roster.well(worker, health(worker), LOST_S + 2)
+    pool.well(worker, health(worker), LOST_S + 2)
     assert (worker.up, worker.lost.is_set()) == (True, False)
 
 
 def test_a_worker_that_refuses_is_left_out_but_may_finish() -> None:
-    roster = roster_of(1)
-    (worker,) = roster.workers
-    roster.missed(worker, "refused", 1.0, sure=True)
+    pool = pool_of(1)
+    (worker,) = pool.workers
+    pool.missed(worker, "refused", 1.0, sure=True)
     assert (worker.up, worker.lost.is_set()) == (False, False)
 
 
-def test_who_has_left_the_rendezvous_is_forgotten_when_nothing_is_under_way() -> None:
-    roster = roster_of(2)
-    worker = roster.workers[0]
-    roster.hear([])
-    assert len(roster.workers) == 2, "the rendezvous may have just started"
+def test_who_has_left_the_discovery_is_forgotten_when_nothing_is_under_way() -> None:
+    pool = pool_of(2)
+    worker = pool.workers[0]
+    pool.hear([])
+    assert len(pool.workers) == 2, "the discovery service may have just started"
     with worker.asked():
-        roster.missed(worker, "gone", 1.0, sure=True)
-        assert len(roster.workers) == 2
-    roster.missed(worker, "gone", 2.0, sure=True)
-    assert [one.url for one in roster.workers] == ["w1"]
-    roster.hear(listed(2))
-    assert len(roster.workers) == 2
+        pool.missed(worker, "gone", 1.0, sure=True)
+        assert len(pool.workers) == 2
+    pool.missed(worker, "gone", 2.0, sure=True)
+    assert [one.url for one in pool.workers] == ["w1"]
+    pool.hear(listed(2))
+    assert len(pool.workers) == 2
 
 
 def test_a_given_address_is_never_forgotten() -> None:
-    roster = Roster(Policy.ROUND_ROBIN, LOST_S, [Announced("w", WorkerPart.DECODE)])
-    roster.missed(roster.workers[0], "gone", 1.0, sure=True)
-    roster.hear([])
-    assert len(roster.workers) == 1
+    pool = WorkerPool(BalancePolicy.ROUND_ROBIN, LOST_S, [Announced("w", WorkerRole.DECODE)])
+    pool.missed(pool.workers[0], "gone", 1.0, sure=True)
+    pool.hear([])
+    assert len(pool.workers) == 1
 
 
 # ---------------------------------------------------------------- what is tried next
 
 
-def failure(part: WorkerPart, blame: Blame) -> Failed:
-    return Failed(Worker("u", part, "n", fixed=True), blame, "why")
+def failure(part: WorkerRole, fault_domain: FaultDomain) -> Failed:
+    return Failed(Worker("u", part, "n", fixed=True), fault_domain, "why")
 
 
 @pytest.mark.parametrize(
-    ("part", "blame", "on_failure", "again", "local"),
+    ("part", "fault_domain", "on_failure", "again", "local"),
     [
-        (WorkerPart.PREFILL, Blame.WORKER, OnFailure.RETRY, True, False),
-        (WorkerPart.PREFILL, Blame.WORKER, OnFailure.LOCAL, True, True),
-        (WorkerPart.PREFILL, Blame.WORKER, OnFailure.FAIL, False, False),
-        (WorkerPart.DECODE, Blame.TRANSFER, OnFailure.RETRY, True, False),
-        (WorkerPart.DECODE, Blame.TRANSFER, OnFailure.LOCAL, True, True),
-        (WorkerPart.DECODE, Blame.TRANSFER, OnFailure.FAIL, False, False),
-        (WorkerPart.DECODE, Blame.WORKER, OnFailure.RETRY, True, False),
-        (WorkerPart.DECODE, Blame.WORKER, OnFailure.LOCAL, True, False),
-        (WorkerPart.DECODE, Blame.WORKER, OnFailure.FAIL, False, False),
-        (WorkerPart.DECODE, Blame.LOST, OnFailure.RETRY, True, False),
-        (WorkerPart.PREFILL, Blame.LOST, OnFailure.LOCAL, True, True),
-        (WorkerPart.DECODE, Blame.LOST, OnFailure.FAIL, False, False),
-        (WorkerPart.DECODE, Blame.REQUEST, OnFailure.RETRY, False, False),
-        (WorkerPart.PREFILL, Blame.REQUEST, OnFailure.LOCAL, False, False),
+        (WorkerRole.PREFILL, FaultDomain.WORKER, OnFailure.RETRY, True, False),
+        (WorkerRole.PREFILL, FaultDomain.WORKER, OnFailure.LOCAL, True, True),
+        (WorkerRole.PREFILL, FaultDomain.WORKER, OnFailure.FAIL, False, False),
+        (WorkerRole.DECODE, FaultDomain.TRANSFER, OnFailure.RETRY, True, False),
+        (WorkerRole.DECODE, FaultDomain.TRANSFER, OnFailure.LOCAL, True, True),
+        (WorkerRole.DECODE, FaultDomain.TRANSFER, OnFailure.FAIL, False, False),
+        (WorkerRole.DECODE, FaultDomain.WORKER, OnFailure.RETRY, True, False),
+        (WorkerRole.DECODE, FaultDomain.WORKER, OnFailure.LOCAL, True, False),
+        (WorkerRole.DECODE, FaultDomain.WORKER, OnFailure.FAIL, False, False),
+        (WorkerRole.DECODE, FaultDomain.LOST, OnFailure.RETRY, True, False),
+        (WorkerRole.PREFILL, FaultDomain.LOST, OnFailure.LOCAL, True, True),
+        (WorkerRole.DECODE, FaultDomain.LOST, OnFailure.FAIL, False, False),
+        (WorkerRole.DECODE, FaultDomain.REQUEST, OnFailure.RETRY, False, False),
+        (WorkerRole.PREFILL, FaultDomain.REQUEST, OnFailure.LOCAL, False, False),
     ],
 )
 def test_what_is_tried_next(
-    part: WorkerPart, blame: Blame, on_failure: OnFailure, again: bool, local: bool
+    part: WorkerRole, fault_domain: FaultDomain, on_failure: OnFailure, again: bool, local: bool
 ) -> None:
-    tried = Tried(attempts=1)
-    assert next_try(tried, failure(part, blame), on_failure, 2) is again
+    tried = TriedWorkers(attempts=1)
+    assert next_try(tried, failure(part, fault_domain), on_failure, 2) is again
     assert tried.local is local
-    spent = Tried(attempts=2)
-    assert not next_try(spent, failure(part, blame), on_failure, 2)
+    spent = TriedWorkers(attempts=2)
+    assert not next_try(spent, failure(part, fault_domain), on_failure, 2)
 
 
 def test_a_request_that_two_workers_vanished_with_is_not_tried_again() -> None:
-    tried = Tried(attempts=1)
-    assert next_try(tried, failure(WorkerPart.PREFILL, Blame.LOST), OnFailure.LOCAL, 9)
-    assert next_try(tried, failure(WorkerPart.DECODE, Blame.WORKER), OnFailure.LOCAL, 9)
-    assert not next_try(tried, failure(WorkerPart.DECODE, Blame.LOST), OnFailure.LOCAL, 9)
+    tried = TriedWorkers(attempts=1)
+    assert next_try(tried, failure(WorkerRole.PREFILL, FaultDomain.LOST), OnFailure.LOCAL, 9)
+    assert next_try(tried, failure(WorkerRole.DECODE, FaultDomain.WORKER), OnFailure.LOCAL, 9)
+    assert not next_try(tried, failure(WorkerRole.DECODE, FaultDomain.LOST), OnFailure.LOCAL, 9)
 
 
 # ---------------------------------------------------------------- bodies and streams

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvferry import InputError
+from kvferry.router.adapters import SglangAdapter, adapter_of
 from kvferry.router.bodies import ClientAsk
-from kvferry.router.dialects import SglangDialect, dialect_of
 from kvferry.router.options import EngineName, OnFailure, RouterOptions
 
 BOOTSTRAP = "10.0.0.2:8998"
@@ -20,10 +20,10 @@ def ask(**body: Any) -> ClientAsk:
 
 
 def test_both_workers_get_the_request_and_decode_learns_where() -> None:
-    dialect, asked = dialect_of(EngineName.SGLANG), ask(prompt="p", max_tokens=9, stream=True)
-    prompt = json.loads(dialect.for_prefill(asked, 7, 2.0))
+    adapter, asked = adapter_of(EngineName.SGLANG), ask(prompt="p", max_tokens=9, stream=True)
+    prompt = json.loads(adapter.for_prefill(asked, 7, 2.0))
     assert prompt == {"model": "m", "prompt": "p", "max_tokens": 9, "bootstrap_room": 7}
-    answer = json.loads(dialect.for_decode(asked, 7, BOOTSTRAP, 2.0))
+    answer = json.loads(adapter.for_decode(asked, 7, BOOTSTRAP, 2.0))
     assert (answer["stream"], answer["bootstrap_room"]) == (True, 7)
     assert (answer["bootstrap_host"], answer["bootstrap_port"]) == ("10.0.0.2", 8998)
 
@@ -39,10 +39,10 @@ def test_both_workers_get_the_request_and_decode_learns_where() -> None:
     ],
 )
 def test_each_answer_has_a_room(body: dict[str, Any], rooms: int | list[int]) -> None:
-    dialect, asked = SglangDialect(), ask(**body)
-    assert dialect.splits(asked)
-    assert json.loads(dialect.for_prefill(asked, 7, 2.0))["bootstrap_room"] == rooms
-    answer = json.loads(dialect.for_decode(asked, 7, BOOTSTRAP, 2.0))
+    adapter, asked = SglangAdapter(), ask(**body)
+    assert adapter.splits(asked)
+    assert json.loads(adapter.for_prefill(asked, 7, 2.0))["bootstrap_room"] == rooms
+    answer = json.loads(adapter.for_decode(asked, 7, BOOTSTRAP, 2.0))
     assert answer["bootstrap_room"] == rooms
     if isinstance(rooms, list):
         assert answer["bootstrap_port"] == [8998] * len(rooms)
@@ -50,7 +50,7 @@ def test_each_answer_has_a_room(body: dict[str, Any], rooms: int | list[int]) ->
 
 def test_rooms_stay_within_their_bits() -> None:
     asked = ask(prompt=["p", "q"])
-    body = json.loads(SglangDialect().for_prefill(asked, (1 << 63) - 1, 2.0))
+    body = json.loads(SglangAdapter().for_prefill(asked, (1 << 63) - 1, 2.0))
     assert body["bootstrap_room"] == [(1 << 63) - 2, (1 << 63) - 1]
 
 

@@ -13,8 +13,8 @@ from aiohttp import web
 from router.fakes import MODEL, FakeWorker, Site, Wire, bounded, completion, refusal
 
 from kvferry import InputError
+from kvferry.router.adapters import REPLICA_HEADER, VllmAdapter
 from kvferry.router.bodies import ClientAsk
-from kvferry.router.dialects import REPLICA_HEADER, VllmDialect
 from kvferry.router.options import EngineName, OnFailure, RouterOptions
 from kvferry.router.serving import serving
 
@@ -26,12 +26,12 @@ def ask(path: str = "/v1/completions", **body: Any) -> ClientAsk:
 
 
 def test_prefill_is_asked_for_one_token_and_decode_for_the_rest() -> None:
-    dialect, asked = VllmDialect(), ask(prompt="p", max_tokens=9, min_tokens=3, stream=True)
-    prompt = json.loads(dialect.for_prefill(asked, 7, 2.0))
+    adapter, asked = VllmAdapter(), ask(prompt="p", max_tokens=9, min_tokens=3, stream=True)
+    prompt = json.loads(adapter.for_prefill(asked, 7, 2.0))
     assert prompt["max_tokens"] == 1
     assert not {"min_tokens", "stream"} & prompt.keys()
     assert prompt[PARAMS] == {"do_remote_decode": True, "kvferry": {"room": 7}}
-    answer = json.loads(dialect.for_decode(asked, 7, "prefill-0", 2.0))
+    answer = json.loads(adapter.for_decode(asked, 7, "prefill-0", 2.0))
     assert (answer["max_tokens"], answer["stream"]) == (9, True)
     own = {"room": 7, "prefill": "prefill-0"}
     assert answer[PARAMS] == {"do_remote_prefill": True, "kvferry": own}
@@ -39,13 +39,13 @@ def test_prefill_is_asked_for_one_token_and_decode_for_the_rest() -> None:
 
 def test_a_chat_has_another_limit() -> None:
     chat = ask("/v1/chat/completions", messages=[], max_completion_tokens=9)
-    assert json.loads(VllmDialect().for_prefill(chat, 7, 2.0))["max_completion_tokens"] == 1
+    assert json.loads(VllmAdapter().for_prefill(chat, 7, 2.0))["max_completion_tokens"] == 1
 
 
 def test_rooms_are_not_the_clients_to_choose() -> None:
-    dialect, asked = VllmDialect(), ask(prompt="p", kv_transfer_params={"kvferry": {"room": 1}})
-    assert PARAMS not in json.loads(dialect.whole(asked))
-    assert json.loads(dialect.for_decode(asked, 7, "p", 2.0))[PARAMS]["kvferry"]["room"] == 7
+    adapter, asked = VllmAdapter(), ask(prompt="p", kv_transfer_params={"kvferry": {"room": 1}})
+    assert PARAMS not in json.loads(adapter.whole(asked))
+    assert json.loads(adapter.for_decode(asked, 7, "p", 2.0))[PARAMS]["kvferry"]["room"] == 7
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_rooms_are_not_the_clients_to_choose() -> None:
     ],
 )
 def test_several_requests_have_no_room(body: dict[str, Any], splits: bool) -> None:
-    assert VllmDialect().splits(ask(**body)) is splits
+    assert VllmAdapter().splits(ask(**body)) is splits
 
 
 def test_a_prefill_needs_its_instances_name() -> None:
@@ -70,12 +70,12 @@ def test_a_prefill_needs_its_instances_name() -> None:
 
 
 def test_replicas_behind_one_address_are_chosen_by_the_room() -> None:
-    dialect, asked = VllmDialect(), ask(prompt="p")
+    adapter, asked = VllmAdapter(), ask(prompt="p")
     for room, replica in ((6, "0"), (7, "1"), (8, "2"), (9, "0")):
-        assert dialect.headers("prefill-0*3", room) == {REPLICA_HEADER: replica}
-        answer = json.loads(dialect.for_decode(asked, room, "prefill-0*3", 2.0))
+        assert adapter.headers("prefill-0*3", room) == {REPLICA_HEADER: replica}
+        answer = json.loads(adapter.for_decode(asked, room, "prefill-0*3", 2.0))
         assert answer[PARAMS]["kvferry"]["prefill"] == f"prefill-0-dp{replica}"
-    assert dialect.headers("prefill-0", 7) == {}
+    assert adapter.headers("prefill-0", 7) == {}
 
 
 @pytest.mark.parametrize("name", ["p*", "p*x", "*2", "p*1", "p*0", "p*-2", "p*99999"])

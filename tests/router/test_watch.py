@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from router.fakes import MODEL, bounded, site
 
-from kvferry.router.options import Policy, RouterOptions
-from kvferry.router.roster import Announced, Health, Roster, Worker, WorkerPart
+from kvferry.router.options import BalancePolicy, RouterOptions
 from kvferry.router.watch import Watch
+from kvferry.router.worker_pool import Announced, Health, Worker, WorkerPool, WorkerRole
 
 URL = "http://127.0.0.1:1"
 
@@ -33,16 +33,16 @@ class HurriedLoop(asyncio.SelectorEventLoop):
     """An event loop in which hours pass at once."""
 
     def __init__(self) -> None:
-        self.hurried = Hurried()
-        super().__init__(self.hurried)
+        self.urgent = Hurried()
+        super().__init__(self.urgent)
 
     def time(self) -> float:
-        return self.hurried.now
+        return self.urgent.now
 
 
-def hurried(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def urgent(trace: Callable[[], Coroutine[Any, Any, None]]) -> None:
     with asyncio.Runner(loop_factory=HurriedLoop) as runner:
-        runner.run(story())
+        runner.run(trace())
 
 
 class Mute:
@@ -59,12 +59,12 @@ class Mute:
 
 async def falls_silent(options: RouterOptions, at: float) -> tuple[float, float]:
     """Seconds from a worker's falling silent until it is left out, and until it is lost."""
-    roster, worker = (
-        Roster(Policy.ROUND_ROBIN, options.lost_s, [Announced(URL, WorkerPart.DECODE)]),
+    pool, worker = (
+        WorkerPool(BalancePolicy.ROUND_ROBIN, options.lost_s, [Announced(URL, WorkerRole.DECODE)]),
         Mute(),
     )
-    watching = asyncio.create_task(Watch(options, roster, None, worker).run())
-    (known,) = roster.workers
+    watching = asyncio.create_task(Watch(options, pool, None, worker).run())
+    (known,) = pool.workers
     await asyncio.sleep(at)
     assert known.up
     worker.silent_since = at
@@ -89,12 +89,12 @@ def test_two_misses_take_as_long_as_is_promised(poll_s: float, phase: float) -> 
     """Whenever it falls silent between two checks; and what it was asked ends by ``lost_s``."""
     options = RouterOptions(poll_s=poll_s, lost_s=20)
 
-    async def story() -> None:
+    async def trace() -> None:
         left_out, lost = await falls_silent(options, at=(10 + phase) * poll_s)
         assert 2 * options.check_s <= left_out <= options.left_out_s + 0.1
         assert lost <= options.lost_s + 0.1
 
-    hurried(story)
+    urgent(trace)
 
 
 def test_the_promise_is_what_the_documentation_says() -> None:
@@ -114,9 +114,9 @@ async def test_a_worker_that_calls_itself_unwell_is_left_out_at_once_with_its_re
 def test_one_word_of_its_own_is_enough() -> None:
     """Where two misses would be, if it had merely been slow."""
     for sure in (True, False):
-        roster = Roster(Policy.ROUND_ROBIN, 20, [Announced(URL, WorkerPart.DECODE)])
-        (worker,) = roster.workers
-        roster.well(worker, Health("decode", "d0", MODEL), 0.0)
-        roster.missed(worker, "it is not well", 1.0, sure=sure)
+        pool = WorkerPool(BalancePolicy.ROUND_ROBIN, 20, [Announced(URL, WorkerRole.DECODE)])
+        (worker,) = pool.workers
+        pool.well(worker, Health("decode", "d0", MODEL), 0.0)
+        pool.missed(worker, "it is not well", 1.0, sure=sure)
         assert worker.up is not sure
         assert not worker.lost.is_set()

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from kvferry.errors import InputError
-from kvferry.security.keys import ClusterKey, CurvePair, bindable
+from kvferry.security.keys import ClusterKey, CurvePair, checked_bind_address
 
 
 @pytest.fixture
@@ -120,23 +120,23 @@ def test_a_key_travels_to_a_child_process() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_loopback_needs_no_key(host: str) -> None:
-    assert bindable(host, 0, None) in ("127.0.0.1", "127.8.8.8", "::1")
+    assert checked_bind_address(host, 0, None) in ("127.0.0.1", "127.8.8.8", "::1")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "::ffff:192.0.2.7"])
 def test_other_addresses_need_one(host: str) -> None:
     with pytest.raises(InputError, match="make a cluster key with `kvferry key FILE`"):
-        bindable(host, 0, None)
-    assert bindable(host, 0, ClusterKey.new()) == host
+        checked_bind_address(host, 0, None)
+    assert checked_bind_address(host, 0, ClusterKey.new()) == host
 
 
 @pytest.mark.parametrize("host", ["", "no.such.host.invalid", "a" * 300, "a\0b", "münchen\ud800"])
 def test_a_host_that_is_none_is_one_sentence(host: str) -> None:
     with pytest.raises(InputError, match="give an address"):
-        bindable(host, 0, ClusterKey.new())
+        checked_bind_address(host, 0, ClusterKey.new())
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_is_none_is_one_sentence(port: int) -> None:
     with pytest.raises(InputError, match="a port is between 0 and 65535"):
-        bindable("127.0.0.1", port, None)
+        checked_bind_address("127.0.0.1", port, None)

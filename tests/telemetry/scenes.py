@@ -1,4 +1,4 @@
-"""Scenes for the page: a rendezvous that is told views as endpoints would tell them."""
+"""Scenes for the page: a discovery service that is told views as endpoints would tell them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvferry.telemetry.reports import (
     EndpointView,
     FailureView,
     LinkView,
-    PathBytes,
+    ModeBytes,
+    ReportRequest,
     RoomView,
-    Wishes,
 )
-from kvferry.telemetry.steps import Moment, RoomStory, StoryStep
+from kvferry.telemetry.steps import Moment, RoomTrace, TraceStep
 
 SPEC = attention(layers=32, kv_heads=8, head_dim=128)
 
@@ -51,8 +51,8 @@ class Scene:
             transport="nixl",
             control="tcp://10.0.0.2:5000",
         )
-        path = f"/v1/instances/{name}/ranks/{rank}"
-        assert ask(self.url, "PUT", path, registration(record, 300.0)).status == 204
+        mode = f"/v1/instances/{name}/ranks/{rank}"
+        assert ask(self.url, "PUT", mode, registration(record, 300.0)).status == 204
 
     def tell(self) -> None:
         """Everybody who lives tells how they are."""
@@ -63,14 +63,14 @@ class Scene:
                         self._tell(self.view(role, name, rank, num))
 
     def _tell(self, view: EndpointView) -> None:
-        path = f"/v1/instances/{view.instance}/ranks/{view.rank}/view"
-        answer = ask(self.url, "PUT", path, msgspec.json.encode(view))
-        wishes = msgspec.json.decode(answer.body, type=Wishes)
+        mode = f"/v1/instances/{view.instance}/ranks/{view.rank}/view"
+        answer = ask(self.url, "PUT", mode, msgspec.json.encode(view))
+        wishes = msgspec.json.decode(answer.body, type=ReportRequest)
         if wishes.rooms or wishes.layout:
             sides = self.sources | self.targets
             layout = self.layout(sides[view.instance]) if wishes.layout else None
-            stories = tuple(self.story(view, room) for room in wishes.rooms)
-            self._tell(msgspec.structs.replace(view, layout=layout, stories=stories))
+            traces = tuple(self.trace(view, room) for room in wishes.rooms)
+            self._tell(msgspec.structs.replace(view, layout=layout, traces=traces))
 
     def view(self, role: str, name: str, rank: int, num: int) -> EndpointView:
         now = time.monotonic()
@@ -112,8 +112,8 @@ class Scene:
         state = "lost" if peer in self.dead else "up"
         flow = 120e6 * (1 + (len(name) + rank + len(peer)) % 4)
         num_bytes = int(flow * (now - self.began)) if self.flows and state == "up" else 0
-        path = PathBytes("staged" if rank % 2 else "slices", num_bytes)
-        sent = (path,) if role == "source" and num_bytes else ()
+        mode = ModeBytes("staged" if rank % 2 else "slices", num_bytes)
+        sent = (mode,) if role == "source" and num_bytes else ()
         return LinkView(
             peer=peer, state=state, transport="nixl", sent=sent, offset=Offset(0.0, 0.0002, now)
         )
@@ -129,31 +129,31 @@ class Scene:
             room=room, status="ended", begun=0.0, seconds=4.2 / (i + 1), request=request
         )
 
-    def story(self, view: EndpointView, room: str) -> RoomStory:
+    def trace(self, view: EndpointView, room: str) -> RoomTrace:
         t = view.clock - 10
-        steps: tuple[StoryStep, ...] = (StoryStep(Moment.ASKED, t),)
-        ends = (StoryStep(Moment.CLOSED, t + 0.305, "prefill-0/0", True),)
+        steps: tuple[TraceStep, ...] = (TraceStep(Moment.ASKED, t),)
+        ends = (TraceStep(Moment.CLOSED, t + 0.305, "prefill-0/0", True),)
         if view.role == "source":
             peers = [link.peer for link in view.links[:4]]
             steps = (
-                StoryStep(Moment.OPENED, t + 0.004),
-                *(StoryStep(Moment.OFFERED, t + 0.006, peer, True) for peer in peers),
-                *(StoryStep(Moment.PUSHED, t + 0.06 * i) for i in range(1, 5)),
-                StoryStep(Moment.FINISHED, t + 0.241),
+                TraceStep(Moment.OPENED, t + 0.004),
+                *(TraceStep(Moment.OFFERED, t + 0.006, peer, True) for peer in peers),
+                *(TraceStep(Moment.PUSHED, t + 0.06 * i) for i in range(1, 5)),
+                TraceStep(Moment.FINISHED, t + 0.241),
             )
             for i, peer in enumerate(peers):
                 at = t + 0.07 + 0.045 * i + 0.01 * view.rank
                 steps += (
-                    StoryStep(Moment.GATHERED, at, peer, False, 0.012, 8 << 20, "staged"),
-                    StoryStep(Moment.WRITTEN, at + 0.04, peer, False, 0.04, 8 << 20, "staged"),
+                    TraceStep(Moment.GATHERED, at, peer, False, 0.012, 8 << 20, "staged"),
+                    TraceStep(Moment.WRITTEN, at + 0.04, peer, False, 0.04, 8 << 20, "staged"),
                 )
-            ends = (StoryStep(Moment.CLOSED, t + 0.3, peers[0]),)
+            ends = (TraceStep(Moment.CLOSED, t + 0.3, peers[0]),)
         else:
             at = t + 0.29 + 0.004 * view.rank
-            scatter = StoryStep(Moment.SCATTERED, at, "prefill-0/0", False, 0.02)
-            steps += (StoryStep(Moment.ARRIVED, t + 0.26, "prefill-0/0", True), scatter)
-        done = StoryStep(Moment.DONE, t + 0.32)
-        return RoomStory(view.name, view.role, room, (*steps, *ends, done), "req-0001")
+            scatter = TraceStep(Moment.SCATTERED, at, "prefill-0/0", False, 0.02)
+            steps += (TraceStep(Moment.ARRIVED, t + 0.26, "prefill-0/0", True), scatter)
+        done = TraceStep(Moment.DONE, t + 0.32)
+        return RoomTrace(view.name, view.role, room, (*steps, *ends, done), "req-0001")
 
 
 def failure(room: str, ago_s: float, code: str, reason: str) -> FailureView:
@@ -168,7 +168,8 @@ def failures() -> tuple[FailureView, ...]:
             "9131865401186521133",
             71,
             "deadline",
-            "still waiting for prefill-0/1 (accepted); no life here of the mover thread for 6 s",
+            "still waiting for prefill-0/1 (accepted); "
+            "no life here of the transport thread for 6 s",
         ),
         failure("6131865401186520042", 340, "aborted", "given up at decode"),
     )

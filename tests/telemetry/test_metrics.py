@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.endpoint.handles import Handle
 from kvferry.ids import Peer, Session
-from kvferry.plan.choose import Path
-from kvferry.protocol.events import Fate
+from kvferry.plan.choose import TransferMode
+from kvferry.protocol.events import WriteFate
 from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.states import LinkState
-from kvferry.telemetry.metrics import Meter
+from kvferry.telemetry.metrics import EndpointMetrics
 from kvferry.telemetry.observer import LoopStatus
 
 PEER = Peer("decode", 0)
@@ -21,11 +21,11 @@ FIRST = {"endpoint": "prefill/0", "transport": "nixl"}
 SECOND = {"endpoint": "prefill/1", "transport": "nixl"}
 
 
-def meter(registry: CollectorRegistry, labels: dict[str, str] = FIRST) -> Meter:
-    return Meter(labels["endpoint"], labels["transport"], registry)
+def meter(registry: CollectorRegistry, labels: dict[str, str] = FIRST) -> EndpointMetrics:
+    return EndpointMetrics(labels["endpoint"], labels["transport"], registry)
 
 
-def counted(mine: Meter, **counts: int) -> None:
+def counted(mine: EndpointMetrics, **counts: int) -> None:
     mine.status(LoopStatus(0.0, 0, 0, 0, 0, (), counts))
 
 
@@ -49,18 +49,18 @@ def test_writes_are_counted_by_path_and_failures_by_fate() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
     for seconds in (0.5, 0.25):
-        mine.write(over(Path.STAGED, seconds=seconds), 0.0)
-    mine.write(over(Path.STAGED, Fate.UNKNOWN), 0.0)
+        mine.write(over(TransferMode.STAGED, seconds=seconds), 0.0)
+    mine.write(over(TransferMode.STAGED, WriteFate.UNKNOWN), 0.0)
     told = {
-        name: value(registry, f"{name}_total", path="staged")
+        name: value(registry, f"{name}_total", mode="staged")
         for name in ("writes", "bytes", "pieces", "write_seconds")
     }
     assert told == {"writes": 2, "bytes": 8192, "pieces": 4, "write_seconds": 0.75}
     assert value(registry, "writes_failed_total", fate="unknown") == 1
-    assert value(registry, "bytes_total", path="slices") == 0
-    stats = mine.stats.paths[Path.STAGED]
+    assert value(registry, "bytes_total", mode="slices") == 0
+    stats = mine.stats.modes[TransferMode.STAGED]
     assert (stats.writes, stats.num_bytes, stats.pieces, stats.seconds) == (2, 8192, 4, 0.75)
-    assert mine.stats.paths[Path.RUNS].writes == 0
+    assert mine.stats.modes[TransferMode.RUNS].writes == 0
 
 
 def test_a_total_adds_only_what_is_new() -> None:

@@ -11,16 +11,16 @@ import pytest
 from endpoint.test_pair import AT_ONCE, NUM_PAGES, WAIT_S, Means, Pair, pair_by
 from msgspec.structs import replace
 
-from kvferry.plan.choose import Path
+from kvferry.plan.choose import TransferMode
 from kvferry.protocol.messages import RoomMessage
 from kvferry.protocol.outcome import Done
-from kvferry.telemetry.metrics import Stats
+from kvferry.telemetry.metrics import EndpointStats
 from kvferry.telemetry.observer import EVENTS, Observer, Observers, together
 from kvferry.transports.nixl import NixlTransport
 
-UNOBSERVED = AT_ONCE._replace(config=replace(AT_ONCE.config, metrics=False, story_steps=0))
+UNOBSERVED = AT_ONCE._replace(config=replace(AT_ONCE.config, metrics=False, trace_events=0))
 NIXL: Any = NixlTransport
-STAGED = Means("staged", NIXL, replace(AT_ONCE.config, path=Path.STAGED))
+STAGED = Means("staged", NIXL, replace(AT_ONCE.config, mode=TransferMode.STAGED))
 
 
 class Recorder(Observer):
@@ -71,8 +71,8 @@ def test_a_room_moves_between_endpoints_that_nobody_observes() -> None:
     with pair_by(UNOBSERVED) as pair:
         assert [type(each._telemetry.observer) for each in pair[:2]] == [Observer, Observer]
         carry(pair)
-        assert pair.source.stats == Stats()
-        assert pair.source.story("r") is None
+        assert pair.source.stats == EndpointStats()
+        assert pair.source.trace("r") is None
         assert pair.target.view().result(WAIT_S).num_open == 0
     assert list(pair.registry.collect()) == []
 
@@ -125,11 +125,15 @@ def test_of_several_each_hears_what_it_overrides() -> None:
     first, second, other = Stalls(), Stalls(), Recorder()
     both = together(first, second, other)
     assert isinstance(both, Observers)
-    both.thread_stalled("mover", 2.0)
-    both.thread_broken("mover")
-    assert first.seen == second.seen == [("mover", 2.0)]
+    both.thread_stalled("transport_thread", 2.0)
+    both.thread_broken("transport_thread")
+    assert first.seen == second.seen == [("transport_thread", 2.0)]
     assert [event for event, _ in other.seen] == ["thread_stalled", "thread_broken"]
     both.use(first)
-    both.thread_stalled("mover", 0.0)
-    both.thread_broken("mover")
-    assert (first.seen[-1], second.seen[-1], len(other.seen)) == (("mover", 0.0), ("mover", 2.0), 2)
+    both.thread_stalled("transport_thread", 0.0)
+    both.thread_broken("transport_thread")
+    assert (first.seen[-1], second.seen[-1], len(other.seen)) == (
+        ("transport_thread", 0.0),
+        ("transport_thread", 2.0),
+        2,
+    )

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from endpoint.test_pair import AT_ONCE, WAIT_S, pair_by
-from telemetry.stories import failed, source, target
+from telemetry.recorded import failed, source, target
 
 from kvferry.protocol.outcome import Done
 from kvferry.telemetry.spans import SpanExporter, emit, wanted
-from kvferry.telemetry.steps import RoomStory
+from kvferry.telemetry.steps import RoomTrace
 
 sdk: Any = pytest.importorskip("opentelemetry.sdk.trace")
 export: Any = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -34,8 +34,8 @@ class Collector:
         return {span.name: span for span in self.exporter.get_finished_spans()}
 
 
-def traced(story: RoomStory) -> RoomStory:
-    return RoomStory(story.endpoint, story.role, story.room, story.steps, "req-1", PARENT)
+def traced(trace: RoomTrace) -> RoomTrace:
+    return RoomTrace(trace.endpoint, trace.role, trace.room, trace.steps, "req-1", PARENT)
 
 
 def test_a_room_and_its_stages_stand_in_the_clients_trace() -> None:

@@ -16,13 +16,21 @@ from endpoint.test_pair import AT_ONCE, WAIT_S, pair_by
 from kvferry.endpoint.handles import Handle
 from kvferry.ids import Generation, Peer, Room, Session
 from kvferry.layout.intervals import Span
-from kvferry.plan.choose import Path
+from kvferry.plan.choose import TransferMode
 from kvferry.plan.plan import Request
 from kvferry.protocol.codec import decode, encode
-from kvferry.protocol.messages import Accept, Body, Envelope, Heartbeat, Offer, RoomMessage, Table
+from kvferry.protocol.messages import (
+    Accept,
+    Body,
+    Envelope,
+    Heartbeat,
+    Offer,
+    PageTableMessage,
+    RoomMessage,
+)
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
-from kvferry.telemetry.reports import Wishes
-from kvferry.telemetry.steps import MAX_STORY_STEPS, Moment, RoomStory
+from kvferry.telemetry.reports import ReportRequest
+from kvferry.telemetry.steps import MAX_TRACE_EVENTS, Moment, RoomTrace
 from kvferry.telemetry.tags import NOBODYS, RoomTag
 from kvferry.telemetry.traces import (
     MESSAGES,
@@ -43,7 +51,7 @@ def accept(room: Room) -> Envelope:
 
 
 def offer(room: Room, num_pages: int = 0) -> Envelope:
-    tables = (Table("kv", (7,) * num_pages),) if num_pages else ()
+    tables = (PageTableMessage("kv", (7,) * num_pages),) if num_pages else ()
     body = Offer(room, Generation(1), Request(4), tables, 1.0)
     return Envelope(PEER, 1, Session(1, 1), 1, body)
 
@@ -75,16 +83,16 @@ class Book:
         handle.begun = self.now - seconds
         self.ended(handle)
 
-    def told(self, name: str) -> RoomStory | None:
+    def told(self, name: str) -> RoomTrace | None:
         return next(iter(self.traces.named([name])), None)
 
     def knows(self, *rooms: Room) -> list[Room]:
         return [room for room in rooms if self.told(str(room))]
 
 
-def moments(story: RoomStory | None) -> list[str]:
-    assert story is not None
-    return [str(step.step) for step in story.steps]
+def moments(trace: RoomTrace | None) -> list[str]:
+    assert trace is not None
+    return [str(step.step) for step in trace.steps]
 
 
 def test_the_oldest_rooms_are_forgotten() -> None:
@@ -107,18 +115,18 @@ def test_a_room_that_goes_on_keeps_its_steps() -> None:
         book.over(room)
         assert "pushed" in moments(book.told("long"))
     book.ended(handle)
-    story = book.told("long")
-    assert moments(story) == ["opened", "pushed", "pushed", "done"]
-    assert story is not None
-    assert story.request == "req"
+    trace = book.told("long")
+    assert moments(trace) == ["opened", "pushed", "pushed", "done"]
+    assert trace is not None
+    assert trace.request == "req"
 
 
 @pytest.mark.parametrize(("role", "first"), [("source", "opened"), ("target", "asked")])
 def test_a_room_that_has_just_begun_has_a_trace(role: str, first: str) -> None:
     book = Book(16, role)
     book.opened(7, RoomTag("req"))
-    story = book.told("7")
-    assert (moments(story), story and story.request) == ([first], "req")
+    trace = book.told("7")
+    assert (moments(trace), trace and trace.request) == ([first], "req")
 
 
 def test_an_offer_that_came_before_its_room_is_part_of_its_trace() -> None:
@@ -156,8 +164,8 @@ def test_an_id_that_is_used_again_tells_of_its_last_use() -> None:
     book.traces.frame_in(offer(1))
     book.now += 1.0
     again = book.opened(1, RoomTag("second"))
-    story = book.told("1")
-    assert (moments(story), story and story.request) == (["offered", "opened"], "second")
+    trace = book.told("1")
+    assert (moments(trace), trace and trace.request) == (["offered", "opened"], "second")
     book.ended(again)
     assert moments(book.told("1")) == ["offered", "opened", "done"]
 
@@ -181,12 +189,12 @@ def test_of_a_long_room_its_beginning_and_its_end_are_told() -> None:
     assert len(book.traces._traces["r"]) <= MOST_PLACES
     book.now += 1.0
     book.ended(handle)
-    story = book.told("r")
-    assert story is not None
-    assert (len(story.steps), story.left_out) == (MAX_STORY_STEPS, 3002 - MAX_STORY_STEPS)
-    assert (story.steps[0].step, story.steps[-1].step) == (Moment.OPENED, Moment.DONE)
-    assert [story.steps[i].detail for i in (1, -2)] == ["tokens 0 to 1", "tokens 2999 to 3000"]
-    assert (story.request, story.traceparent) == ("req", "00-1-2-01")
+    trace = book.told("r")
+    assert trace is not None
+    assert (len(trace.steps), trace.left_out) == (MAX_TRACE_EVENTS, 3002 - MAX_TRACE_EVENTS)
+    assert (trace.steps[0].step, trace.steps[-1].step) == (Moment.OPENED, Moment.DONE)
+    assert [trace.steps[i].detail for i in (1, -2)] == ["tokens 0 to 1", "tokens 2999 to 3000"]
+    assert (trace.request, trace.traceparent) == ("req", "00-1-2-01")
 
 
 def test_a_room_of_which_a_peer_never_stops_talking_is_bounded() -> None:
@@ -253,8 +261,8 @@ class Chronicle:
         for room in self.held:
             assert sorted(moments(self.book.told(str(room)))) == sorted(self.happened[room])
         for room, steps in self.ended.items():
-            story = self.book.told(str(room))
-            assert story is None or sorted(moments(story)) == sorted(steps)
+            trace = self.book.told(str(room))
+            assert trace is None or sorted(moments(trace)) == sorted(steps)
         traces = self.book.traces
         lasting = [one.room for one, _ in (*traces.failures, *traces.slow)]
         assert self.book.knows(*lasting) == lasting
@@ -283,13 +291,13 @@ def test_nothing_large_is_kept() -> None:
     book.traces.frame_in(offer("r", num_pages=5000))
     book.traces.frame_out(PEER, accept("r"))
     book.pushed("r", 0, 4)
-    book.traces.write(ended_write(Path.RUNS), book.now)
+    book.traces.write(ended_write(TransferMode.RUNS), book.now)
     book.ended(handle, Done(b"x" * 1000))
     assert len(msgspec.msgpack.encode(book.traces._traces["r"])) < 500
-    story = book.told("r")
-    assert moments(story) == ["opened", "offered", "accepted", "pushed", "written", "done"]
-    assert story is not None
-    heard = {str(step.step): (step.peer, step.heard) for step in story.steps if step.peer}
+    trace = book.told("r")
+    assert moments(trace) == ["opened", "offered", "accepted", "pushed", "written", "done"]
+    assert trace is not None
+    heard = {str(step.step): (step.peer, step.heard) for step in trace.steps if step.peer}
     assert heard["offered"] == ("d/3", True)
     assert heard["accepted"] == ("d/3", False)
     assert heard["written"] == (str(write_action().transfer.peer), False)
@@ -315,7 +323,7 @@ def test_a_trace_stays_the_same_when_it_is_packed(num_pushes: int) -> None:
         book.pushed("r", i, i + 1)
     handle.finished = book.now
     book.traces.copy("r", PEER, Moment.GATHERED, book.now, 0.5, 9)
-    book.traces.write(ended_write(Path.RUNS), book.now)
+    book.traces.write(ended_write(TransferMode.RUNS), book.now)
     book.ended(handle)
     book.traces.frame_out(PEER, accept("r"))
     before = book.told("r")
@@ -341,12 +349,12 @@ def test_when_a_failed_room_was_released_is_told_however_many_ended_meanwhile() 
     book.now += 1.0
     book.traces.step(1, Moment.RELEASED)
     for number in range(50, 100):
-        story = book.told("1")
-        assert moments(story) == ["opened", "failed", "released"]
+        trace = book.told("1")
+        assert moments(trace) == ["opened", "failed", "released"]
         book.now += 1.0
         book.over(number)
-    assert story is not None
-    assert story.steps[1].detail == "deadline: late ?"
+    assert trace is not None
+    assert trace.steps[1].detail == "deadline: late ?"
 
 
 def test_the_slowest_of_the_last_minutes_are_known_however_many_came_after() -> None:
@@ -409,10 +417,10 @@ def test_two_endpoints_tell_one_story() -> None:
         out.close()
         assert isinstance(into.wait(WAIT_S), Done)
         out.wait_released(WAIT_S)
-        stories = [pair.source.story(7), pair.target.story(7)]
-        views = [each.view(Wishes(layout=True)).result(WAIT_S) for each in pair[:2]]
-        assert pair.source.story(8) is None
-    known = [story for story in stories if story is not None]
+        traces = [pair.source.trace(7), pair.target.trace(7)]
+        views = [each.view(ReportRequest(layout=True)).result(WAIT_S) for each in pair[:2]]
+        assert pair.source.trace(8) is None
+    known = [trace for trace in traces if trace is not None]
     assert {"opened", "offered", "pushed", "written", "finished", "closed", "done"} <= set(
         moments(known[0])
     )
@@ -437,10 +445,10 @@ def test_a_failure_is_told_in_words() -> None:
         out.abort()
         out.wait_released(WAIT_S)
         view = pair.source.view().result(WAIT_S)
-        story = pair.source.story("gone")
+        trace = pair.source.trace("gone")
     (failure,) = view.failures
     assert (failure.room, failure.code, failure.request) == ("gone", "aborted", "req-8")
-    assert moments(story)[-2:] == ["failed", "released"]
+    assert moments(trace)[-2:] == ["failed", "released"]
 
 
 def test_who_no_longer_waits_for_a_view_disturbs_nobody() -> None:

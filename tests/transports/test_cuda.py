@@ -18,7 +18,7 @@ from kvferry.errors import TransportError
 from kvferry.regions import Device, Region
 from kvferry.testing.transports import copy_by_memmove
 from kvferry.transports import descriptors
-from kvferry.transports.base import Setup
+from kvferry.transports.base import TransportSetup
 from kvferry.transports.cuda import CudaTransport
 from kvferry.transports.cuda.exports import Backing, IpcSpan, SpanPlace, VmmSpan, lay_out
 from kvferry.transports.cuda.maps import Exporter, demand_proof
@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 def transport() -> CudaTransport:
-    return CudaTransport(Setup(agent="test", copy=copy_by_memmove))
+    return CudaTransport(TransportSetup(agent="test", copy=copy_by_memmove))
 
 
 def reader(*backings: Backing) -> Callable[[int], Backing]:
@@ -129,7 +129,7 @@ class TestRefusing:
             transport().setup.copies_on(GPU)
 
     def test_an_unknown_option(self) -> None:
-        setup = Setup(agent="test", copy=copy_by_memmove, options={"rail": "1"})
+        setup = TransportSetup(agent="test", copy=copy_by_memmove, options={"rail": "1"})
         with pytest.raises(TransportError, match="has no option 'rail'"):
             CudaTransport(setup)
 
@@ -170,9 +170,9 @@ class TestRefusing:
 
     def test_processes_of_one_host_have_one_realm(self) -> None:
         code = (
-            "from kvferry.transports.base import Setup; "
+            "from kvferry.transports.base import TransportSetup; "
             "from kvferry.transports.cuda.transport import CudaTransport; "
-            "print(CudaTransport(Setup(agent='a', copy=print)).realm)"
+            "print(CudaTransport(TransportSetup(agent='a', copy=print)).realm)"
         )
         told = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

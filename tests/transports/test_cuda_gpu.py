@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.plan.coalesce import Stride
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, grid
 from kvferry.testing.transports.base import Cases
 from kvferry.testing.transports.crew import Crew, deliver
@@ -80,7 +80,7 @@ class ForgingCases(Cases):
         for offset in (-1, 1, 2 * MIB, 1 << 40):
             source.write(HostWrite(remote, 1, binding_of([PlacedPiece(0, offset, MIB)])))
             (ended,) = source.wait(num_ended=1)
-            assert ended.fate is Fate.FAILED
+            assert ended.fate is WriteFate.FAILED
         target.check()
 
     def test_a_mapping_is_shared_and_goes_with_the_last(self, crew: Crew) -> None:

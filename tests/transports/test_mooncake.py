@@ -14,13 +14,13 @@ import pytest
 from kvferry.errors import TransportError
 from kvferry.ids import Op
 from kvferry.plan.coalesce import Stride
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.regions import Device, Region
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, grid
 from kvferry.testing.transports.bindings import after, copy_by_memmove
 from kvferry.testing.transports.crew import Crew, deliver
 from kvferry.testing.transports.host import HostWrite
-from kvferry.transports.base import Setup
+from kvferry.transports.base import TransportSetup
 from kvferry.transports.mooncake import MooncakeTransport, package
 
 MIB = 1 << 20
@@ -40,11 +40,11 @@ class TestConformance(TransportSuite):
         victim.process.kill()
         fates = {one.op: one.fate for one in source.wait(num_ended=40)}
         assert set(fates) == set(range(40))
-        assert fates[Op(39)] is Fate.FAILED
-        assert Fate.UNKNOWN in fates.values()
+        assert fates[Op(39)] is WriteFate.FAILED
+        assert WriteFate.UNKNOWN in fates.values()
         source.write(HostWrite(remote, 40, WHOLE))
         (refused,) = source.wait(num_ended=1)
-        assert (refused.fate, "earlier" in refused.detail) == (Fate.FAILED, True)
+        assert (refused.fate, "earlier" in refused.detail) == (WriteFate.FAILED, True)
 
     def test_disconnected_from_a_stopped_peer_and_connected_again(self, crew: Crew) -> None:
         """What was under way is of unknown fate, once; and a new connection works."""
@@ -90,7 +90,7 @@ class TestConformance(TransportSuite):
 def transport() -> Iterator[MooncakeTransport]:
     if MooncakeTransport.missing():
         pytest.skip(str(MooncakeTransport.missing()))
-    made = MooncakeTransport(Setup(agent="a", copy=copy_by_memmove))
+    made = MooncakeTransport(TransportSetup(agent="a", copy=copy_by_memmove))
     yield made
     made.close()
 
@@ -153,16 +153,16 @@ def test_options_that_can_not_be(options: dict[str, str], words: str) -> None:
     if MooncakeTransport.missing():
         pytest.skip(str(MooncakeTransport.missing()))
     with pytest.raises(TransportError, match=words):
-        MooncakeTransport(Setup(agent="a", copy=copy_by_memmove, options=options))
+        MooncakeTransport(TransportSetup(agent="a", copy=copy_by_memmove, options=options))
 
 
 def test_a_process_with_an_engine_says_nothing_and_ends_well() -> None:
     if MooncakeTransport.missing():
         pytest.skip(str(MooncakeTransport.missing()))
     lines = [
-        "from kvferry.transports.base import Setup",
+        "from kvferry.transports.base import TransportSetup",
         "from kvferry.transports.mooncake.transport import MooncakeTransport",
-        "made = [MooncakeTransport(Setup(agent='a', copy=print)) for _ in range(2)]",
+        "made = [MooncakeTransport(TransportSetup(agent='a', copy=print)) for _ in range(2)]",
         "made[0].close()",
     ]
     done = subprocess.run(

@@ -9,14 +9,14 @@ from typing import ClassVar
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of
 from kvferry.testing.transports.bindings import after, copy_by_memmove
 from kvferry.testing.transports.crew import Crew, deliver
 from kvferry.testing.transports.failing import until_written
 from kvferry.testing.transports.host import HostWrite
 from kvferry.testing.transports.process import PeerProcess
-from kvferry.transports.base import Ended, Setup
+from kvferry.transports.base import TransportSetup, WriteEnded
 from kvferry.transports.nixl import NixlTransport
 
 MIB = 1 << 20
@@ -40,7 +40,7 @@ class NixlSuite(TransportSuite):
         told = [*early, *source.wait(num_ended=2 - len(early))]
         fates = {one.op: one.fate for one in told}
         assert (len(told), set(fates)) == (2, {2, 3})
-        assert set(fates.values()) <= {None, Fate.UNKNOWN}
+        assert set(fates.values()) <= {None, WriteFate.UNKNOWN}
         again = source.connect(target.metadata)
         target.process.resume()
         target.regions = after(LARGE, source.regions, target.regions)
@@ -62,13 +62,13 @@ class NixlSuite(TransportSuite):
         ops = iter(range(2, 100))
         while (ended := self._one(source, remote, next(ops))).fate is None:
             pass  # The memory is still there, and the loss has not been noticed.
-        assert ended.fate is Fate.UNKNOWN
+        assert ended.fate is WriteFate.UNKNOWN
         refused = self._one(source, remote, next(ops))
-        assert (refused.fate, refused.detail[-9:]) == (Fate.FAILED, "is broken")
+        assert (refused.fate, refused.detail[-9:]) == (WriteFate.FAILED, "is broken")
         source.disconnect(remote)
         deliver(source, target, HostWrite(source.connect(target.metadata), 100, whole))
 
-    def _one(self, source: PeerProcess, remote: int, op: int) -> Ended:
+    def _one(self, source: PeerProcess, remote: int, op: int) -> WriteEnded:
         source.write(HostWrite(remote, op, binding_of([PlacedPiece(0, 0, 1)])))
         (ended,) = source.wait(num_ended=1)
         return ended
@@ -96,7 +96,7 @@ class TestConformanceOverTcp(NixlSuite):
 
 
 def test_an_unknown_option_is_refused() -> None:
-    setup = Setup(agent="a", copy=copy_by_memmove, options={"ucz": "TLS=tcp"})
+    setup = TransportSetup(agent="a", copy=copy_by_memmove, options={"ucz": "TLS=tcp"})
     with pytest.raises(TransportError, match="no option 'ucz'; it has ucx"):
         NixlTransport(setup)
 
@@ -106,9 +106,9 @@ def test_a_process_with_an_agent_says_nothing_and_ends_well() -> None:
     if NixlTransport.missing():
         pytest.skip(str(NixlTransport.missing()))
     lines = [
-        "from kvferry.transports.base import Ended, Setup",
+        "from kvferry.transports.base import WriteEnded, TransportSetup",
         "from kvferry.transports.nixl.transport import NixlTransport",
-        "made = [NixlTransport(Setup(agent='a', copy=print)) for _ in range(2)]",
+        "made = [NixlTransport(TransportSetup(agent='a', copy=print)) for _ in range(2)]",
         "made[0].close()",
     ]
     done = subprocess.run(

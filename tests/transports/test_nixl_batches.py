@@ -7,13 +7,13 @@ import numpy as np
 from kvferry.plan.coalesce import Stride
 from kvferry.regions import HOST, Device, Region
 from kvferry.testing.transports import PlacedPiece, binding_of, grid
-from kvferry.transports.nixl.batches import Batch, Memory, batches
+from kvferry.transports.nixl.batches import DescriptorBatch, NixlMemory, batches
 
 MIB = 1 << 20
 GPU = Device("cuda", 3)
 
 
-def rows(made: list[Batch]) -> list[tuple[int, ...]]:
+def rows(made: list[DescriptorBatch]) -> list[tuple[int, ...]]:
     """Every descriptor: source, target, length, and the two devices."""
     return [
         (int(ours[0]), int(theirs[0]), int(ours[1]), int(ours[2]), int(theirs[2]))
@@ -23,8 +23,8 @@ def rows(made: list[Batch]) -> list[tuple[int, ...]]:
 
 
 def test_addresses_lengths_and_devices() -> None:
-    source = Memory([Region(1 << 40, 100), Region((1 << 47) + 7, 100, GPU)])
-    target = Memory([Region(5000, 100, GPU), Region(9000, 100)])
+    source = NixlMemory([Region(1 << 40, 100), Region((1 << 47) + 7, 100, GPU)])
+    target = NixlMemory([Region(5000, 100, GPU), Region(9000, 100)])
     made = batches(
         binding_of(
             [PlacedPiece(1, 2, 3, 0, 1), PlacedPiece(4, 5, 6, 1, 0), PlacedPiece(9, 9, 1, 0, 1)]
@@ -42,8 +42,8 @@ def test_addresses_lengths_and_devices() -> None:
 
 
 def test_memory_of_different_kinds_is_never_in_one_batch() -> None:
-    source = Memory([Region(0, MIB), Region(MIB, MIB, GPU)])
-    target = Memory([Region(0, MIB, GPU), Region(MIB, MIB)])
+    source = NixlMemory([Region(0, MIB), Region(MIB, MIB, GPU)])
+    target = NixlMemory([Region(0, MIB, GPU), Region(MIB, MIB)])
     pieces = [PlacedPiece(8 * i, 8 * i, 8, i % 2, i // 2 % 2) for i in range(64)]
     made = batches(binding_of(pieces), source, target)
     assert sorted(len(batch.source) for batch in made) == [16] * 4
@@ -51,7 +51,7 @@ def test_memory_of_different_kinds_is_never_in_one_batch() -> None:
 
 
 def test_neighbours_are_merged_and_empty_pieces_left_out() -> None:
-    memory = Memory([Region(0, MIB)])
+    memory = NixlMemory([Region(0, MIB)])
     together = grid(1, 512, Stride(512, 512))
     assert rows(batches(together, memory, memory)) == [(0, 0, 512, 0, 0)]
     assert batches(binding_of([PlacedPiece(5, 5, 0)]), memory, memory) == []
@@ -59,7 +59,7 @@ def test_neighbours_are_merged_and_empty_pieces_left_out() -> None:
 
 
 def test_many_pieces_and_many_bytes_are_cut() -> None:
-    memory = Memory([Region(0, 1 << 40, HOST)])
+    memory = NixlMemory([Region(0, 1 << 40, HOST)])
     small = grid(10_000, 512, Stride(1024, 2048))
     large = grid(64, 4 * MIB, Stride(8 * MIB, 8 * MIB))
     for binding, at_least, most in ((small, 5, 2100), (large, 8, 9)):
@@ -72,7 +72,7 @@ def test_many_pieces_and_many_bytes_are_cut() -> None:
 
 
 def test_tables_are_what_nixl_reads() -> None:
-    memory = Memory([Region(4096, MIB)])
+    memory = NixlMemory([Region(4096, MIB)])
     (batch,) = batches(binding_of([PlacedPiece(0, 8, 16)]), memory, memory)
     assert isinstance(batch.source, np.ndarray)
     assert batch.source.dtype == np.uint64

@@ -12,7 +12,7 @@ import pytest
 from kvferry.ids import Op
 from kvferry.regions import Device, Region
 from kvferry.testing.transports import PlacedPiece, binding_of, copy_by_memmove
-from kvferry.transports.base import Ended, Setup
+from kvferry.transports.base import TransportSetup, WriteEnded
 from kvferry.transports.nixl import NixlTransport
 
 torch = pytest.importorskip("torch")
@@ -26,7 +26,7 @@ def tensor(device: str, first: int) -> Any:
 
 
 def opened(agent: str, device: str, memory: Any, *, writable: bool) -> NixlTransport:
-    transport = NixlTransport(Setup(agent=agent, copy=copy_by_memmove))
+    transport = NixlTransport(TransportSetup(agent=agent, copy=copy_by_memmove))
     region = Region(memory.data_ptr(), NUM_BYTES, Device.parse(device))
     transport.register([region], writable=writable)
     return transport
@@ -69,7 +69,7 @@ def test_between_memories(ours: str, theirs: str) -> None:
     try:
         assert here.poll(60), "the target does not start"
         source.write(source.connect(here.recv()), Op(1), PIECES)
-        ended: list[Ended] = []
+        ended: list[WriteEnded] = []
         deadline = time.monotonic() + 30
         while not ended:
             assert time.monotonic() < deadline, "the write does not end"

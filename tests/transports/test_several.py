@@ -16,7 +16,7 @@ from kvferry.memory.copy.cpu import copy_binding
 from kvferry.plan.bind import Binding
 from kvferry.protocol.messages import MAX_METADATA, MAX_WHY
 from kvferry.regions import Region
-from kvferry.transports.base import Ended, Remote, Setup, Transport
+from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
 from kvferry.transports.registry import ready_transports
 from kvferry.transports.transport_set import BEST_FIRST, TransportSet, asked_for
 
@@ -29,7 +29,7 @@ class Paper(Transport):
     name: ClassVar[str] = "paper"
 
     def __init__(self, refuses: str = "", payload: bytes = b"here") -> None:
-        super().__init__(Setup(agent="a", copy=copy_binding))
+        super().__init__(TransportSetup(agent="a", copy=copy_binding))
         self.refuses = refuses
         self.payload = payload
         self.is_closed = False
@@ -51,15 +51,15 @@ class Paper(Transport):
     def metadata(self) -> bytes:
         return self.payload
 
-    def connect(self, metadata: bytes) -> Remote:
-        return Remote()
+    def connect(self, metadata: bytes) -> RemoteMemory:
+        return RemoteMemory()
 
-    def write(self, remote: Remote, op: Op, pieces: Binding) -> None: ...
+    def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None: ...
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WriteEnded]:
         return []
 
-    def disconnect(self, remote: Remote) -> None: ...
+    def disconnect(self, remote: RemoteMemory) -> None: ...
 
     def close(self) -> None:
         self.is_closed = True

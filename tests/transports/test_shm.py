@@ -21,11 +21,11 @@ import torch
 from kvferry.errors import TransportError
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.regions import Device, Region
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, copy_by_memmove
 from kvferry.transports import segments
-from kvferry.transports.base import Copy, Ended, Setup
+from kvferry.transports.base import Copy, TransportSetup, WriteEnded
 from kvferry.transports.segments import Mapped
 from kvferry.transports.shm import ShmTransport
 
@@ -37,10 +37,10 @@ PROLOGUE = """
     from kvferry.regions import Region
     from kvferry.testing.transports import copy_by_memmove
     from kvferry.transports import segments
-    from kvferry.transports.base import Setup
+    from kvferry.transports.base import TransportSetup
     from kvferry.transports.shm import ShmTransport
 
-    transport = ShmTransport(Setup(agent="script", copy=copy_by_memmove))
+    transport = ShmTransport(TransportSetup(agent="script", copy=copy_by_memmove))
 
     def registered(num_bytes):
         array = transport.allocate(num_bytes)
@@ -57,7 +57,7 @@ class TestConformance(TransportSuite):
 
 
 def make(copy: Copy = copy_by_memmove) -> ShmTransport:
-    return ShmTransport(Setup(agent="test", copy=copy))
+    return ShmTransport(TransportSetup(agent="test", copy=copy))
 
 
 @pytest.fixture
@@ -155,7 +155,9 @@ class TestMemory:
         values = np.array([7, 8], dtype=np.int32)
         ours.register([region_of(values.view(np.uint8))], writable=False)
         pieces = binding_of([PlacedPiece(0, 8, 4), PlacedPiece(4, 0, 4, 0, 1)])
-        assert ours.write_now(ours.connect(theirs.metadata()), Op(1), pieces) == Ended(Op(1), None)
+        assert ours.write_now(ours.connect(theirs.metadata()), Op(1), pieces) == WriteEnded(
+            Op(1), None
+        )
         assert cache[[2, 3 * PAGE + 5]].tolist() == [7, 8]
         before = high.data_ptr()
         theirs.adopt([high])
@@ -234,7 +236,7 @@ class TestLife:
         remote = ours.connect(theirs.metadata())
         ours.close()
         ours.write(remote, Op(2), binding_of([PlacedPiece(0, 0, 10)]))
-        assert [ended.fate for ended in ours.poll()] == [Fate.FAILED, Fate.FAILED]
+        assert [ended.fate for ended in ours.poll()] == [WriteFate.FAILED, WriteFate.FAILED]
         assert not array.any()
 
     @pytest.mark.parametrize("kill", [os.kill, os.killpg, kill_tree], ids=lambda it: it.__name__)
@@ -368,7 +370,7 @@ class TestLife:
         result = run(f"""
             array = registered(1 << 20)
             kept = array[5:10].reshape(5, 1)
-            peer = ShmTransport(Setup(agent="peer", copy=copy_by_memmove))
+            peer = ShmTransport(TransportSetup(agent="peer", copy=copy_by_memmove))
             remote = peer.connect(transport.metadata())
             print(name_of(transport))
             {ending}
@@ -470,7 +472,7 @@ def test_a_copy_that_raises_fails_its_write_alone(theirs: ShmTransport) -> None:
     ours.write(remote, Op(1), binding_of([PlacedPiece(0, 0, 13)]))
     ours.write(remote, Op(2), binding_of([PlacedPiece(0, 0, 14)]))
     assert ours.poll() == [
-        (1, Fate.FAILED, "copying failed (ArithmeticError: thirteen)"),
+        (1, WriteFate.FAILED, "copying failed (ArithmeticError: thirteen)"),
         (2, None, ""),
     ]
     assert called == [0, 1]

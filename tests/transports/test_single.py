@@ -11,7 +11,7 @@ from kvferry.plan.places import Base
 from kvferry.regions import HOST, Device, Region
 from kvferry.testing.transports import PlacedPiece, binding_of, grid
 from kvferry.transports import bounds
-from kvferry.transports.nixl.batches import Memory, batch_of, batches
+from kvferry.transports.nixl.batches import NixlMemory, batch_of, batches
 from kvferry.transports.single_descriptor import single
 
 SMALL = st.integers(-3, 70)
@@ -47,7 +47,7 @@ def test_more_than_one_piece_is_not_single() -> None:
 
 
 def test_its_batch_is_that_of_the_long_way() -> None:
-    memory = Memory([Region(4096, 64, HOST), Region(1 << 40, 64, Device("cuda", 5))])
+    memory = NixlMemory([Region(4096, 64, HOST), Region(1 << 40, 64, Device("cuda", 5))])
     binding = binding_of([PlacedPiece(3, 4, 9, 1, 0)])
     only = single(binding)
     assert only is not None

@@ -18,9 +18,9 @@ TRANSPORTS = """
 
     from kvferry.errors import TransportError
     from kvferry.plan.bind import Binding
-    from kvferry.protocol.events import Fate
+    from kvferry.protocol.events import WriteFate
     from kvferry.transports import bounds
-    from kvferry.transports.base import Ended, Remote
+    from kvferry.transports.base import RemoteMemory, WriteEnded
     from kvferry.transports.shm import ShmTransport
 
 
@@ -46,7 +46,7 @@ TRANSPORTS = """
         def write(self, remote, op, pieces):
             outside = bounds.problem(pieces, self._limits, remote.limits)
             if outside:
-                self._ended.append(Ended(op, Fate.FAILED, outside))
+                self._ended.append(WriteEnded(op, WriteFate.FAILED, outside))
                 return
             rows = zip(*(column.tolist() for column in pieces.descriptors()), strict=True)
             self.post(self.boxes[remote], "write", (self.box, op, [
@@ -69,7 +69,7 @@ TRANSPORTS = """
                 for region, to, data in rows:
                     ctypes.memmove(self._addresses[region] + to, data, len(data))
                 self.landed(sender, op)
-            self._ended += [Ended(op, None) for op in self.taken("landed")]
+            self._ended += [WriteEnded(op, None) for op in self.taken("landed")]
             return super().poll()
 
         def landed(self, sender, op):
@@ -81,7 +81,7 @@ TRANSPORTS = """
 
         def write(self, remote, op, pieces):
             super().write(remote, op, pieces)
-            self._ended.append(Ended(op, None))
+            self._ended.append(WriteEnded(op, None))
 
         def landed(self, sender, op):
             pass
@@ -147,7 +147,7 @@ TRANSPORTS = """
             try:
                 return super().connect(metadata)
             except TransportError:
-                return Remote()
+                return RemoteMemory()
 
 
     class ClosesOnce(ShmTransport):

@@ -19,7 +19,7 @@ TOKEN_DAYS, MOST_DAYS = 30, 3650
 EXAMPLE = """example:
   kvferry key cluster.key                      make it once
   scp -p cluster.key decode-1:                 give it to every machine
-  kvferry serve rendezvous --host 0.0.0.0 --key cluster.key
+  kvferry serve discovery --host 0.0.0.0 --key cluster.key
   kvferry key cluster.key --token --days 7     a token that lets somebody look at the page
 """
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvferry.errors import Reason
-from kvferry.plan import Path
+from kvferry.plan import TransferMode
 
 # The exit status of a command that was refused.
 EXIT_REFUSED = 3
@@ -26,7 +26,7 @@ def print_document(document: dict[str, Any]) -> None:
 def print_refusal(reasons: Sequence[Reason], *, heading: str, as_json: bool) -> None:
     """Every reason why it can't work."""
     if as_json:
-        empty = {path: {"pieces": 0, "bytes": 0, "open": False} for path in Path}
+        empty = {path: {"pieces": 0, "bytes": 0, "open": False} for path in TransferMode}
         print_document(
             {
                 "compatible": False,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry import DType, Group, InputError, Slot, Tensor
+from kvferry import DType, Group, InputError, StateRow, Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def groups_of(name: str, form: StateForm, layers: Sequence[int], tp: int) -> lis
     return [
         Group(
             axis.name,
-            Slot(),
+            StateRow(),
             tuple(sorted(layers)),
             axis.units,
             tuple(

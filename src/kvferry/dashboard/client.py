@@ -1,4 +1,4 @@
-"""A client of what the rendezvous and the router show: one question after the other, no thread."""
+"""A client of what discovery and the router show: one question after the other, no thread."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ ASK_S = 15.0
 MAX_BYTES = 64 << 20
 
 
-class LookFailed(KvferryError):
+class StatusUnavailable(KvferryError):
     """What was asked for can't be had; the message says why."""
 
 
-class UnknownRoom(LookFailed):
+class UnknownRoom(StatusUnavailable):
     """No endpoint remembers that room."""
 
 
-class LookClient:
+class StatusClient:
     """Asks at one address, with a token where there is a key."""
 
     def __init__(self, url: str, token: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise InputError(
-                f"{url!r:.200} is no address of a router or rendezvous; give one like "
+                f"{url!r:.200} is no address of a router or discovery; give one like "
                 f"http://127.0.0.1:8000"
             )
         self._url = url.rstrip("/")
@@ -46,19 +46,19 @@ class LookClient:
         """How it is now."""
         return self._get(CLUSTER, ClusterView)
 
-    def story(self, room: str) -> Waterfall:
-        """The story of a room. Raises ``UnknownRoom``."""
-        return self._get(f"/kvferry/stories/{quote(room, safe='')}", Waterfall)
+    def trace(self, room: str) -> Waterfall:
+        """The trace of a room. Raises ``UnknownRoom``."""
+        return self._get(f"/kvferry/traces/{quote(room, safe='')}", Waterfall)
 
     def _get(self, path: str, kind: type[T]) -> T:
         status, body = self._ask(path)
         if status != 200:
             message = _message(body) or f"it answered with status {status}"
-            raise (UnknownRoom if status == 404 and _message(body) else LookFailed)(message)
+            raise (UnknownRoom if status == 404 and _message(body) else StatusUnavailable)(message)
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise LookFailed(f"{self._url} answers something else: {error}") from None
+            raise StatusUnavailable(f"{self._url} answers something else: {error}") from None
 
     def _ask(self, path: str) -> tuple[int, bytes]:
         headers: Mapping[str, str] = (
@@ -71,15 +71,15 @@ class LookClient:
             return response.status, response.read(MAX_BYTES)
         except (OSError, http.client.HTTPException) as error:
             why = str(error) or type(error).__name__
-            raise LookFailed(
-                f"cannot ask {self._url}: {why}; give the router's or the rendezvous's --url"
+            raise StatusUnavailable(
+                f"cannot ask {self._url}: {why}; give the router's or the discovery service's --url"
             ) from None
         finally:
             connection.close()
 
 
 def _message(body: bytes) -> str:
-    """What an error says, in the router's form or in the rendezvous's."""
+    """What an error says, in the router's form or in the discovery service's."""
     try:
         document = msgspec.json.decode(body)
         return str(document["error"]["message"])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvferry.plan.units import human_bytes, human_seconds
 from kvferry.telemetry.steps import Moment
-from kvferry.telemetry.waterfall import SPANS, RoomStage, StoryBar, Waterfall
+from kvferry.telemetry.waterfall import SPANS, RoomStage, Waterfall, WaterfallBar
 
 WIDTH = 1000.0
 LEFT, RIGHT = 150.0, 24.0
@@ -40,7 +40,7 @@ STYLE = """
 --scatter:#0f9d7a;--control:#c9d1db;--bad:#cf2f3d}
 .wf text{fill:var(--ink)}.wf .soft{fill:var(--soft)}.wf .rule{stroke:var(--rule)}
 .wf .lane{fill:var(--lane)}.wf .mark{fill:var(--soft)}.wf .mark.failed{fill:var(--bad)}
-.wf .mark.done{fill:var(--scatter)}.wf .num{font-variant-numeric:tabular-nums}
+.wf .mark.done{fill:var(--scatter)}.wf .num{font-variant-resolve_ip:tabular-nums}
 .wf .prefill{fill:var(--prefill)}.wf .pages{fill:var(--pages)}.wf .wire{fill:var(--wire)}
 .wf .gather{fill:var(--gather)}.wf .scatter{fill:var(--scatter)}.wf .control{fill:var(--control)}
 @media (prefers-color-scheme:dark){.wf{--ink:#e8edf4;--soft:#9aa7b8;--rule:#2b3543;--lane:#1a212b;
@@ -52,78 +52,78 @@ STYLE = """
 class _Lane(NamedTuple):
     endpoint: str
     role: str
-    bars: list[StoryBar]
-    rows: list[list[StoryBar]]
+    bars: list[WaterfallBar]
+    rows: list[list[WaterfallBar]]
 
     @property
     def height(self) -> float:
         return LANE_HEAD + max(1, len(self.rows)) * (BAR_H + BAR_GAP) + 6
 
 
-def waterfall_svg(story: Waterfall) -> str:
+def waterfall_svg(trace: Waterfall) -> str:
     """The drawing."""
-    span_s = max((bar.ended_s for bar in story.bars), default=0.0) or 1e-9
-    lanes = [_lane(name, story.bars) for name in _endpoints(story.bars)]
-    body = [_stage_strip(story), _legend(story)]
+    span_s = max((bar.ended_s for bar in trace.bars), default=0.0) or 1e-9
+    lanes = [_lane(name, trace.bars) for name in _endpoints(trace.bars)]
+    body = [_stage_strip(trace), _legend(trace)]
     top = TOP + STAGE_H + 44
     height = top + sum(lane.height + LANE_GAP for lane in lanes) + 20
     body.append(_axis(span_s, top - 6, height - 16))
     for lane in lanes:
         body.append(_draw(lane, span_s, top))
         top += lane.height + LANE_GAP
-    title = f"the room {story.room}: {story.outcome} after {human_seconds(story.seconds)}"
+    title = f"the room {trace.room}: {trace.outcome} after {human_seconds(trace.seconds)}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="wf" viewBox="0 0 {WIDTH:g} {height:g}" '
         f'role="img" aria-label="{escape(title)}"><style>{STYLE}</style>{"".join(body)}</svg>'
     )
 
 
-def waterfall_page(story: Waterfall) -> str:
+def waterfall_page(trace: Waterfall) -> str:
     """The drawing with its words, as a page that needs nothing from elsewhere."""
-    title = f"Room {story.room}"
+    title = f"Room {trace.room}"
     facts = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts_of(story)
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts_of(trace)
     )
-    rows = "".join(_row(bar) for bar in story.bars)
+    rows = "".join(_row(bar) for bar in trace.bars)
     return f"""<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1"><title>{escape(title)}</title>
 <style>:root{{color-scheme:light dark}}body{{font:14px/1.5 system-ui,sans-serif;margin:24px auto;
 max-width:1100px;padding:0 16px}}svg{{width:100%;height:auto}}dl{{display:grid;
 grid-template-columns:max-content 1fr;gap:2px 16px}}dt{{opacity:.65}}dd{{margin:0}}
-table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
+table{{border-collapse:collapse;width:100%;font-variant-resolve_ip:tabular-nums}}
 td,th{{text-align:left;padding:2px 12px 2px 0;border-bottom:1px solid #8884}}</style>
-<h1>{escape(title)}</h1><dl>{facts}</dl>{waterfall_svg(story)}
+<h1>{escape(title)}</h1><dl>{facts}</dl>{waterfall_svg(trace)}
 <table><thead><tr><th>after<th>took<th>endpoint<th>step<th>peer<th>bytes<th></tr></thead>
 <tbody>{rows}</tbody></table></html>
 """
 
 
-def facts_of(story: Waterfall) -> list[tuple[str, str]]:
+def facts_of(trace: Waterfall) -> list[tuple[str, str]]:
     """What one wants to know first, in words."""
-    took = story.stages[story.worst]
-    share = took / story.seconds if story.seconds > 0 else 0.0
+    took = trace.stages[trace.worst]
+    share = took / trace.seconds if trace.seconds > 0 else 0.0
     facts = [
-        ("outcome", f"{story.outcome} after {human_seconds(story.seconds)}"),
-        ("most of it", f"{WORDS[story.worst]}, {human_seconds(took)} ({share:.0%})"),
+        ("outcome", f"{trace.outcome} after {human_seconds(trace.seconds)}"),
+        ("most of it", f"{WORDS[trace.worst]}, {human_seconds(took)} ({share:.0%})"),
     ]
-    if story.failure:
-        facts.append(("why", story.failure))
-    if story.request:
-        facts.append(("request", story.request))
-    if story.traceparent:
-        facts.append(("traceparent", story.traceparent))
-    facts.append(("clocks", clock_words(story)))
-    if story.left_out:
-        facts.append(("left out", f"{story.left_out} steps for which there was no place"))
+    if trace.failure:
+        facts.append(("why", trace.failure))
+    if trace.request:
+        facts.append(("request", trace.request))
+    if trace.traceparent:
+        facts.append(("traceparent", trace.traceparent))
+    facts.append(("clocks", clock_words(trace)))
+    if trace.left_out:
+        facts.append(("left out", f"{trace.left_out} steps for which there was no place"))
     return facts
 
 
-def clock_words(story: Waterfall) -> str:
+def clock_words(trace: Waterfall) -> str:
     """How far the times of other endpoints may be off."""
-    others = [one for one in story.clocks if one.endpoint != story.clock]
+    others = [one for one in trace.clocks if one.endpoint != trace.clock]
     known = [one.error_s for one in others if one.error_s is not None]
     unknown = [one.endpoint for one in others if one.error_s is None]
-    words = f"drawn by {story.clock}'s"
+    words = f"drawn by {trace.clock}'s"
     if known:
         words += f"; others within {human_seconds(max(known))}"
     if unknown:
@@ -134,14 +134,14 @@ def clock_words(story: Waterfall) -> str:
 # ---------------------------------------------------------------- parts
 
 
-def _endpoints(bars: Iterable[StoryBar]) -> list[str]:
+def _endpoints(bars: Iterable[WaterfallBar]) -> list[str]:
     roles = {bar.endpoint: bar.role for bar in bars}
     return sorted(roles, key=lambda name: (roles[name] != "source", name))
 
 
-def _lane(endpoint: str, bars: Sequence[StoryBar]) -> _Lane:
+def _lane(endpoint: str, bars: Sequence[WaterfallBar]) -> _Lane:
     own = [bar for bar in bars if bar.endpoint == endpoint]
-    rows: list[list[StoryBar]] = []
+    rows: list[list[WaterfallBar]] = []
     for bar in (bar for bar in own if bar.step in SPANS):
         free = next((row for row in rows if row[-1].ended_s <= bar.begun_s), None)
         if free is None and len(rows) < MOST_ROWS:
@@ -154,10 +154,10 @@ def _x(at_s: float, span_s: float) -> float:
     return LEFT + (WIDTH - LEFT - RIGHT) * at_s / span_s
 
 
-def _stage_strip(story: Waterfall) -> str:
-    total, at, parts = story.seconds or 1e-9, LEFT, []
+def _stage_strip(trace: Waterfall) -> str:
+    total, at, parts = trace.seconds or 1e-9, LEFT, []
     whole = WIDTH - LEFT - RIGHT
-    for stage, seconds in story.stages.items():
+    for stage, seconds in trace.stages.items():
         wide = whole * seconds / total
         if wide > 0:
             tip = f"{WORDS[stage]}: {human_seconds(seconds)}, {seconds / total:.0%}"
@@ -170,9 +170,9 @@ def _stage_strip(story: Waterfall) -> str:
     return label + "".join(parts)
 
 
-def _legend(story: Waterfall) -> str:
+def _legend(trace: Waterfall) -> str:
     at, parts, y = LEFT, [], TOP + STAGE_H + 18
-    for stage, seconds in story.stages.items():
+    for stage, seconds in trace.stages.items():
         if seconds <= 0:
             continue
         words = escape(f"{WORDS[stage]} {human_seconds(seconds)}")
@@ -214,7 +214,7 @@ def _role_word(role: str) -> str:
     return "prefill" if role == "source" else "decode"
 
 
-def _marks(bars: Iterable[StoryBar], span_s: float, top: float) -> list[str]:
+def _marks(bars: Iterable[WaterfallBar], span_s: float, top: float) -> list[str]:
     parts, free_from = [], 0.0
     for bar in bars:
         if bar.step in SPANS:
@@ -234,7 +234,7 @@ def _marks(bars: Iterable[StoryBar], span_s: float, top: float) -> list[str]:
     return parts
 
 
-def _span(bar: StoryBar, span_s: float, y: float) -> str:
+def _span(bar: WaterfallBar, span_s: float, y: float) -> str:
     x, end = _x(bar.begun_s, span_s), _x(bar.ended_s, span_s)
     return (
         f'<rect class="{SPANS[bar.step]}" x="{x:.1f}" y="{y:.1f}" width="{max(1.5, end - x):.1f}" '
@@ -242,7 +242,7 @@ def _span(bar: StoryBar, span_s: float, y: float) -> str:
     )
 
 
-def words_of(bar: StoryBar) -> str:
+def words_of(bar: WaterfallBar) -> str:
     """A step in words."""
     peer = f" {'from' if bar.heard else 'to'} {bar.peer}" if bar.peer else ""
     words = f"{human_seconds(bar.ended_s)}: {bar.step}{peer}"
@@ -250,12 +250,12 @@ def words_of(bar: StoryBar) -> str:
         words += f", took {human_seconds(bar.ended_s - bar.begun_s)}"
     if bar.num_bytes:
         words += f", {human_bytes(bar.num_bytes)}"
-    return words + (f", {bar.path}" if bar.path else "") + (f", {bar.detail}" if bar.detail else "")
+    return words + (f", {bar.mode}" if bar.mode else "") + (f", {bar.detail}" if bar.detail else "")
 
 
-def _row(bar: StoryBar) -> str:
+def _row(bar: WaterfallBar) -> str:
     took = human_seconds(bar.ended_s - bar.begun_s) if bar.ended_s > bar.begun_s else ""
     size = human_bytes(bar.num_bytes) if bar.num_bytes else ""
-    more = " ".join(filter(None, (bar.path, bar.detail)))
+    more = " ".join(filter(None, (bar.mode, bar.detail)))
     cells = (human_seconds(bar.begun_s), took, bar.endpoint, str(bar.step), bar.peer, size, more)
     return f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"

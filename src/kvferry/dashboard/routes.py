@@ -1,6 +1,6 @@
 """Routes of the page: the page itself, and the documents that it is made from.
 
-The rendezvous and the router both have them, each with its own ``Lookout`` behind. What is
+Discovery and the router both have them, each with its own ``StatusSource`` behind. What is
 asked here changes nothing. With a cluster key it takes a token (``security/tokens.py``); the
 page's own files name nobody, so anybody may have them.
 """
@@ -20,10 +20,10 @@ from kvferry.telemetry.waterfall import Waterfall
 PAGE = "/"
 FILES = "/kvferry/page/{file}"
 CLUSTER = "/kvferry/cluster"
-STORY = "/kvferry/stories/{room:.+}"
+STORY = "/kvferry/traces/{room:.+}"
 PLAN = "/kvferry/plan"
 # What a token opens; no more begins like this.
-GUARDED = (CLUSTER, "/kvferry/stories/", PLAN)
+GUARDED = (CLUSTER, "/kvferry/traces/", PLAN)
 KINDS = {"page.js": "text/javascript", "page.css": "text/css", "icon.svg": "image/svg+xml"}
 # Nothing from elsewhere, in no frame of anybody's.
 HEADERS = {
@@ -35,14 +35,14 @@ HEADERS = {
 }
 
 
-class Lookout(Protocol):
+class StatusSource(Protocol):
     """Who knows how the cluster is."""
 
     async def look(self) -> ClusterView:
         """The cluster now."""
 
     async def waterfall(self, room: str) -> Waterfall | None:
-        """A room's story; None if nobody knows it."""
+        """A room's trace; None if nobody knows it."""
 
     async def plan(self, source: str, target: str) -> str:
         """The plan's picture of two instances, as SVG. Raises ``LookupError`` with a sentence."""
@@ -51,7 +51,7 @@ class Lookout(Protocol):
 class PageRoutes:
     """The handlers. Errors are raised as aiohttp's, and whoever serves puts them into words."""
 
-    def __init__(self, lookout: Lookout) -> None:
+    def __init__(self, lookout: StatusSource) -> None:
         self._lookout = lookout
 
     def routes(self) -> list[web.RouteDef]:

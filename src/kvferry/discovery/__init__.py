@@ -1,1 +1,1 @@
-"""The rendezvous: where instances say that they are there, and where others find them."""
+"""The discovery service: where instances say that they are there, and where others find them."""

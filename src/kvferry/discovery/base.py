@@ -1,7 +1,7 @@
 """The interface of a discovery service: ranks register, and others find their instances.
 
 An implementation is a thin layer over one store (the built-in HTTP service, a static list, etcd).
-``RendezvousClient`` does the rest for all of them: the thread, renewals, retries with backoff,
+``DiscoveryClient`` does the rest for all of them: the thread, renewals, retries with backoff,
 and callbacks. ``kvferry.testing.discovery`` has the cases that every implementation passes.
 """
 
@@ -15,11 +15,11 @@ from kvferry.discovery.records import InstanceView, RankRecord, Summaries
 class Discovery(ABC):
     """A store in which ranks register with a lease, and instances are watched.
 
-    **Threads.** Make the object on any thread and give it to one ``RendezvousClient`` or endpoint,
+    **Threads.** Make the object on any thread and give it to one ``DiscoveryClient`` or endpoint,
     which closes it. All coroutines then run in the event loop of that client's thread. Several
     may be under way at once, and any of them may be cancelled. ``str()`` says where it is.
 
-    **Errors.** A coroutine raises ``RendezvousError`` and nothing else. The client tries again
+    **Errors.** A coroutine raises ``DiscoveryError`` and nothing else. The client tries again
     with backoff, so an implementation does not retry. Its message says what to do.
 
     **What a view proves.** A registration that was withdrawn, or whose lease has ended, is gone

@@ -1,4 +1,4 @@
-"""Single requests to a rendezvous: signed, bounded in time, errors as ``RendezvousError``.
+"""Single requests to a discovery service: signed, bounded in time, errors as ``DiscoveryError``.
 
 Belongs to the event loop of the client. Foreign exceptions end here.
 """
@@ -16,9 +16,9 @@ from yarl import URL
 
 from kvferry.discovery.address import checked_address
 from kvferry.discovery.records import (
-    ErrorDocument,
-    Fault,
-    RendezvousError,
+    DiscoveryError,
+    DiscoveryErrorDocument,
+    DiscoveryFault,
 )
 from kvferry.discovery.signer import RequestSigner
 from kvferry.errors import KvferryError
@@ -69,7 +69,7 @@ class Calls:
     """Signed requests to one service. Belongs to one event loop."""
 
     def __init__(self, url: str, key: ClusterKey | None) -> None:
-        self.url = checked_address(url, "rendezvous address", "http://10.0.0.1:7077")
+        self.url = checked_address(url, "discovery address", "http://10.0.0.1:7077")
         self._signer = RequestSigner(self.url, key)
         self._session: aiohttp.ClientSession | None = None
 
@@ -84,8 +84,8 @@ class Calls:
         """Return the body of a good answer; None if nothing is new (304)."""
         try:
             return await self._send(method, path, body, timeout_s)
-        except RendezvousError as error:
-            if error.fault is not Fault.OTHER_LIFE:
+        except DiscoveryError as error:
+            if error.fault is not DiscoveryFault.OTHER_LIFE:
                 raise
         # It has restarted, and nothing was done. Its new life is asked once.
         self._signer.forget()
@@ -111,8 +111,8 @@ class Calls:
                 answer = await _read(response)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             why = str(error) or type(error).__name__
-            raise RendezvousError(
-                Fault.UNREACHABLE, f"cannot reach the rendezvous {self.url}: {why}"
+            raise DiscoveryError(
+                DiscoveryFault.UNREACHABLE, f"cannot reach the discovery service {self.url}: {why}"
             ) from None
         if response.status == 304:
             return None
@@ -132,23 +132,24 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return b"".join(parts)
 
 
-def _refusal(status: int, answer: bytes) -> RendezvousError:
+def _refusal(status: int, answer: bytes) -> DiscoveryError:
     try:
-        error = msgspec.json.decode(answer, type=ErrorDocument).error
+        error = msgspec.json.decode(answer, type=DiscoveryErrorDocument).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return RendezvousError(
-            Fault.UNREACHABLE, f"no rendezvous answers there (status {status}); check the address"
+        return DiscoveryError(
+            DiscoveryFault.UNREACHABLE,
+            f"no discovery service answers there (status {status}); check the address",
         )
-    return RendezvousError(error.code, error.message)
+    return DiscoveryError(error.code, error.message)
 
 
 def decoded(answer: bytes, kind: type[T]) -> T:
-    """An answer as a value; raises ``RendezvousError`` if it can't be used."""
+    """An answer as a value; raises ``DiscoveryError`` if it can't be used."""
     try:
         return msgspec.json.decode(answer, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KvferryError) as error:
-        raise RendezvousError(
-            Fault.MALFORMED, f"the rendezvous's answer can't be used: {error}"
+        raise DiscoveryError(
+            DiscoveryFault.MALFORMED, f"the discovery service's answer can't be used: {error}"
         ) from None
 
 

@@ -24,10 +24,10 @@ from kvferry.discovery.calls import Backoff
 from kvferry.discovery.http_backend import HttpDiscovery
 from kvferry.discovery.loop import LoopThread
 from kvferry.discovery.records import (
-    Fault,
+    DiscoveryError,
+    DiscoveryFault,
     InstanceView,
     RankRecord,
-    RendezvousError,
     Summaries,
 )
 from kvferry.discovery.static import StaticDiscovery
@@ -48,7 +48,13 @@ MOST_RENEWAL_S = 5.0
 WAIT_S = 5.0
 LEAVE_S = 2.0
 # These are answers of a service that will not change its mind by being asked again.
-FINAL = (Fault.MALFORMED, Fault.OVERSIZED, Fault.UNSIGNED, Fault.REPLACED, Fault.NOT_FOUND)
+FINAL = (
+    DiscoveryFault.MALFORMED,
+    DiscoveryFault.OVERSIZED,
+    DiscoveryFault.UNSIGNED,
+    DiscoveryFault.REPLACED,
+    DiscoveryFault.NOT_FOUND,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -68,11 +74,11 @@ class _Watch:
     # Known to be not complete, and whom that is told though they never heard of a view.
     is_absent: bool = False
     eager: list[Callback] = field(default_factory=list)
-    problem: str = "the rendezvous has not answered yet"
+    problem: str = "the discovery service has not answered yet"
     task: asyncio.Task[None] | None = None
 
 
-class RendezvousClient:
+class DiscoveryClient:
     """Registers ranks and follows instances at one discovery, until ``close``.
 
     ``where`` is the URL of the built-in service, ``static:PATH`` for a static list in a file, or
@@ -92,7 +98,7 @@ class RendezvousClient:
         """Keep a rank registered until ``close``.
 
         The future is done when the service has taken it for the first time, and
-        fails with ``RendezvousError`` when the service has refused it for good. Raises
+        fails with ``DiscoveryError`` when the service has refused it for good. Raises
         ``InputError`` if that is known without asking.
         """
         self.discovery.check(record)
@@ -127,8 +133,8 @@ class RendezvousClient:
             return found.result(timeout_s)
         except TimeoutError:
             problem = self.problem(name)
-            raise RendezvousError(
-                Fault.INCOMPLETE,
+            raise DiscoveryError(
+                DiscoveryFault.INCOMPLETE,
                 f"instance {name!r:.100} was not complete within {timeout_s:g} s: {problem}",
             ) from None
         finally:
@@ -141,7 +147,7 @@ class RendezvousClient:
         return watch.problem if watch is not None else "the client was closed"
 
     def instances(self) -> Future[Summaries]:
-        """Ask who is registered. Fails with ``RendezvousError`` if nobody answers."""
+        """Ask who is registered. Fails with ``DiscoveryError`` if nobody answers."""
         asked: Future[Summaries] = Future()
         self._thread.do(self._begin_asking, asked)
         return asked
@@ -150,7 +156,7 @@ class RendezvousClient:
         """Say farewell for every rank, in bounded time, and end the thread. Idempotent."""
         self._thread.close()
 
-    def __enter__(self) -> RendezvousClient:
+    def __enter__(self) -> DiscoveryClient:
         return self
 
     def __exit__(
@@ -182,7 +188,7 @@ class RendezvousClient:
     async def _leave(self, record: RankRecord) -> None:
         try:
             await _answer(self.discovery.withdraw(record))
-        except RendezvousError as error:
+        except DiscoveryError as error:
             # Its lease will end by itself.
             log.info("no-farewell peer=%s fault=%s", record.peer, error.fault)
 
@@ -196,7 +202,7 @@ class RendezvousClient:
     async def _ask(self, asked: Future[Summaries]) -> None:
         try:
             asked.set_result(await _answer(self.discovery.list()))
-        except RendezvousError as error:
+        except DiscoveryError as error:
             asked.set_exception(error)
         except asyncio.CancelledError:
             asked.set_exception(_closed())
@@ -215,8 +221,8 @@ class RendezvousClient:
         while True:
             try:
                 await self._say(registration, registered)
-            except RendezvousError as error:
-                if registered and error.fault is Fault.NO_LEASE:
+            except DiscoveryError as error:
+                if registered and error.fault is DiscoveryFault.NO_LEASE:
                     registered = False
                     continue
                 # A place that was taken is asked for again until whoever took it has left.
@@ -238,7 +244,7 @@ class RendezvousClient:
         if not registration.first.done():
             registration.first.set_result(None)
 
-    def _complain(self, registration: _Registration, error: RendezvousError, first: bool) -> None:
+    def _complain(self, registration: _Registration, error: DiscoveryError, first: bool) -> None:
         level = logging.WARNING if first else logging.DEBUG
         log.log(
             level,
@@ -281,14 +287,14 @@ class RendezvousClient:
             try:
                 news = self.discovery.watch(watch.name, watch.version, wait_s)
                 view = await _answer(news)
-            except RendezvousError as error:
+            except DiscoveryError as error:
                 watch.problem = str(error)
-                if error.fault is Fault.INCOMPLETE:
+                if error.fault is DiscoveryFault.INCOMPLETE:
                     self._tell(watch, None)
                     backoff.reset()
                     wait_s = WAIT_S
                 delay_s = backoff.next_s()
-                if backoff.is_first and error.fault is not Fault.INCOMPLETE:
+                if backoff.is_first and error.fault is not DiscoveryFault.INCOMPLETE:
                     log.warning("no-news instance=%s fault=%s", watch.name, error.fault)
                 await asyncio.sleep(delay_s)
                 continue
@@ -323,15 +329,17 @@ async def _answer(call: Awaitable[T]) -> T:
     """The answer of a discovery. A bug in one must not end what goes on here."""
     try:
         return await call
-    except RendezvousError:
+    except DiscoveryError:
         raise
     except Exception as error:
         log.exception("discovery-failed")
-        raise RendezvousError(Fault.INTERNAL, f"the discovery failed: {error!r:.300}") from None
+        raise DiscoveryError(
+            DiscoveryFault.INTERNAL, f"the discovery failed: {error!r:.300}"
+        ) from None
 
 
-def _closed() -> RendezvousError:
-    return RendezvousError(Fault.STOPPING, "the client was closed; make a new one")
+def _closed() -> DiscoveryError:
+    return DiscoveryError(DiscoveryFault.STOPPING, "the client was closed; make a new one")
 
 
 def _call(callback: Callback, watch: _Watch) -> None:

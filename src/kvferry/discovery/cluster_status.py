@@ -1,21 +1,21 @@
-"""The rendezvous's lookout: what endpoints have told, with what the registry knows."""
+"""The discovery service's lookout: what endpoints have told, with what the registry knows."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from kvferry.discovery.service import Registry
+from kvferry.discovery.registry import InstanceRegistry
 from kvferry.errors import Refused
 from kvferry.layout.layout import Layout
 from kvferry.plan.pictures import as_svg
 from kvferry.plan.plan import Request
 from kvferry.plan.reshard import reshard
-from kvferry.telemetry.cluster import ClusterBook, Registered
-from kvferry.telemetry.reports import ClusterView, EndpointView, Wishes
+from kvferry.telemetry.cluster import ClusterStatus, Registered
+from kvferry.telemetry.reports import ClusterView, EndpointView, ReportRequest
 from kvferry.telemetry.waterfall import Waterfall
 
-# How long a story is waited for: endpoints tell their views every few seconds.
+# How long a trace is waited for: endpoints tell their views every few seconds.
 STORY_S = 7.0
 LOOK_S = 0.05
 # A request of this length is drawn.
@@ -24,17 +24,17 @@ DRAWN = Request(8192)
 HTTP_SUFFIX = "@http"
 
 
-class RendezvousLookout:
+class DiscoveryStatus:
     """Belongs to the service's event loop."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: InstanceRegistry) -> None:
         self._registry = registry
-        self._book = ClusterBook()
+        self._book = ClusterStatus()
         self._drawn: dict[tuple[Layout, Layout], str] = {}
 
     # ------------------------------------------------------------ what endpoints say
 
-    def take(self, view: EndpointView) -> Wishes:
+    def take(self, view: EndpointView) -> ReportRequest:
         """A view has come."""
         return self._book.take(view, time.monotonic())
 
@@ -51,10 +51,10 @@ class RendezvousLookout:
     async def look(self) -> ClusterView:
         """The cluster now."""
         now, wall = time.monotonic(), time.time()
-        return self._book.look(registered(self._registry), now, wall, "rendezvous")
+        return self._book.look(registered(self._registry), now, wall, "discovery")
 
     async def waterfall(self, room: str) -> Waterfall | None:
-        """A room's story, once everybody who lives has told it, or time is over."""
+        """A room's trace, once everybody who lives has told it, or time is over."""
         self._book.ask(room, time.monotonic())
         until = time.monotonic() + STORY_S
         while time.monotonic() < until and not self._book.is_told(room, time.monotonic()):
@@ -81,7 +81,7 @@ class RendezvousLookout:
         return layout
 
 
-def registered(registry: Registry) -> list[Registered]:
+def registered(registry: InstanceRegistry) -> list[Registered]:
     """Every instance that has registered to send."""
     return [
         Registered(

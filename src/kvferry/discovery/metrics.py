@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from kvferry.discovery.service import Registry
+from kvferry.discovery.registry import InstanceRegistry
 from kvferry.discovery.waiters import Waiters
 
 
-class RendezvousMetrics:
+class DiscoveryMetrics:
     """What one service counts, in a collection of its own."""
 
-    def __init__(self, registry: Registry, waiters: Waiters) -> None:
+    def __init__(self, registry: InstanceRegistry, waiters: Waiters) -> None:
         self.collection = CollectorRegistry()
         self.requests = Counter(
-            "kvferry_rendezvous_requests",
+            "kvferry_discovery_requests",
             "Requests by what was asked and the status of the answer",
             ["asked", "status"],
             registry=self.collection,
         )
         self.expired = Counter(
-            "kvferry_rendezvous_expired_leases",
+            "kvferry_discovery_expired_leases",
             "Ranks whose lease ended without a farewell",
             registry=self.collection,
         )
@@ -36,7 +36,7 @@ class RendezvousMetrics:
         )
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"kvferry_rendezvous_{name}", text, registry=self.collection)
+        return Gauge(f"kvferry_discovery_{name}", text, registry=self.collection)
 
     def text(self) -> bytes:
         """As Prometheus reads it."""

@@ -1,4 +1,4 @@
-"""Records: what is said at the rendezvous. Frozen values, every field bounded, and one error.
+"""Records: what is said at discovery. Frozen values, every field bounded, and one error.
 
 Nothing here acts. ``service`` keeps records, ``http`` and ``client`` carry them.
 """
@@ -30,7 +30,7 @@ Metadata = Annotated[
 ]
 
 
-class Fault(StrEnum):
+class DiscoveryFault(StrEnum):
     """Why the service, or the way to it, said no."""
 
     MALFORMED = "malformed"
@@ -51,10 +51,10 @@ class Fault(StrEnum):
     UNREACHABLE = "unreachable"
 
 
-class RendezvousError(KvferryError):
-    """The rendezvous did not do what was asked; ``fault`` says why, the sentence what to do."""
+class DiscoveryError(KvferryError):
+    """Discovery did not do what was asked; ``fault`` says why, the sentence what to do."""
 
-    def __init__(self, fault: Fault, message: str) -> None:
+    def __init__(self, fault: DiscoveryFault, message: str) -> None:
         self.fault = fault
         super().__init__(message)
 
@@ -63,7 +63,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of one instance, in one of its lives.
 
     ``control`` is the address of its control channel. ``metadata`` is whatever
-    else its peers need; the rendezvous does not look at it.
+    else its peers need; the discovery service does not look at it.
     """
 
     instance: Name
@@ -166,17 +166,17 @@ class Summaries(msgspec.Struct, frozen=True):
     instances: tuple[Summary, ...]
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
+class DiscoveryErrorBody(msgspec.Struct, frozen=True):
     """What is inside an error."""
 
-    code: Fault
+    code: DiscoveryFault
     message: str
 
 
-class ErrorDocument(msgspec.Struct, frozen=True):
+class DiscoveryErrorDocument(msgspec.Struct, frozen=True):
     """Every error of the service."""
 
-    error: ErrorBody
+    error: DiscoveryErrorBody
 
 
 def demand_name(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Reports of an endpoint's status to the rendezvous, for its page and ``kvferry top``."""
+"""Reports of an endpoint's status to the discovery service, for its page and ``kvferry top``."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import msgspec
 
 from kvferry.discovery.calls import Backoff, Calls, decoded, path_of
 from kvferry.discovery.loop import LoopThread
-from kvferry.discovery.records import Fault, RendezvousError
+from kvferry.discovery.records import DiscoveryError, DiscoveryFault
 from kvferry.ids import Peer
 from kvferry.security.keys import ClusterKey
-from kvferry.telemetry.reports import EndpointView, Wishes
+from kvferry.telemetry.reports import EndpointView, ReportRequest
 
 log = logging.getLogger("kvferry.discovery")
 
-MakeView = Callable[[Wishes], Future[EndpointView]]
+MakeView = Callable[[ReportRequest], Future[EndpointView]]
 
 # An owner that is busy for longer is reported by the watchman.
 VIEW_S = 5.0
-# A rendezvous that knows nothing of views may be replaced by one that does.
+# A discovery service that knows nothing of views may be replaced by one that does.
 UNKNOWN_S = 60.0
 LEAVE_S = 1.0
 
 
 class StatusReporter:
-    """Sends an endpoint's view until ``close``, as often as the rendezvous asks for it.
+    """Sends an endpoint's view until ``close``, as often as the discovery service asks for it.
 
     ``make`` is called on the reporter's own thread.
     """
@@ -54,7 +54,7 @@ class StatusReporter:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        wishes, backoff = Wishes(), Backoff()
+        wishes, backoff = ReportRequest(), Backoff()
         while True:
             pause_s = 0.0
             try:
@@ -62,14 +62,14 @@ class StatusReporter:
                     view = await asyncio.wrap_future(self._make(wishes))
                 path = f"{path_of(self._peer)}/view"
                 answer = await self._calls.call("PUT", path, msgspec.json.encode(view))
-                wishes = decoded(answer or b"{}", Wishes)
+                wishes = decoded(answer or b"{}", ReportRequest)
                 self._is_known = True
                 backoff.reset()
                 if not (wishes.rooms or wishes.layout):
                     pause_s = wishes.every_s
-            except RendezvousError as error:
+            except DiscoveryError as error:
                 log.debug("view-not-told peer=%s fault=%s", self._peer, error.fault)
-                pause_s = UNKNOWN_S if error.fault is Fault.NOT_FOUND else backoff.next_s()
+                pause_s = UNKNOWN_S if error.fault is DiscoveryFault.NOT_FOUND else backoff.next_s()
             except TimeoutError:
                 # The owner has much to do, or is gone and so are we soon.
                 pause_s = VIEW_S
@@ -82,7 +82,7 @@ class StatusReporter:
         if self._is_known:
             path = f"{path_of(self._peer)}/view?incarnation={self._incarnation}"
             # Otherwise the page shows it as silent for a while, and then forgets it.
-            with contextlib.suppress(RendezvousError, TimeoutError):
+            with contextlib.suppress(DiscoveryError, TimeoutError):
                 async with asyncio.timeout(LEAVE_S):
                     await self._calls.call("DELETE", path)
         await self._calls.close()

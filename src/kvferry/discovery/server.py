@@ -1,4 +1,4 @@
-"""The rendezvous in a thread of its own, inside whichever process starts it."""
+"""The discovery service in a thread of its own, inside whichever process starts it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import socket
 import threading
 from types import TracebackType
 
-from kvferry.discovery.http import Service
-from kvferry.discovery.records import Fault, RendezvousError
+from kvferry.discovery.http_service import DiscoveryService
+from kvferry.discovery.records import DiscoveryError, DiscoveryFault
 from kvferry.errors import InputError
 from kvferry.http.connections import Connections
 from kvferry.http.limits import BACKLOG, limits_here
 from kvferry.http.site import HttpSite
-from kvferry.security.keys import ClusterKey, bindable
+from kvferry.security.keys import ClusterKey, checked_bind_address
 
 log = logging.getLogger("kvferry.discovery")
 
@@ -27,10 +27,10 @@ JOIN_S = 10.0
 FILES_EACH = 1
 
 
-class RendezvousServer:
-    """A rendezvous that listens from ``start`` to ``stop``.
+class DiscoveryServer:
+    """A discovery service that listens from ``start`` to ``stop``.
 
-    A prefill instance may embed one, or ``kvferry serve rendezvous`` runs it alone.
+    A prefill instance may embed one, or ``kvferry serve discovery`` runs it alone.
     Without a key it listens on loopback only.
     """
 
@@ -42,14 +42,14 @@ class RendezvousServer:
         settle_s: float = SETTLE_S,
     ) -> None:
         self.url = ""
-        self._address = (bindable(host, port, key), port)
+        self._address = (checked_bind_address(host, port, key), port)
         self._signing_key = key.http if key is not None else None
         self._settle_s = settle_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self) -> RendezvousServer:
+    def start(self) -> DiscoveryServer:
         """Listen. The port is bound when this returns, and ``url`` is known."""
         listener = self._listen()
         ready = threading.Event()
@@ -61,7 +61,9 @@ class RendezvousServer:
         )
         self._thread.start()
         if not ready.wait(JOIN_S):
-            raise RendezvousError(Fault.INTERNAL, "the rendezvous did not start; see the log")
+            raise DiscoveryError(
+                DiscoveryFault.INTERNAL, "the discovery service did not start; see the log"
+            )
         log.info("listening url=%s", self.url)
         return self
 
@@ -74,7 +76,7 @@ class RendezvousServer:
         self._thread = None
         log.info("stopped url=%s", self.url)
 
-    def __enter__(self) -> RendezvousServer:
+    def __enter__(self) -> DiscoveryServer:
         return self.start()
 
     def __exit__(
@@ -107,7 +109,7 @@ class RendezvousServer:
             runner.run(self._serve(listener, ready))
 
     async def _serve(self, listener: socket.socket, ready: threading.Event) -> None:
-        service = Service(self._signing_key, self._settle_s)
+        service = DiscoveryService(self._signing_key, self._settle_s)
         connections = Connections(limits_here(FILES_EACH), service.metrics.collection)
         site = HttpSite(service.application(), connections, shutdown_s=SHUTDOWN_S)
         await site.start(listener)

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from kvferry.discovery.records import Fault, RendezvousError
+from kvferry.discovery.records import DiscoveryError, DiscoveryFault
 from kvferry.security.keys import ClusterKey
 from kvferry.security.signing import Introduction, new_nonce, sign
 
@@ -50,16 +50,17 @@ class RequestSigner:
         except (msgspec.DecodeError, UnicodeDecodeError):
             told = None
         if told is None or response.status != 200:
-            raise RendezvousError(
-                Fault.UNREACHABLE,
-                f"no rendezvous answers there (status {response.status}); check the address",
+            raise DiscoveryError(
+                DiscoveryFault.UNREACHABLE,
+                f"no discovery service answers there (status {response.status}); check the address",
             )
         if not told.life:
-            raise RendezvousError(
-                Fault.UNSIGNED, f"{self._base} has no cluster key; start it with the same --key"
+            raise DiscoveryError(
+                DiscoveryFault.UNSIGNED,
+                f"{self._base} has no cluster key; start it with the same --key",
             )
         if not told.fits(key, nonce):
-            raise RendezvousError(
-                Fault.UNSIGNED, f"{self._base} has another cluster key; use the same file"
+            raise DiscoveryError(
+                DiscoveryFault.UNSIGNED, f"{self._base} has another cluster key; use the same file"
             )
         return told.life

@@ -16,11 +16,11 @@ import msgspec
 
 from kvferry.discovery.base import Discovery
 from kvferry.discovery.records import (
-    Fault,
+    DiscoveryError,
+    DiscoveryFault,
     InstanceView,
     RankRecord,
     RankView,
-    RendezvousError,
     Summaries,
     Summary,
     demand_name,
@@ -30,7 +30,7 @@ from kvferry.layout.hf import spec_from_config
 from kvferry.layout.layout import Layout, Order, Parallel
 from kvferry.layout.spec import DType
 from kvferry.model_config import read_config
-from kvferry.security.keys import numeric
+from kvferry.security.keys import resolve_ip
 
 MAX_FILE_BYTES = 16 << 20
 # A static list never changes, so its views have one version.
@@ -126,7 +126,7 @@ class StaticDiscovery(Discovery):
         try:
             self.check(record)
         except InputError as error:
-            raise RendezvousError(Fault.MALFORMED, str(error)) from None
+            raise DiscoveryError(DiscoveryFault.MALFORMED, str(error)) from None
 
     async def renew(self, record: RankRecord, lease_s: float) -> None:
         """The entry does not end; refuse a rank that has none."""
@@ -143,8 +143,8 @@ class StaticDiscovery(Discovery):
             return view
         await asyncio.sleep(wait_s)
         if view is None:
-            raise RendezvousError(
-                Fault.INCOMPLETE,
+            raise DiscoveryError(
+                DiscoveryFault.INCOMPLETE,
                 f"{self} has no instance {name!r:.100}, only {self._names()}; check the name",
             )
         return None
@@ -159,7 +159,9 @@ class StaticDiscovery(Discovery):
     def _demand_listed(self, record: RankRecord) -> None:
         view = self._views.get(record.instance)
         if view is None or record.rank >= len(view.ranks):
-            raise RendezvousError(Fault.NO_LEASE, f"{self} does not have {record.peer}; add it")
+            raise DiscoveryError(
+                DiscoveryFault.NO_LEASE, f"{self} does not have {record.peer}; add it"
+            )
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
@@ -208,5 +210,5 @@ def _control(address: str) -> str:
 def _resolved(control: str) -> str:
     """The same address with the host as a number, as a rank says it."""
     host, _, port = control.removeprefix("tcp://").rpartition(":")
-    address = numeric(host.strip("[]"))
+    address = resolve_ip(host.strip("[]"))
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 
-from kvferry.discovery.records import Fault, RendezvousError
+from kvferry.discovery.records import DiscoveryError, DiscoveryFault
 
 MAX_WAITING = 8192
 
@@ -21,7 +21,9 @@ class Waiters:
     async def wait(self, name: str, timeout_s: float) -> None:
         """Until there is news of that name, or the time is over."""
         if self.num_waiting >= MAX_WAITING:
-            raise RendezvousError(Fault.FULL, f"{MAX_WAITING} requests wait; ask again later")
+            raise DiscoveryError(
+                DiscoveryFault.FULL, f"{MAX_WAITING} requests wait; ask again later"
+            )
         event = asyncio.Event()
         self._waiting[name].add(event)
         self.num_waiting += 1
@@ -37,7 +39,9 @@ class Waiters:
             if not self._waiting[name]:
                 del self._waiting[name]
         if self._closed:
-            raise RendezvousError(Fault.STOPPING, "the rendezvous is stopping; ask again later")
+            raise DiscoveryError(
+                DiscoveryFault.STOPPING, "the discovery service is stopping; ask again later"
+            )
 
     def wake(self, name: str) -> None:
         """There is news of that name."""

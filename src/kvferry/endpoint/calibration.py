@@ -1,6 +1,6 @@
 """What a link costs: a few writes into a peer's scratch memory, timed.
 
-Pure but for the numbers it is told. The mover makes the writes one after another
+Pure but for the numbers it is told. The transport_thread makes the writes one after another
 while a link is young; the chooser gets what comes out of it.
 
 Two sizes in one piece tell what a write costs at all and what its bytes do: over a GPU's links
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvferry.plan.bind import Binding, Part
 from kvferry.plan.coalesce import Pieces, Stride
-from kvferry.plan.cost import LARGE_PIECE_BYTES, SMALL_PIECE_BYTES, Constants
+from kvferry.plan.cost import LARGE_PIECE_BYTES, SMALL_PIECE_BYTES, LinkCost
 from kvferry.plan.places import Base
 from kvferry.regions import Device
 
@@ -65,7 +65,7 @@ class Calibration:
         """The write that ``next`` gave has ended well."""
         self._seconds[self._left.pop(0)].append(seconds)
 
-    def constants(self, before: Constants) -> Constants:
+    def link_cost(self, before: LinkCost) -> LinkCost:
         """What the link costs. What was not measured stays as it was."""
         bulk_s, little_s = min(self._seconds["bulk"]), min(self._seconds["little"])
         bytes_per_s = _speed(self._num_bytes, bulk_s, little_s)

@@ -1,7 +1,8 @@
 """Copiers: who gathers into slots and scatters out of them.
 
 The owner never waits for a copy. On the host a thread copies, one job after another, and a
-gather that has ended goes straight on to the mover, unless it was made ahead. A GPU copies by
+gather that has ended goes straight on to the transport_thread, unless it was made ahead. A GPU
+copies by
 itself and needs no thread (``owner.gpu_copies``).
 """
 
@@ -15,7 +16,7 @@ from math import inf
 
 from kvferry.endpoint.jobs import CopyJob, WriteJob
 from kvferry.endpoint.transport_thread import ThreadBroke
-from kvferry.endpoint.watchdog import Pulse
+from kvferry.endpoint.watchdog import ThreadHeartbeat
 from kvferry.errors import KvferryError
 from kvferry.memory.copy.cpu import copy_binding
 from kvferry.plan.bind import Binding
@@ -27,7 +28,7 @@ CopierNews = CopyJob | ThreadBroke
 class Copier(ABC):
     """Who does the copies of one endpoint. Called by the owner."""
 
-    pulse: Pulse
+    heartbeat: ThreadHeartbeat
 
     @abstractmethod
     def submit(self, job: CopyJob) -> None:
@@ -37,10 +38,10 @@ class Copier(ABC):
         """Every turn: what is over, where no thread tells of it."""
         return ()
 
-    def launch(self, *, hurried: bool = False) -> None:  # noqa: B027 - a thread needs no telling
-        """At the end of every turn: start what it asked for; if ``hurried``, nothing ahead."""
+    def launch(self, *, urgent: bool = False) -> None:  # noqa: B027 - a thread needs no telling
+        """At the end of every turn: start what it asked for; if ``urgent``, nothing ahead."""
 
-    def foresee(  # noqa: B027 - a core has nothing to get ready
+    def prebind(  # noqa: B027 - a core has nothing to get ready
         self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]
     ) -> None:
         """This may be copied soon, from there or elsewhere. Raises as the copy itself would."""
@@ -54,7 +55,7 @@ class Copier(ABC):
         """Finish what was begun, and end."""
 
 
-class HostCopier(Copier):
+class CopyThread(Copier):
     """Copies with the CPU, on a thread of its own, where it calls ``tell`` and ``post``.
 
     Neither may wait.
@@ -66,7 +67,7 @@ class HostCopier(Copier):
         self._jobs: Mailbox[CopyJob | None] = Mailbox()
         self._tell = tell
         self._post = post
-        self.pulse = Pulse("copier", lambda: len(self._jobs) > 0)
+        self.heartbeat = ThreadHeartbeat("copier", lambda: len(self._jobs) > 0)
         self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
         self._thread.start()
 
@@ -85,7 +86,7 @@ class HostCopier(Copier):
         except Exception as error:
             self._tell(ThreadBroke("copier", error))
         finally:
-            self.pulse.beat(inf)
+            self.heartbeat.beat(inf)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -107,7 +108,7 @@ class HostCopier(Copier):
 
     def _next(self) -> CopyJob | None:
         """Wait for a job, and show that somebody does."""
-        self.pulse.beat(inf)
+        self.heartbeat.beat(inf)
         job = self._jobs.get()
-        self.pulse.beat(time.monotonic())
+        self.heartbeat.beat(time.monotonic())
         return job

@@ -12,19 +12,19 @@ from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.setup import EndpointSetup
 from kvferry.memory.copy.cpu import copy_binding
 from kvferry.memory.staging import allocate
-from kvferry.plan.cost import Constants, first_constants
+from kvferry.plan.cost import LinkCost, default_link_cost
 from kvferry.plan.places import Base
 from kvferry.transports.base import Transport
 
 
-def endpoint_constants(config: EndpointConfig, setup: EndpointSetup) -> dict[str, Constants]:
+def default_link_costs(config: EndpointConfig, setup: EndpointSetup) -> dict[str, LinkCost]:
     """Return each transport's constants: those of the configuration, or else the assumed ones."""
 
-    def of(transport: Transport) -> Constants:
-        if config.constants is not None:
-            return replace(config.constants, maps_peer=transport.maps_peer)
+    def of(transport: Transport) -> LinkCost:
+        if config.link_cost is not None:
+            return replace(config.link_cost, maps_peer=transport.maps_peer)
         device = setup.memory.device
-        return first_constants(
+        return default_link_cost(
             transport.name,
             device,
             slot_bytes=setup.slots.pool.slot_bytes if setup.slots else None,

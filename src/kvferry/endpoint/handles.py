@@ -13,7 +13,7 @@ from math import inf
 from time import monotonic
 from typing import Any, Literal
 
-from kvferry.endpoint.once import Once
+from kvferry.endpoint.one_time_result import OneTimeResult
 from kvferry.ids import Room
 from kvferry.protocol.outcome import Done, Failure, Outcome, Status
 from kvferry.telemetry.tags import NOBODYS
@@ -31,8 +31,8 @@ class Handle:
         self.finished: float | None = None
         # Whose room it is, where its engine says so.
         self.tag = NOBODYS
-        self._outcome: Once[Outcome] = Once()
-        self._released: Once[Literal[True]] = Once()
+        self._outcome: OneTimeResult[Outcome] = OneTimeResult()
+        self._released: OneTimeResult[Literal[True]] = OneTimeResult()
 
     @property
     def num_pages(self) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from kvferry.discovery.records import InstanceView
 from kvferry.endpoint.handles import Handle
 from kvferry.ids import Op, Peer
-from kvferry.layout.layout import Layout, find_holding
+from kvferry.layout.layout import Layout, find_shard
 from kvferry.layout.pages import local_pages
 from kvferry.plan.plan import Block
 from kvferry.protocol.events import ReceiveRequest
-from kvferry.protocol.messages import Table
+from kvferry.protocol.messages import PageTableMessage
 from kvferry.protocol.outcome import Done
 
 
@@ -67,22 +67,22 @@ def wanted_pages(layout: Layout, rank: int, wanted: ReceiveRequest) -> dict[str,
     tokens, prefix = wanted.request.num_tokens, wanted.request.prefix
     owed = [
         Block(held.group, held.layers, layout.spec.group(held.group).owed(tokens, prefix))
-        for held in layout.rank_holdings(rank)
+        for held in layout.rank_shards(rank)
     ]
     return bad_pages(layout, rank, wanted.tables, [block for block in owed if len(block.tokens)])
 
 
 def bad_pages(
-    layout: Layout, rank: int, tables: tuple[Table, ...], missing: list[Block]
+    layout: Layout, rank: int, tables: tuple[PageTableMessage, ...], missing: list[Block]
 ) -> dict[str, list[int]]:
     """Per group, the pages that lack something, in the order of their tokens."""
-    holdings = layout.rank_holdings(rank)
+    shards = layout.rank_shards(rank)
     by_group = {table.group: table for table in tables}
     places: dict[str, set[int]] = {}
     for block in missing:
         first = by_group[block.group].first_page
         group = layout.spec.group(block.group)
-        held = find_holding(holdings, block.group, group.layers_in(block.layers)[0])
+        held = find_shard(shards, block.group, group.layers_in(block.layers)[0])
         lacking = local_pages(layout, group, held, block.tokens)
         places.setdefault(block.group, set()).update(
             page - first for page in range(lacking.first, lacking.end)

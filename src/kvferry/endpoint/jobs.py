@@ -1,7 +1,8 @@
 """Jobs: one write, or one scatter, that the threads of an endpoint pass on and complete.
 
 A job belongs to the thread that holds it, and to nobody else: the owner makes it, the copier
-fills its slot, the mover or the owner has it written, and the owner hears how it went. Of a
+fills its slot, the transport_thread or the owner has it written, and the owner hears how it went.
+Of a
 gather that is made ahead the owner may note where it goes while the copier still has it.
 """
 
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field
 
 from kvferry.ids import Op, Session
 from kvferry.plan.bind import Binding
-from kvferry.plan.choose import Path
+from kvferry.plan.choose import TransferMode
 from kvferry.plan.places import Base
-from kvferry.protocol.events import Fate, Gather, Scatter, Write
-from kvferry.transports.base import Ended, Transport
+from kvferry.protocol.events import Gather, Scatter, Write, WriteFate
+from kvferry.transports.base import Transport, WriteEnded
 
 # Largest write that the owner thread makes itself: some 50 µs.
 AT_ONCE_BYTES, AT_ONCE_PIECES = 128 << 10, 64
@@ -45,14 +46,14 @@ class WriteJob:
     # When its gather was asked for, until that was told.
     asked: float | None = None
     # Its size and its result.
-    path: Path = Path.SLICES
+    mode: TransferMode = TransferMode.SLICES
     transport: str = ""
     started: float = 0.0
     num_bytes: int = 0
     num_pieces: int = 0
     seconds: float = 0.0
     is_over: bool = False
-    fate: Fate | None = None
+    fate: WriteFate | None = None
     detail: str = ""
 
     @property
@@ -100,16 +101,16 @@ class WriteJob:
         if written is not self.binding or not self.num_pieces:
             self.num_bytes, self.num_pieces = written.size
         if self.here is None:
-            self.path = Path.RUNS if self.binding.contiguous else Path.SLICES
+            self.mode = TransferMode.RUNS if self.binding.contiguous else TransferMode.SLICES
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: WriteEnded) -> None:
         """The transport says how it went."""
         self.is_over, self.fate, self.detail = True, ended.fate, ended.detail
         self.seconds = time.monotonic() - self.started
 
     def fail(self, detail: str) -> None:
         """It is over before it began."""
-        self.is_over, self.fate, self.detail = True, Fate.FAILED, detail
+        self.is_over, self.fate, self.detail = True, WriteFate.FAILED, detail
 
 
 @dataclass(slots=True, eq=False)

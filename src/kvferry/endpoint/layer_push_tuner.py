@@ -12,7 +12,7 @@ from kvferry.endpoint.outgoing import Waitable
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
 from kvferry.layout.pages import touched_pages
-from kvferry.plan.cost import Constants
+from kvferry.plan.cost import LinkCost
 from kvferry.plan.layers import layers_per_push
 
 # How many layers are pushed at a time: what is best, so many, or all.
@@ -31,7 +31,7 @@ class TimedEvent(Protocol):
         ...
 
 
-class Measure(NamedTuple):
+class LayerTiming(NamedTuple):
     """A step that is being timed: events of a GPU, or the clock."""
 
     num_tokens: int
@@ -39,7 +39,7 @@ class Measure(NamedTuple):
     ended: TimedEvent | float | None = None
 
 
-class Pace:
+class LayerPushTuner:
     """How many layers one rank pushes at a time. Used by the rank's thread alone.
 
     ``mark`` gives the time by what computes: an event behind what a GPU was given, or else
@@ -56,14 +56,14 @@ class Pace:
         self._layers = layers
         self._mark = mark
         self._page_tokens = layout.page_tokens
-        spec, held = layout.spec, layout.rank_holdings(rank)
+        spec, held = layout.spec, layout.rank_shards(rank)
         numbers = {n for one in held for n in spec.group(one.group).layers_in(one.layers)}
         self.first, self.end = min(numbers), max(numbers) + 1
         self._num_tensors = max(len(spec.group(one.group).tensors) for one in held)
         self._token_bytes = max(len(one.units) * spec.group(one.group).unit_bytes for one in held)
         # Seconds for one token of one layer; None before the first step was timed.
         self._token_s: float | None = None
-        self._measure: Measure | None = None
+        self._measure: LayerTiming | None = None
 
     @property
     def num_layers(self) -> int:
@@ -73,14 +73,14 @@ class Pace:
     def begin(self, num_tokens: int) -> None:
         """A step of so many tokens begins."""
         self._learn()
-        self._measure = Measure(num_tokens, self._mark())
+        self._measure = LayerTiming(num_tokens, self._mark())
 
     def finish(self) -> None:
         """Its last layer is computed, or queued."""
         if self._measure is not None and self._measure.ended is None:
             self._measure = self._measure._replace(ended=self._mark())
 
-    def per_push(self, num_tokens: int, num_sent: int, constants: Constants) -> int:
+    def per_push(self, num_tokens: int, num_sent: int, link_cost: LinkCost) -> int:
         """How many layers to push at a time in a step of which so many tokens are sent."""
         if self._layers == "all" or (self._layers == "auto" and self._token_s is None):
             return self.num_layers
@@ -93,7 +93,7 @@ class Pace:
             layer_bytes=num_sent * self._token_bytes,
             layer_pieces=len(touched_pages(Span(0, num_sent), self._page_tokens))
             * self._num_tensors,
-            constants=constants,
+            link_cost=link_cost,
         ).layers
 
     def _learn(self) -> None:
@@ -115,7 +115,7 @@ def _between(began: TimedEvent | float, ended: TimedEvent | float) -> float | No
     return began.elapsed_time(ended) / 1e3 if ended.query() else None
 
 
-class DeviceMarks:
+class EventRecorder:
     """Marks behind what a device, a ``torch.device``, was given to compute.
 
     On a CPU what was called for is done. Needs torch only where the device is a GPU. For the

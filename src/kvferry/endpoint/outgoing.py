@@ -14,8 +14,15 @@ from kvferry.errors import InputError, Misuse
 from kvferry.ids import Room
 from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
-from kvferry.memory.tables import Chunk, GrowingTables, Pages, Reach, Rows, Shelf
-from kvferry.plan.choose import Path
+from kvferry.memory.page_tables import (
+    Chunk,
+    Pages,
+    PageTableBuilder,
+    PageTableValidator,
+    Rows,
+    TableReach,
+)
+from kvferry.plan.choose import TransferMode
 from kvferry.protocol.events import Event, Finish, Prepare, Push
 from kvferry.protocol.messages import MAX_METADATA
 
@@ -27,7 +34,7 @@ class Waitable(Protocol):
         """Whether it has happened."""
 
 
-class Step(Protocol):
+class RoomStep(Protocol):
     """What a handle asks its owner for."""
 
     def __call__(
@@ -43,26 +50,26 @@ class Outgoing(Handle):
         self,
         room: Room,
         deadline: float,
-        shelf: Shelf,
-        step: Step,
+        validator: PageTableValidator,
+        step: RoomStep,
         abort: Callable[[Outgoing], None],
     ) -> None:
         super().__init__(room, deadline)
-        self._shelf = shelf
+        self._validator = validator
         self._step = step
         self._abort = abort
-        self._all = Span(0, shelf.num_layers)
+        self._all = Span(0, validator.num_layers)
         self._pushed = Coverage()
-        self._reach = Reach()
+        self._reach = TableReach()
         self._rows: dict[str, int] = {}
         self._states = SpanSet()
         self._state_ends: set[int] = set()
         self._closed = False
         # What was written for the room, and in how many writes; complete when it is released.
-        self.carried: dict[Path, int] = {}
+        self.carried: dict[TransferMode, int] = {}
         self.num_writes = 0
         # The owner's, from here on.
-        self.tables = GrowingTables()
+        self.tables = PageTableBuilder()
         self.steps: deque[tuple[Waitable | None, Callable[[], None], Event]] = deque()
 
     @property
@@ -73,7 +80,7 @@ class Outgoing(Handle):
     def prepare(self, tokens: tuple[int, int], pages: Pages) -> None:
         """These tokens are about to be computed into these pages: ask for credits now."""
         span = self._span(tokens, "prepare")
-        chunk = self._shelf.chunk(span, pages, known=self._reach.latest)
+        chunk = self._validator.chunk(span, pages, known=self._reach.latest)
         self._reach.extend(chunk)
         self._step(self, None, lambda: self.tables.add(chunk), Prepare(self.room, span))
 
@@ -94,8 +101,8 @@ class Outgoing(Handle):
         span = self._span(tokens, "push")
         demand_waitable(after)
         some = None if layers is None else span_of(layers, "layers", self._all.end)
-        chunk = self._shelf.chunk(span, pages, some, self._reach.latest)
-        rows = {} if states is None else self._shelf.rows(states, some, self._rows)
+        chunk = self._validator.chunk(span, pages, some, self._reach.latest)
+        rows = {} if states is None else self._validator.rows(states, some, self._rows)
         self._demand_new(span, some or self._all, bool(rows))
         self._reach.extend(chunk)
         self._pushed.add(some or self._all, span)
@@ -137,7 +144,7 @@ class Outgoing(Handle):
         data = bytes_of(metadata, "metadata")
         if len(data) > MAX_METADATA:
             raise InputError(f"metadata has at most {MAX_METADATA} bytes, not {len(data)}")
-        rows = self._shelf.rows(states, known=self._rows)
+        rows = self._validator.rows(states, known=self._rows)
         num_tokens = self._pushed.end if tokens is None else token_count(tokens)
         if self._state_ends - {num_tokens}:
             early = f"tokens up to {min(self._state_ends)} of {num_tokens}"

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.endpoint.control.unix import LocalDoor
-from kvferry.endpoint.liveness.lifeline import Address
+from kvferry.endpoint.control.unix import UnixListener
+from kvferry.endpoint.liveness.port import Address
 from kvferry.errors import TransportError
 
 _Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -18,14 +18,14 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
 
     ``staging_region`` is the number of the region with its slots, and
     ``scratch_offset`` where in it so many bytes are that anybody may write at any time, to measure.
-    ``door`` is where a source listens for targets of its own host; it has a secret.
+    ``listener`` is where a source listens for targets of its own host; it has a secret.
     """
 
-    lifeline: tuple[Annotated[str, msgspec.Meta(max_length=64)], _Port]
+    liveness_port: tuple[Annotated[str, msgspec.Meta(max_length=64)], _Port]
     staging_region: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] | None = None
     scratch_offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
     scratch_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
-    door: LocalDoor | None = None
+    listener: UnixListener | None = None
 
     def encode(self) -> bytes:
         """For the handshake."""
@@ -49,5 +49,5 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def address(self) -> Address:
-        """Of its lifeline."""
-        return self.lifeline
+        """Of its liveness_port."""
+        return self.liveness_port

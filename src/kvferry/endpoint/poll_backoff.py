@@ -33,7 +33,7 @@ def pause(taken_s: float) -> float:
     return min(max(NAP_S, PART * taken_s), MOST_S)
 
 
-def wake_in_time() -> None:
+def set_timer_slack() -> None:
     """Let this thread's sleeps end when they should, where that can be asked for."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)

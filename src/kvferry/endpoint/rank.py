@@ -13,39 +13,39 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from prometheus_client import CollectorRegistry
 
 from kvferry.discovery.base import Discovery
-from kvferry.discovery.client import RendezvousClient
+from kvferry.discovery.client import DiscoveryClient
 from kvferry.discovery.http_backend import HttpDiscovery
 from kvferry.discovery.reporting import StatusReporter
 from kvferry.endpoint.config import EndpointConfig
-from kvferry.endpoint.control.unix import LocalDoor
-from kvferry.endpoint.copy_thread import Copier, HostCopier
+from kvferry.endpoint.control.unix import UnixListener
+from kvferry.endpoint.copy_thread import Copier, CopyThread
 from kvferry.endpoint.handles import Handle
-from kvferry.endpoint.liveness.lifeline import Address
+from kvferry.endpoint.liveness.port import Address
 from kvferry.endpoint.liveness.prober import Prober
 from kvferry.endpoint.loop.channels import Channel
 from kvferry.endpoint.loop.gpu_copies import GpuCopies
 from kvferry.endpoint.loop.inbox import Inbox
-from kvferry.endpoint.loop.loop import CLOSE_S, Owner
+from kvferry.endpoint.loop.loop import CLOSE_S, EndpointLoop
 from kvferry.endpoint.loop.poller import Poller
-from kvferry.endpoint.loop.roles import Role
 from kvferry.endpoint.loop.rooms import RoomTable
-from kvferry.endpoint.runner.runner import Driver, PeerGone
+from kvferry.endpoint.loop.sides import LoopSide
+from kvferry.endpoint.runner.runner import MachineRunner, PeerGone
 from kvferry.endpoint.setup import EndpointSetup, Member, set_up
-from kvferry.endpoint.transport_thread import Mover
+from kvferry.endpoint.transport_thread import TransportThread
 from kvferry.ids import Peer, Room
 from kvferry.layout.layout import Layout
-from kvferry.layout.spec import Slot
+from kvferry.layout.spec import StateRow
 from kvferry.memory.copy.devices import copier_on
+from kvferry.memory.page_tables import PageTableValidator
 from kvferry.memory.pools import Memory, PoolArrays
-from kvferry.memory.tables import Shelf
 from kvferry.protocol.events import Event
 from kvferry.protocol.outcome import Status
 from kvferry.security.keys import ClusterKey
 from kvferry.telemetry.endpoint import EndpointTelemetry
-from kvferry.telemetry.metrics import Stats
+from kvferry.telemetry.metrics import EndpointStats
 from kvferry.telemetry.observer import Observer
-from kvferry.telemetry.reports import EndpointView, Wishes
-from kvferry.telemetry.steps import RoomStory
+from kvferry.telemetry.reports import EndpointView, ReportRequest
+from kvferry.telemetry.steps import RoomTrace
 from kvferry.telemetry.views import ViewedLoop
 from kvferry.transports.base import Transport
 from kvferry.transports.transport_set import TransportSet
@@ -68,7 +68,7 @@ class RankEndpoint(ABC, Generic[H]):
 
     # Whether peers write into the pools.
     writable: ClassVar[bool]
-    # As views and stories name it.
+    # As views and traces name it.
     role: ClassVar[str]
 
     def __init__(  # noqa: PLR0913 - what an engine has to say, by keyword
@@ -80,7 +80,7 @@ class RankEndpoint(ABC, Generic[H]):
         rank: int = 0,
         model: str,
         transport: str | Transport | TransportSet = "auto",
-        rendezvous: str | Discovery | None = None,
+        discovery: str | Discovery | None = None,
         key: ClusterKey | None = None,
         config: EndpointConfig | None = None,
         registry: CollectorRegistry | None = None,
@@ -89,12 +89,12 @@ class RankEndpoint(ABC, Generic[H]):
         config = config or EndpointConfig()
         member = Member(name, rank, layout, model)
         with ExitStack() as undo:
-            door = self._listen(config, key, undo)
+            listener = self._listen(config, key, undo)
             setup = set_up(
                 *(member, pools, transport, config),
                 writable=self.writable,
                 most_slots=self._most_slots(config),
-                door=door,
+                listener=listener,
             )
             undo.callback(setup.close)
             self._telemetry = EndpointTelemetry(
@@ -103,9 +103,9 @@ class RankEndpoint(ABC, Generic[H]):
                 observer,
                 transport=setup.transports.name,
                 metrics=config.metrics,
-                story_steps=config.story_steps,
+                trace_events=config.trace_events,
             )
-            client = RendezvousClient(rendezvous, key) if rendezvous else None
+            client = DiscoveryClient(discovery, key) if discovery else None
             if client:
                 undo.callback(client.close)
             self._announce(setup, config, client)
@@ -113,7 +113,7 @@ class RankEndpoint(ABC, Generic[H]):
         self._setup = setup
         self._client = client
         self._deadline_s = config.deadline_s
-        self._shelf = Shelf(layout, rank, setup.memory.map)
+        self._validator = PageTableValidator(layout, rank, setup.memory.map)
         held, lacked = setup.transports.names, setup.transports.lacked
         log.info(
             "transports endpoint=%s held=%s lacked=%r",
@@ -122,26 +122,28 @@ class RankEndpoint(ABC, Generic[H]):
         self._observer = self._telemetry.observer
         me, self._inbox, self._poller = member.peer, Inbox[object](), Poller()
         self._rooms: RoomTable[H] = RoomTable(me, self._observer)
-        self._mover = Mover(setup.transports, self._inbox.put, f"kvferry-transport-{me}")
+        self._transport_thread = TransportThread(
+            setup.transports, self._inbox.put, f"kvferry-transport-{me}"
+        )
         self._copier = self._make_copier()
         self._prober = Prober(self._inbox.put, f"kvferry-prober-{me}")
         self._owner = self._make_owner(config, key)
-        self._mover.start()
+        self._transport_thread.start()
         self._owner.start()
         self._telemetry.start(self._traced)
         self._reporter: StatusReporter | None = None
-        if client and config.story_steps and isinstance(client.discovery, HttpDiscovery):
+        if client and config.trace_events and isinstance(client.discovery, HttpDiscovery):
             url, life = str(client.discovery), setup.incarnation
             self._reporter = StatusReporter(url, key, member.peer, life, self.view)
 
     @abstractmethod
     def _listen(
         self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack
-    ) -> LocalDoor | None:
-        """Open what others knock at, before anything else is taken; the door for this host's."""
+    ) -> UnixListener | None:
+        """Start the listeners that peers connect to; return the one for this host."""
 
     def _announce(
-        self, setup: EndpointSetup, config: EndpointConfig, client: RendezvousClient | None
+        self, setup: EndpointSetup, config: EndpointConfig, client: DiscoveryClient | None
     ) -> None:
         """Register where others look for this rank, if they do."""
 
@@ -152,21 +154,23 @@ class RankEndpoint(ABC, Generic[H]):
     def _make_copier(self) -> Copier:
         device, me = self._setup.memory.device, self._setup.member.peer
         if device.is_host:
-            return HostCopier(f"kvferry-copy-{me}", self._inbox.put, self._mover.write)
+            return CopyThread(f"kvferry-copy-{me}", self._inbox.put, self._transport_thread.write)
         return GpuCopies(copier_on(device))
 
     @abstractmethod
-    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> Owner:
-        """Join the parts to a driver that has not begun."""
+    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> EndpointLoop:
+        """Join the parts to a runner that has not begun."""
 
-    def _owner_of(self, driver: Driver[Any, Any], role: Role, channel: Channel[Any]) -> Owner:
-        return Owner(
-            *(driver, role, channel),
+    def _owner_of(
+        self, runner: MachineRunner[Any, Any], role: LoopSide, channel: Channel[Any]
+    ) -> EndpointLoop:
+        return EndpointLoop(
+            *(runner, role, channel),
             setup=self._setup,
             rooms=self._rooms,
             inbox=self._inbox,
             poller=self._poller,
-            mover=self._mover,
+            transport_thread=self._transport_thread,
             copier=self._copier,
             observer=self._observer,
         )
@@ -176,7 +180,7 @@ class RankEndpoint(ABC, Generic[H]):
         self._owner.step(event)
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> EndpointStats:
         """What was carried and how, since the start."""
         return self._telemetry.stats
 
@@ -186,7 +190,7 @@ class RankEndpoint(ABC, Generic[H]):
         return self._setup.staging_bytes
 
     @property
-    def lifeline(self) -> Address:
+    def liveness_port(self) -> Address:
         """Where peers ask whether this life of the endpoint goes on."""
         return self._setup.metadata.address
 
@@ -194,18 +198,18 @@ class RankEndpoint(ABC, Generic[H]):
         """Where many rooms stand, for a scheduler's loop; None once they are released."""
         return self._owner.rooms.statuses(rooms)
 
-    def view(self, wishes: Wishes = Wishes()) -> Future[EndpointView]:  # noqa: B008 - frozen
-        """How the endpoint is, made on its owner's thread; with the stories that are wished for."""
+    def view(self, wishes: ReportRequest = ReportRequest()) -> Future[EndpointView]:  # noqa: B008 - frozen
+        """How the endpoint is, made on its owner's thread; with the traces that are wished for."""
         owner = self._owner
 
         def make() -> EndpointView:
-            machine, rooms = owner.driver.machine, list(owner.rooms)
+            machine, rooms = owner.runner.machine, list(owner.rooms)
             tables = machine.num_quarantined, machine.links.values()
             return self._telemetry.view(ViewedLoop(rooms, *tables, owner.clocks.offset), wishes)
 
         return self._looked(make)
 
-    def _traced(self, rooms: list[Room]) -> Future[list[RoomStory]]:
+    def _traced(self, rooms: list[Room]) -> Future[list[RoomTrace]]:
         """The traces of rooms, made on the owner's thread."""
         traces = self._telemetry.traces
         return self._looked(lambda: traces.of(rooms) if traces else [])
@@ -225,12 +229,12 @@ class RankEndpoint(ABC, Generic[H]):
         self._owner.tell(look)
         return made
 
-    def story(self, room: Room, timeout_s: float = 5.0) -> RoomStory | None:
+    def trace(self, room: Room, timeout_s: float = 5.0) -> RoomTrace | None:
         """The steps of one of the last rooms, by this process's monotonic clock."""
-        stories = self.view(Wishes(rooms=(str(room),))).result(timeout_s).stories
-        return stories[0] if stories else None
+        traces = self.view(ReportRequest(rooms=(str(room),))).result(timeout_s).traces
+        return traces[0] if traces else None
 
-    def vouch_gone(self, peer: Peer, incarnation: int) -> None:
+    def declare_dead(self, peer: Peer, incarnation: int) -> None:
         """The caller knows that this life of a peer is over, such as after a power cut.
 
         Releases what waits for it. Never say this of a process that may only be stopped.
@@ -293,6 +297,6 @@ def num_pages(setup: EndpointSetup) -> int:
     paged = [
         placement.num_pages
         for placement in setup.memory.map.placements
-        if not isinstance(groups[placement.group].kind, Slot)
+        if not isinstance(groups[placement.group].kind, StateRow)
     ]
     return max(paged, default=0)

@@ -1,4 +1,4 @@
-"""What both endpoints set up alike: memory, staging, transports, lifeline, metadata."""
+"""What both endpoints set up alike: memory, staging, transports, liveness_port, metadata."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 from kvferry.discovery.records import demand_name
 from kvferry.endpoint.calibration import scratch_bytes
 from kvferry.endpoint.config import EndpointConfig
-from kvferry.endpoint.control.unix import LocalDoor
-from kvferry.endpoint.liveness.lifeline import Lifeline
+from kvferry.endpoint.control.unix import UnixListener
+from kvferry.endpoint.liveness.port import LivenessPort
 from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.errors import InputError, TransportError
 from kvferry.ids import MAX_ID, Peer
@@ -25,7 +25,7 @@ from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.links import Identity
 from kvferry.protocol.messages import MAX_SLOTS, Staging, TransportOffers
 from kvferry.regions import Region
-from kvferry.transports.base import Setup, Transport
+from kvferry.transports.base import Transport, TransportSetup
 from kvferry.transports.registry import load, transport_class
 from kvferry.transports.transport_set import AUTO, TransportSet, asked_for
 
@@ -42,7 +42,7 @@ def make_transport(
     name: str, host: str = "127.0.0.1", options: Mapping[str, str] | None = None
 ) -> Transport:
     """A transport by name. Pools may be allocated from it before an endpoint is made with it."""
-    setup = Setup(
+    setup = TransportSetup(
         agent=f"kvferry-{secrets.token_hex(8)}",
         copy=copy_binding,
         copies_on=copier_on,
@@ -138,7 +138,7 @@ class EndpointSetup(NamedTuple):
     transports: TransportSet
     offers: TransportOffers
     incarnation: int
-    lifeline: Lifeline
+    liveness_port: LivenessPort
     metadata: PeerMetadata
     # Of the pools' regions. One object for all copies: whoever has seen it knows it again.
     addresses: tuple[int, ...]
@@ -170,7 +170,7 @@ class EndpointSetup(NamedTuple):
     def close(self) -> None:
         """Give everything back, before anybody was told of it."""
         self.transports.close()
-        self.lifeline.close()
+        self.liveness_port.close()
 
 
 def set_up(
@@ -181,7 +181,7 @@ def set_up(
     *,
     writable: bool,
     most_slots: int,
-    door: LocalDoor | None = None,
+    listener: UnixListener | None = None,
 ) -> EndpointSetup:
     """Set everything up that has no thread. Raises errors that say what to change."""
     _demand_reachable(config.host)
@@ -195,7 +195,7 @@ def set_up(
         if memory.device.is_host:
             warm_up()
         incarnation = new_incarnation()
-        lifeline = Lifeline(config.host, incarnation)
+        liveness_port = LivenessPort(config.host, incarnation)
     except BaseException:
         transports.close()
         raise
@@ -203,7 +203,7 @@ def set_up(
         slots = None  # Whoever would have staged could not take the pools.
     staging_region = len(memory.regions) if slots else None
     scratch = (slots.scratch_offset, slots.scratch_bytes) if slots else (0, 0)
-    metadata = PeerMetadata(lifeline.address, staging_region, *scratch, door)
+    metadata = PeerMetadata(liveness_port.address, staging_region, *scratch, listener)
     return EndpointSetup(
         member,
         memory,
@@ -211,7 +211,7 @@ def set_up(
         transports,
         offers,
         incarnation,
-        lifeline,
+        liveness_port,
         metadata,
         addresses=tuple(region.address for region in memory.regions),
     )
@@ -245,7 +245,7 @@ def _demand_reachable(host: str) -> None:
     try:
         unspecified = ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        raise InputError(f"host is a numeric address, not {host!r:.200}") from None
+        raise InputError(f"host is a resolve_ip address, not {host!r:.200}") from None
     if unspecified:
         raise InputError(f"host {host} says nothing; name the address that peers reach this by")
 

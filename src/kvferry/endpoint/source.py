@@ -10,32 +10,32 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from kvferry.config import ProtocolConfig
-from kvferry.discovery.client import RendezvousClient
+from kvferry.discovery.client import DiscoveryClient
 from kvferry.discovery.records import RankRecord
 from kvferry.endpoint.arguments import deadline_in
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.sockets import ControlServer
-from kvferry.endpoint.control.unix import LocalDoor, LocalServer
-from kvferry.endpoint.costs import endpoint_constants
+from kvferry.endpoint.control.unix import UnixListener, UnixServer
+from kvferry.endpoint.costs import default_link_costs
 from kvferry.endpoint.loop.channels import SourceChannel
 from kvferry.endpoint.loop.chooser import Chooser
-from kvferry.endpoint.loop.links import Links
-from kvferry.endpoint.loop.loop import CLOSE_S, Owner
-from kvferry.endpoint.loop.roles import SourceRole, SourceRooms
-from kvferry.endpoint.loop.suspects import Suspects
-from kvferry.endpoint.loop.writes import Writes
+from kvferry.endpoint.loop.links import TargetLinkTable
+from kvferry.endpoint.loop.loop import CLOSE_S, EndpointLoop
+from kvferry.endpoint.loop.probes import PeerProbes
+from kvferry.endpoint.loop.sides import SourceRoomEnds, SourceSide
+from kvferry.endpoint.loop.writes import TransportWrites
 from kvferry.endpoint.outgoing import Outgoing, Waitable
 from kvferry.endpoint.rank import RankEndpoint
-from kvferry.endpoint.runner.runner import SourceDriver, SourcePorts
+from kvferry.endpoint.runner.runner import SourcePorts, SourceRunner
 from kvferry.endpoint.setup import EndpointSetup
 from kvferry.ids import Op, Room
-from kvferry.plan.cost import Constants, LinkCosts
+from kvferry.plan.cost import LinkCost, LinkCostTable
 from kvferry.protocol.events import Event, Open
 from kvferry.protocol.source import SourceMachine
 from kvferry.security.keys import ClusterKey
 from kvferry.telemetry.tags import RoomTag
 
-# Slots that a lane gathers on a GPU before it has credits for them: one that is posted with the
+# Slots that a outbound gathers on a GPU before it has credits for them: one that is posted with the
 # next credit, and one that is being filled meanwhile.
 GPU_AHEAD_SLOTS = 2
 
@@ -48,18 +48,18 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
 
     def _listen(
         self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack
-    ) -> LocalDoor | None:
+    ) -> UnixListener | None:
         silence_s = config.protocol.silence_s
         self._server = ControlServer(config.host, config.port, key, silence_s)
         undo.callback(self._server.close)
-        self._local = LocalServer.open()
+        self._local = UnixServer.open()
         if self._local is None:
             return None
         undo.callback(self._local.close)
-        return self._local.door
+        return self._local.listener
 
     def _announce(
-        self, setup: EndpointSetup, config: EndpointConfig, client: RendezvousClient | None
+        self, setup: EndpointSetup, config: EndpointConfig, client: DiscoveryClient | None
     ) -> None:
         self.record = _record(setup, self._server.address)
         if client:
@@ -68,32 +68,34 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
     def _most_slots(self, config: EndpointConfig) -> int:
         return config.protocol.local_slots
 
-    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> Owner:
+    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> EndpointLoop:
         setup, rooms, observer = self._setup, self._rooms, self._observer
         me = setup.member.peer
 
         def answer(event: Event) -> None:
             """Take the answer of a port."""
-            driver.answer(event)
+            runner.answer(event)
 
-        self._costs = costs = LinkCosts(endpoint_constants(config, setup))
-        measures = config.constants is None
-        links = Links(setup, self._mover, observer, costs, answer, measures=measures)
-        chooser = Chooser(setup.memory.map, rooms, links, costs, config.path)
+        self._costs = costs = LinkCostTable(default_link_costs(config, setup))
+        measures = config.link_cost is None
+        links = TargetLinkTable(
+            setup, self._transport_thread, observer, costs, answer, measures=measures
+        )
+        chooser = Chooser(setup.memory.map, rooms, links, costs, config.mode)
         machine = SourceMachine(setup.identity, _with_slots(config, setup))
-        doors = self._server, self._local
-        channel = SourceChannel(me, self._poller, observer, answer, *doors)
+        listeners = self._server, self._local
+        channel = SourceChannel(me, self._poller, observer, answer, *listeners)
 
         def tell(op: Op) -> None:
             """In the middle of a turn: a target waits to empty its slot, so all else can wait."""
             if machine.writes.is_followed(op):
-                driver.tell(op)
+                runner.tell(op)
                 channel.flush()
 
-        writes = Writes(
+        writes = TransportWrites(
             setup=setup,
             rooms=rooms,
-            mover=self._mover,
+            transport_thread=self._transport_thread,
             copier=self._copier,
             links=links,
             chooser=chooser,
@@ -101,11 +103,11 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
             answer=answer,
             tell=tell,
         )
-        suspects, ends = Suspects(self._prober), SourceRooms(rooms, chooser)
-        driver = SourceDriver(machine, SourcePorts(channel, writes, suspects, ends))
-        role = SourceRole(driver, self._step_machine, rooms, links, writes, channel, observer)
+        probes, ends = PeerProbes(self._prober), SourceRoomEnds(rooms, chooser)
+        runner = SourceRunner(machine, SourcePorts(channel, writes, probes, ends))
+        role = SourceSide(runner, self._step_machine, rooms, links, writes, channel, observer)
         self._role = role
-        return self._owner_of(driver, role, channel)
+        return self._owner_of(runner, role, channel)
 
     def open(
         self,
@@ -117,10 +119,10 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
     ) -> Outgoing:
         """A request begins here. Its pages must stay as they are until it is released.
 
-        ``request`` and ``traceparent`` name whose room it is in logs and in its story.
+        ``request`` and ``traceparent`` name whose room it is in logs and in its trace.
         """
         deadline = deadline_in(self._deadline_s if deadline_s is None else deadline_s)
-        handle = Outgoing(room, deadline, self._shelf, self._step, self._abort)
+        handle = Outgoing(room, deadline, self._validator, self._step, self._abort)
         handle.tag = RoomTag.of(request, traceparent)
         self._owner.rooms.add(handle)
         self._step(handle, None, _nothing, Open(room, deadline))
@@ -133,13 +135,13 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         self._owner.tell(partial(self._role.ask, handle, after, learn, event))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Leave the rendezvous, so that nobody comes any more, and end."""
+        """Leave the discovery service, so that nobody comes any more, and end."""
         if self._client:
             self._client.close()
         return super().close(timeout_s)
 
     @property
-    def constants(self) -> Constants:
+    def link_cost(self) -> LinkCost:
         """What the link that was measured last costs; before that, what is assumed."""
         return self._costs.latest
 
@@ -149,7 +151,7 @@ def _nothing() -> None:
 
 
 def _record(setup: EndpointSetup, control: str) -> RankRecord:
-    """As the rendezvous shows it to targets."""
+    """As the discovery service shows it to targets."""
     return RankRecord(
         instance=setup.member.name,
         rank=setup.member.rank,
@@ -163,15 +165,15 @@ def _record(setup: EndpointSetup, control: str) -> RankRecord:
 
 def _with_slots(config: EndpointConfig, setup: EndpointSetup) -> ProtocolConfig:
     """The machine hands out the slots that there are."""
-    slots, ahead_slots = setup.slots, config.protocol.ahead_slots
+    slots, early_gather_slots = setup.slots, config.protocol.early_gather_slots
     if slots is None:
         return config.protocol
-    if ahead_slots is None:
+    if early_gather_slots is None:
         # A slot of host memory that waits goes cold in the CPU's cache.
-        ahead_slots = 0 if setup.memory.device.is_host else GPU_AHEAD_SLOTS
+        early_gather_slots = 0 if setup.memory.device.is_host else GPU_AHEAD_SLOTS
     return replace(
         config.protocol,
         local_slots=slots.pool.num_slots,
         local_slot_bytes=slots.pool.slot_bytes,
-        ahead_slots=ahead_slots,
+        early_gather_slots=early_gather_slots,
     )

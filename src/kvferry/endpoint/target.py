@@ -11,24 +11,24 @@ from kvferry.digest import checked_digest
 from kvferry.discovery.records import InstanceView, demand_name
 from kvferry.endpoint.arguments import deadline_in, token_count
 from kvferry.endpoint.config import EndpointConfig
-from kvferry.endpoint.control.unix import LocalDoor
+from kvferry.endpoint.control.unix import UnixListener
 from kvferry.endpoint.incoming import Incoming, wanted_pages
 from kvferry.endpoint.loop.channels import TargetChannel
 from kvferry.endpoint.loop.directory import Directory
-from kvferry.endpoint.loop.loop import Owner
-from kvferry.endpoint.loop.roles import TargetRole, TargetRooms
-from kvferry.endpoint.loop.scatters import Scatters
-from kvferry.endpoint.loop.suspects import Suspects
+from kvferry.endpoint.loop.loop import EndpointLoop
+from kvferry.endpoint.loop.probes import PeerProbes
+from kvferry.endpoint.loop.scatters import StagedScatters
+from kvferry.endpoint.loop.sides import TargetRoomEnds, TargetSide
 from kvferry.endpoint.rank import RankEndpoint
-from kvferry.endpoint.runner.runner import TargetDriver, TargetPorts
+from kvferry.endpoint.runner.runner import TargetPorts, TargetRunner
 from kvferry.errors import InputError
 from kvferry.ids import Room
-from kvferry.memory.tables import Pages, Rows
+from kvferry.memory.page_tables import Pages, Rows
 from kvferry.plan.plan import Request
 from kvferry.protocol.events import Event, ReceiveRequest
 from kvferry.protocol.messages import MAX_SLOTS
 from kvferry.protocol.target import TargetMachine
-from kvferry.security.keys import ClusterKey, bindable
+from kvferry.security.keys import ClusterKey, checked_bind_address
 from kvferry.telemetry.tags import RoomTag
 
 
@@ -40,23 +40,25 @@ class TargetEndpoint(RankEndpoint[Incoming]):
 
     def _listen(
         self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack
-    ) -> LocalDoor | None:
-        bindable(config.host, 0, key)
+    ) -> UnixListener | None:
+        checked_bind_address(config.host, 0, key)
         return None
 
     def _most_slots(self, config: EndpointConfig) -> int:
         return MAX_SLOTS
 
-    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> Owner:
+    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> EndpointLoop:
         setup, rooms, observer = self._setup, self._rooms, self._observer
 
         def answer(event: Event) -> None:
             """Take the answer of a port."""
-            driver.answer(event)
+            runner.answer(event)
 
         machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
-        find_s = inf if config.find_s is None else config.find_s
-        directory = Directory(self._client, self._learn, find_s)
+        discovery_timeout_s = (
+            inf if config.discovery_timeout_s is None else config.discovery_timeout_s
+        )
+        directory = Directory(self._client, self._learn, discovery_timeout_s)
         channel = TargetChannel(
             setup.member.peer,
             self._poller,
@@ -66,20 +68,20 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             directory.address_of,
             config.protocol.silence_s,
         )
-        scatters = Scatters(
+        scatters = StagedScatters(
             setup=setup,
             rooms=rooms,
-            mover=self._mover,
+            transport_thread=self._transport_thread,
             copier=self._copier,
             observer=observer,
             answer=answer,
             join=channel.join,
         )
-        suspects, ends = Suspects(self._prober), TargetRooms(rooms, machine, scatters)
-        driver = TargetDriver(machine, TargetPorts(channel, scatters, suspects, ends))
-        role = TargetRole(driver, self._step_machine, ends, scatters, channel, directory, observer)
+        probes, ends = PeerProbes(self._prober), TargetRoomEnds(rooms, machine, scatters)
+        runner = TargetRunner(machine, TargetPorts(channel, scatters, probes, ends))
+        role = TargetSide(runner, self._step_machine, ends, scatters, channel, directory, observer)
         self._role = role
-        return self._owner_of(driver, role, channel)
+        return self._owner_of(runner, role, channel)
 
     def _learn(self, name: str, view: InstanceView | None) -> None:
         """On the discovery client's thread: an instance is complete, has changed, or has ended."""
@@ -105,11 +107,11 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         that is cached here already. They are held until the room is released.
         ``digest`` is that of the request (``kvferry.digest_of``): the room is done only if
         every source says that it has computed just that. ``request`` and ``traceparent`` name
-        whose room it is in logs and in its story.
+        whose room it is in logs and in its trace.
         """
         self._demand_instance(prefill)
         asked = Request(token_count(tokens), token_count(prefix, "prefix"))
-        tables = self._shelf.tables(asked, pages, states)
+        tables = self._validator.tables(asked, pages, states)
         deadline = deadline_in(self._deadline_s if deadline_s is None else deadline_s)
         wanted = ReceiveRequest(room, asked, tables, deadline, checked_digest(digest))
         member = self._setup.member
@@ -138,7 +140,9 @@ class TargetEndpoint(RankEndpoint[Incoming]):
     def _demand_instance(self, prefill: object) -> None:
         if isinstance(prefill, str):
             if self._client is None:
-                raise InputError("finding an instance by its name takes a rendezvous; pass its URL")
+                raise InputError(
+                    "finding an instance by its name takes a discovery service; pass its URL"
+                )
             demand_name(prefill)
         elif not isinstance(prefill, InstanceView):
             raise InputError(f"prefill is an instance's name or view, not {prefill!r:.200}")

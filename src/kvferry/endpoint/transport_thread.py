@@ -1,10 +1,10 @@
-"""The mover: the thread of an endpoint's transports.
+"""The transport_thread: the thread of an endpoint's transports.
 
 It calls everything of them but what makes a write at once, which is the owner's. It is handed
 writes and tells how they ended. A transport that must be polled is polled from
 its first link on, often while something is expected and rarely otherwise; one that need not
 be costs nothing while it is idle. It decides nothing: which transports a link may have, which
-sessions may be written to, and what the end of a write means, is the driver's.
+sessions may be written to, and what the end of a write means, is the runner's.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 from kvferry.endpoint.calibration import Calibration
 from kvferry.endpoint.jobs import WriteJob
-from kvferry.endpoint.poll_backoff import CORES_TO_SPARE, wake_in_time
-from kvferry.endpoint.watchdog import Pulse
+from kvferry.endpoint.poll_backoff import CORES_TO_SPARE, set_timer_slack
+from kvferry.endpoint.watchdog import ThreadHeartbeat
 from kvferry.errors import KvferryError
 from kvferry.ids import Op, Session
-from kvferry.plan.cost import Constants
+from kvferry.plan.cost import LinkCost
 from kvferry.protocol.messages import TransportOffer
-from kvferry.transports.base import Ended, Remote, Transport
+from kvferry.transports.base import RemoteMemory, Transport, WriteEnded
 from kvferry.transports.mailbox import Mailbox
 
 log = logging.getLogger("kvferry.endpoint")
@@ -44,7 +44,7 @@ class Reached(NamedTuple):
 
     session: Session
     transport: Transport
-    remote: Remote
+    remote: RemoteMemory
     problems: tuple[str, ...] = ()
 
 
@@ -59,7 +59,7 @@ class Measured(NamedTuple):
     """What a link costs."""
 
     session: Session
-    constants: Constants
+    link_cost: LinkCost
 
 
 class ThreadBroke(NamedTuple):
@@ -69,20 +69,20 @@ class ThreadBroke(NamedTuple):
     error: Exception
 
 
-# What the owner hears. Told on the mover's thread; whoever listens must not wait.
-MoverNews = WriteJob | Reached | Unreached | Measured | ThreadBroke
+# What the owner hears. Told on the transport_thread's thread; whoever listens must not wait.
+TransportResult = WriteJob | Reached | Unreached | Measured | ThreadBroke
 
 
-class Mover:
+class TransportThread:
     """Owns transports from ``start`` to ``close``."""
 
     def __init__(
-        self, transports: Iterable[Transport], tell: Callable[[MoverNews], None], name: str
+        self, transports: Iterable[Transport], tell: Callable[[TransportResult], None], name: str
     ) -> None:
         self._transports = {transport.name: transport for transport in transports}
         self._tell = tell
         self._jobs: Mailbox[Callable[[], None]] = Mailbox()
-        self._remotes: dict[Session, tuple[Transport, Remote]] = {}
+        self._remotes: dict[Session, tuple[Transport, RemoteMemory]] = {}
         # Sessions whose peers write here, by a transport that must be polled for that.
         self._written: set[Session] = set()
         # Those that have had a link, and must be polled.
@@ -91,12 +91,12 @@ class Mover:
         self._cut: set[Session] = set()
         self._flights: dict[Op, WriteJob] = {}
         # Writes of its own, and when each began.
-        self._calibrations: dict[Op, tuple[Session, Calibration, Constants, float]] = {}
+        self._calibrations: dict[Op, tuple[Session, Calibration, LinkCost, float]] = {}
         self._own_ops = 0
         self._expecting = False
         self._closing = False
         self._news_at = 0.0
-        self.pulse = Pulse("mover", lambda: len(self._jobs) > 0)
+        self.heartbeat = ThreadHeartbeat("transport_thread", lambda: len(self._jobs) > 0)
         for transport in self._transports.values():
             transport.on_news = self._nudge
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -115,7 +115,7 @@ class Mover:
         """The peer of a session writes here by that transport."""
         self._jobs.put(lambda: self._let_write(session, self._transports[transport]))
 
-    def measure(self, session: Session, calibration: Calibration, before: Constants) -> None:
+    def measure(self, session: Session, calibration: Calibration, before: LinkCost) -> None:
         """Time a few writes to the peer of a session."""
         self._jobs.put(lambda: self._measure(session, calibration, before))
 
@@ -149,21 +149,21 @@ class Mover:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        wake_in_time()
+        set_timer_slack()
         try:
             while not self._closing:
                 self._work(self._pause())
                 if not self._closing:
                     self._poll()
         except Exception as error:
-            self._tell(ThreadBroke("mover", error))
+            self._tell(ThreadBroke("transport_thread", error))
         finally:
-            self.pulse.beat(inf)
+            self.heartbeat.beat(inf)
             for transport in self._transports.values():
                 transport.close()
 
     def _nudge(self) -> None:
-        """There is something to poll for. The mover itself polls after every job anyway."""
+        """Wake the transport thread to poll. It polls after every job anyway."""
         if threading.current_thread() is not self._thread:
             self._jobs.put(lambda: None)
 
@@ -179,11 +179,11 @@ class Mover:
         return time.monotonic() - self._news_at < EAGER_S
 
     def _work(self, pause_s: float | None) -> None:
-        self.pulse.beat(inf if pause_s is None else time.monotonic() + pause_s)
+        self.heartbeat.beat(inf if pause_s is None else time.monotonic() + pause_s)
         try:
             job = self._jobs.get(pause_s)
             self._news_at = time.monotonic()
-            self.pulse.beat(self._news_at)
+            self.heartbeat.beat(self._news_at)
             job()
             # Whoever waits for the end of a long write must not wait for the next one too.
             while time.monotonic() - self._news_at < LONG_JOB_S:
@@ -249,7 +249,7 @@ class Mover:
         job.describe(binding)
         transport.write(remote, job.op, binding)
 
-    def _end(self, ended: Ended) -> None:
+    def _end(self, ended: WriteEnded) -> None:
         if ended.op in self._calibrations:
             self._calibration_ended(ended)
             return
@@ -262,7 +262,7 @@ class Mover:
 
     # ------------------------------------------------------------ measuring
 
-    def _measure(self, session: Session, calibration: Calibration, before: Constants) -> None:
+    def _measure(self, session: Session, calibration: Calibration, before: LinkCost) -> None:
         """Into scratch memory that is nobody's, so nobody waits for these ends."""
         reached, binding = self._remotes.get(session), calibration.next()
         if reached is None or session in self._cut or binding is None:
@@ -274,12 +274,12 @@ class Mover:
         self._calibrations[op] = session, calibration, before, time.monotonic()
         transport.write(remote, op, binding)
 
-    def _calibration_ended(self, ended: Ended) -> None:
+    def _calibration_ended(self, ended: WriteEnded) -> None:
         session, calibration, before, started = self._calibrations.pop(ended.op)
         if ended.fate is not None:
             return
         calibration.took(time.monotonic() - started)
         if calibration.next() is None:
-            self._tell(Measured(session, calibration.constants(before)))
+            self._tell(Measured(session, calibration.link_cost(before)))
         else:
             self._measure(session, calibration, before)

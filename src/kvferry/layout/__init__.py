@@ -1,14 +1,14 @@
 """Layouts: what a cache consists of and how one side shards and pages it. Pure."""
 
 from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens
-from kvferry.layout.layout import Holding, Layout, Order, Parallel, Stated
+from kvferry.layout.layout import ExplicitSharding, Layout, Order, Parallel, Shard
 from kvferry.layout.match import mismatches
 from kvferry.layout.spec import (
     CacheSpec,
     DType,
     Group,
     Paged,
-    Slot,
+    StateRow,
     Tensor,
     Window,
     attention,
@@ -18,15 +18,15 @@ __all__ = [
     "ALL_TOKENS",
     "CacheSpec",
     "DType",
+    "ExplicitSharding",
     "Group",
-    "Holding",
     "Layout",
     "Order",
     "Paged",
     "Parallel",
-    "Slot",
+    "Shard",
     "Span",
-    "Stated",
+    "StateRow",
     "Tensor",
     "Tokens",
     "Window",

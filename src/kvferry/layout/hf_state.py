@@ -17,7 +17,7 @@ from __future__ import annotations
 from math import gcd
 
 from kvferry.layout.hf_fields import Fields, bad
-from kvferry.layout.spec import DType, Group, Slot, Tensor
+from kvferry.layout.spec import DType, Group, StateRow, Tensor
 
 MAMBA1_BLOCK = 64
 
@@ -40,7 +40,7 @@ def delta_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
         Tensor("conv_v", fields.model_dtype, values * width),
         Tensor("recurrent", _state_dtype(fields), key_dim * values),
     )
-    return (Group("delta", Slot(), layers, fields.count("linear_num_key_heads"), tensors),)
+    return (Group("delta", StateRow(), layers, fields.count("linear_num_key_heads"), tensors),)
 
 
 def mamba2_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
@@ -66,8 +66,8 @@ def mamba2_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
         Tensor("conv_c", fields.model_dtype, state_size * width),
     )
     return (
-        Group("mamba", Slot(), layers, heads, own),
-        Group("mamba_bc", Slot(), layers, bc_groups, shared),
+        Group("mamba", StateRow(), layers, heads, own),
+        Group("mamba_bc", StateRow(), layers, bc_groups, shared),
     )
 
 
@@ -86,7 +86,7 @@ def mamba1_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
         Tensor("conv_x", fields.model_dtype, block * width),
         Tensor("ssm", _state_dtype(fields), block * fields.count("mamba_d_state")),
     )
-    return (Group("mamba", Slot(), layers, channels // block, tensors),)
+    return (Group("mamba", StateRow(), layers, channels // block, tensors),)
 
 
 def _mamba2_head_dim(fields: Fields, heads: int) -> int:

@@ -3,7 +3,7 @@
 Ownership is a product of intervals per (rank, group): layers from pipeline
 stages, units from tensor parallelism, tokens from context parallelism, inside
 one data-parallel replica. Sharding is either regular (``Parallel``) or stated
-rank by rank (``Stated``); both end as the same thing, holdings, and nothing
+rank by rank (``ExplicitSharding``); both end as the same thing, shards, and nothing
 downstream asks which it was.
 
 Rank order inside a replica: ``(pp_rank * cp + cp_rank) * tp + tp_rank``.
@@ -19,12 +19,12 @@ import msgspec
 
 from kvferry.errors import InputError, Reason, ReasonCode, Refused
 from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens
-from kvferry.layout.spec import CacheSpec, Group, Slot
+from kvferry.layout.spec import CacheSpec, Group, StateRow
 
 MAX_RANKS = 4096
 MAX_CP = 256
 MAX_PAGE_TOKENS = 1 << 20
-MAX_HOLDINGS = 1 << 16
+MAX_SHARDS = 1 << 16
 MAX_REASONS = 16
 SHOWN_STAGES = 16
 
@@ -36,11 +36,11 @@ class Order(StrEnum):
     HND = "hnd"
 
 
-class Holding(msgspec.Struct, frozen=True):
+class Shard(msgspec.Struct, frozen=True):
     """What one rank holds of one group: layers x units x tokens.
 
-    ``layers`` is a span of model layer numbers; the holding has those of the
-    group's layers that lie inside. A rank may have several holdings of one
+    ``layers`` is a span of model layer numbers; the shard has those of the
+    group's layers that lie inside. A rank may have several shards of one
     group if they differ in nothing but disjoint layers.
     """
 
@@ -50,7 +50,7 @@ class Holding(msgspec.Struct, frozen=True):
     tokens: Tokens = ALL_TOKENS
 
 
-Holdings = tuple[tuple[Holding, ...], ...]
+Shards = tuple[tuple[Shard, ...], ...]
 
 
 class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
@@ -136,17 +136,17 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
         unit = tp_rank // (self.tp // units)
         return Span(unit, unit + 1)
 
-    def holdings(self, spec: CacheSpec) -> Holdings:
-        """Each rank's holdings, in rank order."""
-        return tuple(self.rank_holdings(spec, rank) for rank in range(self.num_ranks))
+    def shards(self, spec: CacheSpec) -> Shards:
+        """Each rank's shards, in rank order."""
+        return tuple(self.rank_shards(spec, rank) for rank in range(self.num_ranks))
 
-    def rank_holdings(self, spec: CacheSpec, rank: int) -> tuple[Holding, ...]:
-        """One rank's holdings, without working out those of the others."""
+    def rank_shards(self, spec: CacheSpec, rank: int) -> tuple[Shard, ...]:
+        """One rank's shards, without working out those of the others."""
         rest, tp_rank = divmod(rank, self.tp)
         pp_rank, cp_rank = divmod(rest, self.cp)
         stage = self.stage_span(spec.num_layers, pp_rank)
         return tuple(
-            Holding(
+            Shard(
                 group.name,
                 stage,
                 self.unit_span(group.units, tp_rank),
@@ -158,7 +158,7 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
 
     def _tokens(self, group: Group, cp_rank: int) -> Tokens:
         # A state row belongs to the whole request: every cp rank has it.
-        if isinstance(group.kind, Slot):
+        if isinstance(group.kind, StateRow):
             return ALL_TOKENS
         return Tokens(cp_rank, None, self.cp)
 
@@ -171,22 +171,22 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
         return "·".join(parts)
 
 
-class Stated(msgspec.Struct, frozen=True, tag="stated"):
+class ExplicitSharding(msgspec.Struct, frozen=True, tag="stated"):
     """Ownership stated rank by rank, for engines whose sharding no formula gives.
 
     ``lead`` is the rank that knows the first token.
     """
 
-    ranks: Holdings
+    ranks: Shards
     lead: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.lead < max(1, len(self.ranks)):
             raise InputError(f"lead {self.lead} is not among the {len(self.ranks)} stated ranks")
         if not 1 <= len(self.ranks) <= MAX_RANKS:
-            raise InputError(f"state the holdings of 1 to {MAX_RANKS} ranks, not {len(self.ranks)}")
-        if sum(map(len, self.ranks)) > MAX_HOLDINGS:
-            raise InputError(f"state at most {MAX_HOLDINGS} holdings; join neighbouring layers")
+            raise InputError(f"state the shards of 1 to {MAX_RANKS} ranks, not {len(self.ranks)}")
+        if sum(map(len, self.ranks)) > MAX_SHARDS:
+            raise InputError(f"state at most {MAX_SHARDS} shards; join neighbouring layers")
 
     @property
     def num_ranks(self) -> int:
@@ -194,50 +194,48 @@ class Stated(msgspec.Struct, frozen=True, tag="stated"):
         return len(self.ranks)
 
     def refusals(self, spec: CacheSpec) -> list[Reason]:
-        """Holdings outside the model, or two of one rank that conflict."""
+        """Shards outside the model, or two of one rank that conflict."""
         groups = {group.name: group for group in spec.groups}
         reasons: list[Reason] = []
-        for rank, holdings in enumerate(self.ranks):
-            for holding in holdings:
-                reasons += _outside(spec, groups, rank, holding)
+        for rank, shards in enumerate(self.ranks):
+            for shard in shards:
+                reasons += _outside(spec, groups, rank, shard)
             # In layer order only neighbours can overlap, and one comparison each will do.
-            ordered = sorted(holdings, key=lambda held: (held.group, held.layers))
+            ordered = sorted(shards, key=lambda held: (held.group, held.layers))
             for one, two in itertools.pairwise(ordered):
                 reasons += _conflict(rank, one, two)
         return reasons[:MAX_REASONS]
 
-    def holdings(self, spec: CacheSpec) -> Holdings:
-        """Each rank's holdings, in rank order."""
-        return tuple(self.rank_holdings(spec, rank) for rank in range(self.num_ranks))
+    def shards(self, spec: CacheSpec) -> Shards:
+        """Each rank's shards, in rank order."""
+        return tuple(self.rank_shards(spec, rank) for rank in range(self.num_ranks))
 
-    def rank_holdings(self, spec: CacheSpec, rank: int) -> tuple[Holding, ...]:
-        """One rank's holdings as stated, without those that have none of the group's layers."""
+    def rank_shards(self, spec: CacheSpec, rank: int) -> tuple[Shard, ...]:
+        """One rank's shards as stated, without those that have none of the group's layers."""
         return tuple(h for h in self.ranks[rank] if spec.group(h.group).layers_in(h.layers))
 
     def __str__(self) -> str:
         return f"{self.num_ranks} stated ranks"
 
 
-def _outside(
-    spec: CacheSpec, known: Mapping[str, Group], rank: int, holding: Holding
-) -> list[Reason]:
-    """Why a stated holding names something the model does not have."""
-    if holding.group not in known:
-        wrong = f"group {holding.group!r}, but the cache has {', '.join(known)}"
-    elif holding.units.end > known[holding.group].units or not len(holding.units):
+def _outside(spec: CacheSpec, known: Mapping[str, Group], rank: int, shard: Shard) -> list[Reason]:
+    """Why a stated shard names something the model does not have."""
+    if shard.group not in known:
+        wrong = f"group {shard.group!r}, but the cache has {', '.join(known)}"
+    elif shard.units.end > known[shard.group].units or not len(shard.units):
         wrong = (
-            f"units {holding.units} of group {holding.group!r}, "
-            f"which has [0, {known[holding.group].units})"
+            f"units {shard.units} of group {shard.group!r}, "
+            f"which has [0, {known[shard.group].units})"
         )
-    elif holding.layers.end > spec.num_layers:
-        wrong = f"layers {holding.layers}, but the model has [0, {spec.num_layers})"
+    elif shard.layers.end > spec.num_layers:
+        wrong = f"layers {shard.layers}, but the model has [0, {spec.num_layers})"
     else:
         return []
     return [Reason(ReasonCode.OUTSIDE, f"rank {rank} states {wrong}; state only what exists")]
 
 
-def _conflict(rank: int, one: Holding, two: Holding) -> list[Reason]:
-    """Why two stated holdings of one rank cannot stand together."""
+def _conflict(rank: int, one: Shard, two: Shard) -> list[Reason]:
+    """Why two stated shards of one rank cannot stand together."""
     if one.group != two.group:
         return []
     both = one.layers.intersect(two.layers)
@@ -253,7 +251,7 @@ def _conflict(rank: int, one: Holding, two: Holding) -> list[Reason]:
     return []
 
 
-Sharding = Parallel | Stated
+Sharding = Parallel | ExplicitSharding
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -286,15 +284,15 @@ class Layout(msgspec.Struct, frozen=True):
         """The rank whose closing message carries the metadata."""
         return self.sharding.lead
 
-    def holdings(self) -> Holdings:
-        """Each rank's holdings, in rank order."""
-        return self.sharding.holdings(self.spec)
+    def shards(self) -> Shards:
+        """Each rank's shards, in rank order."""
+        return self.sharding.shards(self.spec)
 
-    def rank_holdings(self, rank: int) -> tuple[Holding, ...]:
-        """One rank's holdings, without working out those of the others."""
+    def rank_shards(self, rank: int) -> tuple[Shard, ...]:
+        """One rank's shards, without working out those of the others."""
         if not 0 <= rank < self.num_ranks:
             raise InputError(f"there is no rank {rank}; the layout has 0..{self.num_ranks - 1}")
-        return self.sharding.rank_holdings(self.spec, rank)
+        return self.sharding.rank_shards(self.spec, rank)
 
     def __str__(self) -> str:
         replicas = f" × {self.dp} replicas" if self.dp > 1 else ""
@@ -304,9 +302,9 @@ class Layout(msgspec.Struct, frozen=True):
         return f"<Layout {self}>"
 
 
-def find_holding(holdings: Sequence[Holding], group: str, layer: int) -> Holding:
-    """The holding of one rank that contains that layer of that group."""
-    for holding in holdings:
-        if holding.group == group and layer in holding.layers:
-            return holding
+def find_shard(shards: Sequence[Shard], group: str, layer: int) -> Shard:
+    """The shard of one rank that contains that layer of that group."""
+    for shard in shards:
+        if shard.group == group and layer in shard.layers:
+            return shard
     raise InputError(f"this rank holds nothing of group {group!r} in layer {layer}")

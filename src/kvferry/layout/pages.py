@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvferry.layout.intervals import Span, Tokens
-from kvferry.layout.layout import Holding, Layout
-from kvferry.layout.spec import Group, Slot
+from kvferry.layout.layout import Layout, Shard
+from kvferry.layout.spec import Group, StateRow
 
 
 class LocalTokens(NamedTuple):
@@ -40,18 +40,18 @@ def touched_pages(tokens: Span, page_tokens: int) -> Span:
     return LocalTokens(page_tokens, tokens.first).pages(len(tokens))
 
 
-def local_tokens(layout: Layout, group: Group, held: Holding, tokens: Tokens) -> LocalTokens:
+def local_tokens(layout: Layout, group: Group, held: Shard, tokens: Tokens) -> LocalTokens:
     """Where a rank of ``layout`` keeps these tokens, all of which it holds."""
-    if isinstance(group.kind, Slot):
+    if isinstance(group.kind, StateRow):
         return LocalTokens(1, 0)
     mine = held.tokens
     first = mine.local_index(tokens.first)
     return LocalTokens(layout.page_tokens, first, tokens.step // mine.step)
 
 
-def local_pages(layout: Layout, group: Group, held: Holding, tokens: Span) -> Span:
+def local_pages(layout: Layout, group: Group, held: Shard, tokens: Span) -> Span:
     """The pages in which a rank of ``layout`` keeps its share of these tokens."""
-    if isinstance(group.kind, Slot):
+    if isinstance(group.kind, StateRow):
         return Span(0, 1)
     mine = held.tokens.clip(tokens)
     first = held.tokens.local_index(mine.first)

@@ -92,11 +92,11 @@ class Window(msgspec.Struct, frozen=True, tag="window"):
             raise InputError(f"a window keeps at least 1 token, not {self.num_tokens}")
 
 
-class Slot(msgspec.Struct, frozen=True, tag="slot"):
+class StateRow(msgspec.Struct, frozen=True, tag="slot"):
     """One row a request: the state after its last token."""
 
 
-Kind = Paged | Window | Slot
+Kind = Paged | Window | StateRow
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -177,7 +177,7 @@ class Group(msgspec.Struct, frozen=True):
                 first = 0
             case Window(num_tokens=kept):
                 first = max(0, num_tokens - kept)
-            case Slot():
+            case StateRow():
                 first = max(0, num_tokens - 1)
         return Span(min(max(first, prefix), num_tokens), num_tokens)
 

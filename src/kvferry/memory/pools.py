@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import InputError
 from kvferry.layout.layout import Layout, Order
-from kvferry.layout.spec import Group, Slot, Tensor
+from kvferry.layout.spec import Group, StateRow, Tensor
 from kvferry.plan.places import Base, Placement, PoolMap, contiguous_pools
 from kvferry.regions import HOST, Device, Region
 
@@ -102,10 +102,10 @@ def _region(entry: Region | tuple[int, int] | tuple[int, int, str]) -> Region:
 
 def _held(layout: Layout, rank: int) -> list[tuple[Group, int, tuple[int, ...]]]:
     """Every group that the rank holds something of: how many units, and which layers."""
-    held = layout.rank_holdings(rank)
+    held = layout.rank_shards(rank)
     found = []
     for group in layout.spec.groups:
-        mine = [holding for holding in held if holding.group == group.name]
+        mine = [shard for shard in held if shard.group == group.name]
         if mine:
             layers = sorted(layer for h in mine for layer in group.layers_in(h.layers))
             found.append((group, len(mine[0].units), tuple(layers)))
@@ -146,7 +146,7 @@ class _Axes(NamedTuple):
 
     @staticmethod
     def of(layout: Layout, group: Group, num_units: int) -> _Axes:
-        num_tokens = None if isinstance(group.kind, Slot) else layout.page_tokens
+        num_tokens = None if isinstance(group.kind, StateRow) else layout.page_tokens
         return _Axes(num_tokens, num_units, layout.order is Order.HND)
 
     def shape(self) -> list[int]:

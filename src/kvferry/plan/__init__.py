@@ -1,8 +1,8 @@
-"""Plans: who sends what to whom, bound to pages, with a path chosen for it. Pure."""
+"""Plans: who sends what to whom, bound to pages, with a mode chosen for it. Pure."""
 
-from kvferry.plan.bind import Binding, Descriptors, Image, Pair, Side, bind
-from kvferry.plan.choose import Choice, Path, Shape, choose, shape_of
-from kvferry.plan.cost import PRESETS, Constants
+from kvferry.plan.bind import Binding, Descriptors, RankPair, Side, StagingView, bind
+from kvferry.plan.choose import BlockShape, Choice, TransferMode, choose, shape_of
+from kvferry.plan.cost import PRESETS, LinkCost
 from kvferry.plan.estimate import Estimate, estimate
 from kvferry.plan.places import (
     Base,
@@ -21,22 +21,22 @@ __all__ = [
     "Base",
     "Binding",
     "Block",
+    "BlockShape",
     "Choice",
-    "Constants",
     "Descriptors",
     "Estimate",
-    "Image",
+    "LinkCost",
     "Move",
     "PageTable",
-    "Pair",
-    "Path",
     "Placement",
     "Plan",
     "PoolMap",
     "Pools",
+    "RankPair",
     "Request",
-    "Shape",
     "Side",
+    "StagingView",
+    "TransferMode",
     "bind",
     "check",
     "choose",

@@ -4,7 +4,7 @@ The cost of a binding is that of its pages. Segments are worked out once per
 token set and reused by every layer and tensor; nothing here enumerates tokens
 or pieces. All arithmetic is 64-bit, and what would not fit is refused.
 
-Staging needs no second mechanism: a slot is one more side (``Image``), dense,
+Staging needs no second mechanism: a slot is one more side (``StagingView``), dense,
 with a single page as long as the parcel. Binding a source to it is a gather,
 binding it to a target is a scatter, and both halves agree on the bytes between
 because both derive them from the plan.
@@ -21,16 +21,16 @@ from msgspec.structs import replace
 
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span, Tokens
-from kvferry.layout.layout import Holding, Layout, find_holding
+from kvferry.layout.layout import Layout, Shard, find_shard
 from kvferry.layout.pages import local_tokens
 from kvferry.layout.spec import Group
 from kvferry.plan.coalesce import Pieces, one_piece
-from kvferry.plan.forms import Cadence, FormKey, Grid, RequestPages, Spacing, pieces_on
+from kvferry.plan.forms import FormKey, Grid, PageCut, RequestPages, Spacing, pieces_on
 from kvferry.plan.places import MAX_OFFSET, Base, Int64s, PageTable, Placement, PoolMap
 from kvferry.plan.plan import Block, Move, Plan, Request
 
 
-class Pair(NamedTuple):
+class RankPair(NamedTuple):
     """A source rank and a target rank."""
 
     source: int
@@ -49,7 +49,7 @@ class Side:
         self.tables = tables
 
 
-class Image:
+class StagingView:
     """A staging slot as a side: region 0, dense, in the plan's own order."""
 
     pools: ClassVar[None] = None
@@ -126,7 +126,7 @@ class Binding(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the runs path is open: a full page is one piece on both sides."""
+        """Whether the runs mode is open: a full page is one piece on both sides."""
         return all(part.pieces.contiguous for part in self.parts)
 
     @staticmethod
@@ -155,7 +155,7 @@ _NOTHING = Descriptors(*(np.zeros(0, dtype=np.int64) for _ in Descriptors._field
 class Outline(NamedTuple):
     """A binding but for the pages: what requests of one size between two ranks have in common."""
 
-    drafts: tuple[_Draft, ...]
+    drafts: tuple[_MoveTemplate, ...]
 
     def on(self, source: Tables, target: Tables) -> Binding:
         """The binding of one request's pages. Raises ``InputError`` where they are wrong."""
@@ -170,10 +170,10 @@ class Outline(NamedTuple):
 
 def bind(
     plan: Plan,
-    pair: Pair,
+    pair: RankPair,
     request: Request,
-    source: Side | Image,
-    target: Side | Image,
+    source: Side | StagingView,
+    target: Side | StagingView,
     blocks: Sequence[Block] | None = None,
     *,
     moves: Sequence[Move] | None = None,
@@ -189,7 +189,7 @@ def bind(
 
 def outline(
     plan: Plan,
-    pair: Pair,
+    pair: RankPair,
     request: Request,
     source: PoolMap | None,
     target: PoolMap | None,
@@ -202,7 +202,7 @@ def outline(
         moves = plan.between(*pair)
     if blocks is None:
         blocks = plan.blocks_of(moves, request)
-    drafts: list[_Draft] = []
+    drafts: list[_MoveTemplate] = []
     offset = 0
     for block in blocks:
         for whole in moves:
@@ -265,17 +265,17 @@ def _columns(bases: Sequence[Base]) -> tuple[Int64s, Int64s]:
 
 
 class _Rank(NamedTuple):
-    """What the plan says about one end: its layout, its holdings, its first unit."""
+    """What the plan says about one end: its layout, its shards, its first unit."""
 
     layout: Layout
-    holdings: tuple[Holding, ...]
+    shards: tuple[Shard, ...]
     unit: int
 
 
 class _End(NamedTuple):
     """One end of a move: how its tokens are paged from which page on, and where each tensor is."""
 
-    cadence: Cadence
+    cadence: PageCut
     page: int
     placements: tuple[Placement, ...]
 
@@ -295,12 +295,12 @@ def _end(
 ) -> _End:
     count = tokens.num_tokens
     if pools is None:
-        return _End(Cadence(count, 0, 1, 0), 0, _image_placements(group, move, count, offset))
+        return _End(PageCut(count, 0, 1, 0), 0, _image_placements(group, move, count, offset))
     placements = tuple(pools.of(group.name, tensor.name) for tensor in group.tensors)
-    held = find_holding(rank.holdings, group.name, layers[0])
+    held = find_shard(rank.shards, group.name, layers[0])
     local = local_tokens(rank.layout, group, held, tokens)
     page, within = local.start
-    return _End(Cadence(local.page_tokens, within, local.advance, rank.unit), page, placements)
+    return _End(PageCut(local.page_tokens, within, local.advance, rank.unit), page, placements)
 
 
 # Parcels of one size recur, and making a base for each layer is most of what a binding costs.
@@ -327,7 +327,7 @@ def _image_placements(
 # ---------------------------------------------------------------- one move
 
 
-class _Strand(NamedTuple):
+class _TensorTemplate(NamedTuple):
     """One tensor of one move: the same form in each of its layers."""
 
     tensor: str
@@ -336,17 +336,17 @@ class _Strand(NamedTuple):
     key: FormKey
 
 
-class _Draft(NamedTuple):
+class _MoveTemplate(NamedTuple):
     """One move, but for its pages: where those begin in the request, and what is in them."""
 
     group: str
     source_page: int
     target_page: int
-    strands: tuple[_Strand, ...]
+    strands: tuple[_TensorTemplate, ...]
 
-    def moved(self, source: int, target: int) -> _Draft:
+    def moved(self, source: int, target: int) -> _MoveTemplate:
         """So many pages later."""
-        return _Draft(
+        return _MoveTemplate(
             self.group, self.source_page + source, self.target_page + target, self.strands
         )
 
@@ -374,7 +374,7 @@ def _draft(
     num_tokens: int,
     source: _End,
     target: _End,
-) -> _Draft:
+) -> _MoveTemplate:
     strands = []
     for tensor, ours, theirs in zip(
         group.tensors, source.placements, target.placements, strict=True
@@ -382,8 +382,8 @@ def _draft(
         grid = Grid(group.name, len(move.units), tensor.unit_bytes, num_tokens)
         key = FormKey(grid, source.cadence, target.cadence, _spacing(ours), _spacing(theirs))
         bases = ours.bases_of(layers), theirs.bases_of(layers)
-        strands.append(_Strand(tensor.name, *bases, key))
-    return _Draft(group.name, source.page, target.page, tuple(strands))
+        strands.append(_TensorTemplate(tensor.name, *bases, key))
+    return _MoveTemplate(group.name, source.page, target.page, tuple(strands))
 
 
 def _spacing(at: Placement) -> Spacing:

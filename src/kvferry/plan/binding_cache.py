@@ -17,7 +17,7 @@ from math import lcm
 from typing import NamedTuple
 
 from kvferry.ids import Room
-from kvferry.plan.bind import Binding, Outline, Pair, outline
+from kvferry.plan.bind import Binding, Outline, RankPair, outline
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block, Plan, Request
 
@@ -29,12 +29,12 @@ class Between(NamedTuple):
     """The two memories that a binding joins. An image, such as a staging slot, has no pools."""
 
     plan: Plan
-    pair: Pair
+    pair: RankPair
     source: PoolMap | None
     target: PoolMap | None
 
 
-class _Known(NamedTuple):
+class _KnownPair(NamedTuple):
     """An outline, of blocks that begin at token ``first``."""
 
     between: Between
@@ -48,7 +48,7 @@ class BindingCache:
     def __init__(self, max_outlines: int = MAX_OUTLINES, max_bindings: int = MAX_BINDINGS) -> None:
         self._max_outlines = max_outlines
         self._max_bindings = max_bindings
-        self._outlines: OrderedDict[Hashable, _Known] = OrderedDict()
+        self._outlines: OrderedDict[Hashable, _KnownPair] = OrderedDict()
         self._bindings: OrderedDict[tuple[Room, Hashable], Binding] = OrderedDict()
         # Number of outlines computed so far, for tests.
         self.num_outlined = 0
@@ -83,7 +83,7 @@ class BindingCache:
 
     def _known(
         self, key: Hashable, between: Between, request: Request, blocks: Sequence[Block]
-    ) -> _Known:
+    ) -> _KnownPair:
         known = self._outlines.get(key)
         if known is not None:
             self._outlines.move_to_end(key)
@@ -92,7 +92,7 @@ class BindingCache:
         plan, pair, source, target = between
         made = outline(plan, pair, request, source, target, blocks)
         first = blocks[0].tokens.first if blocks else 0
-        known = self._outlines[key] = _Known(between, first, made)
+        known = self._outlines[key] = _KnownPair(between, first, made)
         if len(self._outlines) > self._max_outlines:
             self._outlines.popitem(last=False)
         return known

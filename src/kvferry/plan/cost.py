@@ -2,7 +2,7 @@
 
 Every number that predicts a time is here. ``kvferry plan`` and ``kvferry doctor`` predict with
 the presets, and an endpoint chooses by the same ones until it has measured a link; then
-``LinkCosts`` keeps the measured constants.
+``LinkCostTable`` keeps the measured constants.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def slots_on(device: Device) -> SlotRule:
 SMALL_PIECE_BYTES, LARGE_PIECE_BYTES = 1 << 10, 64 << 10
 
 
-class Constants(msgspec.Struct, frozen=True, kw_only=True):
+class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of a transport on one machine.
 
     ``write_s`` is what a write costs however large it is. ``descriptor_s`` is for pieces of
@@ -129,9 +129,9 @@ def _preset(
     bytes_per_s: float,
     copy_bytes_per_s: float,
     maps_peer: bool = False,
-) -> Constants:
+) -> LinkCost:
     slots = slots_on(device)
-    return Constants(
+    return LinkCost(
         descriptor_s=descriptor_s,
         bytes_per_s=bytes_per_s,
         copy_bytes_per_s=copy_bytes_per_s,
@@ -142,7 +142,7 @@ def _preset(
 
 
 _GPU = Device("cuda")
-# Used by ``kvferry plan --link``, and by endpoints until they have measured a link.
+# Used by ``kvferry plan --cost-model``, and by endpoints until they have measured a link.
 #   nixl-host    measured: NIXL 1.5.1, UCX with CMA, host memory, loopback, 2 cores
 #   nixl-gpu     measured: the same over cuda_ipc between two processes on one H200
 #   mooncake     measured: Mooncake 0.3.13, TCP on loopback, 2 cores
@@ -171,14 +171,14 @@ def preset_for(transport: str, device: Device) -> str:
     return next(name for name in names if name in PRESETS)
 
 
-def first_constants(
+def default_link_cost(
     transport: str,
     device: Device,
     *,
     slot_bytes: int | None = None,
     copy_bytes_per_s: float | None = None,
     maps_peer: bool | None = None,
-) -> Constants:
+) -> LinkCost:
     """Return the constants that an endpoint chooses by until it has measured a link.
 
     An endpoint passes what it knows of itself: the size of its slots, the measured speed of its
@@ -207,7 +207,7 @@ PUSH_WRITE_S = 300e-6
 
 # A link is measured when a peer connects, but for peers of one host no more often than this.
 REMEASURE_S = 30.0
-# Constants of so many hosts are kept although no peer there is connected.
+# LinkCost of so many hosts are kept although no peer there is connected.
 MAX_PLACES = 256
 
 
@@ -218,16 +218,16 @@ class _Place(NamedTuple):
     host: str
 
 
-class LinkCosts:
+class LinkCostTable:
     """The constants of each link of one source, first assumed and then measured.
 
     Two links of one transport may cost quite different things, such as NIXL to a neighbour and
     over a network, so they are measured for each host that peers are on.
     """
 
-    def __init__(self, first: Mapping[str, Constants]) -> None:
+    def __init__(self, first: Mapping[str, LinkCost]) -> None:
         self._first = dict(first)
-        self._measured: dict[_Place, Constants] = {}
+        self._measured: dict[_Place, LinkCost] = {}
         self._begun_at: dict[_Place, float] = {}
         self._places: dict[Session, _Place] = {}
         # Of the link that was measured last, or of the best transport.
@@ -237,7 +237,7 @@ class LinkCosts:
         """A link has its transport, to a peer on that host."""
         self._places[session] = _Place(transport, host)
 
-    def of(self, session: Session) -> Constants:
+    def of(self, session: Session) -> LinkCost:
         """Return the costs of a link; those of the best transport before it is reached."""
         place = self._places.get(session)
         if place is None:
@@ -252,11 +252,11 @@ class LinkCosts:
         self._begun_at[place] = now
         return True
 
-    def measured(self, session: Session, constants: Constants) -> None:
+    def measured(self, session: Session, link_cost: LinkCost) -> None:
         """A link costs this, and so do others like it."""
         place = self._places.get(session)
         if place is not None:
-            self._measured[place] = self.latest = constants
+            self._measured[place] = self.latest = link_cost
 
     def forget(self, session: Session) -> None:
         """A link is over. What it cost is kept while others are like it."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvferry.layout.intervals import Span, Tokens
 from kvferry.layout.layout import Layout, Parallel
-from kvferry.layout.spec import CacheSpec, Group, Paged, Slot, Window
+from kvferry.layout.spec import CacheSpec, Group, Paged, StateRow, Window
 from kvferry.plan.plan import Move, Plan
 
 
@@ -34,7 +34,7 @@ def kind_text(group: Group) -> str:
             return "paged"
         case Window(num_tokens=kept):
             return f"window of {kept}"
-        case Slot():
+        case StateRow():
             return "one row a request"
 
 

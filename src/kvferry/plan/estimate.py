@@ -15,11 +15,11 @@ import numpy as np
 
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span, Tokens
-from kvferry.layout.layout import Holding, Layout, find_holding
+from kvferry.layout.layout import Layout, Shard, find_shard
 from kvferry.layout.pages import local_tokens
-from kvferry.plan.bind import Pair, Side, bind
-from kvferry.plan.choose import Choice, Path, Shape, choose, shape_of
-from kvferry.plan.cost import Constants
+from kvferry.plan.bind import RankPair, Side, bind
+from kvferry.plan.choose import BlockShape, Choice, TransferMode, choose, shape_of
+from kvferry.plan.cost import LinkCost
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Move, Plan, Request
 
@@ -28,10 +28,10 @@ MAX_PAGE_VISITS = 1 << 23
 
 
 class MoveEstimate(NamedTuple):
-    """One move of the request, with its chosen path."""
+    """One move of the request, with its chosen mode."""
 
     move: Move
-    shape: Shape
+    shape: BlockShape
     choice: Choice
 
 
@@ -39,38 +39,38 @@ class Estimate(NamedTuple):
     """Every move that carries something, and the request as a whole."""
 
     moves: tuple[MoveEstimate, ...]
-    constants: Constants
+    link_cost: LinkCost
 
     @property
     def num_bytes(self) -> int:
         """The payload of the request."""
         return sum(one.shape.num_bytes for one in self.moves)
 
-    def pieces(self, path: Path) -> int:
-        """Pieces the whole request would fall into on that path."""
-        match path:
-            case Path.RUNS:
+    def pieces(self, mode: TransferMode) -> int:
+        """Pieces the whole request would fall into on that mode."""
+        match mode:
+            case TransferMode.RUNS:
                 return sum(one.shape.runs for one in self.moves)
-            case Path.SLICES:
+            case TransferMode.SLICES:
                 return sum(one.shape.slices for one in self.moves)
-            case Path.STAGED:
-                return sum(self.constants.num_slots(one.shape.num_bytes) for one in self.moves)
+            case TransferMode.STAGED:
+                return sum(self.link_cost.num_slots(one.shape.num_bytes) for one in self.moves)
 
-    def is_open(self, path: Path) -> bool:
-        """Whether every move could take that path."""
-        return all(path in one.choice.seconds for one in self.moves)
+    def is_open(self, mode: TransferMode) -> bool:
+        """Whether every move could take that mode."""
+        return all(mode in one.choice.seconds for one in self.moves)
 
-    def carried(self, path: Path) -> int:
-        """Bytes of the moves that chose that path."""
-        return sum(one.shape.num_bytes for one in self.moves if one.choice.path is path)
+    def carried(self, mode: TransferMode) -> int:
+        """Bytes of the moves that chose that mode."""
+        return sum(one.shape.num_bytes for one in self.moves if one.choice.mode is mode)
 
     @property
-    def chosen(self) -> Path:
-        """The path that carries the most bytes."""
-        return max(Path, key=self.carried)
+    def chosen(self) -> TransferMode:
+        """The mode that carries the most bytes."""
+        return max(TransferMode, key=self.carried)
 
-    def predicted_s(self, path: Path | None = None) -> float:
-        """Predicted seconds with every move on ``path``, or each on its chosen one.
+    def predicted_s(self, mode: TransferMode | None = None) -> float:
+        """Predicted seconds with every move on ``mode``, or each on its chosen one.
 
         Sources work side by side and a target's link is shared by all that write
         to it, so the slowest rank of either side decides.
@@ -78,8 +78,8 @@ class Estimate(NamedTuple):
         by_source: dict[int, float] = {}
         by_target: dict[int, float] = {}
         for one in self.moves:
-            move, seconds = one.move, one.choice.seconds[path or one.choice.path]
-            wire = self.constants.wire_s(one.shape.num_bytes)
+            move, seconds = one.move, one.choice.seconds[mode or one.choice.mode]
+            wire = self.link_cost.wire_s(one.shape.num_bytes)
             by_source[move.source] = by_source.get(move.source, 0.0) + seconds
             by_target[move.target] = by_target.get(move.target, 0.0) + wire
         return max((*by_source.values(), *by_target.values()), default=0.0)
@@ -88,12 +88,12 @@ class Estimate(NamedTuple):
 def estimate(
     plan: Plan,
     request: Request,
-    constants: Constants,
+    link_cost: LinkCost,
     *,
     scattered: bool = True,
-    override: Path | None = None,
+    override: TransferMode | None = None,
 ) -> Estimate:
-    """Bind every move to made-up pages, choose its path and predict its time."""
+    """Bind every move to made-up pages, choose its mode and predict its time."""
     moves = [
         (move, _likeness(plan, move, tokens))
         for move in plan.moves
@@ -102,12 +102,12 @@ def estimate(
     examples = {likeness: move for move, likeness in moves}
     _demand_few_pages(examples)
     shapes = {one: _shape(plan, move, request, one, scattered) for one, move in examples.items()}
-    choices = {one: choose(shape, constants, override) for one, shape in shapes.items()}
+    choices = {one: choose(shape, link_cost, override) for one, shape in shapes.items()}
     rows = [MoveEstimate(move, shapes[one], choices[one]) for move, one in moves]
-    return Estimate(tuple(rows), constants)
+    return Estimate(tuple(rows), link_cost)
 
 
-class _End(NamedTuple):
+class _EstimateEnd(NamedTuple):
     """What decides how a move falls apart at one end: strides, page boundaries, pages."""
 
     num_units: int
@@ -123,8 +123,8 @@ class _Likeness(NamedTuple):
     num_layers: int
     num_units: int
     num_tokens: int
-    source: _End
-    target: _End
+    source: _EstimateEnd
+    target: _EstimateEnd
 
 
 def _likeness(plan: Plan, move: Move, tokens: Tokens) -> _Likeness:
@@ -132,10 +132,10 @@ def _likeness(plan: Plan, move: Move, tokens: Tokens) -> _Likeness:
     layers = group.layers_in(move.layers)
     num_tokens = tokens.num_tokens
 
-    def end(layout: Layout, holdings: tuple[Holding, ...]) -> _End:
-        held = find_holding(holdings, move.group, layers[0])
+    def end(layout: Layout, shards: tuple[Shard, ...]) -> _EstimateEnd:
+        held = find_shard(shards, move.group, layers[0])
         local = local_tokens(layout, group, held, tokens)
-        return _End(len(held.units), local.first, local.advance, local.pages(num_tokens))
+        return _EstimateEnd(len(held.units), local.first, local.advance, local.pages(num_tokens))
 
     source = end(plan.source, plan.held[move.source])
     target = end(plan.target, plan.wanted[move.target])
@@ -152,9 +152,11 @@ def _demand_few_pages(examples: Iterable[_Likeness]) -> None:
         )
 
 
-def _shape(plan: Plan, move: Move, request: Request, likeness: _Likeness, scattered: bool) -> Shape:
+def _shape(
+    plan: Plan, move: Move, request: Request, likeness: _Likeness, scattered: bool
+) -> BlockShape:
     gap = 2 if scattered else 1
-    pair = Pair(move.source, move.target)
+    pair = RankPair(move.source, move.target)
     source = _made_up_side(plan.source, move.source, move.group, likeness.source.pages, gap)
     target = _made_up_side(plan.target, move.target, move.group, likeness.target.pages, gap)
     return shape_of(bind(plan, pair, request, source, target, moves=(move,)))

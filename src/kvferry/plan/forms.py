@@ -32,7 +32,7 @@ class _Stretches(NamedTuple):
     every: bool
 
 
-class Cadence(NamedTuple):
+class PageCut(NamedTuple):
     """How one end cuts the tokens of one move into pages, whichever pages these are.
 
     The tokens have the local indices ``first, first + advance, ...`` there, counted from the
@@ -69,7 +69,7 @@ class Cadence(NamedTuple):
         # The first token is in page 0.
         return LocalTokens(self.page_tokens, self.first, self.advance).pages(num_tokens).end
 
-    def cuts_like(self, other: Cadence) -> bool:
+    def cuts_like(self, other: PageCut) -> bool:
         """Whether both have their pages' edges at the same tokens, and every token of them."""
         return (
             self.advance == other.advance == 1
@@ -120,8 +120,8 @@ class FormKey(NamedTuple):
     """All that a tensor's form follows from."""
 
     grid: Grid
-    source: Cadence
-    target: Cadence
+    source: PageCut
+    target: PageCut
     ours: Spacing
     theirs: Spacing
 
@@ -210,7 +210,7 @@ class _Segments(NamedTuple):
     num_tokens: Int64s
 
 
-def _segments(num_tokens: int, source: Cadence, target: Cadence) -> _Segments:
+def _segments(num_tokens: int, source: PageCut, target: PageCut) -> _Segments:
     alike = source.cuts_like(target)
     inner = source.page_starts(num_tokens)
     if not alike:
@@ -227,7 +227,7 @@ def _segments(num_tokens: int, source: Cadence, target: Cadence) -> _Segments:
     return _Segments(source.locate(starts), target.locate(starts), ends - starts)
 
 
-def _full_segment(source: Cadence, target: Cadence) -> int:
+def _full_segment(source: PageCut, target: PageCut) -> int:
     """The tokens of a stretch that is as long as the two sides' pages let it be."""
     ours, theirs = (-(-end.page_tokens // end.advance) for end in (source, target))
     behind = (source.first - target.first) % ours

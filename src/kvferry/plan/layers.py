@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from kvferry.errors import InputError
 from kvferry.layout.intervals import SpanSet
-from kvferry.plan.choose import Shape, choose
-from kvferry.plan.cost import PUSH_CALL_S, PUSH_WRITE_S, Constants
+from kvferry.plan.choose import BlockShape, choose
+from kvferry.plan.cost import PUSH_CALL_S, PUSH_WRITE_S, LinkCost
 from kvferry.plan.estimate import Estimate, MoveEstimate
 from kvferry.plan.units import human_seconds
 
@@ -37,7 +37,7 @@ def layers_per_push(
     layer_s: float,
     layer_bytes: int,
     layer_pieces: int = 1,
-    constants: Constants,
+    link_cost: LinkCost,
     call_s: float = PUSH_CALL_S,
     write_s: float = PUSH_WRITE_S,
 ) -> LayersPerPush:
@@ -53,8 +53,8 @@ def layers_per_push(
         raise InputError("the times of a layer and of a push are 0 or more, and finite")
 
     def push_s(layers: int) -> float:
-        shape = Shape(layers * layer_bytes, layers * layer_pieces, layers * layer_pieces, True)
-        return write_s + choose(shape, constants).predicted_s
+        shape = BlockShape(layers * layer_bytes, layers * layer_pieces, layers * layer_pieces, True)
+        return write_s + choose(shape, link_cost).predicted_s
 
     def left_s(layers: int) -> float:
         """After the last layer: the last group, or all that sending is behind by then."""
@@ -92,7 +92,7 @@ def layers_for(costs: Estimate, layer_s: float) -> LayersPerPush:
         layer_s=layer_s,
         layer_bytes=-(-sum(m.shape.num_bytes for m in slowest) // num_layers),
         layer_pieces=-(-pieces // num_layers),
-        constants=costs.constants,
+        link_cost=costs.link_cost,
     )
 
 

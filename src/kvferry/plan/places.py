@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvferry.errors import InputError
 from kvferry.layout.layout import MAX_PAGE_TOKENS, Layout, Order
-from kvferry.layout.spec import MAX_UNITS, Group, Slot, Tensor
+from kvferry.layout.spec import MAX_UNITS, Group, StateRow, Tensor
 
 Int64s = NDArray[np.int64]
 MAX_OFFSET = 1 << 62
@@ -158,13 +158,13 @@ def contiguous_pools(layout: Layout, rank: int, num_pages: int, num_rows: int = 
     """
     placements: list[Placement] = []
     sizes: list[int] = []
-    held = layout.rank_holdings(rank)
+    held = layout.rank_shards(rank)
     for group in (
         group for group in layout.spec.groups if any(h.group == group.name for h in held)
     ):
-        mine = [holding for holding in held if holding.group == group.name]
-        layers = sorted(layer for holding in mine for layer in group.layers_in(holding.layers))
-        num = num_rows if isinstance(group.kind, Slot) else num_pages
+        mine = [shard for shard in held if shard.group == group.name]
+        layers = sorted(layer for shard in mine for layer in group.layers_in(shard.layers))
+        num = num_rows if isinstance(group.kind, StateRow) else num_pages
         for tensor in group.tensors:
             bases = tuple(Base(layer, len(sizes) + i, 0) for i, layer in enumerate(layers))
             placement = _dense(layout, group, tensor, len(mine[0].units), num, bases)
@@ -182,7 +182,7 @@ def _dense(
     bases: tuple[Base, ...],
 ) -> Placement:
     unit = tensor.unit_bytes
-    page_tokens = 1 if isinstance(group.kind, Slot) else layout.page_tokens
+    page_tokens = 1 if isinstance(group.kind, StateRow) else layout.page_tokens
     by_head = layout.order is Order.HND
     return Placement(
         group=group.name,

@@ -15,8 +15,8 @@ import msgspec
 
 from kvferry.errors import InputError
 from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens, cut
-from kvferry.layout.layout import Holdings, Layout
-from kvferry.layout.spec import CacheSpec, Slot
+from kvferry.layout.layout import Layout, Shards
+from kvferry.layout.spec import CacheSpec, StateRow
 
 # Part of every digest: bump it when the meaning of a move changes.
 PLAN_FORMAT = "kvferry-plan-1"
@@ -103,14 +103,14 @@ class Plan:
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
     @cached_property
-    def held(self) -> Holdings:
+    def held(self) -> Shards:
         """What each source rank holds."""
-        return self.source.holdings()
+        return self.source.shards()
 
     @cached_property
-    def wanted(self) -> Holdings:
+    def wanted(self) -> Shards:
         """What each target rank holds, and so wants."""
-        return self.target.holdings()
+        return self.target.shards()
 
     @cached_property
     def _by_pair(self) -> dict[tuple[int, int], tuple[Move, ...]]:
@@ -126,7 +126,7 @@ class Plan:
         return frozenset(
             (move.source, move.target, move.group)
             for move in self.moves
-            if move.tokens != ALL_TOKENS or isinstance(groups[move.group].kind, Slot)
+            if move.tokens != ALL_TOKENS or isinstance(groups[move.group].kind, StateRow)
         )
 
     def has_every_token(self, source: int, target: int, group: str) -> bool:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import BrokenPlan
 from kvferry.layout.intervals import Span, Tokens
-from kvferry.layout.layout import Holding
+from kvferry.layout.layout import Shard
 from kvferry.plan.plan import Move, Plan
 
 Counts = NDArray[np.int32]
@@ -30,9 +30,9 @@ def check(plan: Plan) -> None:
     for move in plan.moves:
         _check_ends(plan, move)
         received.setdefault((move.target, move.group), []).append(move)
-    for target, holdings in enumerate(plan.wanted):
-        for name in {holding.group for holding in holdings}:
-            mine = [holding for holding in holdings if holding.group == name]
+    for target, shards in enumerate(plan.wanted):
+        for name in {shard.group for shard in shards}:
+            mine = [shard for shard in shards if shard.group == name]
             _check_target(plan, target, name, mine, received.get((target, name), []))
 
 
@@ -48,24 +48,24 @@ def _check_ends(plan: Plan, move: Move) -> None:
     for role, ranks, rank, local_unit in ends:
         if not 0 <= rank < len(ranks):
             raise BrokenPlan(f"{move!r} names {role} {rank}, which does not exist")
-        fitting = [holding for holding in ranks[rank] if _fits(move, holding)]
+        fitting = [shard for shard in ranks[rank] if _fits(move, shard)]
         if not _all_in(layers, fitting):
             raise BrokenPlan(f"{move!r} goes beyond what its {role} holds")
         if local_unit != move.units.first - fitting[0].units.first:
             raise BrokenPlan(f"{move!r} begins at the wrong unit of its {role}")
 
 
-def _all_in(layers: tuple[int, ...], holdings: Sequence[Holding]) -> bool:
+def _all_in(layers: tuple[int, ...], shards: Sequence[Shard]) -> bool:
     span = Span(layers[0], layers[-1] + 1)
-    if any(holding.layers.covers(span) for holding in holdings):
+    if any(shard.layers.covers(span) for shard in shards):
         return True
-    return all(any(layer in holding.layers for holding in holdings) for layer in layers)
+    return all(any(layer in shard.layers for shard in shards) for layer in layers)
 
 
-def _fits(move: Move, holding: Holding) -> bool:
-    """Whether the holding has the move's units and tokens, in whatever layers."""
-    same_group = holding.group == move.group
-    return same_group and holding.units.covers(move.units) and _within(move.tokens, holding.tokens)
+def _fits(move: Move, shard: Shard) -> bool:
+    """Whether the shard has the move's units and tokens, in whatever layers."""
+    same_group = shard.group == move.group
+    return same_group and shard.units.covers(move.units) and _within(move.tokens, shard.tokens)
 
 
 def _within(inner: Tokens, outer: Tokens) -> bool:
@@ -75,10 +75,10 @@ def _within(inner: Tokens, outer: Tokens) -> bool:
 
 
 def _check_target(
-    plan: Plan, target: int, name: str, holdings: list[Holding], moves: list[Move]
+    plan: Plan, target: int, name: str, shards: list[Shard], moves: list[Move]
 ) -> None:
-    grid = _Grid(plan, name, holdings, moves)
-    expected, painted = grid.paint(holdings), grid.paint(moves)
+    grid = _Grid(plan, name, shards, moves)
+    expected, painted = grid.paint(shards), grid.paint(moves)
     if not np.array_equal(expected, painted):
         token, layer, unit = (int(i[0]) for i in np.nonzero(expected != painted))
         raise BrokenPlan(
@@ -100,19 +100,19 @@ class _Grid:
     """What one target holds of one group, with representatives for its tokens."""
 
     def __init__(
-        self, plan: Plan, name: str, holdings: Sequence[Holding], moves: Sequence[Move]
+        self, plan: Plan, name: str, shards: Sequence[Shard], moves: Sequence[Move]
     ) -> None:
         group = plan.spec.group(name)
-        held = {layer for holding in holdings for layer in group.layers_in(holding.layers)}
-        patterns = [holding.tokens for holding in holdings] + [move.tokens for move in moves]
+        held = {layer for shard in shards for layer in group.layers_in(shard.layers)}
+        patterns = [shard.tokens for shard in shards] + [move.tokens for move in moves]
         self.tokens = np.array(_representatives(patterns), dtype=np.int64)
         self.layers = np.array(sorted(held), dtype=np.int64)
         self.units = Span(
-            min(holding.units.first for holding in holdings),
-            max(holding.units.end for holding in holdings),
+            min(shard.units.first for shard in shards),
+            max(shard.units.end for shard in shards),
         )
 
-    def paint(self, blocks: Sequence[Holding] | Sequence[Move]) -> Counts:
+    def paint(self, blocks: Sequence[Shard] | Sequence[Move]) -> Counts:
         """How many of the blocks contain each cell."""
         shape = (len(self.tokens), len(self.layers), len(self.units))
         counts = np.zeros(shape, dtype=np.int32)

@@ -1,6 +1,6 @@
 """From two layouts to a plan, by interval intersection.
 
-For each group, all boundaries of all holdings cut the coordinates into cells:
+For each group, all boundaries of all shards cut the coordinates into cells:
 a layer interval, a unit interval, a token class. Inside a cell nothing
 changes, so every holder holds all of it and every taker needs all of it. No
 step asks which side has more ranks, or whether anything is replicated.
@@ -35,7 +35,7 @@ from msgspec.structs import replace
 
 from kvferry.errors import ReasonCode, Refused
 from kvferry.layout.intervals import Span, Tokens
-from kvferry.layout.layout import Holding, Layout
+from kvferry.layout.layout import Layout, Shard
 from kvferry.layout.match import mismatches
 from kvferry.layout.spec import Group
 from kvferry.plan.plan import Move, Plan
@@ -50,7 +50,7 @@ MAX_CELLS = 1 << 17
 
 class _Held(NamedTuple):
     rank: int
-    holding: Holding
+    shard: Shard
 
 
 class _Cell(NamedTuple):
@@ -69,7 +69,7 @@ def reshard(source: Layout, target: Layout) -> Plan:
     reasons = mismatches(source.spec, target.spec)
     if reasons:
         raise Refused(reasons)
-    held, wanted = source.holdings(), target.holdings()
+    held, wanted = source.shards(), target.shards()
     moves: list[Move] = []
     for group in source.spec.groups:
         sources, targets = _of_group(held, group.name), _of_group(wanted, group.name)
@@ -88,12 +88,12 @@ def _canonical(move: Move) -> tuple[int, int, int, int, int]:
     return (move.source, move.target, move.layers.first, move.units.first, move.tokens.first)
 
 
-def _of_group(ranks: Sequence[Sequence[Holding]], group: str) -> list[_Held]:
+def _of_group(ranks: Sequence[Sequence[Shard]], group: str) -> list[_Held]:
     return [
-        _Held(rank, holding)
-        for rank, holdings in enumerate(ranks)
-        for holding in holdings
-        if holding.group == group
+        _Held(rank, shard)
+        for rank, shards in enumerate(ranks)
+        for shard in shards
+        if shard.group == group
     ]
 
 
@@ -105,13 +105,13 @@ def _cells(
 ) -> Iterator[_Cell]:
     """Cells that some target wants, with everyone who holds or wants them.
 
-    Who holds an interval of one axis is a bit mask over holdings; who holds a
+    Who holds an interval of one axis is a bit mask over shards; who holds a
     cell is the conjunction of its three masks.
     """
-    holdings = [held.holding for held in (*sources, *targets)]
-    layer_cuts = _cuts(holding.layers for holding in holdings)
-    unit_cuts = _cuts(holding.units for holding in holdings)
-    classes = token_classes([holding.tokens for holding in holdings], group.name)
+    shards = [held.shard for held in (*sources, *targets)]
+    layer_cuts = _cuts(shard.layers for shard in shards)
+    unit_cuts = _cuts(shard.units for shard in shards)
+    classes = token_classes([shard.tokens for shard in shards], group.name)
     _demand_few(group, len(layer_cuts) * len(unit_cuts) * len(classes))
     axes = [
         (
@@ -145,25 +145,23 @@ def _intervals(cuts: list[int]) -> Iterator[Span]:
     return (Span(first, end) for first, end in itertools.pairwise(cuts))
 
 
-def _interval_masks(
-    side: list[_Held], cuts: list[int], axis: Callable[[Holding], Span]
-) -> list[int]:
-    """For each interval between cuts, the bits of the holdings that contain it."""
+def _interval_masks(side: list[_Held], cuts: list[int], axis: Callable[[Shard], Span]) -> list[int]:
+    """For each interval between cuts, the bits of the shards that contain it."""
     masks = [0] * max(0, len(cuts) - 1)
     for bit, held in enumerate(side):
-        span = axis(held.holding)
+        span = axis(held.shard)
         for index in range(bisect_left(cuts, span.first), bisect_left(cuts, span.end)):
             masks[index] |= 1 << bit
     return masks
 
 
 def _class_masks(side: list[_Held], classes: list[Tokens]) -> list[int]:
-    """For each token class, the bits of the holdings that contain it."""
+    """For each token class, the bits of the shards that contain it."""
     # Many ranks hold the same token set; few sets are asked about each class.
     holders: dict[Tokens, int] = {}
     for bit, held in enumerate(side):
-        holders[held.holding.tokens] = holders.get(held.holding.tokens, 0) | 1 << bit
-    # A class never straddles a holding's edge, so its first token speaks for all.
+        holders[held.shard.tokens] = holders.get(held.shard.tokens, 0) | 1 << bit
+    # A class never straddles a shard's edge, so its first token speaks for all.
     return [
         functools.reduce(or_, (mask for held, mask in holders.items() if tokens.first in held), 0)
         for tokens in classes
@@ -243,8 +241,8 @@ def _move(group: str, cell: _Cell, source: _Held, target: _Held, layers: tuple[i
         target=target.rank,
         layers=Span(layers[0], layers[-1] + 1),
         units=cell.units,
-        source_unit=cell.units.first - source.holding.units.first,
-        target_unit=cell.units.first - target.holding.units.first,
+        source_unit=cell.units.first - source.shard.units.first,
+        target_unit=cell.units.first - target.shard.units.first,
         tokens=cell.tokens,
     )
 
@@ -304,7 +302,7 @@ def _demand_complete(group: Group, targets: list[_Held]) -> None:
 
     This is the cell machinery again, with the model itself as the only taker.
     """
-    model = Holding(group.name, Span(0, group.layers[-1] + 1), Span(0, group.units))
+    model = Shard(group.name, Span(0, group.layers[-1] + 1), Span(0, group.units))
     for _ in _cells(group, targets, [_Held(0, model)], holders="decode"):
         pass
 

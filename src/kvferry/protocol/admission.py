@@ -17,10 +17,10 @@ from kvferry.ids import Peer, Room
 from kvferry.plan.plan import Block
 from kvferry.protocol.checks import offer_problem
 from kvferry.protocol.events import Open, Receive
-from kvferry.protocol.lanes import SourceRoom
-from kvferry.protocol.legs import TargetRoom
+from kvferry.protocol.inbound import TargetRoom
 from kvferry.protocol.links import Identity, Link, Plans
 from kvferry.protocol.messages import Abort, Offer
+from kvferry.protocol.outbound import SourceRoom
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import SOURCE_ROOM, LinkState, RoomState, RoomStep, advance
 
@@ -44,7 +44,7 @@ class SourceAdmission:
     ) -> Failure | None:
         """Return why an offer can't be taken."""
         if link.state is LinkState.LOST:
-            # Kept only until its last write has ended. A lane on it would outlive it.
+            # Kept only until its last write has ended. A outbound on it would outlive it.
             text = f"the session with {link.peer} is over"
             return Failure.of(FailureCode.SESSION_REPLACED, text)
         if (offer.room, offer.generation) in link.drained:
@@ -72,7 +72,7 @@ class SourceAdmission:
 
     def early_until(self, offer: Offer, now: float) -> float:
         """When an offer for a room that was not opened is forgotten."""
-        return now + min(offer.remaining_s, self._config.early_s)
+        return now + min(offer.remaining_s, self._config.unclaimed_offer_ttl_s)
 
     def room_for(self, offer: Offer, now: float) -> SourceRoom:
         """Return the room of an offer that was let in, opened or not."""
@@ -93,7 +93,7 @@ class SourceAdmission:
         if (body.room, body.generation) in link.drained:
             # Said again before our answer came: the room has been here, and is over.
             return
-        deadline = now + self._config.early_s
+        deadline = now + self._config.unclaimed_offer_ttl_s
         room = SourceRoom(body.room, RoomState.WARNED, deadline, failure=body.failure)
         room.hear(link)
         self._rooms[body.room] = room
@@ -107,12 +107,12 @@ class SourceAdmission:
             if oldest.state is RoomState.WARNED and self._rooms.get(oldest.name) is oldest:
                 del self._rooms[oldest.name]
 
-    def bury(self, room: SourceRoom, now: float) -> None:
+    def confirm_dead(self, room: SourceRoom, now: float) -> None:
         """Forget a failed room, but not before late offers for it can be refused."""
         few = self._count(RoomState.OVER) < self._config.max_early_rooms
         if few and room.awaits_offers(self._rank):
             room.state = advance(SOURCE_ROOM, room.state, RoomStep.DRAIN)
-            room.deadline = now + self._config.early_s
+            room.deadline = now + self._config.unclaimed_offer_ttl_s
         else:
             del self._rooms[room.name]
 
@@ -128,7 +128,7 @@ class SourceAdmission:
         assert len(self._warned) <= self._config.max_early_rooms
         for name, room in self._rooms.items():
             assert room.name == name, room
-            assert room.state is not RoomState.OVER or not room.lanes, room
+            assert room.state is not RoomState.OVER or not room.outbounds, room
 
 
 def _of_known_room(room: SourceRoom, peer: Peer) -> Failure | None:

@@ -13,7 +13,7 @@ from kvferry.layout.pages import local_pages
 from kvferry.layout.spec import Group
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block, Plan
-from kvferry.protocol.messages import Close, Hello, Offer, Table
+from kvferry.protocol.messages import Close, Hello, Offer, PageTableMessage
 from kvferry.protocol.outcome import Failure, FailureCode
 
 
@@ -21,11 +21,11 @@ def pools_problem(layout: Layout, rank: int, pools: PoolMap) -> str | None:
     """Whether the pools have memory for everything that the layout says the rank holds."""
     if rank >= layout.num_ranks:
         return f"rank {rank} is not among the layout's {layout.num_ranks}"
-    for holding in layout.rank_holdings(rank):
-        group = layout.spec.group(holding.group)
+    for shard in layout.rank_shards(rank):
+        group = layout.spec.group(shard.group)
         for tensor in group.tensors:
             try:
-                pools.of(group.name, tensor.name).bases_of(group.layers_in(holding.layers))
+                pools.of(group.name, tensor.name).bases_of(group.layers_in(shard.layers))
             except InputError as error:
                 return str(error)
     return None
@@ -51,7 +51,7 @@ def offer_problem(
 def close_problem(close: Close, num_tokens: int, digest: bytes) -> Failure | None:
     """Whether a source has computed something else than what was asked for here.
 
-    Silence fits silence alone: what only one side vouches for is not proven.
+    Silence fits silence alone: what only one side confirms for is not proven.
     """
     if close.num_tokens != num_tokens:
         text = f"prefill has {close.num_tokens} tokens, decode {num_tokens}"
@@ -70,7 +70,7 @@ def close_problem(close: Close, num_tokens: int, digest: bytes) -> Failure | Non
 
 
 def _table_problem(
-    plan: Plan, hello: Hello, target: int, group: Group, block: Block, table: Table
+    plan: Plan, hello: Hello, target: int, group: Group, block: Block, table: PageTableMessage
 ) -> str | None:
     num_pages = min(hello.pools.of(group.name, t.name).num_pages for t in group.tensors)
     if any(page >= num_pages for page in table.pages):

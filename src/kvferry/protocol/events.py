@@ -17,7 +17,7 @@ from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
 from kvferry.plan.places import PageTable
 from kvferry.plan.plan import Block, Plan, Request
-from kvferry.protocol.messages import Envelope, Hello, Table, TransportOffer
+from kvferry.protocol.messages import Envelope, Hello, PageTableMessage, TransportOffer
 from kvferry.protocol.outcome import Failure, Outcome
 
 
@@ -86,7 +86,7 @@ class Cancel(Event, frozen=True):
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """A prefill instance as the rendezvous describes it."""
+    """A prefill instance as the discovery service describes it."""
 
     name: str
     fingerprint: str
@@ -101,7 +101,7 @@ class ReceiveRequest(msgspec.Struct, frozen=True, dict=True):
 
     room: Room
     request: Request
-    tables: tuple[Table, ...]
+    tables: tuple[PageTableMessage, ...]
     deadline: float
     digest: bytes = b""
 
@@ -135,15 +135,15 @@ class Decline(Event, frozen=True):
     prefill: Instance
 
 
-class Barred(Event, frozen=True):
-    """A source's door stays shut: it knows another key, or we have the wrong address."""
+class RoomBarred(Event, frozen=True):
+    """A source's listener stays shut: it knows another key, or we have the wrong address."""
 
     peer: Peer
     message: str
 
 
-class NewLife(Event, frozen=True):
-    """A source's name stands for another life now, as the rendezvous has it."""
+class PeerRestarted(Event, frozen=True):
+    """A source's name stands for another life now, as the discovery service has it."""
 
     peer: Peer
     incarnation: int
@@ -224,7 +224,7 @@ class Sent(Event, frozen=True):
     op: Op
 
 
-class Fate(StrEnum):
+class WriteFate(StrEnum):
     """What is known of a write that did not succeed."""
 
     BUSY = "busy"  # never submitted: the transport is full, or it was discarded
@@ -236,7 +236,7 @@ class SendFailed(Event, frozen=True):
     """A write did not succeed."""
 
     op: Op
-    fate: Fate
+    fate: WriteFate
 
 
 # ---------------------------------------------------------------- actions
@@ -293,7 +293,7 @@ class TransferRequest(msgspec.Struct, frozen=True, dict=True):
     peer: Peer
     plan: Plan
     request: Request
-    tables: tuple[Table, ...]
+    tables: tuple[PageTableMessage, ...]
 
     @cached_property
     def page_tables(self) -> dict[str, PageTable]:

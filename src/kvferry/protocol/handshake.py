@@ -17,7 +17,7 @@ from kvferry.ids import Peer, Session
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Plan
 from kvferry.protocol.checks import pools_problem
-from kvferry.protocol.events import Barred, MemoryReached, MemoryUnreached, NewLife
+from kvferry.protocol.events import MemoryReached, MemoryUnreached, PeerRestarted, RoomBarred
 from kvferry.protocol.links import Dependents, Identity, Link, Links, Plans
 from kvferry.protocol.messages import (
     Envelope,
@@ -122,13 +122,13 @@ class TargetLinks(Links):
         held = self.identity.transports.held
         return tuple(offer for offer in held if offer.name == transport)
 
-    def barred(self, event: Barred) -> None:
+    def barred(self, event: RoomBarred) -> None:
         """Give up a greeting to a source that lets nobody in."""
         link = self.current.get(event.peer)
         if link is not None and link.state is LinkState.GREETING:
             self.lose(link, FailureCode.REFUSED, event.message)
 
-    def new_life(self, event: NewLife) -> None:
+    def new_life(self, event: PeerRestarted) -> None:
         """Whoever had the name before may live for a while, but no new room is meant for it."""
         link = self.current.get(event.peer)
         if link is not None and link.incarnation not in (None, event.incarnation):

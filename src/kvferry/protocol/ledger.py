@@ -23,7 +23,7 @@ from kvferry.protocol.outcome import Failure
 
 
 @dataclass(slots=True, eq=False)
-class Debt:
+class ExpectedBlocks:
     """What one source owes of one group: these tokens of these places, and what has come."""
 
     group: Group
@@ -59,13 +59,15 @@ class Ledger:
         self._num_tokens = request.num_tokens
         self._digest = digest
         self._unclosed = set(plan.contacts(target))
-        self._debts: dict[tuple[int, str], Debt] = {}
+        self._expected: dict[tuple[int, str], ExpectedBlocks] = {}
         for source in plan.sources_of(target):
             for block in plan.blocks(source, target, request):
                 group = plan.spec.group(block.group)
-                debt = self._debts.setdefault((source, group.name), Debt(group, block.tokens))
-                debt.places.add(group.places_in(block.layers))
-        self._open: set[tuple[int, str]] = set(self._debts)
+                expected = self._expected.setdefault(
+                    (source, group.name), ExpectedBlocks(group, block.tokens)
+                )
+                expected.places.add(group.places_in(block.layers))
+        self._open: set[tuple[int, str]] = set(self._expected)
         self.begun = False
 
     @property
@@ -88,18 +90,18 @@ class Ledger:
 
     def owes(self, source: int, block: Block) -> bool:
         """Whether the whole block is something that the source owes here."""
-        debt = self._debts.get((source, block.group))
-        if debt is None or not debt.tokens.covers(block.tokens):
+        expected = self._expected.get((source, block.group))
+        if expected is None or not expected.tokens.covers(block.tokens):
             return False
-        places = debt.group.places_in(block.layers)
-        return len(places) > 0 and debt.places.covers(places)
+        places = expected.group.places_in(block.layers)
+        return len(places) > 0 and expected.places.covers(places)
 
     def add(self, source: int, block: Block) -> None:
         """Record that a block is in the target's pages."""
         key = (source, block.group)
-        debt = self._debts[key]
-        debt.arrived.add(debt.group.places_in(block.layers), block.tokens)
-        if debt.complete:
+        expected = self._expected[key]
+        expected.arrived.add(expected.group.places_in(block.layers), block.tokens)
+        if expected.complete:
             self._open.discard(key)
         self.begun = True
 
@@ -114,26 +116,30 @@ class Ledger:
             len(places)
             for key in self._open
             if key[0] == source
-            for places, _ in self._debts[key].lacking()
+            for places, _ in self._expected[key].lacking()
         )
 
     def lacking(self, doubted: Container[int] = ()) -> list[Block]:
         """What has not arrived, from whichever source, or came from one that is doubted."""
         blocks = []
-        for (source, _), debt in sorted(self._debts.items(), key=lambda item: item[0]):
+        for (source, _), expected in sorted(self._expected.items(), key=lambda item: item[0]):
             if source in doubted:
-                blocks += [debt.block(places, debt.tokens) for places in debt.places.spans]
+                blocks += [
+                    expected.block(places, expected.tokens) for places in expected.places.spans
+                ]
             else:
                 blocks += [
-                    debt.block(places, gap) for places, gaps in debt.lacking() for gap in gaps.spans
+                    expected.block(places, gap)
+                    for places, gaps in expected.lacking()
+                    for gap in gaps.spans
                 ]
         return blocks
 
     def check(self) -> None:
-        """A debt is open as long as something of it is missing."""
-        for key, debt in self._debts.items():
-            assert (key in self._open) is not debt.complete, key
+        """A expected is open as long as something of it is missing."""
+        for key, expected in self._expected.items():
+            assert (key in self._open) is not expected.complete, key
 
     def __repr__(self) -> str:
-        sources = {source for source, _ in self._debts}
+        sources = {source for source, _ in self._expected}
         return f"<Ledger lacks {sum(map(self.missing, sources))} layers>"

@@ -151,7 +151,7 @@ class RoomMessage(msgspec.Struct, frozen=True, array_like=True):
     generation: GenerationField
 
 
-class Table(msgspec.Struct, frozen=True, array_like=True):
+class PageTableMessage(msgspec.Struct, frozen=True, array_like=True):
     """The target's pages of one group."""
 
     group: Text
@@ -167,7 +167,7 @@ class Offer(RoomMessage, frozen=True, array_like=True, tag="offer"):
     """Target to source: these pages are yours to write for this room."""
 
     request: Request
-    tables: Annotated[tuple[Table, ...], Meta(max_length=MAX_TABLES)]
+    tables: Annotated[tuple[PageTableMessage, ...], Meta(max_length=MAX_TABLES)]
     remaining_s: Annotated[float, Meta(gt=0, le=MAX_REMAINING_S)]
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ class Arrived(RoomMessage, frozen=True, array_like=True, tag="arrived"):
     serial: SerialField | None = None
 
 
-class Nudge(RoomMessage, frozen=True, array_like=True, tag="nudge"):
+class StatusPoll(RoomMessage, frozen=True, array_like=True, tag="nudge"):
     """Target to source: say again how this room stands, and what became of these credits."""
 
     serials: Annotated[tuple[SerialField, ...], Meta(max_length=MAX_CREDITS)] = ()
@@ -259,7 +259,7 @@ Body = (
     | Want
     | Grant
     | Arrived
-    | Nudge
+    | StatusPoll
     | Close
     | Complete
     | Abort

@@ -2,7 +2,7 @@
 
 Whoever answers binds the blocks and predicts what each mode costs; a machine can't. A late or
 wrong answer costs time and nothing else: until it comes, the blocks wait, and whatever it says
-they are written once. An answer for a lane that has ended finds no question.
+they are written once. An answer for a outbound that has ended finds no question.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvferry.ids import Ticket
 from kvferry.plan.plan import Block
 from kvferry.protocol.cutting import cut_to_slots
 from kvferry.protocol.events import Choose, Chosen, Finish, Prepare, Push
-from kvferry.protocol.lanes import Lane
+from kvferry.protocol.outbound import OutboundTransfer
 from kvferry.protocol.outbox import Outbox
 
 # How each block is written: in fragments that each fit a slot of either side, or directly.
@@ -23,12 +23,12 @@ Cuts = dict[Block, list[Block] | None]
 
 @dataclass(slots=True, eq=False)
 class Decision:
-    """Blocks of a lane that an event is about, and how each is to be written.
+    """Blocks of a outbound that an event is about, and how each is to be written.
 
     ``asked`` has those whose mode is not known yet.
     """
 
-    lane: Lane
+    outbound: OutboundTransfer
     event: Prepare | Push | Finish
     asked: tuple[Block, ...]
     cuts: Cuts
@@ -51,8 +51,8 @@ class TransferModes:
         self._tickets += 1
         ticket = Ticket(self._tickets)
         self._waiting[ticket] = decision
-        decision.lane.undecided.add(ticket)
-        self._outbox.do(Choose(ticket, decision.lane.transfer, decision.asked))
+        decision.outbound.undecided.add(ticket)
+        self._outbox.do(Choose(ticket, decision.outbound.transfer, decision.asked))
 
     def decide(self, event: Chosen) -> Decision | None:
         """Take an answer; None if nobody waits for it any more."""
@@ -60,25 +60,25 @@ class TransferModes:
         if decision is None:
             self._outbox.counts["late"] += 1
             return None
-        decision.lane.undecided.discard(event.ticket)
+        decision.outbound.undecided.discard(event.ticket)
         for block, staged in zip(decision.asked, event.staged, strict=True):
-            decision.cuts[block] = self._cut(decision.lane, block) if staged else None
+            decision.cuts[block] = self._cut(decision.outbound, block) if staged else None
         return decision
 
-    def _cut(self, lane: Lane, block: Block) -> list[Block] | None:
-        if not lane.may_stage:
+    def _cut(self, outbound: OutboundTransfer, block: Block) -> list[Block] | None:
+        if not outbound.may_stage:
             return None
-        slot_bytes = min(lane.slot_bytes, self._local_slot_bytes)
-        transfer = lane.transfer
-        return cut_to_slots(transfer.plan, transfer.source, lane.peer.rank, block, slot_bytes)
+        slot_bytes = min(outbound.slot_bytes, self._local_slot_bytes)
+        transfer = outbound.transfer
+        return cut_to_slots(transfer.plan, transfer.source, outbound.peer.rank, block, slot_bytes)
 
-    def drop(self, lane: Lane) -> None:
-        """Ignore what is answered for a lane from now on."""
-        for ticket in lane.undecided:
+    def drop(self, outbound: OutboundTransfer) -> None:
+        """Ignore what is answered for a outbound from now on."""
+        for ticket in outbound.undecided:
             del self._waiting[ticket]
-        lane.undecided.clear()
+        outbound.undecided.clear()
 
     def check(self) -> None:
-        """Every question is known to its lane."""
+        """Every question is known to its outbound."""
         for ticket, decision in self._waiting.items():
-            assert ticket in decision.lane.undecided, ticket
+            assert ticket in decision.outbound.undecided, ticket

@@ -1,9 +1,10 @@
 """Local staging slots of a source, the writes in flight, and slots that are gathered early.
 
-Where gathering takes its time, a lane's next fragments go into local slots before it has credits
+Where gathering takes its time, a outbound's next fragments go into local slots before it has
+credits
 for them, and are only posted when these come. Such a write is in flight from its gather on, so
 whatever waits for writes to end waits for it too. It holds a local slot while it waits for a
-credit, and so half of the slots are never used for that: lanes with credits go on, whatever
+credit, and so half of the slots are never used for that: outbounds with credits go on, whatever
 becomes of a target. The only slot there is may be used for it, and is taken back.
 """
 
@@ -14,8 +15,8 @@ from collections.abc import Iterator
 from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, SlotIndex
 from kvferry.protocol.events import Discard, Gather, Post
-from kvferry.protocol.lanes import Lane, Writing
 from kvferry.protocol.links import Links
+from kvferry.protocol.outbound import ActiveWrite, OutboundTransfer
 from kvferry.protocol.outbox import Outbox
 
 
@@ -50,24 +51,24 @@ class InFlight:
     """Writes that may read local memory, by number."""
 
     def __init__(self) -> None:
-        self.writes: dict[Op, Writing] = {}
+        self.writes: dict[Op, ActiveWrite] = {}
         self._ops = 0
 
-    def begin(self, write: Writing) -> Op:
+    def begin(self, write: ActiveWrite) -> Op:
         """Give a write its number."""
         self._ops += 1
         op = Op(self._ops)
-        write.lane.inflight.add(op)
+        write.outbound.inflight.add(op)
         self.writes[op] = write
         return op
 
-    def end(self, op: Op) -> Writing | None:
+    def end(self, op: Op) -> ActiveWrite | None:
         """A write reads our memory no longer; None if that was known already."""
         write = self.writes.pop(op, None)
         if write is not None:
-            write.lane.inflight.discard(op)
-            if op in write.lane.held:
-                write.lane.held.remove(op)
+            write.outbound.inflight.discard(op)
+            if op in write.outbound.held:
+                write.outbound.held.remove(op)
         return write
 
     def slots(self) -> list[SlotIndex]:
@@ -76,10 +77,10 @@ class InFlight:
         return [slot for slot in used if slot is not None]
 
     def check(self) -> None:
-        """Every write is in flight on its own lane, and what is held was never granted."""
+        """Every write is in flight on its own outbound, and what is held was never granted."""
         for op, write in self.writes.items():
-            assert op in write.lane.inflight, op
-            assert write.is_ahead or op not in write.lane.held, op
+            assert op in write.outbound.inflight, op
+            assert write.is_ahead or op not in write.outbound.held, op
 
 
 class EarlyGather:
@@ -99,79 +100,81 @@ class EarlyGather:
         self.slots = slots
         self.inflight = inflight
         # Lanes that would gather ahead, if fewer did.
-        self._eager: dict[Lane, None] = {}
-        # Half of them, or else the only slot, which a lane without a credit must give back.
+        self._eager: dict[OutboundTransfer, None] = {}
+        # Half of them, or else the only slot, which a outbound without a credit must give back.
         only = config.local_slots == 1 < config.max_inflight
         self._most_ahead = 1 if only else min(config.local_slots, config.max_inflight) // 2
-        self._ahead_slots = min(config.ahead_slots or 0, self._most_ahead)
+        self._ahead_slots = min(config.early_gather_slots or 0, self._most_ahead)
         self.is_on = self._ahead_slots > 0
 
-    def gather_in_turn(self, lanes: dict[Lane, None]) -> dict[Lane, None]:
-        """Let lanes gather ahead in turn; return those that another write may still help."""
-        while lanes and len(self.inflight.writes) < self._config.max_inflight:
-            lane = next(iter(lanes))
-            del lanes[lane]
-            if self._gather(lane):
-                lanes[lane] = None
-        return lanes
+    def gather_in_turn(
+        self, outbounds: dict[OutboundTransfer, None]
+    ) -> dict[OutboundTransfer, None]:
+        """Let outbounds gather ahead in turn; return those that another write may still help."""
+        while outbounds and len(self.inflight.writes) < self._config.max_inflight:
+            outbound = next(iter(outbounds))
+            del outbounds[outbound]
+            if self._gather(outbound):
+                outbounds[outbound] = None
+        return outbounds
 
-    def _gather(self, lane: Lane) -> bool:
+    def _gather(self, outbound: OutboundTransfer) -> bool:
         """Fill a local slot with what waits for a credit, if enough are left for others."""
-        if len(lane.held) >= self._ahead_slots or not lane.is_able(self._outbox.now):
+        if len(outbound.held) >= self._ahead_slots or not outbound.is_able(self._outbox.now):
             return False
-        count = self._num_filling(lane)
+        count = self._num_filling(outbound)
         if not count:
             return False
         num_ahead = sum(write.is_ahead for write in self.inflight.writes.values())
         if not self.slots or num_ahead >= self._most_ahead:
-            self._eager[lane] = None
+            self._eager[outbound] = None
             return False
         slot = self.slots.allocate()
-        write = Writing(lane, lane.fill(count), None, slot)
+        write = ActiveWrite(outbound, outbound.fill(count), None, slot)
         op = self.inflight.begin(write)
-        lane.held.append(op)
-        self._outbox.do(Gather(op, lane.transfer, write.blocks, slot))
+        outbound.held.append(op)
+        self._outbox.do(Gather(op, outbound.transfer, write.blocks, slot))
         return True
 
-    def _num_filling(self, lane: Lane) -> int:
+    def _num_filling(self, outbound: OutboundTransfer) -> int:
         """How many fragments fill a slot that nothing which is pushed later would share."""
-        if not lane.staged:
+        if not outbound.staged:
             return 0
-        count = lane.num_fitting(self._config.local_slot_bytes)
-        return count if lane.room.finish is not None or count < len(lane.staged) else 0
+        count = outbound.num_fitting(self._config.local_slot_bytes)
+        return count if outbound.room.finish is not None or count < len(outbound.staged) else 0
 
-    def post(self, lane: Lane) -> bool:
+    def post(self, outbound: OutboundTransfer) -> bool:
         """Write what was gathered ahead, the oldest first, as far as there are credits."""
         posted = False
-        while lane.held and lane.credit and lane.is_able(self._outbox.now):
-            op = lane.held.popleft()
+        while outbound.held and outbound.credit and outbound.is_able(self._outbox.now):
+            op = outbound.held.popleft()
             write = self.inflight.writes[op]
-            write.credit = lane.use_credit(self._outbox.now)
-            note = self._links.envelope(lane.link.session, 0, write.note())
+            write.credit = outbound.use_credit(self._outbox.now)
+            note = self._links.envelope(outbound.link.session, 0, write.note())
             self._outbox.do(Post(op, write.credit.slot, note))
             posted = True
         return posted
 
     def take_back(self) -> None:
-        """Free the only slot for a lane with a credit: the lane that holds it without one waits."""
+        """Take back the only slot for a transfer with a credit; its holder has none and waits."""
         if self._config.local_slots > 1:
             return  # Half of them are with writes, and those end.
         for op, write in self.inflight.writes.items():
-            if op in write.lane.held:
-                write.lane.held.remove(op)
+            if op in write.outbound.held:
+                write.outbound.held.remove(op)
                 write.is_taken_back = True
                 self._outbox.do(Discard(op))
 
-    def discard(self, lane: Lane) -> None:
+    def discard(self, outbound: OutboundTransfer) -> None:
         """Let go of what was gathered ahead. It stays in flight until that is answered."""
-        for op in lane.held:
+        for op in outbound.held:
             self._outbox.do(Discard(op))
-        lane.held.clear()
+        outbound.held.clear()
 
-    def eager(self) -> dict[Lane, None]:
-        """Return the lanes that would have gathered, now that one may; none waits after this."""
-        lanes, self._eager = self._eager, {}
-        return lanes
+    def eager(self) -> dict[OutboundTransfer, None]:
+        """Return the transfers that may gather early now; none of them waits after this."""
+        outbounds, self._eager = self._eager, {}
+        return outbounds
 
     def check(self) -> None:
         """No more slots wait for credits than may."""

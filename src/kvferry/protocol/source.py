@@ -20,12 +20,10 @@ from kvferry.ids import Room
 from kvferry.layout.intervals import Span
 from kvferry.plan.plan import Block
 from kvferry.protocol.admission import SourceAdmission
-from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Cancel,
     Chosen,
     Event,
-    Fate,
     Finish,
     MemoryReached,
     MemoryUnreached,
@@ -37,10 +35,11 @@ from kvferry.protocol.events import (
     SendFailed,
     Sent,
     TransferRequest,
+    WriteFate,
 )
 from kvferry.protocol.handshake import SourceLinks
-from kvferry.protocol.lanes import Lane, Lanes, SourceRoom
 from kvferry.protocol.links import Identity, Link
+from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import (
     MAX_METADATA,
     Abort,
@@ -48,19 +47,20 @@ from kvferry.protocol.messages import (
     Body,
     Complete,
     Grant,
-    Nudge,
     Offer,
     Refuse,
     RoomMessage,
+    StatusPoll,
 )
+from kvferry.protocol.outbound import OutboundTransfer, OutboundTransfers, SourceRoom
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
 from kvferry.protocol.slots import EarlyGather, InFlight, LocalSlots
 from kvferry.protocol.states import (
-    LANE,
+    OUTBOUND,
     SOURCE_ROOM,
-    LaneState,
-    LaneStep,
     LinkState,
+    OutboundState,
+    OutboundStep,
     RoomState,
     RoomStep,
     advance,
@@ -74,7 +74,7 @@ class SourceParts:
 
     links: type[SourceLinks] = SourceLinks
     admission: type[SourceAdmission] = SourceAdmission
-    lanes: type[Lanes] = Lanes
+    outbounds: type[OutboundTransfers] = OutboundTransfers
     slots: type[LocalSlots] = LocalSlots
     gather: type[EarlyGather] = EarlyGather
     writes: type[WriteQueue] = WriteQueue
@@ -83,7 +83,7 @@ class SourceParts:
 PARTS = SourceParts()
 
 
-class SourceMachine(Endpoint):
+class SourceMachine(Machine):
     """Every room of one source rank."""
 
     exposed: ClassVar[bool] = False
@@ -95,7 +95,7 @@ class SourceMachine(Endpoint):
         self.rooms: dict[Room, SourceRoom] = {}
         self.peers: SourceLinks = parts.links(identity, config, self.outbox, self)
         self.admission = parts.admission(self.me.rank, self.rooms, config)
-        self.lanes = parts.lanes(self.rooms, self.peers, self.outbox)
+        self.outbounds = parts.outbounds(self.rooms, self.peers, self.outbox)
         self.local_slots = parts.slots(config.local_slots)
         self.inflight = InFlight()
         shared = config, self.peers, self.outbox, self.local_slots, self.inflight
@@ -129,13 +129,13 @@ class SourceMachine(Endpoint):
             case Offer():
                 self._on_offer(link, body)
             case Grant():
-                lane = self.lanes.find(link, body)
-                if lane is not None:
-                    self.writes.grant(lane, body.credits)
+                outbound = self.outbounds.find(link, body)
+                if outbound is not None:
+                    self.writes.grant(outbound, body.credits)
             case Complete():
                 self._on_complete(link, body)
-            case Nudge():
-                self.lanes.nudged(link, body)
+            case StatusPoll():
+                self.outbounds.status_polled(link, body)
             case Abort():
                 self._on_abort(link, body)
             case Refuse():
@@ -190,8 +190,8 @@ class SourceMachine(Endpoint):
 
     def _on_prepare(self, event: Prepare) -> None:
         room = self._running(event.room, "prepare")
-        for lane in room.lanes.values() if room else ():
-            self.writes.prepare(lane, event)
+        for outbound in room.outbounds.values() if room else ():
+            self.writes.prepare(outbound, event)
 
     def _on_push(self, event: Push) -> None:
         room = self._running(event.room, "push")
@@ -208,8 +208,8 @@ class SourceMachine(Endpoint):
         room.pushed.add(layers, event.tokens)
         if event.states:
             room.rows.add(layers)
-        for lane in room.lanes.values():
-            self.writes.push(lane, event)
+        for outbound in room.outbounds.values():
+            self.writes.push(outbound, event)
 
     def _on_finish(self, event: Finish) -> None:
         if len(event.metadata) > MAX_METADATA:
@@ -221,8 +221,8 @@ class SourceMachine(Endpoint):
             return
         room.state = advance(SOURCE_ROOM, room.state, RoomStep.FINISH)
         room.finish = event
-        for lane in list(room.lanes.values()):
-            self.writes.push_rest(lane, event)
+        for outbound in list(room.outbounds.values()):
+            self.writes.push_rest(outbound, event)
         problem = room.unpushed()
         if problem:
             self._fail(room, problem)
@@ -237,7 +237,7 @@ class SourceMachine(Endpoint):
 
     def _on_offer(self, link: Link, offer: Offer) -> None:
         room = self.rooms.get(offer.room)
-        if self.lanes.find(link, offer):
+        if self.outbounds.find(link, offer):
             self.peers.say(link, Accept(offer.room, offer.generation))
             return
         owed = link.plan.blocks(self.me.rank, link.peer.rank, offer.request)
@@ -245,11 +245,11 @@ class SourceMachine(Endpoint):
         if failure:
             if room is not None:
                 self.admission.hear_after_end(room, link)
-            self.lanes.drained(link, offer, failure)
+            self.outbounds.drained(link, offer, failure)
             return
-        self._add_lane(self.admission.room_for(offer, self.outbox.now), link, offer, owed)
+        self._add_outbound(self.admission.room_for(offer, self.outbox.now), link, offer, owed)
 
-    def _add_lane(
+    def _add_outbound(
         self, room: SourceRoom, link: Link, offer: Offer, owed: tuple[Block, ...]
     ) -> None:
         transfer = TransferRequest(
@@ -262,24 +262,24 @@ class SourceMachine(Endpoint):
             offer.request,
             offer.tables,
         )
-        lane = Lane(room, link, transfer, owed, self.outbox.now)
-        room.lanes[link.peer.rank] = lane
+        outbound = OutboundTransfer(room, link, transfer, owed, self.outbox.now)
+        room.outbounds[link.peer.rank] = outbound
         room.hear(link)
         self.peers.say(link, Accept(offer.room, offer.generation))
         for push in room.pushes:
-            self.writes.push(lane, push)
+            self.writes.push(outbound, push)
         if room.finish:
-            self.writes.push_rest(lane, room.finish)
+            self.writes.push_rest(outbound, room.finish)
             problem = room.unpushed()
             if problem:
                 self._fail(room, problem)
 
     def _on_complete(self, link: Link, body: Complete) -> None:
-        lane = self.lanes.find(link, body)
-        if lane is None or lane.state is not LaneState.CLOSED:
+        outbound = self.outbounds.find(link, body)
+        if outbound is None or outbound.state is not OutboundState.CLOSED:
             return
-        room = lane.room
-        del room.lanes[link.peer.rank]
+        room = outbound.room
+        del room.outbounds[link.peer.rank]
         room.served.add(link.peer.rank)
         assert room.plan is not None
         if room.served.issuperset(room.plan.audience(self.me.rank)):
@@ -288,9 +288,9 @@ class SourceMachine(Endpoint):
             self.outbox.do(Release(room.name))
 
     def _on_abort(self, link: Link, body: Abort) -> None:
-        lane, room = self.lanes.find(link, body), self.rooms.get(body.room)
-        if lane is not None:
-            self._fail(lane.room, body.failure)
+        outbound, room = self.outbounds.find(link, body), self.rooms.get(body.room)
+        if outbound is not None:
+            self._fail(outbound.room, body.failure)
             return
         if room is not None and room.awaits(link.peer):
             # Its offer was lost, or it made none, so the room can never be served.
@@ -298,38 +298,38 @@ class SourceMachine(Endpoint):
             self.admission.hear_after_end(room, link)
         elif room is None and not body.accepted:
             self.admission.warn(link, body, self.outbox.now)
-        self.lanes.drained(link, body, body.failure)
+        self.outbounds.drained(link, body, body.failure)
 
     # ------------------------------------------------------------ from the transport
 
     def _on_write_ended(self, event: Sent | SendFailed) -> None:
         fate = event.fate if isinstance(event, SendFailed) else None
-        if fate is Fate.UNKNOWN:
+        if fate is WriteFate.UNKNOWN:
             # It may go on. Only the end of the connection proves that it does not.
             doubted = self.inflight.writes.get(event.op)
             if doubted:
-                text = f"the fate of a write to {doubted.lane.peer} is unknown"
-                self._fail(doubted.lane.room, Failure.of(FailureCode.TRANSPORT, text))
-                self.peers.lose(doubted.lane.link, FailureCode.TRANSPORT, text)
+                text = f"the fate of a write to {doubted.outbound.peer} is unknown"
+                self._fail(doubted.outbound.room, Failure.of(FailureCode.TRANSPORT, text))
+                self.peers.lose(doubted.outbound.link, FailureCode.TRANSPORT, text)
             return
         write = self.writes.end(event.op)
         if write is None:
             return
         if fate is None:
             write.record()
-        elif fate is Fate.BUSY:
+        elif fate is WriteFate.BUSY:
             self.writes.retry(write)
         else:
-            text = f"a write to {write.lane.peer} failed"
-            self._fail(write.lane.room, Failure.of(FailureCode.TRANSPORT, text))
-        self._drain(write.lane.room)
+            text = f"a write to {write.outbound.peer} failed"
+            self._fail(write.outbound.room, Failure.of(FailureCode.TRANSPORT, text))
+        self._drain(write.outbound.room)
 
     def _settle(self) -> None:
-        """Start writes, and close the lanes whose writes have all ended."""
-        for lane in self.writes.settle():
-            room, sending = lane.room, lane.state is LaneState.SENDING
-            if room.finish and sending and not room.failure and self.writes.is_sent(lane):
-                self.lanes.close(lane)
+        """Start writes, and close the outbounds whose writes have all ended."""
+        for outbound in self.writes.settle():
+            room, sending = outbound.room, outbound.state is OutboundState.SENDING
+            if room.finish and sending and not room.failure and self.writes.is_sent(outbound):
+                self.outbounds.close(outbound)
 
     # ------------------------------------------------------------ failing
 
@@ -343,43 +343,43 @@ class SourceMachine(Endpoint):
         room.state = advance(SOURCE_ROOM, room.state, RoomStep.FAIL)
         if room.state is RoomState.WARNED:
             self.admission.bound_warned(room)
-        for lane in room.lanes.values():
-            lane.state = advance(LANE, lane.state, LaneStep.FAIL)
-            self.writes.drop(lane)
-            if lane.inflight and lane.link.state is LinkState.UP:
-                self.peers.say(lane.link, Abort(room.name, lane.generation, failure))
+        for outbound in room.outbounds.values():
+            outbound.state = advance(OUTBOUND, outbound.state, OutboundStep.FAIL)
+            self.writes.drop(outbound)
+            if outbound.inflight and outbound.link.state is LinkState.UP:
+                self.peers.say(outbound.link, Abort(room.name, outbound.generation, failure))
         self._drain(room)
 
     def _drain(self, room: SourceRoom) -> None:
-        """Let go of lanes whose writes have ended, and of the room after its last lane."""
+        """Let go of outbounds whose writes have ended, and of the room after its last outbound."""
         if room.failure is None:
             return
-        for rank, lane in list(room.lanes.items()):
-            if not self.writes.reads(lane):
-                del room.lanes[rank]
-                gone = RoomMessage(room.name, lane.generation)
-                self.lanes.drained(lane.link, gone, room.failure)
-                self.peers.drop_if_unneeded(lane.link)
-        ended = room.state is RoomState.FAILING and not room.lanes
+        for rank, outbound in list(room.outbounds.items()):
+            if not self.writes.reads(outbound):
+                del room.outbounds[rank]
+                gone = RoomMessage(room.name, outbound.generation)
+                self.outbounds.drained(outbound.link, gone, room.failure)
+                self.peers.drop_if_unneeded(outbound.link)
+        ended = room.state is RoomState.FAILING and not room.outbounds
         if ended and self.rooms.get(room.name) is room:
             self.outbox.do(Release(room.name))
-            self.admission.bury(room, self.outbox.now)
+            self.admission.confirm_dead(room, self.outbox.now)
 
     def link_lost(self, link: Link, failure: Failure) -> None:
         """Fail the rooms that a lost target takes part in."""
-        for lane in self.lanes.of(link):
-            self._fail(lane.room, failure)
+        for outbound in self.outbounds.of(link):
+            self._fail(outbound.room, failure)
 
     def link_gone(self, link: Link) -> None:
         """Nothing of that session is in flight any more."""
         for op, write in list(self.inflight.writes.items()):
-            if write.lane.link is link:
+            if write.outbound.link is link:
                 self.writes.end(op)
-                self._drain(write.lane.room)
+                self._drain(write.outbound.room)
 
     def link_needed(self, link: Link) -> bool:
         """Whether a write on that link has not ended."""
-        return any(True for _ in self.lanes.of(link))
+        return any(True for _ in self.outbounds.of(link))
 
     # ------------------------------------------------------------ time
 
@@ -391,24 +391,24 @@ class SourceMachine(Endpoint):
                 self._fail(room, room.expired())
                 if early:
                     self.rooms.pop(room.name, None)
-            for lane in room.lanes.values():
-                if now < lane.repeat_at(self.config):
+            for outbound in room.outbounds.values():
+                if now < outbound.repeat_at(self.config):
                     continue
-                if lane.state is LaneState.CLOSED:
-                    self.lanes.repeat_close(lane)
+                if outbound.state is OutboundState.CLOSED:
+                    self.outbounds.repeat_close(outbound)
                 else:
-                    self.writes.repeat(lane)
+                    self.writes.repeat(outbound)
 
     def _timers(self) -> Iterable[float]:
         for room in self.rooms.values():
             if room.state is not RoomState.FAILING:
                 yield room.deadline
-            for lane in room.lanes.values():
-                yield lane.repeat_at(self.config)
+            for outbound in room.outbounds.values():
+                yield outbound.repeat_at(self.config)
 
     def check(self) -> None:
         """Check the invariants of every part."""
         self.peers.check()
         self.admission.check()
-        self.lanes.check()
+        self.outbounds.check()
         self.writes.check()

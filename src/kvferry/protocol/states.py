@@ -7,12 +7,12 @@ restarted or refuses. Lost is not proof of anything: memory that the peer may
 still write waits until it is *gone*, which the transport says once the
 connection is torn down and nothing can land any more.
 
-**A leg** is what a target expects from one source in one room. It is
+**A inbound** is what a target expects from one source in one room. It is
 *connecting* until the link is up, *offered* once the Offer is out, *accepted*
 when the source has answered, *closed* when it has said that all is written.
-Whatever fails the room makes each leg *draining*: the source was told to stop
+Whatever fails the room makes each inbound *draining*: the source was told to stop
 and its answer is awaited. *Quiet* means proof: this source writes nothing more
-for this room. A leg that was never offered is quiet at once.
+for this room. A inbound that was never offered is quiet at once.
 
 **A source's room** is *early* while only offers for it have come, and *warned*
 if they were taken back before the engine opened it; both expire. It is *open*
@@ -21,7 +21,7 @@ and *failing* from the moment anything goes wrong until its last write has ended
 If some target has not been heard of by then, the room is kept as *over* for a
 while, so that a late offer is refused at once; that expires too.
 
-**A lane** is what a source owes one target in one room. It is *sending* until
+**A outbound** is what a source owes one target in one room. It is *sending* until
 everything is written, *closed* while the target's Complete is awaited, and
 *draining* while writes of a failed room are still in flight.
 
@@ -63,7 +63,7 @@ LINK: dict[tuple[LinkState, LinkStep], LinkState] = {
 }
 
 
-class LegState(StrEnum):
+class InboundState(StrEnum):
     """Where a target's expectation of one source stands."""
 
     CONNECTING = "connecting"
@@ -74,8 +74,8 @@ class LegState(StrEnum):
     QUIET = "quiet"
 
 
-class LegStep(StrEnum):
-    """What changes a leg."""
+class InboundStep(StrEnum):
+    """What changes a inbound."""
 
     LINKED = "link is up, Offer sent"
     ACCEPTED = "Accept or any note came"
@@ -84,27 +84,27 @@ class LegStep(StrEnum):
     QUIET = "Drained came, or peer gone"
 
 
-LEG: dict[tuple[LegState, LegStep], LegState] = {
-    (LegState.CONNECTING, LegStep.LINKED): LegState.OFFERED,
-    (LegState.CONNECTING, LegStep.FAIL): LegState.QUIET,
-    (LegState.CONNECTING, LegStep.QUIET): LegState.QUIET,
-    (LegState.OFFERED, LegStep.ACCEPTED): LegState.ACCEPTED,
-    (LegState.OFFERED, LegStep.CLOSED): LegState.CLOSED,
-    (LegState.OFFERED, LegStep.FAIL): LegState.DRAINING,
-    (LegState.OFFERED, LegStep.QUIET): LegState.QUIET,
-    (LegState.ACCEPTED, LegStep.ACCEPTED): LegState.ACCEPTED,
-    (LegState.ACCEPTED, LegStep.CLOSED): LegState.CLOSED,
-    (LegState.ACCEPTED, LegStep.FAIL): LegState.DRAINING,
-    (LegState.ACCEPTED, LegStep.QUIET): LegState.QUIET,
-    (LegState.CLOSED, LegStep.ACCEPTED): LegState.CLOSED,
-    (LegState.CLOSED, LegStep.CLOSED): LegState.CLOSED,
-    (LegState.CLOSED, LegStep.FAIL): LegState.DRAINING,
-    (LegState.CLOSED, LegStep.QUIET): LegState.QUIET,
-    (LegState.DRAINING, LegStep.ACCEPTED): LegState.DRAINING,
-    (LegState.DRAINING, LegStep.CLOSED): LegState.DRAINING,
-    (LegState.DRAINING, LegStep.QUIET): LegState.QUIET,
-    (LegState.QUIET, LegStep.FAIL): LegState.QUIET,
-    (LegState.QUIET, LegStep.QUIET): LegState.QUIET,
+INBOUND: dict[tuple[InboundState, InboundStep], InboundState] = {
+    (InboundState.CONNECTING, InboundStep.LINKED): InboundState.OFFERED,
+    (InboundState.CONNECTING, InboundStep.FAIL): InboundState.QUIET,
+    (InboundState.CONNECTING, InboundStep.QUIET): InboundState.QUIET,
+    (InboundState.OFFERED, InboundStep.ACCEPTED): InboundState.ACCEPTED,
+    (InboundState.OFFERED, InboundStep.CLOSED): InboundState.CLOSED,
+    (InboundState.OFFERED, InboundStep.FAIL): InboundState.DRAINING,
+    (InboundState.OFFERED, InboundStep.QUIET): InboundState.QUIET,
+    (InboundState.ACCEPTED, InboundStep.ACCEPTED): InboundState.ACCEPTED,
+    (InboundState.ACCEPTED, InboundStep.CLOSED): InboundState.CLOSED,
+    (InboundState.ACCEPTED, InboundStep.FAIL): InboundState.DRAINING,
+    (InboundState.ACCEPTED, InboundStep.QUIET): InboundState.QUIET,
+    (InboundState.CLOSED, InboundStep.ACCEPTED): InboundState.CLOSED,
+    (InboundState.CLOSED, InboundStep.CLOSED): InboundState.CLOSED,
+    (InboundState.CLOSED, InboundStep.FAIL): InboundState.DRAINING,
+    (InboundState.CLOSED, InboundStep.QUIET): InboundState.QUIET,
+    (InboundState.DRAINING, InboundStep.ACCEPTED): InboundState.DRAINING,
+    (InboundState.DRAINING, InboundStep.CLOSED): InboundState.DRAINING,
+    (InboundState.DRAINING, InboundStep.QUIET): InboundState.QUIET,
+    (InboundState.QUIET, InboundStep.FAIL): InboundState.QUIET,
+    (InboundState.QUIET, InboundStep.QUIET): InboundState.QUIET,
 }
 
 
@@ -145,7 +145,7 @@ SOURCE_ROOM: dict[tuple[RoomState, RoomStep], RoomState] = {
 }
 
 
-class LaneState(StrEnum):
+class OutboundState(StrEnum):
     """Where a source's duty to one target stands."""
 
     SENDING = "sending"
@@ -153,17 +153,17 @@ class LaneState(StrEnum):
     DRAINING = "draining"
 
 
-class LaneStep(StrEnum):
-    """What changes a lane."""
+class OutboundStep(StrEnum):
+    """What changes a outbound."""
 
     CLOSE = "all is written, Close sent"
     FAIL = "room fails"
 
 
-LANE: dict[tuple[LaneState, LaneStep], LaneState] = {
-    (LaneState.SENDING, LaneStep.CLOSE): LaneState.CLOSED,
-    (LaneState.SENDING, LaneStep.FAIL): LaneState.DRAINING,
-    (LaneState.CLOSED, LaneStep.FAIL): LaneState.DRAINING,
+OUTBOUND: dict[tuple[OutboundState, OutboundStep], OutboundState] = {
+    (OutboundState.SENDING, OutboundStep.CLOSE): OutboundState.CLOSED,
+    (OutboundState.SENDING, OutboundStep.FAIL): OutboundState.DRAINING,
+    (OutboundState.CLOSED, OutboundStep.FAIL): OutboundState.DRAINING,
 }
 
 

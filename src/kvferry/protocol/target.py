@@ -2,7 +2,7 @@
 
 A room is done when the ledger covers the plan and every source that was told
 of it has said Close. A room that fails reports so at once; its pages are
-released when every leg is quiet and every scatter has ended, and not before.
+released when every inbound is quiet and every scatter has ended, and not before.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from kvferry.plan.places import PoolMap
 from kvferry.protocol.admission import TargetAdmission
 from kvferry.protocol.credits import CreditBook
 from kvferry.protocol.declines import Declined, Declines
-from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
-    Barred,
     Cancel,
     Decline,
     Event,
-    NewLife,
+    PeerRestarted,
     Receive,
     Release,
     Report,
+    RoomBarred,
     Scattered,
 )
 from kvferry.protocol.handshake import TargetLinks
+from kvferry.protocol.inbound import ActiveScatters, InboundTransfer, InboundTransfers, TargetRoom
 from kvferry.protocol.ledger import Ledger
-from kvferry.protocol.legs import Leg, Legs, Scatters, TargetRoom
 from kvferry.protocol.links import Identity, Link, Plans
+from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import (
     MAX_CREDITS,
     MAX_PAGES,
@@ -55,7 +55,7 @@ from kvferry.protocol.messages import (
     Welcome,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
-from kvferry.protocol.states import LegState, LegStep, LinkState
+from kvferry.protocol.states import InboundState, InboundStep, LinkState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +64,17 @@ class TargetParts:
 
     links: type[TargetLinks] = TargetLinks
     admission: type[TargetAdmission] = TargetAdmission
-    legs: type[Legs] = Legs
+    inbounds: type[InboundTransfers] = InboundTransfers
     ledger: type[Ledger] = Ledger
     credits: type[CreditBook] = CreditBook
-    scatters: type[Scatters] = Scatters
+    scatters: type[ActiveScatters] = ActiveScatters
     declines: type[Declines] = Declines
 
 
 PARTS = TargetParts()
 
 
-class TargetMachine(Endpoint):
+class TargetMachine(Machine):
     """Every room of one target rank."""
 
     exposed: ClassVar[bool] = True
@@ -93,7 +93,7 @@ class TargetMachine(Endpoint):
         self.peers: TargetLinks = parts.links(identity, config, self.outbox, self, pools, staging)
         self.plans = Plans(identity.layout, sends=False)
         self.admission = parts.admission(self.rooms, self.plans, identity, config)
-        self.legs = parts.legs(self.rooms, self.peers, self.outbox)
+        self.inbounds = parts.inbounds(self.rooms, self.peers, self.outbox)
         self.credits = parts.credits(staging.num_slots, config.credits_per_source)
         self.scatters = parts.scatters(self.outbox)
         self.declines = parts.declines(config.max_early_rooms)
@@ -113,9 +113,9 @@ class TargetMachine(Endpoint):
                     self._fail(room, event.failure or given_up)
             case Decline():
                 self._on_decline(event)
-            case Barred():
+            case RoomBarred():
                 self.peers.barred(event)
-            case NewLife():
+            case PeerRestarted():
                 self.peers.new_life(event)
             case _:
                 super()._on_event(event)
@@ -127,13 +127,13 @@ class TargetMachine(Endpoint):
             case Close():
                 self._on_close(link, body)
             case Accept():
-                found = self.legs.find(link, body)
+                found = self.inbounds.find(link, body)
                 if found:
                     found[1].answered()
             case Want():
                 self._on_want(link, body)
             case Abort():
-                found = self.legs.find(link, body)
+                found = self.inbounds.find(link, body)
                 if found:
                     self._fail(found[0], body.failure)
             case Drained():
@@ -191,9 +191,9 @@ class TargetMachine(Endpoint):
         self.rooms[room.name] = room
         for source in plan.contacts(self.me.rank):
             link = self.peers.link_to(Peer(event.prefill.name, source), plan)
-            room.legs[source] = Leg(source, link, self.outbox.now)
+            room.inbounds[source] = InboundTransfer(source, link, self.outbox.now)
             if link.state is LinkState.UP:
-                self.legs.offer(room, room.legs[source])
+                self.inbounds.offer(room, room.inbounds[source])
 
     def _on_decline(self, event: Decline) -> None:
         if event.room in self.rooms:
@@ -221,46 +221,46 @@ class TargetMachine(Endpoint):
     def _link_up(self, link: Link) -> None:
         """Offer what waited for the link."""
         before = link.seq_out
-        for room, leg in self.legs.of(link):
-            if leg.state is LegState.CONNECTING:
-                self.legs.offer(room, leg)
+        for room, inbound in self.inbounds.of(link):
+            if inbound.state is InboundState.CONNECTING:
+                self.inbounds.offer(room, inbound)
         self._say_declines()
         if link.seq_out == before:
             # The source waits for a first frame with the whole session's name.
             self.peers.say(link, Heartbeat())
 
     def _on_want(self, link: Link, body: Want) -> None:
-        found = self.legs.find(link, body)
+        found = self.inbounds.find(link, body)
         if not found or found[0].failure:
             return
-        room, leg = found
-        leg.answered()
-        self.credits.want((room.name, leg.source), body.total, len(room.legs))
-        self._say_grant(room, leg)
+        room, inbound = found
+        inbound.answered()
+        self.credits.want((room.name, inbound.source), body.total, len(room.inbounds))
+        self._say_grant(room, inbound)
 
-    def _say_grant(self, room: TargetRoom, leg: Leg) -> None:
-        outstanding = self.credits.outstanding((room.name, leg.source))
+    def _say_grant(self, room: TargetRoom, inbound: InboundTransfer) -> None:
+        outstanding = self.credits.outstanding((room.name, inbound.source))
         promised = tuple(Credit(serial, slot) for serial, slot in outstanding.items())
         if promised:
-            self.peers.say(leg.link, Grant(room.name, room.generation, promised[:MAX_CREDITS]))
+            self.peers.say(inbound.link, Grant(room.name, room.generation, promised[:MAX_CREDITS]))
 
     def _on_arrived(self, link: Link, body: Arrived) -> None:
-        found = self.legs.find(link, body)
+        found = self.inbounds.find(link, body)
         if not found or found[0].failure:
             return
-        room, leg = found
-        if not room.may_come(leg, body, self.me.rank, self.staging.slot_bytes):
+        room, inbound = found
+        if not room.may_come(inbound, body, self.me.rank, self.staging.slot_bytes):
             text = f"{link.peer} sent what it does not owe, or more than a slot holds"
             self._fail(room, Failure.of(FailureCode.BAD_NOTE, text))
             return
-        leg.answered()
+        inbound.answered()
         if body.serial is None:
-            room.ledger.add_all(leg.source, body.blocks)
+            room.ledger.add_all(inbound.source, body.blocks)
             self._end_if_possible(room)
             return
-        slot = self.credits.use((room.name, leg.source), body.serial)
+        slot = self.credits.use((room.name, inbound.source), body.serial)
         if slot is not None:
-            self.scatters.begin(room, leg, body.blocks, slot, body.serial)
+            self.scatters.begin(room, inbound, body.blocks, slot, body.serial)
             self._end_if_possible(room)
 
     def _on_scattered(self, op: Op) -> None:
@@ -271,38 +271,38 @@ class TargetMachine(Endpoint):
             self._end_if_possible(done.room)
 
     def _on_close(self, link: Link, body: Close) -> None:
-        found = self.legs.find(link, body)
+        found = self.inbounds.find(link, body)
         if found is None:
             # The room ended here, and that was heard neither time. Say it again.
             self.peers.say(link, Complete(body.room, body.generation))
             return
-        room, leg = found
-        if room.failure or leg.state is LegState.QUIET:
+        room, inbound = found
+        if room.failure or inbound.state is InboundState.QUIET:
             return
         problem = room.ledger.problem(body)
-        if not all(room.ledger.owes(leg.source, block) for block in body.written):
+        if not all(room.ledger.owes(inbound.source, block) for block in body.written):
             text = f"{link.peer} wrote what it did not owe"
             problem = problem or Failure.of(FailureCode.BAD_NOTE, text)
         if problem:
             self._fail(room, problem)
             return
-        leg.step(LegStep.CLOSED)
-        leg.vouched = True
+        inbound.step(InboundStep.CLOSED)
+        inbound.confirmed = True
         if body.metadata is not None:
             room.metadata = body.metadata
-        room.ledger.close(leg.source)
-        room.ledger.add_all(leg.source, body.written)
+        room.ledger.close(inbound.source)
+        room.ledger.add_all(inbound.source, body.written)
         self._end_if_possible(room)
 
     def _on_drained(self, link: Link, body: Drained) -> None:
-        found = self.legs.find(link, body)
+        found = self.inbounds.find(link, body)
         if not found:
             self.declines.answered(link, body.room, body.generation)
             return
-        room, leg = found
-        if body.heard >= leg.offer_seq:
+        room, inbound = found
+        if body.heard >= inbound.offer_seq:
             # No Offer can reach the source after it said this.
-            self._quiet(room, leg)
+            self._quiet(room, inbound)
         self._fail(room, body.failure)
 
     # ------------------------------------------------------------ ends
@@ -312,22 +312,25 @@ class TargetMachine(Endpoint):
         if room.failure is None:
             room.failure = failure
             self.outbox.do(Report(room.name, failure))
-            for leg in room.legs.values():
-                if leg.state is LegState.CONNECTING and leg.link.state is LinkState.GREETING:
+            for inbound in room.inbounds.values():
+                if (
+                    inbound.state is InboundState.CONNECTING
+                    and inbound.link.state is LinkState.GREETING
+                ):
                     # It never had an offer: have it told, once it can be reached.
-                    self.declines.add(Declined(leg.link, room.name, room.generation, failure))
-                leg.step(LegStep.FAIL)
-                if leg.link.state is LinkState.GONE:
-                    self._quiet(room, leg)
-                elif leg.state is LegState.DRAINING:
-                    self.legs.abort(room, leg)
-                self.credits.stop((room.name, leg.source))
+                    self.declines.add(Declined(inbound.link, room.name, room.generation, failure))
+                inbound.step(InboundStep.FAIL)
+                if inbound.link.state is LinkState.GONE:
+                    self._quiet(room, inbound)
+                elif inbound.state is InboundState.DRAINING:
+                    self.inbounds.abort(room, inbound)
+                self.credits.stop((room.name, inbound.source))
         self._end_if_possible(room)
 
-    def _quiet(self, room: TargetRoom, leg: Leg) -> None:
+    def _quiet(self, room: TargetRoom, inbound: InboundTransfer) -> None:
         """Proof: this source writes nothing more for this room."""
-        leg.step(LegStep.QUIET)
-        self.credits.settle((room.name, leg.source))
+        inbound.step(InboundStep.QUIET)
+        self.credits.settle((room.name, inbound.source))
 
     def _end_if_possible(self, room: TargetRoom) -> None:
         """End a room that is complete, or that has failed and is not written any more."""
@@ -336,41 +339,41 @@ class TargetMachine(Endpoint):
         if room.failure is None:
             if not room.ledger.complete:
                 return
-            for leg in room.legs.values():
-                self.legs.complete(room, leg)
+            for inbound in room.inbounds.values():
+                self.inbounds.complete(room, inbound)
             self.outbox.do(Report(room.name, Done(room.metadata)))
-        elif not self.legs.is_quiet(room):
+        elif not self.inbounds.is_quiet(room):
             return
-        for leg in room.legs.values():
-            self.credits.settle((room.name, leg.source))
+        for inbound in room.inbounds.values():
+            self.credits.settle((room.name, inbound.source))
         del self.rooms[room.name]
-        for leg in room.legs.values():
-            self.peers.drop_if_unneeded(leg.link)
+        for inbound in room.inbounds.values():
+            self.peers.drop_if_unneeded(inbound.link)
         self.outbox.do(Release(room.name))
 
     def link_lost(self, link: Link, failure: Failure) -> None:
         """Fail the rooms that a lost source still owes something."""
         self.declines.lost(link)
-        for room, leg in self.legs.of(link):
+        for room, inbound in self.inbounds.of(link):
             # A source that has closed, and from which nothing is missing, may go.
-            if leg.state is not LegState.CLOSED or room.ledger.missing(leg.source):
+            if inbound.state is not InboundState.CLOSED or room.ledger.missing(inbound.source):
                 self._fail(room, failure)
 
     def link_gone(self, link: Link) -> None:
         """That source writes nothing any more."""
-        for room, leg in self.legs.of(link):
+        for room, inbound in self.inbounds.of(link):
             if room.failure:
-                self._quiet(room, leg)
+                self._quiet(room, inbound)
                 self._end_if_possible(room)
 
     def link_needed(self, link: Link) -> bool:
         """Whether a room still waits for that source."""
-        return any(leg.state is not LegState.QUIET for _, leg in self.legs.of(link))
+        return any(inbound.state is not InboundState.QUIET for _, inbound in self.inbounds.of(link))
 
     def _settle(self) -> None:
         for name, source in self.credits.grant():
             room = self.rooms[name]
-            self._say_grant(room, room.legs[source])
+            self._say_grant(room, room.inbounds[source])
 
     # ------------------------------------------------------------ time
 
@@ -379,22 +382,22 @@ class TargetMachine(Endpoint):
         for room in list(self.rooms.values()):
             if room.failure is None and self.outbox.now >= room.deadline:
                 self._fail(room, room.expired())
-            for leg in room.legs.values():
-                if self.outbox.now >= self.legs.repeat_at(leg):
-                    serials = tuple(self.credits.outstanding((room.name, leg.source)))
-                    self.legs.repeat(room, leg, serials)
+            for inbound in room.inbounds.values():
+                if self.outbox.now >= self.inbounds.repeat_at(inbound):
+                    serials = tuple(self.credits.outstanding((room.name, inbound.source)))
+                    self.inbounds.repeat(room, inbound, serials)
 
     def _timers(self) -> Iterable[float]:
         yield from self.declines.timers(self.config.resend_s)
         for room in self.rooms.values():
             if room.failure is None:
                 yield room.deadline
-            yield from map(self.legs.repeat_at, room.legs.values())
+            yield from map(self.inbounds.repeat_at, room.inbounds.values())
 
     def check(self) -> None:
         """Check the invariants of every part."""
         self.peers.check()
-        self.legs.check()
+        self.inbounds.check()
         self.credits.check()
         self.scatters.check()
         self.declines.check()

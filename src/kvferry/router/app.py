@@ -12,15 +12,15 @@ from aiohttp import web
 from kvferry import ClusterKey
 from kvferry.dashboard.routes import PageRoutes, is_guarded
 from kvferry.http.api_errors import ApiError, json_response, of_refusal
+from kvferry.router.adapters import adapter_of
 from kvferry.router.bodies import Defaults, new_id, read_ask
-from kvferry.router.dialects import dialect_of
 from kvferry.router.forward import Forwarder
-from kvferry.router.lookout import RouterLookout
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions, named_url
-from kvferry.router.roster import Announced, Roster, Worker, WorkerPart
+from kvferry.router.status import RouterStatus
 from kvferry.router.upstream import ended
 from kvferry.router.watch import Watch
+from kvferry.router.worker_pool import Announced, Worker, WorkerPool, WorkerRole
 from kvferry.security.tokens import token_problem
 
 log = logging.getLogger("kvferry.router")
@@ -37,22 +37,22 @@ class Router:
     """Routes, and what stands behind them for as long as the application runs."""
 
     def __init__(self, options: RouterOptions, key: ClusterKey | None = None) -> None:
-        dialect = dialect_of(options.engine)
+        adapter = adapter_of(options.engine)
         fixed = [
             Announced(url, part, name)
             for part, urls in (
-                (WorkerPart.PREFILL, options.prefill_urls),
-                (WorkerPart.DECODE, options.decode_urls),
+                (WorkerRole.PREFILL, options.prefill_urls),
+                (WorkerRole.DECODE, options.decode_urls),
             )
             for name, url in map(named_url, urls)
         ]
         self._options = options
-        self.roster = Roster(options.policy, options.lost_s, fixed)
-        self.metrics = RouterMetrics(self.roster)
-        self._dialect = dialect
-        self._forwarder = Forwarder(options, self.roster, self.metrics, dialect, key)
-        self._watch = Watch(options, self.roster, key, dialect.ask_health)
-        self._lookout = RouterLookout(options.rendezvous, self.roster, key)
+        self.pool = WorkerPool(options.policy, options.lost_s, fixed)
+        self.metrics = RouterMetrics(self.pool)
+        self._adapter = adapter
+        self._forwarder = Forwarder(options, self.pool, self.metrics, adapter, key)
+        self._watch = Watch(options, self.pool, key, adapter.ask_health)
+        self._lookout = RouterStatus(options.discovery, self.pool, key)
         self._key = key.http if key is not None else None
         self._since = int(time.time())
 
@@ -133,14 +133,14 @@ class Router:
         except TimeoutError:
             raise ApiError(408, "the body did not come in time", code="slow") from None
         header = request.headers.get(FAILURE_HEADER)
-        seed = new_id() if self._dialect.needs_seed else None
+        seed = new_id() if self._adapter.needs_seed else None
         defaults = Defaults(self._model, self._options.on_failure, seed)
         ask = read_ask(request.path, data, header, defaults)
         return await self._forwarder.answer(request, ask)
 
     def _model(self, asked: str | None) -> str:
         """The model that is meant: the one that is named, or the only one."""
-        models = self.roster.models()
+        models = self.pool.models()
         if not models:
             message = "no decode worker is up; start one, or wait"
             raise ApiError(503, message, code="no_decode_worker")
@@ -153,7 +153,7 @@ class Router:
         raise ApiError(status, message, code="model_not_found", param="model")
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        data = [self._described(model) for model in self.roster.models()]
+        data = [self._described(model) for model in self.pool.models()]
         return json_response({"object": "list", "data": data})
 
     async def _one_model(self, request: web.Request) -> web.Response:
@@ -165,7 +165,7 @@ class Router:
     # ------------------------------------------------------------ what operators ask
 
     async def _health(self, request: web.Request) -> web.Response:
-        workers = [_shown(worker) for worker in self.roster.workers]
+        workers = [_shown(worker) for worker in self.pool.workers]
         return json_response({"role": "router", "status": "ok", "workers": workers})
 
     async def _text(self, request: web.Request) -> web.Response:

@@ -15,21 +15,21 @@ from aiohttp import web
 
 from kvferry import ClusterKey
 from kvferry.http.api_errors import JSON, ApiError
+from kvferry.router.adapters import EngineAdapter
 from kvferry.router.bodies import ClientAsk, new_id
-from kvferry.router.dialects import Dialect
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import OnFailure, RouterOptions
-from kvferry.router.roster import Roster, Worker, WorkerPart
 from kvferry.router.streams import relay
 from kvferry.router.upstream import (
-    Blame,
     Failed,
+    FaultDomain,
     Opened,
     Upstream,
     ended,
     is_prefills,
     new_session,
 )
+from kvferry.router.worker_pool import Worker, WorkerPool, WorkerRole
 from kvferry.telemetry.logs.context import in_room
 
 log = logging.getLogger("kvferry.router")
@@ -43,7 +43,7 @@ EXPLAIN_S = 1.0
 
 
 @dataclass(slots=True)
-class Tried:
+class TriedWorkers:
     """What one request has been through."""
 
     attempts: int = 0
@@ -53,19 +53,21 @@ class Tried:
     failure: Failed | None = None
 
 
-class Pair(NamedTuple):
+class WorkerPair(NamedTuple):
     """Who answers; without a prefill worker, decode does it all."""
 
     prefill: Worker | None
     decode: Worker
 
 
-def next_try(tried: Tried, failure: Failed, on_failure: OnFailure, most_attempts: int) -> bool:
+def next_try(
+    tried: TriedWorkers, failure: Failed, on_failure: OnFailure, most_attempts: int
+) -> bool:
     """Take note of a failure; say whether to try again."""
     tried.failure = failure
-    if failure.blame is Blame.REQUEST or on_failure is OnFailure.FAIL:
+    if failure.fault_domain is FaultDomain.REQUEST or on_failure is OnFailure.FAIL:
         return False
-    tried.losses += failure.blame is Blame.LOST
+    tried.losses += failure.fault_domain is FaultDomain.LOST
     if tried.losses > MOST_LOSSES:
         return False
     if is_prefills(failure) and on_failure is OnFailure.LOCAL:
@@ -73,27 +75,27 @@ def next_try(tried: Tried, failure: Failed, on_failure: OnFailure, most_attempts
     return tried.attempts < most_attempts
 
 
-def choose(roster: Roster, ask: ClientAsk, tried: Tried) -> Pair:
+def choose(pool: WorkerPool, ask: ClientAsk, tried: TriedWorkers) -> WorkerPair:
     """The next pair, or an ``ApiError`` that says why there is none."""
-    decode = roster.choose(WorkerPart.DECODE, ask.model, tried.avoid)
+    decode = pool.choose(WorkerRole.DECODE, ask.model, tried.avoid)
     if decode is None:
-        raise _no_worker(tried, WorkerPart.DECODE, "start one, or wait until one is up")
+        raise _no_worker(tried, WorkerRole.DECODE, "start one, or wait until one is up")
     if tried.local:
-        return Pair(None, decode)
-    prefill = roster.choose(WorkerPart.PREFILL, ask.model, tried.avoid)
+        return WorkerPair(None, decode)
+    prefill = pool.choose(WorkerRole.PREFILL, ask.model, tried.avoid)
     if prefill is None and ask.on_failure is OnFailure.RETRY and _lost_the_cache(tried):
         # Its ranks may have just restarted, and the next room meets the new ones.
-        prefill = roster.choose(WorkerPart.PREFILL, ask.model)
+        prefill = pool.choose(WorkerRole.PREFILL, ask.model)
     if prefill is None and ask.on_failure is not OnFailure.LOCAL:
-        raise _no_worker(tried, WorkerPart.PREFILL, "start one, or allow on_failure=local")
-    return Pair(prefill, decode)
+        raise _no_worker(tried, WorkerRole.PREFILL, "start one, or allow on_failure=local")
+    return WorkerPair(prefill, decode)
 
 
-def _lost_the_cache(tried: Tried) -> bool:
-    return tried.failure is not None and tried.failure.blame is Blame.TRANSFER
+def _lost_the_cache(tried: TriedWorkers) -> bool:
+    return tried.failure is not None and tried.failure.fault_domain is FaultDomain.TRANSFER
 
 
-def _no_worker(tried: Tried, part: WorkerPart, remedy: str) -> ApiError:
+def _no_worker(tried: TriedWorkers, part: WorkerRole, remedy: str) -> ApiError:
     if tried.failure is not None:
         return given_up(tried.failure)
     return ApiError(503, f"no {part} worker is up; {remedy}", code=f"no_{part}_worker")
@@ -110,15 +112,15 @@ class Forwarder:
     def __init__(
         self,
         options: RouterOptions,
-        roster: Roster,
+        pool: WorkerPool,
         metrics: RouterMetrics,
-        dialect: Dialect,
+        adapter: EngineAdapter,
         key: ClusterKey | None = None,
     ) -> None:
         self._options = options
         self._key = key
-        self._dialect = dialect
-        self._roster = roster
+        self._adapter = adapter
+        self._pool = pool
         self._metrics = metrics
         self._session: aiohttp.ClientSession | None = None
         self._stragglers: set[asyncio.Task[Any]] = set()
@@ -142,12 +144,12 @@ class Forwarder:
                 raise ApiError(504, f"no answer came within {seconds}", code="deadline") from None
             return await _pass_on(request, ask, pair, opened, deadline)
 
-    async def _open(self, upstream: Upstream, ask: ClientAsk) -> tuple[Pair, Opened]:
+    async def _open(self, upstream: Upstream, ask: ClientAsk) -> tuple[WorkerPair, Opened]:
         """Try until an answer begins; an ``ApiError`` when there is nothing left to try."""
-        tried = Tried()
+        tried = TriedWorkers()
         while True:
-            tried.local = tried.local or not self._dialect.splits(ask)
-            pair = choose(self._roster, ask, tried)
+            tried.local = tried.local or not self._adapter.splits(ask)
+            pair = choose(self._pool, ask, tried)
             tried.attempts += 1
             outcome = await self._attempt(upstream, ask, pair)
             self._metrics.attempt(outcome)
@@ -155,31 +157,33 @@ class Forwarder:
                 return pair, outcome
             log.log(
                 # A request that a worker calls wrong is its client's mistake.
-                logging.INFO if outcome.blame is Blame.REQUEST else logging.WARNING,
-                "attempt-failed worker=%s blame=%s message=%r",
+                logging.INFO if outcome.fault_domain is FaultDomain.REQUEST else logging.WARNING,
+                "attempt-failed worker=%s fault_domain=%s message=%r",
                 outcome.worker.url,
-                outcome.blame.name,
+                outcome.fault_domain.name,
                 outcome.message,
             )
             tried.avoid.add(_at_fault(pair, outcome).url)
             if not next_try(tried, outcome, ask.on_failure, self._options.attempts):
                 raise given_up(outcome)
 
-    async def _attempt(self, upstream: Upstream, ask: ClientAsk, pair: Pair) -> Opened | Failed:
-        dialect = self._dialect
+    async def _attempt(
+        self, upstream: Upstream, ask: ClientAsk, pair: WorkerPair
+    ) -> Opened | Failed:
+        adapter = self._adapter
         if pair.prefill is None:
             in_room(None)
-            return await upstream.ask(pair.decode, ask.path, dialect.whole(ask), stream=ask.stream)
+            return await upstream.ask(pair.decode, ask.path, adapter.whole(ask), stream=ask.stream)
         room, room_s = new_id(), self._options.room_s
         in_room(room)
-        prompt = dialect.for_prefill(ask, room, room_s)
-        answer = dialect.for_decode(ask, room, pair.prefill.name, room_s)
-        headers = dialect.headers(pair.prefill.name, room)
+        prompt = adapter.for_prefill(ask, room, room_s)
+        answer = adapter.for_decode(ask, room, pair.prefill.name, room_s)
+        headers = adapter.headers(pair.prefill.name, room)
         first = asyncio.create_task(self._prefill(pair.prefill, ask.path, prompt, headers))
         second = asyncio.create_task(upstream.ask(pair.decode, ask.path, answer, stream=ask.stream))
         outcome: Opened | Failed | None = None
         try:
-            outcome = dialect.judged(await _decided(first, second))
+            outcome = adapter.judged(await _decided(first, second))
             return outcome
         finally:
             if isinstance(outcome, Opened):
@@ -187,7 +191,7 @@ class Forwarder:
                 self._later(first)
             else:
                 await ended(first, second)
-                if dialect.gives_up:
+                if adapter.gives_up:
                     self._later(asyncio.create_task(upstream.give_up(pair.prefill, room)))
 
     def _later(self, task: asyncio.Task[Any]) -> None:
@@ -205,7 +209,7 @@ class Forwarder:
                     return await upstream.ask(worker, path, body, stream=False, headers=headers)
         except TimeoutError:
             message = f"the {worker} did not answer within {self._options.room_s:g} s"
-            return Failed(worker, Blame.WORKER, message, 504, "deadline")
+            return Failed(worker, FaultDomain.WORKER, message, 504, "deadline")
 
 
 async def _decided(
@@ -219,20 +223,20 @@ async def _decided(
     if not second.done() and isinstance(first.result(), Failed):
         return first.result()
     outcome = await second
-    if isinstance(outcome, Failed) and outcome.blame is Blame.TRANSFER:
+    if isinstance(outcome, Failed) and outcome.fault_domain is FaultDomain.TRANSFER:
         await asyncio.wait({first}, timeout=EXPLAIN_S)
         if first.done() and isinstance(first.result(), Failed):
             return first.result()
     return outcome
 
 
-def _at_fault(pair: Pair, failure: Failed) -> Worker:
+def _at_fault(pair: WorkerPair, failure: Failed) -> Worker:
     """Whom the next attempt does without."""
     return pair.prefill if is_prefills(failure) and pair.prefill else failure.worker
 
 
 async def _pass_on(
-    request: web.Request, ask: ClientAsk, pair: Pair, opened: Opened, deadline: float
+    request: web.Request, ask: ClientAsk, pair: WorkerPair, opened: Opened, deadline: float
 ) -> web.StreamResponse:
     headers = {DECODE_HEADER: pair.decode.name}
     if pair.prefill is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvferry.router.roster import Roster, WorkerPart
 from kvferry.router.upstream import Failed, Opened
+from kvferry.router.worker_pool import WorkerPool, WorkerRole
 
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -13,8 +13,8 @@ BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 class RouterMetrics:
     """Counters of one router, in a registry of its own."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "kvferry_router_requests",
@@ -50,13 +50,13 @@ class RouterMetrics:
 
     def attempt(self, outcome: Opened | Failed) -> None:
         """Count one attempt."""
-        kind = "answered" if isinstance(outcome, Opened) else outcome.blame.name.lower()
+        kind = "answered" if isinstance(outcome, Opened) else outcome.fault_domain.name.lower()
         self._attempts.labels(kind).inc()
 
     def text(self) -> bytes:
         """All of them, with the workers of this moment."""
-        for part in WorkerPart:
-            workers = [worker for worker in self._roster.workers if worker.part is part]
+        for part in WorkerRole:
+            workers = [worker for worker in self._pool.workers if worker.part is part]
             num_up = sum(worker.up for worker in workers)
             self._workers.labels(part, "up").set(num_up)
             self._workers.labels(part, "down").set(len(workers) - num_up)

@@ -9,7 +9,7 @@ import msgspec
 from kvferry import InputError, checked_address
 
 
-class Policy(StrEnum):
+class BalancePolicy(StrEnum):
     """How a worker is chosen among those that are up."""
 
     ROUND_ROBIN = "round-robin"
@@ -42,24 +42,24 @@ MOST_MISSES = 2
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A router. It finds workers at the rendezvous and at the addresses it is given.
+    """A router. It finds workers at the discovery service and at the addresses it is given.
 
     ``deadline_s`` bounds a whole request and ``room_s`` one attempt's prompt and
     transfer. A worker that has not said that it is well for ``lost_s`` is given up
     with everything that it was asked for; one that misses two checks is left out before.
-    vLLM's prefill workers are given as ``NAME=URL``, with their instance's name at the rendezvous,
+    vLLM's prefill workers are given as ``NAME=URL``, with their instance's name at discovery,
     or ``NAME*N=URL`` where N data-parallel replicas share the address; SGLang's with their
     bootstrap address as the name.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    rendezvous: str | None = None
+    discovery: str | None = None
     key: str | None = None
     engine: EngineName = EngineName.KVFERRY
     prefill_urls: tuple[str, ...] = ()
     decode_urls: tuple[str, ...] = ()
-    policy: Policy = Policy.LEAST_LOADED
+    policy: BalancePolicy = BalancePolicy.LEAST_LOADED
     on_failure: OnFailure = OnFailure.LOCAL
     attempts: int = 3
     deadline_s: float = 600.0

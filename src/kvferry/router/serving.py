@@ -8,7 +8,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable
 
-from kvferry import bindable
+from kvferry import checked_bind_address
 from kvferry.http.connections import Connections
 from kvferry.http.limits import limits_here
 from kvferry.http.listening import bound, http_url, key_in
@@ -27,7 +27,7 @@ FILES_EACH = 4
 async def serving(options: RouterOptions) -> AsyncIterator[str]:
     """Serve for as long as the block lasts, at the address that it is given."""
     key = key_in(options.key)
-    address = bindable(options.host, options.port, key)
+    address = checked_bind_address(options.host, options.port, key)
     listener = bound(address, options.port)
     url = http_url(address, listener)
     router = Router(options, key)

@@ -18,7 +18,7 @@ import aiohttp
 
 from kvferry import ClusterKey, KvferryError
 from kvferry.http.api_errors import JSON, told
-from kvferry.router.roster import Worker, WorkerPart
+from kvferry.router.worker_pool import Worker, WorkerRole
 from kvferry.security.signing import sign
 from kvferry.telemetry.logs.context import onward
 
@@ -35,7 +35,7 @@ REQUEST_FAILED = ("sampling_failed", "request_broke_worker")
 BUSY = (408, 429)
 
 
-class Blame(Enum):
+class FaultDomain(Enum):
     """Cause of a failed attempt, by which the forwarder decides what to try next.
 
     LOST: a worker vanished while it had the request. It may have been killed, and the request
@@ -52,7 +52,7 @@ class Failed(NamedTuple):
     """A worker gave no answer. ``document`` is its own error, if it gave one."""
 
     worker: Worker
-    blame: Blame
+    fault_domain: FaultDomain
     message: str
     status: int = 502
     code: str = "worker_failed"
@@ -113,9 +113,9 @@ class Upstream:
             with worker.asked():
                 return await unless_lost(worker, self._ask(worker, path, body, stream, more))
         except NotConnected as error:
-            return Failed(worker, Blame.WORKER, str(error))
+            return Failed(worker, FaultDomain.WORKER, str(error))
         except WorkerBroke as error:
-            return Failed(worker, Blame.LOST, str(error))
+            return Failed(worker, FaultDomain.LOST, str(error))
 
     async def _ask(
         self, worker: Worker, path: str, body: bytes, stream: bool, headers: dict[str, str]
@@ -218,20 +218,20 @@ async def _read_all(response: aiohttp.ClientResponse) -> bytes:
 def _refusal(worker: Worker, status: int, document: bytes) -> Failed:
     code, message = told(document)
     if not message:
-        return Failed(worker, Blame.WORKER, f"the {worker} answered with status {status}")
+        return Failed(worker, FaultDomain.WORKER, f"the {worker} answered with status {status}")
     if status == 401:
         # The worker's business with this router, and not the client's.
-        return Failed(worker, Blame.WORKER, f"the {worker} refuses: {message}", code=code)
-    blame = Blame.WORKER
+        return Failed(worker, FaultDomain.WORKER, f"the {worker} refuses: {message}", code=code)
+    fault_domain = FaultDomain.WORKER
     if code == TRANSFER_FAILED:
-        blame = Blame.TRANSFER
+        fault_domain = FaultDomain.TRANSFER
     elif code == WORKER_LOST:
-        blame = Blame.LOST
+        fault_domain = FaultDomain.LOST
     elif code in REQUEST_FAILED or (400 <= status < 500 and status not in BUSY):
-        blame = Blame.REQUEST
-    return Failed(worker, blame, message, status, code, document)
+        fault_domain = FaultDomain.REQUEST
+    return Failed(worker, fault_domain, message, status, code, document)
 
 
 def is_prefills(failure: Failed) -> bool:
     """Whether another prefill worker, or none, may help."""
-    return failure.blame is Blame.TRANSFER or failure.worker.part is WorkerPart.PREFILL
+    return failure.fault_domain is FaultDomain.TRANSFER or failure.worker.part is WorkerRole.PREFILL

@@ -1,6 +1,6 @@
-"""The watch that keeps the roster true: asks the rendezvous who there is, each worker how it is.
+"""The watch that keeps the pool true: asks discovery who there is, each worker how it is.
 
-While the rendezvous is away, who was known stays known.
+While the discovery service is away, who was known stays known.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from yarl import URL
 
 from kvferry import ClusterKey, InputError, InstanceView, KvferryError, RequestSigner, Summaries
 from kvferry.router.options import RouterOptions, checked_url
-from kvferry.router.roster import (
+from kvferry.router.upstream import ended, new_session
+from kvferry.router.worker_pool import (
     Announced,
     Health,
-    Roster,
     Unwell,
     Worker,
-    WorkerPart,
+    WorkerPool,
+    WorkerRole,
 )
-from kvferry.router.upstream import ended, new_session
 from kvferry.security.signing import Introduction, new_nonce
 
 log = logging.getLogger("kvferry.router")
@@ -44,15 +44,15 @@ class Watch:
     def __init__(
         self,
         options: RouterOptions,
-        roster: Roster,
+        pool: WorkerPool,
         key: ClusterKey | None,
         ask: AskHealth,
     ) -> None:
         self._options = options
         self._ask = ask
-        self._roster = roster
+        self._pool = pool
         self._key = key.http if key is not None else None
-        self._signer = RequestSigner((options.rendezvous or "").rstrip("/"), key)
+        self._signer = RequestSigner((options.discovery or "").rstrip("/"), key)
         self._known: dict[str, tuple[str, Announced | None]] = {}
         self._away = False
         self._asking: dict[object, asyncio.Task[None]] = {}
@@ -72,9 +72,9 @@ class Watch:
 
     def _look(self, session: aiohttp.ClientSession) -> None:
         """Ask whoever has answered the last question. A slow one holds nobody up."""
-        if self._options.rendezvous is not None:
-            self._begin("rendezvous", self._listen, session, self._options.rendezvous)
-        for worker in self._roster.workers:
+        if self._options.discovery is not None:
+            self._begin("discovery", self._listen, session, self._options.discovery)
+        for worker in self._pool.workers:
             self._begin(worker, self._check, session, worker)
 
     def _begin(
@@ -84,7 +84,7 @@ class Watch:
             task = self._asking[whom] = asyncio.create_task(ask(*args))
             task.add_done_callback(lambda _: self._asking.pop(whom))
 
-    # ------------------------------------------------------------ the rendezvous
+    # ------------------------------------------------------------ the discovery service
 
     async def _listen(self, session: aiohttp.ClientSession, base: str) -> None:
         try:
@@ -92,13 +92,13 @@ class Watch:
                 announced = await self._announced(session, base)
         except (*UNUSABLE, TimeoutError) as error:
             if not self._away:
-                log.warning("rendezvous-away url=%s message=%r", base, str(error))
+                log.warning("discovery-away url=%s message=%r", base, str(error))
             self._away = True
             return
         if self._away:
-            log.info("rendezvous-back url=%s", base)
+            log.info("discovery-back url=%s", base)
         self._away = False
-        self._roster.hear(announced)
+        self._pool.hear(announced)
 
     async def _announced(self, session: aiohttp.ClientSession, base: str) -> list[Announced]:
         listing = msgspec.json.decode(
@@ -134,14 +134,14 @@ class Watch:
             async with asyncio.timeout(self._options.check_s):
                 health = await self._ask(session, worker, nonce)
                 self._demand_proof(health, nonce)
-            self._roster.well(worker, health, now())
+            self._pool.well(worker, health, now())
             if worker.up:
                 self._set_alarm(worker)
         except (aiohttp.ClientConnectorError, Unwell) as error:
-            self._roster.missed(worker, str(error), now(), sure=True)
+            self._pool.missed(worker, str(error), now(), sure=True)
         except (*UNUSABLE, TimeoutError) as error:
             problem = str(error) or "it does not answer"
-            self._roster.missed(worker, problem, now(), sure=False)
+            self._pool.missed(worker, problem, now(), sure=False)
         if worker.up != was_up:
             log.info("worker url=%s up=%s problem=%r", worker.url, worker.up, worker.problem)
 
@@ -167,17 +167,17 @@ class Watch:
             self._alarms[worker] = loop.call_at(again, self._ring, worker, again)
             return
         del self._alarms[worker]
-        self._roster.given_up(worker, when)
+        self._pool.given_up(worker, when)
 
 
 def announced(view: InstanceView) -> Announced | None:
     """What an instance says of itself, if it is a worker with an address."""
     for rank in view.ranks:
         url, role = rank.metadata.get("http"), rank.metadata.get("role")
-        if url and role in set(WorkerPart):
+        if url and role in set(WorkerRole):
             try:
                 name = rank.metadata.get("instance", view.name)
-                return Announced(checked_url(url), WorkerPart(role), name)
+                return Announced(checked_url(url), WorkerRole(role), name)
             except InputError:
                 log.warning("bad-address instance=%s url=%r", view.name, url)
     return None

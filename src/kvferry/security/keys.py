@@ -50,7 +50,7 @@ class ClusterKey:
     """A secret and what is derived from it. ``name`` may be shown; it says which key it is.
 
     ``server`` is the key pair of whoever binds a control channel, ``client`` of
-    whoever connects to one, and ``http`` signs requests to the rendezvous service.
+    whoever connects to one, and ``http`` signs requests to the discovery service.
     """
 
     __slots__ = ("_secret", "client", "http", "name", "server")
@@ -156,11 +156,11 @@ def _why(error: OSError | ValueError) -> str:
 # ---------------------------------------------------------------- where one may listen
 
 
-def bindable(host: str, port: int, key: ClusterKey | None) -> str:
-    """The numeric address to listen on; without a key, only where no other machine gets in."""
+def checked_bind_address(host: str, port: int, key: ClusterKey | None) -> str:
+    """The resolve_ip address to listen on; without a key, only where no other machine gets in."""
     if not 0 <= port < 1 << 16:
         raise InputError(f"a port is between 0 and 65535, not {port}; 0 takes any that is free")
-    address = numeric(host)
+    address = resolve_ip(host)
     if key is None and not ipaddress.ip_address(address).is_loopback:
         raise InputError(
             f"listening on {host} without a cluster key would let anyone in; "
@@ -169,7 +169,7 @@ def bindable(host: str, port: int, key: ClusterKey | None) -> str:
     return address
 
 
-def numeric(host: str) -> str:
+def resolve_ip(host: str) -> str:
     """The address of a host."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

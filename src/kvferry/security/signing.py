@@ -35,7 +35,7 @@ HEADER = re.compile(
 _REQUEST, _LIFE = "request", "life"
 
 
-class Doubt(StrEnum):
+class SignatureFault(StrEnum):
     """What is wrong with a request's signature."""
 
     UNSIGNED = "unsigned"
@@ -46,10 +46,10 @@ class Doubt(StrEnum):
     FULL = "full"
 
 
-class Complaint(NamedTuple):
+class SignatureRefused(NamedTuple):
     """Why a request is not let in, with a sentence for whoever sent it."""
 
-    doubt: Doubt
+    doubt: SignatureFault
     message: str
 
 
@@ -90,7 +90,7 @@ def mac(key: bytes, *lines: str) -> str:
     return hmac.new(key, "\n".join(lines).encode(), hashlib.sha256).hexdigest()
 
 
-class Guard:
+class RequestVerifier:
     """One life of a service: checks signatures, and remembers them while they would be good."""
 
     def __init__(self, key: bytes, max_nonces: int = MAX_NONCES) -> None:
@@ -107,33 +107,37 @@ class Guard:
 
     def check(
         self, header: str, method: str, target: str, body: bytes, now: float
-    ) -> Complaint | None:
+    ) -> SignatureRefused | None:
         """Why this request is not let in; None if it was signed with our key, for us, just now."""
         parts = HEADER.fullmatch(header)
         if parts is None:
-            return Complaint(Doubt.UNSIGNED, "this needs a cluster key; give it with --key or key=")
+            return SignatureRefused(
+                SignatureFault.UNSIGNED, "this needs a cluster key; give it with --key or key="
+            )
         life, time_s, nonce, signature = parts.groups()
         expected = _signature(self._key, life, method, target, body, time_s, nonce)
         if not hmac.compare_digest(signature, expected):
             text = "the request was signed with another cluster key; use the same file"
-            return Complaint(Doubt.OTHER_KEY, text)
+            return SignatureRefused(SignatureFault.OTHER_KEY, text)
         if life != self.life:
             text = "the request is for another service, or an earlier life of this one; ask again"
-            return Complaint(Doubt.OTHER_LIFE, text)
+            return SignatureRefused(SignatureFault.OTHER_LIFE, text)
         apart_s = abs(now - int(time_s))
         if apart_s > TOLERANCE_S:
             text = f"the request's clock differs by {apart_s:.0f} s; set both clocks"
-            return Complaint(Doubt.CLOCK, text)
+            return SignatureRefused(SignatureFault.CLOCK, text)
         return self._remember(nonce, int(time_s) + TOLERANCE_S, now)
 
-    def _remember(self, nonce: str, until: float, now: float) -> Complaint | None:
+    def _remember(self, nonce: str, until: float, now: float) -> SignatureRefused | None:
         if nonce in self._seen:
-            return Complaint(Doubt.REPLAYED, "the request was seen before; sign each one anew")
+            return SignatureRefused(
+                SignatureFault.REPLAYED, "the request was seen before; sign each one anew"
+            )
         # In order of arrival, which is nearly that of expiry; what is left goes a little later.
         while self._seen and next(iter(self._seen.values())) < now:
             self._seen.popitem(last=False)
         if len(self._seen) >= self._max_nonces:
             text = "too many requests in five minutes; use another service"
-            return Complaint(Doubt.FULL, text)
+            return SignatureRefused(SignatureFault.FULL, text)
         self._seen[nonce] = until
         return None

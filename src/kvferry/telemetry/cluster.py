@@ -1,7 +1,7 @@
 """The book of a cluster: the last views of its endpoints, and what they say together. Pure.
 
-The rendezvous has one. An endpoint tells its view every few seconds and is told in return
-what is wanted of it: more often while somebody looks, and stories of rooms that somebody has
+The discovery service has one. An endpoint tells its view every few seconds and is told in return
+what is wanted of it: more often while somebody looks, and traces of rooms that somebody has
 asked for. Time is given; one owner calls.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 from kvferry.layout.layout import Layout
 from kvferry.telemetry.clocks import Offset
 from kvferry.telemetry.reports import (
-    MAX_STORIES,
+    MAX_TRACES,
     ClusterView,
     EndpointView,
     FailureShown,
@@ -26,11 +26,11 @@ from kvferry.telemetry.reports import (
     LinkView,
     RankShown,
     RankState,
+    ReportRequest,
     RoomShown,
     RoomView,
-    Wishes,
 )
-from kvferry.telemetry.steps import RoomStory
+from kvferry.telemetry.steps import RoomTrace
 from kvferry.telemetry.waterfall import Waterfall, join
 
 MAX_ENDPOINTS = 16384
@@ -46,14 +46,14 @@ MISSED, GONE_S = 3.0, 30.0
 SHOWN_GONE_S = 600.0
 ASK_LASTS_S = 60.0
 MAX_ASKS = 64
-# Who asks for the picture after the document gets the same story.
+# Who asks for the picture after the document gets the same trace.
 STORY_FRESH_S = 2.0
 LIVING = (RankState.UP, RankState.TROUBLED)
 MOST_SHOWN, MOST_SLOW, MOST_FAILURES = 100, 10, 20
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownEndpoint:
     """An endpoint: its last view and the one before, when they came, and its layout."""
 
     view: EndpointView
@@ -80,13 +80,13 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A room whose stories are wanted: who was told so, and who has answered."""
+class _ReportRequests:
+    """A room whose traces are wanted: who was told so, and who has answered."""
 
     at: float
     told: set[str] = field(default_factory=set)
     answered: set[str] = field(default_factory=set)
-    stories: dict[str, RoomStory] = field(default_factory=dict)
+    traces: dict[str, RoomTrace] = field(default_factory=dict)
 
 
 class Registered(NamedTuple):
@@ -101,17 +101,17 @@ class Registered(NamedTuple):
     ranks: frozenset[int]
 
 
-class ClusterBook:
+class ClusterStatus:
     """Everything that endpoints have told."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
-        self._asks: dict[str, _Asked] = {}
+        self._known: dict[str, _KnownEndpoint] = {}
+        self._asks: dict[str, _ReportRequests] = {}
         self._looked_at = -inf
 
     # ------------------------------------------------------------ what endpoints say
 
-    def take(self, view: EndpointView, now: float) -> Wishes:
+    def take(self, view: EndpointView, now: float) -> ReportRequest:
         """A view has come; what is wanted of its endpoint."""
         # First: what it is asked for now, it answers with its next view.
         self._hear_stories(view)
@@ -120,31 +120,31 @@ class ClusterBook:
         if known is None or known.view.incarnation != view.incarnation:
             if known is None and len(self._known) >= MAX_ENDPOINTS:
                 return wishes
-            self._known[name] = _Known(view, now, wishes.every_s, layout=view.layout)
+            self._known[name] = _KnownEndpoint(view, now, wishes.every_s, layout=view.layout)
         else:
             known.before, known.view = known.view, view
             known.told_at, known.every_s = now, wishes.every_s
             known.layout = view.layout or known.layout
         return wishes
 
-    def _wishes(self, view: EndpointView, now: float) -> Wishes:
+    def _wishes(self, view: EndpointView, now: float) -> ReportRequest:
         known = self._known.get(view.name)
         has_layout = known is not None and known.view.incarnation == view.incarnation
         has_layout = (has_layout and known.layout is not None) if known else False
         rooms = [room for room, ask in self._asks.items() if view.name not in ask.told]
-        rooms = rooms[:MAX_STORIES]
+        rooms = rooms[:MAX_TRACES]
         for room in rooms:
             self._asks[room].told.add(view.name)
         looked = now - self._looked_at < LOOK_LASTS_S
         every_s = max(LOOKED_S if looked else UNLOOKED_S, len(self._known) / MOST_VIEWS_PER_S)
         wants_layout = not has_layout and view.layout is None
-        return Wishes(every_s=every_s, rooms=tuple(rooms), layout=wants_layout)
+        return ReportRequest(every_s=every_s, rooms=tuple(rooms), layout=wants_layout)
 
     def _hear_stories(self, view: EndpointView) -> None:
-        told = {story.room: story for story in view.stories}
+        told = {trace.room: trace for trace in view.traces}
         for room, ask in self._asks.items():
             if room in told:
-                ask.stories[view.name] = told[room]
+                ask.traces[view.name] = told[room]
                 ask.answered.add(view.name)
             elif view.name in ask.told:
                 ask.answered.add(view.name)
@@ -166,10 +166,10 @@ class ClusterBook:
             if now - ask.at > ASK_LASTS_S:
                 del self._asks[room]
 
-    # ------------------------------------------------------------ stories
+    # ------------------------------------------------------------ traces
 
     def ask(self, room: str, now: float) -> None:
-        """Somebody wants a room's story: have everybody tell it, unless they just have."""
+        """Somebody wants a room's trace: have everybody tell it, unless they just have."""
         self._looked_at = now
         asked = self._asks.get(room)
         if asked is not None and now - asked.at < STORY_FRESH_S:
@@ -177,7 +177,7 @@ class ClusterBook:
         self._asks.pop(room, None)
         while len(self._asks) >= MAX_ASKS:
             del self._asks[next(iter(self._asks))]
-        self._asks[room] = _Asked(now)
+        self._asks[room] = _ReportRequests(now)
 
     def is_told(self, room: str, now: float) -> bool:
         """Whether everybody who could has answered."""
@@ -186,12 +186,12 @@ class ClusterBook:
         return ask is None or living <= ask.answered
 
     def waterfall(self, room: str) -> Waterfall | None:
-        """A room's story, as far as it was told; None if nobody knows the room."""
+        """A room's trace, as far as it was told; None if nobody knows the room."""
         ask = self._asks.get(room)
-        if ask is None or not ask.stories:
+        if ask is None or not ask.traces:
             return None
         days = {name: known.view.wall - known.view.clock for name, known in self._known.items()}
-        return join(list(ask.stories.values()), self.offsets(), days)
+        return join(list(ask.traces.values()), self.offsets(), days)
 
     def offsets(self) -> dict[tuple[str, str], Offset]:
         """Every measurement of a clock by another."""
@@ -238,9 +238,9 @@ class ClusterBook:
 
 
 def _instances(
-    known: Mapping[str, _Known], registered: Mapping[str, Registered], now: float
+    known: Mapping[str, _KnownEndpoint], registered: Mapping[str, Registered], now: float
 ) -> tuple[InstanceShown, ...]:
-    by_instance: dict[str, dict[int, _Known]] = {}
+    by_instance: dict[str, dict[int, _KnownEndpoint]] = {}
     for one in known.values():
         by_instance.setdefault(one.view.instance, {})[one.view.rank] = one
     names = {*by_instance, *registered}
@@ -251,7 +251,7 @@ def _instances(
 
 
 def _instance(
-    name: str, told: Mapping[int, _Known], registered: Registered | None, now: float
+    name: str, told: Mapping[int, _KnownEndpoint], registered: Registered | None, now: float
 ) -> InstanceShown:
     newest = max(told.values(), key=lambda one: one.told_at).view if told else None
     role = newest.role if newest is not None else "source"
@@ -262,7 +262,7 @@ def _instance(
     ready = not down and (is_listed or role == "target")
     note = "" if ready else registered.note if registered and not is_listed else _lacking(down)
     if role == "source" and registered is None:
-        note = "not at the rendezvous any more"
+        note = "not at the discovery service any more"
     return InstanceShown(
         name=name,
         role=role,
@@ -279,7 +279,9 @@ def _lacking(down: list[int]) -> str:
     return f"nothing heard from rank {listed}" if down else "not complete"
 
 
-def _rank(rank: int, known: _Known | None, registered: Registered | None, now: float) -> RankShown:
+def _rank(
+    rank: int, known: _KnownEndpoint | None, registered: Registered | None, now: float
+) -> RankShown:
     is_registered = registered is not None and rank in registered.ranks
     if known is None:
         state = RankState.UP if is_registered else RankState.MISSING
@@ -313,7 +315,7 @@ def _rank(rank: int, known: _Known | None, registered: Registered | None, now: f
 # ---------------------------------------------------------------- links
 
 
-def _rates(known: _Known) -> dict[str, float]:
+def _rates(known: _KnownEndpoint) -> dict[str, float]:
     """Bytes per second to each peer, between the last two views."""
     if known.before is None or known.elapsed_s <= 0:
         return {}
@@ -330,7 +332,7 @@ def _total(link: LinkView) -> int:
     return sum(each.num_bytes for each in link.sent)
 
 
-def _rooms_per_s(known: _Known) -> float:
+def _rooms_per_s(known: _KnownEndpoint) -> float:
     """Rooms that ended, at targets, of which each instance counts by its rank 0."""
     view, before = known.view, known.before
     if view.role != "target" or view.rank != 0 or before is None or known.elapsed_s <= 0:
@@ -339,7 +341,7 @@ def _rooms_per_s(known: _Known) -> float:
     return max(0.0, ended / known.elapsed_s)
 
 
-def links_of(known: Mapping[str, _Known], now: float) -> tuple[LinkShown, ...]:
+def links_of(known: Mapping[str, _KnownEndpoint], now: float) -> tuple[LinkShown, ...]:
     """Every pair of a source and a target that know each other, once."""
     found: dict[tuple[str, str], LinkShown] = {}
     silent = {name for name, one in known.items() if one.state(now) not in LIVING}
@@ -356,39 +358,41 @@ def links_of(known: Mapping[str, _Known], now: float) -> tuple[LinkShown, ...]:
     return tuple(found[ends] for ends in sorted(found))
 
 
-def _link(ends: tuple[str, str], known: _Known, link: LinkView, rate: float) -> LinkShown:
+def _link(ends: tuple[str, str], known: _KnownEndpoint, link: LinkView, rate: float) -> LinkShown:
     return LinkShown(
         source=ends[0],
         target=ends[1],
         state=link.state,
         transport=link.transport or known.view.transport,
-        path=_path_of(known.before, link),
+        mode=_mode_of(known.before, link),
         bytes_per_s=rate,
         num_bytes=_total(link),
         clock_error_s=None if link.offset is None else link.offset.error_s,
     )
 
 
-def _path_of(before: EndpointView | None, link: LinkView) -> str:
-    """The path that carried most since the view before, or in all where nothing flows."""
+def _mode_of(before: EndpointView | None, link: LinkView) -> str:
+    """The mode that carried most since the view before, or in all where nothing flows."""
     was = {
-        each.path: each.num_bytes
+        each.mode: each.num_bytes
         for one in (before.links if before else ())
         if one.peer == link.peer
         for each in one.sent
     }
     if not link.sent:
         return ""
-    lately = max(link.sent, key=lambda each: each.num_bytes - was.get(each.path, 0))
-    if lately.num_bytes > was.get(lately.path, 0):
-        return lately.path
-    return max(link.sent, key=lambda each: each.num_bytes).path
+    lately = max(link.sent, key=lambda each: each.num_bytes - was.get(each.mode, 0))
+    if lately.num_bytes > was.get(lately.mode, 0):
+        return lately.mode
+    return max(link.sent, key=lambda each: each.num_bytes).mode
 
 
 # ---------------------------------------------------------------- rooms
 
 
-def _merged(told: Iterable[tuple[_Known, Iterable[RoomView]]], now: float) -> tuple[RoomShown, ...]:
+def _merged(
+    told: Iterable[tuple[_KnownEndpoint, Iterable[RoomView]]], now: float
+) -> tuple[RoomShown, ...]:
     """Each room once, the longest first, with everybody who has it."""
     found: dict[str, RoomShown] = {}
     for one, rooms in told:
@@ -411,7 +415,7 @@ def _status(had: str, new: str, role: str) -> str:
     return new if not had or role == "target" else had
 
 
-def _failures(known: Iterable[_Known], now: float) -> list[FailureShown]:
+def _failures(known: Iterable[_KnownEndpoint], now: float) -> list[FailureShown]:
     """The latest first. Of one room only whoever failed first: the others were told."""
     found: dict[str, FailureShown] = {}
     for one in known:

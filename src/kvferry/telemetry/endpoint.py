@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from kvferry.telemetry.metrics import Meter, Stats
+from kvferry.telemetry.metrics import EndpointMetrics, EndpointStats
 from kvferry.telemetry.observer import Observer, together
-from kvferry.telemetry.reports import EndpointView, Wishes
+from kvferry.telemetry.reports import EndpointView, ReportRequest
 from kvferry.telemetry.spans import SpanExporter, Traced, find_tracer
 from kvferry.telemetry.traces import TraceBuffer
 from kvferry.telemetry.views import ViewedLoop, endpoint_view
@@ -16,7 +16,7 @@ class EndpointTelemetry:
     """Metrics, traces and spans of one endpoint, each if it is wanted.
 
     ``observer`` is all of them together, with one of the application's own if there is one.
-    ``fixed`` has what never changes of the endpoint's view. ``story_steps`` of 0 turns traces
+    ``fixed`` has what never changes of the endpoint's view. ``trace_events`` of 0 turns traces
     and spans off.
     """
 
@@ -28,22 +28,22 @@ class EndpointTelemetry:
         *,
         transport: str,
         metrics: bool,
-        story_steps: int,
+        trace_events: int,
     ) -> None:
         self._fixed = fixed
-        self.meter = Meter(fixed.name, transport, registry) if metrics else None
-        self.traces = TraceBuffer(fixed.name, fixed.role, story_steps) if story_steps else None
-        tracer = find_tracer() if story_steps else None
-        self._spans = SpanExporter(tracer, story_steps) if tracer else None
+        self.meter = EndpointMetrics(fixed.name, transport, registry) if metrics else None
+        self.traces = TraceBuffer(fixed.name, fixed.role, trace_events) if trace_events else None
+        tracer = find_tracer() if trace_events else None
+        self._spans = SpanExporter(tracer, trace_events) if tracer else None
         self.observer = together(self.meter, self.traces, self._spans, own)
-        self.stats = self.meter.stats if self.meter else Stats()
+        self.stats = self.meter.stats if self.meter else EndpointStats()
 
     def start(self, traced: Traced) -> None:
         """Export spans, if somebody wants them."""
         if self._spans:
             self._spans.start(traced, f"kvferry-spans-{self._fixed.name}")
 
-    def view(self, loop: ViewedLoop, wishes: Wishes) -> EndpointView:
+    def view(self, loop: ViewedLoop, wishes: ReportRequest) -> EndpointView:
         """How the endpoint is. On the loop thread."""
         return endpoint_view(self._fixed, loop, self.meter, self.traces, wishes)
 

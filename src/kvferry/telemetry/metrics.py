@@ -16,7 +16,7 @@ from time import monotonic
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from kvferry.ids import Peer, Room
-from kvferry.plan.choose import Path
+from kvferry.plan.choose import TransferMode
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.protocol.states import LinkState
 from kvferry.telemetry.histograms import RATES, SECONDS, Buckets, HistogramTable
@@ -44,10 +44,10 @@ class _Metrics:
         self.rooms = counter(
             "rooms", "Rooms that ended, by outcome and reason", "outcome", "reason"
         )
-        self.writes = counter("writes", "Writes that ended well, by path", "path")
-        self.bytes = counter("bytes", "Bytes written to peers, by path", "path")
-        self.pieces = counter("pieces", "Contiguous pieces written, by path", "path")
-        self.seconds = counter("write_seconds", "Seconds that writes took, by path", "path")
+        self.writes = counter("writes", "Writes that ended well, by mode", "mode")
+        self.bytes = counter("bytes", "Bytes written to peers, by mode", "mode")
+        self.pieces = counter("pieces", "Contiguous pieces written, by mode", "mode")
+        self.seconds = counter("write_seconds", "Seconds that writes took, by mode", "mode")
         self.failed = counter("writes_failed", "Writes that did not end well, by fate", "fate")
         self.refusals = counter("refusals", "What was refused: frames, peers, connections", "what")
         self.credit_waits = counter("credit_waits", "Parcels written directly for want of a credit")
@@ -68,8 +68,8 @@ class _Metrics:
         )
         self.rates = HistogramTable(
             "kvferry_write_bytes_per_second",
-            "Bytes per second of single writes, by path",
-            (*LABELS, "path"),
+            "Bytes per second of single writes, by mode",
+            (*LABELS, "mode"),
             RATES,
             registry,
         )
@@ -90,8 +90,8 @@ def _metrics_of(registry: CollectorRegistry) -> _Metrics:
 
 
 @dataclass
-class PathStats:
-    """What one path has carried."""
+class ModeStats:
+    """What one mode has carried."""
 
     writes: int = 0
     num_bytes: int = 0
@@ -100,10 +100,12 @@ class PathStats:
 
 
 @dataclass
-class Stats:
+class EndpointStats:
     """One endpoint's own counts, for whoever holds it."""
 
-    paths: dict[Path, PathStats] = field(default_factory=lambda: {p: PathStats() for p in Path})
+    modes: dict[TransferMode, ModeStats] = field(
+        default_factory=lambda: {p: ModeStats() for p in TransferMode}
+    )
     rooms: Tally[str] = field(default_factory=Tally)
     refusals: Tally[str] = field(default_factory=Tally)
     broken: Tally[str] = field(default_factory=Tally)
@@ -113,7 +115,7 @@ class Stats:
     staging_used_bytes: int = 0
 
 
-class Meter(Observer):
+class EndpointMetrics(Observer):
     """One endpoint's series. Belongs to the loop thread."""
 
     def __init__(
@@ -123,25 +125,25 @@ class Meter(Observer):
         self._labels = (endpoint, transport)
         self._linked: set[str] = set()
         self._seen: Tally[str] = Tally()
-        self.stats = Stats()
-        # Bytes that were written to each peer, by path.
-        self.sent: dict[Peer, dict[Path, int]] = {}
+        self.stats = EndpointStats()
+        # Bytes that were written to each peer, by mode.
+        self.sent: dict[Peer, dict[TransferMode, int]] = {}
         # Looked up once: finding a series costs more than counting in it.
-        self._by_path: dict[tuple[str, Path], list[Counter]] = {}
+        self._by_mode: dict[tuple[str, TransferMode], list[Counter]] = {}
         self._ends: dict[str, Counter] = {}
-        for path in Path:
-            self._counters(transport, path)
+        for mode in TransferMode:
+            self._counters(transport, mode)
         self._stages: dict[str, Buckets] = {}
-        self._rates: dict[tuple[str, Path], Buckets] = {}
+        self._rates: dict[tuple[str, TransferMode], Buckets] = {}
 
-    def _counters(self, transport: str, path: Path) -> list[Counter]:
-        """Of what a transport has carried on a path: writes, bytes, pieces and seconds."""
-        found = self._by_path.get((transport, path))
+    def _counters(self, transport: str, mode: TransferMode) -> list[Counter]:
+        """Of what a transport has carried on a mode: writes, bytes, pieces and seconds."""
+        found = self._by_mode.get((transport, mode))
         if found is None:
-            metrics, labels = self._metrics, (self._labels[0], transport, path)
+            metrics, labels = self._metrics, (self._labels[0], transport, mode)
             counters = metrics.writes, metrics.bytes, metrics.pieces, metrics.seconds
             found = [counter.labels(*labels) for counter in counters]
-            self._by_path[transport, path] = found
+            self._by_mode[transport, mode] = found
         return found
 
     def room_ended(self, room: ObservedRoom, outcome: Outcome) -> None:
@@ -166,30 +168,30 @@ class Meter(Observer):
         if job.fate is not None:
             self._metrics.failed.labels(self._labels[0], transport, job.fate).inc()
             return
-        path, num_bytes, seconds = job.path, job.num_bytes, job.seconds
+        mode, num_bytes, seconds = job.mode, job.num_bytes, job.seconds
         peer = job.action.transfer.peer
-        paths = self.sent.get(peer)
-        if paths is None:
-            paths = self.sent[peer] = dict.fromkeys(Path, 0)
-        paths[path] += num_bytes
-        stats = self.stats.paths[path]
+        modes = self.sent.get(peer)
+        if modes is None:
+            modes = self.sent[peer] = dict.fromkeys(TransferMode, 0)
+        modes[mode] += num_bytes
+        stats = self.stats.modes[mode]
         stats.writes += 1
         stats.num_bytes += num_bytes
         stats.pieces += job.num_pieces
         stats.seconds += seconds
-        counters = self._counters(transport, path)
+        counters = self._counters(transport, mode)
         amounts = (1, num_bytes, job.num_pieces, seconds)
         for counter, amount in zip(counters, amounts, strict=True):
             counter.inc(amount)
         self._took("wire", seconds)
         if seconds > 0:
-            self._rates_of(transport, path).observe(num_bytes / seconds)
+            self._rates_of(transport, mode).observe(num_bytes / seconds)
 
-    def _rates_of(self, transport: str, path: Path) -> Buckets:
-        found = self._rates.get((transport, path))
+    def _rates_of(self, transport: str, mode: TransferMode) -> Buckets:
+        found = self._rates.get((transport, mode))
         if found is None:
-            found = self._metrics.rates.series(self._labels[0], transport, str(path))
-            self._rates[transport, path] = found
+            found = self._metrics.rates.series(self._labels[0], transport, str(mode))
+            self._rates[transport, mode] = found
         return found
 
     def copy(

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 from kvferry.ids import Peer, Room
 from kvferry.layout.intervals import Span
-from kvferry.plan.choose import Path
-from kvferry.protocol.events import Fate, Gather, Write
+from kvferry.plan.choose import TransferMode
+from kvferry.protocol.events import Gather, Write, WriteFate
 from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Outcome
@@ -35,8 +35,8 @@ class ObservedWrite(Protocol):
     """Fields of an ended write that observers may read. ``fate`` is None if it succeeded."""
 
     action: Write | Gather
-    fate: Fate | None
-    path: Path
+    fate: WriteFate | None
+    mode: TransferMode
     num_bytes: int
     num_pieces: int
     seconds: float

@@ -1,7 +1,7 @@
 """Views: how endpoints and the cluster are at one moment, as documents. Values only.
 
-An ``EndpointView`` is what an endpoint tells the rendezvous; a ``ClusterView`` is what the
-rendezvous and the router make of all of them for the page, ``kvferry top`` and programs.
+An ``EndpointView`` is what an endpoint tells the discovery service; a ``ClusterView`` is what the
+discovery and the router make of all of them for the page, ``kvferry top`` and programs.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from msgspec import Meta
 from kvferry.ids import MAX_ID
 from kvferry.layout.layout import MAX_RANKS, Layout
 from kvferry.telemetry.clocks import Offset
-from kvferry.telemetry.steps import RoomStory, Text
+from kvferry.telemetry.steps import RoomTrace, Text
 
 MAX_LINKS = 4096
 MAX_ROOMS_SHOWN = 64
 MAX_FAILURES_SHOWN = 16
 MAX_SLOW_SHOWN = 8
-# A view fits into what the rendezvous takes at once.
-MAX_STORIES = 4
+# A view fits into what the discovery service takes at once.
+MAX_TRACES = 4
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
-class PathBytes(msgspec.Struct, frozen=True, array_like=True):
-    """What was written by one path."""
+class ModeBytes(msgspec.Struct, frozen=True, array_like=True):
+    """What was written by one mode."""
 
-    path: Text
+    mode: Text
     num_bytes: Count
 
 
@@ -41,7 +41,7 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     state: Text
     transport: Text = ""
     silent_s: float = 0.0
-    sent: Annotated[tuple[PathBytes, ...], Meta(max_length=16)] = ()
+    sent: Annotated[tuple[ModeBytes, ...], Meta(max_length=16)] = ()
     offset: Offset | None = None
 
 
@@ -69,7 +69,7 @@ class FailureView(msgspec.Struct, frozen=True, kw_only=True):
 class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
     """One endpoint at ``clock`` by its own clock and ``wall`` by the time of day.
 
-    ``layout`` and ``stories`` are there when they were asked for. ``troubles`` are threads of
+    ``layout`` and ``traces`` are there when they were asked for. ``troubles`` are threads of
     its own that do not live as they should.
     """
 
@@ -95,7 +95,7 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
     rooms: Annotated[tuple[RoomView, ...], Meta(max_length=MAX_ROOMS_SHOWN)] = ()
     slow: Annotated[tuple[RoomView, ...], Meta(max_length=MAX_SLOW_SHOWN)] = ()
     failures: Annotated[tuple[FailureView, ...], Meta(max_length=MAX_FAILURES_SHOWN)] = ()
-    stories: Annotated[tuple[RoomStory, ...], Meta(max_length=MAX_STORIES)] = ()
+    traces: Annotated[tuple[RoomTrace, ...], Meta(max_length=MAX_TRACES)] = ()
     layout: Layout | None = None
 
     @property
@@ -104,8 +104,8 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.instance}/{self.rank}"
 
 
-class Wishes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rendezvous wants of an endpoint next: when, which stories, whether its layout."""
+class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What discovery wants of an endpoint next: when, which traces, whether its layout."""
 
     every_s: Annotated[float, Meta(gt=0, le=3600)] = 2.0
     rooms: tuple[Text, ...] = ()
@@ -116,7 +116,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankState(StrEnum):
-    """How a rank is, as far as the rendezvous can tell."""
+    """How a rank is, as far as the discovery service can tell."""
 
     UP = "up"
     TROUBLED = "troubled"
@@ -156,13 +156,13 @@ class InstanceShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkShown(msgspec.Struct, frozen=True, kw_only=True):
-    """One source and one target that know each other. ``path`` carried most of late."""
+    """One source and one target that know each other. ``mode`` carried most of late."""
 
     source: str
     target: str
     state: str
     transport: str
-    path: str = ""
+    mode: str = ""
     bytes_per_s: float = 0.0
     num_bytes: int = msgspec.field(default=0, name="bytes")
     clock_error_s: float | None = None

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from kvferry.ids import Room
 from kvferry.protocol.outcome import Outcome
 from kvferry.telemetry.observer import ObservedRoom, Observer
-from kvferry.telemetry.steps import Moment, RoomStory
+from kvferry.telemetry.steps import Moment, RoomTrace
 from kvferry.telemetry.waterfall import SPANS
 
 TRACER = "kvferry"
@@ -34,7 +34,7 @@ VARIABLES = (
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
 )
 # The traces of those rooms, made on the loop thread.
-Traced = Callable[[list[Room]], "Future[list[RoomStory]]"]
+Traced = Callable[[list[Room]], "Future[list[RoomTrace]]"]
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
@@ -48,13 +48,13 @@ def wanted(environment: Mapping[str, str]) -> bool:
 def find_tracer(environment: Mapping[str, str] = os.environ) -> Any | None:
     """Where spans go: to the program's own provider, or where the variables say; else nowhere."""
     try:
-        from opentelemetry import trace  # noqa: PLC0415 - of the extra
+        from opentelemetry import trace as otel  # noqa: PLC0415 - of the extra
     except ImportError:
         if wanted(environment):
             log.warning("no-spans problem=%r", "run pip install 'kvferry[otel]'")
         return None
     # Before the program sets a provider up, the API has a placeholder.
-    provider = trace.get_tracer_provider()
+    provider = otel.get_tracer_provider()
     if hasattr(provider, "add_span_processor"):
         return provider.get_tracer(TRACER)
     return _by_environment() if wanted(environment) else None
@@ -84,9 +84,9 @@ class StageSpan(NamedTuple):
     attributes: dict[str, str | int]
 
 
-def stages_here(story: RoomStory) -> Iterator[StageSpan]:
+def stages_here(trace: RoomTrace) -> Iterator[StageSpan]:
     """Spans of one endpoint."""
-    first = {step.step: step.at for step in reversed(story.steps)}
+    first = {step.step: step.at for step in reversed(trace.steps)}
     pairs = (
         ("prefill", Moment.OPENED, Moment.FINISHED),
         ("pages", Moment.FINISHED, Moment.OFFERED),
@@ -95,17 +95,17 @@ def stages_here(story: RoomStory) -> Iterator[StageSpan]:
     for name, begun, ended in pairs:
         if begun in first and ended in first and first[ended] > first[begun]:
             yield StageSpan(f"kvferry.{name}", first[begun], first[ended], {})
-    for step in story.steps:
+    for step in trace.steps:
         if step.step in SPANS:
             about: dict[str, str | int] = {"kvferry.peer": step.peer}
             if step.num_bytes:
-                about |= {"kvferry.bytes": step.num_bytes, "kvferry.path": step.path}
+                about |= {"kvferry.bytes": step.num_bytes, "kvferry.mode": step.mode}
             yield StageSpan(f"kvferry.{SPANS[step.step]}", step.begun, step.at, about)
 
 
-def emit(story: RoomStory, tracer: Any, day: float) -> None:
+def emit(trace: RoomTrace, tracer: Any, day: float) -> None:
     """Give a room's spans to a tracer; ``day`` is the time of day when the clock was at 0."""
-    from opentelemetry import trace  # noqa: PLC0415 - of the extra
+    from opentelemetry import trace as otel  # noqa: PLC0415 - of the extra
     from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
         TraceContextTextMapPropagator,
     )
@@ -113,24 +113,24 @@ def emit(story: RoomStory, tracer: Any, day: float) -> None:
     def at(clock: float) -> int:
         return int((day + clock) * 1e9)
 
-    carrier = {"traceparent": story.traceparent} if story.traceparent else {}
+    carrier = {"traceparent": trace.traceparent} if trace.traceparent else {}
     parent = TraceContextTextMapPropagator().extract(carrier)
-    about = {"kvferry.room": story.room, "kvferry.endpoint": story.endpoint}
-    about |= {"kvferry.role": story.role}
-    if story.request:
-        about["kvferry.request"] = story.request
-    begun = min(step.begun for step in story.steps)
+    about = {"kvferry.room": trace.room, "kvferry.endpoint": trace.endpoint}
+    about |= {"kvferry.role": trace.role}
+    if trace.request:
+        about["kvferry.request"] = trace.request
+    begun = min(step.begun for step in trace.steps)
     room = tracer.start_span("kvferry.room", parent, start_time=at(begun), attributes=about)
-    below = trace.set_span_in_context(room)
-    for stage in stages_here(story):
+    below = otel.set_span_in_context(room)
+    for stage in stages_here(trace):
         span = tracer.start_span(
             stage.name, below, start_time=at(stage.begun), attributes=stage.attributes
         )
         span.end(at(stage.ended))
-    failed = [step for step in story.steps if step.step is Moment.FAILED]
+    failed = [step for step in trace.steps if step.step is Moment.FAILED]
     if failed:
-        room.set_status(trace.Status(trace.StatusCode.ERROR, failed[0].detail))
-    room.end(at(max(step.at for step in story.steps)))
+        room.set_status(otel.Status(otel.StatusCode.ERROR, failed[0].detail))
+    room.end(at(max(step.at for step in trace.steps)))
 
 
 class SpanExporter(Observer):

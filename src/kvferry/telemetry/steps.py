@@ -1,4 +1,4 @@
-"""Steps of a room as one endpoint saw them, and the story that they make. Values only.
+"""Steps of a room as one endpoint saw them, and the trace that they make. Values only.
 
 Times are those of the endpoint's monotonic clock. ``clocks`` maps one to another.
 """
@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-MAX_STORY_STEPS = 256
+MAX_TRACE_EVENTS = 256
 
 Text = Annotated[str, Meta(max_length=1024)]
 
@@ -32,7 +32,7 @@ class Moment(StrEnum):
     SCATTERED = "scattered"
     FINISHED = "finished"  # prefill's engine has pushed everything
     CLOSED = "closed"
-    NUDGED = "nudged"
+    STATUS_POLLED = "status_polled"
     COMPLETED = "completed"
     ABORTED = "aborted"
     DRAINED = "drained"
@@ -41,7 +41,7 @@ class Moment(StrEnum):
     RELEASED = "released"
 
 
-class StoryStep(msgspec.Struct, frozen=True, array_like=True):
+class TraceStep(msgspec.Struct, frozen=True, array_like=True):
     """One step. It ended at ``at`` and took ``seconds``; ``heard`` says that a peer told us."""
 
     step: Moment
@@ -50,7 +50,7 @@ class StoryStep(msgspec.Struct, frozen=True, array_like=True):
     heard: bool = False
     seconds: float = 0.0
     num_bytes: int = 0
-    path: Text = ""
+    mode: Text = ""
     detail: Text = ""
 
     @property
@@ -59,7 +59,7 @@ class StoryStep(msgspec.Struct, frozen=True, array_like=True):
         return self.at - self.seconds
 
 
-class RoomStory(msgspec.Struct, frozen=True):
+class RoomTrace(msgspec.Struct, frozen=True):
     """What one endpoint knows of one room, in the order in which it happened.
 
     ``left_out`` counts the steps for which there was no place any more.
@@ -68,7 +68,7 @@ class RoomStory(msgspec.Struct, frozen=True):
     endpoint: Text
     role: Text
     room: Text
-    steps: Annotated[tuple[StoryStep, ...], Meta(max_length=MAX_STORY_STEPS)] = ()
+    steps: Annotated[tuple[TraceStep, ...], Meta(max_length=MAX_TRACE_EVENTS)] = ()
     request: Text = ""
     traceparent: Text = ""
     left_out: int = 0

@@ -20,7 +20,7 @@ import msgspec
 
 from kvferry.ids import MAX_ID, Peer, Room
 from kvferry.layout.intervals import Span
-from kvferry.plan.choose import Path
+from kvferry.plan.choose import TransferMode
 from kvferry.protocol.messages import (
     Abort,
     Accept,
@@ -30,14 +30,14 @@ from kvferry.protocol.messages import (
     Drained,
     Envelope,
     Grant,
-    Nudge,
     Offer,
     RoomMessage,
+    StatusPoll,
     Want,
 )
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.telemetry.observer import ObservedRoom, ObservedWrite, Observer
-from kvferry.telemetry.steps import MAX_STORY_STEPS, Moment, RoomStory, StoryStep
+from kvferry.telemetry.steps import MAX_TRACE_EVENTS, Moment, RoomTrace, TraceStep
 from kvferry.telemetry.tags import RoomTag
 
 # Values of moments, because members of an enumeration are slow to name and to pack.
@@ -47,7 +47,7 @@ MESSAGES: dict[type[RoomMessage], str] = {
     Want: Moment.WANTED.value,
     Grant: Moment.GRANTED.value,
     Arrived: Moment.ARRIVED.value,
-    Nudge: Moment.NUDGED.value,
+    StatusPoll: Moment.STATUS_POLLED.value,
     Close: Moment.CLOSED.value,
     Complete: Moment.COMPLETED.value,
     Abort: Moment.ABORTED.value,
@@ -55,7 +55,7 @@ MESSAGES: dict[type[RoomMessage], str] = {
 }
 WRITTEN, DONE, FAILED = Moment.WRITTEN.value, Moment.DONE.value, Moment.FAILED.value
 RELEASED = Moment.RELEASED
-COPIES = {Moment.GATHERED: str(Path.STAGED), Moment.SCATTERED: ""}
+COPIES = {Moment.GATHERED: str(TransferMode.STAGED), Moment.SCATTERED: ""}
 OVER = (DONE, FAILED, RELEASED)
 
 MAX_FAILURES = 16
@@ -66,7 +66,7 @@ SLOW_S, PART_S, MOST_OF_A_PART = 300.0, 30.0, 8
 
 # Places of a step, and half of the steps that a trace shows.
 WIDE = 4
-HALF = MAX_STORY_STEPS // 2 * WIDE
+HALF = MAX_TRACE_EVENTS // 2 * WIDE
 # A trace that is longer loses its middle.
 MOST_PLACES = 4 * HALF
 
@@ -90,7 +90,7 @@ class EndedRoom(msgspec.Struct, frozen=True):
         return self.at - self.begun
 
 
-class Trace(list[Any]):
+class OpenTrace(list[Any]):
     """The steps of one attempt at a room, each in its places.
 
     ``about`` is its handle while it is open, and None before it was opened here: a peer's offer
@@ -118,8 +118,8 @@ class Trace(list[Any]):
         return steps[max(over, default=0) * WIDE :]
 
 
-def _new_trace(about: ObservedRoom | None, steps: Iterable[Any] = ()) -> Trace:
-    trace = Trace(steps)
+def _new_trace(about: ObservedRoom | None, steps: Iterable[Any] = ()) -> OpenTrace:
+    trace = OpenTrace(steps)
     trace.about, trace.packed, trace.num_counted = about, b"", 0
     return trace
 
@@ -132,11 +132,13 @@ class SlowRooms:
     """
 
     def __init__(self) -> None:
-        self._parts: deque[list[tuple[EndedRoom, Trace]]] = deque(maxlen=ceil(SLOW_S / PART_S) + 1)
+        self._parts: deque[list[tuple[EndedRoom, OpenTrace]]] = deque(
+            maxlen=ceil(SLOW_S / PART_S) + 1
+        )
         # A room that is no slower than this, and ended before that, is not added.
         self.least_s, self.until = -inf, -inf
 
-    def add(self, ended: EndedRoom, trace: Trace) -> None:
+    def add(self, ended: EndedRoom, trace: OpenTrace) -> None:
         """A room has ended, later than those before it."""
         if ended.at >= self.until:
             self._parts.append([])
@@ -147,7 +149,7 @@ class SlowRooms:
         del part[MOST_OF_A_PART:]
         self.least_s = part[-1][0].seconds if len(part) == MOST_OF_A_PART else -inf
 
-    def __iter__(self) -> Iterator[tuple[EndedRoom, Trace]]:
+    def __iter__(self) -> Iterator[tuple[EndedRoom, OpenTrace]]:
         return (one for part in self._parts for one in part)
 
     def slowest(self, now: float, most: int = MOST_OF_A_PART) -> list[EndedRoom]:
@@ -167,13 +169,13 @@ class TraceBuffer(Observer):
         self._most_steps = most_steps
         self._clock = clock
         # By room: unopened, open, and ended ones that are within the limit.
-        self._traces: dict[Room, Trace] = {}
+        self._traces: dict[Room, OpenTrace] = {}
         # Of rooms that only peers have named so far, the oldest first.
-        self._unopened: dict[Room, Trace] = {}
-        self._ended: deque[tuple[Room, Trace]] = deque()
+        self._unopened: dict[Room, OpenTrace] = {}
+        self._ended: deque[tuple[Room, OpenTrace]] = deque()
         self._num_steps = 0
         self.slow = SlowRooms()
-        self.failures: deque[tuple[EndedRoom, Trace]] = deque(maxlen=MAX_FAILURES)
+        self.failures: deque[tuple[EndedRoom, OpenTrace]] = deque(maxlen=MAX_FAILURES)
 
     # ------------------------------------------------------------ events
 
@@ -211,7 +213,7 @@ class TraceBuffer(Observer):
     def write(self, job: ObservedWrite, at: float) -> None:
         """Record a write that succeeded."""
         if job.fate is None:
-            took = job.seconds, job.num_bytes, job.path
+            took = job.seconds, job.num_bytes, job.mode
             transfer = job.action.transfer
             self._add(transfer.room, at, WRITTEN, transfer.peer, took)
 
@@ -229,7 +231,7 @@ class TraceBuffer(Observer):
             if len(trace) > MOST_PLACES:
                 shorten(trace)
 
-    def _named_by_peer(self, room: Room) -> Trace:
+    def _named_by_peer(self, room: Room) -> OpenTrace:
         """Begin the trace of a room that was not opened here yet."""
         trace = self._traces[room] = self._unopened[room] = _new_trace(None)
         if len(self._unopened) > self._most_steps:
@@ -267,7 +269,7 @@ class TraceBuffer(Observer):
         if now - begun > slow.least_s or now >= slow.until:
             slow.add(ended, trace)
 
-    def _count(self, room: Room, trace: Trace) -> None:
+    def _count(self, room: Room, trace: OpenTrace) -> None:
         """Count an ended trace, and forget the oldest of those that are too many."""
         trace.num_counted = len(trace) // WIDE
         self._num_steps += trace.num_counted
@@ -283,23 +285,23 @@ class TraceBuffer(Observer):
 
     # ------------------------------------------------------------ reading
 
-    def named(self, names: Iterable[str]) -> list[RoomStory]:
+    def named(self, names: Iterable[str]) -> list[RoomTrace]:
         """The traces of rooms by their names: a text, and the number that it is."""
         return self.of([room for name in names for room in _meant(name)])
 
-    def of(self, rooms: Iterable[Room]) -> list[RoomStory]:
+    def of(self, rooms: Iterable[Room]) -> list[RoomTrace]:
         """The traces of those rooms, without the ones that are forgotten or were not opened."""
         found = map(self._find, dict.fromkeys(rooms))
         return [self._told(trace) for trace in found if trace is not None]
 
-    def _find(self, room: Room) -> Trace | None:
+    def _find(self, room: Room) -> OpenTrace | None:
         found = self._traces.get(room)
         if found is not None and found.about is not None:
             return found
         kept = [one for one in (*self.failures, *self.slow) if one[0].room == room]
         return max(kept, key=lambda one: one[0].at)[1] if kept else None
 
-    def _told(self, trace: Trace) -> RoomStory:
+    def _told(self, trace: OpenTrace) -> RoomTrace:
         """As a value that can be shown and sent."""
         about = trace.about
         assert about is not None
@@ -311,7 +313,7 @@ class TraceBuffer(Observer):
         if len(steps) > 2 * HALF:
             shorten(steps)
         told = [_step(*step) for step in _each(steps) if step[1] is not None]
-        return RoomStory(
+        return RoomTrace(
             endpoint=self._endpoint,
             role=self._role,
             room=str(about.room),
@@ -334,19 +336,19 @@ def shorten(steps: list[Any]) -> None:
     steps[HALF:-HALF] = (middle[0], None, None, missing)
 
 
-def _step(at: float, moment: str, who: Any, more: Any) -> StoryStep:
+def _step(at: float, moment: str, who: Any, more: Any) -> TraceStep:
     """As a value: what stands behind the moment depends on it. Packed ones have lists."""
     kind = Moment(moment)
     if kind is Moment.PUSHED:
         first, end = more if isinstance(more, list) else (more.first, more.end)
-        return StoryStep(kind, at, detail=f"tokens {first} to {end}")
+        return TraceStep(kind, at, detail=f"tokens {first} to {end}")
     if who is None:
-        return StoryStep(kind, at, detail=more or "")
+        return TraceStep(kind, at, detail=more or "")
     peer = str(Peer(*who) if isinstance(who, list) else who)
     if kind is Moment.WRITTEN or kind in COPIES:
-        seconds, num_bytes, path = more
-        return StoryStep(kind, at, peer, False, seconds, num_bytes, str(path))
-    return StoryStep(kind, at, peer, more)
+        seconds, num_bytes, mode = more
+        return TraceStep(kind, at, peer, False, seconds, num_bytes, str(mode))
+    return TraceStep(kind, at, peer, more)
 
 
 def _meant(name: str) -> tuple[Room, ...]:

@@ -13,25 +13,25 @@ from kvferry.ids import Peer
 from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Status
 from kvferry.telemetry.clocks import Offset
-from kvferry.telemetry.metrics import Meter, Stats
+from kvferry.telemetry.metrics import EndpointMetrics, EndpointStats
 from kvferry.telemetry.observer import ObservedRoom
 from kvferry.telemetry.reports import (
     MAX_FAILURES_SHOWN,
     MAX_LINKS,
     MAX_ROOMS_SHOWN,
     MAX_SLOW_SHOWN,
-    MAX_STORIES,
+    MAX_TRACES,
     EndpointView,
     FailureView,
     LinkView,
-    PathBytes,
+    ModeBytes,
+    ReportRequest,
     RoomView,
-    Wishes,
 )
 from kvferry.telemetry.traces import TraceBuffer
 
 
-class OpenRoom(ObservedRoom, Protocol):
+class ViewedRoom(ObservedRoom, Protocol):
     """Fields of an open room's handle that a view shows."""
 
     status: Status
@@ -44,7 +44,7 @@ class OpenRoom(ObservedRoom, Protocol):
 class ViewedLoop(NamedTuple):
     """Fields of a loop that a view shows: rooms, links, and clocks of peers."""
 
-    rooms: Collection[OpenRoom]
+    rooms: Collection[ViewedRoom]
     num_quarantined: int
     links: Iterable[Link]
     offset: Callable[[Peer, float], Offset | None]
@@ -53,23 +53,23 @@ class ViewedLoop(NamedTuple):
 def endpoint_view(
     fixed: EndpointView,
     loop: ViewedLoop,
-    meter: Meter | None,
+    meter: EndpointMetrics | None,
     traces: TraceBuffer | None,
-    wishes: Wishes,
+    wishes: ReportRequest,
 ) -> EndpointView:
     """How an endpoint is; ``fixed`` has what never changes."""
     now = time.monotonic()
-    stats = meter.stats if meter else Stats()
+    stats = meter.stats if meter else EndpointStats()
     sent = meter.sent if meter else {}
 
     def link_view(link: Link) -> LinkView:
-        paths = sent.get(link.peer, {}).items()
+        modes = sent.get(link.peer, {}).items()
         return LinkView(
             peer=str(link.peer),
             state=str(link.state),
             transport=stats.links.get(str(link.peer), ""),
             silent_s=max(0.0, now - link.heard_at),
-            sent=tuple(PathBytes(str(path), num_bytes) for path, num_bytes in paths if num_bytes),
+            sent=tuple(ModeBytes(str(mode), num_bytes) for mode, num_bytes in modes if num_bytes),
             offset=loop.offset(link.peer, now),
         )
 
@@ -91,7 +91,7 @@ def endpoint_view(
     return _with_traces(view, traces, wishes) if traces else view
 
 
-def _troubles(stats: Stats) -> tuple[str, ...]:
+def _troubles(stats: EndpointStats) -> tuple[str, ...]:
     broken = [f"the {thread} thread has ended by a bug; restart it" for thread in stats.broken]
     late = [
         f"the {thread} thread shows no life for {seconds:.0f} s"
@@ -101,7 +101,7 @@ def _troubles(stats: Stats) -> tuple[str, ...]:
     return (*broken, *late)
 
 
-def _open_rooms(rooms: Collection[OpenRoom], now: float) -> tuple[RoomView, ...]:
+def _open_rooms(rooms: Collection[ViewedRoom], now: float) -> tuple[RoomView, ...]:
     """Those that have been open for longest."""
     oldest = sorted(rooms, key=lambda room: room.begun)[:MAX_ROOMS_SHOWN]
     return tuple(
@@ -116,7 +116,7 @@ def _open_rooms(rooms: Collection[OpenRoom], now: float) -> tuple[RoomView, ...]
     )
 
 
-def _with_traces(view: EndpointView, traces: TraceBuffer, wishes: Wishes) -> EndpointView:
+def _with_traces(view: EndpointView, traces: TraceBuffer, wishes: ReportRequest) -> EndpointView:
     """With what is known of ended rooms."""
     slow = tuple(
         RoomView(
@@ -139,5 +139,5 @@ def _with_traces(view: EndpointView, traces: TraceBuffer, wishes: Wishes) -> End
         for one, _ in list(traces.failures)[-MAX_FAILURES_SHOWN:]
         if one.failure
     )
-    stories = tuple(traces.named(wishes.rooms[:MAX_STORIES]))
-    return replace(view, slow=slow, failures=failures, stories=stories)
+    named = tuple(traces.named(wishes.rooms[:MAX_TRACES]))
+    return replace(view, slow=slow, failures=failures, traces=named)

@@ -1,4 +1,4 @@
-"""A room's waterfall: the stories of all its endpoints on one clock, and where its time went. Pure.
+"""A room's waterfall: the traces of all its endpoints on one clock, and where its time went. Pure.
 
 Every moment of a room is one stage's, so the stages add up to the room's time:
 
@@ -19,7 +19,7 @@ from itertools import pairwise
 import msgspec
 
 from kvferry.telemetry.clocks import Offset, aligned, best_reference
-from kvferry.telemetry.steps import Moment, RoomStory, StoryStep
+from kvferry.telemetry.steps import Moment, RoomTrace, TraceStep
 
 
 class RoomStage(StrEnum):
@@ -43,7 +43,7 @@ TURN = (RoomStage.WIRE, RoomStage.GATHER, RoomStage.SCATTER)
 END = (Moment.DONE, Moment.FAILED)
 
 
-class StoryBar(msgspec.Struct, frozen=True):
+class WaterfallBar(msgspec.Struct, frozen=True):
     """One line of a waterfall, from ``begun_s`` to ``ended_s`` after the room's beginning."""
 
     endpoint: str
@@ -54,7 +54,7 @@ class StoryBar(msgspec.Struct, frozen=True):
     peer: str = ""
     heard: bool = False
     num_bytes: int = msgspec.field(default=0, name="bytes")
-    path: str = ""
+    mode: str = ""
     detail: str = ""
 
 
@@ -76,7 +76,7 @@ class Waterfall(msgspec.Struct, frozen=True):
     outcome: str
     seconds: float
     stages: dict[RoomStage, float]
-    bars: tuple[StoryBar, ...]
+    bars: tuple[WaterfallBar, ...]
     clock: str
     clocks: tuple[ClockError, ...]
     failure: str = ""
@@ -92,22 +92,22 @@ class Waterfall(msgspec.Struct, frozen=True):
 
 
 def join(
-    stories: Sequence[RoomStory],
+    traces: Sequence[RoomTrace],
     offsets: Mapping[tuple[str, str], Offset],
     days: Mapping[str, float] | None = None,
 ) -> Waterfall:
-    """All that is known of a room. There must be a story, and a step in it.
+    """All that is known of a room. There must be a trace, and a step in it.
 
     ``days[endpoint]`` is the time of day when that endpoint's clock was at 0.
     """
-    told = [story for story in stories if story.steps]
-    names = [story.endpoint for story in told]
-    targets = [story.endpoint for story in told if story.role == "target"]
+    told = [trace for trace in traces if trace.steps]
+    names = [trace.endpoint for trace in told]
+    targets = [trace.endpoint for trace in told if trace.role == "target"]
     reference = best_reference(targets or names, offsets)
     mapped = aligned(reference, offsets)
-    on_one_clock = [_moved(story, mapped.get(story.endpoint)) for story in told]
-    begun = min(step.begun for story in on_one_clock for step in story.steps)
-    bars = [_bar(story, step, begun) for story in on_one_clock for step in story.steps]
+    on_one_clock = [_moved(trace, mapped.get(trace.endpoint)) for trace in told]
+    begun = min(step.begun for trace in on_one_clock for step in trace.steps)
+    bars = [_bar(trace, step, begun) for trace in on_one_clock for step in trace.steps]
     ended = _end_of(on_one_clock)
     day = (days or {}).get(reference)
     return Waterfall(
@@ -119,31 +119,31 @@ def join(
         bars=tuple(sorted(bars, key=lambda bar: (bar.begun_s, bar.ended_s))),
         clock=reference,
         clocks=tuple(_error(name, mapped.get(name)) for name in sorted(names)),
-        request=next((story.request for story in told if story.request), ""),
-        traceparent=next((story.traceparent for story in told if story.traceparent), ""),
+        request=next((trace.request for trace in told if trace.request), ""),
+        traceparent=next((trace.traceparent for trace in told if trace.traceparent), ""),
         begun_at=None if day is None else day + begun,
-        left_out=sum(story.left_out for story in told),
+        left_out=sum(trace.left_out for trace in told),
     )
 
 
-def _moved(story: RoomStory, ahead: Offset | None) -> RoomStory:
-    """A story by the reference's clock; as it is where nothing is known."""
+def _moved(trace: RoomTrace, ahead: Offset | None) -> RoomTrace:
+    """A trace by the reference's clock; as it is where nothing is known."""
     by = ahead.seconds if ahead is not None else 0.0
-    steps = tuple(msgspec.structs.replace(step, at=step.at - by) for step in story.steps)
-    return msgspec.structs.replace(story, steps=steps)
+    steps = tuple(msgspec.structs.replace(step, at=step.at - by) for step in trace.steps)
+    return msgspec.structs.replace(trace, steps=steps)
 
 
-def _bar(story: RoomStory, step: StoryStep, begun: float) -> StoryBar:
-    return StoryBar(
-        endpoint=story.endpoint,
-        role=story.role,
+def _bar(trace: RoomTrace, step: TraceStep, begun: float) -> WaterfallBar:
+    return WaterfallBar(
+        endpoint=trace.endpoint,
+        role=trace.role,
         step=step.step,
         begun_s=step.begun - begun,
         ended_s=step.at - begun,
         peer=step.peer,
         heard=step.heard,
         num_bytes=step.num_bytes,
-        path=step.path,
+        mode=step.mode,
         detail=step.detail,
     )
 
@@ -152,38 +152,38 @@ def _error(endpoint: str, offset: Offset | None) -> ClockError:
     return ClockError(endpoint, None if offset is None else offset.error_s)
 
 
-def _end_of(stories: Iterable[RoomStory]) -> float:
+def _end_of(traces: Iterable[RoomTrace]) -> float:
     """When the last target's engine heard of the end; what is left after that is tidying up."""
-    told = list(stories)
-    ends = [at for story in told if story.role == "target" for at in story.when(*END)]
-    ends = ends or [at for story in told for at in story.when(*END)]
-    return max(ends or [step.at for story in told for step in story.steps])
+    told = list(traces)
+    ends = [at for trace in told if trace.role == "target" for at in trace.when(*END)]
+    ends = ends or [at for trace in told for at in trace.when(*END)]
+    return max(ends or [step.at for trace in told for step in trace.steps])
 
 
-def _outcome(stories: Iterable[RoomStory]) -> str:
-    ends = {step.step for story in stories for step in story.steps if step.step in END}
+def _outcome(traces: Iterable[RoomTrace]) -> str:
+    ends = {step.step for trace in traces for step in trace.steps if step.step in END}
     if Moment.FAILED in ends:
         return "failed"
     return "done" if ends else "open"
 
 
-def _failure(stories: Iterable[RoomStory]) -> str:
+def _failure(traces: Iterable[RoomTrace]) -> str:
     """The first that failed knows why; the others were told."""
-    failed = [step for story in stories for step in story.steps if step.step is Moment.FAILED]
+    failed = [step for trace in traces for step in trace.steps if step.step is Moment.FAILED]
     return min(failed, key=lambda step: step.at).detail if failed else ""
 
 
 # ---------------------------------------------------------------- stages
 
 
-def stages_of(stories: Sequence[RoomStory], begun: float, ended: float) -> dict[RoomStage, float]:
+def stages_of(traces: Sequence[RoomTrace], begun: float, ended: float) -> dict[RoomStage, float]:
     """How long each stage had between two moments. All are there, and they add up."""
-    computed = _last_of(stories, "source", Moment.FINISHED)
-    offered = _last_of(stories, "source", Moment.OFFERED)
+    computed = _last_of(traces, "source", Moment.FINISHED)
+    offered = _last_of(traces, "source", Moment.OFFERED)
     spans = [
         (SPANS[step.step], step.begun, step.at)
-        for story in stories
-        for step in story.steps
+        for trace in traces
+        for step in trace.steps
         if step.step in SPANS
     ]
     borders = [computed, offered, *(at for _, *both in spans for at in both)]
@@ -204,7 +204,7 @@ def _stage(at: float, computed: float, offered: float, going: set[RoomStage]) ->
     return next((stage for stage in TURN if stage in going), RoomStage.CONTROL)
 
 
-def _last_of(stories: Iterable[RoomStory], role: str, step: Moment) -> float:
+def _last_of(traces: Iterable[RoomTrace], role: str, step: Moment) -> float:
     """When all of a side had come so far: the last of their first times."""
-    firsts = [min(found) for story in stories if story.role == role if (found := story.when(step))]
+    firsts = [min(found) for trace in traces if trace.role == role if (found := trace.when(step))]
     return max(firsts, default=float("-inf"))

@@ -24,8 +24,8 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry.discovery.base import Discovery
-from kvferry.discovery.client import RendezvousClient
-from kvferry.discovery.records import Fault, InstanceView, RankRecord, RendezvousError
+from kvferry.discovery.client import DiscoveryClient
+from kvferry.discovery.records import DiscoveryError, DiscoveryFault, InstanceView, RankRecord
 from kvferry.layout import Layout, Parallel, attention
 
 NAME = "prefill-0"
@@ -107,7 +107,7 @@ class FixedCases(ABC):
 
         async def talk(one: Discovery, two: Discovery) -> None:
             error = await refused(two.watch("nobody", "", SHORT_S))
-            assert error.fault is Fault.INCOMPLETE
+            assert error.fault is DiscoveryFault.INCOMPLETE
             assert "'nobody'" in str(error)
 
         self.run(talk)
@@ -116,7 +116,7 @@ class FixedCases(ABC):
         """Those that came before the registration, and those after it."""
         before = set(threading.enumerate())
         seen: list[Future[InstanceView | None]] = [Future(), Future(), Future()]
-        with RendezvousClient(self.make()) as one, RendezvousClient(self.make()) as two:
+        with DiscoveryClient(self.make()) as one, DiscoveryClient(self.make()) as two:
             for each in seen[:2]:
                 two.watch(NAME, each.set_result)
             registered = [one.register(record) for record in RECORDS]
@@ -138,7 +138,7 @@ class DiscoverySuite(FixedCases):
         async def talk(one: Discovery, two: Discovery) -> None:
             await one.register(RECORDS[0], LEASE_S)
             error = await refused(two.watch(NAME, "", SHORT_S))
-            assert error.fault is Fault.INCOMPLETE
+            assert error.fault is DiscoveryFault.INCOMPLETE
             watches = [asyncio.create_task(each.watch(NAME, "", ENOUGH_S)) for each in (one, two)]
             await one.register(RECORDS[1], LEASE_S)
             assert [lives(await each) for each in watches] == [[100, 101]] * 2
@@ -153,9 +153,9 @@ class DiscoverySuite(FixedCases):
             view = await found(two)
             watch = asyncio.create_task(two.watch(NAME, view.version, ENOUGH_S))
             await one.withdraw(RECORDS[1])
-            assert (await refused(watch)).fault is Fault.INCOMPLETE
+            assert (await refused(watch)).fault is DiscoveryFault.INCOMPLETE
             assert not any(each.complete for each in (await two.list()).instances)
-            assert (await refused(one.withdraw(RECORDS[1]))).fault is Fault.NO_LEASE
+            assert (await refused(one.withdraw(RECORDS[1]))).fault is DiscoveryFault.NO_LEASE
             await one.register(RECORDS[1], LEASE_S)
             assert lives(await found(two)) == [100, 101]
 
@@ -169,8 +169,8 @@ class DiscoverySuite(FixedCases):
             await one.register(RECORDS[1], EXPIRES_S)
             view = await found(two)
             error = await refused(two.watch(NAME, view.version, ENOUGH_S))
-            assert error.fault is Fault.INCOMPLETE
-            assert (await refused(one.renew(RECORDS[1], LEASE_S))).fault is Fault.NO_LEASE
+            assert error.fault is DiscoveryFault.INCOMPLETE
+            assert (await refused(one.renew(RECORDS[1], LEASE_S))).fault is DiscoveryFault.NO_LEASE
 
         self.run(talk)
 
@@ -184,8 +184,8 @@ class DiscoverySuite(FixedCases):
             watch = asyncio.create_task(two.watch(NAME, view.version, ENOUGH_S))
             await two.register(again, LEASE_S)
             assert lives(await watch) == [100, 7]
-            assert (await refused(one.renew(RECORDS[1], LEASE_S))).fault is Fault.REPLACED
-            assert (await refused(one.withdraw(RECORDS[1]))).fault is Fault.REPLACED
+            assert (await refused(one.renew(RECORDS[1], LEASE_S))).fault is DiscoveryFault.REPLACED
+            assert (await refused(one.withdraw(RECORDS[1]))).fault is DiscoveryFault.REPLACED
             assert lives(await found(two)) == [100, 7]
 
         self.run(talk)
@@ -196,7 +196,7 @@ class DiscoverySuite(FixedCases):
         async def talk(one: Discovery, two: Discovery) -> None:
             await one.register(RECORDS[0], LEASE_S)
             await one.register(replace(RECORDS[1], fingerprint="another"), LEASE_S)
-            assert (await refused(two.watch(NAME, "", SHORT_S))).fault is Fault.INCOMPLETE
+            assert (await refused(two.watch(NAME, "", SHORT_S))).fault is DiscoveryFault.INCOMPLETE
 
         self.run(talk)
 
@@ -204,9 +204,9 @@ class DiscoverySuite(FixedCases):
         """Whoever watches is told."""
         news: list[Future[InstanceView | None]] = [Future(), Future()]
         waiting = iter(news)
-        with RendezvousClient(self.make()) as watcher:
+        with DiscoveryClient(self.make()) as watcher:
             watcher.watch(NAME, lambda view: next(waiting).set_result(view))
-            with RendezvousClient(self.make()) as client:
+            with DiscoveryClient(self.make()) as client:
                 for record in RECORDS:
                     client.register(record, LEASE_S)
                 assert lives(news[0].result(ENOUGH_S)) == [100, 101]
@@ -227,9 +227,9 @@ async def found(discovery: Discovery) -> InstanceView:
     return view
 
 
-async def refused(call: Awaitable[object]) -> RendezvousError:
+async def refused(call: Awaitable[object]) -> DiscoveryError:
     """The error that a call must end in."""
-    with pytest.raises(RendezvousError) as error:
+    with pytest.raises(DiscoveryError) as error:
         await call
     return error.value
 

@@ -14,15 +14,15 @@ from kvferry.layout import (
     ALL_TOKENS,
     CacheSpec,
     DType,
+    ExplicitSharding,
     Group,
-    Holding,
     Layout,
     Order,
     Paged,
     Parallel,
-    Slot,
+    Shard,
     Span,
-    Stated,
+    StateRow,
     Tensor,
     Tokens,
     Window,
@@ -35,7 +35,7 @@ MAX_TOKENS = 40
 @st.composite
 def groups(draw: st.DrawFn, name: str, num_layers: int) -> Group:
     """A group of any kind in some of the model's layers."""
-    kinds: list[Kind] = [Paged(), Window(7), Window(100), Slot()]
+    kinds: list[Kind] = [Paged(), Window(7), Window(100), StateRow()]
     kind = draw(st.sampled_from(kinds))
     layers = draw(st.sets(st.integers(0, num_layers - 1), min_size=1))
     num_tensors = draw(st.integers(1, 2))
@@ -74,14 +74,14 @@ def parallel(draw: st.DrawFn, spec: CacheSpec) -> Parallel:
 
 
 @st.composite
-def blocks(draw: st.DrawFn, group: Group, num_layers: int) -> list[list[Holding]]:
-    """Product blocks that hold a group completely; one list of holdings for each."""
+def blocks(draw: st.DrawFn, group: Group, num_layers: int) -> list[list[Shard]]:
+    """Product blocks that hold a group completely; one list of shards for each."""
     part_of = draw(st.lists(st.integers(0, 1), min_size=num_layers, max_size=num_layers))
     parts = [[n for n in range(num_layers) if part_of[n] == part] for part in (0, 1)]
     edges = [0, *sorted(draw(st.sets(st.integers(1, group.units), max_size=2))), group.units]
     spans = [Span(a, b) for a, b in itertools.pairwise(edges) if b > a]
     return [
-        [Holding(group.name, Span(n, n + 1), units, tokens) for n in layers]
+        [Shard(group.name, Span(n, n + 1), units, tokens) for n in layers]
         for layers in parts
         if layers
         for units in spans
@@ -91,7 +91,7 @@ def blocks(draw: st.DrawFn, group: Group, num_layers: int) -> list[list[Holding]
 
 def token_shares(group: Group) -> st.SearchStrategy[list[Tokens]]:
     """Token sets that partition all positions."""
-    if isinstance(group.kind, Slot):
+    if isinstance(group.kind, StateRow):
         return st.just([ALL_TOKENS])
     return st.one_of(
         st.just([ALL_TOKENS]),
@@ -101,19 +101,19 @@ def token_shares(group: Group) -> st.SearchStrategy[list[Tokens]]:
 
 
 @st.composite
-def stated(draw: st.DrawFn, spec: CacheSpec) -> Stated:
-    """Ownership stated rank by rank: complete, uneven, with some ranks holding copies."""
+def stated(draw: st.DrawFn, spec: CacheSpec) -> ExplicitSharding:
+    """Ownership stated rank by rank: complete, uneven, with some ranks shard copies."""
     held = {group.name: draw(blocks(group, spec.num_layers)) for group in spec.groups}
     num_ranks = max(map(len, held.values())) + draw(st.integers(0, 2))
-    ranks: list[list[Holding]] = [[] for _ in range(num_ranks)]
+    ranks: list[list[Shard]] = [[] for _ in range(num_ranks)]
     for choices in held.values():
         spare = num_ranks - len(choices)
         extra = draw(st.lists(st.sampled_from([*choices, []]), min_size=spare, max_size=spare))
-        for rank, holdings in zip(
+        for rank, shards in zip(
             draw(st.permutations(range(num_ranks))), [*choices, *extra], strict=True
         ):
-            ranks[rank] += holdings
-    return Stated(tuple(map(tuple, ranks)))
+            ranks[rank] += shards
+    return ExplicitSharding(tuple(map(tuple, ranks)))
 
 
 @st.composite

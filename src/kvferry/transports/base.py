@@ -1,13 +1,13 @@
 """What a transport is: one endpoint's means of writing into its peers' memory.
 
 A transport belongs to one thread, which calls everything here but ``missing`` and what is
-for writes that are made at once (``foresee``, ``write_now``, ``look``). It knows regions and
+for writes that are made at once (``prebind``, ``write_now``, ``look``). It knows regions and
 bytes, never rooms, credits or plans, and tells the target nothing: that something has
 arrived, the endpoint says itself once the write has ended. Foreign exceptions end here:
 set-up errors leave as ``TransportError``, and what becomes of a write is told once, as an
-``Ended``: by ``poll``, or to whoever made it at once.
+``WriteEnded``: by ``poll``, or to whoever made it at once.
 
-The promise behind ``Ended``, on which every arrival note and every release of memory rests:
+The promise behind ``WriteEnded``, on which every arrival note and every release of memory rests:
 
 - ``fate`` None: the bytes are in the target's memory, where whoever is told of it by any
   other way will find them, and ours is no longer read.
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from kvferry.errors import TransportError
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.regions import Device, Region
 
 # Copies a binding's bytes: (binding, addresses of source regions, of target regions).
@@ -68,10 +68,10 @@ class DeviceCopier(Protocol):
 
 
 def _no_devices(device: Device) -> DeviceCopier:
-    raise TransportError(f"this Setup has no copies on {device}; give it copies_on")
+    raise TransportError(f"this TransportSetup has no copies on {device}; give it copies_on")
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
+class TransportSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What every transport is made from.
 
     ``agent`` is unique to one life of one endpoint. ``copy`` is for host memory, and
@@ -86,15 +86,15 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str] = {}
 
 
-class Remote:
+class RemoteMemory:
     """A connected peer's memory. What is inside is the transport's own affair."""
 
 
-class Ended(NamedTuple):
+class WriteEnded(NamedTuple):
     """A write has ended, or nobody can say whether it has."""
 
     op: Op
-    fate: Fate | None
+    fate: WriteFate | None
     detail: str = ""
 
 
@@ -117,7 +117,7 @@ class Transport(ABC):
     # is something to poll for.
     needs_polling: ClassVar[bool] = False
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TransportSetup) -> None:
         self.setup = setup
         self.regions: tuple[Region, ...] = ()
         # May be called from any thread.
@@ -158,23 +158,23 @@ class Transport(ABC):
         """What a peer needs in order to write here."""
 
     @abstractmethod
-    def connect(self, metadata: bytes) -> Remote:
+    def connect(self, metadata: bytes) -> RemoteMemory:
         """Reach a peer's memory. Raises ``TransportError``, also for garbage."""
 
     @abstractmethod
-    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+    def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
         """Start a write from our regions into the peer's. ``poll`` tells how it ended.
 
         A piece outside a region of either side is FAILED before anything is written.
         """
 
-    def foresee(self, remote: Remote, pieces: Binding) -> None:  # noqa: B027 - most need no time
+    def prebind(self, remote: RemoteMemory, pieces: Binding) -> None:  # noqa: B027 - most need no time
         """This very binding may be written at once soon: work out what can be.
 
         By whoever calls ``write_now``. What is wrong with it is told when it is written.
         """
 
-    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:
+    def write_now(self, remote: RemoteMemory, op: Op, pieces: Binding) -> WriteEnded | None:
         """Write here and now, and say how it ended; None: it goes on, and ``look`` will tell.
 
         BUSY: nothing was submitted, because the transport's own thread is at work; let it do
@@ -184,7 +184,7 @@ class Transport(ABC):
         """
         raise TransportError("this transport does not write at once")
 
-    def look(self, op: Op) -> Ended | None:
+    def look(self, op: Op) -> WriteEnded | None:
         """How a write that ``write_now`` has begun ended, once; None: it goes on.
 
         On any thread, as ``write_now``. Never waits for others.
@@ -192,11 +192,11 @@ class Transport(ABC):
         raise TransportError("this transport does not write at once")
 
     @abstractmethod
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WriteEnded]:
         """What has ended since the last call. Never waits."""
 
     @abstractmethod
-    def disconnect(self, remote: Remote) -> None:
+    def disconnect(self, remote: RemoteMemory) -> None:
         """Forget a peer. Its writes have ended, or are of unknown fate."""
 
     @abstractmethod

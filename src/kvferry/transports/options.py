@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvferry.errors import TransportError
-from kvferry.transports.base import Setup
+from kvferry.transports.base import TransportSetup
 
 
-def chosen(name: str, setup: Setup, defaults: Mapping[str, str]) -> dict[str, str]:
+def chosen(name: str, setup: TransportSetup, defaults: Mapping[str, str]) -> dict[str, str]:
     """What was asked for, and the default of all else."""
     unknown = sorted(set(setup.options) - set(defaults))
     if unknown:

@@ -94,7 +94,7 @@ class Mapping:
             self._map.close()
 
 
-class Named(Protocol):
+class NamedMemory(Protocol):
     """Memory under a name by which others can map it."""
 
     name: str
@@ -191,7 +191,7 @@ def find_mapped(lines: list[str], address: int, num_bytes: int) -> Mapped | None
 
 
 def _joined(lines: list[str]) -> list[Mapped]:
-    """Named segments; one that the kernel cut into several, such as for hugepages, is one."""
+    """NamedMemory segments; one that the kernel cut into several, such as for hugepages, is one."""
     found: list[Mapped] = []
     for line in lines:
         span, rights, offset, _, _, *path = line.split(maxsplit=5)

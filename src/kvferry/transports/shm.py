@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from kvferry.errors import TransportError
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.regions import Region
 from kvferry.transports import bounds, segments, torch_memory
-from kvferry.transports.base import Ended, Remote, Setup, Transport
+from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
 from kvferry.transports.bounds import Limits
-from kvferry.transports.segments import Mapping, Named, Segment
+from kvferry.transports.segments import Mapping, NamedMemory, Segment
 
 MAX_REGIONS = 1 << 16
 
@@ -63,7 +63,7 @@ def _lengths(metadata: _ShmMetadata) -> list[int]:
     return lengths
 
 
-class _Mapped(Remote):
+class _Mapped(RemoteMemory):
     """A peer's segments in our memory."""
 
     def __init__(self, metadata: _ShmMetadata) -> None:
@@ -96,11 +96,11 @@ class ShmTransport(Transport):
     maps_peer: ClassVar[bool] = True
     writes_at_once: ClassVar[bool] = True
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
-        self._segments: list[Named] = []
+        self._segments: list[NamedMemory] = []
         self._remotes: set[_Mapped] = set()
-        self._ended: list[Ended] = []
+        self._ended: list[WriteEnded] = []
         self._metadata = _ShmMetadata((), ())
         self._limits = Limits(())
         self._addresses: list[int] = []
@@ -159,7 +159,7 @@ class ShmTransport(Transport):
         """The names of our segments, and where the regions lie in them."""
         return msgspec.msgpack.encode(self._metadata)
 
-    def connect(self, metadata: bytes) -> Remote:
+    def connect(self, metadata: bytes) -> RemoteMemory:
         """Map the peer's segments."""
         try:
             theirs = msgspec.msgpack.decode(metadata, type=_ShmMetadata)
@@ -173,29 +173,31 @@ class ShmTransport(Transport):
         self._remotes.add(remote)
         return remote
 
-    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+    def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
         """Copy, here and now, and tell of it later."""
         self._ended.append(self.write_now(remote, op, pieces))
         self.on_news()
 
-    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended:
+    def write_now(self, remote: RemoteMemory, op: Op, pieces: Binding) -> WriteEnded:
         """Copy. Nothing of ours changes by it, so any number of threads may."""
         assert isinstance(remote, _Mapped)
         outside = bounds.problem(pieces, self._limits, remote.limits)
         if outside:
-            return Ended(op, Fate.FAILED, outside)
+            return WriteEnded(op, WriteFate.FAILED, outside)
         try:
             self.setup.copy(pieces, self._addresses, remote.addresses)
         except Exception as error:  # One write fails, whatever the copy ran into.
-            return Ended(op, Fate.FAILED, f"copying failed ({type(error).__name__}: {error})")
-        return Ended(op, None)
+            return WriteEnded(
+                op, WriteFate.FAILED, f"copying failed ({type(error).__name__}: {error})"
+            )
+        return WriteEnded(op, None)
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WriteEnded]:
         """What was copied since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
-    def disconnect(self, remote: Remote) -> None:
+    def disconnect(self, remote: RemoteMemory) -> None:
         """Unmap the peer's segments."""
         assert isinstance(remote, _Mapped)
         self._remotes.discard(remote)

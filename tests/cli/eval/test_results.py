@@ -11,11 +11,11 @@ import pytest
 
 from kvferry.cli.eval.problems import Problem
 from kvferry.cli.eval.results import QuestionOutcome, SharedReason, judge, tally
-from kvferry.cli.load.client import Reply
+from kvferry.cli.load.client import LoadReply
 
 
 def outcome(line: int, text: str = "#### 7", **fields: object) -> QuestionOutcome:
-    reply = Reply(text=text, finish="stop", usage={"completion_tokens": 10}, total_s=1.0)
+    reply = LoadReply(text=text, finish="stop", usage={"completion_tokens": 10}, total_s=1.0)
     for name, value in fields.items():
         setattr(reply, name, value)
     return judge(Problem(line, "q", "#### 7", Decimal(7)), reply)

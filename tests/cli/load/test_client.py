@@ -10,21 +10,21 @@ import pytest
 from aiohttp import web
 from cli.load.endpoints import Handler, counted_stream, event, refusal, served, streaming
 
-from kvferry.cli.load.client import Reply, ask, base_url, find_model, session_for
+from kvferry.cli.load.client import LoadReply, ask, base_url, find_model, session_for
 from kvferry.errors import InputError
 
 PATIENCE_S = 20.0
 
 
-def asked(url: str, deadline_s: float = PATIENCE_S, **fields: Any) -> Reply:
-    async def run() -> Reply:
+def asked(url: str, deadline_s: float = PATIENCE_S, **fields: Any) -> LoadReply:
+    async def run() -> LoadReply:
         async with session_for(url) as session:
             return await ask(session, {"stream": True}, deadline_s=deadline_s, **fields)
 
     return asyncio.run(run())
 
 
-def reply_to(handler: Handler, **fields: Any) -> Reply:
+def reply_to(handler: Handler, **fields: Any) -> LoadReply:
     with served(handler) as url:
         return asked(url, **fields)
 
@@ -54,10 +54,10 @@ def test_a_stream_grows() -> None:
 
 
 def test_tokens_are_counted_by_the_best_that_is_known() -> None:
-    assert Reply(stamps=[0.1, 0.2]).output_tokens == 2
-    assert Reply(stamps=[0.1, 0.2], tokens=[1, 2, 3]).output_tokens == 3
-    assert Reply(tokens=[1, 2, 3], usage={"completion_tokens": 4}).output_tokens == 4
-    assert Reply(tokens=[1], usage={"completion_tokens": None}).output_tokens == 1
+    assert LoadReply(stamps=[0.1, 0.2]).output_tokens == 2
+    assert LoadReply(stamps=[0.1, 0.2], tokens=[1, 2, 3]).output_tokens == 3
+    assert LoadReply(tokens=[1, 2, 3], usage={"completion_tokens": 4}).output_tokens == 4
+    assert LoadReply(tokens=[1], usage={"completion_tokens": None}).output_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_the_path_and_the_key_reach_the_server() -> None:
         told = f"{request.path} {request.headers['Authorization']}"
         return web.json_response({"choices": [{"text": told, "finish_reason": "stop"}]})
 
-    async def run(url: str) -> Reply:
+    async def run(url: str) -> LoadReply:
         async with session_for(f"{url}/deep/v1/", api_key="k") as session:
             return await ask(session, {}, path="/v1/completions", deadline_s=PATIENCE_S)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.load.client import Reply
+from kvferry.cli.load.client import LoadReply
 from kvferry.cli.load.plot import Series, demand_plot, draw
 from kvferry.cli.load.stats import summarise
 from kvferry.errors import InputError, KvferryError
@@ -18,14 +18,14 @@ MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 
 def series(name: str, *levels: int) -> Series:
-    reply = Reply(ttft_s=0.1, total_s=1.0, stamps=[0.1, 1.0], tokens=[1] * 5, finish="length")
+    reply = LoadReply(ttft_s=0.1, total_s=1.0, stamps=[0.1, 1.0], tokens=[1] * 5, finish="length")
     return Series(name, [summarise(n, [reply]) for n in levels])
 
 
 @pytest.mark.parametrize("ending", MAGIC)
 def test_a_figure_of_every_kind_is_drawn(tmp_path: Path, ending: str) -> None:
     path = demand_plot(str(tmp_path / f"figure.{ending}"))
-    failed = Series("failed", [summarise(1, [Reply(error="gone")])])
+    failed = Series("failed", [summarise(1, [LoadReply(error="gone")])])
     draw(path, "a title", [series("one", 1, 2, 4), series("two", 1, 3), failed, series("none")])
     content = path.read_bytes()
     assert content.startswith(MAGIC[ending])

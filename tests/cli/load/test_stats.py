@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.cli.load.client import Reply
+from kvferry.cli.load.client import LoadReply
 from kvferry.cli.load.stats import Range, Spread, percentile, spread, summarise, tpot_s
 
 
@@ -27,9 +27,11 @@ def test_percentiles_are_those_of_the_standard_library(values: list[float]) -> N
     assert percentile(values, 0.99) == pytest.approx(cuts[98])
 
 
-def answered(began: float, ttft_s: float, total_s: float, tokens: int, **fields: object) -> Reply:
+def answered(
+    began: float, ttft_s: float, total_s: float, tokens: int, **fields: object
+) -> LoadReply:
     usage = {"completion_tokens": tokens, "prompt_tokens": 10}
-    reply = Reply(began=began, ttft_s=ttft_s, total_s=total_s, usage=usage, finish="length")
+    reply = LoadReply(began=began, ttft_s=ttft_s, total_s=total_s, usage=usage, finish="length")
     reply.stamps = [ttft_s, total_s]
     reply.report = dict(fields)
     return reply
@@ -41,15 +43,15 @@ def test_the_first_token_is_no_token_after_the_first() -> None:
     whole = answered(0, 4.0, 4.0, 4)
     whole.stamps = [4.0]
     assert tpot_s(whole) is None
-    assert tpot_s(Reply()) is None
+    assert tpot_s(LoadReply()) is None
 
 
 def test_a_level_counts_what_was_answered() -> None:
     replies = [
-        answered(100.0, 1.0, 4.0, 4, bytes=7, path="slices"),
-        answered(101.0, 3.0, 9.0, 4, bytes=5, path="slices"),
-        Reply(began=102.0, total_s=6.0, error="gone"),
-        Reply(began=102.0, total_s=1.0, error="later"),
+        answered(100.0, 1.0, 4.0, 4, bytes=7, mode="slices"),
+        answered(101.0, 3.0, 9.0, 4, bytes=5, mode="slices"),
+        LoadReply(began=102.0, total_s=6.0, error="gone"),
+        LoadReply(began=102.0, total_s=1.0, error="later"),
     ]
     level = summarise(2, replies)
     assert (level.requests, level.failed, level.first_failure) == (4, 2, "gone")
@@ -59,11 +61,11 @@ def test_a_level_counts_what_was_answered() -> None:
     assert level.tpot_s == spread([1.0, 2.0])
     assert level.total_s == spread([4.0, 9.0])
     assert (level.prompt_tokens, level.output_tokens) == (Range(10, 10), Range(4, 4))
-    assert (level.carried_bytes, level.paths) == (12, {"slices": 2})
+    assert (level.carried_bytes, level.modes) == (12, {"slices": 2})
 
 
 def test_nothing_is_known_of_nothing() -> None:
-    for replies in ([], [Reply(began=1.0, error="gone")]):
+    for replies in ([], [LoadReply(began=1.0, error="gone")]):
         level = summarise(1, replies)
         assert (level.ttft_s, level.tpot_s, level.total_s) == (None, None, None)
         assert (level.prompt_tokens, level.carried_bytes) == (None, None)

@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from cli.load.endpoints import counted_stream, event, refusal, served, stream
 
-from kvferry.cli.load.client import Reply
-from kvferry.cli.load.prompts import FORMS, Asker, Form, PromptKind
+from kvferry.cli.load.client import LoadReply
+from kvferry.cli.load.prompts import FORMS, Asker, PromptForm, PromptKind
 from kvferry.cli.load.sweep import Load, run_sweep
 from kvferry.errors import InputError, KvferryError
 
@@ -25,7 +25,7 @@ class Watching:
     def level(self, concurrency: int, num_requests: int) -> None:
         self.levels.append((concurrency, num_requests))
 
-    def answered(self, reply: Reply) -> None:
+    def answered(self, reply: LoadReply) -> None:
         self.num_answered += 1
 
 
@@ -102,7 +102,7 @@ def test_no_two_prompts_begin_alike_and_a_seed_repeats_them() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_the_most_exact_form_that_is_taken_is_found(form: Form) -> None:
+def test_the_most_exact_form_that_is_taken_is_found(form: PromptForm) -> None:
     """An endpoint that refuses all forms before this one."""
 
     class Picky(Endpoint):
@@ -126,9 +126,9 @@ def test_the_most_exact_form_that_is_taken_is_found(form: Form) -> None:
 
 def test_words_are_as_many_as_tokens() -> None:
     asker = Asker("m", 40, 2, seed=3)
-    body = asker.body(Form(PromptKind.TEXT, exact=False))
+    body = asker.body(PromptForm(PromptKind.TEXT, exact=False))
     assert len(body["prompt"].split()) == 40
-    assert body["prompt"] != asker.body(Form(PromptKind.TEXT, exact=False))["prompt"]
+    assert body["prompt"] != asker.body(PromptForm(PromptKind.TEXT, exact=False))["prompt"]
 
 
 def test_what_no_form_mends_is_told_in_the_words_of_the_first() -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvferry import DType, EndpointConfig, Transport
 from kvferry.connectors.sglang.instances import Replica
-from kvferry.connectors.sglang.pools import Buffers, Cache
+from kvferry.connectors.sglang.pools import Buffers, SglangCache
 from kvferry.connectors.sglang.rows import MetadataRows
 from kvferry.connectors.sglang.settings import RankSettings
 
@@ -66,12 +66,12 @@ def buffers_of(
 
 
 def settings_of(
-    cache: Cache,
+    cache: SglangCache,
     rows: SchedulerRows,
     replica: Replica,
     transport: Transport,
     *,
-    rendezvous: str | None,
+    discovery: str | None,
     waiting_s: float = ENOUGH_S,
 ) -> RankSettings:
     """A rank's, with nothing staged."""
@@ -85,7 +85,7 @@ def settings_of(
         bootstrap_s=ENOUGH_S,
         waiting_s=waiting_s,
         config=EndpointConfig(staging_bytes=0),
-        rendezvous=rendezvous,
+        discovery=discovery,
     )
 
 

@@ -18,13 +18,13 @@ from connectors.sglang.schedulers import (
 )
 from numpy.typing import NDArray
 
-from kvferry import DType, InputError, RendezvousServer, Span, Status, make_transport, reshard
+from kvferry import DiscoveryServer, DType, InputError, Span, Status, make_transport, reshard
 from kvferry.connectors.sglang.failures import RoomFailed
 from kvferry.connectors.sglang.geometry import layout_of, memory_of
 from kvferry.connectors.sglang.index_keys import demand_same_pages, filled
 from kvferry.connectors.sglang.instances import Replica
 from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager
-from kvferry.connectors.sglang.pools import BesidePool, Buffers, Cache, Heads, Place
+from kvferry.connectors.sglang.pools import BesidePool, Buffers, Heads, Place, SglangCache
 from kvferry.connectors.sglang.receiver import RoomReceiver
 from kvferry.connectors.sglang.sender import RoomSender
 from kvferry.plan.prove import check
@@ -45,11 +45,11 @@ class Rank:
         self.index = [transport.allocate(SLOTS // page * row).reshape(-1, row) for _ in INDEXED]
         self.rows = SchedulerRows()
         settings = settings_of(
-            self.cache(tp, rank), self.rows, Replica("here", 0, 1), transport, rendezvous=url
+            self.cache(tp, rank), self.rows, Replica("here", 0, 1), transport, discovery=url
         )
         self.manager = kind(SimpleNamespace(), settings)
 
-    def cache(self, tp: int, rank: int) -> Cache:
+    def cache(self, tp: int, rank: int) -> SglangCache:
         latents = buffers_of(self.latents, (0, 1, 2), self.page, DType.FLOAT8_E4M3)
         own, draft = (
             replace(
@@ -61,7 +61,7 @@ class Rank:
             )
             for some in (slice(0, 2), slice(2, 3))
         )
-        return Cache(
+        return SglangCache(
             num_layers=LAYERS,
             layers=(0, 1),
             stages=(LAYERS,),
@@ -99,7 +99,7 @@ class Ends:
     """Two prefill ranks and a decode rank, and one request between them."""
 
     def __init__(self, stack: ExitStack, num_tokens: int, *, pages: tuple[int, int]) -> None:
-        server = stack.enter_context(RendezvousServer())
+        server = stack.enter_context(DiscoveryServer())
         self.address = server.url.removeprefix("http://")
         self.sources = [Rank(PrefillManager, 2, rank, pages[0], server.url) for rank in range(2)]
         self.target = Rank(DecodeManager, 1, 0, pages[1], None)
@@ -189,10 +189,10 @@ def some_index(*, page: int = 64, page_bytes: int = 64 * 132, empty: int | None 
     )
 
 
-def sparse(index: Buffers, *, pp: int = 1) -> Cache:
+def sparse(index: Buffers, *, pp: int = 1) -> SglangCache:
     num = len(index.layers)
     latent = replace(index, page_lengths=[64 * 576] * num, lengths=[4 * 64 * 576] * num)
-    return Cache(
+    return SglangCache(
         num_layers=3 * pp,
         layers=tuple(range(3 * pp)),
         stages=(3,) * pp,
@@ -213,8 +213,8 @@ def test_layers_without_index_keys_are_not_of_the_group() -> None:
 def test_a_stage_has_index_keys_of_its_own_layers() -> None:
     layout = layout_of(sparse(some_index(), pp=2))
     assert layout.spec.group("index").layers == tuple(range(6))
-    held = [holding for holding in layout.rank_holdings(1) if holding.group == "index"]
-    assert [holding.layers for holding in held] == [Span(3, 6)]
+    held = [shard for shard in layout.rank_shards(1) if shard.group == "index"]
+    assert [shard.layers for shard in held] == [Span(3, 6)]
 
 
 def test_keys_of_a_page_come_before_its_scales() -> None:
@@ -229,7 +229,7 @@ def test_keys_of_several_tokens_in_one_are_refused() -> None:
         memory_of(sparse(some_index(page_bytes=32 * 132)))
 
 
-def with_scales(tp: int, page: int) -> Cache:
+def with_scales(tp: int, page: int) -> SglangCache:
     """Three heads of 64 entries, of which 32 have a scale in common, on a CPU that pads."""
     heads = Heads(total=3, k_dim=64, v_dim=64, padded_for=tp)
     row = heads.with_padding // tp * 64
@@ -248,7 +248,7 @@ def with_scales(tp: int, page: int) -> Cache:
         page_lengths=[page * row // 32] * 4,
         dtype=DType.UINT8,
     )
-    return Cache(
+    return SglangCache(
         num_layers=2,
         layers=(0, 1),
         stages=(2,),

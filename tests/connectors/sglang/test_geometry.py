@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry import DType, InputError, Parallel, Refused, Span, Stated, reshard
+from kvferry import DType, ExplicitSharding, InputError, Parallel, Refused, Span, reshard
 from kvferry.connectors.sglang.geometry import head_span, layout_of, memory_of
-from kvferry.connectors.sglang.pools import Buffers, Cache, Heads, Place
+from kvferry.connectors.sglang.pools import Buffers, Heads, Place, SglangCache
 from kvferry.plan.prove import check
 
 LAYERS = 4
@@ -26,13 +26,13 @@ def cache(
     pp: int = 1,
     pp_rank: int = 0,
     stages: tuple[int, ...] = (LAYERS,),
-) -> Cache:
+) -> SglangCache:
     """A rank's as SGLang would have it, with K of 8 and V of 4 float32 elements a head."""
     heads = -(-total // tp) if share is None else share
     first = sum(stages[:pp_rank])
     layers = tuple(range(first, first + stages[pp_rank]))
     rows = [heads * 8 * 4] * len(layers) + [heads * 4 * 4] * len(layers)
-    return Cache(
+    return SglangCache(
         num_layers=sum(stages),
         layers=tuple(range(sum(stages))),
         stages=stages,
@@ -71,13 +71,13 @@ def test_heads_are_dealt_out_as_sglang_does(
 
 def test_regular_sharding_is_said_in_one_word() -> None:
     assert layout_of(cache(tp=3)).sharding == Parallel(tp=3, stages=(LAYERS,))
-    assert isinstance(layout_of(cache(tp=2)).sharding, Stated)
+    assert isinstance(layout_of(cache(tp=2)).sharding, ExplicitSharding)
 
 
 def test_every_rank_says_the_same_layout() -> None:
     stages = (1, 3)
     said = {
-        repr(layout_of(cache(tp=2, tp_rank=tp, pp=2, pp_rank=pp, stages=stages)).holdings())
+        repr(layout_of(cache(tp=2, tp_rank=tp, pp=2, pp_rank=pp, stages=stages)).shards())
         for tp in range(2)
         for pp in range(2)
     }
@@ -115,7 +115,7 @@ def test_a_stage_has_its_own_layers_by_number() -> None:
 
 def test_padding_alone_holds_nothing() -> None:
     one = cache(tp=4, tp_rank=3)
-    assert layout_of(one).rank_holdings(3) == ()
+    assert layout_of(one).rank_shards(3) == ()
     assert memory_of(one).regions == ()
 
 
@@ -132,7 +132,7 @@ def test_a_latent_is_one_unit_that_every_rank_has() -> None:
         cache(tp=2), num_layers=2, layers=(0, 1), stages=(2,), heads=None, buffers=buffers
     )
     layout = layout_of(one)
-    assert [holding.units for rank in layout.holdings() for holding in rank] == [Span(0, 1)] * 2
+    assert [shard.units for rank in layout.shards() for shard in rank] == [Span(0, 1)] * 2
     assert layout.spec.groups[0].tensors[0].elements == 4
     assert memory_of(one).map.of("latent", "latent").num_pages == 10
 

@@ -20,12 +20,12 @@ from connectors.sglang.schedulers import (
 )
 from numpy.typing import NDArray
 
-from kvferry import RendezvousServer, Status, make_transport
+from kvferry import DiscoveryServer, Status, make_transport
 from kvferry.connectors.sglang.failures import RoomFailed
 from kvferry.connectors.sglang.geometry import head_span
 from kvferry.connectors.sglang.instances import Replica
 from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager
-from kvferry.connectors.sglang.pools import Cache, Heads, Place
+from kvferry.connectors.sglang.pools import Heads, Place, SglangCache
 from kvferry.connectors.sglang.receiver import RoomReceiver
 from kvferry.connectors.sglang.sender import RoomSender
 from kvferry.connectors.sglang.settings import RankSettings
@@ -46,9 +46,9 @@ class Rank:
         self.pools = [new_pool(self.transport, *shape) for _ in range(2 * LAYERS)]
         self.rows = SchedulerRows()
 
-    def settings(self, replica: Replica, rendezvous: str | None, waiting_s: float) -> RankSettings:
+    def settings(self, replica: Replica, discovery: str | None, waiting_s: float) -> RankSettings:
         layers = tuple(range(LAYERS))
-        cache = Cache(
+        cache = SglangCache(
             num_layers=LAYERS,
             layers=layers,
             stages=(LAYERS,),
@@ -61,7 +61,7 @@ class Rank:
             self.rows,
             replica,
             self.transport,
-            rendezvous=rendezvous,
+            discovery=discovery,
             waiting_s=waiting_s,
         )
 
@@ -97,7 +97,7 @@ class Pair:
 
     def __init__(self, stack: ExitStack, *, heads: int, waiting_s: float) -> None:
         self._stack, self._heads, self._waiting_s = stack, heads, waiting_s
-        server = stack.enter_context(RendezvousServer())
+        server = stack.enter_context(DiscoveryServer())
         self.url = server.url
         self.address = server.url.removeprefix("http://")
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvferry import DType, InputError, Layout, Request, Slot
+from kvferry import DType, InputError, Layout, Request, StateRow
 from kvferry.connectors.sglang.geometry import layout_of, memory_of
-from kvferry.connectors.sglang.pools import Buffers, Cache, Heads, Place
+from kvferry.connectors.sglang.pools import Buffers, Heads, Place, SglangCache
 from kvferry.connectors.sglang.states import StateBuffer, kinds_of, row_of, state_groups
 from kvferry.memory.copy.reference import copy_pieces
-from kvferry.plan.bind import Pair, Side, bind
+from kvferry.plan.bind import RankPair, Side, bind
 from kvferry.plan.places import PageTable
 from kvferry.plan.prove import check
 from kvferry.plan.reshard import reshard
@@ -41,7 +41,7 @@ class StateRank:
     def arrays(self) -> list[Row]:
         return [*self.kv, *self.conv, *self.recurrent]
 
-    def cache(self) -> Cache:
+    def cache(self) -> SglangCache:
         conv = [
             self._state(array, layer, sum(BLOCKS) // self.tp, BLOCKS)
             for array, layer in zip(self.conv, LINEAR, strict=True)
@@ -50,7 +50,7 @@ class StateRank:
             self._state(array, layer, HEADS // self.tp, ())
             for array, layer in zip(self.recurrent, LINEAR, strict=True)
         ]
-        return Cache(
+        return SglangCache(
             num_layers=3,
             layers=ATTENTION,
             stages=(3,),
@@ -99,7 +99,7 @@ def carried(source: StateRank, target: StateRank, layouts: tuple[Layout, Layout]
         {name: PageTable([row] if name.startswith("state") else [row, row + 1]) for name in groups}
         for row in (1, 2)
     ]
-    pair = Pair(source.rank, target.rank)
+    pair = RankPair(source.rank, target.rank)
     first, second = (Side(memory.map, table) for memory, table in zip(sides, tables, strict=True))
     binding = bind(plan, pair, Request(4), first, second)
     views = [
@@ -144,7 +144,7 @@ def test_kinds_are_told_apart_by_their_layers() -> None:
 
 def test_what_every_rank_has_is_one_unit() -> None:
     (group,) = state_groups([buffer(1, dim=0)], tp=4)
-    assert (group.units, group.kind, group.unit_bytes) == (1, Slot(), 48)
+    assert (group.units, group.kind, group.unit_bytes) == (1, StateRow(), 48)
 
 
 @pytest.mark.parametrize(

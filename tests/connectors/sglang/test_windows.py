@@ -17,12 +17,12 @@ from connectors.sglang.schedulers import (
     until,
 )
 
-from kvferry import DType, InputError, RendezvousServer, Status, make_transport
+from kvferry import DiscoveryServer, DType, InputError, Status, make_transport
 from kvferry.connectors.sglang.failures import RoomFailed
 from kvferry.connectors.sglang.geometry import head_span
 from kvferry.connectors.sglang.instances import Replica
 from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager
-from kvferry.connectors.sglang.pools import Buffers, Cache, Heads, Place, WindowPool
+from kvferry.connectors.sglang.pools import Buffers, Heads, Place, SglangCache, WindowPool
 from kvferry.connectors.sglang.receiver import RoomReceiver
 from kvferry.connectors.sglang.sender import RoomSender
 from kvferry.connectors.sglang.windows import (
@@ -80,7 +80,7 @@ class Rank:
             [new_pool(transport, *shape) for _ in range(4)] for _ in range(2)
         )
         self.rows = SchedulerRows()
-        cache = Cache(
+        cache = SglangCache(
             num_layers=4,
             layers=FULL,
             stages=(4,),
@@ -90,7 +90,7 @@ class Rank:
             window=WindowPool(num_tokens=KEPT, buffers=buffers_of(self.sliding, SLIDING, page)),
         )
         replica = Replica(kind.__name__, 0, 1)
-        settings = settings_of(cache, self.rows, replica, transport, rendezvous=url)
+        settings = settings_of(cache, self.rows, replica, transport, discovery=url)
         self.manager = kind(SimpleNamespace(), settings)
 
     def fill(self, pools: list[Any], pages: list[int], first: int, num_tokens: int) -> None:
@@ -124,7 +124,7 @@ def test_the_last_tokens_of_sliding_layers_and_all_of_the_others(
 ) -> None:
     """TP2 in pages of 1 to TP1 in pages of 4, in chunks of 4 tokens."""
     with ExitStack() as stack:
-        server = stack.enter_context(RendezvousServer())
+        server = stack.enter_context(DiscoveryServer())
         address = server.url.removeprefix("http://")
         sources = [Rank(PrefillManager, 2, rank, 1, server.url) for rank in range(2)]
         target = Rank(DecodeManager, 1, 0, 4, None)
@@ -165,7 +165,7 @@ def wrong_in(target: Rank, pages: list[list[int]], begins: int, num_tokens: int)
 
 def test_a_room_whose_window_is_too_long_fails() -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(RendezvousServer())
+        server = stack.enter_context(DiscoveryServer())
         source = Rank(PrefillManager, 1, 0, 1, server.url)
         target = Rank(DecodeManager, 1, 0, 4, None)
         for rank in (source, target):

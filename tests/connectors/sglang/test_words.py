@@ -19,7 +19,7 @@ from kvferry.connectors.sglang.prompts import prompt_of
 from kvferry.connectors.sglang.rows import MetadataRows
 from kvferry.connectors.sglang.settings import liveness_in, transport_in
 from kvferry.reference.engine.steps import Sample
-from kvferry.reference.transfer.messages import First, encode
+from kvferry.reference.transfer.messages import FirstTokenNote, encode
 
 SHAPE = RowShape((64, 16, 64), room=2)
 ROOM = (1 << 62) + 7
@@ -61,11 +61,11 @@ def test_a_row_arrives_as_it_was_sent() -> None:
 
 
 def test_our_own_engine_reads_the_first_token_of_a_row() -> None:
-    assert msgspec.msgpack.decode(encoded(row(42), SHAPE), type=First).sample.token == 42
+    assert msgspec.msgpack.decode(encoded(row(42), SHAPE), type=FirstTokenNote).sample.token == 42
 
 
 def test_our_own_engine_s_first_token_makes_a_row() -> None:
-    made = decoded(encode(First(Sample("r", 42))), SHAPE, ROOM)
+    made = decoded(encode(FirstTokenNote(Sample("r", 42))), SHAPE, ROOM)
     assert [len(part) for part in made] == [64, 16, 64]
     assert made[0] == (42).to_bytes(4, "little").ljust(64, b"\0")
     assert made[2][:8] == ROOM.to_bytes(8, "little")

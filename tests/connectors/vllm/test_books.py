@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from kvferry.connectors.vllm.decode import DecodeBook
-from kvferry.connectors.vllm.orders import OpenRoom, PushTokens, ReceiveRoom
+from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
+from kvferry.connectors.vllm.metadata import OpenRoom, PushTokens, ReceiveRoom
 from kvferry.connectors.vllm.paging import BlockCuts
-from kvferry.connectors.vllm.params import AskedOfDecode
-from kvferry.connectors.vllm.prefill import PrefillBook
-from kvferry.connectors.vllm.scheduler import SchedulerPart
+from kvferry.connectors.vllm.params import DecodeParams
+from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
+from kvferry.connectors.vllm.scheduler import ConnectorScheduler
 
 
-def prefill_book() -> PrefillBook:
+def prefill_book() -> PrefillScheduler:
     rooms = iter(["r1", "r2", "r3"])
-    return PrefillBook("prefill-0", BlockCuts(16), room=lambda: next(rooms))
+    return PrefillScheduler("prefill-0", BlockCuts(16), room=lambda: next(rooms))
 
 
 # ---------------------------------------------------------------- prefill
@@ -27,18 +27,18 @@ def test_every_chunk_is_pushed_and_the_last_one_closes() -> None:
     book = prefill_book()
     assert book.begin("a", None, 40, b"d")
     book.scheduled("a", 20, [[5, 6]])
-    orders = book.take_orders()
+    orders = book.take_metadata()
     assert orders.opened == [OpenRoom("a", "r1", 40)]
     assert orders.pushed == [PushTokens("r1", 20, 0, ((5, 6),))]
     book.scheduled("a", 41, [[5, 6, 7]])  # the step also computes a token of the answer
-    assert book.take_orders().pushed == [PushTokens("r1", 40, 1, ((6, 7),), b"d")]
+    assert book.take_metadata().pushed == [PushTokens("r1", 40, 1, ((6, 7),), b"d")]
     book.scheduled("a", 42, [[5, 6, 7]])
-    assert book.take_orders().pushed == []
+    assert book.take_metadata().pushed == []
     held, params = book.finished("a")
     assert held
     assert params is not None
     assert params["kvferry"] == {"room": "r1", "prefill": "prefill-0", "tokens": 40}
-    assert book.take_orders().held == [("a", "r1")]
+    assert book.take_metadata().held == [("a", "r1")]
     assert len(book) == 0
 
 
@@ -46,17 +46,17 @@ def test_a_cached_beginning_is_pushed_with_the_first_chunk() -> None:
     book = prefill_book()
     book.begin("a", None, 40, b"d")
     book.scheduled("a", 40, [[5, 6, 7]])
-    assert book.take_orders().pushed == [PushTokens("r1", 40, 0, ((5, 6, 7),), b"d")]
+    assert book.take_metadata().pushed == [PushTokens("r1", 40, 0, ((5, 6, 7),), b"d")]
 
 
 def test_a_preempted_request_takes_another_room() -> None:
     book = prefill_book()
     book.begin("a", None, 40, b"d")
     book.scheduled("a", 20, [[5, 6]])
-    book.take_orders()
+    book.take_metadata()
     book.preempted("a")
     book.scheduled("a", 40, [[1, 2, 3]])
-    orders = book.take_orders()
+    orders = book.take_metadata()
     assert orders.abandoned == ["r1"]
     assert orders.opened == [OpenRoom("a", "r2", 40)]
     assert orders.pushed == [PushTokens("r2", 40, 0, ((1, 2, 3),), b"d")]
@@ -67,9 +67,9 @@ def test_a_preempted_request_in_a_given_room_is_computed_for_nobody() -> None:
     book.begin("a", 7, 40, b"d")
     book.scheduled("a", 20, [[5, 6]])
     book.preempted("a")
-    assert book.take_orders().abandoned == [7]
+    assert book.take_metadata().abandoned == [7]
     book.scheduled("a", 40, [[1, 2, 3]])
-    assert book.take_orders().pushed == []
+    assert book.take_metadata().pushed == []
     assert book.finished("a") == (False, None)
 
 
@@ -77,9 +77,9 @@ def test_an_aborted_request_gives_its_room_up_and_waits_for_its_blocks() -> None
     book = prefill_book()
     book.begin("a", None, 40, b"d")
     book.scheduled("a", 20, [[5, 6]])
-    book.take_orders()
+    book.take_metadata()
     assert book.finished("a") == (True, None)
-    orders = book.take_orders()
+    orders = book.take_metadata()
     assert (orders.abandoned, orders.held) == (["r1"], [("a", "r1")])
 
 
@@ -87,14 +87,14 @@ def test_a_request_that_never_began_frees_its_blocks() -> None:
     book = prefill_book()
     book.begin("a", None, 40, b"d")
     assert book.finished("a") == (False, None)
-    assert book.take_orders().opened == []
+    assert book.take_metadata().opened == []
 
 
 def test_who_waits_in_a_given_room_hears_that_it_never_began() -> None:
     book = prefill_book()
     book.begin("a", 7, 40, b"d")
     assert book.finished("a") == (True, None)
-    orders = book.take_orders()
+    orders = book.take_metadata()
     assert orders.opened == [OpenRoom("a", 7, 40)]
     assert (orders.abandoned, orders.held) == ([7], [("a", 7)])
 
@@ -112,11 +112,11 @@ def test_a_room_belongs_to_one_request_until_it_is_released() -> None:
 
 # ---------------------------------------------------------------- decode
 
-ASKED = AskedOfDecode("r", "prefill-0")
+ASKED = DecodeParams("r", "prefill-0")
 
 
-def decode_book() -> DecodeBook:
-    book = DecodeBook(BlockCuts(16))
+def decode_book() -> DecodeScheduler:
+    book = DecodeScheduler(BlockCuts(16))
     book.begin("a", ASKED, 40, b"d")
     return book
 
@@ -125,17 +125,17 @@ def test_what_is_cached_here_does_not_travel() -> None:
     book = decode_book()
     assert book.missing("a", 16) == 24
     book.allocated("a", 24, [[3, 1, 2]])
-    orders = book.take_orders()
+    orders = book.take_metadata()
     assert orders.received == [ReceiveRoom("a", "r", "prefill-0", 40, 16, ((3, 1, 2),), b"d")]
 
 
 def test_a_request_is_asked_for_once() -> None:
     book = decode_book()
     book.allocated("a", 40, [[3, 1, 2]])
-    book.take_orders()
+    book.take_metadata()
     assert book.missing("a", 0) == 0  # it was preempted, or its room has failed
     book.allocated("a", 0, [[3, 1, 2]])
-    assert book.take_orders().received == []
+    assert book.take_metadata().received == []
 
 
 def test_one_room_has_one_request() -> None:
@@ -149,36 +149,36 @@ def test_one_room_has_one_request() -> None:
 def test_prefill_hears_that_nothing_is_needed() -> None:
     book = decode_book()
     book.allocated("a", 0, [[3, 1, 2]])
-    (order,) = book.take_orders().received
+    (order,) = book.take_metadata().received
     assert (order.tokens, order.prefix, order.blocks) == (40, 40, ())
 
 
 def test_a_request_that_ends_early_is_given_up() -> None:
     book = decode_book()
     book.allocated("a", 40, [[3, 1, 2]])
-    book.take_orders()
+    book.take_metadata()
     book.finished("a")
-    assert book.take_orders().aborted == ["a"]
+    assert book.take_metadata().aborted == ["a"]
     assert len(book) == 0
 
 
 def test_a_request_that_was_refused_lets_prefill_go() -> None:
     book = decode_book()
     book.finished("a")
-    orders = book.take_orders()
+    orders = book.take_metadata()
     assert (orders.received, len(orders.declined)) == ([], 1)
 
 
 def test_one_failed_rank_ends_the_others() -> None:
     book = decode_book()
     book.allocated("a", 40, [[3, 1, 2]])
-    book.take_orders()
+    book.take_metadata()
     book.failed("a")
-    assert book.take_orders().aborted == ["a"]
+    assert book.take_metadata().aborted == ["a"]
     book.ended("a")
     book.failed("a")
     book.finished("a")
-    assert book.take_orders().aborted == []
+    assert book.take_metadata().aborted == []
 
 
 # ---------------------------------------------------------------- vLLM's objects
@@ -198,8 +198,10 @@ def request(params: object, **more: Any) -> Any:
     )
 
 
-def part() -> SchedulerPart:
-    return SchedulerPart(prefill_book(), DecodeBook(BlockCuts(16)), model="m", dtype="float32")
+def part() -> ConnectorScheduler:
+    return ConnectorScheduler(
+        prefill_book(), DecodeScheduler(BlockCuts(16)), model="m", dtype="float32"
+    )
 
 
 def no_step() -> Any:
@@ -253,9 +255,9 @@ def test_a_prompt_of_more_than_ids_is_not_carried(lacks: dict[str, Any]) -> None
         assert scheduler.finished(bare) == (False, None)
 
 
-def with_windows() -> SchedulerPart:
-    books = prefill_book(), DecodeBook(BlockCuts(16))
-    return SchedulerPart(*books, model="m", dtype="float32", leaves_last=True)
+def with_windows() -> ConnectorScheduler:
+    books = prefill_book(), DecodeScheduler(BlockCuts(16))
+    return ConnectorScheduler(*books, model="m", dtype="float32", leaves_last=True)
 
 
 def test_behind_a_window_decode_computes_the_last_token_itself() -> None:

@@ -12,27 +12,27 @@ import pytest
 from numpy.typing import NDArray
 
 from kvferry import (
+    DiscoveryServer,
     EndpointConfig,
     Incoming,
+    LayerPushTuner,
     Layers,
     Outgoing,
-    Pace,
-    RendezvousServer,
     SourceEndpoint,
     TargetEndpoint,
     make_transport,
 )
 from kvferry.connectors.vllm.caches import CachePlan, CacheView, EngineShape, plan_caches
-from kvferry.connectors.vllm.orders import (
-    DecodeOrders,
+from kvferry.connectors.vllm.metadata import (
+    DecodeMetadata,
     OpenRoom,
-    PrefillOrders,
+    PrefillMetadata,
     PushTokens,
     ReceiveRoom,
 )
-from kvferry.connectors.vllm.sources import SourceRooms
+from kvferry.connectors.vllm.sources import PrefillRankRooms
 from kvferry.connectors.vllm.stats import RoomCounts, shown_counts
-from kvferry.connectors.vllm.targets import Arrivals, TargetRooms
+from kvferry.connectors.vllm.targets import Arrivals, DecodeRankRooms
 
 HEADS, TOKENS, CONTENT, BLOCKS, LAYERS = 4, 16, 8, 12, 2
 WAIT_S = 20.0
@@ -43,7 +43,7 @@ class Rank(NamedTuple):
     """A rank's cache, [layers, blocks, heads, tokens, content], and its rooms."""
 
     cache: Array
-    rooms: SourceRooms | TargetRooms
+    rooms: PrefillRankRooms | DecodeRankRooms
     counts: RoomCounts
 
 
@@ -53,10 +53,10 @@ class Engines:
     def __init__(self, undo: ExitStack, layers: Layers = "all") -> None:
         self._undo = undo
         self._layers = layers
-        server = RendezvousServer().start()
+        server = DiscoveryServer().start()
         undo.callback(server.stop)
         config = EndpointConfig(deadline_s=WAIT_S)
-        self._shared: Any = {"model": "m", "rendezvous": server.url, "config": config}
+        self._shared: Any = {"model": "m", "discovery": server.url, "config": config}
         self.prefill = [self._source(rank) for rank in range(2)]
 
     def _source(self, rank: int) -> Rank:
@@ -72,8 +72,8 @@ class Engines:
         )
         self._undo.callback(endpoint.close)
         counts = RoomCounts()
-        pace = Pace(self._layers, plan.layout, rank)
-        return Rank(cache, SourceRooms(endpoint, plan.tables, counts, pace), counts)
+        pace = LayerPushTuner(self._layers, plan.layout, rank)
+        return Rank(cache, PrefillRankRooms(endpoint, plan.tables, counts, pace), counts)
 
     def decode(self, *, fails_early: bool = False) -> Rank:
         transport = make_transport("shm")
@@ -88,7 +88,7 @@ class Engines:
         )
         self._undo.callback(endpoint.close)
         counts = RoomCounts()
-        rooms = TargetRooms(endpoint, plan.tables, counts, fails_early=fails_early)
+        rooms = DecodeRankRooms(endpoint, plan.tables, counts, fails_early=fails_early)
         return Rank(cache, rooms, counts)
 
 
@@ -130,22 +130,22 @@ def compute(
                     cache[layer, block, head, offset] = token * 100 + layer * 10 + whole
 
 
-def step(engines: Engines, orders: PrefillOrders, *computed: tuple[int, int]) -> None:
+def step(engines: Engines, orders: PrefillMetadata, *computed: tuple[int, int]) -> None:
     for rank in engines.prefill:
-        assert isinstance(rank.rooms, SourceRooms)
+        assert isinstance(rank.rooms, PrefillRankRooms)
         rank.rooms.before(orders)
     for first, end in computed:
         compute(engines, first, end, (7, 3, 9))
     for rank in engines.prefill:
-        assert isinstance(rank.rooms, SourceRooms)
+        assert isinstance(rank.rooms, PrefillRankRooms)
         rank.rooms.after(orders, None)
 
 
 def step_by_layers(
-    engines: Engines, orders: PrefillOrders, computed: tuple[int, int], told: tuple[int, ...]
+    engines: Engines, orders: PrefillMetadata, computed: tuple[int, int], told: tuple[int, ...]
 ) -> None:
     """A step whose layers are computed one after another, and told of if they are among these."""
-    sources = [rank.rooms for rank in engines.prefill if isinstance(rank.rooms, SourceRooms)]
+    sources = [rank.rooms for rank in engines.prefill if isinstance(rank.rooms, PrefillRankRooms)]
     for rooms in sources:
         rooms.before(orders)
     for layer in range(LAYERS):
@@ -161,7 +161,7 @@ def outgoing(engines: Engines) -> list[Outgoing]:
     return [
         handle
         for rank in engines.prefill
-        if isinstance(rank.rooms, SourceRooms)
+        if isinstance(rank.rooms, PrefillRankRooms)
         for handle in rank.rooms.handles()
     ]
 
@@ -172,18 +172,20 @@ def released(handles: list[Outgoing] | list[Incoming]) -> None:
 
 
 def take(decode: Rank, *orders: ReceiveRoom, aborted: list[str] | None = None) -> list[Incoming]:
-    assert isinstance(decode.rooms, TargetRooms)
-    decode.rooms.take(DecodeOrders(list(orders), aborted=aborted or []))
+    assert isinstance(decode.rooms, DecodeRankRooms)
+    decode.rooms.take(DecodeMetadata(list(orders), aborted=aborted or []))
     return list(decode.rooms.handles())
 
 
 def arrivals(decode: Rank) -> Arrivals:
-    assert isinstance(decode.rooms, TargetRooms)
+    assert isinstance(decode.rooms, DecodeRankRooms)
     return decode.rooms.arrivals()
 
 
 def sent(engines: Engines) -> list[set[str]]:
-    return [rank.rooms.sent() for rank in engines.prefill if isinstance(rank.rooms, SourceRooms)]
+    return [
+        rank.rooms.sent() for rank in engines.prefill if isinstance(rank.rooms, PrefillRankRooms)
+    ]
 
 
 def receive(tokens: int = 40, prefix: int = 0, digest: bytes = b"d") -> ReceiveRoom:
@@ -191,9 +193,9 @@ def receive(tokens: int = 40, prefix: int = 0, digest: bytes = b"d") -> ReceiveR
     return ReceiveRoom("d-1", "room", "prefill-0", tokens, prefix, blocks, digest)
 
 
-FIRST = PrefillOrders([OpenRoom("p-1", "room", 40)], [PushTokens("room", 20, 0, ((7, 3),))])
-LAST = PrefillOrders([], [PushTokens("room", 40, 1, ((3, 9),), b"d")])
-HELD = PrefillOrders(held=[("p-1", "room")])
+FIRST = PrefillMetadata([OpenRoom("p-1", "room", 40)], [PushTokens("room", 20, 0, ((7, 3),))])
+LAST = PrefillMetadata([], [PushTokens("room", 40, 1, ((3, 9),), b"d")])
+HELD = PrefillMetadata(held=[("p-1", "room")])
 
 
 def whole_room(engines: Engines) -> None:
@@ -324,8 +326,8 @@ def test_a_request_that_decode_never_asks_for_frees_prefill(engines: Engines) ->
     step(engines, HELD)
     assert sent(engines) == [set(), set()]
     decode = engines.decode()
-    assert isinstance(decode.rooms, TargetRooms)
-    decode.rooms.take(DecodeOrders(declined=[("room", "prefill-0")]))
+    assert isinstance(decode.rooms, DecodeRankRooms)
+    decode.rooms.take(DecodeMetadata(declined=[("room", "prefill-0")]))
     released(outgoing(engines))
     assert sent(engines) == [{"p-1"}, {"p-1"}]
 
@@ -336,8 +338,8 @@ def test_an_abandoned_room_has_ended_before_its_blocks_are_overwritten(engines: 
     step(engines, FIRST, (0, 20))
     handles = outgoing(engines)
     for rank in engines.prefill:
-        assert isinstance(rank.rooms, SourceRooms)
-        rank.rooms.before(PrefillOrders(abandoned=["room"]))
+        assert isinstance(rank.rooms, PrefillRankRooms)
+        rank.rooms.before(PrefillMetadata(abandoned=["room"]))
     assert all(handle.failure is not None for handle in handles)
     into.wait_released(WAIT_S)
     assert arrivals(decode).failed == {"d-1"}

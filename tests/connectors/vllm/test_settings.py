@@ -14,14 +14,18 @@ from kvferry.connectors.vllm.settings import (
     read_settings,
 )
 
-LEAST = {"rendezvous": "http://10.0.0.1:7400", "instance": "prefill-0"}
+LEAST = {"discovery": "http://10.0.0.1:7400", "instance": "prefill-0"}
 
 
 def test_the_least() -> None:
     settings = read_settings(LEAST)
     assert (settings.transport, settings.layers) == ("auto", "auto")
     config = settings.endpoint_config()
-    assert (config.deadline_s, config.protocol.silence_s, config.find_s) == (120, 20, 10)
+    assert (config.deadline_s, config.protocol.silence_s, config.discovery_timeout_s) == (
+        120,
+        20,
+        10,
+    )
 
 
 def test_liveness_timeouts_can_be_set() -> None:
@@ -32,7 +36,7 @@ def test_liveness_timeouts_can_be_set() -> None:
 
 
 def test_an_unknown_prefill_is_waited_for_no_longer_than_a_room_may_last() -> None:
-    assert read_settings({**LEAST, "deadline_s": 3}).endpoint_config().find_s == 3
+    assert read_settings({**LEAST, "deadline_s": 3}).endpoint_config().discovery_timeout_s == 3
 
 
 def test_a_replica_is_an_instance_of_its_own() -> None:
@@ -44,9 +48,9 @@ def test_a_replica_is_an_instance_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"rendevous": "x"}, "has no 'rendevous'; it takes rendezvous, instance"),
-        ({"rendezvous": "10.0.0.1"}, "is no rendezvous; give one such as http://"),
-        ({"rendezvous": 7}, r"\$\.rendezvous"),
+        ({"rendevous": "x"}, "has no 'rendevous'; it takes discovery, instance"),
+        ({"discovery": "10.0.0.1"}, "is no discovery; give one such as http://"),
+        ({"discovery": 7}, r"\$\.discovery"),
         ({"instance": ""}, r"\$\.instance"),
         ({"deadline_s": 0}, r"\$\.deadline_s"),
         ({"silence_s": 1.5}, "silence_s=1.5 must be at least twice heartbeat_s"),
@@ -62,7 +66,7 @@ def test_a_bad_value_is_one_sentence(change: dict[str, object], said: str) -> No
 
 
 def test_a_missing_value_is_one_sentence() -> None:
-    with pytest.raises(InputError, match="it takes rendezvous, such as"):
+    with pytest.raises(InputError, match="it takes discovery, such as"):
         read_settings({})
 
 

@@ -11,19 +11,19 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvferry import InputError, RendezvousServer
+from kvferry import DiscoveryServer, InputError
 from kvferry.connectors.vllm.caches import BlockGroup, EngineShape, plan_caches
-from kvferry.connectors.vllm.orders import (
-    DecodeOrders,
+from kvferry.connectors.vllm.metadata import (
+    DecodeMetadata,
     OpenRoom,
-    PrefillOrders,
+    PrefillMetadata,
     PushTokens,
     ReceiveRoom,
 )
 from kvferry.connectors.vllm.paging import BlockCuts
 from kvferry.connectors.vllm.settings import read_settings
 from kvferry.connectors.vllm.states import StateSharding, StateSpec, place_states
-from kvferry.connectors.vllm.worker import WorkerPart
+from kvferry.connectors.vllm.worker import ConnectorWorker
 
 HEADS, CONTENT, BLOCK, TOKENS = 4, 8, 16, 40
 ATTENTION, LINEAR = "model.layers.1.self_attn.attn", (0, 2)
@@ -101,11 +101,13 @@ class StateSide:
             bc_groups=self.mixer.bc_groups,
         )
 
-    def workers(self, undo: ExitStack, url: str, name: str, *, sends: bool) -> list[WorkerPart]:
-        settings = read_settings({"rendezvous": url, "instance": name, "transport": "shm"})
+    def workers(
+        self, undo: ExitStack, url: str, name: str, *, sends: bool
+    ) -> list[ConnectorWorker]:
+        settings = read_settings({"discovery": url, "instance": name, "transport": "shm"})
         found = []
         for rank, held in enumerate(self.caches):
-            worker = WorkerPart(settings, None, name, "m")
+            worker = ConnectorWorker(settings, None, name, "m")
             worker.register(
                 *(held, self.shape(rank), self.kept),
                 sends=sends,
@@ -146,12 +148,12 @@ def test_state_arrives_with_the_tokens(
     undo: ExitStack, mixer: str, prefill: int, decode: int, channels_first: bool
 ) -> None:
     kind = MIXERS[mixer]
-    rendezvous = RendezvousServer().start()
-    undo.callback(rendezvous.stop)
+    discovery = DiscoveryServer().start()
+    undo.callback(discovery.stop)
     there = StateSide(kind, prefill, channels_first=channels_first)
     here = StateSide(kind, decode, channels_first=channels_first)
-    sources = there.workers(undo, rendezvous.url, "prefill-0", sends=True)
-    targets = here.workers(undo, rendezvous.url, "decode-0", sends=False)
+    sources = there.workers(undo, discovery.url, "prefill-0", sends=True)
+    targets = here.workers(undo, discovery.url, "decode-0", sends=False)
     states = [drawn(kind, 1 + layer) for layer in range(len(LINEAR))]
     # Both layers' blocks lie in the same memory, so each has its own.
     there_rows, here_rows = (THERE, THERE + 1), (HERE, HERE + 1)
@@ -166,9 +168,9 @@ def test_state_arrives_with_the_tokens(
         b"d",
     )
     push = PushTokens("room", TOKENS, 0, ((0, 1, 3), *((row,) for row in there_rows)), b"d")
-    orders = PrefillOrders([OpenRoom("p", "room", TOKENS)], [push], held=[("p", "room")])
+    orders = PrefillMetadata([OpenRoom("p", "room", TOKENS)], [push], held=[("p", "room")])
     for worker in targets:
-        worker.receive(DecodeOrders([receive]))
+        worker.receive(DecodeMetadata([receive]))
     for worker in sources:
         worker.before(orders)
         worker.after(orders)
@@ -189,14 +191,16 @@ def test_state_arrives_with_the_tokens(
 
 
 def test_who_wants_nothing_lets_prefill_go(undo: ExitStack) -> None:
-    rendezvous = RendezvousServer().start()
-    undo.callback(rendezvous.stop)
+    discovery = DiscoveryServer().start()
+    undo.callback(discovery.stop)
     sides = [StateSide(MIXERS["mamba-2"], 1, channels_first=False) for _ in range(2)]
-    (source,) = sides[0].workers(undo, rendezvous.url, "prefill-0", sends=True)
-    (target,) = sides[1].workers(undo, rendezvous.url, "decode-0", sends=False)
-    target.receive(DecodeOrders([ReceiveRoom("d", "room", "prefill-0", TOKENS, TOKENS, (), b"d")]))
+    (source,) = sides[0].workers(undo, discovery.url, "prefill-0", sends=True)
+    (target,) = sides[1].workers(undo, discovery.url, "decode-0", sends=False)
+    target.receive(
+        DecodeMetadata([ReceiveRoom("d", "room", "prefill-0", TOKENS, TOKENS, (), b"d")])
+    )
     push = PushTokens("room", TOKENS, 0, ((0, 1, 3), (4,), (5,)), b"d")
-    orders = PrefillOrders([OpenRoom("p", "room", TOKENS)], [push], held=[("p", "room")])
+    orders = PrefillMetadata([OpenRoom("p", "room", TOKENS)], [push], held=[("p", "room")])
     source.before(orders)
     source.after(orders)
     sent: set[str] = set()

@@ -8,17 +8,17 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from kvferry import InputError, RendezvousServer
+from kvferry import DiscoveryServer, InputError
 from kvferry.connectors.vllm.caches import BlockGroup, EngineShape
-from kvferry.connectors.vllm.orders import (
-    DecodeOrders,
+from kvferry.connectors.vllm.metadata import (
+    DecodeMetadata,
     OpenRoom,
-    PrefillOrders,
+    PrefillMetadata,
     PushTokens,
     ReceiveRoom,
 )
 from kvferry.connectors.vllm.settings import read_settings
-from kvferry.connectors.vllm.worker import WorkerPart
+from kvferry.connectors.vllm.worker import ConnectorWorker
 
 HEADS, CONTENT, LAYERS, TOKENS = 4, 8, 3, 40
 Caches = dict[str, torch.Tensor]
@@ -47,9 +47,9 @@ def part(
     *,
     sends: bool,
     receives: bool,
-) -> WorkerPart:
-    worker = WorkerPart(
-        read_settings({"rendezvous": url, "instance": name, "transport": "shm"}), None, name, "m"
+) -> ConnectorWorker:
+    worker = ConnectorWorker(
+        read_settings({"discovery": url, "instance": name, "transport": "shm"}), None, name, "m"
     )
     block_tokens = next(iter(held.values())).shape[2]
     # On a GPU blocks of any size and order go together; these only lie in host memory.
@@ -61,14 +61,14 @@ def part(
 
 @pytest.mark.parametrize(("nhd", "both"), [(False, False), (True, False), (False, True)])
 def test_other_blocks_and_another_order(undo: ExitStack, nhd: bool, both: bool) -> None:
-    rendezvous = RendezvousServer().start()
-    undo.callback(rendezvous.stop)
+    discovery = DiscoveryServer().start()
+    undo.callback(discovery.stop)
     there, here = caches(6, 16, nhd=nhd), caches(4, 32, nhd=not nhd)
-    prefill = part(undo, rendezvous.url, "prefill-0", there, sends=True, receives=both)
-    decode = part(undo, rendezvous.url, "decode-0", here, sends=both, receives=True)
+    prefill = part(undo, discovery.url, "prefill-0", there, sends=True, receives=both)
+    decode = part(undo, discovery.url, "decode-0", here, sends=both, receives=True)
     order = ReceiveRoom("d", "room", "prefill-0", TOKENS, 0, ((3, 1),), b"d")
-    decode.receive(DecodeOrders([order]))
-    orders = PrefillOrders(
+    decode.receive(DecodeMetadata([order]))
+    orders = PrefillMetadata(
         [OpenRoom("p", "room", TOKENS)],
         [PushTokens("room", TOKENS, 0, ((5, 0, 2),), b"d")],
         held=[("p", "room")],
@@ -106,8 +106,8 @@ def test_groups_with_blocks_of_their_own_share_memory(undo: ExitStack) -> None:
     16 tokens are kept before the next one. Of the sliding layer's blocks, those before are
     given away, and nobody names or fills them.
     """
-    rendezvous = RendezvousServer().start()
-    undo.callback(rendezvous.stop)
+    discovery = DiscoveryServer().start()
+    undo.callback(discovery.stop)
     names = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
     kept = [
         BlockGroup(frozenset(names[:2])),
@@ -116,16 +116,16 @@ def test_groups_with_blocks_of_their_own_share_memory(undo: ExitStack) -> None:
     there, here = ({**caches(8, 16, nhd=False)} for _ in range(2))
     for side in (there, here):
         side[names[2]] = side[names[0]]
-    prefill = part(undo, rendezvous.url, "prefill-0", there, kept, sends=True, receives=False)
-    decode = part(undo, rendezvous.url, "decode-0", here, kept, sends=False, receives=True)
+    prefill = part(undo, discovery.url, "prefill-0", there, kept, sends=True, receives=False)
+    decode = part(undo, discovery.url, "decode-0", here, kept, sends=False, receives=True)
     null = 0
     order = ReceiveRoom("d", "room", "prefill-0", TOKENS, 0, ((3, 1, 6), (null, 5, 2)), b"d")
-    decode.receive(DecodeOrders([order]))
-    first = PrefillOrders(
+    decode.receive(DecodeMetadata([order]))
+    first = PrefillMetadata(
         [OpenRoom("p", "room", TOKENS)], [PushTokens("room", 20, 0, ((5, 1), (7, 4)))]
     )
     # The sliding layer's first block was given away, and is its third now.
-    last = PrefillOrders(
+    last = PrefillMetadata(
         [], [PushTokens("room", TOKENS, 1, ((1, 2), (4, 7)), b"d")], held=[("p", "room")]
     )
     for layer in there.values():
@@ -148,8 +148,8 @@ def test_groups_with_blocks_of_their_own_share_memory(undo: ExitStack) -> None:
 
 
 def test_a_cache_of_several_tensors_is_refused(undo: ExitStack) -> None:
-    worker = WorkerPart(
-        read_settings({"rendezvous": "http://127.0.0.1:1", "instance": "p"}), None, "p", "m"
+    worker = ConnectorWorker(
+        read_settings({"discovery": "http://127.0.0.1:1", "instance": "p"}), None, "p", "m"
     )
     engine = EngineShape(1, (1,), 0, HEADS, 16, on_cpu=True)
     several = {"model.layers.0.mixer": [torch.zeros(4, 4)]}

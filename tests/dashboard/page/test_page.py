@@ -12,7 +12,7 @@ import pytest
 from endpoint.fleets import HEADS, layout
 from telemetry.scenes import Scene, failures
 
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.plan import Request
 from kvferry.security.keys import ClusterKey
 from kvferry.security.tokens import make_token
@@ -121,7 +121,7 @@ def test_it_shows_what_the_api_says_while_rooms_flow_and_a_rank_is_killed(page: 
 
 
 def test_a_story_and_a_plan_open_and_close_with_the_keyboard(page: Any) -> None:
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         scene = Scene(server.url, {"p": 2}, {"d": 1})
         scene.flows = True
         scene.failures = failures()
@@ -147,7 +147,7 @@ def test_a_story_and_a_plan_open_and_close_with_the_keyboard(page: Any) -> None:
 
 def test_with_a_key_it_asks_for_a_token_and_for_nothing_else(page: Any) -> None:
     key = ClusterKey.new()
-    with RendezvousServer(key=key) as server:
+    with DiscoveryServer(key=key) as server:
         page.goto(server.url)
         page.locator("#token").wait_for()
         page.fill("#token", "kvr1.1.00")
@@ -166,7 +166,7 @@ def test_it_fits_and_asks_nobody_else(browser: Any, size: tuple[int, int]) -> No
     page = browser.new_page(viewport={"width": size[0], "height": size[1]})
     asked: set[str] = set()
     page.on("request", lambda request: asked.add(urlsplit(request.url).netloc))
-    with RendezvousServer() as server:
+    with DiscoveryServer() as server:
         scene = Scene(server.url, {f"p{i}": 8 for i in range(4)}, {"d0": 16, "d1": 16})
         scene.flows = True
         scene.tell()

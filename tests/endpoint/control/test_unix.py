@@ -18,14 +18,14 @@ from kvferry.endpoint.control.unix import (
     MAX_UNPROVEN,
     MAX_UNSENT_BYTES,
     SECRET_BYTES,
-    LocalDoor,
-    LocalLine,
-    LocalServer,
-    knock,
+    UnixChannel,
+    UnixListener,
+    UnixServer,
+    connect,
 )
 from kvferry.endpoint.loop.channels import Channel, Dropped, SourceChannel, TargetChannel
-from kvferry.endpoint.loop.lines import MAX_LINES, MAX_UNFINISHED_BYTES
 from kvferry.endpoint.loop.poller import Poller
+from kvferry.endpoint.loop.unix_channels import MAX_LINES, MAX_UNFINISHED_BYTES
 from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.ids import Generation, Peer, Session
 from kvferry.protocol.codec import MAX_FRAME_BYTES
@@ -38,22 +38,22 @@ SESSION = Session(1, 1)
 
 
 @pytest.fixture
-def server() -> Iterator[LocalServer]:
-    made = LocalServer.open()
+def server() -> Iterator[UnixServer]:
+    made = UnixServer.open()
     assert made is not None
     yield made
     made.close()
 
 
-def joined(server: LocalServer) -> tuple[LocalLine, LocalLine]:
+def joined(server: UnixServer) -> tuple[UnixChannel, UnixChannel]:
     """A line, by its two ends."""
-    ours = knock(server.door)
+    ours = connect(server.listener)
     (theirs,) = server.accept()
     assert ours is not None
     return ours, theirs
 
 
-def received(line: LocalLine, num_frames: int, other: LocalLine) -> list[bytes]:
+def received(line: UnixChannel, num_frames: int, other: UnixChannel) -> list[bytes]:
     """So many frames, while the other end goes on sending what was left."""
     frames: list[bytes] = []
     while len(frames) < num_frames and not line.over:
@@ -67,7 +67,7 @@ def message(*frames: bytes) -> bytes:
     return one
 
 
-def test_frames_come_whole_and_in_order_both_ways(server: LocalServer) -> None:
+def test_frames_come_whole_and_in_order_both_ways(server: UnixServer) -> None:
     ours, theirs = joined(server)
     # Larger than a socket holds, so that it comes in parts.
     frames = [b"a", b"", b"b" * 3_000_000, b"c" * 70_000, b"d"]
@@ -84,7 +84,7 @@ def test_frames_come_whole_and_in_order_both_ways(server: LocalServer) -> None:
     theirs.close()
 
 
-def test_what_a_peer_does_not_read_is_bounded(server: LocalServer) -> None:
+def test_what_a_peer_does_not_read_is_bounded(server: UnixServer) -> None:
     ours, theirs = joined(server)
     large = message(bytes(MAX_FRAME_BYTES))
     sent = 0
@@ -100,8 +100,8 @@ def test_what_a_peer_does_not_read_is_bounded(server: LocalServer) -> None:
 
 
 @pytest.mark.parametrize("said", [bytes(SECRET_BYTES), b"x" * 1000], ids=["zeros", "noise"])
-def test_who_does_not_know_the_secret_is_not_heard(server: LocalServer, said: bytes) -> None:
-    ours = knock(LocalDoor(server.door.name, said[:SECRET_BYTES]))
+def test_who_does_not_know_the_secret_is_not_heard(server: UnixServer, said: bytes) -> None:
+    ours = connect(UnixListener(server.listener.name, said[:SECRET_BYTES]))
     assert ours is not None
     (theirs,) = server.accept()
     ours.send(said + message(b"frame"))
@@ -110,13 +110,13 @@ def test_who_does_not_know_the_secret_is_not_heard(server: LocalServer, said: by
     theirs.close()
 
 
-def test_half_a_secret_proves_nothing_yet(server: LocalServer) -> None:
+def test_half_a_secret_proves_nothing_yet(server: UnixServer) -> None:
     plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    plain.connect(f"\0{server.door.name}")
+    plain.connect(f"\0{server.listener.name}")
     (theirs,) = server.accept()
-    plain.send(server.door.secret[:10])
+    plain.send(server.listener.secret[:10])
     assert (theirs.receive(), theirs.is_proven, theirs.over) == ([], False, False)
-    plain.send(server.door.secret[10:] + message(b"frame")[:3])
+    plain.send(server.listener.secret[10:] + message(b"frame")[:3])
     assert (theirs.receive(), theirs.is_proven) == ([], True)
     plain.send(message(b"frame")[3:])
     assert theirs.receive() == [b"frame"]
@@ -125,14 +125,14 @@ def test_half_a_secret_proves_nothing_yet(server: LocalServer) -> None:
     theirs.close()
 
 
-def test_those_who_prove_nothing_are_few(server: LocalServer) -> None:
+def test_those_who_prove_nothing_are_few(server: UnixServer) -> None:
     proven, heard = joined(server)
     proven.send(message(b"frame"))
     assert heard.receive() == [b"frame"]
-    came: list[tuple[socket.socket, LocalLine]] = []
+    came: list[tuple[socket.socket, UnixChannel]] = []
     for _ in range(MAX_UNPROVEN + 3):
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        plain.connect(f"\0{server.door.name}")
+        plain.connect(f"\0{server.listener.name}")
         came += [(plain, line) for line in server.accept()]
     assert [line.over for _, line in came] == [True] * 3 + [False] * MAX_UNPROVEN
     assert not heard.over
@@ -143,7 +143,7 @@ def test_those_who_prove_nothing_are_few(server: LocalServer) -> None:
     heard.close()
 
 
-def test_a_length_that_no_frame_has_ends_the_line(server: LocalServer) -> None:
+def test_a_length_that_no_frame_has_ends_the_line(server: UnixServer) -> None:
     ours, theirs = joined(server)
     ours.send(message(b"frame") + struct.pack(">I", MAX_FRAME_BYTES + 1) + b"more")
     assert (theirs.receive(), theirs.over) == ([b"frame"], True)
@@ -152,17 +152,17 @@ def test_a_length_that_no_frame_has_ends_the_line(server: LocalServer) -> None:
 
 
 def test_nobody_at_the_door() -> None:
-    assert knock(LocalDoor("kvferry-nobody-is-here", bytes(SECRET_BYTES))) is None
+    assert connect(UnixListener("kvferry-nobody-is-here", bytes(SECRET_BYTES))) is None
 
 
 def test_a_door_is_part_of_what_peers_are_told_and_earlier_ones_have_none() -> None:
-    door = LocalDoor("kvferry-x", bytes(SECRET_BYTES))
-    metadata = PeerMetadata(("127.0.0.1", 1), door=door)
-    assert PeerMetadata.decode(metadata.encode()).door == door
-    assert PeerMetadata.decode(replace(metadata, door=None).encode()).door is None
+    listener = UnixListener("kvferry-x", bytes(SECRET_BYTES))
+    metadata = PeerMetadata(("127.0.0.1", 1), listener=listener)
+    assert PeerMetadata.decode(metadata.encode()).listener == listener
+    assert PeerMetadata.decode(replace(metadata, listener=None).encode()).listener is None
     assert PeerMetadata.read(b"\xc1") is None
-    assert door.secret.hex() not in repr(metadata)
-    assert repr(door.secret) not in repr(metadata)
+    assert listener.secret.hex() not in repr(metadata)
+    assert repr(listener.secret) not in repr(metadata)
 
 
 # ---------------------------------------------------------------- channels
@@ -186,13 +186,13 @@ class Seen(Observer):
 
 
 class Two(NamedTuple):
-    """Both sides' channels, with what each waits in, and the source's door."""
+    """Both sides' channels, with what each waits in, and the source's listener."""
 
     source: SourceChannel
     target: TargetChannel
     source_poller: Poller
     target_poller: Poller
-    door: LocalDoor
+    listener: UnixListener
     seen: tuple[Seen, Seen]
 
 
@@ -201,12 +201,12 @@ def nobody(event: Event) -> None:
 
 
 @pytest.fixture
-def two(server: LocalServer) -> Iterator[Two]:
+def two(server: UnixServer) -> Iterator[Two]:
     control = ControlServer("127.0.0.1")
     pollers, seen = (Poller(), Poller()), (Seen(), Seen())
     source = SourceChannel(SOURCE, pollers[0], seen[0], nobody, control, server)
     target = TargetChannel(TARGET, pollers[1], seen[1], nobody, None, lambda _: control.address)
-    yield Two(source, target, *pollers, server.door, seen)
+    yield Two(source, target, *pollers, server.listener, seen)
     target.close()
     source.close()
 
@@ -233,7 +233,7 @@ def awaited(channel: Channel[Any], poller: Poller, wanted: object) -> None:
 def test_who_has_joined_talks_on_the_line_and_is_answered_there(two: Two) -> None:
     say(two.target, SOURCE, TARGET, 1)
     awaited(two.source, two.source_poller, 1)
-    two.target.join(SOURCE, two.door)
+    two.target.join(SOURCE, two.listener)
     assert taken(two.source, two.source_poller) == []
     say(two.target, SOURCE, TARGET, 2)
     # No thread between them: what was said is there.
@@ -243,7 +243,7 @@ def test_who_has_joined_talks_on_the_line_and_is_answered_there(two: Two) -> Non
 
 
 def test_when_the_line_ends_the_control_channel_is_still_there(two: Two) -> None:
-    two.target.join(SOURCE, two.door)
+    two.target.join(SOURCE, two.listener)
     say(two.target, SOURCE, TARGET, 1)
     awaited(two.source, two.source_poller, 1)
     two.source._lines.close()
@@ -266,7 +266,7 @@ def test_every_frame_is_observed_on_both_sides(two: Two) -> None:
 
 def test_a_second_session_replaces_the_line(two: Two) -> None:
     for seq in (1, 2):
-        two.target.join(SOURCE, two.door)
+        two.target.join(SOURCE, two.listener)
         say(two.target, SOURCE, TARGET, seq)
         awaited(two.source, two.source_poller, seq)
     say(two.source, TARGET, SOURCE, 1)
@@ -276,7 +276,7 @@ def test_a_second_session_replaces_the_line(two: Two) -> None:
 
 
 def test_a_peer_that_reads_slowly_gets_everything(two: Two) -> None:
-    two.target.join(SOURCE, two.door)
+    two.target.join(SOURCE, two.listener)
     num_frames = 4000
     for seq in range(1, num_frames + 1):
         two.target.send(SOURCE, replace(frame(TARGET, seq), sender=Peer("d" * 200, 0)))
@@ -295,7 +295,7 @@ def held_bytes(two: Two) -> int:
 
 def test_unfinished_frames_of_those_who_know_the_secret_are_bounded(two: Two) -> None:
     """Twelve lines that each send all but the last byte of the longest frame there is."""
-    lines = [knock(two.door) for _ in range(12)]
+    lines = [connect(two.listener) for _ in range(12)]
     half_frame = struct.pack(">I", MAX_FRAME_BYTES) + bytes(MAX_FRAME_BYTES - 1)
     for line in lines:
         assert line is not None
@@ -311,7 +311,7 @@ def test_unfinished_frames_of_those_who_know_the_secret_are_bounded(two: Two) ->
         assert line is not None
         line.close()
     # Whoever behaves is heard as before.
-    two.target.join(SOURCE, two.door)
+    two.target.join(SOURCE, two.listener)
     say(two.target, SOURCE, TARGET, 1)
     awaited(two.source, two.source_poller, 1)
 
@@ -319,10 +319,10 @@ def test_unfinished_frames_of_those_who_know_the_secret_are_bounded(two: Two) ->
 def test_lines_are_so_many_at_most_and_others_use_the_control_channel(two: Two) -> None:
     lines = []
     for _ in range(MAX_LINES + 8):
-        lines.append(knock(two.door))
+        lines.append(connect(two.listener))
         taken(two.source, two.source_poller)
     assert two.seen[0].refusals["too-many-lines"] == 8
-    two.target.join(SOURCE, two.door)
+    two.target.join(SOURCE, two.listener)
     taken(two.source, two.source_poller)
     eventually(lambda: Dropped(SOURCE) in taken(two.target, two.target_poller))
     say(two.target, SOURCE, TARGET, 1)

@@ -1,4 +1,4 @@
-"""The lifeline, asked about real processes that live, are stopped, are killed, come back."""
+"""The liveness_port, asked about real processes that live, are stopped, are killed, come back."""
 
 from __future__ import annotations
 
@@ -17,13 +17,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.endpoint.liveness.lifeline import ANSWER, MAGIC, Address, Life, Lifeline, judge, probe
+from kvferry.endpoint.liveness.port import (
+    ANSWER,
+    MAGIC,
+    Address,
+    Liveness,
+    LivenessPort,
+    judge,
+    probe,
+)
 from kvferry.errors import InputError
 
 SCRIPT = """
 import select, sys
-from kvferry.endpoint.liveness.lifeline import Lifeline
-line = Lifeline(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+from kvferry.endpoint.liveness.port import LivenessPort
+line = LivenessPort(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 print(line.address[1], flush=True)
 while True:
     select.select([line], [], [])
@@ -34,7 +42,7 @@ SHORT_S = 0.3
 
 
 class Process:
-    """A process with a lifeline."""
+    """A process with a liveness_port."""
 
     def __init__(self, incarnation: int, host: str = "127.0.0.1", port: int = 0) -> None:
         words = [sys.executable, "-c", SCRIPT, host, str(incarnation), str(port)]
@@ -73,10 +81,10 @@ def wait_stopped(pid: int) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_alive_until_it_is_killed(start: Callable[..., Process], host: str) -> None:
     process = start(7, host)
-    assert probe(process.address, 7, ENOUGH_S) is Life.ALIVE
+    assert probe(process.address, 7, ENOUGH_S) is Liveness.ALIVE
     process.signal(signal.SIGKILL)
     process.child.wait(ENOUGH_S)
-    assert probe(process.address, 7, ENOUGH_S) is Life.GONE
+    assert probe(process.address, 7, ENOUGH_S) is Liveness.GONE
 
 
 def test_a_stopped_process_is_not_gone(start: Callable[..., Process]) -> None:
@@ -84,13 +92,13 @@ def test_a_stopped_process_is_not_gone(start: Callable[..., Process]) -> None:
     process.signal(signal.SIGSTOP)
     wait_stopped(process.child.pid)
     for _ in range(3):
-        assert probe(process.address, 7, SHORT_S) is Life.UNKNOWN
+        assert probe(process.address, 7, SHORT_S) is Liveness.UNKNOWN
     process.signal(signal.SIGCONT)
-    assert probe(process.address, 7, ENOUGH_S) is Life.ALIVE
+    assert probe(process.address, 7, ENOUGH_S) is Liveness.ALIVE
     process.signal(signal.SIGSTOP)
     process.signal(signal.SIGKILL)
     process.child.wait(ENOUGH_S)
-    assert probe(process.address, 7, ENOUGH_S) is Life.GONE
+    assert probe(process.address, 7, ENOUGH_S) is Liveness.GONE
 
 
 def test_another_life_on_the_same_port_proves_the_first_gone(
@@ -99,14 +107,14 @@ def test_another_life_on_the_same_port_proves_the_first_gone(
     first = start(7)
     first.end()
     second = start(8, port=first.address[1])
-    assert probe(first.address, 7, ENOUGH_S) is Life.GONE
-    assert probe(second.address, 8, ENOUGH_S) is Life.ALIVE
+    assert probe(first.address, 7, ENOUGH_S) is Liveness.GONE
+    assert probe(second.address, 8, ENOUGH_S) is Liveness.ALIVE
 
 
 def test_two_that_live_never_share_a_port(start: Callable[..., Process]) -> None:
     process = start(7)
     with pytest.raises(InputError, match=r"cannot listen on 127\.0\.0\.1 port"):
-        Lifeline("127.0.0.1", 8, process.address[1])
+        LivenessPort("127.0.0.1", 8, process.address[1])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +130,7 @@ def test_a_stranger_on_the_port_proves_nothing(says: bytes) -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        assert probe(stranger.getsockname(), 7, ENOUGH_S) is Life.UNKNOWN
+        assert probe(stranger.getsockname(), 7, ENOUGH_S) is Liveness.UNKNOWN
         thread.join(ENOUGH_S)
 
 
@@ -139,7 +147,7 @@ def test_a_slow_answer_ends_with_the_time_that_was_given() -> None:
         thread = threading.Thread(target=drip)
         thread.start()
         begun = time.monotonic()
-        assert probe(stranger.getsockname(), 7, SHORT_S) is Life.UNKNOWN
+        assert probe(stranger.getsockname(), 7, SHORT_S) is Liveness.UNKNOWN
         assert time.monotonic() - begun < ENOUGH_S / 2
         stop.set()
         thread.join(ENOUGH_S)
@@ -150,11 +158,11 @@ def test_a_slow_answer_ends_with_the_time_that_was_given() -> None:
     [("localhost", 9), ("", 9), ("999.1.1.1", 9), ("127.0.0.1", 70000), ("127.0.0.1", -1)],
 )
 def test_an_address_that_is_none_proves_nothing(address: Address) -> None:
-    assert probe(address, 7, SHORT_S) is Life.UNKNOWN
+    assert probe(address, 7, SHORT_S) is Liveness.UNKNOWN
 
 
 def test_those_who_ask_and_leave_disturb_nobody() -> None:
-    line = Lifeline("127.0.0.1", 7)
+    line = LivenessPort("127.0.0.1", 7)
     askers = [socket.create_connection(line.address) for _ in range(20)]
     for asker in askers[::2]:
         asker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -171,21 +179,21 @@ def test_those_who_ask_and_leave_disturb_nobody() -> None:
         asker.close()
     line.answer()
     line.close()
-    assert probe(line.address, 7, ENOUGH_S) is Life.GONE
+    assert probe(line.address, 7, ENOUGH_S) is Liveness.GONE
 
 
 def test_a_lifeline_needs_a_numeric_address() -> None:
-    with pytest.raises(InputError, match="numeric address"):
-        Lifeline("localhost", 7)
+    with pytest.raises(InputError, match="resolve_ip address"):
+        LivenessPort("localhost", 7)
     with pytest.raises(InputError, match=r"cannot listen on 192\.0\.2\.1"):
-        Lifeline("192.0.2.1", 7)
+        LivenessPort("192.0.2.1", 7)
     with pytest.raises(InputError, match="cannot listen"):
-        Lifeline("127.0.0.1", 7, 70000)
+        LivenessPort("127.0.0.1", 7, 70000)
 
 
 @given(st.binary(max_size=40), st.integers(0, (1 << 63) - 1))
 def test_only_a_whole_answer_proves_anything(answer: bytes, incarnation: int) -> None:
     whole = len(answer) == ANSWER.size and answer.startswith(MAGIC)
-    assert (judge(answer, incarnation) is Life.UNKNOWN) == (not whole)
-    assert judge(ANSWER.pack(MAGIC, incarnation), incarnation) is Life.ALIVE
-    assert judge(ANSWER.pack(MAGIC, incarnation ^ 1), incarnation) is Life.GONE
+    assert (judge(answer, incarnation) is Liveness.UNKNOWN) == (not whole)
+    assert judge(ANSWER.pack(MAGIC, incarnation), incarnation) is Liveness.ALIVE
+    assert judge(ANSWER.pack(MAGIC, incarnation ^ 1), incarnation) is Liveness.GONE

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.endpoint.liveness.lifeline import Address
+from kvferry.endpoint.liveness.port import Address
 from kvferry.endpoint.liveness.prober import Prober
-from kvferry.endpoint.loop.suspects import Suspects
+from kvferry.endpoint.loop.probes import PeerProbes
 from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.endpoint.runner.runner import PeerGone
-from kvferry.endpoint.runner.sessions import Record
+from kvferry.endpoint.runner.sessions import SessionRecord
 from kvferry.ids import Peer, Session
 from kvferry.transports.mailbox import Mailbox
 
@@ -55,14 +55,14 @@ def asked(server: socket.socket) -> None:
 
 
 def test_a_suspect_that_is_gone_is_told_of(prober: Prober, told: Mailbox[PeerGone]) -> None:
-    prober.suspect(GONE, LIFE, refusing())
+    prober.start_probing(GONE, LIFE, refusing())
     assert told.get(WAIT_S) == PeerGone(GONE, LIFE)
 
 
 def test_a_suspect_is_asked_after_until_it_is_gone(
     prober: Prober, told: Mailbox[PeerGone], listener: socket.socket
 ) -> None:
-    prober.suspect(STUCK, LIFE, listener.getsockname())
+    prober.start_probing(STUCK, LIFE, listener.getsockname())
     asked(listener)
     asked(listener)
     assert len(told) == 0
@@ -72,18 +72,18 @@ def test_a_suspect_is_asked_after_until_it_is_gone(
 
 def a_round_goes_by(prober: Prober, told: Mailbox[PeerGone]) -> None:
     """One that has begun after this was called."""
-    prober.suspect(GONE, LIFE, refusing())
+    prober.start_probing(GONE, LIFE, refusing())
     assert told.get(WAIT_S) == PeerGone(GONE, LIFE)
 
 
 def test_nobody_asks_after_the_acquitted(
     prober: Prober, told: Mailbox[PeerGone], listener: socket.socket
 ) -> None:
-    prober.suspect(STUCK, LIFE, listener.getsockname())
+    prober.start_probing(STUCK, LIFE, listener.getsockname())
     asked(listener)
-    prober.acquit(OTHER, LIFE)
+    prober.stop_probing(OTHER, LIFE)
     asked(listener)
-    prober.acquit(STUCK, LIFE)
+    prober.stop_probing(STUCK, LIFE)
     nobody_asks(listener, prober, told)
 
 
@@ -113,8 +113,8 @@ def test_a_sign_is_followed_until_there_is_an_answer(
     assert len(told) == 0
 
 
-def record_of(peer: Peer, metadata: bytes) -> Record:
-    return Record(peer, LIFE, Session(LIFE, 1), metadata, exposed=True)
+def record_of(peer: Peer, metadata: bytes) -> SessionRecord:
+    return SessionRecord(peer, LIFE, Session(LIFE, 1), metadata, exposed=True)
 
 
 def metadata_with(address: Address) -> bytes:
@@ -124,14 +124,14 @@ def metadata_with(address: Address) -> bytes:
 def test_a_driver_asks_through_what_it_was_told_by_its_peers(
     prober: Prober, told: Mailbox[PeerGone], listener: socket.socket
 ) -> None:
-    suspects = Suspects(prober)
-    suspects.suspect(record_of(OTHER, b"no card"))
-    suspects.sign(OTHER, LIFE, b"no card")
-    suspects.suspect(record_of(STUCK, metadata_with(listener.getsockname())))
+    probes = PeerProbes(prober)
+    probes.start_probing(record_of(OTHER, b"no card"))
+    probes.sign(OTHER, LIFE, b"no card")
+    probes.start_probing(record_of(STUCK, metadata_with(listener.getsockname())))
     asked(listener)
-    suspects.acquit(STUCK, LIFE)
+    probes.stop_probing(STUCK, LIFE)
     nobody_asks(listener, prober, told)
-    suspects.suspect(record_of(GONE, metadata_with(refusing())))
+    probes.start_probing(record_of(GONE, metadata_with(refusing())))
     assert told.get(WAIT_S) == PeerGone(GONE, LIFE)
-    suspects.sign(GONE, LIFE + 1, metadata_with(refusing()))
+    probes.sign(GONE, LIFE + 1, metadata_with(refusing()))
     assert told.get(WAIT_S) == PeerGone(GONE, LIFE + 1)

@@ -11,16 +11,16 @@ import pytest
 
 from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.loop.directory import Directory
-from kvferry.endpoint.loop.roles import TargetRole, TargetRooms
+from kvferry.endpoint.loop.sides import TargetRoomEnds, TargetSide
 from kvferry.ids import Peer, Room
 from kvferry.plan.plan import Request
-from kvferry.protocol.events import Event, NewLife, Receive, ReceiveRequest
+from kvferry.protocol.events import Event, PeerRestarted, Receive, ReceiveRequest
 from kvferry.protocol.outcome import FailureCode
 from kvferry.telemetry.observer import Observer
 
 
 def view_of(*lives: int) -> Any:
-    """An instance at the rendezvous, as far as these look at it."""
+    """An instance at the discovery service, as far as these look at it."""
     ranks = [SimpleNamespace(rank=rank, incarnation=life) for rank, life in enumerate(lives)]
     return SimpleNamespace(name="prefill", ranks=ranks, fingerprint="m", layout=None)
 
@@ -29,7 +29,7 @@ VIEW = view_of(7, 8)
 
 
 class Client:
-    """A rendezvous' client that only remembers who watches what."""
+    """A discovery service' client that only remembers who watches what."""
 
     def __init__(self) -> None:
         self.watched: set[str] = set()
@@ -125,12 +125,12 @@ def test_a_room_ends_at_its_deadline_if_its_instance_does_not_come(
     assert rooms.released == overdue
 
 
-def test_a_room_does_not_wait_long_for_what_the_rendezvous_does_not_know(client: Client) -> None:
+def test_a_room_does_not_wait_long_for_what_the_discovery_does_not_know(client: Client) -> None:
     knows: Any = client
-    directory, rooms = Directory(knows, lambda *_: None, find_s=2.0), Rooms()
+    directory, rooms = Directory(knows, lambda *_: None, discovery_timeout_s=2.0), Rooms()
     role, early = role_of(directory, rooms), handle("1", 9.0)
     directory.find(early)
-    assert directory.wakeup() == 9.0  # the rendezvous has not answered, and may be away
+    assert directory.wakeup() == 9.0  # the discovery service has not answered, and may be away
     role.learn("prefill", None)
     late = handle("2", 9.0)
     late.begun = 1.5
@@ -161,7 +161,7 @@ def test_a_room_can_be_given_up_while_it_waits(directory: Directory) -> None:
     assert (rooms.released, role.wakeup(0.0)) == (["1"], inf)
 
 
-def test_lives_are_asked_after_only_where_the_rendezvous_has_spoken_of_their_instance(
+def test_lives_are_asked_after_only_where_the_discovery_has_spoken_of_their_instance(
     directory: Directory,
 ) -> None:
     asked: list[Callable[[Any], bool]] = []
@@ -186,7 +186,7 @@ def test_the_machine_hears_of_new_lives_before_rooms_that_waited_for_them_begin(
     assert taken == []
     role.learn("prefill", VIEW)
     *news, begun = taken
-    assert news == [NewLife(Peer("prefill", 0), 7), NewLife(Peer("prefill", 1), 8)]
+    assert news == [PeerRestarted(Peer("prefill", 0), 7), PeerRestarted(Peer("prefill", 1), 8)]
     assert isinstance(begun, Receive)
 
 
@@ -207,8 +207,8 @@ def role_of(
     rooms: Rooms,
     asked: list[Callable[[Any], bool]] | None = None,
     taken: list[Event] | None = None,
-) -> TargetRole:
-    driver: Any = SimpleNamespace(
+) -> TargetSide:
+    runner: Any = SimpleNamespace(
         ask_after=(asked if asked is not None else []).append,
         machine=SimpleNamespace(rooms={}),
     )
@@ -216,5 +216,5 @@ def role_of(
     held: Any = rooms
     nothing: Any = None
     take = (taken if taken is not None else []).append
-    ends = TargetRooms(held, driver.machine, scatters)
-    return TargetRole(driver, take, ends, scatters, nothing, directory, Observer())
+    ends = TargetRoomEnds(held, runner.machine, scatters)
+    return TargetSide(runner, take, ends, scatters, nothing, directory, Observer())

@@ -39,7 +39,7 @@ class Gpu:
         self.launches: list[tuple[int, Launched]] = []
         self.refuses = ""
         self.drained = 0
-        self.foreseen: list[GpuCopy] = []
+        self.prebound: list[GpuCopy] = []
 
     def copy(self, jobs: Sequence[GpuCopy]) -> Launched:
         if self.refuses:
@@ -47,8 +47,8 @@ class Gpu:
         self.launches.append((len(jobs), Launched()))
         return self.launches[-1][1]
 
-    def foresee(self, job: GpuCopy) -> None:
-        self.foreseen.append(job)
+    def prebind(self, job: GpuCopy) -> None:
+        self.prebound.append(job)
 
     def drain(self) -> None:
         self.drained += 1
@@ -74,9 +74,9 @@ def test_what_nobody_waits_for_yet_waits_while_there_is_hurry() -> None:
     copies = GpuCopies(gpu)
     for job in (gather(1, ahead=True), scatter(2), gather(3)):
         copies.submit(job)
-    copies.launch(hurried=True)
+    copies.launch(urgent=True)
     assert [count for count, _ in gpu.launches] == [2]
-    copies.launch(hurried=True)
+    copies.launch(urgent=True)
     assert len(gpu.launches) == 1
     copies.launch()
     assert [count for count, _ in gpu.launches] == [2, 1]
@@ -181,10 +181,10 @@ def test_a_launch_that_is_refused_is_over_before_that_is_told() -> None:
 def test_what_may_come_soon_is_told_to_the_gpu_and_launches_nothing() -> None:
     gpu, binding = Gpu(), bulk()
     copies = GpuCopies(gpu)
-    copies.foresee(binding, (7,), (0, 0))
+    copies.prebind(binding, (7,), (0, 0))
     copies.launch()
-    assert gpu.foreseen == [GpuCopy(binding, (7,), (0, 0))]
-    assert gpu.foreseen[0].binding is binding
+    assert gpu.prebound == [GpuCopy(binding, (7,), (0, 0))]
+    assert gpu.prebound[0].binding is binding
     assert not gpu.launches
 
 

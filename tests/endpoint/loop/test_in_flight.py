@@ -10,12 +10,12 @@ import pytest
 from endpoint.jobs import direct
 
 from kvferry.endpoint.jobs import WriteJob
-from kvferry.endpoint.loop.in_flight import FRESH_S, Underway
+from kvferry.endpoint.loop.in_flight import FRESH_S, WritesInFlight
 from kvferry.endpoint.poll_backoff import MOST_S, NAP_S, PART
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding
-from kvferry.protocol.events import Fate
-from kvferry.transports.base import Ended
+from kvferry.protocol.events import WriteFate
+from kvferry.transports.base import WriteEnded
 
 
 class Carrier:
@@ -23,9 +23,9 @@ class Carrier:
 
     def __init__(self) -> None:
         self.asked: list[Op] = []
-        self.ends: dict[Op, Ended] = {}
+        self.ends: dict[Op, WriteEnded] = {}
 
-    def look(self, op: Op) -> Ended | None:
+    def look(self, op: Op) -> WriteEnded | None:
         self.asked.append(op)
         return self.ends.pop(op, None)
 
@@ -36,23 +36,23 @@ def begun(op: int, started: float) -> WriteJob:
     return job
 
 
-def underway_with(carrier: Any, *started: float) -> Underway:
-    underway = Underway()
+def underway_with(carrier: Any, *started: float) -> WritesInFlight:
+    underway = WritesInFlight()
     for number, at in enumerate(started):
         underway.add(begun(number, at), carrier)
     return underway
 
 
 def test_nobody_is_woken_for_nothing() -> None:
-    assert Underway().wakeup() == inf
-    assert not list(Underway().ended(1.0))
+    assert WritesInFlight().wakeup() == inf
+    assert not list(WritesInFlight().ended(1.0))
 
 
-@pytest.mark.parametrize("fate", [None, Fate.FAILED, Fate.UNKNOWN])
-def test_an_end_is_told_once_with_what_it_was(fate: Fate | None) -> None:
+@pytest.mark.parametrize("fate", [None, WriteFate.FAILED, WriteFate.UNKNOWN])
+def test_an_end_is_told_once_with_what_it_was(fate: WriteFate | None) -> None:
     carrier = Carrier()
     underway = underway_with(carrier, 10.0)
-    carrier.ends[Op(0)] = Ended(Op(0), fate, "why")
+    carrier.ends[Op(0)] = WriteEnded(Op(0), fate, "why")
     (end,) = underway.ended(11.0)
     assert (end.op, end.is_over, end.fate, end.detail) == (0, True, fate, "why")
     assert not list(underway.ended(12.0))
@@ -89,7 +89,7 @@ def test_each_write_has_a_pace_of_its_own() -> None:
     assert not list(underway.ended(10.5))
     assert carrier.asked == [0]
     assert underway.wakeup() == pytest.approx(10.5 + NAP_S)
-    carrier.ends[Op(1)] = Ended(Op(1), None)
+    carrier.ends[Op(1)] = WriteEnded(Op(1), None)
     assert [end.op for end in underway.ended(10.5 + NAP_S)] == [1]
     assert carrier.asked == [0, 1]
     assert underway.wakeup() == pytest.approx(10.5 + MOST_S)
@@ -101,4 +101,4 @@ def test_a_write_is_fresh_for_a_while() -> None:
     assert not underway.has_fresh(10.0 + 2 * FRESH_S)
     underway.add(begun(1, 11.0), Carrier())  # type: ignore[arg-type]
     assert underway.has_fresh(11.0 + FRESH_S / 2)
-    assert not Underway().has_fresh(10.0)
+    assert not WritesInFlight().has_fresh(10.0)

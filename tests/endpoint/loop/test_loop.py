@@ -13,16 +13,16 @@ import pytest
 from endpoint.puppet import ME, PLAN, Desk, Puppet
 
 from kvferry.config import ProtocolConfig
-from kvferry.endpoint.copy_thread import HostCopier
+from kvferry.endpoint.copy_thread import CopyThread
 from kvferry.endpoint.handles import Handle
-from kvferry.endpoint.liveness.lifeline import Address, Life, Lifeline, probe
+from kvferry.endpoint.liveness.port import Address, Liveness, LivenessPort, probe
 from kvferry.endpoint.loop.channels import Dropped, TargetChannel
 from kvferry.endpoint.loop.inbox import Inbox
-from kvferry.endpoint.loop.loop import Owner
-from kvferry.endpoint.loop.roles import SourceRooms
+from kvferry.endpoint.loop.loop import EndpointLoop
 from kvferry.endpoint.loop.rooms import RoomTable
-from kvferry.endpoint.runner.runner import SourceDriver, SourcePorts
-from kvferry.endpoint.watchdog import Pulse
+from kvferry.endpoint.loop.sides import SourceRoomEnds
+from kvferry.endpoint.runner.runner import SourcePorts, SourceRunner
+from kvferry.endpoint.watchdog import ThreadHeartbeat
 from kvferry.errors import Misuse
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.events import Cancel, Connect, Event, Open, Release, Report, Tick
@@ -45,7 +45,7 @@ Turn = tuple[list[Event], list[Event | Dropped]]
 class Nothing:
     """A part of an owner that these tests do not look at: it does nothing and holds nothing."""
 
-    pulse = Pulse("another")
+    heartbeat = ThreadHeartbeat("another")
     protocol = ProtocolConfig()
 
     def __getattr__(self, name: str) -> Any:
@@ -61,7 +61,7 @@ class Nothing:
 class Sleepy(Nothing):
     """A role that never wants to be woken."""
 
-    hurried = False
+    urgent = False
 
     def wakeup(self, now: float) -> float:
         return inf
@@ -100,28 +100,30 @@ class Script:
 def played(
     puppet: Puppet, *turns: Turn, desk: Desk | None = None, inbox: Inbox[object] | None = None
 ) -> Address:
-    """Have an owner play these turns, close it, and forget it: where its lifeline was."""
+    """Have an owner play these turns, close it, and forget it: where its liveness_port was."""
     inbox = Inbox[object]() if inbox is None else inbox
     script, rest = Script(inbox, *turns), Nothing()
-    setup: Any = SimpleNamespace(lifeline=Lifeline("127.0.0.1", LIFE), slots=None)
-    parts: dict[str, Any] = dict.fromkeys(("observer", "rooms", "mover"), rest)
-    parts["copier"] = HostCopier("copier", inbox.put, lambda _: None)
+    setup: Any = SimpleNamespace(liveness_port=LivenessPort("127.0.0.1", LIFE), slots=None)
+    parts: dict[str, Any] = dict.fromkeys(("observer", "rooms", "transport_thread"), rest)
+    parts["copier"] = CopyThread("copier", inbox.put, lambda _: None)
     channel: Any = script
     machine: Any = puppet
-    driver = SourceDriver(machine, SourcePorts(*[desk or Desk()] * 4))
-    owner = Owner(driver, Sleepy(), channel, setup=setup, inbox=inbox, poller=channel, **parts)
+    runner = SourceRunner(machine, SourcePorts(*[desk or Desk()] * 4))
+    owner = EndpointLoop(
+        runner, Sleepy(), channel, setup=setup, inbox=inbox, poller=channel, **parts
+    )
     owner.start()
     assert script.played.wait(WAIT_S)
     owner.close()
-    address: Address = setup.lifeline.address
+    address: Address = setup.liveness_port.address
     return address
 
 
 def is_told_of(address: Address) -> bool:
-    """Whether others take the endpoint with that lifeline for gone."""
+    """Whether others take the endpoint with that liveness_port for gone."""
     # What nobody refers to any more is closed.
     gc.collect()
-    return probe(address, LIFE, PROBE_S) is Life.GONE
+    return probe(address, LIFE, PROBE_S) is Liveness.GONE
 
 
 def test_what_has_come_is_taken_before_time() -> None:
@@ -154,7 +156,7 @@ def test_others_are_told_of_an_end_only_when_memory_is_free(free: bool) -> None:
 
 
 def test_a_broken_owner_tells_nobody_of_its_end() -> None:
-    """Its mover may still be writing."""
+    """Its transport_thread may still be writing."""
     puppet = Puppet(HASTY)
     puppet.breaks_at = ITEM
     assert not is_told_of(played(puppet, ([Open("r", inf)], []), ([ITEM], [])))
@@ -183,7 +185,7 @@ def test_a_room_that_is_released_is_forgotten_by_all_who_kept_something_of_it() 
     handles = [Handle(name) for name in ("a", "b")]
     for handle in handles:
         rooms.add(handle)
-    ends = SourceRooms(rooms, chooser)
+    ends = SourceRoomEnds(rooms, chooser)
     for handle in handles:
         ends.release(handle.room)
     assert forgotten == ["a", "b"]

@@ -8,7 +8,7 @@ from math import inf
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.endpoint.loop.roles import AFTER_POLL_S, SourceRole
+from kvferry.endpoint.loop.sides import AFTER_POLL_S, SourceSide
 from kvferry.protocol.events import Event, Open
 from kvferry.telemetry.observer import Observer
 
@@ -25,12 +25,12 @@ class Happening:
         return self.happened
 
 
-def role_and_taken(*, held: bool = True) -> tuple[SourceRole, list[Event]]:
+def role_and_taken(*, held: bool = True) -> tuple[SourceSide, list[Event]]:
     taken: list[Event] = []
     rooms: Any = SimpleNamespace(holds=lambda handle: held)
     nothing: Any = None
     no_writes: Any = SimpleNamespace(ends=lambda now: (), wakeup=lambda: inf)
-    return SourceRole(nothing, taken.append, rooms, nothing, no_writes, nothing, Observer()), taken
+    return SourceSide(nothing, taken.append, rooms, nothing, no_writes, nothing, Observer()), taken
 
 
 class RoomHandle:
@@ -80,5 +80,5 @@ def test_a_target_hears_of_each_write_before_the_next_end_is_looked_at() -> None
     nothing: Any = None
     writes: Any = SimpleNamespace(ends=ends)
     channel: Any = SimpleNamespace(let_out=lambda: told.append("let out"))
-    SourceRole(nothing, told.append, nothing, nothing, writes, channel, Observer()).advance(0.0)
+    SourceSide(nothing, told.append, nothing, nothing, writes, channel, Observer()).advance(0.0)
     assert told == [1, "let out", 2, "let out"]

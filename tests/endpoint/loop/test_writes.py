@@ -13,23 +13,23 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.endpoint.jobs import AT_ONCE_BYTES, AT_ONCE_PIECES, WriteJob
 from kvferry.endpoint.loop.rooms import RoomTable
-from kvferry.endpoint.loop.writes import Writes
+from kvferry.endpoint.loop.writes import TransportWrites
 from kvferry.endpoint.outgoing import Outgoing
 from kvferry.errors import InputError
 from kvferry.ids import Op
-from kvferry.memory.tables import Shelf
+from kvferry.memory.page_tables import PageTableValidator
 from kvferry.plan.bind import Binding, Size
-from kvferry.plan.choose import Path
+from kvferry.plan.choose import TransferMode
 from kvferry.plan.places import contiguous_pools
-from kvferry.protocol.events import Event, Fate, SendFailed, Sent, Write
-from kvferry.telemetry.metrics import Meter
-from kvferry.transports.base import Ended
+from kvferry.protocol.events import Event, SendFailed, Sent, Write, WriteFate
+from kvferry.telemetry.metrics import EndpointMetrics
+from kvferry.transports.base import WriteEnded
 
 OP = Op(1)
 
 
 class Bench:
-    """A source's writes, with a mover that only writes down what it is given."""
+    """A source's writes, with a transport_thread that only writes down what it is given."""
 
     def __init__(self, problem: str = "") -> None:
         self.posted: list[WriteJob] = []
@@ -37,20 +37,20 @@ class Bench:
         # What its target was told of at once, when so much had been heard and counted.
         self.told: list[tuple[Op, int, int]] = []
         self._problem = problem
-        meter = Meter(str(ME), "shm", CollectorRegistry())
+        meter = EndpointMetrics(str(ME), "shm", CollectorRegistry())
         rooms: RoomTable[Any] = RoomTable(ME, meter)
-        shelf = Shelf(LAYOUT, 0, contiguous_pools(LAYOUT, 0, 4).map)
-        self.handle = Outgoing("r", inf, shelf, lambda *_: None, lambda _: None)
+        validator = PageTableValidator(LAYOUT, 0, contiguous_pools(LAYOUT, 0, 4).map)
+        self.handle = Outgoing("r", inf, validator, lambda *_: None, lambda _: None)
         rooms.add(self.handle)
         setup: Any = SimpleNamespace(member=SimpleNamespace(peer=ME))
-        mover: Any = SimpleNamespace(write=self.posted.append)
+        transport_thread: Any = SimpleNamespace(write=self.posted.append)
         links: Any = {SESSION: SimpleNamespace(at_once=None)}
         chooser: Any = SimpleNamespace(binding=self._bind)
         copier: Any = None
-        self.writes = Writes(
+        self.writes = TransportWrites(
             setup=setup,
             rooms=rooms,
-            mover=mover,
+            transport_thread=transport_thread,
             copier=copier,
             links=links,
             chooser=chooser,
@@ -70,10 +70,10 @@ class Bench:
     def write(self) -> None:
         self.writes.write(write_action())
 
-    def end(self, path: Path, fate: Fate | None = None) -> None:
+    def end(self, mode: TransferMode, fate: WriteFate | None = None) -> None:
         (job,) = self.posted
-        job.path, job.num_bytes = path, 10
-        job.end(Ended(OP, fate, "a reason"))
+        job.mode, job.num_bytes = mode, 10
+        job.end(WriteEnded(OP, fate, "a reason"))
         self.writes.go_on(job)
 
 
@@ -81,24 +81,24 @@ def test_a_write_that_ended_well_is_told_and_counted() -> None:
     bench = Bench()
     bench.write()
     assert ([job.op for job in bench.posted], bench.heard) == ([OP], [])
-    bench.end(Path.RUNS)
+    bench.end(TransferMode.RUNS)
     assert bench.heard == [Sent(OP)]
-    assert (bench.handle.carried, bench.handle.num_writes) == ({Path.RUNS: 10}, 1)
+    assert (bench.handle.carried, bench.handle.num_writes) == ({TransferMode.RUNS: 10}, 1)
 
 
 def test_a_target_that_is_to_empty_the_slot_hears_of_it_before_all_else() -> None:
     bench = Bench()
     bench.write()
-    bench.end(Path.STAGED)
+    bench.end(TransferMode.STAGED)
     assert bench.told == [(OP, 0, 0)]
     assert (bench.heard, bench.handle.num_writes) == ([Sent(OP)], 1)
 
 
-@pytest.mark.parametrize("fate", list(Fate))
-def test_a_write_that_did_not_end_well_is_told_and_not_counted(fate: Fate) -> None:
+@pytest.mark.parametrize("fate", list(WriteFate))
+def test_a_write_that_did_not_end_well_is_told_and_not_counted(fate: WriteFate) -> None:
     bench = Bench()
     bench.write()
-    bench.end(Path.RUNS, fate)
+    bench.end(TransferMode.RUNS, fate)
     assert (bench.heard, bench.told) == ([SendFailed(OP, fate)], [])
     assert (bench.handle.carried, bench.handle.num_writes) == ({}, 0)
 
@@ -106,7 +106,7 @@ def test_a_write_that_did_not_end_well_is_told_and_not_counted(fate: Fate) -> No
 def test_a_write_whose_pages_are_wrong_fails_and_goes_to_nobody() -> None:
     bench = Bench("no such page")
     bench.write()
-    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, Fate.FAILED)])
+    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, WriteFate.FAILED)])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The driver without its thread: a machine on strings, ports that write down what they hear."""
+"""The runner without its thread: a machine on strings, ports that write down what they hear."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvferry.config import ProtocolConfig
 from kvferry.endpoint.runner.runner import (
     MOST_UNSAID,
     PeerGone,
-    SourceDriver,
     SourcePorts,
-    TargetDriver,
+    SourceRunner,
     TargetPorts,
+    TargetRunner,
     frame_event,
     without_needless,
 )
@@ -36,7 +36,6 @@ from kvferry.protocol.events import (
     Disconnect,
     Disconnected,
     Event,
-    Fate,
     Forget,
     Gather,
     Instance,
@@ -55,6 +54,7 @@ from kvferry.protocol.events import (
     Tick,
     TransferRequest,
     Write,
+    WriteFate,
     WrongVersion,
 )
 from kvferry.protocol.links import Link
@@ -87,10 +87,10 @@ class Stage:
         self.puppet = puppet or Puppet()
         self.desk = Desk()
         machine: Any = self.puppet
-        self.driver: Any = (
-            TargetDriver(machine, TargetPorts(*[self.desk] * 4))
+        self.runner: Any = (
+            TargetRunner(machine, TargetPorts(*[self.desk] * 4))
             if machine.exposed
-            else SourceDriver(machine, SourcePorts(*[self.desk] * 4))
+            else SourceRunner(machine, SourcePorts(*[self.desk] * 4))
         )
 
     def do(self, *actions: Action, at: float = 0.0) -> list[tuple[str, object]]:
@@ -100,7 +100,7 @@ class Stage:
     def take(self, event: Event, *answer: Action, at: float = 0.0) -> list[tuple[str, object]]:
         self.puppet.answers[event] = list(answer)
         self.desk.asked.clear()
-        self.driver.take(event, at)
+        self.runner.take(event, at)
         return list(self.desk.asked)
 
     def meet(self, session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> None:
@@ -157,14 +157,14 @@ def test_a_note_may_leave_before_the_end_of_its_write_is_taken(stage: Stage) -> 
     stage.meet()
     stage.fly(1)
     stage.desk.asked.clear()
-    stage.driver.tell(Op(1))
+    stage.runner.tell(Op(1))
     assert stage.desk.asked == [("send", note(1))]
     assert Sent(Op(1)) not in stage.puppet.heard
     assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", Heartbeat())], "and once"
 
 
-@pytest.mark.parametrize("fate", Fate)
-def test_a_write_that_failed_has_no_note(stage: Stage, fate: Fate) -> None:
+@pytest.mark.parametrize("fate", WriteFate)
+def test_a_write_that_failed_has_no_note(stage: Stage, fate: WriteFate) -> None:
     stage.meet()
     stage.fly(1)
     heard = stage.take(SendFailed(Op(1), fate)) + stage.take(Sent(Op(1)))
@@ -174,11 +174,11 @@ def test_a_write_that_failed_has_no_note(stage: Stage, fate: Fate) -> None:
 
 def test_only_a_busy_write_is_no_sign_of_death(stage: Stage) -> None:
     stage.meet()
-    for op, fate in enumerate(Fate):
+    for op, fate in enumerate(WriteFate):
         stage.fly(op)
         heard = stage.take(SendFailed(Op(op), fate))
-        assert heard == ([] if fate is Fate.BUSY else [("sign", (PEER, LIFE, b"card"))])
-    assert stage.take(SendFailed(Op(9), Fate.FAILED)) == []
+        assert heard == ([] if fate is WriteFate.BUSY else [("sign", (PEER, LIFE, b"card"))])
+    assert stage.take(SendFailed(Op(9), WriteFate.FAILED)) == []
 
 
 @pytest.mark.parametrize("cut", [True, False])
@@ -187,13 +187,13 @@ def test_no_write_starts_in_a_session_that_was_cut_or_never_met(stage: Stage, cu
         stage.meet()
         stage.do(drop())
     assert stage.do(write(1)) == []
-    assert stage.puppet.heard[-1] == SendFailed(Op(1), Fate.FAILED)
-    assert stage.driver.sessions.num_flying == 0
+    assert stage.puppet.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
+    assert stage.runner.sessions.num_flying == 0
 
 
 def test_what_a_port_answers_at_once_is_the_next_event(stage: Stage) -> None:
     stage.meet()
-    stage.desk.on_write = lambda action: stage.driver.take(Sent(action.op), 0.0)
+    stage.desk.on_write = lambda action: stage.runner.take(Sent(action.op), 0.0)
     stage.puppet.answers[Sent(Op(1))] = [say(Heartbeat())]
     # The machine's second action comes before the end of the first is taken.
     heard = stage.do(write(1), Report("r", Done(b"")))
@@ -236,11 +236,11 @@ def test_a_gather_is_in_flight_before_it_is_posted_and_its_note_leaves_at_its_en
 ) -> None:
     stage.meet()
     assert stage.do(gather(1)) == [("gather", 1)]
-    assert stage.driver.sessions.num_flying == 1
+    assert stage.runner.sessions.num_flying == 1
     assert stage.do(post(1)) == [("post", (1, 5))]
-    assert stage.driver.sessions.num_flying == 1
+    assert stage.runner.sessions.num_flying == 1
     assert stage.take(Sent(Op(1))) == [("send", note(1))]
-    assert stage.driver.sessions.num_flying == 0
+    assert stage.runner.sessions.num_flying == 0
 
 
 def test_what_was_discarded_is_in_flight_until_that_is_answered(stage: Stage) -> None:
@@ -248,9 +248,9 @@ def test_what_was_discarded_is_in_flight_until_that_is_answered(stage: Stage) ->
     stage.do(gather(1))
     assert stage.do(Discard(Op(1))) == [("discard", 1)]
     assert stage.do(Discard(Op(1)), post(1)) == [], "once"
-    assert stage.do(drop()) == [("cut", ONE), ("suspect", (PEER, LIFE))]
+    assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
     assert proof() not in stage.puppet.heard
-    stage.take(SendFailed(Op(1), Fate.BUSY))
+    stage.take(SendFailed(Op(1), WriteFate.BUSY))
     assert stage.puppet.heard[-1] == proof()
 
 
@@ -258,7 +258,7 @@ def test_a_gather_of_a_session_that_was_cut_fails_at_once(stage: Stage) -> None:
     stage.meet()
     stage.do(drop())
     assert stage.do(gather(1)) == []
-    assert stage.puppet.heard[-1] == SendFailed(Op(1), Fate.FAILED)
+    assert stage.puppet.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
     assert stage.do(post(1), Discard(Op(1))) == []
 
 
@@ -279,7 +279,7 @@ def test_nothing_that_is_gathered_is_posted_in_a_session_that_was_cut(
         assert stage.do(post(4)) == []
         return
     heard = stage.do(drop())
-    assert heard == [("cut", ONE), ("discard", 2), ("suspect", (PEER, LIFE))]
+    assert heard == [("cut", ONE), ("discard", 2), ("start_probing", (PEER, LIFE))]
     assert stage.do(post(2), Discard(Op(2))) == []
     assert stage.do(post(3, TWO)) == [("post", (3, 5))]
 
@@ -287,7 +287,7 @@ def test_nothing_that_is_gathered_is_posted_in_a_session_that_was_cut(
 def test_a_gather_that_has_failed_is_not_posted(stage: Stage) -> None:
     stage.meet()
     stage.do(gather(1))
-    stage.take(SendFailed(Op(1), Fate.FAILED))
+    stage.take(SendFailed(Op(1), WriteFate.FAILED))
     assert stage.do(post(1), Discard(Op(1))) == []
     assert stage.take(Sent(Op(1))) == []
 
@@ -297,7 +297,7 @@ def test_a_gather_that_has_failed_is_not_posted(stage: Stage) -> None:
 
 def test_a_quiet_session_is_proven_at_once_and_nobody_is_asked(stage: Stage) -> None:
     stage.meet()
-    assert stage.do(drop()) == [("cut", ONE), ("acquit", (PEER, LIFE))]
+    assert stage.do(drop()) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
     assert stage.puppet.heard[-1] == proof()
     assert stage.take(Cancel("r")) == []
     assert stage.puppet.heard.count(proof()) == 1
@@ -306,9 +306,9 @@ def test_a_quiet_session_is_proven_at_once_and_nobody_is_asked(stage: Stage) -> 
 def test_a_session_with_a_write_in_flight_waits_for_its_end(stage: Stage) -> None:
     stage.meet()
     stage.fly(1)
-    assert stage.do(drop()) == [("cut", ONE), ("suspect", (PEER, LIFE))]
+    assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
     assert proof() not in stage.puppet.heard
-    assert ("acquit", (PEER, LIFE)) in stage.take(Sent(Op(1)))
+    assert ("stop_probing", (PEER, LIFE)) in stage.take(Sent(Op(1)))
     # The end of the write comes before the proof that builds on it.
     assert stage.puppet.heard[-2:] == [Sent(Op(1)), proof()]
 
@@ -316,12 +316,12 @@ def test_a_session_with_a_write_in_flight_waits_for_its_end(stage: Stage) -> Non
 def test_doubt_ends_only_with_that_life_of_the_peer(stage: Stage) -> None:
     stage.meet()
     stage.fly(1)
-    stage.take(SendFailed(Op(1), Fate.UNKNOWN))
-    assert stage.do(drop()) == [("cut", ONE), ("suspect", (PEER, LIFE))]
+    stage.take(SendFailed(Op(1), WriteFate.UNKNOWN))
+    assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
     assert stage.take(PeerGone(PEER, NEXT_LIFE)) == []
     assert stage.take(PeerGone(OTHER, LIFE)) == []
     assert proof() not in stage.puppet.heard
-    assert stage.take(PeerGone(PEER, LIFE)) == [("cut", ONE), ("acquit", (PEER, LIFE))]
+    assert stage.take(PeerGone(PEER, LIFE)) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
     assert stage.puppet.heard[-1] == proof()
     assert not any(isinstance(event, PeerGone) for event in stage.puppet.heard)
 
@@ -329,7 +329,7 @@ def test_doubt_ends_only_with_that_life_of_the_peer(stage: Stage) -> None:
 def test_whoever_can_be_written_into_waits_for_the_end_of_the_peer() -> None:
     stage = Stage(ExposedPuppet())
     stage.meet()
-    assert stage.do(drop()) == [("suspect", (PEER, LIFE))]
+    assert stage.do(drop()) == [("start_probing", (PEER, LIFE))]
     stage.take(PeerGone(PEER, LIFE))
     assert stage.puppet.heard[-1] == proof()
 
@@ -347,17 +347,17 @@ def test_a_life_is_acquitted_when_its_last_session_is_proven(stage: Stage) -> No
         stage.meet(session)
         stage.fly(session.number, session)
         stage.do(drop(session))
-    assert "acquit" not in dict(stage.take(Sent(Op(1))))
-    assert "acquit" in dict(stage.take(Sent(Op(2))))
+    assert "stop_probing" not in dict(stage.take(Sent(Op(1))))
+    assert "stop_probing" in dict(stage.take(Sent(Op(2))))
 
 
 def test_a_session_is_kept_until_nobody_wants_it_and_nothing_flies(stage: Stage) -> None:
     stage.meet()
     stage.fly(1)
     assert stage.do(Forget(ONE)) == []
-    assert len(stage.driver.sessions) == 1
+    assert len(stage.runner.sessions) == 1
     assert ("forget", ONE) in stage.take(Sent(Op(1)))
-    assert len(stage.driver.sessions) == 0
+    assert len(stage.runner.sessions) == 0
     assert stage.do(drop()) == []
 
 
@@ -367,9 +367,9 @@ def test_a_sign_of_death_is_followed_for_those_it_concerns(stage: Stage) -> None
     for session, peer in ((ONE, PEER), (TWO, OTHER), (THREE, OTHER)):
         stage.puppet.links[session] = Link(peer, session, LinkState.UP, PLAN, LIFE, 0.0, 0.0, 0.0)
     stage.desk.asked.clear()
-    stage.driver.ask_after(lambda link: link.peer == OTHER)
+    stage.runner.ask_after(lambda link: link.peer == OTHER)
     assert stage.desk.asked == [("sign", (OTHER, LIFE, b"card"))]
-    stage.driver.ask_after()
+    stage.runner.ask_after()
     assert [name for name, _ in stage.desk.asked] == ["sign"] * 3
 
 
@@ -382,12 +382,12 @@ def test_a_sign_of_death_is_followed_for_those_it_concerns(stage: Stage) -> None
     ids=["source", "target"],
 )
 def test_nobody_may_leave_while_memory_is_held(stage: Stage, event: Event) -> None:
-    may_leave = [stage.driver.may_leave]
+    may_leave = [stage.runner.may_leave]
     stage.take(event)
     stage.do(Report("r", Done(b"")))
-    may_leave.append(stage.driver.may_leave)
+    may_leave.append(stage.runner.may_leave)
     stage.do(Release("r"))
-    may_leave.append(stage.driver.may_leave)
+    may_leave.append(stage.runner.may_leave)
     assert may_leave == [True, False, True]
 
 
@@ -397,51 +397,51 @@ def test_nobody_may_leave_while_memory_is_held(stage: Stage, event: Event) -> No
 def test_what_has_come_is_taken_before_time(stage: Stage) -> None:
     stage.take(Open("r", 5.0))
     stage.puppet.heard.clear()
-    stage.driver.turn([Cancel("r"), Cancel("s")], 5.0)
+    stage.runner.turn([Cancel("r"), Cancel("s")], 5.0)
     assert stage.puppet.heard[-3:] == [Cancel("r"), Cancel("s"), Tick()]
 
 
 def test_a_turn_that_comes_late_says_by_how_much_first(stage: Stage) -> None:
     stage.take(Open("r", 500.0), at=10.0)
-    due = stage.driver.wakeup()
+    due = stage.runner.wakeup()
     in_time, late = due + TIMES.heartbeat_s / 2, due + 30.0
-    stage.driver.turn([Cancel("r")], in_time)
+    stage.runner.turn([Cancel("r")], in_time)
     assert OwnStall not in map(type, stage.puppet.heard)
     stage.take(Open("s", 500.0), at=in_time)
-    due = stage.driver.wakeup()
+    due = stage.runner.wakeup()
     stage.puppet.heard.clear()
-    stage.driver.turn([Cancel("s")], late)
+    stage.runner.turn([Cancel("s")], late)
     assert stage.puppet.heard == [OwnStall(late - due), Cancel("s"), Tick()]
 
 
 def test_time_is_told_when_a_timer_is_due_and_not_before(stage: Stage) -> None:
-    assert stage.driver.wakeup() == inf
+    assert stage.runner.wakeup() == inf
     stage.take(Open("r", 50.0), at=10.0)
-    assert stage.driver.wakeup() == 10.0 + LEAST_S
+    assert stage.runner.wakeup() == 10.0 + LEAST_S
     stage.puppet.timers = [20.0]
-    stage.driver.pass_time(10.0 + LEAST_S - 0.01)
+    stage.runner.pass_time(10.0 + LEAST_S - 0.01)
     assert Tick() not in stage.puppet.heard
-    stage.driver.pass_time(10.0 + LEAST_S)
+    stage.runner.pass_time(10.0 + LEAST_S)
     assert stage.puppet.heard[-1] == Tick()
-    assert stage.driver.wakeup() == 20.0
+    assert stage.runner.wakeup() == 20.0
     stage.puppet.timers = []
-    stage.driver.pass_time(20.0)
-    assert stage.driver.wakeup() == inf
+    stage.runner.pass_time(20.0)
+    assert stage.runner.wakeup() == inf
 
 
 def test_a_deadline_may_be_sooner_than_any_timer(stage: Stage) -> None:
     stage.take(Open("r", 10.25), at=10.0)
-    assert stage.driver.wakeup() == 10.25
+    assert stage.runner.wakeup() == 10.25
     stage.take(Cancel("r"), at=10.1)
-    assert stage.driver.wakeup() == 10.25
+    assert stage.runner.wakeup() == 10.25
 
 
-@pytest.mark.parametrize("shortest", ["nudge_s", "heartbeat_s", "credit_patience_s"])
+@pytest.mark.parametrize("shortest", ["status_poll_s", "heartbeat_s", "credit_patience_s"])
 def test_the_shortest_timer_counts(shortest: str) -> None:
     config = ProtocolConfig(**{**msgspec.structs.asdict(TIMES), shortest: 0.5})
     stage = Stage(Puppet(config))
     stage.take(Cancel("r"), at=1.0)
-    assert stage.driver.wakeup() == 1.5
+    assert stage.runner.wakeup() == 1.5
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.booleans(), st.floats(0, 30)), max_size=12))
@@ -451,15 +451,15 @@ def test_no_driver_sleeps_past_a_timer(steps: list[tuple[float, bool, float]]) -
     for passes, something, takes in steps:
         # As its thread does: it sleeps no longer than it said.
         until = now + passes
-        while stage.driver.wakeup() <= until:
-            now = max(now, stage.driver.wakeup())
+        while stage.runner.wakeup() <= until:
+            now = max(now, stage.runner.wakeup())
             stage.puppet.timers = [timer for timer in stage.puppet.timers if timer > now]
-            stage.driver.pass_time(now)
+            stage.runner.pass_time(now)
         now = until
         if something:
             stage.puppet.timers.append(now + LEAST_S + takes)
-            stage.driver.turn([Cancel("r")], now)
-        assert stage.driver.wakeup() <= min(stage.puppet.timers, default=inf)
+            stage.runner.turn([Cancel("r")], now)
+        assert stage.runner.wakeup() <= min(stage.puppet.timers, default=inf)
 
 
 # ---------------------------------------------------------------- frames
@@ -514,7 +514,7 @@ def test_a_step_sends_nothing_needless(stage: Stage) -> None:
 def test_a_turn_sends_nothing_needless(stage: Stage) -> None:
     push, finish = Cancel("push"), Cancel("finish")
     stage.puppet.answers = {push: [say(ACCEPT), say(DIRECT)], finish: [say(CLOSE)]}
-    stage.driver.turn([push, finish], 0.0)
+    stage.runner.turn([push, finish], 0.0)
     assert stage.desk.asked == [("send", CLOSE)]
 
 
@@ -527,7 +527,7 @@ def test_a_long_turn_is_not_silent_to_its_end(stage: Stage) -> None:
             said.append(len(stage.desk.asked))
 
     said: list[int] = []
-    stage.driver.turn(arrived(), 0.0)
+    stage.runner.turn(arrived(), 0.0)
     assert said == sorted(said)
     assert set(said) == {0, MOST_UNSAID, 2 * MOST_UNSAID}
 
@@ -536,7 +536,7 @@ def test_what_a_turn_has_to_say_is_said_though_a_step_of_it_raises(stage: Stage)
     stage.puppet.breaks_at = Cancel("r")
     stage.puppet.answers[Cancel("before")] = [say(Heartbeat())]
     with pytest.raises(ZeroDivisionError):
-        stage.driver.turn([Cancel("before"), Cancel("r")], 0.0)
+        stage.runner.turn([Cancel("before"), Cancel("r")], 0.0)
     assert stage.desk.asked == [("send", Heartbeat())]
 
 
@@ -566,7 +566,7 @@ STEPS = st.lists(
         st.tuples(st.just("start"), st.sampled_from([ONE, TWO, THREE])),
         st.tuples(st.sampled_from(["end", "doubt"]), st.integers(0, 5)),
         st.tuples(st.sampled_from(["cut", "unwant"]), st.sampled_from([ONE, TWO, THREE])),
-        st.tuples(st.just("bury"), st.sampled_from([LIFE, NEXT_LIFE])),
+        st.tuples(st.just("confirm_dead"), st.sampled_from([LIFE, NEXT_LIFE])),
     ),
     max_size=25,
 )
@@ -637,9 +637,9 @@ def _take(book: Sessions, truth: Truth, number: int, step: str, what: Session | 
             (book.cut if step == "cut" else book.unwant)(session)
             truth.cut.add(session)
             truth.unwanted |= {session} if step == "unwant" else set()
-        case "bury", int(life):
+        case "confirm_dead", int(life):
             lost = {each for each in LIVES if LIVES[each] == life} - truth.dropped
-            assert {each.session for each in book.bury(PEER, life)} == lost
+            assert {each.session for each in book.confirm_dead(PEER, life)} == lost
             truth.cut |= lost
             truth.doubtful -= lost
             truth.exposed -= lost
@@ -657,9 +657,9 @@ def test_what_a_port_answers_in_a_turn_is_taken_at_the_turns_time(stage: Stage) 
     stage.puppet.handle = timed  # type: ignore[method-assign]
 
     def arrived() -> Iterator[Event]:
-        stage.driver.answer(Sent(Op(1)))
+        stage.runner.answer(Sent(Op(1)))
         yield from ()
 
-    stage.driver.turn(arrived(), 5.0)
-    stage.driver.turn(arrived(), 9.0)
+    stage.runner.turn(arrived(), 5.0)
+    stage.runner.turn(arrived(), 9.0)
     assert times == [5.0, 9.0]

@@ -23,7 +23,7 @@ from kvferry.errors import InputError
 from kvferry.layout import DType, Layout, Order, Parallel, attention
 from kvferry.memory.copy.cpu import copy_binding, warm_up
 from kvferry.memory.copy.reference import copy_pieces
-from kvferry.plan import Binding, Image, Pair, Plan, Request, bind, reshard
+from kvferry.plan import Binding, Plan, RankPair, Request, StagingView, bind, reshard
 from kvferry.plan.bind import Part
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
@@ -83,12 +83,12 @@ def assert_copies(
 
 def move(plan: Plan, request: Request, source: Rank, target: Rank, way: Way, staged: bool) -> Rank:
     """Carry what one rank owes another; the target as it is afterwards."""
-    pair = Pair(source.rank, target.rank)
+    pair = RankPair(source.rank, target.rank)
     if not staged:
         direct = bind(plan, pair, request, source.side, target.side)
         return target._replace(regions=assert_copies(direct, source.regions, target.regions, way))
-    gather = bind(plan, pair, request, source.side, Image())
-    scatter = bind(plan, pair, request, Image(), target.side)
+    gather = bind(plan, pair, request, source.side, StagingView())
+    scatter = bind(plan, pair, request, StagingView(), target.side)
     slot = np.full(gather.num_bytes, GUARD, dtype=np.uint8)
     (slot,) = assert_copies(gather, source.regions, [slot], way)
     return target._replace(regions=assert_copies(scatter, [slot], target.regions, way))
@@ -303,12 +303,13 @@ def test_other_threads_run_while_it_copies() -> None:
 CHECK = """
 import numpy as np
 from kvferry.memory.copy.cpu import copy_binding, warm_up
-from kvferry.plan import Image, PageTable, Pair, Request, Side, bind, contiguous_pools, reshard
+from kvferry.plan import PageTable, RankPair, Request, Side, StagingView, bind
+from kvferry.plan import contiguous_pools, reshard
 from kvferry.layout import Layout, attention
 layout = Layout(attention(layers=1, kv_heads=1, head_dim=128))
 pools = contiguous_pools(layout, 0, 2)
 side = Side(pools.map, {"kv": PageTable([1])})
-binding = bind(reshard(layout, layout), Pair(0, 0), Request(16), side, Image())
+binding = bind(reshard(layout, layout), RankPair(0, 0), Request(16), side, StagingView())
 source = [np.arange(size, dtype=np.uint8) for size in pools.region_bytes]
 slot = np.zeros(binding.num_bytes, dtype=np.uint8)
 warm_up()

@@ -11,20 +11,20 @@ from moving import Bytes, Rank, expected, filled, make_ranks, random_cache
 
 from kvferry.errors import InputError
 from kvferry.layout import CacheSpec, DType, Layout, Order, Parallel, attention
-from kvferry.layout.spec import Group, Paged, Slot, Tensor, Window
+from kvferry.layout.spec import Group, Paged, StateRow, Tensor, Window
 from kvferry.memory.copy.gpu_tables import LARGE_BYTES
 from kvferry.memory.copy.reference import copy_pieces
 from kvferry.plan import (
     Base,
     Binding,
-    Image,
     PageTable,
-    Pair,
     Placement,
     Plan,
     PoolMap,
+    RankPair,
     Request,
     Side,
+    StagingView,
     bind,
     check,
     reshard,
@@ -88,7 +88,7 @@ class Moving:
     def stage(self, copier: GpuCopier) -> None:
         """Gather for all targets at once, check each slot, scatter from all sources at once."""
         slots = {
-            Pair(source, target): self._slot(Pair(source, target))
+            RankPair(source, target): self._slot(RankPair(source, target))
             for source in range(len(self.sources))
             for target in self.plan.targets_of(source)
         }
@@ -107,7 +107,7 @@ class Moving:
         for source in range(len(self.sources)):
             for target in self.plan.targets_of(source):
                 ours, theirs = self.sources[source].side, self.targets[target].side
-                binding = bind(self.plan, Pair(source, target), self.request, ours, theirs)
+                binding = bind(self.plan, RankPair(source, target), self.request, ours, theirs)
                 binding = binding.merged() if merged else binding
                 held, memory = self.held[source], self.memory[target]
                 jobs.append(GpuCopy(binding, addresses(held), addresses(memory)))
@@ -118,25 +118,25 @@ class Moving:
             for got, want in zip(memory, regions, strict=True):
                 np.testing.assert_array_equal(got.cpu().numpy(), want)
 
-    def _slot(self, pair: Pair) -> torch.Tensor:
+    def _slot(self, pair: RankPair) -> torch.Tensor:
         size = sum(self.plan.bytes_of(m, self.request) for m in self.plan.between(*pair))
         slot = on_gpu(np.full(size, MARK, dtype=np.uint8), self.shift)
         torch.cuda.synchronize()
         return slot
 
-    def _gather(self, pair: Pair, slot: torch.Tensor) -> GpuCopy:
+    def _gather(self, pair: RankPair, slot: torch.Tensor) -> GpuCopy:
         ours = self.sources[pair.source].side
-        binding = bind(self.plan, pair, self.request, ours, Image())
+        binding = bind(self.plan, pair, self.request, ours, StagingView())
         return GpuCopy(binding, addresses(self.held[pair.source]), (slot.data_ptr(),))
 
-    def _scatter(self, pair: Pair, slot: torch.Tensor) -> GpuCopy:
+    def _scatter(self, pair: RankPair, slot: torch.Tensor) -> GpuCopy:
         theirs = self.targets[pair.target].side
-        binding = bind(self.plan, pair, self.request, Image(), theirs)
+        binding = bind(self.plan, pair, self.request, StagingView(), theirs)
         return GpuCopy(binding, (slot.data_ptr(),), addresses(self.memory[pair.target]))
 
-    def _reference_slot(self, pair: Pair) -> Bytes:
+    def _reference_slot(self, pair: RankPair) -> Bytes:
         source = self.sources[pair.source]
-        binding = bind(self.plan, pair, self.request, source.side, Image())
+        binding = bind(self.plan, pair, self.request, source.side, StagingView())
         slot = np.full(binding.num_bytes, MARK, dtype=np.uint8)
         copy_pieces(binding.descriptors(), source.regions, [slot])
         return slot
@@ -205,7 +205,7 @@ def test_groups_of_every_kind_and_width_in_one_call(copier: GpuCopier) -> None:
         Group("window", Window(20), (1,), 4, (Tensor("k", DType.FLOAT8_E4M3, 72),)),
         Group("latent", Paged(), (0, 1, 2), 1, (Tensor("c", DType.BFLOAT16, 576),)),
         Group("scales", Paged(), (0, 1, 2), 4, (Tensor("s", DType.FLOAT32, 1),)),
-        Group("state", Slot(), (1, 2), 8, (Tensor("h", DType.FLOAT32, 1030),)),
+        Group("state", StateRow(), (1, 2), 8, (Tensor("h", DType.FLOAT32, 1030),)),
     )
     plan = plan_of(CacheSpec(3, groups), (4, 2), (16, 8), ORDERS[1])
     moving = Moving(plan, Request(70, 10), seed=3)
@@ -242,7 +242,7 @@ def test_offsets_beyond_four_gib(copier: GpuCopier) -> None:
     pages = np.array([num_pages - 1, 0, num_pages // 2, 1, num_pages - 2, 77])
     side = Side(PoolMap(placements), {"kv": PageTable(pages)})
     plan, request = reshard(layout, layout), Request(64 * len(pages))
-    gather = bind(plan, Pair(0, 0), request, side, Image())
+    gather = bind(plan, RankPair(0, 0), request, side, StagingView())
     slot = torch.empty(gather.num_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     copier.copy([GpuCopy(gather, (pool.data_ptr(),), (slot.data_ptr(),))]).synchronize()
@@ -253,7 +253,7 @@ def test_offsets_beyond_four_gib(copier: GpuCopier) -> None:
     wanted = slot.clone()
     view[:, index] = MARK
     torch.cuda.synchronize()
-    scatter = bind(plan, Pair(0, 0), request, Image(), side)
+    scatter = bind(plan, RankPair(0, 0), request, StagingView(), side)
     copier.copy([GpuCopy(scatter, (slot.data_ptr(),), (pool.data_ptr(),))]).synchronize()
     assert torch.equal(view[:, index].reshape(-1), wanted)
 
@@ -291,7 +291,7 @@ def test_a_large_job_and_small_ones(copier: GpuCopier) -> None:
 def _one_page(tokens: int = 64) -> tuple[Moving, list[GpuCopy], list[torch.Tensor]]:
     spec = attention(layers=2, kv_heads=4, head_dim=128)
     moving = Moving(plan_of(spec, (1, 2), (64, 64), ORDERS[0]), Request(tokens), seed=6)
-    pairs = [Pair(0, 0), Pair(0, 1)]
+    pairs = [RankPair(0, 0), RankPair(0, 1)]
     slots = [moving._slot(pair) for pair in pairs]
     jobs = [moving._gather(pair, slot) for pair, slot in zip(pairs, slots, strict=True)]
     return moving, jobs, slots
@@ -314,7 +314,7 @@ def test_it_starts_after_the_event_and_never_waits(copier: GpuCopier) -> None:
     done = copier.copy(jobs, after=written)
     assert not done.query(), "the call waited for the GPU, or did not wait for the event"
     done.synchronize()
-    for slot, pair in zip(slots, (Pair(0, 0), Pair(0, 1)), strict=True):
+    for slot, pair in zip(slots, (RankPair(0, 0), RankPair(0, 1)), strict=True):
         np.testing.assert_array_equal(slot.cpu().numpy(), moving._reference_slot(pair))
 
 
@@ -331,7 +331,7 @@ def test_many_calls_under_way_keep_their_tables_apart(copier: GpuCopier) -> None
     events[-1].synchronize()
     assert all(event.query() for event in events)
     for moving, _, slots in cases:
-        for slot, pair in zip(slots, (Pair(0, 0), Pair(0, 1)), strict=True):
+        for slot, pair in zip(slots, (RankPair(0, 0), RankPair(0, 1)), strict=True):
             np.testing.assert_array_equal(slot.cpu().numpy(), moving._reference_slot(pair))
 
 
@@ -339,10 +339,10 @@ def _scattered(tokens: int = 64) -> tuple[Moving, GpuCopy]:
     """What a target has to scatter: a slot that is filled with what it is to get."""
     spec = attention(layers=2, kv_heads=4, head_dim=128)
     moving = Moving(plan_of(spec, (1, 1), (16, 16), ORDERS[0]), Request(tokens), seed=tokens)
-    slot = on_gpu(moving._reference_slot(Pair(0, 0)))
+    slot = on_gpu(moving._reference_slot(RankPair(0, 0)))
     moving.held.append([slot])  # It lives as long as the rest.
     torch.cuda.synchronize()
-    return moving, moving._scatter(Pair(0, 0), slot)
+    return moving, moving._scatter(RankPair(0, 0), slot)
 
 
 @pytest.mark.parametrize("shift", [0, 4096, 8])
@@ -350,8 +350,8 @@ def test_what_was_foreseen_is_copied_from_where_it_has_come(copier: GpuCopier, s
     """Also from where the table can't simply be moved to, and although the guess is rubbish."""
     moving, job = _scattered()
     guess = job._replace(sources=(job.sources[0] - shift,))
-    copier.foresee(guess)
-    copier.foresee(guess)
+    copier.prebind(guess)
+    copier.prebind(guess)
     copier.copy([job]).synchronize()
     moving.assert_arrived()
 
@@ -359,7 +359,7 @@ def test_what_was_foreseen_is_copied_from_where_it_has_come(copier: GpuCopier, s
 def test_what_was_foreseen_may_come_with_others_or_never(copier: GpuCopier) -> None:
     cases = [_scattered(tokens) for tokens in range(1, MAX_DRAFTS + 9)]
     for _, job in cases:
-        copier.foresee(job)
+        copier.prebind(job)
     for moving, job in cases[:3]:
         copier.copy([job]).synchronize()
         moving.assert_arrived()
@@ -384,7 +384,7 @@ def test_any_thread_may_own_a_copier() -> None:
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    for slot, pair in zip(slots, (Pair(0, 0), Pair(0, 1)), strict=True):
+    for slot, pair in zip(slots, (RankPair(0, 0), RankPair(0, 1)), strict=True):
         np.testing.assert_array_equal(slot.cpu().numpy(), moving._reference_slot(pair))
 
 
@@ -394,7 +394,7 @@ def test_a_copier_can_be_handed_to_a_fresh_thread(copier: GpuCopier) -> None:
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    np.testing.assert_array_equal(slots[0].cpu().numpy(), moving._reference_slot(Pair(0, 0)))
+    np.testing.assert_array_equal(slots[0].cpu().numpy(), moving._reference_slot(RankPair(0, 0)))
 
 
 def test_nothing_to_copy_is_done_at_once(copier: GpuCopier) -> None:

@@ -17,14 +17,14 @@ from kvferry.memory.copy.gpu_tables import (
     MAX_COUNT,
     MAX_KNOWN,
     AddressBook,
+    CopyTable,
     GpuCopy,
-    Launch,
-    Table,
+    KernelLaunch,
     batches,
     may_move,
     table_of,
 )
-from kvferry.plan import Base, Binding, Image, Pair, Request, bind, reshard
+from kvferry.plan import Base, Binding, RankPair, Request, StagingView, bind, reshard
 from kvferry.plan.bind import Part
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Int64s
@@ -51,14 +51,14 @@ class Space:
         self.bytes = np.concatenate((self.bytes, gap, region))
         return at
 
-    def play(self, table: Table) -> None:
+    def play(self, table: CopyTable) -> None:
         """Do what the kernel does, as its table is described, and count every written byte."""
         self.written = np.zeros(len(self.bytes), dtype=np.int64)
         for launch in table.launches:
             for program in range(launch.num_programs):
                 self._program(launch, table.numbers, program)
 
-    def _program(self, launch: Launch, numbers: Int64s, program: int) -> None:
+    def _program(self, launch: KernelLaunch, numbers: Int64s, program: int) -> None:
         part, place = divmod(program, launch.num_programs // launch.num_parts)
         at = launch.first + part * HEADER
         header = numbers[at : at + HEADER].tolist()
@@ -77,7 +77,7 @@ class Space:
 
     def _row(
         self,
-        launch: Launch,
+        launch: KernelLaunch,
         base: tuple[int, int],
         column: list[int],
         strides: list[int],
@@ -110,7 +110,7 @@ def jobs_between(
 ) -> list[GpuCopy]:
     plan = reshard(sources[0].layout, targets[0].layout)
     return [
-        GpuCopy(bind(plan, Pair(i, k), request, source.side, target.side), at[i], to[k])
+        GpuCopy(bind(plan, RankPair(i, k), request, source.side, target.side), at[i], to[k])
         for i, source in enumerate(sources)
         for k, target in enumerate(targets)
     ]
@@ -144,7 +144,7 @@ def test_a_table_can_be_moved_to_another_slot(v_head_dim: int, by: int) -> None:
     spec = attention(layers=3, kv_heads=2, head_dim=64, v_head_dim=v_head_dim)
     layout = Layout(spec, page_tokens=4)
     (rank,) = make_ranks(layout, 16, np.random.default_rng(1))
-    binding = bind(reshard(layout, layout), Pair(0, 0), Request(16), Image(), rank.side)
+    binding = bind(reshard(layout, layout), RankPair(0, 0), Request(16), StagingView(), rank.side)
     targets = tuple(1 << 20 for _ in rank.regions)
     job, moved = (
         GpuCopy(binding, (1 << 16,), targets),
@@ -174,7 +174,11 @@ def gathers(target_tp: int, v_head_dim: int = 128, slot: int = 1 << 30) -> list[
     (rank,) = make_ranks(source, 64, np.random.default_rng(0))
     addresses = tuple(1 << 20 for _ in rank.regions)
     return [
-        GpuCopy(bind(plan, Pair(0, target), Request(64), rank.side, Image()), addresses, (slot,))
+        GpuCopy(
+            bind(plan, RankPair(0, target), Request(64), rank.side, StagingView()),
+            addresses,
+            (slot,),
+        )
         for target in plan.targets_of(0)
     ]
 

@@ -14,14 +14,14 @@ import pytest
 from kvferry.layout import (
     CacheSpec,
     DType,
+    ExplicitSharding,
     Group,
-    Holding,
     Layout,
     Paged,
     Parallel,
-    Slot,
+    Shard,
     Span,
-    Stated,
+    StateRow,
     Tensor,
     Window,
     attention,
@@ -48,7 +48,7 @@ HYBRID = CacheSpec(
         attention_group("swa", Window(2048), tuple(range(1, 48, 4)), 4, 128, None, DType.BFLOAT16),
         Group(
             "delta",
-            Slot(),
+            StateRow(),
             tuple(range(0, 48, 2)),
             16,
             (Tensor("state", DType.FLOAT32, 128 * 128),),
@@ -61,7 +61,9 @@ def heads(layers: int, kv_heads: int) -> CacheSpec:
     return attention(layers=layers, kv_heads=kv_heads, head_dim=128)
 
 
-def plan_of(spec: CacheSpec, source: Parallel | Stated, target: Parallel | Stated) -> Plan:
+def plan_of(
+    spec: CacheSpec, source: Parallel | ExplicitSharding, target: Parallel | ExplicitSharding
+) -> Plan:
     return reshard(Layout(spec, source), Layout(spec, target))
 
 
@@ -218,8 +220,8 @@ def test_a_request_cached_in_full_says_so(plan: Plan) -> None:
 
 
 def test_a_rank_that_holds_nothing_says_so() -> None:
-    everything = Holding("kv", Span(0, 4), Span(0, 2))
-    plan = plan_of(heads(4, 2), Stated(((everything,), ())), Parallel(tp=2))
+    everything = Shard("kv", Span(0, 4), Span(0, 2))
+    plan = plan_of(heads(4, 2), ExplicitSharding(((everything,), ())), Parallel(tp=2))
     assert text_of(parse(as_svg(plan, REQUEST))).count("holds nothing") == 1
 
 
@@ -284,11 +286,11 @@ def test_a_move_that_others_cut_up_is_one_band_of_several_strands() -> None:
     """Unit 0 travels whole; unit 1 comes from two ranks, half of the layers each."""
     every, upper, lower = Span(0, 8), Span(0, 4), Span(4, 8)
     sources = (
-        (Holding("kv", every, Span(0, 1)),),
-        (Holding("kv", upper, Span(1, 2)),),
-        (Holding("kv", lower, Span(1, 2)),),
+        (Shard("kv", every, Span(0, 1)),),
+        (Shard("kv", upper, Span(1, 2)),),
+        (Shard("kv", lower, Span(1, 2)),),
     )
-    drawn = scene(plan_of(heads(8, 2), Stated(sources), Parallel()), REQUEST)
+    drawn = scene(plan_of(heads(8, 2), ExplicitSharding(sources), Parallel()), REQUEST)
     assert [len(band.strands) for band in drawn.bands] == [2, 1, 1]
     above, below = drawn.bands[0].strands
     assert above.source.bottom == pytest.approx(below.source.top)

@@ -7,11 +7,11 @@ from typing import Any
 
 from kvferry.cli.serve.flags import DECODE, PREFILL, add_model
 from kvferry.cli.sides import add_flags
-from kvferry.plan import Path
+from kvferry.plan import TransferMode
 
 TRANSFER_EXAMPLE = """example:
   kvferry bench transfer --transport nixl --prefill tp=1,page=16 --decode tp=2,page=16 \\
-      --layers 16 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 4096 --path auto --json
+      --layers 16 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 4096 --mode auto --json
 
 One process per rank, fragmented pages, every byte verified. `memcpy_seconds` is a plain copy of
 as many bytes, in the same run: the ceiling of what this machine's memory can do.
@@ -71,7 +71,10 @@ def _add_transfer(kinds: argparse._SubParsersAction[Any]) -> None:
     )
     add_flags(parser, required=True, tokens=4096)
     parser.add_argument(
-        "--path", choices=["auto", *(p.value for p in Path)], default="auto", help="force a path"
+        "--mode",
+        choices=["auto", *(p.value for p in TransferMode)],
+        default="auto",
+        help="force a mode",
     )
     parser.add_argument("--repeat", default="5", metavar="N", help="timed repetitions (5)")
     parser.add_argument("--chunk", metavar="N", help="tokens in each push (all at once)")

@@ -33,10 +33,10 @@ from kvferry.cli.parsing import given
 from kvferry.cli.printing import print_document
 from kvferry.cli.serve.flags import cluster_of
 from kvferry.errors import InputError, KvferryError
-from kvferry.plan import Path
+from kvferry.plan import TransferMode
 from kvferry.plan.units import human_bytes
-from kvferry.reference.cluster.description import Cluster, ModelFolder, check
-from kvferry.reference.cluster.launch import Launch
+from kvferry.reference.cluster.description import ClusterDescription, ModelFolder, check
+from kvferry.reference.cluster.launch import ClusterLaunch
 from kvferry.reference.cluster.needs import demand_transport
 from kvferry.reference.models.find import find_model
 from kvferry.transports.registry import available, ready_transports
@@ -54,12 +54,12 @@ class Variant(NamedTuple):
     """One of the clusters that are compared."""
 
     name: str
-    cluster: Cluster
+    cluster: ClusterDescription
 
     @property
-    def path(self) -> Path | None:
-        """The path that is forced."""
-        return self.cluster.prefill[0].path
+    def mode(self) -> TransferMode | None:
+        """The mode that is forced."""
+        return self.cluster.prefill[0].mode
 
 
 class VariantOutcome(NamedTuple):
@@ -76,12 +76,12 @@ class VariantOutcome(NamedTuple):
         return self.sweep.levels if self.sweep else []
 
     @property
-    def paths(self) -> dict[str, int]:
-        """Requests by the path that they took."""
-        paths = Counter[str]()
+    def modes(self) -> dict[str, int]:
+        """Requests by the mode that they took."""
+        modes = Counter[str]()
         for level in self.levels:
-            paths.update(level.paths)
-        return dict(paths)
+            modes.update(level.modes)
+        return dict(modes)
 
     @property
     def num_bytes(self) -> int:
@@ -121,8 +121,8 @@ def _best_transport() -> str:
     return next(name for name in TRANSPORTS if problems[name] is None)
 
 
-def variants_of(cluster: Cluster, load: Load, *, can_stage: bool) -> list[Variant]:
-    """Decode as it is; before it the same, then the other prefill by each path."""
+def variants_of(cluster: ClusterDescription, load: Load, *, can_stage: bool) -> list[Variant]:
+    """Decode as it is; before it the same, then the other prefill by each mode."""
     replace = msgspec.structs.replace
     (prefill,), (decode,) = cluster.prefill, cluster.decode
     if prefill.parallel == decode.parallel:
@@ -132,11 +132,11 @@ def variants_of(cluster: Cluster, load: Load, *, can_stage: bool) -> list[Varian
     room = {"cache_tokens": max(cache_tokens, LEAST_CACHE_TOKENS), "max_requests": at_once}
     sides = {
         # Whole pages fit, so this is what the others are to be measured by.
-        "equal TP": replace(decode, path=Path.RUNS),
-        "different TP, slices": replace(prefill, path=Path.SLICES),
+        "equal TP": replace(decode, mode=TransferMode.RUNS),
+        "different TP, slices": replace(prefill, mode=TransferMode.SLICES),
     }
     if can_stage:
-        sides["different TP, staged"] = replace(prefill, path=Path.STAGED)
+        sides["different TP, staged"] = replace(prefill, mode=TransferMode.STAGED)
     return [
         Variant(
             name,
@@ -156,7 +156,7 @@ def measure(variant: Variant, model: ModelFolder, load: Load, bar: Bar) -> Varia
     sweep, error = None, None
     with tempfile.TemporaryFile() as log, bar:
         try:
-            with Launch(stderr=log) as launch:
+            with ClusterLaunch(stderr=log) as launch:
                 bar.says("starting")
                 url = launch.start_all(variant.cluster, model, lambda *_: None)
                 sweep = run_sweep(url, load, bar)
@@ -195,8 +195,8 @@ def _variant(one: VariantOutcome) -> dict[str, Any]:
         "name": one.variant.name,
         "prefill": str(cluster.prefill[0]),
         "decode": str(cluster.decode[0]),
-        "path": str(one.variant.path),
-        "paths": one.paths,
+        "mode": str(one.variant.mode),
+        "modes": one.modes,
         "bytes": one.num_bytes,
         "seconds": one.seconds,
         "error": one.error,
@@ -229,10 +229,10 @@ def _about(one: VariantOutcome) -> str:
     sides = f"{one.variant.name}: {cluster.prefill[0]} → {cluster.decode[0]}"
     if one.sweep is None:
         return f"{sides}: failed"
-    paths = [f"{count} by {path}" for path, count in one.paths.items()]
+    modes = [f"{count} by {mode}" for mode, count in one.modes.items()]
     answered = sum(level.requests - level.failed for level in one.levels)
-    untold = answered - sum(one.paths.values())
+    untold = answered - sum(one.modes.values())
     if untold:
         # Decode asks prefill which it was, and does not wait long for the answer.
-        paths.append(f"{untold} by a path that was not told")
-    return f"{sides}; {human_bytes(one.num_bytes)} in all; requests: {', '.join(paths) or 'none'}"
+        modes.append(f"{untold} by a mode that was not told")
+    return f"{sides}; {human_bytes(one.num_bytes)} in all; requests: {', '.join(modes) or 'none'}"

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvferry.cli.load.client import Reply
+from kvferry.cli.load.client import LoadReply
 from kvferry.cli.load.plot import Series, demand_plot, draw
 from kvferry.cli.load.stats import Level, Range, Spread
 from kvferry.cli.load.sweep import Load
@@ -103,7 +103,7 @@ class Bar:
         text = f"{self._prefix}{concurrency} at once"
         self._progress.reset(self._task, total=num_requests, description=text)
 
-    def answered(self, reply: Reply) -> None:
+    def answered(self, reply: LoadReply) -> None:
         """One request has ended."""
         self._failed += bool(reply.error)
         failed = f"[red]{self._failed} failed[/]" if self._failed else ""

@@ -18,7 +18,7 @@ from kvferry.cli.printing import EXIT_REFUSED, print_document, print_refusal
 from kvferry.cli.sides import Sides, both_sides, read_side, read_spec
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.errors import InputError, Refused
-from kvferry.plan import PRESETS, Path, Plan, Request, check, estimate, reshard
+from kvferry.plan import PRESETS, Plan, Request, TransferMode, check, estimate, reshard
 from kvferry.plan.units import MIB, human_bytes, human_seconds
 from kvferry.protocol.outcome import Status
 from kvferry.reference.cluster.needs import demand_transport
@@ -40,7 +40,7 @@ class TransferReport(msgspec.Struct, kw_only=True):
     decode: str
     device: str
     tokens: int
-    path: str
+    mode: str
     bytes: int
     seconds: dict[str, Any]
     first_seconds: float
@@ -91,9 +91,9 @@ def _read(args: argparse.Namespace) -> TransferJob | int:
         return EXIT_REFUSED
     check(plan)
     demand_transport(args.transport)
-    path = None if args.path == "auto" else Path(args.path)
-    # Says early, and in one sentence, where a path is not open.
-    estimate(plan, request, PRESETS["nixl-host"], override=path)
+    mode = None if args.mode == "auto" else TransferMode(args.mode)
+    # Says early, and in one sentence, where a mode is not open.
+    estimate(plan, request, PRESETS["nixl-host"], override=mode)
     sizes = {
         name: whole(flag)(text) * MIB
         for name, flag, text in (
@@ -102,7 +102,7 @@ def _read(args: argparse.Namespace) -> TransferJob | int:
         )
         if text
     }
-    config = msgspec.structs.replace(EndpointConfig(path=path, deadline_s=TIMEOUT_S), **sizes)
+    config = msgspec.structs.replace(EndpointConfig(mode=mode, deadline_s=TIMEOUT_S), **sizes)
     chunk = whole("--chunk")(args.chunk) if args.chunk else request.num_tokens
     repeat = whole("--repeat")(args.repeat)
     return TransferJob(plan, request, args.transport, args.device, chunk, repeat, config)
@@ -121,7 +121,9 @@ def measure(job: TransferJob, *, show: bool) -> TransferReport:
     with Progress(transient=True, disable=not show, console=Console(stderr=True)) as progress:
         task = progress.add_task("starting a process per rank", total=job.repeat + 3)
         with Fleet(*sides, transport=job.transport, device=job.device) as fleet:
-            course = _Course(job, fleet, lambda text: progress.update(task, description=text))
+            course = _TransferProgress(
+                job, fleet, lambda text: progress.update(task, description=text)
+            )
             progress.advance(task)
             first_s, good = course.carry(0, verify=True)
             progress.advance(task)
@@ -154,26 +156,26 @@ def _ceiling(job: TransferJob, fleet: Fleet) -> Callable[[], float]:
     return seconds
 
 
-class Carried(NamedTuple):
-    """What the sources have written, by path."""
+class CarriedBytes(NamedTuple):
+    """What the sources have written, by mode."""
 
-    pieces: dict[Path, int]
-    num_bytes: dict[Path, int]
+    pieces: dict[TransferMode, int]
+    num_bytes: dict[TransferMode, int]
 
-    def minus(self, other: Carried) -> Carried:
+    def minus(self, other: CarriedBytes) -> CarriedBytes:
         """What was written since."""
-        return Carried(
-            {path: self.pieces[path] - other.pieces[path] for path in Path},
-            {path: self.num_bytes[path] - other.num_bytes[path] for path in Path},
+        return CarriedBytes(
+            {mode: self.pieces[mode] - other.pieces[mode] for mode in TransferMode},
+            {mode: self.num_bytes[mode] - other.num_bytes[mode] for mode in TransferMode},
         )
 
     @property
-    def path(self) -> Path:
-        """The path that carried the most."""
-        return max(Path, key=lambda path: self.num_bytes[path])
+    def mode(self) -> TransferMode:
+        """The mode that carried the most."""
+        return max(TransferMode, key=lambda mode: self.num_bytes[mode])
 
 
-class _Course:
+class _TransferProgress:
     """The same request, carried repeatedly."""
 
     def __init__(self, job: TransferJob, fleet: Fleet, tell: Callable[[str], None]) -> None:
@@ -214,12 +216,12 @@ class _Course:
         fleet.forget(room, "decode")
         return ended - began, good
 
-    def carried(self) -> Carried:
+    def carried(self) -> CarriedBytes:
         """What all sources have written so far."""
         stats = self._fleet.all(self._fleet.sources, "stats")
-        return Carried(
-            {path: sum(one.paths[path].pieces for one in stats) for path in Path},
-            {path: sum(one.paths[path].num_bytes for one in stats) for path in Path},
+        return CarriedBytes(
+            {mode: sum(one.modes[mode].pieces for one in stats) for mode in TransferMode},
+            {mode: sum(one.modes[mode].num_bytes for one in stats) for mode in TransferMode},
         )
 
 
@@ -237,7 +239,7 @@ def _until_offered(room: str, sources: list[RankProcess]) -> None:
 def _report(
     job: TransferJob,
     fleet: Fleet,
-    carried: Carried,
+    carried: CarriedBytes,
     first_s: float,
     all_s: list[float],
     copies_s: list[float],
@@ -253,7 +255,7 @@ def _report(
         decode=str(job.plan.target),
         device=job.device,
         tokens=job.request.num_tokens,
-        path=str(carried.path),
+        mode=str(carried.mode),
         bytes=num_bytes,
         seconds={"median": median, "all": all_s},
         first_seconds=first_s,
@@ -270,7 +272,7 @@ def _print(report: TransferReport) -> None:
     all_s = report.seconds["all"]
     spread = f"{human_seconds(min(all_s))} to {human_seconds(max(all_s))}"
     print(f"{report.prefill}  →  {report.decode}, {report.tokens} tokens over {report.chosen}")
-    print(f"  {human_bytes(report.bytes)} by {report.path} in {report.pieces:,} pieces")
+    print(f"  {human_bytes(report.bytes)} by {report.mode} in {report.pieces:,} pieces")
     print(f"  {human_seconds(report.seconds['median'])} ({spread}), {report.gb_per_s:.2f} GB/s")
     print(f"  first transfer {human_seconds(report.first_seconds)}")
     print(

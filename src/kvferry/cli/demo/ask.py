@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvferry.cli.load.client import Reply, ask, session_for
+from kvferry.cli.load.client import LoadReply, ask, session_for
 
 QUESTIONS = (
     "What is a ferry?",
@@ -26,7 +26,7 @@ REQUEST_S = 300.0
 
 
 @dataclass(slots=True)
-class Answer(Reply):
+class Answer(LoadReply):
     """What came back for one question."""
 
     question: str

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvferry.cli.demo.ask import Answer
 from kvferry.errors import KvferryError
 from kvferry.layout.spec import DType
-from kvferry.reference.engine.requests import Produced, Request
+from kvferry.reference.engine.requests import EngineRequest, Produced
 
 if TYPE_CHECKING:
     from kvferry.reference.engine.engine import Engine
@@ -52,7 +52,7 @@ def compare(
     with Engine(folder, options) as engine:
         for number, answer in enumerate(answers):
             prompt = engine.tokenizer.chat([{"role": "user", "content": answer.question}])
-            engine.add(Request(id=str(number), prompt=tuple(prompt), max_tokens=max_tokens))
+            engine.add(EngineRequest(id=str(number), prompt=tuple(prompt), max_tokens=max_tokens))
         expected = _run(engine, len(answers))
     return [CheckedAnswer(answer, tokens) for answer, tokens in zip(answers, expected, strict=True)]
 

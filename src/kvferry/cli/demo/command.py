@@ -23,7 +23,7 @@ from kvferry.cli.serve.flags import (
 if TYPE_CHECKING:
     from kvferry.cli.demo.ask import Answer
     from kvferry.cli.demo.output import Show
-    from kvferry.reference.cluster.description import Cluster, ModelFolder
+    from kvferry.reference.cluster.description import ClusterDescription, ModelFolder
 
 EXAMPLE = """example:
   kvferry demo                                 prefill TP3, decode TP1, shared memory
@@ -43,7 +43,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "demo",
         help="prefill here, decode there, one answer, proven",
-        description="Start a rendezvous, a prefill and a decode worker and a router, ask a few "
+        description="Start discovery, a prefill and a decode worker and a router, ask a few "
         "questions at once, and compare the answers token by token with a single process.",
         epilog=EXAMPLE,
     )
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if document["token_exact"] else EXIT_NOT_EXACT
 
 
-def _small(cluster: Cluster) -> Cluster:
+def _small(cluster: ClusterDescription) -> ClusterDescription:
     """The same with little memory: a demo should fit beside a browser."""
     replace = msgspec.structs.replace
     prefill = tuple(replace(one, cache_tokens=CACHE_TOKENS) for one in cluster.prefill)
@@ -98,16 +98,16 @@ def _small(cluster: Cluster) -> Cluster:
 
 
 def _serve_and_ask(
-    cluster: Cluster, model: ModelFolder, max_tokens: int, show: Show
+    cluster: ClusterDescription, model: ModelFolder, max_tokens: int, show: Show
 ) -> list[Answer]:
     from kvferry.cli.demo.ask import ask_all, questions  # noqa: PLC0415
-    from kvferry.reference.cluster.launch import Launch, PartFailed  # noqa: PLC0415
+    from kvferry.reference.cluster.launch import ClusterLaunch, PartFailed  # noqa: PLC0415
 
     parts = ", ".join(f"{one.name} ({one.section})" for one in cluster.workers())
     with tempfile.TemporaryFile() as log:
         try:
-            with Launch(stderr=log) as launch:
-                show.says(f"starting rendezvous, {parts}, router; transport {cluster.transport}")
+            with ClusterLaunch(stderr=log) as launch:
+                show.says(f"starting discovery, {parts}, router; transport {cluster.transport}")
                 url = launch.start_all(cluster, model, show.is_ready)
                 show.says("asking, all at once")
                 return ask_all(url, questions(), max_tokens, show)

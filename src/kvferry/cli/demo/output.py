@@ -16,7 +16,7 @@ from rich.table import Table
 from kvferry.cli.demo.ask import Answer
 from kvferry.cli.demo.check import CheckedAnswer
 from kvferry.plan.units import human_bytes, human_seconds
-from kvferry.reference.cluster.description import Cluster, ModelFolder
+from kvferry.reference.cluster.description import ClusterDescription, ModelFolder
 
 SHOWN_QUESTION = 60
 
@@ -95,8 +95,8 @@ def _printable(text: str) -> str:
 
 def _travelled(results: Sequence[CheckedAnswer]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("request", "prompt", "answer", "carried", "path", "cache there", "TTFT", "exact"):
-        table.add_column(name, justify="left" if name in ("path", "exact") else "right")
+    for name in ("request", "prompt", "answer", "carried", "mode", "cache there", "TTFT", "exact"):
+        table.add_column(name, justify="left" if name in ("mode", "exact") else "right")
     for number, result in enumerate(results):
         answer, report = result.answer, result.answer.report
         table.add_row(
@@ -104,7 +104,7 @@ def _travelled(results: Sequence[CheckedAnswer]) -> Table:
             str(answer.usage.get("prompt_tokens", "?")),
             str(len(answer.tokens)),
             human_bytes(report["bytes"]) if "bytes" in report else "-",
-            str(report.get("path") or "-"),
+            str(report.get("mode") or "-"),
             human_seconds(report["seconds"]) if "seconds" in report else "-",
             human_seconds(answer.ttft_s) if answer.ttft_s is not None else "-",
             _mark(result),
@@ -133,9 +133,12 @@ def _verdict(results: Sequence[CheckedAnswer], document: dict[str, Any]) -> str:
 
 
 def as_document(
-    cluster: Cluster, model: ModelFolder, results: Sequence[CheckedAnswer], seconds: float
+    cluster: ClusterDescription,
+    model: ModelFolder,
+    results: Sequence[CheckedAnswer],
+    seconds: float,
 ) -> dict[str, Any]:
-    """The same for programs. ``path`` and ``ttft_s`` of the whole: all paths, and the median."""
+    """The same for programs. ``mode`` and ``ttft_s`` of the whole: all modes, and the median."""
     requests = [_request(result) for result in results]
     times = [one["ttft_s"] for one in requests if one["ttft_s"] is not None]
     return {
@@ -144,7 +147,7 @@ def as_document(
         "decode": " + ".join(str(section) for section in cluster.decode),
         "transport": cluster.transport,
         "token_exact": bool(results) and all(result.exact for result in results),
-        "path": ", ".join(sorted({one["path"] for one in requests if one["path"]})),
+        "mode": ", ".join(sorted({one["mode"] for one in requests if one["mode"]})),
         "bytes": sum(one["bytes"] or 0 for one in requests),
         "ttft_s": statistics.median(times) if times else None,
         "seconds": seconds,
@@ -162,7 +165,7 @@ def _request(result: CheckedAnswer) -> dict[str, Any]:
         "token_exact": result.exact,
         "differs_at": result.differs_at,
         "source": report.get("source"),
-        "path": report.get("path"),
+        "mode": report.get("mode"),
         "bytes": report.get("bytes"),
         "prefix": report.get("prefix"),
         "transfer_s": report.get("seconds"),

@@ -11,13 +11,13 @@ from kvferry.errors import InputError
 EXAMPLE = """example:
   kvferry doctor                                   is this machine fit for shm?
   kvferry doctor --transport nixl --device cuda    ... for NIXL with pools on GPUs?
-  kvferry doctor --rendezvous http://10.0.0.1:7077 --key cluster.key
+  kvferry doctor --discovery http://10.0.0.1:7077 --key cluster.key
   kvferry doctor --transport nixl --prefill tp=4,page=16 --decode tp=1 \\
       --layers 64 --kv-heads 8 --head-dim 128      ... and do these two fit?
 
 It looks at the machine (clock, open files), at every transport that is installed (each is started
 in a process of its own), shared and pinned memory, writing other processes' memory (tried), GPUs,
-RDMA devices, the control channel (tried), the cluster key and the rendezvous if they are given,
+RDMA devices, the control channel (tried), the cluster key and discovery if they are given,
 and the copy loop (compiled and timed). With --prefill and --decode also at the plan between them.
 
 Marks: ok; note (worth knowing, or in the way of something that was not asked for); problem (what
@@ -45,7 +45,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="where the pools are (cpu)"
     )
-    parser.add_argument("--rendezvous", metavar="URL", help="try to reach this rendezvous")
+    parser.add_argument("--discovery", metavar="URL", help="try to reach this discovery service")
     parser.add_argument(
         "--key", metavar="FILE", help="the cluster key (what KVFERRY_KEY_FILE names, or none)"
     )

@@ -21,11 +21,11 @@ def run(args: argparse.Namespace) -> int:
     asked = Asked(
         transport=args.transport,
         device=args.device,
-        rendezvous=given("--rendezvous", args.rendezvous),
+        discovery=given("--discovery", args.discovery),
         key_file=given("--key", args.key),
     )
-    if asked.rendezvous is not None:
-        HttpDiscovery(asked.rendezvous)  # Refuses what is no address.
+    if asked.discovery is not None:
+        HttpDiscovery(asked.discovery)  # Refuses what is no address.
     pairing = read_pairing(args, asked)
     with Console(stderr=True, quiet=args.json).status("looking at this machine"):
         checks = examine(asked, pairing)

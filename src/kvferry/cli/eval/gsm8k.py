@@ -8,10 +8,10 @@ import os
 
 import msgspec
 
-from kvferry.cli.eval.output import Sheet, as_document, open_log, report
+from kvferry.cli.eval.output import AnswerLog, as_document, open_log, report
 from kvferry.cli.eval.problems import Quiz, make_quiz, read_problems
 from kvferry.cli.eval.results import tally
-from kvferry.cli.eval.run import Endpoint, run_quiz
+from kvferry.cli.eval.run import EvalEndpoint, run_quiz
 from kvferry.cli.load.client import base_url
 from kvferry.cli.parsing import given, number, whole
 from kvferry.errors import InputError
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     name = given("--log", args.log)
     _demand_other_file(name, (args.data, args.train))
     interrupted = False
-    with Sheet(len(quiz.questions), lambda: open_log(name)) as sheet:
+    with AnswerLog(len(quiz.questions), lambda: open_log(name)) as sheet:
         try:
             asyncio.run(run_quiz(quiz, endpoint, concurrency, sheet))
         except KeyboardInterrupt:
@@ -56,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_INCOMPLETE if totals.failed else 0
 
 
-def read_endpoint(args: argparse.Namespace) -> Endpoint:
+def read_endpoint(args: argparse.Namespace) -> EvalEndpoint:
     """Who is asked, and how."""
     base_url(args.url)
-    return Endpoint(
+    return EvalEndpoint(
         url=args.url,
         model=given("--model", args.model),
         api_key=_api_key(args),

@@ -30,7 +30,7 @@ SHOWN_LINES = 10
 SHOWN_FAILURES = 5
 
 
-class Sheet(EvalWatcher):
+class AnswerLog(EvalWatcher):
     """All outcomes so far: on the bar, in the log, and here."""
 
     def __init__(self, num_questions: int, open_log: Callable[[], IO[bytes]]) -> None:
@@ -56,7 +56,7 @@ class Sheet(EvalWatcher):
         # Without a total it is drawn as waiting.
         self._task = self._bar.add_task("waiting for the endpoint", total=None, score="")
 
-    def __enter__(self) -> Sheet:
+    def __enter__(self) -> AnswerLog:
         self._bar.start()
         return self
 

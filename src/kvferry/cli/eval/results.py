@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.cli.eval.problems import Problem
 from kvferry.cli.eval.score import answered_number, standard_error
-from kvferry.cli.load.client import Reply
+from kvferry.cli.load.client import LoadReply
 from kvferry.cli.load.stats import Spread, spread
 
 
@@ -69,7 +69,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[SharedReason, ...]
 
 
-def judge(problem: Problem, reply: Reply) -> QuestionOutcome:
+def judge(problem: Problem, reply: LoadReply) -> QuestionOutcome:
     """Whether a reply is right, and what it cost."""
     got = answered_number(reply.text)
     return QuestionOutcome(

@@ -16,7 +16,7 @@ from kvferry.cli.load.client import CHAT, COMPLETIONS, ask, find_model, session_
 from kvferry.errors import InputError
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+class EvalEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Who is asked, and how. Without ``model`` it is the first one that the endpoint lists."""
 
     url: str
@@ -37,7 +37,9 @@ class EvalWatcher:
         """One question has its answer, or never will."""
 
 
-async def run_quiz(quiz: Quiz, endpoint: Endpoint, concurrency: int, watcher: EvalWatcher) -> None:
+async def run_quiz(
+    quiz: Quiz, endpoint: EvalEndpoint, concurrency: int, watcher: EvalWatcher
+) -> None:
     """Ask everything; cancelling it leaves what the watcher was told.
 
     ``InputError`` if a first request, of one token, is refused: then all others would be, too.
@@ -64,7 +66,7 @@ class _Examinee:
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        endpoint: Endpoint,
+        endpoint: EvalEndpoint,
         model: str,
         shots: tuple[Problem, ...],
     ) -> None:

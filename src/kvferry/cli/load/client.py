@@ -1,6 +1,6 @@
 """A client: one question to an endpoint with OpenAI's API, and its answer as it comes.
 
-Whatever a server or the network does ends as a sentence in ``Reply.error``; nothing is raised
+Whatever a server or the network does ends as a sentence in ``LoadReply.error``; nothing is raised
 for it, because one lost answer among many must not end a run.
 """
 
@@ -28,7 +28,7 @@ MAX_BODY_BYTES = 64 << 20
 
 
 @dataclass(slots=True, kw_only=True)
-class Reply:
+class LoadReply:
     """What came back for one question; times are seconds after ``began``.
 
     ``report`` is the ``kvferry`` field: what decode says of its transfer. ``stamps`` has a time
@@ -144,15 +144,15 @@ async def ask(
     *,
     path: str = CHAT,
     deadline_s: float,
-    grew: Callable[[Reply], None] | None = None,
-    into: Reply | None = None,
-) -> Reply:
+    grew: Callable[[LoadReply], None] | None = None,
+    into: LoadReply | None = None,
+) -> LoadReply:
     """Ask once, streamed or not as the body says, and wait for all of the answer.
 
     ``grew`` is called after every event. ``deadline_s`` is for everything, connecting included.
     ``into`` is an empty reply to be filled, for callers that have more to say of it.
     """
-    reply = into if into is not None else Reply()
+    reply = into if into is not None else LoadReply()
     reply.began = time.monotonic()
     ended = False
     try:
@@ -226,7 +226,7 @@ def _document(data: str | bytes) -> dict[str, Any]:
 
 
 def _is_shaped(document: dict[str, Any]) -> bool:
-    """Whether ``Reply.take`` can read it."""
+    """Whether ``LoadReply.take`` can read it."""
     choices = document.get("choices") or []
     fields = (document.get("usage") or {}, document.get("kvferry") or {})
     return (

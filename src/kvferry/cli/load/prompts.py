@@ -18,7 +18,7 @@ WIDE, NARROW = range(1000, 30_000), range(32, 250)
 WORDS = (
     "water river boat ship bank sea wind rain sun sky north south east west road city town house "
     "door room table chair window wall garden tree leaf flower stone sand gold iron wood paper "
-    "book page word line letter number name voice song story dream hand foot head eye heart face "
+    "book page word line letter number name voice song trace dream hand foot head eye heart face "
     "mother father sister brother child friend king queen day night hour week month year summer "
     "winter morning light fire ice bread salt milk fish bird horse dog cat field hill lake bridge"
 )
@@ -33,7 +33,7 @@ class PromptKind(StrEnum):
     CHAT = "chat"
 
 
-class Form(NamedTuple):
+class PromptForm(NamedTuple):
     """How an endpoint is asked; ``exact`` asks it not to end early, which OpenAI's API has not."""
 
     kind: PromptKind
@@ -49,7 +49,7 @@ class Form(NamedTuple):
 
 
 # What is tried in turn until an endpoint takes it, the most exact first.
-FORMS = tuple(Form(kind, exact) for exact in (True, False) for kind in PromptKind)
+FORMS = tuple(PromptForm(kind, exact) for exact in (True, False) for kind in PromptKind)
 
 
 class Asker:
@@ -61,7 +61,7 @@ class Asker:
         self._output_tokens = output_tokens
         self._random = random.Random(seed)
 
-    def body(self, form: Form) -> dict[str, Any]:
+    def body(self, form: PromptForm) -> dict[str, Any]:
         """The next question."""
         body: dict[str, Any] = {
             "model": self._model,

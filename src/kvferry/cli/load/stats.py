@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvferry.cli.load.client import Reply
+from kvferry.cli.load.client import LoadReply
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
     ``seconds`` is from the first question to the last answer, and throughput counts what was
     answered in them. ``tpot_s`` is the time of an output token after the first. ``prompt_tokens``
-    is what the server counted. ``carried_bytes`` and ``paths`` (requests by path) are what a
+    is what the server counted. ``carried_bytes`` and ``modes`` (requests by mode) are what a
     kvferry server says of its transfers. What nobody told or nobody measured is None.
     """
 
@@ -50,7 +50,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: Range | None
     output_tokens: Range | None
     carried_bytes: int | None
-    paths: dict[str, int]
+    modes: dict[str, int]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -66,14 +66,14 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(percentile(values, 0.5), percentile(values, 0.99))
 
 
-def tpot_s(reply: Reply) -> float | None:
+def tpot_s(reply: LoadReply) -> float | None:
     """The time of an output token after the first; None where the answer came in one piece."""
     if reply.ttft_s is None or len(reply.stamps) < 2 or reply.output_tokens < 2:
         return None
     return (reply.total_s - reply.ttft_s) / (reply.output_tokens - 1)
 
 
-def summarise(concurrency: int, replies: Sequence[Reply]) -> Level:
+def summarise(concurrency: int, replies: Sequence[LoadReply]) -> Level:
     """One level out of its replies; times are of those that were answered."""
     good = [reply for reply in replies if not reply.error]
     reasons = [reply.error for reply in replies if reply.error]
@@ -92,11 +92,11 @@ def summarise(concurrency: int, replies: Sequence[Reply]) -> Level:
         prompt_tokens=_range(r.prompt_tokens for r in good),
         output_tokens=_range(r.output_tokens for r in good),
         carried_bytes=_carried(good),
-        paths=_paths(good),
+        modes=_modes(good),
     )
 
 
-def _seconds(replies: Sequence[Reply]) -> float:
+def _seconds(replies: Sequence[LoadReply]) -> float:
     if not replies:
         return 0.0
     ended = max(reply.began + reply.total_s for reply in replies)
@@ -113,11 +113,11 @@ def _range(values: Iterable[int | None]) -> Range | None:
     return Range(min(known), max(known)) if known else None
 
 
-def _carried(replies: Sequence[Reply]) -> int | None:
+def _carried(replies: Sequence[LoadReply]) -> int | None:
     told = [r.report["bytes"] for r in replies if isinstance(r.report.get("bytes"), int)]
     return sum(told) if told else None
 
 
-def _paths(replies: Sequence[Reply]) -> dict[str, int]:
-    told = (str(r.report["path"]) for r in replies if r.report.get("path"))
+def _modes(replies: Sequence[LoadReply]) -> dict[str, int]:
+    told = (str(r.report["mode"]) for r in replies if r.report.get("mode"))
     return dict(sorted(Counter(told).items()))

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 
-from kvferry.cli.load.client import Reply, ask, find_model, session_for
-from kvferry.cli.load.prompts import FORMS, Asker, Form
+from kvferry.cli.load.client import LoadReply, ask, find_model, session_for
+from kvferry.cli.load.prompts import FORMS, Asker, PromptForm
 from kvferry.cli.load.stats import Level, summarise
 from kvferry.errors import InputError, KvferryError
 
@@ -70,7 +70,7 @@ class SweepWatcher(Protocol):
     def level(self, concurrency: int, num_requests: int) -> None:
         """A concurrency begins."""
 
-    def answered(self, reply: Reply) -> None:
+    def answered(self, reply: LoadReply) -> None:
         """One request has ended."""
 
 
@@ -111,9 +111,9 @@ class _Runner:
         self._asker = asker
         self._watcher = watcher
 
-    async def warm_up(self) -> Form:
+    async def warm_up(self) -> PromptForm:
         """The first form that the endpoint takes; connections and code paths are then warm."""
-        refused: list[Reply] = []
+        refused: list[LoadReply] = []
         for form in FORMS:
             reply = await self._ask(form)
             if not reply.error:
@@ -126,18 +126,18 @@ class _Runner:
         kind = InputError if reply.status < 500 and reply.status != 200 else KvferryError
         raise kind(f"the warm-up request failed: {reply.error}")
 
-    async def _ask(self, form: Form) -> Reply:
+    async def _ask(self, form: PromptForm) -> LoadReply:
         body = {**self._asker.body(form), **self._load.extra}
         reply = await ask(self._session, body, path=form.path, deadline_s=self._load.deadline_s)
         if not (reply.error or reply.stamps):
             reply.error = "the answer is empty"
         return reply
 
-    async def level(self, form: Form, concurrency: int) -> list[Reply]:
+    async def level(self, form: PromptForm, concurrency: int) -> list[LoadReply]:
         """All replies of one concurrency, in the order in which they ended."""
         num_requests = self._load.num_requests(concurrency)
         self._watcher.level(concurrency, num_requests)
-        replies: list[Reply] = []
+        replies: list[LoadReply] = []
         numbers = iter(range(num_requests))
 
         async def keep_asking() -> None:
@@ -153,6 +153,6 @@ class _Runner:
         return replies
 
 
-def _is_hopeless(replies: list[Reply], concurrency: int) -> bool:
+def _is_hopeless(replies: list[LoadReply], concurrency: int) -> bool:
     """Whether everybody has asked once and nobody was answered."""
     return len(replies) >= concurrency and all(reply.error for reply in replies)

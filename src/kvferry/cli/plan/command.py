@@ -13,11 +13,11 @@ from kvferry.cli.plan.output import as_document, print_advice, print_plan
 from kvferry.cli.printing import EXIT_REFUSED, print_document, print_refusal
 from kvferry.cli.sides import Sides, add_flags, both_sides, read_side, read_spec
 from kvferry.errors import InputError, Refused
-from kvferry.plan import PRESETS, Constants, Path, Request, check, estimate, reshard
+from kvferry.plan import PRESETS, LinkCost, Request, TransferMode, check, estimate, reshard
 from kvferry.plan.layers import layers_for
 from kvferry.plan.pictures import as_html, as_svg
 
-# Constants that may be set behind a link's name, and the value of 1 of their unit.
+# LinkCost that may be set behind a link's name, and the value of 1 of their unit.
 LINK_KEYS = {
     "descriptor_us": ("descriptor_s", 1e-6),
     "gb_per_s": ("bytes_per_s", 1e9),
@@ -27,18 +27,18 @@ LINK_KEYS = {
 EXAMPLE = """example:
   kvferry plan --prefill tp=4 --decode tp=1,dp=4,page=16 \\
       --layers 64 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 8192
-  kvferry plan --prefill tp=4,pp=2 --decode tp=8,prefix=1000 --model path/to/config.json \\
+  kvferry plan --prefill tp=4,pp=2 --decode tp=8,prefix=1000 --model mode/to/config.json \\
       --html plan.html
   kvferry plan --prefill tp=4 --decode tp=8 --layers 80 --kv-heads 8 --head-dim 128 \\
-      --tokens 4096 --link rdma-400g --layer-ms 2.5
+      --tokens 4096 --cost-model rdma-400g --layer-ms 2.5
 
 side keys: tp, pp, cp (token interleaving), dp (replicas), page (tokens), order (nhd or hnd),
 stages (layers of each pipeline stage, as in stages=10+22), dtype (of that side's cache),
 and for decode also prefix (tokens already cached there).
 
-paths: runs (a descriptor for each page, neighbouring pages merged; open only where a full page
+modes: runs (a descriptor for each page, neighbouring pages merged; open only where a full page
 is one piece on both sides), slices (one for each contiguous piece), staged (gathered into slots).
-In --json each path has "pieces", also one that is not open; then "open" is false.
+In --json each mode has "pieces", also one that is not open; then "open" is false.
 """
 
 
@@ -52,17 +52,17 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     )
     add_flags(parser, required=True, tokens=8192)
     parser.add_argument(
-        "--link",
+        "--cost-model",
         default="nixl-host",
         metavar="NAME",
         help=f"constants of the transport: {', '.join(PRESETS)}; any may be overridden, "
         f"as in nixl-host,gb_per_s=46,copy_gb_per_s=1700,descriptor_us=1",
     )
     parser.add_argument(
-        "--path",
-        choices=["auto", *(path.value for path in Path)],
+        "--mode",
+        choices=["auto", *(mode.value for mode in TransferMode)],
         default="auto",
-        help="force a path",
+        help="force a mode",
     )
     parser.add_argument(
         "--pages",
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     prefill = read_side(args.prefill, "--prefill")
     decode = read_side(args.decode, "--decode", extra={"prefix": whole("prefix", least=0)})
     request = Request(whole("--tokens", least=0)(args.tokens), decode.prefix)
-    constants = read_link(args.link)
+    link_cost = read_link(args.cost_model)
     layer_ms = None if args.layer_ms is None else number("--layer-ms", 0, 1e6)(args.layer_ms)
     pictures = [
         (name, draw)
@@ -107,9 +107,9 @@ def run(args: argparse.Namespace) -> int:
     costs = estimate(
         plan,
         request,
-        constants,
+        link_cost,
         scattered=args.pages == "scattered",
-        override=None if args.path == "auto" else Path(args.path),
+        override=None if args.mode == "auto" else TransferMode(args.mode),
     )
     advice = None if layer_ms is None else layers_for(costs, layer_ms / 1e3)
     for name, draw in pictures:
@@ -117,19 +117,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_document(as_document(plan, request, costs, advice))
     else:
-        print_plan(plan, request, costs, link=args.link, show_all=args.all)
+        print_plan(plan, request, costs, link=args.cost_model, show_all=args.all)
         print_advice(advice)
         for name, _ in pictures:
             print(f"picture: {name}")
     return 0
 
 
-def read_link(text: str) -> Constants:
+def read_link(text: str) -> LinkCost:
     """Return a preset by name, with any of its constants overridden."""
     name, _, rest = text.partition(",")
     if name not in PRESETS:
         raise InputError(f"no constants for the link {show(name)}; use one of {', '.join(PRESETS)}")
     readers = {key: number(key, 1e-6, 1e6) for key in LINK_KEYS}
-    values = fields(rest, readers, "--link")
+    values = fields(rest, readers, "--cost-model")
     overridden = {LINK_KEYS[key][0]: value * LINK_KEYS[key][1] for key, value in values.items()}
     return replace(PRESETS[name], **overridden)

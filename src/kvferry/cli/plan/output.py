@@ -8,7 +8,7 @@ import msgspec
 from rich.table import Table
 
 from kvferry.cli.printing import console as new_console
-from kvferry.plan import Estimate, Path, Plan, Request
+from kvferry.plan import Estimate, Plan, Request, TransferMode
 from kvferry.plan.describe import MOVE_COLUMNS, move_cells, spec_lines, tokens_text
 from kvferry.plan.layers import LayersPerPush
 from kvferry.plan.units import human_bytes, human_seconds
@@ -32,7 +32,7 @@ def as_document(
         "prefix": request.prefix,
         "bytes": plan.payload_bytes(request),
         "moves": _moves(plan, request, costs),
-        "paths": {path: _path(plan, request, costs, path) for path in Path},
+        "modes": {mode: _path(plan, request, costs, mode) for mode in TransferMode},
         "chosen": costs.chosen,
         "predicted_s": costs.predicted_s(),
     }
@@ -45,24 +45,24 @@ def _moves(plan: Plan, request: Request, costs: Estimate) -> list[dict[str, Any]
         row: dict[str, Any] = msgspec.to_builtins(move)
         row["tokens"] = [tokens.first, tokens.end, tokens.step]
         num_bytes = plan.bytes_of(move, request)
-        row |= {"bytes": num_bytes, "pieces": one.shape.slices, "path": one.choice.path}
+        row |= {"bytes": num_bytes, "pieces": one.shape.slices, "mode": one.choice.mode}
         rows.append(row)
     return rows
 
 
-def _path(plan: Plan, request: Request, costs: Estimate, path: Path) -> dict[str, Any]:
-    is_open = costs.is_open(path)
+def _path(plan: Plan, request: Request, costs: Estimate, mode: TransferMode) -> dict[str, Any]:
+    is_open = costs.is_open(mode)
     return {
-        "pieces": costs.pieces(path),
+        "pieces": costs.pieces(mode),
         "bytes": plan.payload_bytes(request),
-        "chosen_bytes": costs.carried(path),
+        "chosen_bytes": costs.carried(mode),
         "open": is_open,
-        "predicted_s": costs.predicted_s(path) if is_open else None,
+        "predicted_s": costs.predicted_s(mode) if is_open else None,
     }
 
 
 def print_plan(plan: Plan, request: Request, costs: Estimate, *, link: str, show_all: bool) -> None:
-    """Who sends what to whom, and what each path would cost."""
+    """Who sends what to whom, and what each mode would cost."""
     console = new_console()
     console.print(f"[bold]{plan.source}  →  {plan.target}[/]")
     for line in spec_lines(plan.spec):
@@ -99,15 +99,15 @@ def _move_table(plan: Plan, request: Request, costs: Estimate, show_all: bool) -
     table = _table()
     for column in (*MOVE_COLUMNS, "tokens"):
         table.add_column(column)
-    for column in ("bytes", "pieces", "path", "predicted"):
-        table.add_column(column, justify="left" if column == "path" else "right")
+    for column in ("bytes", "pieces", "mode", "predicted"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
     for one in costs.moves if show_all else costs.moves[:MAX_ROWS]:
         table.add_row(
             *move_cells(plan, one.move),
             tokens_text(plan.tokens_of(one.move, request)),
             human_bytes(one.shape.num_bytes),
             f"{one.shape.slices:,}",
-            one.choice.path,
+            one.choice.mode,
             human_seconds(one.choice.predicted_s),
         )
     return table
@@ -115,15 +115,15 @@ def _move_table(plan: Plan, request: Request, costs: Estimate, show_all: bool) -
 
 def _path_table(costs: Estimate) -> Table:
     table = _table()
-    table.add_column("path")
+    table.add_column("mode")
     for column in ("pieces", "predicted", "carries"):
         table.add_column(column, justify="right")
-    for path in Path:
-        is_open, carried = costs.is_open(path), costs.carried(path)
+    for mode in TransferMode:
+        is_open, carried = costs.is_open(mode), costs.carried(mode)
         table.add_row(
-            path,
-            f"{costs.pieces(path):,}" if is_open else "-",
-            human_seconds(costs.predicted_s(path)) if is_open else "not open to all",
+            mode,
+            f"{costs.pieces(mode):,}" if is_open else "-",
+            human_seconds(costs.predicted_s(mode)) if is_open else "not open to all",
             human_bytes(carried) if carried else "",
         )
     return table

@@ -20,7 +20,7 @@ from kvferry.cli.serve.flags import (
     add_transport,
     cluster_of,
     demand_own,
-    rendezvous_of,
+    discovery_of,
     router_of,
     worker_of,
 )
@@ -36,12 +36,12 @@ EXAMPLE = """example:
       -d '{"messages": [{"role": "user", "content": "What is a ferry?"}]}'
 
 several hosts, each with the same key file (kvferry key cluster.key):
-  kvferry serve rendezvous --host 0.0.0.0 --key cluster.key
-  kvferry serve prefill --layout tp=3 --host 10.0.0.2 --rendezvous http://10.0.0.1:7077 \\
+  kvferry serve discovery --host 0.0.0.0 --key cluster.key
+  kvferry serve prefill --layout tp=3 --host 10.0.0.2 --discovery http://10.0.0.1:7077 \\
       --transport nixl --key cluster.key
-  kvferry serve decode --layout tp=1 --host 10.0.0.3 --rendezvous http://10.0.0.1:7077 \\
+  kvferry serve decode --layout tp=1 --host 10.0.0.3 --discovery http://10.0.0.1:7077 \\
       --transport nixl --key cluster.key
-  kvferry serve router --host 0.0.0.0 --rendezvous http://10.0.0.1:7077 --key cluster.key
+  kvferry serve router --host 0.0.0.0 --discovery http://10.0.0.1:7077 --key cluster.key
 """
 
 
@@ -60,7 +60,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parts = parser.add_subparsers(
         title="parts", metavar="PART", required=False, parser_class=Parser
     )
-    _add_rendezvous(parts)
+    _add_discovery(parts)
     _add_worker(parts, "prefill", "computes prompts and sends their cache")
     _add_worker(parts, "decode", "receives prompts' cache and answers")
     _add_router(parts)
@@ -81,31 +81,31 @@ def _part(parts: argparse._SubParsersAction[Any], name: str, what: str) -> Parse
     return parser
 
 
-def _add_rendezvous(parts: argparse._SubParsersAction[Any]) -> None:
-    parser = _part(parts, "rendezvous", "is where instances register and are found")
+def _add_discovery(parts: argparse._SubParsersAction[Any]) -> None:
+    parser = _part(parts, "discovery", "is where instances register and are found")
     add_listening(parser, "7077")
     add_key_and_json(parser)
-    parser.set_defaults(run=run_rendezvous)
+    parser.set_defaults(run=run_discovery)
 
 
 def _add_worker(parts: argparse._SubParsersAction[Any], name: str, what: str) -> None:
     parser = _part(parts, name, what)
     parser.add_argument("--name", help=f"unique in the cluster ({name}-0)")
     parser.add_argument("--layout", metavar="SIDE", help="as in tp=3,page=16 (tp=1)")
-    parser.add_argument("--rendezvous", metavar="URL", help="where to register")
+    parser.add_argument("--discovery", metavar="URL", help="where to register")
     add_model(parser)
     add_transport(parser)
     add_device(parser)
     add_listening(parser, "0")
     parser.add_argument("--advertise", metavar="HOST", help="where others reach it, if not --host")
     add_key_and_json(parser)
-    parser.set_defaults(run=run_worker, part=name, name=None, layout=None, rendezvous=None)
+    parser.set_defaults(run=run_worker, part=name, name=None, layout=None, discovery=None)
     parser.set_defaults(advertise=None)
 
 
 def _add_router(parts: argparse._SubParsersAction[Any]) -> None:
     parser = _part(parts, "router", "takes requests and pairs workers")
-    parser.add_argument("--rendezvous", metavar="URL", help="where to find workers")
+    parser.add_argument("--discovery", metavar="URL", help="where to find workers")
     for name in ("prefill", "decode"):
         parser.add_argument(
             f"--{name}-url",
@@ -119,7 +119,7 @@ def _add_router(parts: argparse._SubParsersAction[Any]) -> None:
     add_routing(parser)
     add_listening(parser, "8000")
     add_key_and_json(parser)
-    parser.set_defaults(run=run_router, rendezvous=None, prefill_url=None, decode_url=None)
+    parser.set_defaults(run=run_router, discovery=None, prefill_url=None, decode_url=None)
     parser.set_defaults(engine=None)
 
 
@@ -131,7 +131,7 @@ def run_all(args: argparse.Namespace) -> int:
     if args.print_config:
         return _print_config(args, lambda args: msgspec.to_builtins(cluster_of(args)))
     from kvferry.reference.cluster.description import check  # noqa: PLC0415
-    from kvferry.reference.cluster.launch import Launch  # noqa: PLC0415
+    from kvferry.reference.cluster.launch import ClusterLaunch  # noqa: PLC0415
     from kvferry.reference.cluster.parts import stop_signals  # noqa: PLC0415
     from kvferry.reference.models.find import find_model  # noqa: PLC0415
 
@@ -139,7 +139,7 @@ def run_all(args: argparse.Namespace) -> int:
     model = find_model(cluster.model)
     check(cluster, model)
     _log("serve", "WARNING")
-    with Launch() as launch:
+    with ClusterLaunch() as launch:
         tell = _silent if args.json else _tell_ready
         url = launch.start_all(cluster, model, tell)
         parts = {child.name: child.url for child in launch.children}
@@ -181,12 +181,12 @@ def _welcome(url: str) -> str:
 # ---------------------------------------------------------------- single parts
 
 
-def run_rendezvous(args: argparse.Namespace) -> int:
+def run_discovery(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
-    demand_own(args, "rendezvous")
+    demand_own(args, "discovery")
     if args.print_config:
-        return _print_config(args, rendezvous_of)
-    return _run_part("rendezvous", rendezvous_of(args), "rendezvous", args.json)
+        return _print_config(args, discovery_of)
+    return _run_part("discovery", discovery_of(args), "discovery", args.json)
 
 
 def run_worker(args: argparse.Namespace) -> int:

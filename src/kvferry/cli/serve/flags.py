@@ -12,20 +12,20 @@ from kvferry.cli.parsing import given, number, whole
 from kvferry.cli.sides import read_side
 from kvferry.errors import InputError
 from kvferry.reference.cluster.description import (
-    Cluster,
-    Named,
-    RendezvousSection,
+    ClusterDescription,
+    DiscoverySection,
+    NamedProcess,
     WorkerSection,
     check,
+    discovery_options,
     read_cluster,
-    rendezvous_options,
     router_options,
     worker_options,
 )
 from kvferry.reference.cluster.needs import demand_installed
 from kvferry.reference.models.find import find_model
-from kvferry.router.options import EngineName, OnFailure, Policy, RouterOptions
-from kvferry.router.roster import WorkerPart
+from kvferry.router.options import BalancePolicy, EngineName, OnFailure, RouterOptions
+from kvferry.router.worker_pool import WorkerRole
 
 PREFILL, DECODE = "tp=3", "tp=1"
 MOST_S = 86400
@@ -33,7 +33,7 @@ MOST_S = 86400
 OTHER = ("run", "json", "config", "part", "name", "print_config")
 ROUTING = ("policy", "on_failure", "deadline")
 FOREIGN = {
-    "rendezvous": ("prefill", "decode", "model", "tiny", "transport", "device", *ROUTING),
+    "discovery": ("prefill", "decode", "model", "tiny", "transport", "device", *ROUTING),
     "worker": ("prefill", "decode", *ROUTING),
     "router": ("prefill", "decode", "model", "tiny", "transport", "device"),
 }
@@ -89,7 +89,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_routing(parser: argparse.ArgumentParser) -> None:
     """How requests are spread, and what happens when a worker fails."""
-    parser.add_argument("--policy", choices=list(Policy), help="how workers are chosen")
+    parser.add_argument("--policy", choices=list(BalancePolicy), help="how workers are chosen")
     parser.add_argument(
         "--on-failure",
         choices=list(OnFailure),
@@ -126,7 +126,7 @@ def add_print_config(parser: argparse.ArgumentParser) -> None:
 # ---------------------------------------------------------------- reading
 
 
-def cluster_of(args: argparse.Namespace) -> Cluster:
+def cluster_of(args: argparse.Namespace) -> ClusterDescription:
     """A whole cluster, out of a file or out of flags, of which this machine has every part."""
     path = given("--config", getattr(args, "config", None))
     if path is not None:
@@ -140,26 +140,26 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
     return cluster
 
 
-def _described(args: argparse.Namespace) -> Cluster:
-    return Cluster(
+def _described(args: argparse.Namespace) -> ClusterDescription:
+    return ClusterDescription(
         model=_model(args),
         transport=given("--transport", args.transport) or "auto",
         key=given("--key", args.key),
-        rendezvous=RendezvousSection(port=0),
+        discovery=DiscoverySection(port=0),
         router=_router(args),
         prefill=(_section(args.prefill, "--prefill", PREFILL, _words(args, "device")),),
         decode=(_section(args.decode, "--decode", DECODE, _words(args, "device")),),
     )
 
 
-def rendezvous_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of a rendezvous."""
+def discovery_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of a discovery service."""
     path = given("--config", args.config)
     if path is not None:
         demand_no_flags(args)
-        return rendezvous_options(read_cluster(path))
-    section = RendezvousSection(**_listening(args))
-    return rendezvous_options(Cluster(rendezvous=section, key=given("--key", args.key)))
+        return discovery_options(read_cluster(path))
+    section = DiscoverySection(**_listening(args))
+    return discovery_options(ClusterDescription(discovery=section, key=given("--key", args.key)))
 
 
 def router_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -168,50 +168,54 @@ def router_of(args: argparse.Namespace) -> dict[str, Any]:
     if path is not None:
         demand_no_flags(args)
         cluster = read_cluster(path)
-        return router_options(cluster, cluster.rendezvous.address)
-    urls = {f"{name}_urls": tuple(getattr(args, f"{name}_url") or ()) for name in WorkerPart}
+        return router_options(cluster, cluster.discovery.address)
+    urls = {f"{name}_urls": tuple(getattr(args, f"{name}_url") or ()) for name in WorkerRole}
     engine = {} if args.engine is None else {"engine": EngineName(args.engine)}
-    rendezvous = given("--rendezvous", args.rendezvous)
-    if rendezvous is None and not urls["decode_urls"]:
-        raise InputError("a router without workers; give --rendezvous or --decode-url")
-    cluster = Cluster(router=_router(args, **urls, **engine), key=given("--key", args.key))
-    return router_options(cluster, rendezvous)
+    discovery = given("--discovery", args.discovery)
+    if discovery is None and not urls["decode_urls"]:
+        raise InputError("a router without workers; give --discovery or --decode-url")
+    cluster = ClusterDescription(
+        router=_router(args, **urls, **engine), key=given("--key", args.key)
+    )
+    return router_options(cluster, discovery)
 
 
 def worker_of(args: argparse.Namespace) -> dict[str, Any]:
     """Options of a worker."""
     path = given("--config", args.config)
-    part, name = WorkerPart(args.part), given("--name", args.name)
+    part, name = WorkerRole(args.part), given("--name", args.name)
     if path is not None:
         demand_no_flags(args)
         cluster = read_cluster(path)
-        rendezvous: str | None = cluster.rendezvous.address
+        discovery: str | None = cluster.discovery.address
     else:
         cluster = _single(args, part, name)
-        rendezvous = given("--rendezvous", args.rendezvous)
+        discovery = given("--discovery", args.discovery)
     worker = _picked(cluster, part, name, path or "--layout")
     demand_installed(cluster.model, cluster.transport)
     model = find_model(cluster.model)
     check(cluster, model)
-    return worker_options(cluster, worker, model, rendezvous)
+    return worker_options(cluster, worker, model, discovery)
 
 
-def _single(args: argparse.Namespace, part: WorkerPart, name: str | None) -> Cluster:
+def _single(args: argparse.Namespace, part: WorkerRole, name: str | None) -> ClusterDescription:
     """A cluster of one worker, which knows of no other."""
     fields = _listening(args) | _words(args, "device", "advertise") | {"name": name or ""}
     section = _section(args.layout, "--layout", "tp=1", fields)
     if section.instances != 1:
         raise InputError("one process runs one instance; start dp of them, each with its --name")
-    return Cluster(
+    return ClusterDescription(
         model=_model(args),
         transport=given("--transport", args.transport) or "auto",
         key=given("--key", args.key),
-        prefill=(section,) if part is WorkerPart.PREFILL else (),
-        decode=(section,) if part is WorkerPart.DECODE else (),
+        prefill=(section,) if part is WorkerRole.PREFILL else (),
+        decode=(section,) if part is WorkerRole.DECODE else (),
     )
 
 
-def _picked(cluster: Cluster, part: WorkerPart, name: str | None, path: str) -> Named:
+def _picked(
+    cluster: ClusterDescription, part: WorkerRole, name: str | None, path: str
+) -> NamedProcess:
     """The worker that is meant among those of a file."""
     workers = [worker for worker in cluster.workers() if worker.part is part]
     fitting = [worker for worker in workers if name in (None, worker.name)]
@@ -254,7 +258,7 @@ def _model(args: argparse.Namespace) -> str:
 def _router(args: argparse.Namespace, **more: Any) -> RouterOptions:
     fields = _listening(args) | more
     if args.policy is not None:
-        fields["policy"] = Policy(args.policy)
+        fields["policy"] = BalancePolicy(args.policy)
     if args.on_failure is not None:
         fields["on_failure"] = OnFailure(args.on_failure)
     if given("--deadline", args.deadline) is not None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from kvferry.cli.looking import add_looking, token_of, url_of
 from kvferry.cli.parsing import given, number
 from kvferry.cli.printing import console, print_document
+from kvferry.cli.status_flags import add_looking, token_of, url_of
 
 EVERY_S = 1.0
 EXAMPLE = """example:
@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     from rich.live import Live  # noqa: PLC0415
 
     from kvferry.cli.top.output import shown  # noqa: PLC0415
-    from kvferry.dashboard.client import LookClient  # noqa: PLC0415
+    from kvferry.dashboard.client import StatusClient  # noqa: PLC0415
 
     every_s = number("--every", 0.1, 3600)(args.every) if given("--every", args.every) else EVERY_S
-    client = LookClient(url_of(args), token_of(args))
+    client = StatusClient(url_of(args), token_of(args))
     view = client.cluster()
     if args.json:
         print_document(msgspec.to_builtins(view))

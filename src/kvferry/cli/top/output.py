@@ -86,7 +86,7 @@ def _ranks(one: InstanceShown) -> Text:
 def _links(links: Iterable[LinkShown]) -> Table:
     """By pairs of instances: ranks make too many."""
     table = Table(box=None)
-    for name in ("from", "to", "up", "transport", "path"):
+    for name in ("from", "to", "up", "transport", "mode"):
         table.add_column(name, no_wrap=True)
     for name in ("now", "in all"):
         table.add_column(name, justify="right")
@@ -103,7 +103,7 @@ def _links(links: Iterable[LinkShown]) -> Table:
             escape(target),
             Text(f"{up}/{len(both)}", style="" if up == len(both) else "red"),
             ", ".join(sorted({link.transport for link in both})),
-            busiest.path or "–",
+            busiest.mode or "–",
             rate(sum(link.bytes_per_s for link in both)),
             human_bytes(sum(link.num_bytes for link in both)),
         )

@@ -1,1 +1,1 @@
-"""``kvferry trace``: the story of a room."""
+"""``kvferry trace``: the trace of a room."""

@@ -1,4 +1,4 @@
-"""``kvferry trace``: the story of a room, or the slowest of the last minutes."""
+"""``kvferry trace``: the trace of a room, or the slowest of the last minutes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from kvferry.cli.files import write_text
-from kvferry.cli.looking import add_looking, token_of, url_of
 from kvferry.cli.parsing import given, whole
 from kvferry.cli.printing import print_document
+from kvferry.cli.status_flags import add_looking, token_of, url_of
 from kvferry.errors import InputError
 
 MOST_SLOW = 10
@@ -51,21 +51,21 @@ def run(args: argparse.Namespace) -> int:
     if args.num is not None and not args.slow:
         raise InputError("--num says how many rooms --slow shows; leave it out, or give --slow")
     # Only now: other commands need nothing of this.
-    from kvferry.dashboard.client import LookClient  # noqa: PLC0415
+    from kvferry.dashboard.client import StatusClient  # noqa: PLC0415
 
-    client = LookClient(url_of(args), token_of(args))
+    client = StatusClient(url_of(args), token_of(args))
     if args.slow:
         return _slow(client, args)
     from kvferry.cli.trace.output import print_waterfall  # noqa: PLC0415
     from kvferry.dashboard.drawing import waterfall_page  # noqa: PLC0415
 
-    story = client.story(args.room)
+    trace = client.trace(args.room)
     if given("--html", args.html):
-        write_text(args.html, waterfall_page(story))
+        write_text(args.html, waterfall_page(trace))
     if args.json:
-        print_document(msgspec.to_builtins(story))
+        print_document(msgspec.to_builtins(trace))
     else:
-        print_waterfall(story)
+        print_waterfall(trace)
     return 0
 
 
@@ -76,16 +76,16 @@ def _slow(client: Any, args: argparse.Namespace) -> int:
     if args.html:
         raise InputError("--html draws one room; give its id instead of --slow")
     num = whole("--num")(args.num) if given("--num", args.num) else 5
-    stories = []
+    traces = []
     for room in client.cluster().slow[: min(num, MOST_SLOW)]:
         try:
-            stories.append(client.story(room.room))
+            traces.append(client.trace(room.room))
         except UnknownRoom:
             # Its endpoints have had many others since.
             continue
-    stories.sort(key=lambda story: -story.seconds)
+    traces.sort(key=lambda trace: -trace.seconds)
     if args.json:
-        print_document({"rooms": [msgspec.to_builtins(story) for story in stories]})
+        print_document({"rooms": [msgspec.to_builtins(trace) for trace in traces]})
     else:
-        print_slow(stories)
+        print_slow(traces)
     return 0

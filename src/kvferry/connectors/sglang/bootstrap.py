@@ -1,8 +1,8 @@
-"""A prefill server's bootstrap server: a rendezvous at SGLang's bootstrap port."""
+"""A prefill server's bootstrap server: a discovery service at SGLang's bootstrap port."""
 
 from __future__ import annotations
 
-from kvferry import ClusterKey, RendezvousServer
+from kvferry import ClusterKey, DiscoveryServer
 
 
 class BootstrapServer:
@@ -10,7 +10,7 @@ class BootstrapServer:
 
     def __init__(self, host: str, port: int) -> None:
         key = ClusterKey.from_environment()
-        self._server = RendezvousServer(host, port, key).start()
+        self._server = DiscoveryServer(host, port, key).start()
 
     def close(self) -> None:
         """Answer whoever waits, and end."""

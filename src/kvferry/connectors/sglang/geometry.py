@@ -17,8 +17,8 @@ from typing import NamedTuple
 from kvferry import (
     Base,
     CacheSpec,
+    ExplicitSharding,
     Group,
-    Holding,
     InputError,
     Layout,
     Memory,
@@ -28,14 +28,14 @@ from kvferry import (
     PoolMap,
     ReasonCode,
     Refused,
+    Shard,
     Span,
-    Stated,
     Tensor,
     Window,
     attention_group,
 )
 from kvferry.connectors.sglang.index_keys import index_groups, index_placements
-from kvferry.connectors.sglang.pools import Buffers, Cache, Heads, Place
+from kvferry.connectors.sglang.pools import Buffers, Heads, Place, SglangCache
 from kvferry.connectors.sglang.states import state_groups, state_placements
 
 KV = "kv"
@@ -43,7 +43,7 @@ LATENT = "latent"
 WINDOW = "window"
 
 
-def layout_of(cache: Cache) -> Layout:
+def layout_of(cache: SglangCache) -> Layout:
     """The whole instance's, the same on every rank of it."""
     place, parts = cache.place, _parts(cache)
     groups = (
@@ -53,13 +53,13 @@ def layout_of(cache: Cache) -> Layout:
     )
     spec = CacheSpec(cache.num_layers, groups)
     if any(_is_padded(part.heads) for part in parts):
-        sharding: Parallel | Stated = _padded(cache)
+        sharding: Parallel | ExplicitSharding = _padded(cache)
     else:
         sharding = Parallel(tp=place.tp, pp=place.pp, stages=cache.stages)
     return Layout(spec, sharding, page_tokens=cache.buffers.page_tokens)
 
 
-def memory_of(cache: Cache) -> Memory:
+def memory_of(cache: SglangCache) -> Memory:
     """This rank's pools, where SGLang has them."""
     placements: list[Placement] = []
     regions: list[tuple[int, int]] = []
@@ -88,7 +88,7 @@ def head_span(heads: Heads, tp: int, tp_rank: int) -> Span:
     return Parallel(tp=tp).unit_span(heads.total, tp_rank)
 
 
-class _Part(NamedTuple):
+class _PoolPart(NamedTuple):
     """A group of what follows tokens, and the buffers that this rank has of it."""
 
     group: Group
@@ -96,7 +96,7 @@ class _Part(NamedTuple):
     heads: Heads | None
 
 
-def _parts(cache: Cache) -> list[_Part]:
+def _parts(cache: SglangCache) -> list[_PoolPart]:
     """All that has one tensor or more a layer, by heads or whole."""
     heads, window = cache.heads, cache.window
     name = LATENT if heads is None else KV
@@ -111,13 +111,13 @@ def _parts(cache: Cache) -> list[_Part]:
 
 def _part(
     name: str, kind: Paged | Window, layers: tuple[int, ...], heads: Heads | None, buffers: Buffers
-) -> _Part:
+) -> _PoolPart:
     dtype = buffers.dtype
     if heads is None:
         latent = Tensor(LATENT, dtype, _row_bytes(buffers, 0) // dtype.num_bytes)
-        return _Part(Group(name, kind, layers, 1, (latent,)), buffers, None)
+        return _PoolPart(Group(name, kind, layers, 1, (latent,)), buffers, None)
     its = (heads.total, heads.k_dim, heads.v_dim, dtype)
-    return _Part(attention_group(name, kind, layers, *its), buffers, heads)
+    return _PoolPart(attention_group(name, kind, layers, *its), buffers, heads)
 
 
 def _is_padded(heads: Heads | None) -> bool:
@@ -128,7 +128,7 @@ def _units(heads: Heads | None, place: Place) -> Span:
     return Span(0, 1) if heads is None else head_span(heads, place.tp, place.tp_rank)
 
 
-def _padded(cache: Cache) -> Stated:
+def _padded(cache: SglangCache) -> ExplicitSharding:
     """Rank by rank, because the padded heads are not the model's."""
     place = cache.place
     if cache.states:
@@ -141,17 +141,17 @@ def _padded(cache: Cache) -> Stated:
     named = [*((part.group.name, part.heads) for part in _parts(cache)), *shared]
     ranks = tuple(
         tuple(
-            Holding(name, stage, units)
+            Shard(name, stage, units)
             for name, its in named
             if len(units := _units(its, replace(place, tp_rank=rank)))
         )
         for stage in stages
         for rank in range(place.tp)
     )
-    return Stated(ranks, lead=(place.pp - 1) * place.tp)
+    return ExplicitSharding(ranks, lead=(place.pp - 1) * place.tp)
 
 
-def _placement(place: Place, part: _Part, index: int, first_region: int) -> Placement:
+def _placement(place: Place, part: _PoolPart, index: int, first_region: int) -> Placement:
     group, buffers = part.group, part.buffers
     tensor = group.tensors[index]
     first = index * len(buffers.layers)
@@ -182,7 +182,7 @@ def _row_bytes(buffers: Buffers, buffer: int) -> int:
     return row
 
 
-def _demand_all(part: _Part) -> None:
+def _demand_all(part: _PoolPart) -> None:
     group, buffers = part.group, part.buffers
     if len(buffers.addresses) != len(group.tensors) * len(buffers.layers):
         raise InputError(

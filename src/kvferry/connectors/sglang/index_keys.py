@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvferry import Base, DType, Group, InputError, Paged, Placement, Tensor
-from kvferry.connectors.sglang.pools import Buffers, Cache
+from kvferry.connectors.sglang.pools import Buffers, SglangCache
 
 INDEX = "index"
 KEY, SCALE = Tensor("key", DType.FLOAT8_E4M3, 128), Tensor("scale", DType.FLOAT32, 1)
@@ -36,7 +36,7 @@ def filled(buffers: Buffers, *, staged: bool) -> Buffers:
     )
 
 
-def index_groups(cache: Cache) -> list[Group]:
+def index_groups(cache: SglangCache) -> list[Group]:
     """The model's index keys, if it has any."""
     if cache.index is None:
         return []

@@ -1,7 +1,7 @@
 """Instances of a prefill server, as its bootstrap address shows them.
 
 A prefill server is one instance for each data-parallel replica; all of them are registered at its
-bootstrap port, which is a rendezvous. A decode server knows only the address that a request
+bootstrap port, which is a discovery service. A decode server knows only the address that a request
 carries, asks there who is registered, and takes the replica that SGLang means: ``room % dp_size``,
 or the one that the request names. An instance that is not SGLang's is taken where it is alone,
 because an address is all that SGLang can say of it, and left out where there are SGLang's.

@@ -15,7 +15,7 @@ import numpy as np
 from kvferry import Incoming, InstanceView, Outgoing, SourceEndpoint, TargetEndpoint
 from kvferry.connectors.sglang.geometry import KV, WINDOW, layout_of, memory_of
 from kvferry.connectors.sglang.index_keys import demand_same_pages
-from kvferry.connectors.sglang.prefills import Prefills
+from kvferry.connectors.sglang.prefill_registry import PrefillRegistry
 from kvferry.connectors.sglang.prompts import Prompt, prompt_of
 from kvferry.connectors.sglang.settings import RankSettings
 from kvferry.connectors.sglang.states import row_of
@@ -93,7 +93,7 @@ class PrefillManager(RankManager):
         self.endpoint = SourceEndpoint(
             layout_of(cache),
             memory_of(cache),
-            rendezvous=settings.rendezvous,
+            discovery=settings.discovery,
             **self._endpoint_settings(),
         )
 
@@ -133,7 +133,7 @@ class DecodeManager(RankManager):
         self.endpoint = TargetEndpoint(
             layout_of(cache), memory_of(cache), **self._endpoint_settings()
         )
-        self.prefill_info_table = Prefills(settings.key)
+        self.prefill_info_table = PrefillRegistry(settings.key)
         self._rooms: dict[int, Incoming] = {}
 
     def register_to_bootstrap(self) -> None:

@@ -63,8 +63,8 @@ def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: A
 
 def _new_manager(kv_args: Any, mode: Any, server_args: Any, is_mla: bool | None = False) -> Any:
     """The manager of this scheduler."""
-    from kvferry.connectors.sglang.facts import settings_of  # noqa: PLC0415
     from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager  # noqa: PLC0415
+    from kvferry.connectors.sglang.server_args import settings_of  # noqa: PLC0415
 
     _hook_requests()
     is_prefill = mode.value == "prefill"

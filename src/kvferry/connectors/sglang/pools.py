@@ -84,7 +84,7 @@ class BesidePool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cache:
+class SglangCache:
     """What one rank has. ``heads`` is None for MLA; ``stages`` are the layers of each PP stage.
 
     A draft model's layers come after the model's own. ``index`` are index keys, one buffer a layer.

@@ -21,7 +21,7 @@ from kvferry import (
 )
 from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
 from kvferry.connectors.sglang.instances import Replica
-from kvferry.connectors.sglang.pools import Cache
+from kvferry.connectors.sglang.pools import SglangCache
 from kvferry.connectors.sglang.rows import MetadataRows
 
 TRANSPORT = "KVFERRY_TRANSPORT"
@@ -44,12 +44,12 @@ def nothing_waits() -> None:
 class RankSettings:
     """All that an endpoint of one rank needs.
 
-    ``model`` and ``dtype`` tell one cache from another. ``rendezvous`` is the bootstrap address
+    ``model`` and ``dtype`` tell one cache from another. ``discovery`` is the bootstrap address
     of a prefill server; a decode server learns each from requests. ``computed`` gives what has
     happened once the GPU has done all that it was given, ``settled`` waits for it.
     """
 
-    cache: Cache
+    cache: SglangCache
     replica: Replica
     rows: MetadataRows
     model: str
@@ -58,7 +58,7 @@ class RankSettings:
     bootstrap_s: float
     waiting_s: float
     config: EndpointConfig = field(default_factory=EndpointConfig)
-    rendezvous: str | None = None
+    discovery: str | None = None
     key: ClusterKey | None = None
     computed: Callable[[], Waitable | None] = nothing_computes
     settled: Callable[[], None] = nothing_waits

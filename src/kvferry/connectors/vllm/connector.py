@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvferry.connectors.vllm.decode import DecodeBook
+from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvferry.connectors.vllm.engine import (
     block_groups,
     cache_dtype,
@@ -29,23 +29,23 @@ from kvferry.connectors.vllm.engine import (
     model_name,
     replica_of,
 )
-from kvferry.connectors.vllm.metrics import FerryMetrics, FerryStats
-from kvferry.connectors.vllm.orders import DecodeOrders, PrefillOrders
+from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata
+from kvferry.connectors.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.connectors.vllm.paging import BlockCuts
-from kvferry.connectors.vllm.prefill import PrefillBook
-from kvferry.connectors.vllm.scheduler import SchedulerPart
+from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
+from kvferry.connectors.vllm.scheduler import ConnectorScheduler
 from kvferry.connectors.vllm.settings import demand_known, read_settings
 from kvferry.connectors.vllm.stats import no_counts
 from kvferry.connectors.vllm.targets import Arrivals
-from kvferry.connectors.vllm.worker import WorkerPart
+from kvferry.connectors.vllm.worker import ConnectorWorker
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """A step's orders, as they travel to the workers."""
 
-    prefill: PrefillOrders
-    decode: DecodeOrders
+    prefill: PrefillMetadata
+    decode: DecodeMetadata
 
 
 @dataclass
@@ -79,15 +79,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             states = {p: g.state for p, g in enumerate(self._kept) if g.state is not None}
             cuts = BlockCuts(vllm_config.cache_config.block_size, states)
-            self._scheduler = SchedulerPart(
-                PrefillBook(name, cuts) if config.is_kv_producer else None,
-                DecodeBook(cuts) if config.is_kv_consumer else None,
+            self._scheduler = ConnectorScheduler(
+                PrefillScheduler(name, cuts) if config.is_kv_producer else None,
+                DecodeScheduler(cuts) if config.is_kv_consumer else None,
                 model=model,
                 dtype=cache_dtype(vllm_config),
                 leaves_last=bool(states) or any(g.window is not None for g in self._kept),
             )
         else:
-            self._worker = WorkerPart(settings, key, name, model)
+            self._worker = ConnectorWorker(settings, key, name, model)
 
     # ------------------------------------------------------------ for the scheduler
 
@@ -198,12 +198,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Why rooms failed, for the scheduler."""
         return FailureReasons(self._arrivals.reasons) if self._arrivals.reasons else None
 
-    def get_kv_connector_stats(self) -> FerryStats | None:
+    def get_kv_connector_stats(self) -> KVFerryStats | None:
         """What this rank has done since the last step."""
         if self.role is KVConnectorRole.SCHEDULER:
             return None
         counts = self._worker.counts.take()
-        return None if counts is None else FerryStats(counts)
+        return None if counts is None else KVFerryStats(counts)
 
     def shutdown(self) -> None:
         """End the rank's endpoints."""
@@ -225,9 +225,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
         """What a rank has counted, out of what travelled."""
-        return FerryStats(no_counts() if data is None else data)
+        return KVFerryStats(no_counts() if data is None else data)
 
     @classmethod
     def build_prom_metrics(
@@ -236,6 +236,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         metric_types: Mapping[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: Mapping[int, list[object]],
-    ) -> FerryMetrics:
+    ) -> KVFerryPromMetrics:
         """The same in vLLM's ``/metrics``."""
-        return FerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -32,7 +32,7 @@ COUNTERS = {
 
 
 @dataclass
-class FerryStats(KVConnectorStats):
+class KVFerryStats(KVConnectorStats):
     """As vLLM adds them up and logs them."""
 
     data: dict[str, Any] = field(default_factory=no_counts)
@@ -41,9 +41,9 @@ class FerryStats(KVConnectorStats):
         """Begin anew."""
         self.data = no_counts()
 
-    def aggregate(self, other: KVConnectorStats) -> FerryStats:
+    def aggregate(self, other: KVConnectorStats) -> KVFerryStats:
         """Both together."""
-        return FerryStats(add_counts(self.data, other.data))
+        return KVFerryStats(add_counts(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
         """As the log line has it."""
@@ -54,7 +54,7 @@ class FerryStats(KVConnectorStats):
         return is_nothing(self.data)
 
 
-class FerryMetrics(KVConnectorPromMetrics):
+class KVFerryPromMetrics(KVConnectorPromMetrics):
     """``vllm:kvferry_*``, one series for each engine of the server."""
 
     def __init__(

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvferry import Group, InputError, Span, touched_pages
-from kvferry.connectors.vllm.orders import BlocksByGroup
+from kvferry.connectors.vllm.metadata import BlocksByGroup
 from kvferry.connectors.vllm.states import StateSpec
 
 # As a push takes them; None is a page that a window has dropped.

@@ -3,7 +3,7 @@
 To prefill: ``{"do_remote_decode": true}``, and optionally ``"kvferry": {"room": ...}`` where who
 asks has chosen the room. To decode: ``{"do_remote_prefill": true, "kvferry": {"room": ...,
 "prefill": NAME, "tokens": N}}``, which is what prefill answers with. Nothing in it names memory or
-a host: an instance is found by name among those that the rendezvous knows. Keys of other
+a host: an instance is found by name among those that the discovery service knows. Keys of other
 connectors are left alone, because proxies send them.
 """
 
@@ -22,13 +22,13 @@ OWN_FIELD = "kvferry"
 MAX_TOKENS = 1 << 32
 
 
-class AskedOfPrefill(msgspec.Struct, frozen=True):
+class PrefillParams(msgspec.Struct, frozen=True):
     """Compute this, for somebody else to decode. Without a room, prefill takes one."""
 
     room: Room | None = None
 
 
-class AskedOfDecode(msgspec.Struct, frozen=True):
+class DecodeParams(msgspec.Struct, frozen=True):
     """Decode what that instance computes in that room; its first ``tokens``, or all."""
 
     room: Room
@@ -36,20 +36,20 @@ class AskedOfDecode(msgspec.Struct, frozen=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] | None = None
 
 
-def asked_of_prefill(params: object) -> AskedOfPrefill | None:
+def asked_of_prefill(params: object) -> PrefillParams | None:
     """What a prefill is asked for; None where nobody asks. Raises ``InputError``."""
     if not _wanted(params, "do_remote_decode"):
         return None
     assert isinstance(params, Mapping)
-    return _read(params.get(OWN_FIELD) or {}, AskedOfPrefill)
+    return _read(params.get(OWN_FIELD) or {}, PrefillParams)
 
 
-def asked_of_decode(params: object) -> AskedOfDecode | None:
+def asked_of_decode(params: object) -> DecodeParams | None:
     """What a decode is asked for; None where nobody asks. Raises ``InputError``."""
     if not _wanted(params, "do_remote_prefill"):
         return None
     assert isinstance(params, Mapping)
-    return _read(params.get(OWN_FIELD), AskedOfDecode)
+    return _read(params.get(OWN_FIELD), DecodeParams)
 
 
 def for_decode(room: Room, instance: str, num_tokens: int) -> dict[str, Any]:

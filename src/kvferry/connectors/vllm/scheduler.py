@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 
 from kvferry import InputError, digest_of
-from kvferry.connectors.vllm.decode import DecodeBook
-from kvferry.connectors.vllm.orders import DecodeOrders, PrefillOrders
+from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
+from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata
 from kvferry.connectors.vllm.params import asked_of_decode, asked_of_prefill
-from kvferry.connectors.vllm.prefill import PrefillBook
+from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
 
 log = logging.getLogger("vllm.kvferry")
 
 
-class SchedulerPart:
+class ConnectorScheduler:
     """What one engine's scheduler knows of rooms."""
 
     def __init__(
         self,
-        prefill: PrefillBook | None,
-        decode: DecodeBook | None,
+        prefill: PrefillScheduler | None,
+        decode: DecodeScheduler | None,
         *,
         model: str,
         dtype: str,
@@ -112,7 +112,7 @@ class SchedulerPart:
 
     # ------------------------------------------------------------ steps
 
-    def step(self, output: Any) -> tuple[PrefillOrders, DecodeOrders]:
+    def step(self, output: Any) -> tuple[PrefillMetadata, DecodeMetadata]:
         """What all workers are told with this step."""
         if self._prefill is not None:
             for request in output.preempted_req_ids or ():
@@ -123,8 +123,8 @@ class SchedulerPart:
                     blocks = output.kv_connector_block_state.get_block_ids(request)
                     self._prefill.scheduled(request, end, blocks)
         return (
-            self._prefill.take_orders() if self._prefill is not None else PrefillOrders(),
-            self._decode.take_orders() if self._decode is not None else DecodeOrders(),
+            self._prefill.take_metadata() if self._prefill is not None else PrefillMetadata(),
+            self._decode.take_metadata() if self._decode is not None else DecodeMetadata(),
         )
 
     def ended(self, sent: Iterable[str], received: Iterable[str], why: Mapping[str, str]) -> None:

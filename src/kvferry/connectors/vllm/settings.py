@@ -21,7 +21,7 @@ from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
 KNOWN_VERSIONS = ("0.32",)
 EXAMPLE = "http://10.0.0.1:7400"
 
-# A prefill that is not at the rendezvous may be back soon, or be a client's invention that holds
+# A prefill that is not at discovery may be back soon, or be a client's invention that holds
 # blocks for nothing. This is a lease's length: whoever lives has renewed his by then.
 FIND_S = 10.0
 
@@ -31,7 +31,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an instance is told of the cluster; the same on all its ranks.
 
-    ``instance`` names it at the rendezvous; ``host`` is the numeric address that peers reach it
+    ``instance`` names it at discovery; ``host`` is the resolve_ip address that peers reach it
     by. ``model`` tells one checkpoint from another where vLLM's own name does not. A room must
     end within ``deadline_s``: at decode from when its blocks are there, at prefill from when it
     begins to compute, so that it is also how long finished blocks wait for a decode. ``layers``
@@ -39,7 +39,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     and ``unresponsive_s`` are those of ``LivenessConfig``.
     """
 
-    rendezvous: str
+    discovery: str
     instance: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
     key_file: str | None = None
     host: str = "127.0.0.1"
@@ -62,7 +62,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         config = EndpointConfig(
             host=self.host,
             deadline_s=self.deadline_s,
-            find_s=min(FIND_S, self.deadline_s),
+            discovery_timeout_s=min(FIND_S, self.deadline_s),
             options=self.options,
             protocol=msgspec.structs.replace(LIVENESS, **liveness),
         )
@@ -87,10 +87,10 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         settings = msgspec.convert(dict(extra), ConnectorSettings)
     except msgspec.ValidationError as error:
         raise InputError(
-            f"kv_connector_extra_config: {error}; it takes rendezvous, such as {EXAMPLE}, and "
+            f"kv_connector_extra_config: {error}; it takes discovery, such as {EXAMPLE}, and "
             f"instance, a name, at least"
         ) from None
-    checked_address(settings.rendezvous, "rendezvous", EXAMPLE)
+    checked_address(settings.discovery, "discovery", EXAMPLE)
     settings.endpoint_config()  # what is wrong with it is said here, not in a worker
     return settings
 

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry import KvferryError, Outgoing, Pace, Room, SourceEndpoint, Waitable
-from kvferry.connectors.vllm.orders import OpenRoom, PrefillOrders, PushTokens
+from kvferry import KvferryError, LayerPushTuner, Outgoing, Room, SourceEndpoint, Waitable
+from kvferry.connectors.vllm.metadata import OpenRoom, PrefillMetadata, PushTokens
 from kvferry.connectors.vllm.paging import BlockTables, PagesByGroup, PushedPages
 from kvferry.connectors.vllm.stats import RoomCounts
 
@@ -37,7 +37,7 @@ class RoomAtSource:
         return self.handle is None or self.handle.released
 
 
-class SourceRooms:
+class PrefillRankRooms:
     """All rooms of one prefill rank.
 
     ``pace`` says how many layers are pushed at a time while a step computes. Whether the engine
@@ -46,7 +46,11 @@ class SourceRooms:
     """
 
     def __init__(
-        self, endpoint: SourceEndpoint, tables: BlockTables, counts: RoomCounts, pace: Pace
+        self,
+        endpoint: SourceEndpoint,
+        tables: BlockTables,
+        counts: RoomCounts,
+        pace: LayerPushTuner,
     ) -> None:
         self._endpoint = endpoint
         self._tables = tables
@@ -60,7 +64,7 @@ class SourceRooms:
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def before(self, orders: PrefillOrders) -> None:
+    def before(self, orders: PrefillMetadata) -> None:
         """Before the step computes: give up what is overwritten, announce what is computed."""
         for order in orders.opened:
             self._open(order)
@@ -72,14 +76,14 @@ class SourceRooms:
         if orders.pushed:
             self._begin_step(orders)
 
-    def _begin_step(self, orders: PrefillOrders) -> None:
+    def _begin_step(self, orders: PrefillMetadata) -> None:
         new = [self._ahead(push) for push in orders.pushed]
         cells = sum(ahead[0][1] - ahead[0][0] for ahead in new if ahead is not None)
         self._pace.begin(max(1, cells))
-        self._per_push = self._pace.per_push(cells, cells, self._endpoint.constants)
+        self._per_push = self._pace.per_push(cells, cells, self._endpoint.link_cost)
 
     def computed(
-        self, orders: PrefillOrders, layer: int, event: Callable[[], Waitable | None]
+        self, orders: PrefillMetadata, layer: int, event: Callable[[], Waitable | None]
     ) -> None:
         """While the step computes: a layer is in its blocks once ``event`` has happened.
 
@@ -98,7 +102,7 @@ class SourceRooms:
             self._push_cells(push, computed, (self._pushed_to, end))
         self._pushed_to = end
 
-    def after(self, orders: PrefillOrders, computed: Waitable | None) -> None:
+    def after(self, orders: PrefillMetadata, computed: Waitable | None) -> None:
         """The step's tokens are in their blocks once ``computed`` has happened."""
         for push in orders.pushed:
             self._push(push, computed)

@@ -24,7 +24,7 @@ from kvferry import (
     TargetEndpoint,
     touched_pages,
 )
-from kvferry.connectors.vllm.orders import DecodeOrders, ReceiveRoom
+from kvferry.connectors.vllm.metadata import DecodeMetadata, ReceiveRoom
 from kvferry.connectors.vllm.paging import BlockTables
 from kvferry.connectors.vllm.stats import RoomCounts
 
@@ -63,7 +63,7 @@ class Arrivals(NamedTuple):
     reasons: dict[str, str]
 
 
-class TargetRooms:
+class DecodeRankRooms:
     """All rooms of one decode rank. ``fails_early``: vLLM's policy "fail", one cache group."""
 
     def __init__(
@@ -83,7 +83,7 @@ class TargetRooms:
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def take(self, orders: DecodeOrders) -> None:
+    def take(self, orders: DecodeMetadata) -> None:
         """Do what a step says."""
         for order in orders.received:
             self._receive(order)

@@ -12,10 +12,10 @@ import torch
 
 from kvferry import (
     ClusterKey,
-    DeviceMarks,
+    EventRecorder,
     InputError,
+    LayerPushTuner,
     Order,
-    Pace,
     SourceEndpoint,
     TargetEndpoint,
 )
@@ -28,14 +28,14 @@ from kvferry.connectors.vllm.caches import (
     plan_caches,
 )
 from kvferry.connectors.vllm.layers import LayerSteps
-from kvferry.connectors.vllm.orders import DecodeOrders, PrefillOrders
+from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata
 from kvferry.connectors.vllm.settings import ConnectorSettings
-from kvferry.connectors.vllm.sources import SourceRooms
+from kvferry.connectors.vllm.sources import PrefillRankRooms
 from kvferry.connectors.vllm.stats import RoomCounts
-from kvferry.connectors.vllm.targets import Arrivals, TargetRooms
+from kvferry.connectors.vllm.targets import Arrivals, DecodeRankRooms
 
 
-class WorkerPart:
+class ConnectorWorker:
     """One rank of one engine, as kvferry's peers see it."""
 
     def __init__(
@@ -45,9 +45,9 @@ class WorkerPart:
         self._key = key
         self._name = name
         self._model = model
-        self._marks = DeviceMarks(torch.device("cpu"))
-        self._sources: SourceRooms | None = None
-        self._targets: TargetRooms | None = None
+        self._marks = EventRecorder(torch.device("cpu"))
+        self._sources: PrefillRankRooms | None = None
+        self._targets: DecodeRankRooms | None = None
         self._steps = LayerSteps(())
         self._endpoints: list[SourceEndpoint | TargetEndpoint] = []
         self.counts = RoomCounts()
@@ -67,17 +67,19 @@ class WorkerPart:
         distinct = _distinct(caches, kept)
         plan = plan_caches({name: _view(cache) for name, cache in distinct.items()}, engine, kept)
         pools = pools_of(plan, distinct)
-        self._marks = DeviceMarks(next(iter(distinct.values())).device)
+        self._marks = EventRecorder(next(iter(distinct.values())).device)
         # The target first: over shm it moves the caches, and the source must know where to.
         if receives:
             target = TargetEndpoint(plan.layout, pools, **self._described(engine.rank))
             self._endpoints.append(target)
-            self._targets = TargetRooms(target, plan.tables, self.counts, fails_early=fails_early)
+            self._targets = DecodeRankRooms(
+                target, plan.tables, self.counts, fails_early=fails_early
+            )
         if sends:
             source = SourceEndpoint(plan.layout, pools, **self._described(engine.rank))
             self._endpoints.append(source)
-            pace = Pace(self._settings.layers, plan.layout, engine.rank, self._marks.now)
-            self._sources = SourceRooms(source, plan.tables, self.counts, pace)
+            pace = LayerPushTuner(self._settings.layers, plan.layout, engine.rank, self._marks.now)
+            self._sources = PrefillRankRooms(source, plan.tables, self.counts, pace)
             self._steps = LayerSteps(plan.names.values())
 
     def _described(self, rank: int) -> dict[str, Any]:
@@ -87,31 +89,31 @@ class WorkerPart:
             "rank": rank,
             "model": self._model,
             "transport": self._settings.transport,
-            "rendezvous": self._settings.rendezvous,
+            "discovery": self._settings.discovery,
             "key": self._key,
             "config": self._settings.endpoint_config(),
         }
 
     # ------------------------------------------------------------ steps
 
-    def before(self, orders: PrefillOrders) -> None:
+    def before(self, orders: PrefillMetadata) -> None:
         """Before a step's forward pass, and before it overwrites anything."""
         if self._sources is not None:
             self._steps.begin()
             self._sources.before(orders)
 
-    def computed(self, orders: PrefillOrders, name: str) -> None:
+    def computed(self, orders: PrefillMetadata, name: str) -> None:
         """During a step's forward pass: that cache has been filled, or will be."""
         layer = self._steps.computed(name)
         if self._sources is not None and layer is not None:
             self._sources.computed(orders, layer, self._marks.computed)
 
-    def after(self, orders: PrefillOrders) -> None:
+    def after(self, orders: PrefillMetadata) -> None:
         """Behind a step's forward pass."""
         if self._sources is not None:
             self._sources.after(orders, self._marks.computed() if orders.pushed else None)
 
-    def receive(self, orders: DecodeOrders) -> None:
+    def receive(self, orders: DecodeMetadata) -> None:
         """Have requests' caches written into their blocks."""
         if self._targets is not None:
             self._targets.take(orders)

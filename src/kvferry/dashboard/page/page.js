@@ -157,23 +157,23 @@
     const found = new Map();
     for (const link of view.links) {
       const source = instanceOf(link.source), target = instanceOf(link.target), key = `${source} → ${target}`;
-      const pair = found.get(key) || { key, source, target, links: 0, up: 0, rate: 0, bytes: 0, paths: new Map(), transports: new Set() };
+      const pair = found.get(key) || { key, source, target, links: 0, up: 0, rate: 0, bytes: 0, modes: new Map(), transports: new Set() };
       pair.links += 1;
       pair.up += link.state === "up";
       pair.rate += link.bytes_per_s;
       pair.bytes += link.bytes;
-      if (link.path) pair.paths.set(link.path, (pair.paths.get(link.path) || 0) + link.bytes_per_s + 1e-6 * link.bytes);
+      if (link.mode) pair.modes.set(link.mode, (pair.modes.get(link.mode) || 0) + link.bytes_per_s + 1e-6 * link.bytes);
       pair.transports.add(link.transport);
       found.set(key, pair);
     }
     for (const pair of found.values()) {
-      pair.path = [...pair.paths].sort((a, b) => b[1] - a[1]).map((entry) => entry[0]).slice(0, 2).join(" + ");
+      pair.mode = [...pair.modes].sort((a, b) => b[1] - a[1]).map((entry) => entry[0]).slice(0, 2).join(" + ");
       pair.transport = [...pair.transports].sort().join(" + ");
     }
     return [...found.values()].sort((a, b) => b.rate - a.rate || a.key.localeCompare(b.key));
   }
   function showLinks(all) {
-    const cells = (pair) => [["", pair.source], ["", pair.target], ["", `${pair.up} / ${pair.links} up`], ["", pair.transport], ["", pair.path || "–"], ["n", rate(pair.rate)], ["n", bytes(pair.bytes)]];
+    const cells = (pair) => [["", pair.source], ["", pair.target], ["", `${pair.up} / ${pair.links} up`], ["", pair.transport], ["", pair.mode || "–"], ["n", rate(pair.rate)], ["n", bytes(pair.bytes)]];
     sync($("links"), all, (pair) => pair.key, (pair) => row(cells(pair)), (line, pair) => {
       line.dataset.link = pair.key;
       const values = cells(pair);
@@ -213,7 +213,7 @@
       pulse.setAttribute("d", flowing ? d : "M0,0");
       pulse.setAttribute("stroke-width", Math.max(2, wide / 5).toFixed(1));
       const crowded = shown.length > 6;
-      for (const [node, value, dy] of [[label, crowded ? "" : flowing ? rate(pair.rate) : "idle", -4], [sub, crowded ? "" : [pair.path, pair.transport].filter(Boolean).join(" · "), 13]]) {
+      for (const [node, value, dy] of [[label, crowded ? "" : flowing ? rate(pair.rate) : "idle", -4], [sub, crowded ? "" : [pair.mode, pair.transport].filter(Boolean).join(" · "), 13]]) {
         // Near the source, where ribbons have not crossed yet: a quarter along the curve.
         node.setAttribute("x", x1 + 0.29 * (x2 - x1));
         node.setAttribute("y", y1 + 0.156 * (y2 - y1) + dy);
@@ -279,24 +279,24 @@
     $("picture").replaceChildren(document.importNode(picture, true));
   }
   async function showPlan(pair) {
-    showDetail(`${pair.source} → ${pair.target}`, [["transport", pair.transport], ["path", pair.path || "nothing was sent yet"], ["links", `${pair.up} of ${pair.links} up`],
+    showDetail(`${pair.source} → ${pair.target}`, [["transport", pair.transport], ["mode", pair.mode || "nothing was sent yet"], ["links", `${pair.up} of ${pair.links} up`],
       ["now", rate(pair.rate)], ["in all", bytes(pair.bytes)]], "Drawing the plan…");
     await putPicture(`kvferry/plan?source=${encodeURIComponent(pair.source)}&target=${encodeURIComponent(pair.target)}`);
   }
   const STAGES = { prefill: "prefill", pages: "the wait for pages", wire: "the wire", gather: "the gather", scatter: "the scatter", control: "control" };
   async function showStory(room) {
-    showDetail(`Room ${room}`, [], "Asking every endpoint for its half of the story…");
-    const where = `kvferry/stories/${encodeURIComponent(room)}`;
+    showDetail(`Room ${room}`, [], "Asking every endpoint for its half of the trace…");
+    const where = `kvferry/traces/${encodeURIComponent(room)}`;
     const response = await ask(where);
     const body = await response.text();
     if (!response.ok) { showDetail(`Room ${room}`, [], message(body)); return; }
-    const story = JSON.parse(body);
-    const [worst, took] = Object.entries(story.stages).sort((a, b) => b[1] - a[1])[0];
-    const errors = story.clocks.filter((one) => one.endpoint !== story.clock).map((one) => one.error_s);
-    const facts = [["outcome", `${story.outcome} after ${seconds(story.seconds)}`], ["most of it", `${STAGES[worst]}, ${seconds(took)}`]];
-    if (story.failure) facts.push(["why", story.failure]);
-    if (story.request) facts.push(["request", story.request]);
-    facts.push(["clock", `${story.clock}'s; ${errors.some((e) => e === null) ? "some of the others were not measured" : errors.length ? `others within ${seconds(Math.max(...errors))}` : "no other"}`]);
+    const trace = JSON.parse(body);
+    const [worst, took] = Object.entries(trace.stages).sort((a, b) => b[1] - a[1])[0];
+    const errors = trace.clocks.filter((one) => one.endpoint !== trace.clock).map((one) => one.error_s);
+    const facts = [["outcome", `${trace.outcome} after ${seconds(trace.seconds)}`], ["most of it", `${STAGES[worst]}, ${seconds(took)}`]];
+    if (trace.failure) facts.push(["why", trace.failure]);
+    if (trace.request) facts.push(["request", trace.request]);
+    facts.push(["clock", `${trace.clock}'s; ${errors.some((e) => e === null) ? "some of the others were not measured" : errors.length ? `others within ${seconds(Math.max(...errors))}` : "no other"}`]);
     showDetail(`Room ${room}`, facts, "Drawing…");
     await putPicture(`${where}?as=svg`);
   }

@@ -29,7 +29,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvferry.config import LivenessConfig
 from kvferry.errors import InputError
 from kvferry.protocol.codec import MAX_FRAME_BYTES
-from kvferry.security.keys import ClusterKey, bindable
+from kvferry.security.keys import ClusterKey, checked_bind_address
 
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
 ZmqSocket = zmq.Socket[bytes]
@@ -160,11 +160,11 @@ class ControlServer(_Channel):
         key: ClusterKey | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        bound_to = bindable(host, port, key)
+        bound_to = checked_bind_address(host, port, key)
         self._key = key
         self._context = new_context()
         try:
-            # The guard stands before the door opens: without one, ZeroMQ lets everybody in.
+            # The guard stands before the listener opens: without one, ZeroMQ lets everybody in.
             self._zap: ZmqSocket = self._context.socket(zmq.REP)
             self._zap.bind(ZAP_ADDRESS)
             super().__init__(self._context, zmq.ROUTER, silence_s)

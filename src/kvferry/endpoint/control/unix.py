@@ -2,13 +2,13 @@
 
 A frame over ZeroMQ passes a thread of its own on either side, and waking them takes longer
 than all else. So a source also listens on a Unix socket, and tells every target that it
-welcomes where (``LocalDoor``), in the handshake, which travels on the control channel: with a
-cluster key, only who has it learns of the door. A target that can connect talks there from
+welcomes where (``UnixListener``), in the handshake, which travels on the control channel: with a
+cluster key, only who has it learns of the listener. A target that can connect talks there from
 then on; one that can't, on another host or as another user, stays where it is. When a line
 ends, the control channel is still there.
 
 A line is a stream of frames, each preceded by its length, and before the first of them the
-door's secret. Both ends look who the other is: another user's process is not talked to. Names
+listener's secret. Both ends look who the other is: another user's process is not talked to. Names
 are of Linux's abstract kind: no file is left behind, and no folder is needed.
 
 Belongs to one thread, the endpoint's owner, and never waits: what a peer has no room for is
@@ -46,17 +46,17 @@ _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")
 
 
-class LocalDoor(msgspec.Struct, frozen=True, array_like=True):
+class UnixListener(msgspec.Struct, frozen=True, array_like=True):
     """Where a source listens, and what whoever comes has to say first."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
     secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
     def __repr__(self) -> str:
-        return f"<LocalDoor {self.name}>"
+        return f"<UnixListener {self.name}>"
 
 
-class LocalLine:
+class UnixChannel:
     """One connection. ``over`` says that nothing more will come; then it is to be closed."""
 
     def __init__(self, connected: socket.socket, expects: bytes = b"") -> None:
@@ -180,23 +180,25 @@ def _cut(data: bytes) -> tuple[list[bytes], int]:
     return frames, at
 
 
-class LocalServer:
-    """A source's door."""
+class UnixServer:
+    """A source's listener."""
 
     def __init__(self) -> None:
-        self.door = LocalDoor(f"kvferry-{secrets.token_hex(16)}", secrets.token_bytes(SECRET_BYTES))
+        self.listener = UnixListener(
+            f"kvferry-{secrets.token_hex(16)}", secrets.token_bytes(SECRET_BYTES)
+        )
         self._socket = _unix_socket()
-        self._socket.bind(_address(self.door))
+        self._socket.bind(_address(self.listener))
         self._socket.listen(BACKLOG)
-        self._unproven: dict[LocalLine, None] = {}
+        self._unproven: dict[UnixChannel, None] = {}
 
     @staticmethod
-    def open() -> LocalServer | None:
-        """A door, where this system has such."""
+    def open() -> UnixServer | None:
+        """A listener, where this system has such."""
         if sys.platform != "linux":
             return None
         try:
-            return LocalServer()
+            return UnixServer()
         except OSError:
             # Sockets of this kind are forbidden here; the control channel is enough.
             return None
@@ -205,9 +207,9 @@ class LocalServer:
         """For a poller: readable when somebody knocks."""
         return self._socket.fileno()
 
-    def accept(self) -> list[LocalLine]:
+    def accept(self) -> list[UnixChannel]:
         """Who has come. Those who came before and have proven nothing may be closed for them."""
-        lines: list[LocalLine] = []
+        lines: list[UnixChannel] = []
         while len(lines) < MAX_UNPROVEN:
             try:
                 came, _ = self._socket.accept()
@@ -215,7 +217,7 @@ class LocalServer:
                 # Nobody, or somebody who has left already.
                 break
             if _is_ours(came):
-                lines.append(LocalLine(came, self.door.secret))
+                lines.append(UnixChannel(came, self.listener.secret))
             else:
                 came.close()
         self._unproven = {
@@ -232,19 +234,19 @@ class LocalServer:
         self._socket.close()
 
 
-def knock(door: LocalDoor) -> LocalLine | None:
-    """A line to who listens at that door; None if nobody of ours does."""
+def connect(listener: UnixListener) -> UnixChannel | None:
+    """A line to who listens at that listener; None if nobody of ours does."""
     if sys.platform != "linux":
         return None
     going = _unix_socket()
     try:
-        going.connect(_address(door))
+        going.connect(_address(listener))
         if _is_ours(going):
-            line = LocalLine(going)
-            line.send(door.secret)
+            line = UnixChannel(going)
+            line.send(listener.secret)
             return line
     except OSError:
-        # Another host, or another network namespace of this one, or too many at the door.
+        # Another host, or another network namespace of this one, or too many at the listener.
         pass
     going.close()
     return None
@@ -256,8 +258,8 @@ def _unix_socket() -> socket.socket:
     return made
 
 
-def _address(door: LocalDoor) -> str:
-    return f"\0{door.name}"
+def _address(listener: UnixListener) -> str:
+    return f"\0{listener.name}"
 
 
 def _is_ours(connected: socket.socket) -> bool:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvferry.endpoint.liveness.lifeline import Address, Life, probe
+from kvferry.endpoint.liveness.port import Address, Liveness, probe
 from kvferry.endpoint.runner.runner import PeerGone
 from kvferry.ids import Peer
 
@@ -26,7 +26,7 @@ Suspect = tuple[Peer, int]
 
 
 class Prober:
-    """Asks after suspects until they are gone or acquitted."""
+    """Asks after probes until they are gone or acquitted."""
 
     def __init__(self, on_gone: Callable[[PeerGone], None], name: str) -> None:
         self._on_gone = on_gone
@@ -37,7 +37,7 @@ class Prober:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def suspect(self, peer: Peer, incarnation: int, address: Address) -> None:
+    def start_probing(self, peer: Peer, incarnation: int, address: Address) -> None:
         """Ask after that life until it is proven gone or nobody cares any more."""
         with self._changed:
             self._suspects[peer, incarnation] = address
@@ -49,7 +49,7 @@ class Prober:
             self._signs[peer, incarnation] = address, time.monotonic() + SIGN_S
             self._changed.notify()
 
-    def acquit(self, peer: Peer, incarnation: int) -> None:
+    def stop_probing(self, peer: Peer, incarnation: int) -> None:
         """Nobody waits for that proof any more."""
         if self._suspects:
             with self._changed:
@@ -68,22 +68,24 @@ class Prober:
                 self._changed.wait_for(lambda: self._suspects or self._signs or self._closing)
                 if self._closing:
                     return
-                signs = {suspect: address for suspect, (address, _) in self._signs.items()}
+                signs = {
+                    start_probing: address for start_probing, (address, _) in self._signs.items()
+                }
                 asked = self._suspects | signs
-            for suspect, address in asked.items():
-                self._ask(suspect, address)
+            for start_probing, address in asked.items():
+                self._ask(start_probing, address)
             with self._changed:
                 if not self._closing:
                     self._changed.wait(SIGN_REPEAT_S if self._signs else REPEAT_S)
 
-    def _ask(self, suspect: Suspect, address: Address) -> None:
-        life = probe(address, suspect[1], PROBE_S)
+    def _ask(self, start_probing: Suspect, address: Address) -> None:
+        life = probe(address, start_probing[1], PROBE_S)
         with self._changed:
-            expired = time.monotonic() >= self._signs.get(suspect, (address, 0.0))[1]
-            if life is not Life.UNKNOWN or expired:
-                self._signs.pop(suspect, None)
-            if life is Life.GONE:
-                self._suspects.pop(suspect, None)
-        if life is Life.GONE:
+            expired = time.monotonic() >= self._signs.get(start_probing, (address, 0.0))[1]
+            if life is not Liveness.UNKNOWN or expired:
+                self._signs.pop(start_probing, None)
+            if life is Liveness.GONE:
+                self._suspects.pop(start_probing, None)
+        if life is Liveness.GONE:
             time.sleep(GRACE_S)
-            self._on_gone(PeerGone(*suspect))
+            self._on_gone(PeerGone(*start_probing))

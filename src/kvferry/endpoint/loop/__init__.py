@@ -1,1 +1,1 @@
-"""What runs on the owner's thread: the loop, the driver's ports, and rooms."""
+"""What runs on the owner's thread: the loop, the runner's ports, and rooms."""

@@ -1,7 +1,7 @@
-"""Channels: to a driver, the port where frames go out; to the loop, where they come in.
+"""Channels: to a runner, the port where frames go out; to the loop, where they come in.
 
 A source answers along the route of a target's latest frame. A target has a connection to
-each source, at the address that the source's instance gave last, and to one that has a door
+each source, at the address that the source's instance gave last, and to one that has a listener
 on this host a line beside it, which it talks on while it lasts. What a turn has to say
 to one peer leaves in one message, or in a few: a peer that has nothing to do meanwhile can
 begin with the first of many.
@@ -24,14 +24,14 @@ from kvferry.endpoint.control.sockets import (
     ZmqSocket,
     new_context,
 )
-from kvferry.endpoint.control.unix import LocalDoor, LocalLine, LocalServer, knock
-from kvferry.endpoint.loop.lines import LocalLines
+from kvferry.endpoint.control.unix import UnixChannel, UnixListener, UnixServer, connect
 from kvferry.endpoint.loop.poller import Poller
+from kvferry.endpoint.loop.unix_channels import UnixChannels
 from kvferry.endpoint.runner.runner import frame_event
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
-from kvferry.protocol.events import Barred, Cancel, Event
+from kvferry.protocol.events import Cancel, Event, RoomBarred
 from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.security.keys import ClusterKey
 from kvferry.telemetry.observer import Observer
@@ -63,9 +63,9 @@ class Channel(ABC, Generic[W]):
         self._observer = observer
         # Hears of a frame that can't be sent.
         self._answer = answer
-        self._lines = LocalLines(poller, observer)
+        self._lines = UnixChannels(poller, observer)
         # Frames that wait to be sent.
-        self._outboxes: dict[W | LocalLine, list[bytes]] = {}
+        self._outboxes: dict[W | UnixChannel, list[bytes]] = {}
         self._num_waiting = 0
         self._flushed = 0.0
 
@@ -74,13 +74,13 @@ class Channel(ABC, Generic[W]):
         """What has come, from those that are ready."""
 
     @abstractmethod
-    def _way_to(self, peer: Peer, session: Session) -> W | LocalLine | None:
+    def _way_to(self, peer: Peer, session: Session) -> W | UnixChannel | None:
         """Where frames of that session go; None if nobody knows."""
 
     def ran_at(self, peer: Peer, session: Session, now: float) -> float | None:
         """When a peer's process was last seen to run, whether it speaks or not; None if unseen."""
         way = self._way_to(peer, session)
-        if isinstance(way, LocalLine):
+        if isinstance(way, UnixChannel):
             return now if way.peer_runs else None
         return None if way is None else self._answered_at(way, now)
 
@@ -109,7 +109,7 @@ class Channel(ABC, Generic[W]):
             outboxes, self._outboxes = self._outboxes, {}
             for way, frames in outboxes.items():
                 messages = bundle(frames)
-                if isinstance(way, LocalLine):
+                if isinstance(way, UnixChannel):
                     self._lines.send(way, messages)
                 else:
                     self._send(way, messages)
@@ -163,7 +163,7 @@ class Channel(ABC, Generic[W]):
 
 
 class SourceChannel(Channel[bytes]):
-    """A source's: a bound socket and, for this host, a door; spoken to by many targets."""
+    """A source's: a bound socket and, for this host, a listener; spoken to by many targets."""
 
     def __init__(
         self,
@@ -172,12 +172,12 @@ class SourceChannel(Channel[bytes]):
         observer: Observer,
         answer: Callable[[Event], None],
         server: ControlServer,
-        local: LocalServer | None = None,
+        local: UnixServer | None = None,
     ) -> None:
         super().__init__(me, poller, observer, answer)
         self._server = server
         self._local = local
-        self._routes: dict[Session, bytes | LocalLine] = {}
+        self._routes: dict[Session, bytes | UnixChannel] = {}
         # Ways that took nothing when they were last tried.
         self._dead: set[bytes] = set()
         for one in server.sockets:
@@ -206,12 +206,12 @@ class SourceChannel(Channel[bytes]):
         if server.counts.pop("dropped", 0):
             yield Dropped(None)
 
-    def _routed(self, route: bytes | LocalLine, frames: list[bytes]) -> Iterator[Event]:
+    def _routed(self, route: bytes | UnixChannel, frames: list[bytes]) -> Iterator[Event]:
         for session, event in self._events(frames):
             self._routes[session.greeting] = route
             yield event
 
-    def _way_to(self, peer: Peer, session: Session) -> bytes | LocalLine | None:
+    def _way_to(self, peer: Peer, session: Session) -> bytes | UnixChannel | None:
         """Along which that session was last heard."""
         return self._routes.get(session.greeting)
 
@@ -234,7 +234,7 @@ class SourceChannel(Channel[bytes]):
         self._dead &= set(self._routes.values())
 
     def close(self) -> None:
-        """Close the socket and the door."""
+        """Close the socket and the listener."""
         self._lines.close()
         if self._local is not None:
             self._poller.unwatch(self._local.fileno())
@@ -267,7 +267,7 @@ class TargetChannel(Channel[ControlClient]):
         self._context = new_context()
         self._clients: dict[Peer, tuple[str, ControlClient]] = {}
         self._by_socket: dict[ZmqSocket, Peer] = {}
-        self._line_to: dict[Peer, LocalLine] = {}
+        self._line_to: dict[Peer, UnixChannel] = {}
 
     @property
     def peers(self) -> set[Peer]:
@@ -290,11 +290,11 @@ class TargetChannel(Channel[ControlClient]):
                 yield Dropped(peer)
             if client.counts["refused"] >= SHUT_AFTER:
                 client.counts.clear()
-                yield Barred(peer, f"{peer} has another cluster key; give both the same")
+                yield RoomBarred(peer, f"{peer} has another cluster key; give both the same")
 
-    def join(self, peer: Peer, door: LocalDoor) -> None:
+    def join(self, peer: Peer, listener: UnixListener) -> None:
         """Talk to a source on a line of its own from now on, if it is on this host."""
-        line = knock(door)
+        line = connect(listener)
         if line is None:
             return
         former = self._line_to.get(peer)
@@ -304,7 +304,7 @@ class TargetChannel(Channel[ControlClient]):
         if not line.over:
             self._line_to[peer] = line
 
-    def _hang_up(self, line: LocalLine) -> list[Peer]:
+    def _hang_up(self, line: UnixChannel) -> list[Peer]:
         """Whom the line led to. They are talked to as all others are."""
         led_to = [peer for peer, one in self._line_to.items() if one is line]
         for peer in led_to:
@@ -313,7 +313,7 @@ class TargetChannel(Channel[ControlClient]):
         self._lines.drop(line)
         return led_to
 
-    def _way_to(self, peer: Peer, session: Session) -> ControlClient | LocalLine | None:
+    def _way_to(self, peer: Peer, session: Session) -> ControlClient | UnixChannel | None:
         """A line if there is one; a connection stands behind it."""
         client = self._client_for(peer)
         return None if client is None else self._line_to.get(peer, client)

@@ -1,6 +1,6 @@
 """The chooser of a source: which blocks go through staging, and what each of them copies.
 
-A chunk is bound once: what was bound to choose its path is written with the same binding, and
+A chunk is bound once: what was bound to choose its mode is written with the same binding, and
 what of it comes layer by layer is cut out of it. A block of a few layers is looked at as what
 it is: it may go another way than the whole chunk would.
 """
@@ -12,15 +12,15 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from kvferry.endpoint.loop.links import Links
+from kvferry.endpoint.loop.links import TargetLinkTable
 from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.outgoing import Outgoing
 from kvferry.errors import InputError
 from kvferry.ids import Room
-from kvferry.plan.bind import Binding, Outline, Pair, Tables
+from kvferry.plan.bind import Binding, Outline, RankPair, Tables
 from kvferry.plan.binding_cache import Between, BindingCache
-from kvferry.plan.choose import Path, choose, shape_of
-from kvferry.plan.cost import LinkCosts
+from kvferry.plan.choose import TransferMode, choose, shape_of
+from kvferry.plan.cost import LinkCostTable
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block
 from kvferry.protocol.events import TransferRequest, Write
@@ -33,9 +33,9 @@ class Chooser:
         self,
         pools: PoolMap,
         rooms: RoomTable[Outgoing],
-        links: Links,
-        costs: LinkCosts,
-        override: Path | None = None,
+        links: TargetLinkTable,
+        costs: LinkCostTable,
+        override: TransferMode | None = None,
     ) -> None:
         self._pools = pools
         self._rooms = rooms
@@ -50,9 +50,9 @@ class Chooser:
         return tuple(self._stages(transfer, block) for block in blocks)
 
     def _stages(self, transfer: TransferRequest, block: Block) -> bool:
-        constants = self._costs.of(transfer.session)
-        if self._override is not None and not constants.maps_peer:
-            return self._override is Path.STAGED
+        link_cost = self._costs.of(transfer.session)
+        if self._override is not None and not link_cost.maps_peer:
+            return self._override is TransferMode.STAGED
         try:
             ((part, whole),) = _within(transfer, block)
             binding = self._part(transfer, part, whole)
@@ -60,10 +60,10 @@ class Chooser:
             # Its pages are not all known yet, or wrong; writing it will tell.
             return False
         if part == whole:
-            self._links[transfer.session].foresee(binding)
-        if constants.maps_peer:
+            self._links[transfer.session].prebind(binding)
+        if link_cost.maps_peer:
             return False
-        return choose(shape_of(binding), constants).path is Path.STAGED
+        return choose(shape_of(binding), link_cost).mode is TransferMode.STAGED
 
     def binding(self, action: Write) -> Binding:
         """Return the binding of a direct write. Raises ``InputError`` where the pages are wrong."""
@@ -74,7 +74,7 @@ class Chooser:
                 found.append(self._part(transfer, part, whole))
                 if part == whole:
                     self._cache.drop(transfer.room, _key(transfer, whole))
-        # The very one that was foreseen, if there is one.
+        # The very one that was prebound, if there is one.
         return found[0] if len(found) == 1 else Binding(tuple(p for b in found for p in b.parts))
 
     def gathering(
@@ -101,7 +101,7 @@ class Chooser:
     def _outline(
         self, transfer: TransferRequest, target: PoolMap | None, blocks: Sequence[Block]
     ) -> Outline:
-        pair = Pair(transfer.source, transfer.peer.rank)
+        pair = RankPair(transfer.source, transfer.peer.rank)
         between = Between(transfer.plan, pair, self._pools, target)
         return self._cache.outline(between, transfer.request, blocks)
 

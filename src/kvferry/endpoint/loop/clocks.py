@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvferry.ids import Peer
-from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.links import Link
+from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import Envelope, Heartbeat
 from kvferry.protocol.states import LinkState
 from kvferry.telemetry.clocks import Offset, better, offset_of
@@ -26,7 +26,7 @@ SendFrame = Callable[[Peer, Envelope], None]
 class PeerClocks:
     """How far the clocks of peers are ahead of ours, in the life that we know of each."""
 
-    def __init__(self, machine: Endpoint, send: SendFrame) -> None:
+    def __init__(self, machine: Machine, send: SendFrame) -> None:
         self._machine = machine
         self._send = send
         self._asked: dict[Peer, float] = {}

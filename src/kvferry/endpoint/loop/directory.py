@@ -1,8 +1,9 @@
 """The directory of a target: prefill instances as far as they are known, and who waits for one.
 
-An instance comes from the rendezvous, which is watched while somebody needs it, or with a
+An instance comes from the discovery service, which is watched while somebody needs it, or with a
 room, from an engine that knows better. A room waits for one until its deadline, and for one that
-the rendezvous says is not there no longer than ``find_s``: a name may be anybody's invention.
+discovery says is not there no longer than ``discovery_timeout_s``: a name may be anybody's
+invention.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
 
-from kvferry.discovery.client import RendezvousClient
+from kvferry.discovery.client import DiscoveryClient
 from kvferry.discovery.records import InstanceView
 from kvferry.endpoint.incoming import Incoming
 from kvferry.ids import Peer, Room
@@ -21,17 +22,17 @@ MAX_UNWANTED = 4096
 
 
 class Directory:
-    """``tell`` is called on the rendezvous client's thread, everything else on the owner's."""
+    """``tell`` is called on the discovery client's thread, everything else on the owner's."""
 
     def __init__(
         self,
-        client: RendezvousClient | None,
+        client: DiscoveryClient | None,
         tell: Callable[[str, InstanceView | None], None],
-        find_s: float = inf,
+        discovery_timeout_s: float = inf,
     ) -> None:
         self._client = client
         self._tell = tell
-        self._find_s = find_s
+        self._find_s = discovery_timeout_s
         self._absent: set[str] = set()
         self._views: dict[str, InstanceView] = {}
         self._watches: dict[str, Callable[[InstanceView | None], None]] = {}
@@ -130,9 +131,9 @@ class Directory:
     def _limits(self) -> Iterator[tuple[float, Incoming]]:
         """Until when each room waits for its instance."""
         for name, rooms in self._waiting.items():
-            find_s = self._find_s if name in self._absent else inf
+            discovery_timeout_s = self._find_s if name in self._absent else inf
             for handle in rooms.values():
-                yield min(handle.deadline, handle.begun + find_s), handle
+                yield min(handle.deadline, handle.begun + discovery_timeout_s), handle
 
     def problem(self, name: str) -> str:
         """Why an instance that is waited for is not there."""

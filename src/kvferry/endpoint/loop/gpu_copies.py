@@ -18,7 +18,7 @@ from typing import Protocol
 from kvferry.endpoint.copy_thread import Copier
 from kvferry.endpoint.jobs import CopyJob, ScatterJob, WriteJob
 from kvferry.endpoint.poll_backoff import pause
-from kvferry.endpoint.watchdog import Pulse
+from kvferry.endpoint.watchdog import ThreadHeartbeat
 from kvferry.errors import KvferryError
 from kvferry.memory.copy.gpu_tables import GpuCopy
 from kvferry.plan.bind import Binding
@@ -42,7 +42,7 @@ class GpuEngine(Protocol):
     def copy(self, jobs: Sequence[GpuCopy]) -> GpuEvent:
         """Queue the jobs as one copy."""
 
-    def foresee(self, job: GpuCopy) -> None:
+    def prebind(self, job: GpuCopy) -> None:
         """This may be copied soon, from here or elsewhere."""
 
     def drain(self) -> None:
@@ -53,7 +53,7 @@ class GpuCopies(Copier):
     """The copies of one endpoint, all on its owner's thread."""
 
     def __init__(self, engine: GpuEngine) -> None:
-        self.pulse = Pulse("copies")
+        self.heartbeat = ThreadHeartbeat("copies")
         self._engine = engine
         self._waiting: deque[CopyJob] = deque()
         # When each was launched, when it is over, and what it is.
@@ -66,9 +66,9 @@ class GpuCopies(Copier):
         """Launch this at the end of the turn."""
         self._waiting.append(job)
 
-    def foresee(self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    def prebind(self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
         """Have made what the GPU will be told."""
-        self._engine.foresee(GpuCopy(binding, sources, targets))
+        self._engine.prebind(GpuCopy(binding, sources, targets))
 
     def wakeup(self) -> float:
         """Soon, while something runs."""
@@ -93,11 +93,11 @@ class GpuCopies(Copier):
         failed, self._failed = self._failed, []
         yield from failed
 
-    def launch(self, *, hurried: bool = False) -> None:
+    def launch(self, *, urgent: bool = False) -> None:
         """Start what this turn asked for, or use that there is nothing to wait for."""
         if self._waiting:
-            jobs = [job for job in self._waiting if not (hurried and _is_ahead(job))]
-            self._waiting = deque(job for job in self._waiting if hurried and _is_ahead(job))
+            jobs = [job for job in self._waiting if not (urgent and _is_ahead(job))]
+            self._waiting = deque(job for job in self._waiting if urgent and _is_ahead(job))
             for first in range(0, len(jobs), MAX_BATCH):
                 self._start(jobs[first : first + MAX_BATCH])
             scatters = [job for job in jobs if isinstance(job, ScatterJob)]

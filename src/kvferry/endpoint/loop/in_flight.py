@@ -17,7 +17,7 @@ from kvferry.transports.base import Transport
 FRESH_S = 300e-6
 
 
-class Underway:
+class WritesInFlight:
     """Writes of one owner that go on."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Links of a source to its targets' memory: reached by a transport, measured, let go of."""
+"""Links of a source to its targets' memory: connected, measured and released."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from kvferry.endpoint.calibration import SCRATCH_BYTES, Calibration
 from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.endpoint.setup import EndpointSetup
-from kvferry.endpoint.transport_thread import Measured, Mover, Reached, Unreached
+from kvferry.endpoint.transport_thread import Measured, Reached, TransportThread, Unreached
 from kvferry.errors import TransportError
 from kvferry.ids import Peer, Session, SlotIndex
 from kvferry.plan.bind import Binding
-from kvferry.plan.cost import LinkCosts
+from kvferry.plan.cost import LinkCostTable
 from kvferry.plan.places import Base
 from kvferry.protocol.events import Connect, Event, MemoryReached, MemoryUnreached
 from kvferry.protocol.messages import Hello
@@ -38,27 +38,27 @@ class TargetLink:
         region = self.metadata.staging_region
         return None if region is None else Base(0, region, index * self.hello.staging.slot_bytes)
 
-    def foresee(self, binding: Binding) -> None:
+    def prebind(self, binding: Binding) -> None:
         """This may be written soon, as one write, into mapped memory."""
         if self.at_once is not None:
-            self.at_once.transport.foresee(self.at_once.remote, binding)
+            self.at_once.transport.prebind(self.at_once.remote, binding)
 
 
-class Links:
+class TargetLinkTable:
     """Every target that has greeted us, until nothing of its session is in flight."""
 
     def __init__(
         self,
         setup: EndpointSetup,
-        mover: Mover,
+        transport_thread: TransportThread,
         observer: Observer,
-        costs: LinkCosts,
+        costs: LinkCostTable,
         answer: Callable[[Event], None],
         *,
         measures: bool,
     ) -> None:
         self._setup = setup
-        self._mover = mover
+        self._transport_thread = transport_thread
         self._observer = observer
         self._costs = costs
         self._answer = answer
@@ -77,10 +77,10 @@ class Links:
             self.hear(Unreached(action.session, (str(error),)))
         else:
             self._links[action.session] = TargetLink(action.peer, action.hello, metadata)
-            self._mover.reach(action.session, action.transports)
+            self._transport_thread.reach(action.session, action.transports)
 
     def hear(self, news: Reached | Unreached | Measured) -> None:
-        """Take news of a link from the mover."""
+        """Take news of a link from the transport_thread."""
         match news:
             case Reached():
                 self._reached(news)
@@ -88,8 +88,8 @@ class Links:
                 me, why = self._setup.member.peer, "; ".join(problems)
                 log.warning("not-connected endpoint=%s session=%s problem=%s", me, session, why)
                 self._answer(MemoryUnreached(session, problems))
-            case Measured(session=session, constants=constants):
-                self._costs.measured(session, constants)
+            case Measured(session=session, link_cost=link_cost):
+                self._costs.measured(session, link_cost)
 
     def _reached(self, news: Reached) -> None:
         session, transport = news.session, news.transport
@@ -105,11 +105,11 @@ class Links:
         self._observer.link_up(link.peer, transport.name)
         if transport.writes_at_once:
             link.at_once = news
-        self._costs.reached(session, transport.name, link.metadata.lifeline[0])
+        self._costs.reached(session, transport.name, link.metadata.liveness_port[0])
         self._answer(MemoryReached(session, transport.name))
         calibration = None if transport.maps_peer else self._calibration(link.metadata)
         if calibration is not None and self._costs.due(session, time.monotonic()):
-            self._mover.measure(session, calibration, self._costs.of(session))
+            self._transport_thread.measure(session, calibration, self._costs.of(session))
 
     def _calibration(self, theirs: PeerMetadata) -> Calibration | None:
         """Writes that measure a link; None where there is no memory for them, or no wish."""
@@ -127,10 +127,10 @@ class Links:
         link = self._links.get(session)
         if link is not None:
             link.at_once = None
-        self._mover.cut(session)
+        self._transport_thread.cut(session)
 
     def forget(self, session: Session) -> None:
         """Nothing of a session is in flight."""
         self._links.pop(session, None)
         self._costs.forget(session)
-        self._mover.forget(session)
+        self._transport_thread.forget(session)

@@ -1,4 +1,4 @@
-"""The owner: one thread that turns a driver.
+"""The owner: one thread that turns a runner.
 
 Everything that touches the machine happens on this thread: frames from the control
 channel, values from other threads through the inbox, and time, in this order. It never
@@ -23,13 +23,13 @@ from kvferry.endpoint.loop.channels import Channel, Dropped
 from kvferry.endpoint.loop.clocks import PeerClocks
 from kvferry.endpoint.loop.inbox import Inbox
 from kvferry.endpoint.loop.poller import Poller
-from kvferry.endpoint.loop.roles import Role
 from kvferry.endpoint.loop.rooms import RoomTable
-from kvferry.endpoint.poll_backoff import wake_in_time
-from kvferry.endpoint.runner.runner import Driver
+from kvferry.endpoint.loop.sides import LoopSide
+from kvferry.endpoint.poll_backoff import set_timer_slack
+from kvferry.endpoint.runner.runner import MachineRunner
 from kvferry.endpoint.setup import EndpointSetup
-from kvferry.endpoint.transport_thread import Mover, ThreadBroke
-from kvferry.endpoint.watchdog import WATCHMAN, Patient, Pulse
+from kvferry.endpoint.transport_thread import ThreadBroke, TransportThread
+from kvferry.endpoint.watchdog import WATCHDOG, ThreadHeartbeat, WatchedThreads
 from kvferry.errors import Misuse
 from kvferry.ids import Peer
 from kvferry.protocol.events import Cancel, Event, PeerRuns, Received, Tick
@@ -49,45 +49,47 @@ QUIET = 2.0
 CLOSE_S = 5.0
 
 
-class Owner:
-    """A driver with a thread of its own."""
+class EndpointLoop:
+    """A runner with a thread of its own."""
 
     def __init__(  # noqa: PLR0913 - all that it turns, by keyword
         self,
-        driver: Driver[Any, Any],
-        role: Role,
+        runner: MachineRunner[Any, Any],
+        role: LoopSide,
         channel: Channel[Any],
         *,
         setup: EndpointSetup,
         rooms: RoomTable[Any],
         inbox: Inbox[object],
         poller: Poller,
-        mover: Mover,
+        transport_thread: TransportThread,
         copier: Copier,
         observer: Observer,
     ) -> None:
-        self.driver = driver
+        self.runner = runner
         self.rooms = rooms
-        self.me: Peer = driver.machine.me
+        self.me: Peer = runner.machine.me
         self.role = role
         self.channel = channel
         self._inbox = inbox
         self._poller = poller
-        self._mover = mover
+        self._transport_thread = transport_thread
         self._copier = copier
         self._slots = setup.slots
-        self._lifeline = setup.lifeline
+        self._liveness_port = setup.liveness_port
         self._observer = observer
-        self.clocks = PeerClocks(driver.machine, channel.send)
+        self.clocks = PeerClocks(runner.machine, channel.send)
         self._tidy_at = 0.0
         # When this turn began: one time for all that came with it.
         self._now = time.monotonic()
         self._call = self._inbox.fileno()
-        for fd in (self._call, self._lifeline.fileno()):
+        for fd in (self._call, self._liveness_port.fileno()):
             self._poller.watch(fd)
-        self._pulse = Pulse("owner", lambda: len(self._inbox) > 0)
-        pulses = [self._pulse, mover.pulse, copier.pulse]
-        self._patient = Patient(pulses, driver.machine.config.stalled_s, self._told_of_stall)
+        self._heartbeat = ThreadHeartbeat("owner", lambda: len(self._inbox) > 0)
+        heartbeats = [self._heartbeat, transport_thread.heartbeat, copier.heartbeat]
+        self._watched = WatchedThreads(
+            heartbeats, runner.machine.config.stalled_s, self._told_of_stall
+        )
         self._closing = False
         self._closed = False
         self._stopped = False
@@ -115,22 +117,22 @@ class Owner:
         free = self._empty.wait(timeout_s) and not len(self.rooms)
         self.tell(self._stop)
         self._thread.join()
-        WATCHMAN.leave(self._patient)
+        WATCHDOG.leave(self._watched)
         self._copier.close()
-        self._mover.close()
-        if free and self.driver.may_leave:
-            self._lifeline.close()
+        self._transport_thread.close()
+        if free and self.runner.may_leave:
+            self._liveness_port.close()
         else:
             # A closed one is proof for others, so it must be true.
-            self._lifeline.leave_open()
+            self._liveness_port.leave_open()
         self._inbox.close()
         return free
 
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        WATCHMAN.watch(self._patient)
-        wake_in_time()
+        WATCHDOG.watch(self._watched)
+        set_timer_slack()
         try:
             while not self._stopped:
                 self._turn()
@@ -139,7 +141,7 @@ class Owner:
             self.rooms.break_all(f"an internal error stopped this endpoint: {error!r}")
         finally:
             self._stopped = True
-            self._pulse.beat(inf)
+            self._heartbeat.beat(inf)
             self.channel.flush()
             self.channel.close()
             self._empty.set()
@@ -147,28 +149,28 @@ class Owner:
     def _turn(self) -> None:
         now = time.monotonic()
         until = max(now, self._wakeup(now))
-        self._pulse.beat(until)
+        self._heartbeat.beat(until)
         ready = self._poller.wait(until - now if self._inbox.rest() else 0.0)
         self._inbox.rise(called=self._call in ready)
         now = self._now = time.monotonic()
-        self._pulse.beat(now)
-        self.driver.turn(self._arrived(ready), now)
+        self._heartbeat.beat(now)
+        self.runner.turn(self._arrived(ready), now)
         for news in self._copier.ended():
             self._dispatch(news)
             # Peers need not wait for the end of a long turn.
             self.channel.let_out()
             self.role.advance(time.monotonic())
-        if self._lifeline.fileno() in ready:
-            self._lifeline.answer()
+        if self._liveness_port.fileno() in ready:
+            self._liveness_port.answer()
         self._tidy(now)
         # First what others wait for: launching takes longer.
         self.channel.flush()
-        self._copier.launch(hurried=self.role.hurried)
+        self._copier.launch(urgent=self.role.urgent)
         if self._closing and not len(self.rooms):
             self._empty.set()
 
     def _arrived(self, ready: set[object]) -> Iterator[Event]:
-        """All that has come from other threads and from peers. The driver takes the time after it.
+        """All that has come from other threads and from peers. The runner takes the time after it.
 
         What is no event goes where it belongs on the way. What an engine asks for as it hears
         of an end is taken too, so that it leaves with what is said of that end.
@@ -179,7 +181,7 @@ class Owner:
                     # Who asks for the time is told.
                     self.clocks.heard(item.envelope, item.envelope.body)
                 yield item
-                self.rooms.refresh(item, self.driver.machine.status)
+                self.rooms.refresh(item, self.runner.machine.status)
             else:
                 self._dispatch(item)
 
@@ -192,25 +194,25 @@ class Owner:
         role = self.role.wakeup(now)
         tidy = self._tidy_at if self._has_something else inf
         copies = now + self._copier.wakeup()
-        return min(self.driver.wakeup(), tidy, copies, role)
+        return min(self.runner.wakeup(), tidy, copies, role)
 
     @property
     def _has_something(self) -> bool:
-        return bool(len(self.rooms) or self.driver.machine.links)
+        return bool(len(self.rooms) or self.runner.machine.links)
 
     def _tidy(self, now: float) -> None:
         self.role.advance(now)
         if now >= self._tidy_at:
-            self.rooms.refresh(Tick(), self.driver.machine.status)
+            self.rooms.refresh(Tick(), self.runner.machine.status)
             self._tidy_at = now + (TIDY_S if len(self.rooms) else IDLE_TIDY_S)
             self.role.tidy()
-            self.clocks.ask(self.driver.machine.links.values(), now)
+            self.clocks.ask(self.runner.machine.links.values(), now)
             self._look_at_quiet_peers(now)
             self._observer.status(self._status(now))
 
     def _look_at_quiet_peers(self, now: float) -> None:
         """A peer that says nothing may be starved, of processors or of its GIL, and still run."""
-        machine = self.driver.machine
+        machine = self.runner.machine
         quiet_s = QUIET * machine.config.heartbeat_s
         for link in list(machine.links.values()):
             if link.state is LinkState.UP and now > link.heard_at + quiet_s:
@@ -223,7 +225,7 @@ class Owner:
         if callable(item):
             item()
         elif isinstance(item, Dropped):
-            self.driver.ask_after(partial(_is_with, item.peer))
+            self.runner.ask_after(partial(_is_with, item.peer))
         elif isinstance(item, ThreadBroke):
             self._thread_broke(item)
         else:
@@ -232,14 +234,14 @@ class Owner:
     def step(self, event: Event) -> None:
         """Let the machine take a step. A misuse fails its room and nothing else."""
         try:
-            self.driver.take(event, self._now)
+            self.runner.take(event, self._now)
         except Misuse as error:
             room = getattr(event, "room", None)
             if room is None:
                 raise
             failure = Failure.of(FailureCode.INTERNAL, str(error))
-            self.driver.take(Cancel(room, failure), self._now)
-        self.rooms.refresh(event, self.driver.machine.status)
+            self.runner.take(Cancel(room, failure), self._now)
+        self.rooms.refresh(event, self.runner.machine.status)
 
     def cancel(self, handle: Handle) -> None:
         """Give a room up."""
@@ -247,7 +249,7 @@ class Owner:
             self.step(Cancel(handle.room))
 
     def _status(self, now: float) -> LoopStatus:
-        machine, slots = self.driver.machine, self._slots
+        machine, slots = self.runner.machine, self._slots
         used, total = 0, 0
         if slots is not None:
             pool = slots.pool
@@ -283,7 +285,7 @@ class Owner:
         self._observer.thread_broken(thread)
 
     def _told_of_stall(self, thread: str, silent_s: float) -> None:
-        """On the watchman's thread: a thread of ours shows no life, or does again."""
+        """On the watchdog's thread: a thread of ours shows no life, or does again."""
         self._observer.thread_stalled(thread, silent_s)
         stalled = self.rooms.stalled
         if not silent_s:

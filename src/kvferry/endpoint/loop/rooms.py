@@ -1,6 +1,6 @@
 """The rooms of an endpoint: handles by room, and what callers are told of them.
 
-To a driver, the port that hears how rooms end. ``add`` and ``statuses`` are for any
+To a runner, the port that hears how rooms end. ``add`` and ``statuses`` are for any
 thread, everything else for the owner's.
 """
 

@@ -1,4 +1,4 @@
-"""Scatters: to a target's driver, the ports to the copier and to memory that others write."""
+"""StagedScatters: to a target's runner, the ports to the copier and to memory that others write."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from kvferry.endpoint.control.unix import LocalDoor
+from kvferry.endpoint.control.unix import UnixListener
 from kvferry.endpoint.copy_thread import Copier
 from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.jobs import ScatterJob
 from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.endpoint.setup import EndpointSetup
-from kvferry.endpoint.transport_thread import Mover
+from kvferry.endpoint.transport_thread import TransportThread
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer, Room, Session
 from kvferry.layout.intervals import Span
-from kvferry.plan.bind import Binding, Outline, Pair
+from kvferry.plan.bind import Binding, Outline, RankPair
 from kvferry.plan.binding_cache import Between, BindingCache
 from kvferry.plan.plan import Block
 from kvferry.protocol.events import Cancel, Connect, Event, Scatter, Scattered
@@ -32,7 +32,7 @@ from kvferry.telemetry.steps import Moment
 log = logging.getLogger("kvferry.endpoint")
 
 
-class Scatters:
+class StagedScatters:
     """Staging slots whose bytes are on their way into pages, and the sources that write here."""
 
     def __init__(
@@ -40,19 +40,19 @@ class Scatters:
         *,
         setup: EndpointSetup,
         rooms: RoomTable[Incoming],
-        mover: Mover,
+        transport_thread: TransportThread,
         copier: Copier,
         observer: Observer,
         answer: Callable[[Event], None],
-        join: Callable[[Peer, LocalDoor], None],
+        join: Callable[[Peer, UnixListener], None],
     ) -> None:
         self._setup = setup
         self._rooms = rooms
-        self._mover = mover
+        self._transport_thread = transport_thread
         self._copier = copier
         self._observer = observer
         self._answer = answer
-        # Goes to doors on this host.
+        # Goes to listeners on this host.
         self._join = join
         # Also holds the binding that a source will probably need next.
         self._cache = BindingCache()
@@ -64,10 +64,10 @@ class Scatters:
         assert handle is not None
         from_, into = (slots.address(action.slot),), self._setup.addresses
         handle.latest[action.source] = action.op
-        then = partial(self._foresee, handle, action, from_)
-        foreseen = self._cache.drop(action.room, (action.source, action.blocks))
-        job = ScatterJob(action, lambda: foreseen or Binding(()), from_, into, then)
-        if foreseen is None:
+        then = partial(self._prebind, handle, action, from_)
+        prebound = self._cache.drop(action.room, (action.source, action.blocks))
+        job = ScatterJob(action, lambda: prebound or Binding(()), from_, into, then)
+        if prebound is None:
             try:
                 outline = self._outline(action, action.blocks)
             except KvferryError as error:
@@ -78,11 +78,11 @@ class Scatters:
         self._copier.submit(job)
 
     def _outline(self, action: Scatter, blocks: tuple[Block, ...]) -> Outline:
-        pair = Pair(action.source.rank, self._setup.member.rank)
+        pair = RankPair(action.source.rank, self._setup.member.rank)
         between = Between(action.plan, pair, None, self._setup.memory.map)
         return self._cache.outline(between, action.request, blocks)
 
-    def _foresee(self, handle: Incoming, action: Scatter, from_: tuple[int, ...]) -> None:
+    def _prebind(self, handle: Incoming, action: Scatter, from_: tuple[int, ...]) -> None:
         """Bind what the same source will probably send next: as many tokens, behind these."""
         if self._rooms.get(action.room) is not handle or handle.latest[action.source] != action.op:
             return
@@ -90,7 +90,7 @@ class Scatters:
         if following:
             with suppress(KvferryError):  # What is wrong with it is told when it has come.
                 binding = self._outline(action, following).on(None, handle.wanted.page_tables)
-                self._copier.foresee(binding, from_, self._setup.addresses)
+                self._copier.prebind(binding, from_, self._setup.addresses)
                 self._cache.keep(action.room, (action.source, following), binding)
 
     def _after(self, action: Scatter) -> tuple[Block, ...]:
@@ -128,15 +128,15 @@ class Scatters:
             *(self._setup.member.peer, action.peer, offer.name),
         )
         self._observer.link_up(action.peer, offer.name)
-        self._mover.let_write(action.session, offer.name)
+        self._transport_thread.let_write(action.session, offer.name)
         told = PeerMetadata.read(action.metadata)
-        if told is not None and told.door is not None:
-            self._join(action.peer, told.door)
+        if told is not None and told.listener is not None:
+            self._join(action.peer, told.listener)
 
     def expect(self, expecting: bool, *, soon: bool = False) -> None:
         """Whether sources may write here, so that helping them along is worth a little time."""
-        self._mover.expect(expecting, soon=soon)
+        self._transport_thread.expect(expecting, soon=soon)
 
     def forget(self, session: Session) -> None:
         """It is written by nobody any more."""
-        self._mover.forget(session)
+        self._transport_thread.forget(session)

@@ -1,8 +1,9 @@
-"""Writes: to a source's driver, the port to its peers' memory, whatever transport each has.
+"""TransportWrites: to a source's runner, the port to its peers' memory, whatever transport each
+has.
 
 A small write into mapped memory is made here and now, because handing it to another
 thread would cost more, and so is one of any size that a GPU makes. Everything else goes to
-the mover, or to the copier first, which fills a slot and passes it on.
+the transport_thread, or to the copier first, which fills a slot and passes it on.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ from collections.abc import Callable, Iterator
 from kvferry.endpoint.copy_thread import Copier
 from kvferry.endpoint.jobs import WriteJob
 from kvferry.endpoint.loop.chooser import Chooser
-from kvferry.endpoint.loop.in_flight import Underway
-from kvferry.endpoint.loop.links import Links
+from kvferry.endpoint.loop.in_flight import WritesInFlight
+from kvferry.endpoint.loop.links import TargetLinkTable
 from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.outgoing import Outgoing
 from kvferry.endpoint.setup import EndpointSetup
-from kvferry.endpoint.transport_thread import Mover, Reached
+from kvferry.endpoint.transport_thread import Reached, TransportThread
 from kvferry.errors import KvferryError
 from kvferry.ids import Op, Session, SlotIndex
-from kvferry.plan.choose import Path
+from kvferry.plan.choose import TransferMode
 from kvferry.plan.places import Base
 from kvferry.protocol.events import (
     Choose,
     Chosen,
     Connect,
     Event,
-    Fate,
     Gather,
     Post,
     SendFailed,
     Sent,
     Write,
+    WriteFate,
 )
 from kvferry.telemetry.logs.context import about
 from kvferry.telemetry.observer import Observer
@@ -44,8 +45,8 @@ from kvferry.telemetry.tags import NOBODYS
 log = logging.getLogger("kvferry.endpoint")
 
 
-class Writes:
-    """Writes of a source, by the thread that makes each.
+class TransportWrites:
+    """TransportWrites of a source, by the thread that makes each.
 
     ``answer`` hears how writes ended, and ``tell``, before all else, of each that ended well.
     """
@@ -55,9 +56,9 @@ class Writes:
         *,
         setup: EndpointSetup,
         rooms: RoomTable[Outgoing],
-        mover: Mover,
+        transport_thread: TransportThread,
         copier: Copier,
-        links: Links,
+        links: TargetLinkTable,
         chooser: Chooser,
         observer: Observer,
         answer: Callable[[Event], None],
@@ -65,14 +66,14 @@ class Writes:
     ) -> None:
         self._setup = setup
         self._rooms = rooms
-        self._mover = mover
+        self._transport_thread = transport_thread
         self._copier = copier
         self._links = links
         self._chooser = chooser
         self._observer = observer
         self._answer = answer
         self._tell = tell
-        self._underway = Underway()
+        self._underway = WritesInFlight()
         # Gathers that have not ended, or of which nobody has said what becomes of them.
         self._ahead: dict[Op, WriteJob] = {}
 
@@ -114,14 +115,14 @@ class Writes:
         if reached is not None and (reached.transport.writes_elsewhere or job.is_small()):
             self._write_now(job, reached)
         else:
-            self._mover.write(job)
+            self._transport_thread.write(job)
 
     def _post(self, job: WriteJob) -> None:
         """A slot is filled: have it written. A GPU, if it filled the slot, writes it too."""
         slots, reached = self._setup.slots, self._links[job.session].at_once
         assert slots is not None
         if reached is None or slots.region.device.is_host:
-            self._mover.write(job)
+            self._transport_thread.write(job)
         else:
             self._write_now(job, reached)
 
@@ -133,14 +134,14 @@ class Writes:
         job.describe(binding)
         if ended is None:
             self._underway.add(job, transport)
-        elif ended.fate is Fate.BUSY:
-            self._mover.write(job)
+        elif ended.fate is WriteFate.BUSY:
+            self._transport_thread.write(job)
         else:
             job.end(ended)
             self._ended(job)
 
     def go_on(self, job: WriteJob) -> None:
-        """The mover or the copier has done its part of a job."""
+        """The transport_thread or the copier has done its part of a job."""
         if job.is_over:
             self._ahead.pop(job.op, None)
             self._ended(job)
@@ -180,7 +181,7 @@ class Writes:
         except KvferryError as error:
             self._fail(job, str(error))
             return
-        job.path, job.asked = Path.STAGED, time.monotonic()
+        job.mode, job.asked = TransferMode.STAGED, time.monotonic()
         job.sources, job.targets = self._setup.addresses, (slots.address(slot),)
         job.here = Base(0, len(self._setup.memory.regions), slots.pool.offset(slot))
         if job.is_ahead:
@@ -219,7 +220,7 @@ class Writes:
             return
         del self._ahead[job.op]
         if job.discarded:
-            self._answer(SendFailed(job.op, Fate.BUSY))
+            self._answer(SendFailed(job.op, WriteFate.BUSY))
         else:
             job.aim()
             self._post(job)
@@ -238,7 +239,7 @@ class Writes:
             self._tell_gathered(job, now - job.seconds)
         handle = self._rooms.get(job.action.transfer.room)
         if handle is not None:
-            handle.carried[job.path] = handle.carried.get(job.path, 0) + job.num_bytes
+            handle.carried[job.mode] = handle.carried.get(job.mode, 0) + job.num_bytes
             handle.num_writes += 1
         self._answer(Sent(job.op))
 

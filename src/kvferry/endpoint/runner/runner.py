@@ -1,7 +1,7 @@
-"""The driver: one machine, its ports, and the order in which things are taken.
+"""The runner: one machine, its ports, and the order in which things are taken.
 
 An event goes to the machine, the machine's actions go to the ports, and what a port
-answers at once is taken as the next event. The driver adds what no machine can know:
+answers at once is taken as the next event. The runner adds what no machine can know:
 which sessions have something in flight (``sessions``), and therefore when a connection
 that was given up is proven to be quiet.
 
@@ -10,7 +10,7 @@ what others said meanwhile before it concludes that they were silent. A turn tha
 tells the machine by how much, so that silence counts only the time in which we ran.
 
 No thread, no clock, no socket. The endpoints, the simulator and the explorer run this
-same driver, each with its own ports; its broken versions are in ``testing/sim``.
+same runner, each with its own ports; its broken versions are in ``testing/sim``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kvferry.endpoint.runner.sessions import Record, Sessions
+from kvferry.endpoint.runner.sessions import SessionRecord, Sessions
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.protocol.codec import BadFrame, FrameFault
-from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Action,
     Choose,
@@ -33,7 +32,6 @@ from kvferry.protocol.events import (
     Disconnect,
     Disconnected,
     Event,
-    Fate,
     Forget,
     Gather,
     Open,
@@ -49,9 +47,11 @@ from kvferry.protocol.events import (
     Sent,
     Tick,
     Write,
+    WriteFate,
     WrongVersion,
 )
 from kvferry.protocol.links import Link
+from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import (
     MAX_BLOCKS,
     Accept,
@@ -64,7 +64,7 @@ from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 
-M = TypeVar("M", bound=Endpoint)
+M = TypeVar("M", bound=Machine)
 
 # So many frames are said before a turn is over: peers need not wait for the end of a long one.
 MOST_UNSAID = 16
@@ -77,14 +77,14 @@ class PeerGone(Event, frozen=True):
     incarnation: int
 
 
-class Control(Protocol):
+class ControlPort(Protocol):
     """Where frames go out."""
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
         """It may be lost."""
 
 
-class SourceData(Protocol):
+class SourceDataPort(Protocol):
     """Targets' memory, and how to write into it.
 
     Answers each write, and each gather, with ``Sent`` or ``SendFailed``, once.
@@ -115,7 +115,7 @@ class SourceData(Protocol):
         """Nothing of a session is in flight: give up what it took."""
 
 
-class TargetData(Protocol):
+class TargetDataPort(Protocol):
     """Local memory that sources write into."""
 
     def connect(self, action: Connect) -> None:
@@ -128,20 +128,20 @@ class TargetData(Protocol):
         """Nothing of a session is written here any more: give up what it took."""
 
 
-class Peers(Protocol):
+class PeersPort(Protocol):
     """Who asks whether peers live. Answers with ``PeerGone``, when that is proven."""
 
-    def suspect(self, record: Record) -> None:
+    def start_probing(self, record: SessionRecord) -> None:
         """Ask after that life until it is proven gone, or acquitted."""
 
-    def acquit(self, peer: Peer, incarnation: int) -> None:
+    def stop_probing(self, peer: Peer, incarnation: int) -> None:
         """Nobody waits for that proof any more."""
 
     def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
         """There was a sign that it may be gone: ask for a short while."""
 
 
-class Rooms(Protocol):
+class RoomsPort(Protocol):
     """Who hears how rooms end."""
 
     def report(self, room: Room, outcome: Outcome) -> None:
@@ -154,25 +154,25 @@ class Rooms(Protocol):
 class SourcePorts(NamedTuple):
     """Everything that a source machine can ask for."""
 
-    control: Control
-    data: SourceData
-    peers: Peers
-    rooms: Rooms
+    control: ControlPort
+    data: SourceDataPort
+    peers: PeersPort
+    rooms: RoomsPort
 
 
 class TargetPorts(NamedTuple):
     """Everything that a target machine can ask for."""
 
-    control: Control
-    data: TargetData
-    peers: Peers
-    rooms: Rooms
+    control: ControlPort
+    data: TargetDataPort
+    peers: PeersPort
+    rooms: RoomsPort
 
 
 P = TypeVar("P", bound=SourcePorts | TargetPorts)
 
 
-class Driver(ABC, Generic[M, P]):
+class MachineRunner(ABC, Generic[M, P]):
     """A machine that is turned by somebody else's hand."""
 
     def __init__(self, machine: M, ports: P, sessions: Sessions | None = None) -> None:
@@ -190,7 +190,7 @@ class Driver(ABC, Generic[M, P]):
         times = machine.config
         # No timer of a machine begins with less, but for deadlines.
         self._least_s = min(
-            times.resend_s / 4, times.nudge_s, times.heartbeat_s, times.credit_patience_s
+            times.resend_s / 4, times.status_poll_s, times.heartbeat_s, times.credit_patience_s
         )
 
     # ------------------------------------------------------------ events
@@ -267,7 +267,7 @@ class Driver(ABC, Generic[M, P]):
 
     def _step(self, event: Event, now: float) -> None:
         if isinstance(event, PeerGone):
-            for record in self.sessions.bury(event.peer, event.incarnation):
+            for record in self.sessions.confirm_dead(event.peer, event.incarnation):
                 self._cut(record.session)
         else:
             self._handle(event, now)
@@ -321,7 +321,7 @@ class Driver(ABC, Generic[M, P]):
             if not record.is_over:
                 # Where a write's fate is unknown, or the peer writes here, only the end of its
                 # process settles it.
-                self.ports.peers.suspect(record)
+                self.ports.peers.start_probing(record)
 
     @abstractmethod
     def _cut(self, session: Session) -> None:
@@ -336,9 +336,9 @@ class Driver(ABC, Generic[M, P]):
             self.ports.data.forget(record.session)
         for record in (*proven, *dropped):
             if not self.sessions.awaits(record.peer, record.incarnation):
-                self.ports.peers.acquit(record.peer, record.incarnation)
+                self.ports.peers.stop_probing(record.peer, record.incarnation)
 
-    def _sign(self, record: Record) -> None:
+    def _sign(self, record: SessionRecord) -> None:
         self.ports.peers.sign(record.peer, record.incarnation, record.metadata)
 
     def ask_after(self, whom: Callable[[Link], bool] = lambda _: True) -> None:
@@ -354,8 +354,8 @@ class Driver(ABC, Generic[M, P]):
         return not self._held
 
 
-class SourceDriver(Driver[SourceMachine, SourcePorts]):
-    """The driver of a source: knows its writes, and sends each note after its data."""
+class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
+    """The runner of a source: knows its writes, and sends each note after its data."""
 
     def __init__(
         self, machine: SourceMachine, ports: SourcePorts, sessions: Sessions | None = None
@@ -379,12 +379,12 @@ class SourceDriver(Driver[SourceMachine, SourcePorts]):
     def _write_ended(self, event: Sent | SendFailed) -> None:
         op, fate = event.op, event.fate if isinstance(event, SendFailed) else None
         self._gathers.pop(op, None)
-        record = self.sessions.end(op, doubtful=fate is Fate.UNKNOWN)
+        record = self.sessions.end(op, doubtful=fate is WriteFate.UNKNOWN)
         if fate is None:
             self._note(op)
             return
         self._notes.pop(op, None)
-        if record is not None and fate is not Fate.BUSY:
+        if record is not None and fate is not WriteFate.BUSY:
             self._sign(record)
 
     def _perform(self, action: Action) -> None:
@@ -410,7 +410,7 @@ class SourceDriver(Driver[SourceMachine, SourcePorts]):
         starts = self.sessions.start(op, session)
         if not starts:
             # Whoever has proof that nothing is in flight must also let nothing start.
-            self._events.append(SendFailed(op, Fate.FAILED))
+            self._events.append(SendFailed(op, WriteFate.FAILED))
         return starts
 
     def _post(self, action: Post) -> None:
@@ -438,8 +438,8 @@ class SourceDriver(Driver[SourceMachine, SourcePorts]):
             self._discard(op)
 
 
-class TargetDriver(Driver[TargetMachine, TargetPorts]):
-    """The driver of a target, which starts no writes."""
+class TargetRunner(MachineRunner[TargetMachine, TargetPorts]):
+    """The runner of a target, which starts no writes."""
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Scatter):

@@ -2,10 +2,10 @@
 
 A session that was cut is over when every write that we started in it has ended, none of
 them is of unknown fate, and, where the peer writes into our memory, the peer is gone.
-Doubt and exposure end only with the peer's process: ``bury`` takes that proof, for one
+Doubt and exposure end only with the peer's process: ``confirm_dead`` takes that proof, for one
 incarnation and no other.
 
-Pure. Belongs to a driver.
+Pure. Belongs to a runner.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvferry.ids import Op, Peer, Session
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class SessionRecord:
     """One session. ``metadata`` is what the peer says of itself."""
 
     peer: Peer
@@ -46,23 +46,23 @@ class Sessions:
 
     def __init__(self, *, exposed: bool) -> None:
         self._exposed = exposed
-        self._records: dict[Session, Record] = {}
-        self._by_op: dict[Op, Record] = {}
+        self._records: dict[Session, SessionRecord] = {}
+        self._by_op: dict[Op, SessionRecord] = {}
         # Those that were cut and are still kept: few, and only these can be over.
-        self.ending: dict[Session, Record] = {}
+        self.ending: dict[Session, SessionRecord] = {}
 
-    def get(self, session: Session) -> Record | None:
+    def get(self, session: Session) -> SessionRecord | None:
         """What is known of a session."""
         return self._records.get(session)
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[SessionRecord]:
         """Every session that is kept."""
         return list(self._records.values())
 
-    def flying(self, op: Op) -> Record | None:
+    def flying(self, op: Op) -> SessionRecord | None:
         """The session of a write that has begun and not ended."""
         return self._by_op.get(op)
 
@@ -73,7 +73,7 @@ class Sessions:
 
     def add(self, peer: Peer, incarnation: int, session: Session, metadata: bytes) -> None:
         """A peer was reached."""
-        self._records[session] = Record(peer, incarnation, session, metadata, self._exposed)
+        self._records[session] = SessionRecord(peer, incarnation, session, metadata, self._exposed)
 
     def start(self, op: Op, session: Session) -> bool:
         """A write begins, if it still may."""
@@ -84,7 +84,7 @@ class Sessions:
         self._by_op[op] = record
         return True
 
-    def end(self, op: Op, *, doubtful: bool) -> Record | None:
+    def end(self, op: Op, *, doubtful: bool) -> SessionRecord | None:
         """A write has ended, or nobody knows whether; None if it was not in flight."""
         record = self._by_op.pop(op, None)
         if record is not None:
@@ -92,7 +92,7 @@ class Sessions:
             record.doubtful |= doubtful
         return record
 
-    def cut(self, session: Session) -> Record | None:
+    def cut(self, session: Session) -> SessionRecord | None:
         """Nothing more of a session may start."""
         record = self._records.get(session)
         if record is not None:
@@ -100,7 +100,7 @@ class Sessions:
             self.ending[session] = record
         return record
 
-    def bury(self, peer: Peer, incarnation: int) -> list[Record]:
+    def confirm_dead(self, peer: Peer, incarnation: int) -> list[SessionRecord]:
         """That life of a peer is over: its sessions have nothing left to doubt."""
         found = [each for each in self._records.values() if each.life == (peer, incarnation)]
         for record in found:
@@ -114,7 +114,7 @@ class Sessions:
         if record is not None:
             record.wanted = False
 
-    def settle(self) -> tuple[list[Record], list[Record]]:
+    def settle(self) -> tuple[list[SessionRecord], list[SessionRecord]]:
         """Sessions that have just been proven over, and those that are dropped with this."""
         ending = list(self.ending.values())
         proven = [each for each in ending if each.is_over and not each.proven]
@@ -125,7 +125,7 @@ class Sessions:
             del self._records[record.session], self.ending[record.session]
         return proven, dropped
 
-    def doubted(self) -> list[Record]:
+    def doubted(self) -> list[SessionRecord]:
         """Sessions in which a write of unknown fate waits for the peer's end."""
         return [record for record in self._records.values() if record.doubtful]
 

@@ -24,9 +24,9 @@ from kvferry.memory.copy.gpu_tables import (
     HEADER,
     TILES,
     AddressBook,
+    CopyTable,
     GpuCopy,
-    Launch,
-    Table,
+    KernelLaunch,
     Tile,
     batches,
     may_move,
@@ -82,7 +82,7 @@ class GpuCopier:
         self._uploads: defaultdict[int, deque[_Upload]] = defaultdict(deque)
         self._next: deque[_Upload] = deque()
         # By the identity of the binding, which each keeps from being another's.
-        self._drafts: OrderedDict[int, _Draft] = OrderedDict()
+        self._drafts: OrderedDict[int, _CopyDraft] = OrderedDict()
         # Nobody else may get the pinned memory while the GPU still reads a table from it.
         weakref.finalize(self, self._stream.synchronize)
 
@@ -98,9 +98,9 @@ class GpuCopier:
     def _warm_up(self) -> None:
         tiles = [tile for choices in TILES.values() for tile in choices]
         # A part for each, of one tile in none of its layers: every kernel runs and does nothing.
-        launches = tuple(Launch(tile, i * HEADER, 1, 1, 1) for i, tile in enumerate(tiles))
+        launches = tuple(KernelLaunch(tile, i * HEADER, 1, 1, 1) for i, tile in enumerate(tiles))
         size = len(tiles) * HEADER
-        table = Table(launches, self._room(size)[:size])
+        table = CopyTable(launches, self._room(size)[:size])
         table.numbers[:] = 0
         table.numbers[::HEADER] = 1
         self._queue(table, self._next.popleft()).synchronize()
@@ -124,7 +124,7 @@ class GpuCopier:
             done = self._queue(*self._made(batch))
         return done
 
-    def foresee(self, job: GpuCopy) -> None:
+    def prebind(self, job: GpuCopy) -> None:
         """This may be copied soon, by itself: have its table made. What it reads may lie elsewhere.
 
         The GPU hears nothing of it: a GPU that other processes use would have to change between
@@ -133,15 +133,15 @@ class GpuCopier:
         if id(job.binding) in self._drafts:
             return
         made = self._on_device(partial(self._made, [job]))
-        self._drafts[id(job.binding)] = _Draft(job, *made)
+        self._drafts[id(job.binding)] = _CopyDraft(job, *made)
         if len(self._drafts) > MAX_DRAFTS:
             self._drop(self._drafts.popitem(last=False)[1])
 
-    def _drop(self, draft: _Draft) -> None:
+    def _drop(self, draft: _CopyDraft) -> None:
         """The GPU has never read its memory."""
         self._uploads[draft.upload.capacity].appendleft(draft.upload)
 
-    def _drafted(self, jobs: Sequence[GpuCopy]) -> _Draft | None:
+    def _drafted(self, jobs: Sequence[GpuCopy]) -> _CopyDraft | None:
         """The table that was made for a job, with its sources where they are now."""
         found = [self._drafts.pop(id(job.binding), None) for job in jobs]
         drafts = [draft for draft in found if draft is not None]
@@ -197,12 +197,12 @@ class GpuCopier:
         self._next = uploads
         return uploads[0].array
 
-    def _made(self, jobs: Sequence[GpuCopy]) -> tuple[Table, _Upload]:
+    def _made(self, jobs: Sequence[GpuCopy]) -> tuple[CopyTable, _Upload]:
         """The jobs' table, and where it is."""
         table = table_of(jobs, self._book, self._room)
         return table, self._next.popleft()
 
-    def _queue(self, table: Table, upload: _Upload) -> torch.cuda.Event:
+    def _queue(self, table: CopyTable, upload: _Upload) -> torch.cuda.Event:
         """Queue what a table says."""
         upload.send(len(table.numbers), self._stream.cuda_stream)
         return self._launch(PreparedCopy(table.launches, upload))
@@ -226,18 +226,18 @@ class GpuCopier:
         return kernel
 
 
-class _Draft(NamedTuple):
+class _CopyDraft(NamedTuple):
     """A copy whose table is made, and not sent."""
 
     job: GpuCopy
-    table: Table
+    table: CopyTable
     upload: _Upload
 
 
 class PreparedCopy(NamedTuple):
     """A copy whose table is on the GPU, or on its way."""
 
-    launches: tuple[Launch, ...]
+    launches: tuple[KernelLaunch, ...]
     upload: _Upload
 
 
@@ -255,7 +255,7 @@ class _Kernel:
         # would look all of it up again each time.
         self._how = (compiled.function, compiled.packed_metadata, None, None, None)
 
-    def start(self, launch: Launch, table: int, stream: int) -> None:
+    def start(self, launch: KernelLaunch, table: int, stream: int) -> None:
         """Queue a launch that works through the table at that address."""
         _, first, num_parts, num_programs, depth = launch
         headers = table + first * NUMBER_BYTES

@@ -93,7 +93,7 @@ TILES = {
 }
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """One launch of the kernel: ``num_parts`` headers, the first of which is at ``first``."""
 
     tile: Tile
@@ -103,10 +103,10 @@ class Launch(NamedTuple):
     depth: int
 
 
-class Table(NamedTuple):
+class CopyTable(NamedTuple):
     """A launch for every kind of tile, and the numbers that they work through."""
 
-    launches: tuple[Launch, ...]
+    launches: tuple[KernelLaunch, ...]
     numbers: Int64s
     sizes: Sizes = ()
 
@@ -218,11 +218,13 @@ def _rough_bytes(binding: Binding) -> int:
     return len(binding.parts) * part.num_layers * len(lengths) * each
 
 
-def table_of(jobs: Sequence[GpuCopy], book: AddressBook, room: Callable[[int], Int64s]) -> Table:
+def table_of(
+    jobs: Sequence[GpuCopy], book: AddressBook, room: Callable[[int], Int64s]
+) -> CopyTable:
     """The table that carries out the jobs, in an array of at least that size from ``room``."""
     arrays, sizes, strides = _arrays(jobs, book)
     if not arrays:
-        return Table((), room(0)[:0])
+        return CopyTable((), room(0)[:0])
     edges, skip, size = _edges(sizes)
     table = room(size)[:size]
     numbers = np.concatenate(arrays, out=table[skip:])
@@ -235,7 +237,7 @@ def table_of(jobs: Sequence[GpuCopy], book: AddressBook, room: Callable[[int], I
     if known.largest >= MAX_COUNT:
         raise InputError("a copy of 2**29 rows or more is too large; copy fewer tokens at once")
     table[:skip] = known.headers
-    return Table(known.launches, table, sizes)
+    return CopyTable(known.launches, table, sizes)
 
 
 def _arrays(jobs: Sequence[GpuCopy], book: AddressBook) -> tuple[list[Int64s], Sizes, Strides]:
@@ -270,7 +272,7 @@ class _Headers(NamedTuple):
     """
 
     headers: Int64s
-    launches: tuple[Launch, ...]
+    launches: tuple[KernelLaunch, ...]
     doubtful: tuple[int, ...]
     largest: int
 
@@ -354,7 +356,9 @@ def tile_of(word: int, longest: int) -> Tile:
     return next((tile for tile in tiles if longest % tile.span == 0), tiles[-1])
 
 
-def _arranged(grids: list[tuple[Tile, list[int]]]) -> tuple[list[list[int]], tuple[Launch, ...]]:
+def _arranged(
+    grids: list[tuple[Tile, list[int]]],
+) -> tuple[list[list[int]], tuple[KernelLaunch, ...]]:
     """The headers, those of one tile next to each other, and a launch for each tile."""
     headers: list[list[int]] = []
     launches = []
@@ -365,11 +369,11 @@ def _arranged(grids: list[tuple[Tile, list[int]]]) -> tuple[list[list[int]], tup
     return headers, tuple(launches)
 
 
-def _launch(tile: Tile, first: int, headers: list[list[int]]) -> Launch:
+def _launch(tile: Tile, first: int, headers: list[list[int]]) -> KernelLaunch:
     most = max(num_tiles * num_layers for num_tiles, num_layers, *_ in headers) * len(headers)
     depth = max(1, min(tile.depth, most // ENOUGH_PROGRAMS))
     deep = max(num_tiles * -(-num_layers // depth) for num_tiles, num_layers, *_ in headers)
-    return Launch(tile, first, len(headers), deep * len(headers), depth)
+    return KernelLaunch(tile, first, len(headers), deep * len(headers), depth)
 
 
 def _uneven(numbers: Int64s, edges: Int64s, doubtful: tuple[int, ...]) -> bool:

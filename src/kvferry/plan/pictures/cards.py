@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvferry.layout.intervals import Span, Tokens
-from kvferry.layout.layout import Holding, Layout
+from kvferry.layout.layout import Layout, Shard
 from kvferry.layout.spec import Group
 from kvferry.plan.pictures.colours import unit_colour
 from kvferry.plan.pictures.parts import (
@@ -101,7 +101,7 @@ class Column:
         self.side = side
         self._layout = layout
         self._weights = weights
-        self._holdings = layout.holdings()
+        self._shards = layout.shards()
         self._moves = _by_rank(side, carried)
         self.cards: dict[int, Card] = {}
         self.elided: Elided | None = None
@@ -129,16 +129,16 @@ class Column:
             rank=rank,
             box=box,
             name=f"{self.side.engine} {rank}",
-            place=place_text(self._layout, rank) if self._holdings[rank] else "holds nothing",
+            place=place_text(self._layout, rank) if self._shards[rank] else "holds nothing",
             tip=card_tip(self.side, self._layout, rank, [one.num_bytes for one in moves]),
             sections=tuple(self._sections(rank, box, [one.move for one in moves])),
         )
 
     def _sections(self, rank: int, box: Box, moves: list[Move]) -> list[Section]:
         """A card's groups from top to bottom, each as high as its weight."""
-        held: dict[str, list[Holding]] = {}
-        for holding in self._holdings[rank]:
-            held.setdefault(holding.group, []).append(holding)
+        held: dict[str, list[Shard]] = {}
+        for shard in self._shards[rank]:
+            held.setdefault(shard.group, []).append(shard)
         groups = [group for group in self._layout.spec.groups if group.name in held]
         pad = min(8.0, box.h / 8)
         gap = 6.0 if box.h / max(1, len(groups)) > 24 else 1.0
@@ -153,24 +153,24 @@ class Column:
         return sections
 
     def _section(
-        self, group: Group, holdings: list[Holding], moves: list[Move], y: float, h: float
+        self, group: Group, shards: list[Shard], moves: list[Move], y: float, h: float
     ) -> Section:
         groups = self._layout.spec.groups
-        lanes = _lanes(moves) or (holdings[0].tokens,)
+        lanes = _lanes(moves) or (shards[0].tokens,)
         map_box, rail = self._boxes(y, h)
         return Section(
             group=group,
             map=map_box,
             rail=rail,
-            units=holdings[0].units,
-            cuts=_cuts(group, [*holdings, *moves]),
+            units=shards[0].units,
+            cuts=_cuts(group, [*shards, *moves]),
             lanes=lanes,
-            held=tuple(_held(map_box, rail, group, holding) for holding in holdings),
-            cells=_cells(map_box, group, groups.index(group), len(groups), holdings),
-            interleaved=holdings[0].tokens.step > 1,
-            idle=_volume(group, moves) < _volume(group, holdings) * len(lanes),
+            held=tuple(_held(map_box, rail, group, shard) for shard in shards),
+            cells=_cells(map_box, group, groups.index(group), len(groups), shards),
+            interleaved=shards[0].tokens.step > 1,
+            idle=_volume(group, moves) < _volume(group, shards) * len(lanes),
             name=shorten(group.name, 15) if len(groups) > 1 or group.units == 1 else "",
-            lines=holding_lines(group, holdings),
+            lines=holding_lines(group, shards),
         )
 
     def _boxes(self, y: float, h: float) -> tuple[Box, Box]:
@@ -192,8 +192,8 @@ def _by_rank(side: PictureSide, carried: Sequence[Carried]) -> dict[int, list[Ca
     return ranks
 
 
-def _cuts(group: Group, blocks: Sequence[Holding | Move]) -> tuple[int, ...]:
-    """Where the layers of a rail are divided: at every edge of a holding or a move."""
+def _cuts(group: Group, blocks: Sequence[Shard | Move]) -> tuple[int, ...]:
+    """Where the layers of a rail are divided: at every edge of a shard or a move."""
     return tuple(sorted({edge for block in blocks for edge in ordinals(group, block.layers)}))
 
 
@@ -203,34 +203,34 @@ def _lanes(moves: Sequence[Move]) -> tuple[Tokens, ...]:
     return tuple(sorted(sets, key=lambda tokens: (tokens.first, tokens.step)))
 
 
-def _volume(group: Group, blocks: Sequence[Holding | Move]) -> int:
+def _volume(group: Group, blocks: Sequence[Shard | Move]) -> int:
     """Layers times units, over all blocks."""
     edges = (ordinals(group, block.layers) for block in blocks)
     spans = zip(edges, blocks, strict=True)
     return sum((end - first) * len(block.units) for (first, end), block in spans)
 
 
-def _held(map_box: Box, rail: Box, group: Group, holding: Holding) -> Held:
-    first, end = (edge / len(group.layers) for edge in ordinals(group, holding.layers))
+def _held(map_box: Box, rail: Box, group: Group, shard: Shard) -> Held:
+    first, end = (edge / len(group.layers) for edge in ordinals(group, shard.layers))
     along = map_box.w / group.units
     y, h = rail.y + rail.h * first, max(LEAST_CELL, rail.h * (end - first))
     return Held(
-        Box(map_box.x + along * holding.units.first, y, along * len(holding.units), h),
+        Box(map_box.x + along * shard.units.first, y, along * len(shard.units), h),
         Box(rail.x, y, rail.w, h),
         (first, end),
     )
 
 
 def _cells(
-    box: Box, group: Group, index: int, num_groups: int, holdings: Sequence[Holding]
+    box: Box, group: Group, index: int, num_groups: int, shards: Sequence[Shard]
 ) -> tuple[Cell, ...]:
     """The coloured columns of a map. Depth is shaded over them, so they carry none."""
     along = box.w / group.units
     gap = 1.0 if along >= 5 else 0.0
     cells = []
-    for holding in holdings:
-        block = _held(box, box, group, holding).block
-        for units in buckets(holding.units, MAP_COLUMNS):
+    for shard in shards:
+        block = _held(box, box, group, shard).block
+        for units in buckets(shard.units, MAP_COLUMNS):
             place = (units.first + units.end) / 2 / group.units
             width = max(LEAST_CELL, along * len(units) - gap)
             column = Box(box.x + along * units.first, block.y, width, block.h)

@@ -30,7 +30,7 @@ main .kvf .mark {{ fill: none; stroke: #1c2430; stroke-width: 2; pointer-events:
 table {{ border-collapse: collapse; margin: 8px 36px; width: calc(100% - 72px); }}
 caption {{ text-align: left; font-weight: 600; font-size: 15px; padding: 8px 0; }}
 th, td {{ text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid #e3e8ee;
-  font-variant-numeric: tabular-nums; }}
+  font-variant-resolve_ip: tabular-nums; }}
 th {{ color: #566071; font-weight: 600; }}
 th:nth-last-child(-n+2), td:nth-last-child(-n+2) {{ text-align: right; padding-right: 0; }}
 tbody tr:hover, tbody tr.on {{ background: #eef1f5; }}

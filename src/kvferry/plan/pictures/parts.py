@@ -56,7 +56,7 @@ class Cell(NamedTuple):
 
 
 class Held(NamedTuple):
-    """One holding: its block on the map and on the rail, and how deep in the model it lies.
+    """One shard: its block on the map and on the rail, and how deep in the model it lies.
 
     ``depth`` are its first and its last layer's places among the group's
     layers, between 0 and 1; the drawing gets paler with it.
@@ -174,7 +174,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Key:
+class LegendKey:
     """One line of the legend: a group's colours and its facts."""
 
     name: str
@@ -203,7 +203,7 @@ class Scene:
     cards: tuple[Card, ...]
     elided: tuple[Elided, ...]
     bands: tuple[Band, ...]
-    keys: tuple[Key, ...]
+    keys: tuple[LegendKey, ...]
     hints: tuple[str, ...]
     notes: tuple[str, ...]
     message: str

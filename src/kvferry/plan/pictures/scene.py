@@ -16,7 +16,7 @@ from kvferry.plan.pictures.cards import (
     column_height,
 )
 from kvferry.plan.pictures.colours import unit_colour
-from kvferry.plan.pictures.parts import Band, Key, PictureSide, Row, Scene, buckets
+from kvferry.plan.pictures.parts import Band, LegendKey, PictureSide, Row, Scene, buckets
 from kvferry.plan.pictures.words import (
     group_text,
     heading,
@@ -83,10 +83,10 @@ def _group_sizes(plan: Plan, carried: Sequence[Carried]) -> dict[str, int]:
     return sizes
 
 
-def _keys(plan: Plan, sizes: dict[str, int]) -> list[Key]:
+def _keys(plan: Plan, sizes: dict[str, int]) -> list[LegendKey]:
     groups = plan.spec.groups
     keys = [
-        Key(
+        LegendKey(
             shorten(group.name, 15),
             _swatches(group, index, len(groups)),
             group_text(group, sizes[group.name]),
@@ -94,7 +94,7 @@ def _keys(plan: Plan, sizes: dict[str, int]) -> list[Key]:
         for index, group in enumerate(groups[:MAX_KEYS])
     ]
     if len(groups) > MAX_KEYS:
-        keys.append(Key("…", (), f"{plural(len(groups) - MAX_KEYS, 'more group')}"))
+        keys.append(LegendKey("…", (), f"{plural(len(groups) - MAX_KEYS, 'more group')}"))
     return keys
 
 

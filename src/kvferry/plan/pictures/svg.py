@@ -13,7 +13,7 @@ from kvferry.plan.pictures.parts import (
     Box,
     Card,
     Elided,
-    Key,
+    LegendKey,
     PictureSide,
     Scene,
     Section,
@@ -273,7 +273,7 @@ def _foot(scene: Scene) -> Iterator[str]:
         yield _text(MARGIN, below + 24 * line, note, "name")
 
 
-def _key(key: Key, y: float) -> Iterator[str]:
+def _key(key: LegendKey, y: float) -> Iterator[str]:
     width = LABEL_WIDTH / max(1, len(key.colours))
     for index, colour in enumerate(key.colours):
         # A hair wider than its share, so that no seam shows between two.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens
-from kvferry.layout.layout import Holding, Layout, Parallel
-from kvferry.layout.spec import Group, Paged, Slot, Window
+from kvferry.layout.layout import Layout, Parallel, Shard
+from kvferry.layout.spec import Group, Paged, StateRow, Window
 from kvferry.plan.pictures.parts import PictureSide, ordinals
 from kvferry.plan.plan import Move, Plan, Request
 from kvferry.plan.units import human_bytes
@@ -123,14 +123,14 @@ def place_text(layout: Layout, rank: int) -> str:
     return " · ".join([*parts, f"tp{tp_rank}"])
 
 
-def holding_lines(group: Group, holdings: list[Holding]) -> tuple[str, ...]:
+def holding_lines(group: Group, shards: list[Shard]) -> tuple[str, ...]:
     """What is written beside a map, what matters most first."""
     lines = []
-    if holdings[0].tokens != ALL_TOKENS:
-        lines.append(pattern_text(holdings[0].tokens))
+    if shards[0].tokens != ALL_TOKENS:
+        lines.append(pattern_text(shards[0].tokens))
     if group.units > 1:
-        lines.append(units_text(group, holdings[0].units))
-    lines += [_held_layers(group, holding.layers) for holding in holdings]
+        lines.append(units_text(group, shards[0].units))
+    lines += [_held_layers(group, shard.layers) for shard in shards]
     return tuple(shorten(line, 18) for line in lines)
 
 
@@ -195,7 +195,7 @@ def group_text(group: Group, num_bytes: int) -> str:
             kind = "paged"
         case Window(num_tokens=kept):
             kind = f"window of {kept:,} tokens"
-        case Slot():
+        case StateRow():
             kind = "one row a request"
     shape = f"{plural(group.units, unit_word(group))} × {plural(len(group.layers), 'layer')}"
     return f"{shape}, {kind}, {human_bytes(num_bytes)}"

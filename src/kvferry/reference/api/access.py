@@ -15,16 +15,22 @@ import time
 from aiohttp import web
 
 from kvferry.http.api_errors import ApiError
-from kvferry.security.signing import SCHEME, Complaint, Doubt, Guard, Introduction
+from kvferry.security.signing import (
+    SCHEME,
+    Introduction,
+    RequestVerifier,
+    SignatureFault,
+    SignatureRefused,
+)
 
 _REMEDY = "this worker takes only what is signed with the cluster key; ask the router"
-UNSIGNED = Complaint(Doubt.UNSIGNED, _REMEDY)
+UNSIGNED = SignatureRefused(SignatureFault.UNSIGNED, _REMEDY)
 
 
 class AccessCheck:
     """Belongs to the worker's event loop."""
 
-    def __init__(self, guard: Guard | None) -> None:
+    def __init__(self, guard: RequestVerifier | None) -> None:
         self._guard = guard
 
     def introduce(self, nonce: str) -> Introduction:
@@ -54,9 +60,9 @@ class AccessCheck:
             raise refused(UNSIGNED)
 
 
-def refused(complaint: Complaint) -> ApiError:
+def refused(complaint: SignatureRefused) -> ApiError:
     """What a caller is told. The router knows these codes."""
-    status = 503 if complaint.doubt is Doubt.FULL else 401
+    status = 503 if complaint.doubt is SignatureFault.FULL else 401
     return ApiError(status, complaint.message, code=f"ticket_{complaint.doubt}".replace("-", "_"))
 
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from kvferry import InputError
 from kvferry.http.api_errors import ApiError, invalid
-from kvferry.reference.engine.requests import MAX_STOPS, Request, Role
+from kvferry.reference.engine.requests import MAX_STOPS, EngineRequest, EngineRole
 from kvferry.reference.engine.steps import Sampling
 from kvferry.reference.models.tokenizer import Tokenizer, TooLong
 from kvferry.reference.worker.jobs import Ticket
@@ -122,7 +122,7 @@ class Serving(NamedTuple):
     model: str
     tokenizer: Tokenizer
     max_tokens: int
-    role: Role
+    role: EngineRole
 
     @property
     def most_bytes(self) -> int:
@@ -136,7 +136,7 @@ class Ask(NamedTuple):
     ``is_local``: the prompt is computed where it might have been received.
     """
 
-    request: Request
+    request: EngineRequest
     ticket: Ticket | None
     chat: bool
     stream: bool
@@ -249,11 +249,11 @@ def _ask(
 ) -> Ask:
     what = "messages" if isinstance(body, ChatBody) else "prompt"
     role = _role(body.kvferry, serving.role)
-    _demand_room(len(prompt), 0 if role is Role.PREFILL else wanted, serving.max_tokens, what)
+    _demand_room(len(prompt), 0 if role is EngineRole.PREFILL else wanted, serving.max_tokens, what)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
     try:
-        request = Request(
+        request = EngineRequest(
             id=f"{kind}-{secrets.token_hex(12)}",
             prompt=tuple(prompt),
             max_tokens=wanted,
@@ -267,13 +267,13 @@ def _ask(
         raise invalid(str(error)) from None
     return Ask(
         request=request,
-        ticket=body.kvferry if role is not Role.WHOLE else None,
+        ticket=body.kvferry if role is not EngineRole.WHOLE else None,
         chat=isinstance(body, ChatBody),
-        stream=bool(body.stream) and role is not Role.PREFILL,
+        stream=bool(body.stream) and role is not EngineRole.PREFILL,
         usage=body.stream_options is not None and body.stream_options.include_usage,
         logprobs=num_logprobs is not None,
         token_ids=bool(body.return_token_ids),
-        is_local=role is Role.WHOLE and serving.role is not Role.WHOLE,
+        is_local=role is EngineRole.WHOLE and serving.role is not EngineRole.WHOLE,
     )
 
 
@@ -297,13 +297,13 @@ def _too_long(serving: Serving, param: str, what: str) -> ApiError:
     )
 
 
-def _role(ticket: Ticket | None, worker: Role) -> Role:
+def _role(ticket: Ticket | None, worker: EngineRole) -> EngineRole:
     """Which part of a request a worker computes."""
     if ticket is None:
-        return Role.WHOLE
-    if worker is Role.WHOLE:
-        raise invalid("this worker has no rendezvous, so it takes no rooms", "kvferry")
-    if worker is Role.DECODE and ticket.prefill is None:
+        return EngineRole.WHOLE
+    if worker is EngineRole.WHOLE:
+        raise invalid("this worker has no discovery service, so it takes no rooms", "kvferry")
+    if worker is EngineRole.DECODE and ticket.prefill is None:
         raise invalid("say which instance prefills as kvferry.prefill", "kvferry")
     return worker
 

@@ -26,7 +26,7 @@ class WorkerMetrics:
             "rooms": gauge("rooms", "Requests whose pages a transfer may touch"),
             "free_tokens": gauge("free_tokens", "Tokens that new requests could get pages for"),
         }
-        self._carried = gauge("carried_bytes", "Bytes that all ranks have sent, by path", "path")
+        self._carried = gauge("carried_bytes", "Bytes that all ranks have sent, by mode", "mode")
         self._requests = Counter(
             "kvferry_serve_requests",
             "Requests answered, by path and status",
@@ -42,7 +42,7 @@ class WorkerMetrics:
         """Everything, in Prometheus' own format. ``others`` are what other processes count."""
         for name, gauge in self._gauges.items():
             gauge.labels(self._instance).set(getattr(snapshot, name))
-        for path, num_bytes in snapshot.carried_bytes.items():
-            self._carried.labels(self._instance, path).set(num_bytes)
+        for mode, num_bytes in snapshot.carried_bytes.items():
+            self._carried.labels(self._instance, mode).set(num_bytes)
         own = generate_latest(self.registry) + generate_latest(REGISTRY)
         return together(own.decode(), others)

@@ -77,7 +77,7 @@ class PendingAnswer:
                 continue
             end = await _unless_late(self._end) if self._end is not None else None
             if end is not None and piece.report is not None:
-                told = replace(piece.report, path=end.path, num_bytes=end.num_bytes)
+                told = replace(piece.report, mode=end.mode, num_bytes=end.num_bytes)
                 piece = replace(piece, report=told)
             yield piece
             return

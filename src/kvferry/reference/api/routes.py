@@ -28,7 +28,7 @@ from kvferry.reference.api.rooms import ASK_S, RoomAsker, room_end
 from kvferry.reference.worker.ends import TooManyWaiting
 from kvferry.reference.worker.jobs import AnswerPiece
 from kvferry.reference.worker.loop import EngineLoop
-from kvferry.security.signing import Guard
+from kvferry.security.signing import RequestVerifier
 from kvferry.telemetry.logs.context import in_room
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Api:
         deadline_s: float,
         request_s: float,
         key: ClusterKey | None = None,
-        guard: Guard | None = None,
+        guard: RequestVerifier | None = None,
     ) -> None:
         self._loop = loop
         self._serving = serving

@@ -1,6 +1,6 @@
 """A cluster as its user describes it, in one TOML file or by flags.
 
-From a description come the options of each part: the rendezvous, the workers and
+From a description come the options of each part: the discovery service, the workers and
 the router. What can't work is said here, before anything is started. Imports no
 torch, so that a mistake is told at once.
 """
@@ -15,14 +15,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from kvferry import DType, InputError, Layout, Order, Parallel, Refused, reshard
-from kvferry import Path as TransferPath
+from kvferry import DType, InputError, Layout, Order, Parallel, Refused, TransferMode, reshard
 from kvferry.reference.engine.layouts import layout_for
 from kvferry.reference.models.config import ModelConfig
 from kvferry.router.options import RouterOptions
-from kvferry.router.roster import WorkerPart
+from kvferry.router.worker_pool import WorkerRole
 
-RENDEZVOUS_PORT = 7077
+DISCOVERY_PORT = 7077
 MAX_FILE_BYTES = 1 << 20
 SEE = "see examples/cluster.toml"
 DEVICES = ("cpu", "cuda")
@@ -31,11 +30,11 @@ Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 
-class RendezvousSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DiscoverySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where workers register. ``url`` is how others reach it, where that is not ``host``."""
 
     host: str = "127.0.0.1"
-    port: Port = RENDEZVOUS_PORT
+    port: Port = DISCOVERY_PORT
     url: str = ""
 
     @property
@@ -54,7 +53,7 @@ class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One worker, or ``instances`` of the same kind, each of ``tp`` × ``pp`` ranks.
 
     ``advertise`` is the address at which other hosts reach this one, where it
-    listens on all (``host = "0.0.0.0"``). ``path`` forces how a prefill worker
+    listens on all (``host = "0.0.0.0"``). ``mode`` forces how a prefill worker
     sends, which otherwise it chooses itself by what it has measured.
     """
 
@@ -75,7 +74,7 @@ class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: str = "127.0.0.1"
     port: Port = 0
     advertise: str = ""
-    path: TransferPath | None = None
+    mode: TransferMode | None = None
 
     def __str__(self) -> str:
         pipeline = f"·PP{self.parallel.pp}" if self.parallel.pp > 1 else ""
@@ -101,21 +100,21 @@ class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return fields | {"parallel": msgspec.to_builtins(self.parallel)}
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All of it. An empty ``model`` is the default one."""
 
     model: str = ""
     transport: str = "auto"
     key: str | None = None
-    rendezvous: RendezvousSection = RendezvousSection()
+    discovery: DiscoverySection = DiscoverySection()
     router: RouterOptions = RouterOptions()
     transfer: TransferSection = TransferSection()
     prefill: tuple[WorkerSection, ...] = ()
     decode: tuple[WorkerSection, ...] = ()
 
-    def workers(self) -> list[Named]:
+    def workers(self) -> list[NamedProcess]:
         """Every worker, under its own name."""
-        return [*_named(WorkerPart.PREFILL, self.prefill), *_named(WorkerPart.DECODE, self.decode)]
+        return [*_named(WorkerRole.PREFILL, self.prefill), *_named(WorkerRole.DECODE, self.decode)]
 
 
 class ModelFolder(NamedTuple):
@@ -125,17 +124,17 @@ class ModelFolder(NamedTuple):
     name: str
 
 
-class Named(NamedTuple):
+class NamedProcess(NamedTuple):
     """One worker of a section."""
 
     name: str
-    part: WorkerPart
+    part: WorkerRole
     section: WorkerSection
 
 
-def _named(part: WorkerPart, sections: Iterable[WorkerSection]) -> list[Named]:
+def _named(part: WorkerRole, sections: Iterable[WorkerSection]) -> list[NamedProcess]:
     """``prefill-0``, ``prefill-1``, … but for those that have a name."""
-    workers: list[Named] = []
+    workers: list[NamedProcess] = []
     for section in sections:
         for i in range(section.instances):
             name = section.name or f"{part}-{len(workers)}"
@@ -143,28 +142,28 @@ def _named(part: WorkerPart, sections: Iterable[WorkerSection]) -> list[Named]:
                 name = f"{section.name}-{i}"
             # A port can be had once; the others take any.
             own = section if i == 0 else msgspec.structs.replace(section, port=0)
-            workers.append(Named(name, part, own))
+            workers.append(NamedProcess(name, part, own))
     return workers
 
 
 # ---------------------------------------------------------------- files
 
 
-def read_cluster(name: str) -> Cluster:
+def read_cluster(name: str) -> ClusterDescription:
     """A description out of a file; paths in it are relative to where it lies."""
     path = Path(name)
     try:
         with path.open("rb") as file:
             data = tomllib.loads(file.read(MAX_FILE_BYTES).decode())
-        cluster = msgspec.convert(data, Cluster)
+        cluster = msgspec.convert(data, ClusterDescription)
     except OSError as error:
         raise InputError(f"cannot read {name!r}: {error.strerror}; check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{name} is not TOML: {error}; {SEE}") from None
     except (msgspec.ValidationError, InputError) as error:
         raise InputError(f"{name}: {error}; {SEE}") from None
-    if cluster.router.rendezvous or cluster.router.key:
-        raise InputError(f"{name}: [router] takes rendezvous and key from the whole file; {SEE}")
+    if cluster.router.discovery or cluster.router.key:
+        raise InputError(f"{name}: [router] takes discovery and key from the whole file; {SEE}")
     key = str(path.parent / cluster.key) if cluster.key else None
     model = cluster.model
     if "/" in model:
@@ -175,7 +174,7 @@ def read_cluster(name: str) -> Cluster:
 # ---------------------------------------------------------------- what fits
 
 
-def check(cluster: Cluster, model: ModelFolder) -> None:
+def check(cluster: ClusterDescription, model: ModelFolder) -> None:
     """Refuse what can't work, in one sentence."""
     workers = cluster.workers()
     names = [worker.name for worker in workers]
@@ -185,14 +184,14 @@ def check(cluster: Cluster, model: ModelFolder) -> None:
     for section in (*cluster.prefill, *cluster.decode):
         if section.device not in DEVICES:
             raise InputError(f"device is {' or '.join(DEVICES)}, not {section.device!r:.40}")
-    if any(section.path for section in cluster.decode):
-        raise InputError("prefill chooses the path; put it into a [[prefill]] section")
+    if any(section.mode for section in cluster.decode):
+        raise InputError("prefill chooses the transfer mode; put it into a [[prefill]] section")
     try:
         config = ModelConfig.load(model.folder)
         layouts = [(worker.part, worker.section.layout(config)) for worker in workers]
         for part, source in layouts:
             for other, target in layouts:
-                if (part, other) == (WorkerPart.PREFILL, WorkerPart.DECODE):
+                if (part, other) == (WorkerRole.PREFILL, WorkerRole.DECODE):
                     reshard(source, target)
     except Refused as refused:
         raise InputError("; ".join(reason.message for reason in refused.reasons)) from None
@@ -201,21 +200,21 @@ def check(cluster: Cluster, model: ModelFolder) -> None:
 # ---------------------------------------------------------------- options of the parts
 
 
-def rendezvous_options(cluster: Cluster) -> dict[str, Any]:
-    """What ``parts.run_part`` takes for the rendezvous."""
-    section = cluster.rendezvous
+def discovery_options(cluster: ClusterDescription) -> dict[str, Any]:
+    """What ``parts.run_part`` takes for the discovery service."""
+    section = cluster.discovery
     return {"host": section.host, "port": section.port, "key": cluster.key}
 
 
-def router_options(cluster: Cluster, rendezvous: str | None) -> dict[str, Any]:
+def router_options(cluster: ClusterDescription, discovery: str | None) -> dict[str, Any]:
     """And for the router."""
-    own = msgspec.structs.replace(cluster.router, rendezvous=rendezvous, key=cluster.key)
+    own = msgspec.structs.replace(cluster.router, discovery=discovery, key=cluster.key)
     fields: dict[str, Any] = msgspec.to_builtins(own)
     return fields
 
 
 def worker_options(
-    cluster: Cluster, worker: Named, model: ModelFolder, rendezvous: str | None
+    cluster: ClusterDescription, worker: NamedProcess, model: ModelFolder, discovery: str | None
 ) -> dict[str, Any]:
     """And for a worker. Its own deadlines are the router's, for callers without one.
 
@@ -230,13 +229,13 @@ def worker_options(
             "model": model.name,
             "engine": section.engine() | {"lost_s": cluster.router.lost_s},
             "transport": cluster.transport,
-            "rendezvous": rendezvous,
+            "discovery": discovery,
             "key_file": cluster.key,
             "host": section.host,
             "port": section.port,
             "advertise": section.advertise,
             "layers": cluster.transfer.layers,
-            "endpoint": {"path": section.path},
+            "endpoint": {"mode": section.mode},
             "deadline_s": cluster.router.room_s,
             "request_s": cluster.router.deadline_s,
         }

@@ -23,13 +23,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry import InputError, KvferryError, numeric
+from kvferry import InputError, KvferryError, resolve_ip
 from kvferry.http.listening import bound
 from kvferry.reference.cluster.child import ChildOrder, Said
 from kvferry.reference.cluster.description import (
-    Cluster,
+    ClusterDescription,
     ModelFolder,
-    rendezvous_options,
+    discovery_options,
     router_options,
     worker_options,
 )
@@ -45,7 +45,7 @@ LEAST_PAUSE_S, MOST_PAUSE_S = 1.0, 30.0
 # One that ran for so long is not in a loop of failures.
 STEADY_S = 60.0
 ROUTER = "router"
-RENDEZVOUS = "rendezvous"
+DISCOVERY = "discovery"
 
 
 class PartFailed(KvferryError):
@@ -53,7 +53,7 @@ class PartFailed(KvferryError):
 
 
 @dataclass(eq=False, slots=True)
-class Child:
+class ChildProcess:
     """One part. ``url`` is there once it is ready, ``restart_at`` while it is to be restarted."""
 
     order: ChildOrder
@@ -127,15 +127,15 @@ class Child:
                 self.process.stdout.close()
 
 
-class Launch:
+class ClusterLaunch:
     """The processes of one cluster. Leaving the block ends them all."""
 
     def __init__(self, *, log_level: str = "WARNING", stderr: IO[bytes] | None = None) -> None:
-        self.children: list[Child] = []
+        self.children: list[ChildProcess] = []
         self._log_level = log_level
         self._stderr = stderr
 
-    def __enter__(self) -> Launch:
+    def __enter__(self) -> ClusterLaunch:
         return self
 
     def __exit__(
@@ -146,20 +146,20 @@ class Launch:
     ) -> None:
         self.stop()
 
-    def __getitem__(self, name: str) -> Child:
+    def __getitem__(self, name: str) -> ChildProcess:
         return next(child for child in self.children if child.name == name)
 
     # ------------------------------------------------------------ beginning
 
     def start_all(
-        self, cluster: Cluster, model: ModelFolder, ready: Callable[[str, str], None]
+        self, cluster: ClusterDescription, model: ModelFolder, ready: Callable[[str, str], None]
     ) -> str:
         """Start every part and wait until requests can be answered; the router's address.
 
         ``ready`` is called with the name and the address of each part.
         """
         demand_ports(cluster)
-        told = self.start(RENDEZVOUS, PartKind.RENDEZVOUS, rendezvous_options(cluster))
+        told = self.start(DISCOVERY, PartKind.DISCOVERY, discovery_options(cluster))
         self.wait_ready([told], ready)
         # Pinned: the others would not find it elsewhere after a restart.
         self._pin_port(told)
@@ -176,22 +176,22 @@ class Launch:
         wait_until_routed(router.url, {worker.name for worker in workers})
         return router.url
 
-    def start(self, name: str, kind: PartKind, options: dict[str, Any]) -> Child:
+    def start(self, name: str, kind: PartKind, options: dict[str, Any]) -> ChildProcess:
         """Start one part, without waiting for it."""
         order = ChildOrder(name=name, kind=kind, options=options, log_level=self._log_level)
-        child = Child(order)
+        child = ChildProcess(order)
         self.children.append(child)
         child.start(self._stderr)
         return child
 
     @staticmethod
-    def _pin_port(child: Child) -> None:
+    def _pin_port(child: ChildProcess) -> None:
         port = urlsplit(child.url).port
         options = child.order.options | {"port": port}
         child.order = msgspec.structs.replace(child.order, options=options)
 
     def wait_ready(
-        self, children: Iterable[Child], ready: Callable[[str, str], None] = lambda *_: None
+        self, children: Iterable[ChildProcess], ready: Callable[[str, str], None] = lambda *_: None
     ) -> None:
         """Wait until all are ready, or raise what the first that fails has said."""
         deadline = time.monotonic() + START_S
@@ -231,12 +231,12 @@ class Launch:
         times = [child.restart_at for child in self.children if child.restart_at is not None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
-    def _due(self) -> list[Child]:
+    def _due(self) -> list[ChildProcess]:
         now = time.monotonic()
         return [child for child in self.children if child.restart_at and child.restart_at <= now]
 
     @staticmethod
-    def _took_news(child: Child) -> bool:
+    def _took_news(child: ChildProcess) -> bool:
         said = child.hear()
         if said is None:
             return False
@@ -248,7 +248,7 @@ class Launch:
         return True
 
     @staticmethod
-    def _ended(child: Child) -> None:
+    def _ended(child: ChildProcess) -> None:
         status = child.wait(time.monotonic() + STOP_S)
         now = time.monotonic()
         steady = now - child.started_at > STEADY_S
@@ -260,11 +260,11 @@ class Launch:
     # ------------------------------------------------------------ end
 
     def stop(self) -> None:
-        """End the router, then the workers, then the rendezvous, in bounded time. Idempotent."""
+        """End the router, then the workers, then discovery, in bounded time. Idempotent."""
         waves: Sequence[tuple[PartKind, ...]] = (
             (PartKind.ROUTER,),
             (PartKind.WORKER,),
-            (PartKind.RENDEZVOUS,),
+            (PartKind.DISCOVERY,),
         )
         for kinds in waves:
             running = [
@@ -280,19 +280,19 @@ class Launch:
         self.children = []
 
 
-def demand_ports(cluster: Cluster) -> None:
+def demand_ports(cluster: ClusterDescription) -> None:
     """Refuse a port that is in use before anything starts; its part would say so much later."""
-    listening = [(RENDEZVOUS, cluster.rendezvous.host, cluster.rendezvous.port)]
+    listening = [(DISCOVERY, cluster.discovery.host, cluster.discovery.port)]
     listening += [(ROUTER, cluster.router.host, cluster.router.port)]
     listening += [(one.name, one.section.host, one.section.port) for one in cluster.workers()]
     for name, host, port in listening:
         try:
-            bound(numeric(host), port).close()
+            bound(resolve_ip(host), port).close()
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
 
 
-def _is_ready(child: Child) -> bool:
+def _is_ready(child: ChildProcess) -> bool:
     said = child.hear()
     if said is None:
         status = child.wait(time.monotonic() + STOP_S)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry import InputError, settle_heap
+from kvferry import InputError, freeze_gc
 
 T = TypeVar("T")
 Ready = Callable[[str], None]
@@ -22,13 +22,13 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 class PartKind(StrEnum):
     """What a process may be."""
 
-    RENDEZVOUS = "rendezvous"
+    DISCOVERY = "discovery"
     WORKER = "worker"
     ROUTER = "router"
 
 
-class RendezvousOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rendezvous listens, and the file of its key."""
+class DiscoveryOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a discovery service listens, and the file of its key."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -44,13 +44,13 @@ def run_part(kind: PartKind, options: dict[str, Any], ready: Ready) -> None:
     from kvferry.http.limits import raise_open_files  # noqa: PLC0415
 
     def serves(address: str) -> None:
-        settle_heap()
+        freeze_gc()
         ready(address)
 
     raise_open_files()
     match kind:
-        case PartKind.RENDEZVOUS:
-            run_rendezvous(_read(options, RendezvousOptions), serves)
+        case PartKind.DISCOVERY:
+            run_discovery(_read(options, DiscoveryOptions), serves)
         case PartKind.ROUTER:
             from kvferry.router.options import RouterOptions  # noqa: PLC0415
             from kvferry.router.serving import run_router  # noqa: PLC0415
@@ -69,12 +69,12 @@ def _read(options: dict[str, Any], kind: type[T]) -> T:
         raise InputError(f"an option can't be used: {error}") from None
 
 
-def run_rendezvous(options: RendezvousOptions, ready: Ready) -> None:
+def run_discovery(options: DiscoveryOptions, ready: Ready) -> None:
     """Where workers register and are found."""
-    from kvferry import RendezvousServer  # noqa: PLC0415
+    from kvferry import DiscoveryServer  # noqa: PLC0415
     from kvferry.http.listening import key_in  # noqa: PLC0415
 
-    server = RendezvousServer(options.host, options.port, key_in(options.key))
+    server = DiscoveryServer(options.host, options.port, key_in(options.key))
     with stop_signals() as told, server:
         ready(server.url)
         wait_for(told)

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from kvferry import Misuse
 
 
-class Allocation:
+class BlockAllocation:
     """The pages of one request, in token order, and its state row.
 
     The first ``prefix`` tokens were there already, in pages that it shares.
@@ -33,7 +33,7 @@ class Allocation:
         self.released = False
 
     def __repr__(self) -> str:
-        return f"<Allocation pages={self.pages} row={self.row} prefix={self.prefix}>"
+        return f"<BlockAllocation pages={self.pages} row={self.row} prefix={self.prefix}>"
 
 
 class Blocks:
@@ -73,7 +73,9 @@ class Blocks:
         """How many pages that many tokens need."""
         return -(-num_tokens // self.page_tokens)
 
-    def allocate(self, prompt: Sequence[int], num_tokens: int, reuse: int) -> Allocation | None:
+    def allocate(
+        self, prompt: Sequence[int], num_tokens: int, reuse: int
+    ) -> BlockAllocation | None:
         """Pages for ``num_tokens``, of which at most the first ``reuse`` may be shared ones.
 
         None when there are not enough; then nothing has changed.
@@ -89,9 +91,9 @@ class Blocks:
             self._users[page] += 1
         pages = shared + [self._take() for _ in range(num_new)]
         row = self._free_rows.popleft() if self._num_rows else None
-        return Allocation(pages, row, len(shared) * self.page_tokens, keys)
+        return BlockAllocation(pages, row, len(shared) * self.page_tokens, keys)
 
-    def publish(self, allocation: Allocation, tokens: Sequence[int]) -> None:
+    def publish(self, allocation: BlockAllocation, tokens: Sequence[int]) -> None:
         """The contents of these first tokens are in place: let later requests share full pages."""
         if not self._keep:
             return
@@ -104,7 +106,7 @@ class Blocks:
             if self._page_of.setdefault(key, page) == page:
                 self._key_of[page] = key
 
-    def release(self, allocation: Allocation) -> None:
+    def release(self, allocation: BlockAllocation) -> None:
         """Give everything back, once."""
         if allocation.released:
             raise Misuse("these pages were given back before; release a request once")

@@ -25,9 +25,9 @@ from kvferry import (
     PoolMap,
     Pools,
     Region,
-    Slot,
+    StateRow,
     contiguous_pools,
-    find_holding,
+    find_shard,
 )
 
 Allocate = Callable[[int], NDArray[np.uint8]]
@@ -47,7 +47,7 @@ def zeroed(num_bytes: int) -> NDArray[np.uint8]:
     return np.zeros(num_bytes, dtype=np.uint8)
 
 
-class Cache:
+class RankCache:
     """What one rank holds: ``pools`` says where everything is inside ``region``."""
 
     def __init__(
@@ -80,12 +80,12 @@ class Cache:
         """
         spec = self.layout.spec.group(group)
         placement = self.pools.map.of(group, tensor)
-        units = len(find_holding(self.layout.rank_holdings(self.rank), group, layer).units)
+        units = len(find_shard(self.layout.rank_shards(self.rank), group, layer).units)
         (kind,) = (t for t in spec.tensors if t.name == tensor)
         (base,) = placement.bases_of((layer,))
         raw = self.memory[base.offset : base.offset + placement.num_pages * placement.page_stride]
         flat = raw.view(TORCH_DTYPES[kind.dtype])
-        if isinstance(spec.kind, Slot):
+        if isinstance(spec.kind, StateRow):
             return flat.view(placement.num_pages, units, kind.elements)
         tokens = self.layout.page_tokens
         if self.layout.order is Order.HND:

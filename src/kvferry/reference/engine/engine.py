@@ -31,15 +31,15 @@ from kvferry.reference.engine.cache import TORCH_DTYPES
 from kvferry.reference.engine.layouts import layout_for
 from kvferry.reference.engine.requests import (
     Computed,
-    Finish,
+    EngineRequest,
+    EngineRole,
+    FinishReason,
     Noted,
     Output,
     Produced,
-    Request,
-    Role,
 )
-from kvferry.reference.engine.scheduler import Active, Phase, Scheduler
-from kvferry.reference.engine.steps import Sample, StepPlan, StepResult, Work
+from kvferry.reference.engine.scheduler import Active, RequestPhase, Scheduler
+from kvferry.reference.engine.steps import RequestWork, Sample, StepPlan, StepResult
 from kvferry.reference.engine.text import TextStream
 from kvferry.reference.models.config import ModelConfig
 from kvferry.reference.models.tokenizer import Tokenizer
@@ -168,7 +168,7 @@ class Engine:
         """End every rank. Idempotent."""
         self._ranks.close()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a request; refuses one that could never run."""
         length = request.reserved_tokens
         if length > self.config.max_tokens:
@@ -197,10 +197,10 @@ class Engine:
         self.in_step = frozenset()
         return [*outputs, *self._settle(plan.works, results)]
 
-    def _settle(self, works: list[Work], results: list[StepResult]) -> list[Output]:
+    def _settle(self, works: list[RequestWork], results: list[StepResult]) -> list[Output]:
         outputs: list[Output] = []
         for work in works:
-            in_prompt = self.scheduler.get(work.request).phase is Phase.PREFILL
+            in_prompt = self.scheduler.get(work.request).phase is RequestPhase.PREFILL
             self.scheduler.ran(work)
             if in_prompt:
                 outputs.append(Computed(work.request, work.first, work.end))
@@ -219,7 +219,7 @@ class Engine:
         """Add a token to its answer, and end the answer where it ends."""
         active = self.scheduler.get(sample.request)
         request, text = active.request, self._texts[sample.request]
-        if request.role is Role.PREFILL:
+        if request.role is EngineRole.PREFILL:
             return Produced(sample.request, sample)
         shown, finish = self._show(active, text, sample.token)
         if finish is not None:
@@ -227,18 +227,20 @@ class Engine:
             del self._texts[sample.request]
         return Produced(sample.request, sample, shown, finish)
 
-    def _show(self, active: Active, text: TextStream, token: int) -> tuple[str, Finish | None]:
+    def _show(
+        self, active: Active, text: TextStream, token: int
+    ) -> tuple[str, FinishReason | None]:
         """The text that a token brings, and whether it ends the answer. The end has no text."""
         request = active.request
         ends = () if request.ignore_end else self.config.end_tokens
         if token in (*request.stop_tokens, *ends):
-            return text.end(), Finish.STOP
+            return text.end(), FinishReason.STOP
         shown = text.push(token)
         if text.stopped:
-            return shown, Finish.STOP
+            return shown, FinishReason.STOP
         if active.num_produced >= request.max_tokens:
             shown += text.end()
-            return shown, Finish.STOP if text.stopped else Finish.LENGTH
+            return shown, FinishReason.STOP if text.stopped else FinishReason.LENGTH
         return shown, None
 
     def cancel(self, request_id: str) -> bool:

@@ -17,7 +17,7 @@ from kvferry import (
     Parallel,
     ReasonCode,
     Refused,
-    Slot,
+    StateRow,
     Tensor,
     attention_group,
 )
@@ -46,7 +46,7 @@ def _state_groups(config: ModelConfig, dtype: DType) -> tuple[Group, ...]:
         Tensor("conv_v", dtype, width * linear.value_dim),
         Tensor("recurrent", DType.FLOAT32, linear.key_dim * linear.value_dim),
     )
-    return (Group(STATE, Slot(), config.layers_of(LINEAR), linear.heads, tensors),)
+    return (Group(STATE, StateRow(), config.layers_of(LINEAR), linear.heads, tensors),)
 
 
 def layout_for(

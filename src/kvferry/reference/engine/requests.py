@@ -12,7 +12,7 @@ from kvferry.reference.engine.steps import Sample, SampleFailed, Sampling
 MAX_STOPS = 16
 
 
-class Role(StrEnum):
+class EngineRole(StrEnum):
     """Which part of a request this engine computes.
 
     WHOLE: prompt and answer. PREFILL: the prompt and the first token; its pages
@@ -25,7 +25,7 @@ class Role(StrEnum):
     DECODE = auto()
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and how to continue it. ``stop`` are strings, ``stop_tokens`` ids.
 
     The model's own end tokens stop a request too, unless ``ignore_end``.
@@ -38,7 +38,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
     ignore_end: bool = False
-    role: Role = Role.WHOLE
+    role: EngineRole = EngineRole.WHOLE
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -51,11 +51,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reserved_tokens(self) -> int:
         """Tokens whose cache must have room from the start, so that it never runs out of it."""
-        answer = 0 if self.role is Role.PREFILL else self.max_tokens
+        answer = 0 if self.role is EngineRole.PREFILL else self.max_tokens
         return len(self.prompt) + answer
 
 
-class Finish(StrEnum):
+class FinishReason(StrEnum):
     """Why an answer ended: a stop token or string, or ``max_tokens``."""
 
     STOP = auto()
@@ -85,7 +85,7 @@ class Produced(msgspec.Struct, frozen=True):
     request: str
     sample: Sample
     text: str = ""
-    finish: Finish | None = None
+    finish: FinishReason | None = None
 
 
 class Noted(msgspec.Struct, frozen=True):

@@ -13,12 +13,12 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from kvferry.reference.engine.steps import Past, Sample, SampleFailed, Sampling, Work
+from kvferry.reference.engine.steps import Past, RequestWork, Sample, SampleFailed, Sampling
 
 log = logging.getLogger(__name__)
 
 
-def sample(logits: Tensor, works: Sequence[Work]) -> tuple[list[Sample], list[SampleFailed]]:
+def sample(logits: Tensor, works: Sequence[RequestWork]) -> tuple[list[Sample], list[SampleFailed]]:
     """Choose one token for each work, from its row of ``logits``.
 
     An exception while choosing fails that request alone: the batch's other requests,
@@ -40,13 +40,13 @@ def sample(logits: Tensor, works: Sequence[Work]) -> tuple[list[Sample], list[Sa
     return samples, failures
 
 
-def _sample_one(logits: Tensor, likeliest: int, work: Work) -> Sample:
+def _sample_one(logits: Tensor, likeliest: int, work: RequestWork) -> Sample:
     assert work.sampling is not None
     token = choose(logits, likeliest, work.sampling, work)
     return _with_logprobs(Sample(work.request, token), logits, work.sampling)
 
 
-def choose(logits: Tensor, likeliest: int, sampling: Sampling, work: Work) -> int:
+def choose(logits: Tensor, likeliest: int, sampling: Sampling, work: RequestWork) -> int:
     """The next token of a work. Log probabilities are told of the model, not of what it became."""
     if work.past is not None:
         logits = penalised(logits, sampling, work.past)

@@ -24,12 +24,12 @@ from enum import Enum, auto
 from msgspec.structs import replace
 
 from kvferry import InputError, Misuse
-from kvferry.reference.engine.blocks import Allocation, Blocks
-from kvferry.reference.engine.requests import Admitted, Request, Role
-from kvferry.reference.engine.steps import Past, Work
+from kvferry.reference.engine.blocks import BlockAllocation, Blocks
+from kvferry.reference.engine.requests import Admitted, EngineRequest, EngineRole
+from kvferry.reference.engine.steps import Past, RequestWork
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     """Where an admitted request stands."""
 
     PREFILL = auto()
@@ -41,18 +41,20 @@ class Phase(Enum):
 class Active:
     """A request with pages. ``computed`` tokens have their entries in them."""
 
-    def __init__(self, request: Request, allocation: Allocation) -> None:
+    def __init__(self, request: EngineRequest, allocation: BlockAllocation) -> None:
         self.request = request
         self.allocation = allocation
         self.tokens = list(request.prompt)
         self.computed = allocation.prefix
-        self.phase = Phase.ARRIVING if request.role is Role.DECODE else Phase.PREFILL
+        self.phase = (
+            RequestPhase.ARRIVING if request.role is EngineRole.DECODE else RequestPhase.PREFILL
+        )
 
     @property
     def pinned(self) -> bool:
         """Whether a transfer may read or write the pages."""
-        waits = self.phase in (Phase.ARRIVING, Phase.HELD)
-        return waits or self.request.role is Role.PREFILL
+        waits = self.phase in (RequestPhase.ARRIVING, RequestPhase.HELD)
+        return waits or self.request.role is EngineRole.PREFILL
 
     @property
     def num_produced(self) -> int:
@@ -81,7 +83,7 @@ class Scheduler:
         self.blocks = blocks
         self._step_tokens = step_tokens
         self._max_requests = max_requests
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[EngineRequest] = deque()
         self._active: dict[str, Active] = {}
 
     @property
@@ -94,7 +96,7 @@ class Scheduler:
         """Requests with pages."""
         return len(self._active)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Put a request at the end of the queue."""
         if request.id in self._active or any(r.id == request.id for r in self._waiting):
             raise InputError(f"request {request.id!r} is known already; give it another id")
@@ -118,7 +120,7 @@ class Scheduler:
         while self._waiting and len(self._active) < self._max_requests:
             request = self._waiting[0]
             # Someone has to compute the last token for its logits; in decode others did.
-            reuse = len(request.prompt) - (request.role is not Role.DECODE)
+            reuse = len(request.prompt) - (request.role is not EngineRole.DECODE)
             allocation = self.blocks.allocate(request.prompt, request.reserved_tokens, reuse)
             if allocation is None:
                 break
@@ -128,16 +130,16 @@ class Scheduler:
             admitted.append(Admitted(request.id, pages, row, prefix))
         return admitted
 
-    def plan(self) -> list[Work]:
+    def plan(self) -> list[RequestWork]:
         """The next step's work; empty where nothing can run."""
         works = [
             self._work(active, 1)
             for active in self._active.values()
-            if active.phase is Phase.DECODE
+            if active.phase is RequestPhase.DECODE
         ]
         budget = self._step_tokens - len(works)
         for active in self._active.values():
-            if active.phase is not Phase.PREFILL:
+            if active.phase is not RequestPhase.PREFILL:
                 continue
             size = self._chunk(active, budget)
             if not size:
@@ -152,10 +154,10 @@ class Scheduler:
             return left
         return max(0, budget - (active.computed + budget) % self.blocks.page_tokens)
 
-    def _work(self, active: Active, size: int) -> Work:
+    def _work(self, active: Active, size: int) -> RequestWork:
         end = active.computed + size
         sampling = active.request.sampling if end == len(active.tokens) else None
-        return Work(
+        return RequestWork(
             request=active.request.id,
             tokens=active.tokens[active.computed : end],
             first=active.computed,
@@ -165,7 +167,7 @@ class Scheduler:
             past=active.past if sampling is not None and sampling.looks_back else None,
         )
 
-    def ran(self, work: Work) -> None:
+    def ran(self, work: RequestWork) -> None:
         """The work's entries are in the pages."""
         active = self.get(work.request)
         active.computed = work.end
@@ -175,23 +177,23 @@ class Scheduler:
         """The request's next token is known."""
         active = self.get(request_id)
         active.tokens.append(token)
-        if active.phase is Phase.PREFILL:
-            is_half = active.request.role is Role.PREFILL
-            active.phase = Phase.HELD if is_half else Phase.DECODE
+        if active.phase is RequestPhase.PREFILL:
+            is_half = active.request.role is EngineRole.PREFILL
+            active.phase = RequestPhase.HELD if is_half else RequestPhase.DECODE
 
     def arrived(self, request_id: str, first_token: int) -> None:
         """The prompt's cache is in the pages, on every rank; decoding can begin."""
-        active = self._demand(request_id, Phase.ARRIVING)
+        active = self._demand(request_id, RequestPhase.ARRIVING)
         active.computed = len(active.request.prompt)
         active.tokens.append(first_token)
-        active.phase = Phase.DECODE
+        active.phase = RequestPhase.DECODE
         self.blocks.publish(active.allocation, active.request.prompt)
 
     def recompute(self, request_id: str) -> None:
         """Give up on a transfer that touches the pages no more: compute the prompt here."""
-        active = self._demand(request_id, Phase.ARRIVING)
+        active = self._demand(request_id, RequestPhase.ARRIVING)
         self._drop(active)
-        self._waiting.appendleft(replace(active.request, role=Role.WHOLE))
+        self._waiting.appendleft(replace(active.request, role=EngineRole.WHOLE))
 
     def finish(self, request_id: str) -> None:
         """The request has its answer."""
@@ -206,7 +208,7 @@ class Scheduler:
         if not active.pinned:
             self._drop(active)
             return False
-        active.phase = Phase.HELD
+        active.phase = RequestPhase.HELD
         return True
 
     def release(self, request_id: str) -> None:
@@ -216,7 +218,7 @@ class Scheduler:
             raise Misuse(f"request {request_id!r} is still being computed; cancel it")
         self._drop(active)
 
-    def _demand(self, request_id: str, phase: Phase) -> Active:
+    def _demand(self, request_id: str, phase: RequestPhase) -> Active:
         active = self.get(request_id)
         if active.phase is not phase:
             raise Misuse(f"request {request_id!r} is {active.phase.name}, not {phase.name}")

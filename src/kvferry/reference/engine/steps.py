@@ -76,7 +76,7 @@ class Past(msgspec.Struct, frozen=True):
     answer: list[int] = []
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class RequestWork(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request to run: a chunk of its prompt, or the token it sampled last.
 
     ``first`` is the position of the first of them; what is before it is in the
@@ -101,7 +101,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step. ``commands`` are for the ranks' extensions; the engine does not read them."""
 
-    works: list[Work] = []
+    works: list[RequestWork] = []
     commands: list[bytes] = []
 
 

@@ -75,14 +75,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def load(folder: Path) -> ModelConfig:
         """Read ``config.json`` of a model folder, and the end tokens it has elsewhere."""
-        config = _checked(config_as(folder, _Raw))
+        config = _checked(config_as(folder, _RawConfig))
         path = folder / "generation_config.json"
         chat = config_as(path, _GenerationConfig) if path.is_file() else _GenerationConfig()
         tokens = config.end_tokens + _end_tokens(chat.eos_token_id)
         return replace(config, end_tokens=tuple(dict.fromkeys(tokens)))
 
 
-class _Raw(msgspec.Struct, kw_only=True):
+class _RawConfig(msgspec.Struct, kw_only=True):
     """The fields of ``config.json`` that matter, under their published names."""
 
     model_type: str
@@ -117,7 +117,7 @@ class _GenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def _checked(raw: _Raw) -> ModelConfig:
+def _checked(raw: _RawConfig) -> ModelConfig:
     _demand(raw.model_type in FAMILIES, f"its model_type is {raw.model_type!r:.40}")
     heads = raw.num_attention_heads
     kv_heads = raw.num_key_value_heads or heads
@@ -161,7 +161,7 @@ def _demand(fits: bool, what: str) -> None:
         )
 
 
-def _rope(raw: _Raw) -> tuple[float, RopeScaling | None]:
+def _rope(raw: _RawConfig) -> tuple[float, RopeScaling | None]:
     """The base and the scaling, from the old fields or from the newer ``rope_parameters``."""
     fields = {**(raw.rope_scaling or {}), **(raw.rope_parameters or {})}
     stated = fields.get("rope_theta", raw.rope_theta)
@@ -176,7 +176,7 @@ def _rope(raw: _Raw) -> tuple[float, RopeScaling | None]:
         raise InputError(f"config.json has a bad rope_scaling ({error}); correct it") from None
 
 
-def _linear(raw: _Raw) -> LinearConfig:
+def _linear(raw: _RawConfig) -> LinearConfig:
     linear = LinearConfig(
         heads=raw.linear_num_key_heads,
         key_dim=raw.linear_key_head_dim,

@@ -27,7 +27,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from kvferry import InputError, KvferryError, settle_heap
+from kvferry import InputError, KvferryError, freeze_gc
 from kvferry.reference.engine.steps import StepPlan, StepResult
 from kvferry.reference.ranks.figures import FiguresWriter, left_figures
 from kvferry.reference.ranks.folders import RanksFolder
@@ -252,7 +252,7 @@ def rank_main(
         started.set()
         give_signs(beats, setup.lost_s)
         with closing(FiguresWriter(folder, rank)):
-            settle_heap()
+            freeze_gc()
             pipe.send_bytes(_ENCODER.encode(RankAnswer()))
             while data := pipe.recv_bytes():
                 pipe.send_bytes(_ENCODER.encode(RankAnswer(worker.execute(_PLANS.decode(data)))))

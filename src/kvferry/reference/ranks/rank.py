@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry import Layout
-from kvferry.reference.engine.cache import Cache, zeroed
+from kvferry.reference.engine.cache import RankCache, zeroed
 from kvferry.reference.engine.sampling import sample
 from kvferry.reference.engine.steps import Sample, SampleFailed, StepPlan, StepResult
 from kvferry.reference.models.compute.batch import make_batch
@@ -42,7 +42,7 @@ class Extension:
         """Zeroed host memory for the cache (not asked for on a GPU)."""
         return zeroed(num_bytes)
 
-    def start(self, cache: Cache) -> None:
+    def start(self, cache: RankCache) -> None:
         """The cache is there and all ranks have met."""
 
     def before(self, plan: StepPlan) -> None:
@@ -99,7 +99,7 @@ class RankWorker:
         self.device = _device(setup.device, rank)
         shard = shard_of(setup.config, setup.layout, rank)
         self.extension = setup.extend(rank)
-        self.cache = Cache(
+        self.cache = RankCache(
             setup.layout,
             rank,
             num_pages=setup.num_pages,

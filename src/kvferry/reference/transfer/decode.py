@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry import Incoming, TargetEndpoint
-from kvferry.reference.engine.cache import Cache
+from kvferry.reference.engine.cache import RankCache
 from kvferry.reference.transfer.extension import EndpointSettings, RoomExtension
-from kvferry.reference.transfer.messages import Open, Receive
+from kvferry.reference.transfer.messages import OpenCommand, ReceiveCommand
 
 
 class DecodeExtension(RoomExtension[Incoming, TargetEndpoint]):
@@ -22,13 +22,13 @@ class DecodeExtension(RoomExtension[Incoming, TargetEndpoint]):
         """Memory that sources can write into."""
         return self.transports.allocate(num_bytes)
 
-    def start(self, cache: Cache) -> None:
+    def start(self, cache: RankCache) -> None:
         """Make the endpoint over the rank's cache."""
         self._device = cache.memory.device
         super().start(cache)
 
-    def _begin(self, command: Open | Receive) -> Incoming:
-        assert isinstance(command, Receive), command
+    def _begin(self, command: OpenCommand | ReceiveCommand) -> Incoming:
+        assert isinstance(command, ReceiveCommand), command
         if self._device.type == "cuda":
             # Whoever had these pages before may have left steps in the GPU's queue that write them.
             torch.cuda.current_stream(self._device).synchronize()

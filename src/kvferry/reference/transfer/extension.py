@@ -30,17 +30,17 @@ from kvferry import (
     make_transports,
 )
 from kvferry.http.listening import key_in
-from kvferry.reference.engine.cache import Cache
+from kvferry.reference.engine.cache import RankCache
 from kvferry.reference.engine.steps import Sample, SampleFailed, StepPlan
 from kvferry.reference.ranks.rank import Extension
 from kvferry.reference.transfer.messages import (
-    Abort,
+    AbortCommand,
     Command,
-    Ended,
+    EndedNote,
     Note,
-    Open,
-    Receive,
-    Released,
+    OpenCommand,
+    ReceiveCommand,
+    ReleasedNote,
     decode_command,
     encode,
 )
@@ -59,7 +59,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     model: str
     transport: str = "auto"
-    rendezvous: str | None = None
+    discovery: str | None = None
     key_file: str | None = None
     http: str = ""
     life: str = ""
@@ -98,7 +98,7 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
         self._endpoint: E | None = None
         self._refused: list[Note] = []
 
-    def start(self, cache: Cache) -> None:
+    def start(self, cache: RankCache) -> None:
         """Make the endpoint over the rank's cache."""
         settings = self.settings
         self._endpoint = self._kind(
@@ -108,7 +108,7 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
             rank=self.rank,
             model=settings.model,
             transport=self.transports,
-            rendezvous=settings.rendezvous,
+            discovery=settings.discovery,
             key=settings.key(),
             config=settings.config,
         )
@@ -120,7 +120,7 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
         return self._endpoint
 
     @abstractmethod
-    def _begin(self, command: Open | Receive) -> H:
+    def _begin(self, command: OpenCommand | ReceiveCommand) -> H:
         """Take a room on."""
 
     def before(self, plan: StepPlan) -> None:
@@ -129,7 +129,7 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
             self._do(decode_command(data))
 
     def _do(self, command: Command) -> None:
-        if isinstance(command, Abort):
+        if isinstance(command, AbortCommand):
             if command.request in self.rooms:
                 self.rooms[command.request].handle.abort()
             return
@@ -138,7 +138,10 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
         except KvferryError as error:
             # What can't begin fails its own request, and nothing else.
             failure = Failure.of(FailureCode.REFUSED, str(error))
-            self._refused += [Ended(command.request, failure), self._released(command.request, {})]
+            self._refused += [
+                EndedNote(command.request, failure),
+                self._released(command.request, {}),
+            ]
             return
         self.rooms[command.request] = RankRoom(handle, command.digest)
         handle.on_end(lambda _: self.on_news())
@@ -153,7 +156,7 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
             outcome = room.handle.outcome
             if outcome is not None and not room.told_end:
                 room.told_end = True
-                notes.append(Ended.of(request, outcome))
+                notes.append(EndedNote.of(request, outcome))
             if room.handle.released and room.told_end:
                 del self.rooms[request]
                 notes.append(self._released(request, self._moved(room.handle)))
@@ -163,13 +166,13 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
         """What this rank has written for a room; a target writes nothing."""
         return {}
 
-    def _released(self, request: str, moved: dict[str, int]) -> Released:
+    def _released(self, request: str, moved: dict[str, int]) -> ReleasedNote:
         stats = self.endpoint.stats
-        carried = {str(path): one.num_bytes for path, one in stats.paths.items()}
-        return Released(request, moved, carried, stats.links)
+        carried = {str(mode): one.num_bytes for mode, one in stats.modes.items()}
+        return ReleasedNote(request, moved, carried, stats.links)
 
     def close(self) -> None:
-        """Abort every room and end the endpoint."""
+        """AbortCommand every room and end the endpoint."""
         if self._endpoint is None:
             self.transports.close()
         else:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry import Agreement, Done, Failure, Outcome, Room
+from kvferry import Done, Failure, Outcome, RankAgreement, Room
 from kvferry.reference.engine.steps import Sample
 
 # ---------------------------------------------------------------- from the driver
 
 
-class Open(msgspec.Struct, frozen=True, tag=True):
+class OpenCommand(msgspec.Struct, frozen=True, tag=True):
     """To sources: this request is about to be computed and belongs to that room."""
 
     request: str
@@ -25,7 +25,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     traceparent: str = ""
 
 
-class Receive(msgspec.Struct, frozen=True, tag=True):
+class ReceiveCommand(msgspec.Struct, frozen=True, tag=True):
     """To targets: have this request's cache written into these pages, and no other's."""
 
     request: str
@@ -41,19 +41,19 @@ class Receive(msgspec.Struct, frozen=True, tag=True):
     traceparent: str = ""
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class AbortCommand(msgspec.Struct, frozen=True, tag=True):
     """To either: give the request's room up, if it has not ended."""
 
     request: str
 
 
-Command = Open | Receive | Abort
+Command = OpenCommand | ReceiveCommand | AbortCommand
 _COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 # ---------------------------------------------------------------- from a rank
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class EndedNote(msgspec.Struct, frozen=True, tag=True):
     """The rank's part of the request's room is done, or failed."""
 
     request: str
@@ -61,11 +61,11 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     metadata: bytes = b""
 
     @staticmethod
-    def of(request: str, outcome: Outcome) -> Ended:
+    def of(request: str, outcome: Outcome) -> EndedNote:
         """The end of a request's room, as its handle has it."""
         if isinstance(outcome, Failure):
-            return Ended(request, outcome)
-        return Ended(request, metadata=outcome.metadata)
+            return EndedNote(request, outcome)
+        return EndedNote(request, metadata=outcome.metadata)
 
     @property
     def outcome(self) -> Outcome:
@@ -73,10 +73,10 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
         return self.failure or Done(self.metadata)
 
 
-class Released(msgspec.Struct, frozen=True, tag=True):
+class ReleasedNote(msgspec.Struct, frozen=True, tag=True):
     """No transfer touches the rank's pages of the request any more.
 
-    ``moved`` are the bytes that the rank has written for it by each path, ``carried``
+    ``moved`` are the bytes that the rank has written for it by each mode, ``carried``
     those of all rooms since it started, ``links`` the transport to each of its peers.
     """
 
@@ -86,11 +86,11 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     links: dict[str, str] = {}
 
 
-Note = Ended | Released
+Note = EndedNote | ReleasedNote
 _NOTES: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
 
 
-class First(msgspec.Struct, frozen=True):
+class FirstTokenNote(msgspec.Struct, frozen=True):
     """What the lead source adds to a room: the first token, and who can say how it went.
 
     ``life`` is that of the worker at ``http``, which takes signed questions for it alone.
@@ -101,7 +101,7 @@ class First(msgspec.Struct, frozen=True):
     life: str = ""
 
 
-def encode(message: Command | Note | First) -> bytes:
+def encode(message: Command | Note | FirstTokenNote) -> bytes:
     """As it travels."""
     return msgspec.msgpack.encode(message)
 
@@ -116,9 +116,9 @@ def decode_command(command: bytes) -> Command:
     return _COMMANDS.decode(command)
 
 
-def take_note(agreement: Agreement, rank: int, note: Note) -> None:
+def take_note(agreement: RankAgreement, rank: int, note: Note) -> None:
     """A rank has spoken of a room."""
-    if isinstance(note, Released):
+    if isinstance(note, ReleasedNote):
         agreement.release(rank, note.moved)
     else:
         agreement.end(rank, note.outcome)

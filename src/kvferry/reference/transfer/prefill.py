@@ -7,11 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry import DeviceMarks, Outgoing, Pace, SourceEndpoint, Span, Waitable, touched_pages
-from kvferry.reference.engine.cache import Cache
-from kvferry.reference.engine.steps import Sample, SampleFailed, StepPlan, Work
+from kvferry import (
+    EventRecorder,
+    LayerPushTuner,
+    Outgoing,
+    SourceEndpoint,
+    Span,
+    Waitable,
+    touched_pages,
+)
+from kvferry.reference.engine.cache import RankCache
+from kvferry.reference.engine.steps import RequestWork, Sample, SampleFailed, StepPlan
 from kvferry.reference.transfer.extension import EndpointSettings, RoomExtension
-from kvferry.reference.transfer.messages import First, Open, Receive, encode
+from kvferry.reference.transfer.messages import FirstTokenNote, OpenCommand, ReceiveCommand, encode
 
 
 class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
@@ -23,14 +31,14 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
         # How many layers go at a time in this step.
         self._per_push = 0
 
-    def start(self, cache: Cache) -> None:
+    def start(self, cache: RankCache) -> None:
         """Make the endpoint over the rank's cache."""
         self._page_tokens = cache.layout.page_tokens
-        self._marks = DeviceMarks(cache.memory.device)
-        self.pace = Pace(self.settings.layers, cache.layout, self.rank, self._marks.now)
+        self._marks = EventRecorder(cache.memory.device)
+        self.pace = LayerPushTuner(self.settings.layers, cache.layout, self.rank, self._marks.now)
         super().start(cache)
 
-    def _begin(self, command: Open | Receive) -> Outgoing:
+    def _begin(self, command: OpenCommand | ReceiveCommand) -> Outgoing:
         return self.endpoint.open(
             command.room,
             deadline_s=command.deadline_s,
@@ -39,7 +47,7 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
         )
 
     def _moved(self, handle: Outgoing) -> dict[str, int]:
-        return {str(path): num_bytes for path, num_bytes in handle.carried.items()}
+        return {str(mode): num_bytes for mode, num_bytes in handle.carried.items()}
 
     def before(self, plan: StepPlan) -> None:
         """Announce what this step computes, so that credits are there when it is."""
@@ -59,7 +67,7 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
         num_tokens = sum(len(work.tokens) for work in plan.works)
         num_sent = sum(len(work.tokens) for work in plan.works if work.request in self.rooms)
         self.pace.begin(num_tokens)
-        self._per_push = self.pace.per_push(num_tokens, num_sent, self.endpoint.constants)
+        self._per_push = self.pace.per_push(num_tokens, num_sent, self.endpoint.link_cost)
 
     def computed(self, plan: StepPlan, layer: int) -> None:
         """Push the group of layers that ends with this one, unless it is all of them."""
@@ -81,7 +89,7 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
     def _push(
         self,
         room: Outgoing,
-        work: Work,
+        work: RequestWork,
         computed: Waitable | None,
         layers: tuple[int, int] | None = None,
     ) -> None:
@@ -90,7 +98,7 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
         states = None if work.sampling is None else work.row
         room.push((work.first, work.end), pages, after=computed, layers=layers, states=states)
 
-    def _push_cached(self, room: Outgoing, work: Work) -> None:
+    def _push_cached(self, room: Outgoing, work: RequestWork) -> None:
         """The prompt's beginning may be in the pages from an earlier request."""
         if work.first:
             pages = self._pages(work, 0, work.first)
@@ -130,9 +138,9 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
         return notes
 
     def _metadata(self, first: Sample) -> bytes:
-        return encode(First(first, self.settings.http, self.settings.life))
+        return encode(FirstTokenNote(first, self.settings.http, self.settings.life))
 
-    def _pages(self, work: Work, first: int, end: int) -> list[int]:
+    def _pages(self, work: RequestWork, first: int, end: int) -> list[int]:
         """The pages that these tokens touch."""
         touched = touched_pages(Span(first, end), self._page_tokens)
         return work.pages[touched.first : touched.end]

@@ -3,7 +3,7 @@
 ``run_instance`` is the whole life of a worker's process. The engine runs in a
 thread of its own (``loop.py``), HTTP in the thread that calls; they talk through
 queues. Nothing is printed. Whoever started the worker learns that it is ready
-from the ``ready`` callback, from ``GET /healthz``, or from the rendezvous:
+from the ``ready`` callback, from ``GET /healthz``, or from the discovery service:
 
 A worker registers there as ``<name>@http`` beside its ranks, with the metadata
 ``role``, ``http`` (its URL), ``model`` and ``instance`` (its name, as ``prefill``
@@ -26,17 +26,17 @@ from pathlib import Path
 import msgspec
 
 from kvferry import (
+    DiscoveryClient,
     EndpointConfig,
     InputError,
     Layers,
     Parallel,
     RankRecord,
-    RendezvousClient,
-    bindable,
+    checked_bind_address,
     model_fingerprint,
     new_incarnation,
-    numeric,
     read_config,
+    resolve_ip,
 )
 from kvferry.http.connections import Connections
 from kvferry.http.limits import limits_here
@@ -46,17 +46,17 @@ from kvferry.reference.api.bodies import Serving
 from kvferry.reference.api.routes import Api
 from kvferry.reference.engine.engine import Engine, EngineOptions
 from kvferry.reference.engine.layouts import layout_for
-from kvferry.reference.engine.requests import Role
+from kvferry.reference.engine.requests import EngineRole
 from kvferry.reference.ranks.rank import MakeExtension, no_extension
 from kvferry.reference.transfer.decode import DecodeExtension
 from kvferry.reference.transfer.extension import EndpointSettings
 from kvferry.reference.transfer.prefill import PrefillExtension
 from kvferry.reference.worker.loop import EngineLoop
-from kvferry.security.signing import Guard
+from kvferry.security.signing import RequestVerifier
 
 log = logging.getLogger(__name__)
 
-# "@" sets a worker apart from its ranks at the rendezvous.
+# "@" sets a worker apart from its ranks at the discovery service.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/-]{0,199}")
 SHUTDOWN_S = 2.0
 # The caller's connection, and one to the prefill worker that is asked how a room ended.
@@ -74,7 +74,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is made from.
 
     ``folder`` is the model's, ``model`` the name under which it is served (the
-    folder's, if empty). ``advertise`` is the numeric address at which others reach
+    folder's, if empty). ``advertise`` is the resolve_ip address at which others reach
     this host, for HTTP and for transfers; ``host`` if empty. ``deadline_s`` is for
     a transfer whose caller names none, ``request_s`` for every request as a whole; no
     transfer may hold pages for longer than that. ``layers`` is how many a prefill
@@ -87,7 +87,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     engine: EngineOptions = EngineOptions()
     transport: str = "auto"
-    rendezvous: str | None = None
+    discovery: str | None = None
     key_file: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
@@ -120,19 +120,19 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reached_at(self) -> str:
-        """The numeric address of this host for others."""
+        """The resolve_ip address of this host for others."""
         return _reachable(self.advertise or self.host)
 
 
 def extension_for(options: InstanceOptions, url: str = "", life: str = "") -> MakeExtension:
-    """What goes with every rank: an endpoint of the worker's side, if there is a rendezvous."""
-    if options.rendezvous is None:
+    """What goes with every rank: an endpoint of the worker's side, if there is discovery."""
+    if options.discovery is None:
         return no_extension
     settings = EndpointSettings(
         name=options.name,
         model=options.fingerprint,
         transport=options.transport,
-        rendezvous=options.rendezvous,
+        discovery=options.discovery,
         key_file=options.key_file,
         http=url,
         life=life,
@@ -143,22 +143,25 @@ def extension_for(options: InstanceOptions, url: str = "", life: str = "") -> Ma
     return partial(kind, settings)
 
 
-class Instance:
+class EngineInstance:
     """A worker. ``start`` and ``stop`` belong to one event loop."""
 
     def __init__(self, options: InstanceOptions, extend: MakeExtension | None = None) -> None:
         self.options = options
         self._key = key_in(options.key_file)
-        self._guard = Guard(self._key.http) if self._key is not None else None
+        self._guard = RequestVerifier(self._key.http) if self._key is not None else None
         # Without a key on loopback only: whoever reaches a worker can have it compute.
-        address, reached_at = bindable(options.host, options.port, self._key), options.reached_at
+        address, reached_at = (
+            checked_bind_address(options.host, options.port, self._key),
+            options.reached_at,
+        )
         self._listener = bound(address, options.port)
         self.url = http_url(reached_at, self._listener)
         self._extend = extend
-        role = Role.PREFILL if options.role is WorkerRole.PREFILL else Role.DECODE
+        role = EngineRole.PREFILL if options.role is WorkerRole.PREFILL else EngineRole.DECODE
         self.loop = EngineLoop(self._make_engine, role)
-        self._role = Role.WHOLE if options.rendezvous is None else role
-        self._client: RendezvousClient | None = None
+        self._role = EngineRole.WHOLE if options.discovery is None else role
+        self._client: DiscoveryClient | None = None
         self._site: HttpSite | None = None
 
     def _make_engine(self) -> Engine:
@@ -167,7 +170,7 @@ class Instance:
         return Engine(Path(self.options.folder), self.options.engine, extend=extend)
 
     async def start(self) -> str:
-        """Load the model, take requests, and say so at the rendezvous; the URL."""
+        """Load the model, take requests, and say so at the discovery service; the URL."""
         options = self.options
         self.loop.begin()
         engine = await asyncio.wrap_future(self.loop.ready)
@@ -189,15 +192,15 @@ class Instance:
 
     def _announce(self, engine: Engine) -> None:
         options = self.options
-        if options.rendezvous is None:
+        if options.discovery is None:
             return
-        self._client = RendezvousClient(options.rendezvous, self._key)
+        self._client = DiscoveryClient(options.discovery, self._key)
         record = RankRecord(
             instance=f"{options.name}@http",
             rank=0,
             incarnation=new_incarnation(),
             fingerprint=options.fingerprint,
-            # The rendezvous wants one; a server has a single place, whatever its ranks.
+            # The discovery service wants one; a server has a single place, whatever its ranks.
             layout=layout_for(engine.config, Parallel()),
             transport="http",
             control=self.url,
@@ -211,7 +214,7 @@ class Instance:
         self._client.register(record, options.endpoint.lease_s)
 
     async def stop(self) -> None:
-        """Leave the rendezvous, end every request and every rank. Idempotent."""
+        """Leave the discovery service, end every request and every rank. Idempotent."""
         if self._client is not None:
             await asyncio.to_thread(self._client.close)
         await asyncio.to_thread(self.loop.stop)
@@ -236,7 +239,7 @@ async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             here.add_signal_handler(number, stopped.set)
-    instance = Instance(options)
+    instance = EngineInstance(options)
     stop = asyncio.create_task(stopped.wait())
     start = asyncio.create_task(instance.start())
     await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -255,7 +258,7 @@ async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
         raise reason
 
 
-def _serving(options: InstanceOptions, engine: Engine, role: Role) -> Serving:
+def _serving(options: InstanceOptions, engine: Engine, role: EngineRole) -> Serving:
     blocks = engine.scheduler.blocks
     longest = min(engine.config.max_tokens, blocks.num_pages * blocks.page_tokens)
     return Serving(options.served_as, engine.tokenizer, longest, role)
@@ -276,7 +279,7 @@ def _about(options: InstanceOptions, engine: Engine) -> dict[str, object]:
 
 def _reachable(host: str) -> str:
     """The address of a host by which others reach it."""
-    address = numeric(host)
+    address = resolve_ip(host)
     if ipaddress.ip_address(address).is_unspecified:
         raise InputError(f"{host} says nothing to others; give the address that they reach this by")
     return address

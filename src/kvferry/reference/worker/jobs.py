@@ -15,8 +15,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvferry import MAX_NAME, Agreement, Room
-from kvferry.reference.engine.requests import Finish, Request
+from kvferry import MAX_NAME, RankAgreement, Room
+from kvferry.reference.engine.requests import EngineRequest, FinishReason
 from kvferry.reference.engine.steps import Sample
 
 
@@ -50,7 +50,7 @@ class TransferAccount(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a request's transfer, for its caller.
 
     ``room`` is None where the prompt was computed here without trying another way. Of
-    decode: ``prefix`` tokens were there, ``num_bytes`` came by ``path``, ``seconds``
+    decode: ``prefix`` tokens were there, ``num_bytes`` came by ``mode``, ``seconds``
     after the pages were offered. Of prefill, which does not wait for the transfer: the
     ``num_bytes`` of the whole prompt's cache, the ``prefix`` that was not computed and
     the ``chunks`` that were, in ``seconds``.
@@ -58,7 +58,7 @@ class TransferAccount(msgspec.Struct, frozen=True, kw_only=True):
 
     room: Room | None
     source: Origin | None = None
-    path: str | None = None
+    mode: str | None = None
     prefix: int = 0
     num_bytes: int | None = msgspec.field(default=None, name="bytes")
     chunks: int | None = None
@@ -85,12 +85,12 @@ class Trouble(StrEnum):
 class RoomEnd(msgspec.Struct, frozen=True):
     """How a room ended here: why it failed, if it did, and what was written for it.
 
-    ``path`` names all that were taken, the one that carried most first (``staged+slices``).
+    ``mode`` names all that were taken, the one that carried most first (``staged+slices``).
     """
 
     room: Room
     failure: str | None = None
-    path: str | None = None
+    mode: str | None = None
     num_bytes: int = msgspec.field(default=0, name="bytes")
 
 
@@ -98,12 +98,12 @@ class AnswerPiece(msgspec.Struct, frozen=True):
     """A token of the answer and the text that it brings; the last one has a ``finish``.
 
     ``prefill`` is where a ``RoomEnd`` of the transfer can be had, the URL of a worker and
-    its life: only sources know by which path they wrote.
+    its life: only sources know by which mode they wrote.
     """
 
     sample: Sample
     text: str
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     report: TransferAccount | None = None
     prefill: tuple[str, str] | None = None
 
@@ -126,14 +126,14 @@ class ServeJob:
     for anything more. ``over``: nothing is left to do, not even to release.
     """
 
-    request: Request
+    request: EngineRequest
     ticket: Ticket | None
     tell: Tell
     begun_at: float
     deadline: float
     transfer_deadline: float
     admitted_at: float | None = None
-    agreement: Agreement | None = None
+    agreement: RankAgreement | None = None
     aborted: bool = False
     recomputed: bool = False
     answered: bool = False

@@ -23,9 +23,9 @@ from functools import partial
 
 import msgspec
 
-from kvferry import KvferryError, Path
+from kvferry import KvferryError, TransferMode
 from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.requests import Role
+from kvferry.reference.engine.requests import EngineRole
 from kvferry.reference.ranks.processes import RankBroke, RankLost
 from kvferry.reference.transfer.extension import RoomExtension
 from kvferry.reference.worker.ends import RoomEnds
@@ -40,7 +40,7 @@ JOIN_LOST_S = 5.0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """How the engine stands. ``carried_bytes`` are what its ranks have sent, by path;
+    """How the engine stands. ``carried_bytes`` are what its ranks have sent, by mode;
     ``links`` the transport that they have to each of their peers.
 
     ``rooms`` counts requests whose pages a transfer may touch, also those whose
@@ -60,7 +60,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 class EngineLoop:
     """An engine in a thread of its own. ``make`` is called there."""
 
-    def __init__(self, make: Callable[[], Engine], role: Role) -> None:
+    def __init__(self, make: Callable[[], Engine], role: EngineRole) -> None:
         self._make = make
         self._role = role
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -217,7 +217,7 @@ class EngineLoop:
 
 
 def _totals(ranks: Collection[Mapping[str, int]]) -> dict[str, int]:
-    return {str(path): sum(carried.get(path, 0) for carried in ranks) for path in Path}
+    return {str(mode): sum(carried.get(mode, 0) for carried in ranks) for mode in TransferMode}
 
 
 def _together(ranks: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -1,11 +1,11 @@
-"""Rooms at an engine: what its driver does when a cache travels. Runs on the engine's thread.
+"""EngineRooms at an engine: what its driver does when a cache travels. Runs on the engine's thread.
 
 Each side is told what happens to a job and acts on the engine and, by commands,
 on the ranks. It acts on what all ranks agree on: one failure aborts the room on
 the others, and pages are given back when every rank has released them.
 
-    prefill:  begin: Open ─▶ chunks are pushed ─▶ first token: answered ─▶ released: free
-    decode:   admitted: Receive ─▶ done on all: decode goes on
+    prefill:  begin: OpenCommand ─▶ chunks are pushed ─▶ first token: answered ─▶ released: free
+    decode:   admitted: ReceiveCommand ─▶ done on all: decode goes on
                                 └▶ failed: abort ─▶ released: free, or compute here
 """
 
@@ -17,11 +17,17 @@ from abc import ABC, abstractmethod
 import msgspec
 from msgspec.structs import replace
 
-from kvferry import Agreement, Failure, FailureCode, KvferryError, Layout, Status, digest_of
+from kvferry import Failure, FailureCode, KvferryError, Layout, RankAgreement, Status, digest_of
 from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.requests import Admitted, Finish, Produced, Role
+from kvferry.reference.engine.requests import Admitted, EngineRole, FinishReason, Produced
 from kvferry.reference.transfer.extension import RoomExtension
-from kvferry.reference.transfer.messages import Abort, First, Open, Receive, encode
+from kvferry.reference.transfer.messages import (
+    AbortCommand,
+    FirstTokenNote,
+    OpenCommand,
+    ReceiveCommand,
+    encode,
+)
 from kvferry.reference.worker.jobs import (
     AnswerPiece,
     Fallback,
@@ -33,7 +39,7 @@ from kvferry.reference.worker.jobs import (
 )
 
 
-class Rooms(ABC):
+class EngineRooms(ABC):
     """One side of transfers."""
 
     def __init__(self, engine: Engine) -> None:
@@ -70,18 +76,20 @@ class Rooms(ABC):
     def _abort(self, job: ServeJob) -> None:
         if not job.aborted:
             job.aborted = True
-            self._engine.post(encode(Abort(job.id)))
+            self._engine.post(encode(AbortCommand(job.id)))
 
 
-class PrefillRooms(Rooms):
+class PrefillRooms(EngineRooms):
     """Prompts are computed here and continued elsewhere."""
 
     def begin(self, job: ServeJob) -> None:
-        """Open the room before the first chunk is planned."""
+        """OpenCommand the room before the first chunk is planned."""
         left_s = job.transfer_deadline - time.monotonic()
-        job.agreement = Agreement(self._num_ranks)
+        job.agreement = RankAgreement(self._num_ranks)
         whose = job.asked_as, job.traceparent
-        opened = Open(job.id, _ticket(job).room, max(left_s, 0.001), self._digest(job), *whose)
+        opened = OpenCommand(
+            job.id, _ticket(job).room, max(left_s, 0.001), self._digest(job), *whose
+        )
         self._engine.post(encode(opened))
 
     def admitted(self, job: ServeJob, admitted: Admitted) -> None:
@@ -96,7 +104,7 @@ class PrefillRooms(Rooms):
             chunks=job.chunks,
             seconds=time.monotonic() - job.begun_at,
         )
-        job.say(AnswerPiece(produced.sample, produced.text, Finish.LENGTH, report))
+        job.say(AnswerPiece(produced.sample, produced.text, FinishReason.LENGTH, report))
 
     def settle(self, job: ServeJob) -> None:
         """Stop when a rank has failed; free the pages when all have released them."""
@@ -119,7 +127,7 @@ class PrefillRooms(Rooms):
         """The endpoints know the deadline themselves."""
 
 
-class DecodeRooms(Rooms):
+class DecodeRooms(EngineRooms):
     """Prompts are computed elsewhere and continued here."""
 
     def begin(self, job: ServeJob) -> None:
@@ -135,9 +143,9 @@ class DecodeRooms(Rooms):
             self._fail(job, _TOO_LATE)
             self._free(job)
             return
-        job.agreement = Agreement(self._num_ranks)
+        job.agreement = RankAgreement(self._num_ranks)
         num_pages = self._engine.scheduler.blocks.pages_for(tokens)
-        command = Receive(
+        command = ReceiveCommand(
             request=job.id,
             room=ticket.room,
             deadline_s=left_s,
@@ -184,7 +192,7 @@ class DecodeRooms(Rooms):
 
     def _arrive(self, job: ServeJob, metadata: bytes) -> None:
         try:
-            first = msgspec.msgpack.decode(metadata, type=First)
+            first = msgspec.msgpack.decode(metadata, type=FirstTokenNote)
             produced = self._engine.arrived(job.id, first.sample)
         except (msgspec.DecodeError, KvferryError) as error:
             job.fail(Trouble.TRANSFER, f"prefill sent no first token that can be used: {error}")
@@ -225,7 +233,7 @@ class DecodeRooms(Rooms):
         if not job.answered:
             job.recomputed = True
             job.report = TransferAccount(room=_ticket(job).room, source=Origin.RECOMPUTED)
-            job.request = replace(job.request, role=Role.WHOLE)
+            job.request = replace(job.request, role=EngineRole.WHOLE)
             self._engine.add(job.request)
 
 
@@ -241,7 +249,7 @@ def num_bytes(layout: Layout, tokens: int, prefix: int) -> int:
     """What all ranks of a target together receive for a request."""
     total = 0
     for rank in range(layout.num_ranks):
-        for holding in layout.rank_holdings(rank):
+        for holding in layout.rank_shards(rank):
             group = layout.spec.group(holding.group)
             entries = len(group.owed(tokens, prefix)) * len(group.layers_in(holding.layers))
             total += entries * len(holding.units) * group.unit_bytes

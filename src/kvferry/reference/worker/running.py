@@ -10,14 +10,21 @@ import time
 
 from msgspec.structs import replace
 
-from kvferry import Agreement, KvferryError
+from kvferry import KvferryError, RankAgreement
 from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.requests import Admitted, Computed, Noted, Output, Produced, Role
+from kvferry.reference.engine.requests import (
+    Admitted,
+    Computed,
+    EngineRole,
+    Noted,
+    Output,
+    Produced,
+)
 from kvferry.reference.engine.steps import SampleFailed
-from kvferry.reference.transfer.messages import Released, decode_note, take_note
+from kvferry.reference.transfer.messages import ReleasedNote, decode_note, take_note
 from kvferry.reference.worker.ends import RoomEnds
 from kvferry.reference.worker.jobs import AnswerPiece, JobFailed, RoomEnd, ServeJob, Trouble
-from kvferry.reference.worker.rooms import DecodeRooms, PrefillRooms, Rooms
+from kvferry.reference.worker.rooms import DecodeRooms, EngineRooms, PrefillRooms
 
 # How long the thread waits between two looks at rooms while nothing happens.
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02
@@ -35,13 +42,15 @@ _TURN: dict[type[Output], int] = {
 class RunningJobs:
     """The jobs of one engine. All of it runs on the engine's thread."""
 
-    def __init__(self, engine: Engine, role: Role, ends: RoomEnds) -> None:
+    def __init__(self, engine: Engine, role: EngineRole, ends: RoomEnds) -> None:
         self.engine = engine
         self.jobs: dict[str, ServeJob] = {}
-        # By rank, as it said last: the bytes that it has sent by path, and its links.
+        # By rank, as it said last: the bytes that it has sent by mode, and its links.
         self.carried: dict[int, dict[str, int]] = {}
         self.links: dict[int, dict[str, str]] = {}
-        self._rooms: Rooms = PrefillRooms(engine) if role is Role.PREFILL else DecodeRooms(engine)
+        self._rooms: EngineRooms = (
+            PrefillRooms(engine) if role is EngineRole.PREFILL else DecodeRooms(engine)
+        )
         self._ends = ends
         self._pause_s = LEAST_PAUSE_S
 
@@ -145,7 +154,7 @@ class RunningJobs:
             self._rooms.admitted(job, admitted)
 
     def _produced(self, job: ServeJob, produced: Produced) -> None:
-        if job.request.role is Role.PREFILL and isinstance(self._rooms, PrefillRooms):
+        if job.request.role is EngineRole.PREFILL and isinstance(self._rooms, PrefillRooms):
             self._rooms.produced(job, produced)
             return
         job.over = produced.finish is not None
@@ -153,7 +162,7 @@ class RunningJobs:
 
     def _note(self, rank: int, data: bytes) -> None:
         note = decode_note(data)
-        if isinstance(note, Released):
+        if isinstance(note, ReleasedNote):
             self.carried[rank], self.links[rank] = note.carried, note.links
         job = self.jobs.get(note.request)
         if job is not None and job.agreement is not None:
@@ -162,10 +171,10 @@ class RunningJobs:
                 self._remember(job, job.agreement)
             self._rooms.settle(job)
 
-    def _remember(self, job: ServeJob, agreement: Agreement) -> None:
+    def _remember(self, job: ServeJob, agreement: RankAgreement) -> None:
         """Keep the outcome of a room for a while."""
         assert job.ticket is not None
         failure = str(agreement.failure) if agreement.failure else None
         room, moved = job.ticket.room, agreement.carried
-        path = "+".join(path for path, num_bytes in moved.most_common() if num_bytes) or None
-        self._ends.tell(RoomEnd(room, failure, path, moved.total()))
+        mode = "+".join(mode for mode, num_bytes in moved.most_common() if num_bytes) or None
+        self._ends.tell(RoomEnd(room, failure, mode, moved.total()))

@@ -53,7 +53,7 @@ class LineFormatter(logging.Formatter):
         return super().formatMessage(logging.makeLogRecord(record.__dict__ | fields))
 
 
-class Key(NamedTuple):
+class RepeatKey(NamedTuple):
     """What makes two records the same, or alike."""
 
     logger: str
@@ -67,8 +67,8 @@ class CountingHandler(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream)
         self._clock = clock
-        self._same: Repeats[Key] = Repeats(SAME_LINES, WINDOW_S)
-        self._alike: Repeats[Key] = Repeats(ALIKE_LINES, WINDOW_S)
+        self._same: Repeats[RepeatKey] = Repeats(SAME_LINES, WINDOW_S)
+        self._alike: Repeats[RepeatKey] = Repeats(ALIKE_LINES, WINDOW_S)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write it, unless it was written often enough."""
@@ -76,8 +76,8 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         for hidden in (*self._same.over(now), *self._alike.over(now)):
             self._tell(hidden)
         line, form = record.getMessage()[:KEY_CHARS], str(record.msg)[:KEY_CHARS]
-        same = self._same.shows(Key(record.name, record.levelno, line), now)
-        if same and self._alike.shows(Key(record.name, record.levelno, form), now):
+        same = self._same.shows(RepeatKey(record.name, record.levelno, line), now)
+        if same and self._alike.shows(RepeatKey(record.name, record.levelno, form), now):
             super().emit(record)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             self._tell(hidden)
         super().close()
 
-    def _tell(self, hidden: Hidden[Key]) -> None:
+    def _tell(self, hidden: Hidden[RepeatKey]) -> None:
         key, times = hidden
         text = f"repeated times={times} seconds={WINDOW_S:g} line={key.text!r}"
         super().emit(

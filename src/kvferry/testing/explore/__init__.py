@@ -24,10 +24,10 @@ from kvferry.testing.explore.model import (
     MODELS,
     STAGED,
     STATE,
-    Fault,
-    Model,
+    ExploredModel,
+    ModelFault,
 )
-from kvferry.testing.explore.search import SearchResult, Violation, explore
+from kvferry.testing.explore.search import ModelViolation, SearchResult, explore
 
 __all__ = [
     "CHUNKED",
@@ -37,10 +37,10 @@ __all__ = [
     "STAGED",
     "STATE",
     "Case",
-    "Fault",
-    "Model",
+    "ExploredModel",
+    "ModelFault",
+    "ModelViolation",
     "SearchResult",
-    "Violation",
     "cases",
     "explore",
 ]

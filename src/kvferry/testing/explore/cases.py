@@ -16,8 +16,8 @@ from kvferry.testing.explore.model import (
     STAGED,
     STATE,
     TARGETS,
-    Fault,
-    Model,
+    ExploredModel,
+    ModelFault,
 )
 from kvferry.testing.explore.search import SearchResult, explore
 
@@ -26,8 +26,8 @@ from kvferry.testing.explore.search import SearchResult, explore
 class Case:
     """A model with the faults that may happen in it."""
 
-    model: Model
-    faults: tuple[Fault, ...] = ()
+    model: ExploredModel
+    faults: tuple[ModelFault, ...] = ()
 
     def run(self, max_states: int = 300_000) -> SearchResult:
         """Explore it."""
@@ -48,32 +48,44 @@ def cases(*, full: bool = False) -> Iterator[Case]:
     """
     if full:
         yield from (Case(model) for model in MODELS.values())
-        yield from (Case(model, (fault,)) for model in MODELS.values() for fault in Fault)
+        yield from (Case(model, (fault,)) for model in MODELS.values() for fault in ModelFault)
         return
     yield from (Case(model) for model in MODELS.values())
     for model, fault in _QUICK:
         yield Case(replace(model, faults_at=frozenset({SOURCE, TARGETS[0]})), (fault,))
 
 
-def _in_order(model: Model) -> Model:
+def _in_order(model: ExploredModel) -> ExploredModel:
     return replace(model, in_order=True)
 
 
 # These fail links, and what then crosses has too many orders for a quick run.
-_MANY_ORDERS = frozenset({Fault.CUT, Fault.TICK, Fault.DEADLINE, Fault.SILENCE})
+_MANY_ORDERS = frozenset({ModelFault.CUT, ModelFault.TICK, ModelFault.DEADLINE, ModelFault.SILENCE})
 # Above 200,000 worlds, or long paths through time: left to the full set.
-_LARGE = _MANY_ORDERS | {Fault.STALL, Fault.KILL_TARGET}
-_STAGED = tuple(fault for fault in Fault if fault not in _LARGE)
-_CACHED = (Fault.DROP, Fault.DUPLICATE, Fault.DELAY, Fault.CANCEL_TARGET, Fault.KILL_SOURCE)
-_ONLY_SLOT = (Fault.DROP, Fault.FAILED, Fault.CANCEL_SOURCE)
-_AHEAD = (Fault.DROP, Fault.BUSY, Fault.FAILED, Fault.STALL, Fault.KILL_SOURCE)
+_LARGE = _MANY_ORDERS | {ModelFault.STALL, ModelFault.KILL_TARGET}
+_STAGED = tuple(fault for fault in ModelFault if fault not in _LARGE)
+_CACHED = (
+    ModelFault.DROP,
+    ModelFault.DUPLICATE,
+    ModelFault.DELAY,
+    ModelFault.CANCEL_TARGET,
+    ModelFault.KILL_SOURCE,
+)
+_ONLY_SLOT = (ModelFault.DROP, ModelFault.FAILED, ModelFault.CANCEL_SOURCE)
+_AHEAD = (
+    ModelFault.DROP,
+    ModelFault.BUSY,
+    ModelFault.FAILED,
+    ModelFault.STALL,
+    ModelFault.KILL_SOURCE,
+)
 
 _QUICK = (
-    *((_in_order(DIRECT) if fault in _MANY_ORDERS else DIRECT, fault) for fault in Fault),
+    *((_in_order(DIRECT) if fault in _MANY_ORDERS else DIRECT, fault) for fault in ModelFault),
     *((_in_order(STAGED), fault) for fault in _STAGED),
     *((CACHED, fault) for fault in _CACHED),
     *((_in_order(AHEAD), fault) for fault in _AHEAD),
     *((_in_order(ONLY_SLOT), fault) for fault in _ONLY_SLOT),
-    (_in_order(STATE), Fault.DROP_NOTE),
-    (_in_order(LAYERED), Fault.KILL_SOURCE),
+    (_in_order(STATE), ModelFault.DROP_NOTE),
+    (_in_order(LAYERED), ModelFault.KILL_SOURCE),
 )

@@ -1,6 +1,6 @@
 """Everything that paths have in common, each thing once and under a number.
 
-A driver with its machine is deterministic and without IO, so what it answers depends on
+A runner with its machine is deterministic and without IO, so what it answers depends on
 its state, the event and its clock alone. The catalogue asks the real one once for each
 such triple and remembers the answer; a world then is a handful of numbers, and
 millions of steps through the same states cost one ``take`` each.
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from kvferry.endpoint.runner.runner import Driver
-from kvferry.endpoint.runner.sessions import Record
+from kvferry.endpoint.runner.runner import MachineRunner
+from kvferry.endpoint.runner.sessions import SessionRecord
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.plan.plan import Block, Plan
 from kvferry.plan.reshard import reshard
-from kvferry.protocol.endpoint import Endpoint
 from kvferry.protocol.events import (
     Choose,
     Chosen,
@@ -31,12 +30,13 @@ from kvferry.protocol.events import (
     Scatter,
     Write,
 )
+from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import Arrived, Envelope
 from kvferry.protocol.outcome import Done, Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine
-from kvferry.testing.explore.model import METADATA, PEERS, SOURCE, Model
+from kvferry.testing.explore.model import METADATA, PEERS, SOURCE, ExploredModel
 from kvferry.testing.explore.snapshot import copy_of, key_of
 
 T = TypeVar("T", bound=Hashable)
@@ -45,7 +45,7 @@ T = TypeVar("T", bound=Hashable)
 Atom = tuple[str, int, int]
 
 
-class Broken(Exception):
+class BrokenModel(Exception):
     """A promise was broken; the message says which."""
 
 
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
         return f"{type(body).__name__}{number}{serial} {self.envelope.sender}→{PEERS[self.to]}"
 
 
-class Writing(NamedTuple):
+class WriteState(NamedTuple):
     """A write as the transport sees it."""
 
     op: Op
@@ -77,7 +77,7 @@ class Writing(NamedTuple):
     serial: int | None
     local_slot: int | None
 
-    def shares_a_slot_with(self, other: Writing) -> bool:
+    def shares_a_slot_with(self, other: WriteState) -> bool:
         """Whether both use one slot, at the target or here."""
         there = self.slot is not None and (self.to, self.slot) == (other.to, other.slot)
         return there or (self.local_slot is not None and self.local_slot == other.local_slot)
@@ -89,7 +89,7 @@ class Writing(NamedTuple):
         return f"write {self.op} to {PEERS[self.to]} {where}"
 
 
-class Scattering(NamedTuple):
+class ScatterState(NamedTuple):
     """A scatter as the copy engine sees it."""
 
     op: Op
@@ -108,8 +108,8 @@ class EffectKind(Enum):
     POST = "post"
     DISCARD = "discard"
     SCATTER = "scatter"
-    SUSPECT = "suspect"
-    ACQUIT = "acquit"
+    START_PROBING = "start_probing"
+    STOP_PROBING = "stop_probing"
     DONE = "done"
     FAILED = "failed"
     RELEASE = "release"
@@ -135,24 +135,24 @@ class Numbers(Generic[T]):
 
 
 class Recorder:
-    """All the ports of whichever driver is asked: what it wants from the world."""
+    """All the ports of whichever runner is asked: what it wants from the world."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._driver: Driver[Any, Any] | None = None
+        self._runner: MachineRunner[Any, Any] | None = None
         self._effects: list[Effect] = []
         self._now = 0.0
 
-    def of(self, driver: Driver[Any, Any], event: Event, now: float) -> tuple[Effect, ...]:
-        """What a driver asks for."""
-        self._driver, self._effects, self._now = driver, [], now
-        driver.take(event, now)
+    def of(self, runner: MachineRunner[Any, Any], event: Event, now: float) -> tuple[Effect, ...]:
+        """What a runner asks for."""
+        self._runner, self._effects, self._now = runner, [], now
+        runner.take(event, now)
         return tuple(self._effects)
 
     @property
-    def _machine(self) -> Endpoint:
-        assert self._driver is not None
-        machine: Endpoint = self._driver.machine
+    def _machine(self) -> Machine:
+        assert self._runner is not None
+        machine: Machine = self._runner.machine
         return machine
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
@@ -162,9 +162,9 @@ class Recorder:
 
     def choose(self, action: Choose) -> None:
         """Everything goes the model's way, at once."""
-        assert self._driver is not None
+        assert self._runner is not None
         staged = (self._catalogue.model.staged,) * len(action.blocks)
-        self._driver.take(Chosen(action.ticket, staged), self._now)
+        self._runner.take(Chosen(action.ticket, staged), self._now)
 
     def write(self, action: Write) -> None:
         """A write is under way."""
@@ -195,27 +195,27 @@ class Recorder:
             return
         me = self._machine.me
         if me != PEERS[SOURCE] and outcome.metadata != METADATA:
-            raise Broken(f"{me} is Done without the metadata")
+            raise BrokenModel(f"{me} is Done without the metadata")
         self._effects.append((EffectKind.DONE, 0))
 
     def release(self, room: Room) -> None:
         """The room's pages are the caller's again."""
         self._effects.append((EffectKind.RELEASE, 0))
 
-    def suspect(self, record: Record) -> None:
+    def start_probing(self, record: SessionRecord) -> None:
         """Somebody wants to know whether a peer is gone."""
-        self._effects.append((EffectKind.SUSPECT, PEERS.index(record.peer)))
+        self._effects.append((EffectKind.START_PROBING, PEERS.index(record.peer)))
 
-    def acquit(self, peer: Peer, incarnation: int) -> None:
+    def stop_probing(self, peer: Peer, incarnation: int) -> None:
         """Nobody wants to know any more."""
-        self._effects.append((EffectKind.ACQUIT, PEERS.index(peer)))
+        self._effects.append((EffectKind.STOP_PROBING, PEERS.index(peer)))
 
     def connect(self, action: Connect) -> None:
         """Memory is reached at once here."""
         if not self._machine.exposed:
-            assert self._driver is not None
+            assert self._runner is not None
             reached = MemoryReached(action.session, action.transports[0].name)
-            self._driver.take(reached, self._now)
+            self._runner.take(reached, self._now)
 
     def cut(self, session: Session) -> None:
         """Writes that were handed over go on to their end."""
@@ -228,18 +228,18 @@ class Recorder:
 
 
 class Catalogue:
-    """States of drivers, events, frames, writes and scatters of one exploration."""
+    """States of runners, events, frames, writes and scatters of one exploration."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ExploredModel) -> None:
         self.model = model
         self.plan: Plan = reshard(*model.layouts())
         self.frames: Numbers[Frame] = Numbers([], {})
-        self.writes: Numbers[Writing] = Numbers([], {})
+        self.writes: Numbers[WriteState] = Numbers([], {})
         self.posts: Numbers[tuple[Op, int, int | None]] = Numbers([], {})
-        self.scatters: Numbers[Scattering] = Numbers([], {})
+        self.scatters: Numbers[ScatterState] = Numbers([], {})
         self.events: Numbers[Event] = Numbers([], {})
         self.scripts = tuple(tuple(map(self.events.of, script)) for script in model.scripts())
-        self.drivers: list[Driver[Any, Any]] = []
+        self.runners: list[MachineRunner[Any, Any]] = []
         self._recorder = Recorder(self)
         self._keys: dict[Hashable, int] = {}
         self._answers: dict[tuple[int, int, float], Answer] = {}
@@ -251,18 +251,18 @@ class Catalogue:
 
     def first(self) -> tuple[int, ...]:
         """The states before anything has happened."""
-        return tuple(map(self.add, self.model.drivers(self._recorder)))
+        return tuple(map(self.add, self.model.runners(self._recorder)))
 
-    def add(self, driver: Driver[Any, Any]) -> int:
-        """The number of a driver's state. It is kept and must not be stepped again."""
-        number = self._keys.setdefault(key_of(driver), len(self.drivers))
-        if number == len(self.drivers):
-            driver.machine.check()
-            self.drivers.append(driver)
+    def add(self, runner: MachineRunner[Any, Any]) -> int:
+        """The number of a runner's state. It is kept and must not be stepped again."""
+        number = self._keys.setdefault(key_of(runner), len(self.runners))
+        if number == len(self.runners):
+            runner.machine.check()
+            self.runners.append(runner)
         return number
 
     def step(self, state: int, event: int, now: float) -> Answer:
-        """What a driver in that state answers. Whatever it raises breaks a promise."""
+        """What a runner in that state answers. Whatever it raises breaks a promise."""
         question = (state, event, now)
         answer = self._answers.get(question)
         if answer is None:
@@ -270,22 +270,22 @@ class Catalogue:
         return answer
 
     def _ask(self, state: int, event: Event, now: float) -> Answer:
-        driver = copy_of(self.drivers[state])
+        runner = copy_of(self.runners[state])
         try:
-            effects = self._recorder.of(driver, event, now)
-            return self.add(driver), effects
-        except Broken:
+            effects = self._recorder.of(runner, event, now)
+            return self.add(runner), effects
+        except BrokenModel:
             raise
         except Exception as error:
-            me = driver.machine.me
-            raise Broken(f"{me} raised {type(error).__name__}: {error}") from error
+            me = runner.machine.me
+            raise BrokenModel(f"{me} raised {type(error).__name__}: {error}") from error
 
     def number_write(self, write: Write) -> int:
         """The number of a write."""
         note, to = write.note, PEERS.index(write.transfer.peer)
         assert isinstance(note.body, Arrived)
         return self.writes.of(
-            Writing(
+            WriteState(
                 write.op,
                 to,
                 self.atoms(write.blocks),
@@ -298,7 +298,7 @@ class Catalogue:
     def number_gather(self, gather: Gather) -> int:
         """The number of a write that is only gathered."""
         to, atoms = PEERS.index(gather.transfer.peer), self.atoms(gather.blocks)
-        return self.writes.of(Writing(gather.op, to, atoms, None, None, gather.local_slot))
+        return self.writes.of(WriteState(gather.op, to, atoms, None, None, gather.local_slot))
 
     def number_post(self, post: Post) -> int:
         """The number of a posting."""
@@ -313,7 +313,7 @@ class Catalogue:
     def number_scatter(self, me: Peer, scatter: Scatter) -> int:
         """The number of a scatter."""
         at, atoms = PEERS.index(me), self.atoms(scatter.blocks)
-        return self.scatters.of(Scattering(scatter.op, at, atoms, scatter.slot, scatter.serial))
+        return self.scatters.of(ScatterState(scatter.op, at, atoms, scatter.slot, scatter.serial))
 
     # ------------------------------------------------------------ what worlds ask about
 
@@ -333,12 +333,12 @@ class Catalogue:
         frame = self.frames.things[number]
         if frame.envelope.seq or frame.to == SOURCE:
             return False
-        return frame.envelope.session not in self.drivers[machines[frame.to]].machine.links
+        return frame.envelope.session not in self.runners[machines[frame.to]].machine.links
 
     def wakeup(self, state: int) -> float | None:
         """When a machine in that state wants to be woken."""
         if state not in self._wakeups:
-            self._wakeups[state] = self.drivers[state].machine.wakeup()
+            self._wakeups[state] = self.runners[state].machine.wakeup()
         return self._wakeups[state]
 
     def owed(self, index: int) -> frozenset[Atom]:
@@ -358,14 +358,14 @@ class Catalogue:
 
     def promised(self, state: int, slot: int, serial: int | None) -> bool:
         """Whether a target in that state has promised the slot to the source under that serial."""
-        machine = self.drivers[state].machine
+        machine = self.runners[state].machine
         assert isinstance(machine, TargetMachine)
         accounts = machine.credits.accounts.values()
         return any((serial, slot) in account.outstanding.items() for account in accounts)
 
     def leftovers(self, state: int) -> list[str]:
         """Tables that should be empty and are not."""
-        machine = self.drivers[state].machine
+        machine = self.runners[state].machine
         tables: dict[str, object] = {
             "rooms": getattr(machine, "rooms", None),
             "lost links": [x for x in machine.links.values() if x.state is LinkState.LOST],

@@ -16,17 +16,17 @@ import msgspec
 
 from kvferry.config import ProtocolConfig
 from kvferry.endpoint.runner.runner import (
-    Driver,
-    SourceDriver,
+    MachineRunner,
     SourcePorts,
-    TargetDriver,
+    SourceRunner,
     TargetPorts,
+    TargetRunner,
 )
 from kvferry.endpoint.runner.sessions import Sessions
 from kvferry.ids import Peer
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout, Parallel
-from kvferry.layout.spec import CacheSpec, DType, Group, Paged, Slot, Tensor, attention
+from kvferry.layout.spec import CacheSpec, DType, Group, Paged, StateRow, Tensor, attention
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Request
 from kvferry.protocol.events import (
@@ -40,7 +40,7 @@ from kvferry.protocol.events import (
     ReceiveRequest,
 )
 from kvferry.protocol.links import Identity
-from kvferry.protocol.messages import Staging, Table
+from kvferry.protocol.messages import PageTableMessage, Staging
 from kvferry.protocol.source import SourceMachine, SourceParts
 from kvferry.protocol.target import TargetMachine, TargetParts
 from kvferry.testing.sim.wire import TRANSPORTS
@@ -57,18 +57,18 @@ INCARNATIONS = (100, 101, 102)
 NO_STAGING = Staging()
 TIMES = ProtocolConfig(
     resend_s=2.0,
-    nudge_s=3.0,
+    status_poll_s=3.0,
     credit_patience_s=3.0,
     heartbeat_s=5.0,
     silence_s=10.0,
     handshake_s=8.0,
-    early_s=12.0,
+    unclaimed_offer_ttl_s=12.0,
     local_slots=1,
 )
 
 
-class Fault(StrEnum):
-    """What may go wrong. A path has at most ``Model.max_faults`` of them."""
+class ModelFault(StrEnum):
+    """What may go wrong. A path has at most ``ExploredModel.max_faults`` of them."""
 
     DROP = "a frame is lost"
     DROP_NOTE = "an arrival note is lost"
@@ -91,12 +91,19 @@ class Fault(StrEnum):
 
 # After one of these everybody must still be Done: they are what repetition is for.
 REPAIRED = frozenset(
-    {Fault.DROP, Fault.DROP_NOTE, Fault.DUPLICATE, Fault.DELAY, Fault.BUSY, Fault.TICK}
+    {
+        ModelFault.DROP,
+        ModelFault.DROP_NOTE,
+        ModelFault.DUPLICATE,
+        ModelFault.DELAY,
+        ModelFault.BUSY,
+        ModelFault.TICK,
+    }
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ExploredModel:
     """One configuration. ``in_order`` gives each direction of a link FIFO delivery.
 
     A ``heedless`` source engine goes on pushing after it was told of the end, as
@@ -105,7 +112,7 @@ class Model:
     ``faults_at`` says which endpoints faults may touch. The two targets differ in
     nothing but their names, which no machine compares, so faults at the source
     and at one target are all faults up to swapping the targets.
-    ``source``, ``target``, their parts, ``source_driver`` and ``sessions`` are classes, so that
+    ``source``, ``target``, their parts, ``source_runner`` and ``sessions`` are classes, so that
     a test can put a broken one in, and ``ports`` may change what a port does. With ``staged``
     everything goes through slots. ``wanted`` is the digest that the targets' engines give; if it is
     another than the source's, nobody may ever be Done. ``horizon_s`` is when a path that
@@ -133,7 +140,7 @@ class Model:
     target: type[TargetMachine] = field(default=TargetMachine)
     source_parts: SourceParts = field(default_factory=SourceParts)
     target_parts: TargetParts = field(default_factory=TargetParts)
-    source_driver: type[SourceDriver] = field(default=SourceDriver)
+    source_runner: type[SourceRunner] = field(default=SourceRunner)
     sessions: type[Sessions] = Sessions
     ports: Callable[[Any], Any] = lambda ports: ports
 
@@ -154,14 +161,14 @@ class Model:
             Layout(self.spec, Parallel(tp=2), page_tokens=1),
         )
 
-    def drivers(self, world: Any) -> tuple[Driver[Any, Any], ...]:
+    def runners(self, world: Any) -> tuple[MachineRunner[Any, Any], ...]:
         """The source and its two targets, before anything has happened; ``world`` is every port."""
         source, *targets = self.machines()
         its = self.ports(SourcePorts(world, world, world, world))
         theirs = self.ports(TargetPorts(world, world, world, world))
         return (
-            self.source_driver(source, its, self.sessions(exposed=False)),
-            *(TargetDriver(target, theirs, self.sessions(exposed=True)) for target in targets),
+            self.source_runner(source, its, self.sessions(exposed=False)),
+            *(TargetRunner(target, theirs, self.sessions(exposed=True)) for target in targets),
         )
 
     def machines(self) -> tuple[Any, ...]:
@@ -200,9 +207,11 @@ class Model:
             return [None]
         return [Span(layer, layer + 1) for layer in reversed(range(self.spec.num_layers))]
 
-    def _tables(self) -> tuple[Table, ...]:
+    def _tables(self) -> tuple[PageTableMessage, ...]:
         return tuple(
-            Table(group.name, tuple(range(1 if isinstance(group.kind, Slot) else self.num_tokens)))
+            PageTableMessage(
+                group.name, tuple(range(1 if isinstance(group.kind, StateRow) else self.num_tokens))
+            )
             for group in self.spec.groups
         )
 
@@ -211,7 +220,7 @@ def _with_state() -> CacheSpec:
     """A paged group and a slot group, one layer each."""
     paged = attention(layers=2, kv_heads=2, head_dim=1).groups[0]
     kv = Group(paged.name, Paged(), (0,), paged.units, paged.tensors)
-    state = Group("state", Slot(), (1,), 2, (Tensor("ssm", DType.FLOAT32, 1),))
+    state = Group("state", StateRow(), (1,), 2, (Tensor("ssm", DType.FLOAT32, 1),))
     return CacheSpec(num_layers=2, groups=(kv, state))
 
 
@@ -219,11 +228,11 @@ _KV = attention(layers=1, kv_heads=2, head_dim=1)
 _TOKEN_BYTES = _KV.groups[0].unit_bytes
 
 # One write to each target, straight into its pages.
-DIRECT = Model(name="direct", spec=_KV)
-# Two pushes, so that writes of one lane overlap and overtake.
-CHUNKED = Model(name="chunked", spec=_KV, num_tokens=2, pushes=((0, 1), (1, 2)))
+DIRECT = ExploredModel(name="direct", spec=_KV)
+# Two pushes, so that writes of one outbound overlap and overtake.
+CHUNKED = ExploredModel(name="chunked", spec=_KV, num_tokens=2, pushes=((0, 1), (1, 2)))
 # Two parcels for each target through its single slot, and one local slot for both.
-STAGED = Model(
+STAGED = ExploredModel(
     name="staged",
     spec=_KV,
     num_tokens=2,
@@ -232,18 +241,22 @@ STAGED = Model(
     staged=True,
 )
 # Pages as they are pushed, a state row at the end.
-STATE = Model(name="state", spec=_with_state())
+STATE = ExploredModel(name="state", spec=_with_state())
 # The same, with credits asked for before the push.
 PREPARED = replace(STAGED, name="prepared", prepares=True)
 # Two layers of one chunk that are pushed apart, the upper one first.
-LAYERED = Model(name="layered", spec=attention(layers=2, kv_heads=2, head_dim=1), by_layers=True)
+LAYERED = ExploredModel(
+    name="layered", spec=attention(layers=2, kv_heads=2, head_dim=1), by_layers=True
+)
 # The second parcel for each target is gathered while its slot is still in use.
 AHEAD = replace(
-    STAGED, name="ahead", times=msgspec.structs.replace(TIMES, local_slots=2, ahead_slots=1)
+    STAGED, name="ahead", times=msgspec.structs.replace(TIMES, local_slots=2, early_gather_slots=1)
 )
 # Both targets' parcels are gathered into the only slot, and taken out of it for who has a credit.
 ONLY_SLOT = replace(
-    STAGED, name="only-slot", times=msgspec.structs.replace(TIMES, local_slots=1, ahead_slots=1)
+    STAGED,
+    name="only-slot",
+    times=msgspec.structs.replace(TIMES, local_slots=1, early_gather_slots=1),
 )
 # The target has everything already: Close alone.
 CACHED = replace(DIRECT, name="cached", prefix=1)

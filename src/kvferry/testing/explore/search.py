@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.testing.explore.catalogue import Broken, Catalogue
-from kvferry.testing.explore.model import Fault, Model
+from kvferry.testing.explore.catalogue import BrokenModel, Catalogue
+from kvferry.testing.explore.model import ExploredModel, ModelFault
 from kvferry.testing.explore.steps import (
     Step,
     demand_done,
@@ -24,11 +24,11 @@ from kvferry.testing.explore.steps import (
     possible,
     take,
 )
-from kvferry.testing.explore.world import World
+from kvferry.testing.explore.world import ModelWorld
 
 
 @dataclass(frozen=True)
-class Violation:
+class ModelViolation:
     """A broken promise and a shortest way to it."""
 
     message: str
@@ -48,17 +48,17 @@ class SearchResult:
     terminals: int
     machine_states: int
     complete: bool
-    violation: Violation | None = None
+    violation: ModelViolation | None = None
 
 
 class Search:
     """One exploration. ``parents`` remembers how each world was first reached."""
 
-    def __init__(self, model: Model, kinds: Iterable[Fault]) -> None:
+    def __init__(self, model: ExploredModel, kinds: Iterable[ModelFault]) -> None:
         self.catalogue = Catalogue(model)
         self.kinds = frozenset(kinds)
         self.first = first_world(self.catalogue)
-        self.parents: dict[World, tuple[World, Step] | None] = {self.first: None}
+        self.parents: dict[ModelWorld, tuple[ModelWorld, Step] | None] = {self.first: None}
         self.num_steps = 0
         self.num_terminals = 0
 
@@ -88,11 +88,11 @@ class Search:
                         self.parents[after] = (world, step)
                         queue.append(after)
                 step = None
-            except Broken as broken:
+            except BrokenModel as broken:
                 return self._result(complete=False, violation=self._violation(world, step, broken))
         return self._result(complete=True)
 
-    def _steps(self, world: World) -> list[Step]:
+    def _steps(self, world: ModelWorld) -> list[Step]:
         steps = list(due(self.catalogue, world))
         if not steps and leftovers(self.catalogue, world):
             steps.append(("time", 0, None))
@@ -103,25 +103,29 @@ class Search:
         steps += faults(self.catalogue, world, self.kinds)
         return steps
 
-    def _violation(self, world: World, step: Step | None, broken: Broken) -> Violation:
+    def _violation(
+        self, world: ModelWorld, step: Step | None, broken: BrokenModel
+    ) -> ModelViolation:
         path = [step] if step else []
         while (parent := self.parents[world]) is not None:
             world, before = parent
             path.append(before)
         trace = tuple(describe(self.catalogue, one) for one in reversed(path))
-        return Violation(str(broken), trace)
+        return ModelViolation(str(broken), trace)
 
-    def _result(self, complete: bool, violation: Violation | None = None) -> SearchResult:
+    def _result(self, complete: bool, violation: ModelViolation | None = None) -> SearchResult:
         return SearchResult(
             states=len(self.parents),
             steps=self.num_steps,
             terminals=self.num_terminals,
-            machine_states=len(self.catalogue.drivers),
+            machine_states=len(self.catalogue.runners),
             complete=complete,
             violation=violation,
         )
 
 
-def explore(model: Model, faults: Iterable[Fault] = (), max_states: int = 300_000) -> SearchResult:
+def explore(
+    model: ExploredModel, faults: Iterable[ModelFault] = (), max_states: int = 300_000
+) -> SearchResult:
     """Every interleaving of the model with at most ``model.max_faults`` of those faults."""
     return Search(model, faults).run(max_states)

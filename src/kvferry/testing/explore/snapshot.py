@@ -1,8 +1,8 @@
-"""Copies of a driver with its machine, and keys of their state, by walking what they hold.
+"""Copies of a runner with its machine, and keys of their state, by walking what they hold.
 
 Two with equal keys answer every event alike, because the key is made of everything that
 they have except what is never read again: counters, the cache of plans, the actions that
-were handed out, the ports, and when the driver would tick, which the world decides here.
+were handed out, the ports, and when the runner would tick, which the world decides here.
 Objects that something refers to twice stay one object, in the copy as in the key. The
 order of dicts is part of the key, since machines take turns in that order.
 
@@ -33,7 +33,7 @@ _shared_types: dict[type, bool] = {}
 
 
 def copy_of(thing: T) -> T:
-    """A driver or a machine in the same state that shares nothing mutable with it."""
+    """A runner or a machine in the same state that shares nothing mutable with it."""
     copied = _copy(thing, {})
     assert type(copied) is type(thing)
     return copied

@@ -11,31 +11,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from kvferry.protocol.events import Cancel, Fate
-from kvferry.testing.explore.catalogue import Broken, Catalogue
-from kvferry.testing.explore.model import PEERS, REPAIRED, ROOM, SOURCE, TARGETS, Fault
-from kvferry.testing.explore.world import DEAD, EMPTY, TICK, Draft, Phase, Stage, World
+from kvferry.protocol.events import Cancel, WriteFate
+from kvferry.testing.explore.catalogue import BrokenModel, Catalogue
+from kvferry.testing.explore.model import PEERS, REPAIRED, ROOM, SOURCE, TARGETS, ModelFault
+from kvferry.testing.explore.world import DEAD, EMPTY, TICK, Draft, ModelPhase, ModelWorld, Stage
 
 # What happens, to which thing (a number of the catalogue, an endpoint), as which fault.
-Step = tuple[str, int, Fault | None]
+Step = tuple[str, int, ModelFault | None]
 
-_MAY_LAND = (Phase.DOUBTED, Phase.ORPHAN)
+_MAY_LAND = (ModelPhase.DOUBTED, ModelPhase.ORPHAN)
 _WRITE_STEPS = {
-    Phase.SUBMITTED: "land",
-    Phase.LANDED: "sent",
-    Phase.CUT: "fail",
-    Phase.GATHERING: "filled",
-    Phase.FILLING: "filled",
-    Phase.DROPPING: "filled",
-    Phase.DROPPED: "dropped",
+    ModelPhase.SUBMITTED: "land",
+    ModelPhase.LANDED: "sent",
+    ModelPhase.CUT: "fail",
+    ModelPhase.GATHERING: "filled",
+    ModelPhase.FILLING: "filled",
+    ModelPhase.DROPPING: "filled",
+    ModelPhase.DROPPED: "dropped",
 }
-_FATES = {Fault.BUSY: Fate.BUSY, Fault.FAILED: Fate.FAILED, Fault.UNKNOWN: Fate.UNKNOWN}
+_FATES = {
+    ModelFault.BUSY: WriteFate.BUSY,
+    ModelFault.FAILED: WriteFate.FAILED,
+    ModelFault.UNKNOWN: WriteFate.UNKNOWN,
+}
 
 
-def first_world(catalogue: Catalogue) -> World:
+def first_world(catalogue: Catalogue) -> ModelWorld:
     """Before anything has happened."""
     num_slots = catalogue.model.staging.num_slots
-    return World(
+    return ModelWorld(
         machines=catalogue.first(),
         clocks=(0.0,) * len(PEERS),
         scripts=(0,) * len(PEERS),
@@ -54,7 +58,7 @@ def first_world(catalogue: Catalogue) -> World:
     )
 
 
-def due(catalogue: Catalogue, world: World) -> Iterator[Step]:
+def due(catalogue: Catalogue, world: ModelWorld) -> Iterator[Step]:
     """What happens before time passes."""
     for index, position in enumerate(world.scripts):
         if position < len(catalogue.scripts[index]):
@@ -64,7 +68,7 @@ def due(catalogue: Catalogue, world: World) -> Iterator[Step]:
             yield "deliver", number, None
     for number, phase in world.writes:
         verb = _WRITE_STEPS.get(phase)
-        if verb or (phase is Phase.STALLED and _overdue(catalogue, world)):
+        if verb or (phase is ModelPhase.STALLED and _overdue(catalogue, world)):
             yield verb or "land", number, None
     for number in world.scatters:
         yield "scatter", number, None
@@ -77,14 +81,14 @@ def due(catalogue: Catalogue, world: World) -> Iterator[Step]:
             yield "disconnected", index * len(PEERS) + peer, None
 
 
-def possible(catalogue: Catalogue, world: World) -> Iterator[Step]:
+def possible(catalogue: Catalogue, world: ModelWorld) -> Iterator[Step]:
     """What may happen at any time or never."""
     for number in dict.fromkeys(world.late):
         yield "deliver late", number, None
     for number, phase in world.writes:
-        if phase in _MAY_LAND or (phase is Phase.STALLED and not _overdue(catalogue, world)):
+        if phase in _MAY_LAND or (phase is ModelPhase.STALLED and not _overdue(catalogue, world)):
             yield "land", number, None
-        elif phase is Phase.DOOMED:
+        elif phase is ModelPhase.DOOMED:
             yield "fail", number, None
             yield "doubt", number, None
     for target in TARGETS:
@@ -93,12 +97,12 @@ def possible(catalogue: Catalogue, world: World) -> Iterator[Step]:
             yield "notice", target, None
 
 
-def _overdue(catalogue: Catalogue, world: World) -> bool:
+def _overdue(catalogue: Catalogue, world: ModelWorld) -> bool:
     """Whether even what takes long has to end, so that the room can."""
     return max(world.clocks) > 2 * catalogue.model.deadline_s
 
 
-def _overtakes(catalogue: Catalogue, world: World, number: int) -> bool:
+def _overtakes(catalogue: Catalogue, world: ModelWorld, number: int) -> bool:
     frame = catalogue.frames.things[number]
     if not frame.envelope.seq:
         return False
@@ -109,7 +113,7 @@ def _overtakes(catalogue: Catalogue, world: World, number: int) -> bool:
     )
 
 
-def faults(catalogue: Catalogue, world: World, kinds: frozenset[Fault]) -> Iterator[Step]:
+def faults(catalogue: Catalogue, world: ModelWorld, kinds: frozenset[ModelFault]) -> Iterator[Step]:
     """What may go wrong now."""
     if not kinds or world.num_faults >= catalogue.model.max_faults:
         return
@@ -117,8 +121,8 @@ def faults(catalogue: Catalogue, world: World, kinds: frozenset[Fault]) -> Itera
     for number in dict.fromkeys(world.frames):
         frame = catalogue.frames.things[number]
         if {frame.to, PEERS.index(frame.envelope.sender)} <= at:
-            loss = Fault.DROP if frame.envelope.seq else Fault.DROP_NOTE
-            yield from _those((loss, Fault.DUPLICATE, Fault.DELAY), kinds, number)
+            loss = ModelFault.DROP if frame.envelope.seq else ModelFault.DROP_NOTE
+            yield from _those((loss, ModelFault.DUPLICATE, ModelFault.DELAY), kinds, number)
     for number, phase in world.writes:
         if catalogue.writes.things[number].to in at:
             yield from _those(_write_faults(phase), kinds, number)
@@ -127,44 +131,46 @@ def faults(catalogue: Catalogue, world: World, kinds: frozenset[Fault]) -> Itera
             yield from _those(_endpoint_faults(catalogue, world, index), kinds, index)
     for target in at.intersection(TARGETS):
         if target not in world.cut and _is_linked(world, target):
-            yield from _those((Fault.CUT,), kinds, target)
+            yield from _those((ModelFault.CUT,), kinds, target)
 
 
-def _those(found: Iterable[Fault], kinds: frozenset[Fault], number: int) -> Iterator[Step]:
+def _those(
+    found: Iterable[ModelFault], kinds: frozenset[ModelFault], number: int
+) -> Iterator[Step]:
     return (("fault", number, fault) for fault in found if fault in kinds)
 
 
-def _is_linked(world: World, target: int) -> bool:
+def _is_linked(world: ModelWorld, target: int) -> bool:
     begun = world.stages[target] is not Stage.UNBEGUN
     return begun and world.alive(SOURCE) and world.alive(target)
 
 
-def _write_faults(phase: Phase) -> tuple[Fault, ...]:
-    if phase is Phase.SUBMITTED:
-        return (Fault.BUSY, Fault.FAILED, Fault.UNKNOWN, Fault.STALL)
-    if phase in (Phase.GATHERING, Phase.FILLING, Phase.DROPPING):
-        return (Fault.FAILED,)
-    return (Fault.FAILED, Fault.UNKNOWN) if phase is Phase.LANDED else ()
+def _write_faults(phase: ModelPhase) -> tuple[ModelFault, ...]:
+    if phase is ModelPhase.SUBMITTED:
+        return (ModelFault.BUSY, ModelFault.FAILED, ModelFault.UNKNOWN, ModelFault.STALL)
+    if phase in (ModelPhase.GATHERING, ModelPhase.FILLING, ModelPhase.DROPPING):
+        return (ModelFault.FAILED,)
+    return (ModelFault.FAILED, ModelFault.UNKNOWN) if phase is ModelPhase.LANDED else ()
 
 
-def _endpoint_faults(catalogue: Catalogue, world: World, index: int) -> Iterator[Fault]:
+def _endpoint_faults(catalogue: Catalogue, world: ModelWorld, index: int) -> Iterator[ModelFault]:
     source, stage = index == SOURCE, world.stages[index]
-    yield Fault.KILL_SOURCE if source else Fault.KILL_TARGET
+    yield ModelFault.KILL_SOURCE if source else ModelFault.KILL_TARGET
     if world.scripts[index] < len(catalogue.scripts[index]):
-        yield Fault.ABSENT
+        yield ModelFault.ABSENT
     if stage is Stage.BEGUN:
-        yield Fault.CANCEL_SOURCE if source else Fault.CANCEL_TARGET
-        yield Fault.DEADLINE
+        yield ModelFault.CANCEL_SOURCE if source else ModelFault.CANCEL_TARGET
+        yield ModelFault.DEADLINE
     if catalogue.wakeup(world.machines[index]) is not None:
-        yield Fault.TICK
-        yield Fault.SILENCE
+        yield ModelFault.TICK
+        yield ModelFault.SILENCE
 
 
 # ------------------------------------------------------------ taking a step
 
 
-def take(catalogue: Catalogue, world: World, step: Step) -> World:
-    """The world after a step. Raises ``Broken``."""
+def take(catalogue: Catalogue, world: ModelWorld, step: Step) -> ModelWorld:
+    """The world after a step. Raises ``BrokenModel``."""
     verb, number, fault = step
     draft = Draft(catalogue, world)
     if fault is not None:
@@ -199,11 +205,11 @@ def _engine(draft: Draft, index: int) -> None:
 
 def _land(draft: Draft, number: int) -> None:
     phase = draft.writes[number]
-    if phase is Phase.ORPHAN:
+    if phase is ModelPhase.ORPHAN:
         del draft.writes[number]
     else:
-        doubted = phase is Phase.DOUBTED
-        draft.writes[number] = Phase.DOUBTED_LANDED if doubted else Phase.LANDED
+        doubted = phase is ModelPhase.DOUBTED
+        draft.writes[number] = ModelPhase.DOUBTED_LANDED if doubted else ModelPhase.LANDED
     draft.land(number)
 
 
@@ -224,16 +230,16 @@ def _time(draft: Draft, _: int) -> None:
         if (wakeup := draft.catalogue.wakeup(draft.machines[index])) is not None
     ]
     if not waits or max(draft.clocks) > draft.catalogue.model.horizon_s:
-        raise Broken(f"a room never ends: {leftovers(draft.catalogue, draft.world())}")
+        raise BrokenModel(f"a room never ends: {leftovers(draft.catalogue, draft.world())}")
     if min(waits) < 0:
-        raise Broken("a timer lies in the past after its Tick")
+        raise BrokenModel("a timer lies in the past after its Tick")
     for index in living:
         draft.clocks[index] += min(waits)
     for index in living:
         draft.tell(index, draft.catalogue.events.of(TICK))
         overdue = draft.clocks[index] >= draft.catalogue.model.deadline_s
         if overdue and draft.stages[index] is Stage.BEGUN:
-            raise Broken(f"{PEERS[index]} has reported nothing by its deadline")
+            raise BrokenModel(f"{PEERS[index]} has reported nothing by its deadline")
 
 
 _VERBS: dict[str, Callable[[Draft, int], None]] = {
@@ -242,10 +248,10 @@ _VERBS: dict[str, Callable[[Draft, int], None]] = {
     "engine": _engine,
     "land": _land,
     "sent": Draft.sent,
-    "fail": lambda draft, number: draft.send_failed(number, Fate.FAILED),
+    "fail": lambda draft, number: draft.send_failed(number, WriteFate.FAILED),
     "filled": Draft.filled,
-    "dropped": lambda draft, number: draft.send_failed(number, Fate.BUSY),
-    "doubt": lambda draft, number: draft.send_failed(number, Fate.UNKNOWN),
+    "dropped": lambda draft, number: draft.send_failed(number, WriteFate.BUSY),
+    "doubt": lambda draft, number: draft.send_failed(number, WriteFate.UNKNOWN),
     "scatter": Draft.end_scatter,
     "cut": Draft.sever,
     "disconnected": lambda draft, pair: draft.disconnected(*divmod(pair, len(PEERS))),
@@ -254,46 +260,48 @@ _VERBS: dict[str, Callable[[Draft, int], None]] = {
 }
 
 
-def _drop(draft: Draft, number: int, fault: Fault) -> None:
+def _drop(draft: Draft, number: int, fault: ModelFault) -> None:
     draft.frames.remove(number)
-    if fault is Fault.DELAY:
+    if fault is ModelFault.DELAY:
         draft.late.append(number)
 
 
-def _cancel(draft: Draft, index: int, fault: Fault) -> None:
+def _cancel(draft: Draft, index: int, fault: ModelFault) -> None:
     draft.tell(index, draft.catalogue.events.of(Cancel(ROOM)))
 
 
-def _absent(draft: Draft, index: int, fault: Fault) -> None:
+def _absent(draft: Draft, index: int, fault: ModelFault) -> None:
     draft.scripts[index] = len(draft.catalogue.scripts[index])
 
 
-def _run_ahead(draft: Draft, index: int, fault: Fault) -> None:
+def _run_ahead(draft: Draft, index: int, fault: ModelFault) -> None:
     model = draft.catalogue.model
-    if fault is Fault.DEADLINE:
+    if fault is ModelFault.DEADLINE:
         draft.jump(index, model.deadline_s)
-    elif fault is Fault.SILENCE:
+    elif fault is ModelFault.SILENCE:
         draft.jump(index, draft.clocks[index] + model.times.silence_s)
     else:
         draft.jump(index, draft.catalogue.wakeup(draft.machines[index]) or 0.0)
         draft.excused |= draft.clocks[index] >= model.deadline_s
 
 
-_FAULTS: dict[Fault, Callable[[Draft, int, Fault], None]] = {
-    Fault.DROP: _drop,
-    Fault.DROP_NOTE: _drop,
-    Fault.DELAY: _drop,
-    Fault.DUPLICATE: lambda draft, number, fault: draft.frames.append(number),
-    Fault.STALL: lambda draft, number, fault: draft.writes.update({number: Phase.STALLED}),
-    Fault.CUT: lambda draft, target, fault: _notice(draft, target),
-    Fault.CANCEL_SOURCE: _cancel,
-    Fault.CANCEL_TARGET: _cancel,
-    Fault.KILL_SOURCE: lambda draft, index, fault: draft.kill(index),
-    Fault.KILL_TARGET: lambda draft, index, fault: draft.kill(index),
-    Fault.ABSENT: _absent,
-    Fault.TICK: _run_ahead,
-    Fault.DEADLINE: _run_ahead,
-    Fault.SILENCE: _run_ahead,
+_FAULTS: dict[ModelFault, Callable[[Draft, int, ModelFault], None]] = {
+    ModelFault.DROP: _drop,
+    ModelFault.DROP_NOTE: _drop,
+    ModelFault.DELAY: _drop,
+    ModelFault.DUPLICATE: lambda draft, number, fault: draft.frames.append(number),
+    ModelFault.STALL: lambda draft, number, fault: draft.writes.update(
+        {number: ModelPhase.STALLED}
+    ),
+    ModelFault.CUT: lambda draft, target, fault: _notice(draft, target),
+    ModelFault.CANCEL_SOURCE: _cancel,
+    ModelFault.CANCEL_TARGET: _cancel,
+    ModelFault.KILL_SOURCE: lambda draft, index, fault: draft.kill(index),
+    ModelFault.KILL_TARGET: lambda draft, index, fault: draft.kill(index),
+    ModelFault.ABSENT: _absent,
+    ModelFault.TICK: _run_ahead,
+    ModelFault.DEADLINE: _run_ahead,
+    ModelFault.SILENCE: _run_ahead,
     **dict.fromkeys(_FATES, lambda draft, number, fault: draft.send_failed(number, _FATES[fault])),
 }
 
@@ -301,7 +309,7 @@ _FAULTS: dict[Fault, Callable[[Draft, int, Fault], None]] = {
 # ------------------------------------------------------------ ends
 
 
-def leftovers(catalogue: Catalogue, world: World) -> str:
+def leftovers(catalogue: Catalogue, world: ModelWorld) -> str:
     """What keeps a world from having ended: rooms of living endpoints and full tables."""
     found = [
         f"{PEERS[index]}: {what}"
@@ -312,18 +320,18 @@ def leftovers(catalogue: Catalogue, world: World) -> str:
     return "; ".join(found)
 
 
-def _unended(world: World, index: int) -> list[str]:
+def _unended(world: ModelWorld, index: int) -> list[str]:
     stage = world.stages[index]
     if stage is Stage.UNBEGUN or (stage > Stage.BEGUN and world.released[index]):
         return []
     return [f"the room is {stage.name}, its pages are held"]
 
 
-def demand_done(world: World) -> None:
+def demand_done(world: ModelWorld) -> None:
     """Where nothing happened that excuses it, everybody must be Done at the end."""
     if not world.excused and any(stage is not Stage.DONE for stage in world.stages):
         stages = ", ".join(f"{PEERS[i]} {stage.name}" for i, stage in enumerate(world.stages))
-        raise Broken(f"not everybody is Done at the end: {stages}")
+        raise BrokenModel(f"not everybody is Done at the end: {stages}")
 
 
 def describe(catalogue: Catalogue, step: Step) -> str:
@@ -349,9 +357,9 @@ def describe(catalogue: Catalogue, step: Step) -> str:
     return f"{verb} {thing}"
 
 
-def _thing(catalogue: Catalogue, fault: Fault, number: int) -> str:
-    if fault in (Fault.DROP, Fault.DROP_NOTE, Fault.DUPLICATE, Fault.DELAY):
+def _thing(catalogue: Catalogue, fault: ModelFault, number: int) -> str:
+    if fault in (ModelFault.DROP, ModelFault.DROP_NOTE, ModelFault.DUPLICATE, ModelFault.DELAY):
         return str(catalogue.frames.things[number])
-    if fault in _FATES or fault is Fault.STALL:
+    if fault in _FATES or fault is ModelFault.STALL:
         return str(catalogue.writes.things[number])
     return str(PEERS[number])

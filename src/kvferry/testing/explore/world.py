@@ -1,6 +1,6 @@
 """The world between the machines: frames, writes, scatters, memory, clocks.
 
-A ``World`` is a value made of numbers from the catalogue. A ``Draft`` is one
+A ``ModelWorld`` is a value made of numbers from the catalogue. A ``Draft`` is one
 that is being changed by a step; it carries out actions, and checks each promise
 where it could be broken:
 
@@ -20,19 +20,19 @@ from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
 from kvferry.endpoint.runner.runner import PeerGone
-from kvferry.protocol.events import Fate, Scattered, SendFailed, Sent, Tick
-from kvferry.testing.explore.catalogue import Atom, Broken, Catalogue, Effect, EffectKind
+from kvferry.protocol.events import Scattered, SendFailed, Sent, Tick, WriteFate
+from kvferry.testing.explore.catalogue import Atom, BrokenModel, Catalogue, Effect, EffectKind
 from kvferry.testing.explore.model import INCARNATIONS, PEERS, SOURCE, TARGETS
 
 # Numbers, or pairs of them.
-T = TypeVar("T", int, tuple[int, int], tuple[int, "Phase"])
+T = TypeVar("T", int, tuple[int, int], tuple[int, "ModelPhase"])
 
 DEAD = -1
 EMPTY = -1
 TICK = Tick()
 
 
-class Phase(IntEnum):
+class ModelPhase(IntEnum):
     """Where a write stands, as only the world knows it."""
 
     SUBMITTED = 0  # will land, and soon
@@ -51,7 +51,15 @@ class Phase(IntEnum):
 
 
 # Nothing of these concerns a peer: they are told of, whatever becomes of it.
-LOCAL = frozenset({Phase.GATHERING, Phase.HELD, Phase.FILLING, Phase.DROPPING, Phase.DROPPED})
+LOCAL = frozenset(
+    {
+        ModelPhase.GATHERING,
+        ModelPhase.HELD,
+        ModelPhase.FILLING,
+        ModelPhase.DROPPING,
+        ModelPhase.DROPPED,
+    }
+)
 
 
 class Stage(IntEnum):
@@ -63,7 +71,7 @@ class Stage(IntEnum):
     FAILED = 3
 
 
-class World(NamedTuple):
+class ModelWorld(NamedTuple):
     """One state of everything. ``machines`` to ``released`` have an entry for each endpoint.
 
     ``frames`` and ``late`` are multisets, sorted; frames in ``late`` may come at
@@ -79,7 +87,7 @@ class World(NamedTuple):
     released: tuple[bool, ...]
     frames: tuple[int, ...]
     late: tuple[int, ...]
-    writes: tuple[tuple[int, Phase], ...]
+    writes: tuple[tuple[int, ModelPhase], ...]
     scatters: tuple[int, ...]
     told: tuple[tuple[int, int], ...]
     cut: tuple[int, ...]
@@ -95,7 +103,7 @@ class World(NamedTuple):
     def is_settled(self, catalogue: Catalogue, target: int) -> bool:
         """Whether every write to that target has ended, or will never be told of again."""
         return all(
-            phase in (Phase.DOUBTED, Phase.DOUBTED_LANDED, Phase.ORPHAN, *LOCAL)
+            phase in (ModelPhase.DOUBTED, ModelPhase.DOUBTED_LANDED, ModelPhase.ORPHAN, *LOCAL)
             for number, phase in self.writes
             if catalogue.writes.things[number].to == target
         )
@@ -113,7 +121,7 @@ def _ordered(things: Collection[T]) -> tuple[T, ...]:
 class Draft:
     """A world that is being changed."""
 
-    def __init__(self, catalogue: Catalogue, world: World) -> None:
+    def __init__(self, catalogue: Catalogue, world: ModelWorld) -> None:
         self.catalogue = catalogue
         self.machines = list(world.machines)
         self.clocks = list(world.clocks)
@@ -131,9 +139,9 @@ class Draft:
         self.excused = world.excused
         self.num_faults = world.num_faults
 
-    def world(self) -> World:
+    def world(self) -> ModelWorld:
         """The finished world."""
-        return World(
+        return ModelWorld(
             tuple(self.machines),
             tuple(self.clocks),
             tuple(self.scripts),
@@ -177,16 +185,16 @@ class Draft:
                 self._submit(number)
             case EffectKind.GATHER:
                 self._demand_free(number)
-                self.writes[number] = Phase.GATHERING
+                self.writes[number] = ModelPhase.GATHERING
             case EffectKind.POST:
                 self._post(number)
             case EffectKind.DISCARD:
                 self._discard(number)
             case EffectKind.SCATTER:
                 self._start_scatter(number)
-            case EffectKind.SUSPECT:
+            case EffectKind.START_PROBING:
                 self.told.add((index, number))
-            case EffectKind.ACQUIT:
+            case EffectKind.STOP_PROBING:
                 self.told.discard((index, number))
             case EffectKind.DONE:
                 self._report(index, Stage.DONE)
@@ -198,16 +206,16 @@ class Draft:
     def _report(self, index: int, stage: Stage) -> None:
         me = PEERS[index]
         if self.stages[index] is not Stage.BEGUN:
-            raise Broken(f"{me} reports a room that is {self.stages[index].name}")
+            raise BrokenModel(f"{me} reports a room that is {self.stages[index].name}")
         if stage is Stage.DONE and index in TARGETS:
             missing = self.catalogue.owed(index).difference(self.pages[index - 1])
             if missing:
-                raise Broken(f"{me} is Done, but {sorted(missing)} never came")
+                raise BrokenModel(f"{me} is Done, but {sorted(missing)} never came")
         if stage is Stage.DONE and self.catalogue.model.is_mixed_up:
-            raise Broken(f"{me} is Done with another request's cache")
+            raise BrokenModel(f"{me} is Done with another request's cache")
         all_done = all(self.stages[target] is Stage.DONE for target in TARGETS)
         if stage is Stage.DONE and index == SOURCE and not all_done:
-            raise Broken(f"{me} is Done, but a target is not")
+            raise BrokenModel(f"{me} is Done, but a target is not")
         self.stages[index] = stage
         if not self.catalogue.model.heedless:
             # An engine that has been told of the end does nothing more.
@@ -216,12 +224,12 @@ class Draft:
     def _release(self, index: int) -> None:
         me = PEERS[index]
         if self.stages[index] < Stage.DONE:
-            raise Broken(f"{me} releases pages of a room that has not ended")
+            raise BrokenModel(f"{me} releases pages of a room that has not ended")
         if self.released[index]:
-            raise Broken(f"{me} releases the room's pages twice")
+            raise BrokenModel(f"{me} releases the room's pages twice")
         if index == SOURCE and self.writes:
             one = self.catalogue.writes.things[min(self.writes)]
-            raise Broken(f"{me} releases pages while {one} is in flight")
+            raise BrokenModel(f"{me} releases pages while {one} is in flight")
         self.released[index] = True
 
     # ------------------------------------------------------------ writes
@@ -230,45 +238,47 @@ class Draft:
         writing = self.catalogue.writes.things[number]
         for other in map(self.catalogue.writes.things.__getitem__, self.writes):
             if writing.shares_a_slot_with(other):
-                raise Broken(f"{writing} uses a slot of {other}, which is in flight")
+                raise BrokenModel(f"{writing} uses a slot of {other}, which is in flight")
         if self.released[SOURCE]:
-            raise Broken(f"{writing} reads pages that were released")
+            raise BrokenModel(f"{writing} reads pages that were released")
 
     def _post(self, post: int) -> None:
         gather = self._gather_of(self.catalogue.posts.things[post][0])
         phase, number = self.writes.pop(gather), self.catalogue.posted(gather, post)
         self._demand_free(number)
-        if phase is Phase.HELD:
+        if phase is ModelPhase.HELD:
             self._submit(number)
         else:
-            self.writes[number] = Phase.FILLING
+            self.writes[number] = ModelPhase.FILLING
 
     def _discard(self, op: int) -> None:
         number = self._gather_of(op)
-        held = self.writes[number] is Phase.HELD
-        self.writes[number] = Phase.DROPPED if held else Phase.DROPPING
+        held = self.writes[number] is ModelPhase.HELD
+        self.writes[number] = ModelPhase.DROPPED if held else ModelPhase.DROPPING
 
     def _gather_of(self, op: int) -> int:
         """The gather of that write. Whoever posts or discards another breaks a promise."""
         for number, phase in self.writes.items():
             mine = self.catalogue.writes.things[number].op == op
-            if mine and phase in (Phase.GATHERING, Phase.HELD):
+            if mine and phase in (ModelPhase.GATHERING, ModelPhase.HELD):
                 return number
-        raise Broken(f"write {op} is posted or discarded, and nothing was gathered for it")
+        raise BrokenModel(f"write {op} is posted or discarded, and nothing was gathered for it")
 
     def filled(self, number: int) -> None:
         """The gather of a write has ended."""
         phase = self.writes.pop(number)
-        if phase is Phase.FILLING:
+        if phase is ModelPhase.FILLING:
             self._submit(number)
         else:
-            self.writes[number] = Phase.DROPPED if phase is Phase.DROPPING else Phase.HELD
+            self.writes[number] = (
+                ModelPhase.DROPPED if phase is ModelPhase.DROPPING else ModelPhase.HELD
+            )
 
     def _submit(self, number: int) -> None:
         writing = self.catalogue.writes.things[number]
-        phase = Phase.CUT if writing.to in self.cut else Phase.SUBMITTED
-        if phase is Phase.SUBMITTED and self.machines[writing.to] == DEAD:
-            phase = Phase.DOOMED
+        phase = ModelPhase.CUT if writing.to in self.cut else ModelPhase.SUBMITTED
+        if phase is ModelPhase.SUBMITTED and self.machines[writing.to] == DEAD:
+            phase = ModelPhase.DOOMED
         self.writes[number] = phase
 
     def land(self, number: int) -> None:
@@ -282,15 +292,15 @@ class Draft:
         else:
             promised = self.catalogue.promised(self.machines[target], writing.slot, writing.serial)
             if not promised:
-                raise Broken(f"{writing} landed in a slot that is not promised to it")
+                raise BrokenModel(f"{writing} landed in a slot that is not promised to it")
             self._set_slot(target, writing.slot, number)
 
     def _fill_pages(self, target: int, atoms: tuple[Atom, ...], what: str) -> None:
         if self.stages[target] is Stage.UNBEGUN or self.released[target]:
-            raise Broken(f"{what} landed in pages that were released")
+            raise BrokenModel(f"{what} landed in pages that were released")
         twice = set(atoms).intersection(self.pages[target - 1])
         if twice:
-            raise Broken(f"{what} wrote {sorted(twice)} a second time")
+            raise BrokenModel(f"{what} wrote {sorted(twice)} a second time")
         self.pages[target - 1] = tuple(sorted((*self.pages[target - 1], *atoms)))
 
     def _set_slot(self, target: int, slot: int, content: int) -> None:
@@ -304,11 +314,11 @@ class Draft:
         op = self.catalogue.writes.things[number].op
         self.tell(SOURCE, self.catalogue.events.of(Sent(op)))
 
-    def send_failed(self, number: int, fate: Fate) -> None:
+    def send_failed(self, number: int, fate: WriteFate) -> None:
         """The source hears that a write did not succeed."""
-        if fate is Fate.UNKNOWN:
-            landed = self.writes[number] is Phase.LANDED
-            self.writes[number] = Phase.DOUBTED_LANDED if landed else Phase.DOUBTED
+        if fate is WriteFate.UNKNOWN:
+            landed = self.writes[number] is ModelPhase.LANDED
+            self.writes[number] = ModelPhase.DOUBTED_LANDED if landed else ModelPhase.DOUBTED
         else:
             del self.writes[number]
         op = self.catalogue.writes.things[number].op
@@ -321,7 +331,9 @@ class Draft:
         self._demand_content(number)
         under_way = map(self.catalogue.scatters.things.__getitem__, self.scatters)
         if any((other.at, other.slot) == (scatter.at, scatter.slot) for other in under_way):
-            raise Broken(f"slot {scatter.slot} of {PEERS[scatter.at]} is scattered twice at once")
+            raise BrokenModel(
+                f"slot {scatter.slot} of {PEERS[scatter.at]} is scattered twice at once"
+            )
         self.scatters.append(number)
 
     def _demand_content(self, number: int) -> None:
@@ -330,7 +342,7 @@ class Draft:
         writing = self.catalogue.writes.things[content] if content != EMPTY else None
         named = (scatter.serial, scatter.atoms)
         if writing is None or (writing.serial, writing.atoms) != named:
-            raise Broken(f"{PEERS[scatter.at]} scatters {named}, but its slot holds {writing}")
+            raise BrokenModel(f"{PEERS[scatter.at]} scatters {named}, but its slot holds {writing}")
 
     def end_scatter(self, number: int) -> None:
         """A slot's bytes are in the pages, and the target hears so."""
@@ -348,12 +360,16 @@ class Draft:
         self.cut.add(target)
         source_lives = self.machines[SOURCE] != DEAD
         for number, phase in list(self.writes.items()):
-            unmoved = phase is Phase.LANDED or phase in LOCAL
+            unmoved = phase is ModelPhase.LANDED or phase in LOCAL
             if self.catalogue.writes.things[number].to != target or unmoved:
                 continue
-            if source_lives and phase in (Phase.SUBMITTED, Phase.STALLED, Phase.DOOMED):
-                self.writes[number] = Phase.CUT
-            elif phase is not Phase.CUT:
+            if source_lives and phase in (
+                ModelPhase.SUBMITTED,
+                ModelPhase.STALLED,
+                ModelPhase.DOOMED,
+            ):
+                self.writes[number] = ModelPhase.CUT
+            elif phase is not ModelPhase.CUT:
                 del self.writes[number]
 
     def disconnected(self, index: int, peer: int) -> None:
@@ -376,13 +392,13 @@ class Draft:
         self.scatters = [n for n in self.scatters if things.scatters.things[n].at != index]
         self.told = {pair for pair in self.told if pair[0] != index}
         for number, phase in list(self.writes.items()):
-            under_way = phase in (Phase.SUBMITTED, Phase.STALLED)
-            if index == SOURCE and (under_way or phase is Phase.DOUBTED):
-                self.writes[number] = Phase.ORPHAN
+            under_way = phase in (ModelPhase.SUBMITTED, ModelPhase.STALLED)
+            if index == SOURCE and (under_way or phase is ModelPhase.DOUBTED):
+                self.writes[number] = ModelPhase.ORPHAN
             elif index == SOURCE:
                 del self.writes[number]
             elif under_way and things.writes.things[number].to == index:
-                self.writes[number] = Phase.DOOMED
+                self.writes[number] = ModelPhase.DOOMED
 
     def jump(self, index: int, to: float) -> None:
         """One endpoint's clock runs ahead."""

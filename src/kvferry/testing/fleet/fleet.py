@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
 
-from kvferry.discovery.server import RendezvousServer
+from kvferry.discovery.server import DiscoveryServer
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.ids import Room
 from kvferry.layout.layout import Layout
@@ -63,15 +63,15 @@ class Fleet:
     ) -> None:
         rng = random.Random(seed)
         self._key = ClusterKey.read(key_file) if key_file else None
-        self.rendezvous = RendezvousServer("127.0.0.1", 0, self._key).start()
-        self.url = self.rendezvous.url
+        self.discovery = DiscoveryServer("127.0.0.1", 0, self._key).start()
+        self.url = self.discovery.url
         self._template = RankSpec(
             role="",
             name="",
             rank=0,
             layout=prefill.layout,
             transport=transport,
-            rendezvous=self.url,
+            discovery=self.url,
             num_pages=1,
             key_file=key_file,
             device=device,
@@ -252,10 +252,10 @@ class Fleet:
 
     # ------------------------------------------------------------ life
 
-    def start_rendezvous(self) -> None:
-        """A stopped rendezvous comes back at the same place, and knows nobody."""
+    def start_discovery(self) -> None:
+        """A stopped discovery comes back at the same place, and knows nobody."""
         port = int(self.url.rpartition(":")[2])
-        self.rendezvous = RendezvousServer("127.0.0.1", port, self._key).start()
+        self.discovery = DiscoveryServer("127.0.0.1", port, self._key).start()
 
     def close(self) -> None:
         """End every process."""
@@ -263,7 +263,7 @@ class Fleet:
             rank.hang_up()
         for rank in self.ranks:
             rank.end()
-        self.rendezvous.stop()
+        self.discovery.stop()
 
     def __enter__(self) -> Self:
         return self

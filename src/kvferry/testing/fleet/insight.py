@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kvferry.endpoint.source import SourceEndpoint
 from kvferry.ids import Room
-from kvferry.protocol.states import LegState
+from kvferry.protocol.states import InboundState
 from kvferry.testing.fleet.rooms import RankRooms
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Insight:
 
         def call() -> None:
             try:
-                found.set_result(look(self._owner.driver.machine))
+                found.set_result(look(self._owner.runner.machine))
             except Exception as error:
                 found.set_exception(error)
 
@@ -49,7 +49,7 @@ class Insight:
         """The targets that have made an offer for a room, opened here or not."""
 
         def look(machine: Any) -> list[int]:
-            return sorted(machine.rooms[room].lanes) if room in machine.rooms else []
+            return sorted(machine.rooms[room].outbounds) if room in machine.rooms else []
 
         return self._look(look)
 
@@ -67,8 +67,8 @@ class Insight:
 
     def closed_sources(self, room: Room) -> list[int]:
         """The sources that have said that all is written."""
-        legs = self._look_at(room, lambda its: [*its.legs.values()])
-        return [leg.source for leg in legs if leg.state is LegState.CLOSED]
+        inbounds = self._look_at(room, lambda its: [*its.inbounds.values()])
+        return [inbound.source for inbound in inbounds if inbound.state is InboundState.CLOSED]
 
     # ------------------------------------------------------------ the rank
 
@@ -101,7 +101,7 @@ class Insight:
             "rooms": sum(room.known_to_engine for room in machine.rooms.values()),
             "writing": len(machine.inflight.writes),
             "gathered ahead": len(self._owner.role._writes._ahead),
-            "in flight": self._owner.driver.sessions.num_flying,
+            "in flight": self._owner.runner.sessions.num_flying,
             "slots": machine.config.local_slots - len(machine.local_slots),
         }
 
@@ -123,9 +123,9 @@ class Insight:
         """What the source has registered."""
         return self.endpoint.record
 
-    def constants(self) -> Any:
+    def link_cost(self) -> Any:
         """What the source measured."""
-        return self.endpoint.constants
+        return self.endpoint.link_cost
 
     def staging_bytes(self) -> int:
         """What its staging slots take."""
@@ -141,7 +141,7 @@ class Insight:
         return time.process_time()
 
     def keep_stories(self, keep: bool) -> None:
-        """Whether the stories of rooms are kept, from the next room on."""
+        """Whether the traces of rooms are kept, from the next room on."""
         telemetry = self.endpoint._telemetry
         kept = (telemetry.meter, telemetry.traces) if keep else (telemetry.meter,)
         self._look(lambda _: telemetry.observer.use(*kept))

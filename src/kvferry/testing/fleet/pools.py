@@ -12,8 +12,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvferry.layout.layout import Holding, Layout
-from kvferry.layout.spec import Group, Slot, Tensor
+from kvferry.layout.layout import Layout, Shard
+from kvferry.layout.spec import Group, StateRow, Tensor
 from kvferry.memory.pools import Memory
 from kvferry.plan.places import Placement
 from kvferry.plan.plan import Request
@@ -31,7 +31,7 @@ class _Layer(NamedTuple):
 
     group: Group
     tensor: Tensor
-    holding: Holding
+    shard: Shard
     layer: int
     view: Bytes  # [pages, tokens, units, bytes]; one token for state rows
 
@@ -66,24 +66,24 @@ class TestPools:
         self.layout = layout
         self._memory = memory
         self._arrays = arrays
-        self._layers = list(self._views(layout.rank_holdings(rank)))
+        self._layers = list(self._views(layout.rank_shards(rank)))
 
-    def _views(self, holdings: tuple[Holding, ...]) -> Iterator[_Layer]:
-        for holding in holdings:
-            group = self.layout.spec.group(holding.group)
+    def _views(self, shards: tuple[Shard, ...]) -> Iterator[_Layer]:
+        for shard in shards:
+            group = self.layout.spec.group(shard.group)
             for tensor in group.tensors:
                 placement = self._memory.map.of(group.name, tensor.name)
-                for layer in group.layers_in(holding.layers):
-                    view = self._view(placement, group, tensor, holding, layer)
-                    yield _Layer(group, tensor, holding, layer, view)
+                for layer in group.layers_in(shard.layers):
+                    view = self._view(placement, group, tensor, shard, layer)
+                    yield _Layer(group, tensor, shard, layer, view)
 
     def _view(
-        self, placement: Placement, group: Group, tensor: Tensor, holding: Holding, layer: int
+        self, placement: Placement, group: Group, tensor: Tensor, shard: Shard, layer: int
     ) -> Bytes:
         (base,) = placement.bases_of((layer,))
-        tokens = 1 if isinstance(group.kind, Slot) else self.layout.page_tokens
+        tokens = 1 if isinstance(group.kind, StateRow) else self.layout.page_tokens
         strides = (placement.page_stride, placement.token_stride, placement.unit_stride, 1)
-        shape = (placement.num_pages, tokens, len(holding.units), tensor.unit_bytes)
+        shape = (placement.num_pages, tokens, len(shard.units), tensor.unit_bytes)
         return as_strided(self._arrays[base.region][base.offset :], shape, strides)
 
     def clear(self) -> None:
@@ -95,7 +95,7 @@ class TestPools:
         """Compute tokens of a room, and its state row."""
 
         def compute(layer: _Layer) -> None:
-            if isinstance(layer.group.kind, Slot):
+            if isinstance(layer.group.kind, StateRow):
                 if states:
                     layer.view[where.row, 0] = self._state(seed, layer)[0]
                 return
@@ -150,14 +150,14 @@ class TestPools:
             layer.view[self._places(layer, where)] = BACKGROUND
 
     def _places(self, layer: _Layer, where: RoomPages) -> list[int]:
-        if isinstance(layer.group.kind, Slot):
+        if isinstance(layer.group.kind, StateRow):
             return [] if where.row is None else [where.row]
         return list(where.pages)
 
     def _owed(self, layer: _Layer, room: Content) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where in a layer the room's bytes must have arrived."""
         owed = self._owed_tokens(layer, room)
-        if isinstance(layer.group.kind, Slot):
+        if isinstance(layer.group.kind, StateRow):
             rows = np.full(len(owed), room.where.row, dtype=np.int64)
             return rows, np.zeros(len(owed), dtype=np.int64)
         return self._at(layer, owed, room.where)
@@ -168,12 +168,12 @@ class TestPools:
 
     def _bytes(self, layer: _Layer, room: Content) -> Bytes:
         owed = self._owed_tokens(layer, room)
-        if isinstance(layer.group.kind, Slot):
+        if isinstance(layer.group.kind, StateRow):
             return self._state(room.seed, layer)[: len(owed)]
         return self._tokens(room.seed, layer, owed)
 
     def _mine(self, layer: _Layer, tokens: range) -> NDArray[np.int64]:
-        held = layer.holding.tokens
+        held = layer.shard.tokens
         positions = np.arange(tokens.start, tokens.stop, dtype=np.int64)
         mine: NDArray[np.int64] = positions[(positions - held.first) % held.step == 0]
         return mine
@@ -181,12 +181,12 @@ class TestPools:
     def _at(
         self, layer: _Layer, tokens: NDArray[np.int64], where: RoomPages
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        local = (tokens - layer.holding.tokens.first) // layer.holding.tokens.step
+        local = (tokens - layer.shard.tokens.first) // layer.shard.tokens.step
         place, within = np.divmod(local, self.layout.page_tokens)
         return np.asarray(where.pages, dtype=np.int64)[place], within
 
     def _tokens(self, seed: int, layer: _Layer, tokens: NDArray[np.int64]) -> Bytes:
-        units = range(layer.holding.units.first, layer.holding.units.end)
+        units = range(layer.shard.units.first, layer.shard.units.end)
         name = f"{layer.group.name}.{layer.tensor.name}"
         return pattern(seed, name, layer.layer, tokens, units, layer.tensor.unit_bytes)
 

@@ -25,7 +25,7 @@ from kvferry.layout.spec import (
     DType,
     Group,
     Paged,
-    Slot,
+    StateRow,
     Tensor,
     Window,
     attention_group,
@@ -35,7 +35,7 @@ from kvferry.protocol.outcome import Done, Outcome
 from kvferry.testing.fleet.fleet import Fleet, FleetSide
 from kvferry.testing.fleet.pools import Content
 from kvferry.testing.fleet.process import RankProcess
-from kvferry.testing.fleet.turns import News, RoomOrder, Work
+from kvferry.testing.fleet.turns import News, RoomOrder, TurnWork
 
 MAX_TOKENS = 120
 DEADLINE_S = 4.0
@@ -44,14 +44,19 @@ GRACE_S = 10.0
 RELEASE_S = 20.0
 TURN_S = 0.004
 PROTOCOL = ProtocolConfig(
-    heartbeat_s=0.2, silence_s=1.5, handshake_s=3.0, resend_s=0.1, nudge_s=0.3, early_s=5.0
+    heartbeat_s=0.2,
+    silence_s=1.5,
+    handshake_s=3.0,
+    resend_s=0.1,
+    status_poll_s=0.3,
+    unclaimed_offer_ttl_s=5.0,
 )
 SPEC = CacheSpec(
     num_layers=3,
     groups=(
         attention_group("full", Paged(), (0, 2), 6, 8, 6, DType.BFLOAT16),
         attention_group("near", Window(40), (1,), 6, 8, None, DType.BFLOAT16),
-        Group("state", Slot(), (1,), 6, (Tensor("s", DType.FLOAT32, 5),)),
+        Group("state", StateRow(), (1,), 6, (Tensor("s", DType.FLOAT32, 5),)),
     ),
 )
 PREFILL = "prefill"
@@ -97,7 +102,7 @@ class SoakReport(msgspec.Struct, kw_only=True):
 class _Open:
     """A room that goes on somewhere."""
 
-    work: Work
+    work: TurnWork
     decode: str
     # When it must have ended, and then when it must be released, at each rank.
     due: dict[Key, float] = field(default_factory=dict)
@@ -114,7 +119,7 @@ class _Later(NamedTuple):
 
 
 class Soak:
-    """The driver: one thread, a turn at a time, one question to each rank that is awake."""
+    """The runner: one thread, a turn at a time, one question to each rank that is awake."""
 
     def __init__(self, plan: SoakPlan, tell: Callable[[int, str], None] = lambda *_: None) -> None:
         self._plan = plan
@@ -232,7 +237,7 @@ class Soak:
         request = Request(tokens, rng.choice((0, 0, rng.randint(0, tokens))))
         lonely = rng.random() < 0.005
         works = [
-            Work(
+            TurnWork(
                 name,
                 Content(number, allotments[side].take(name, tokens), request),
                 PREFILL,
@@ -249,7 +254,7 @@ class Soak:
         self._close_if_over(room)
         return True
 
-    def _order_room(self, room: _Open, parts: Iterable[tuple[str, Work]]) -> None:
+    def _order_room(self, room: _Open, parts: Iterable[tuple[str, TurnWork]]) -> None:
         rng, now = self._rng, time.monotonic()
         later = {side: now + rng.choice((0.0, rng.uniform(0, 0.1))) for side in self._fleet.sides}
         aborts = rng.random() < self._plan.abort_share
@@ -348,7 +353,7 @@ class Soak:
 
     def _look_back(self) -> None:
         """Tables, seals, and what the long-lived have grown by."""
-        give_up = time.monotonic() + PROTOCOL.early_s + GRACE_S
+        give_up = time.monotonic() + PROTOCOL.unclaimed_offer_ttl_s + GRACE_S
         while self._fleet.leftovers() and time.monotonic() < give_up:
             time.sleep(0.1)
         self._report.leftovers = self._fleet.leftovers()

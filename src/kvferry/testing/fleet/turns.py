@@ -21,7 +21,7 @@ from kvferry.protocol.outcome import Done, Outcome
 from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
 
 
-class Work(NamedTuple):
+class TurnWork(NamedTuple):
     """A room as a rank is told of it."""
 
     room: Room
@@ -40,7 +40,7 @@ class RoomOrder(NamedTuple):
     """Something to do: ``receive``, ``begin``, ``rest`` or ``abort``."""
 
     verb: str
-    work: Work
+    work: TurnWork
 
 
 class News(NamedTuple):
@@ -61,7 +61,7 @@ class Turns:
         self._pools = pools
         self._pages_of = pages_of
         self._handles: dict[Room, Incoming | Outgoing] = {}
-        self._works: dict[Room, Work] = {}
+        self._works: dict[Room, TurnWork] = {}
         self._pushes: dict[Room, list[tuple[int, int]]] = {}
         self._heard: deque[News] = deque()
         self._seals: dict[RoomPages, int] = {}
@@ -85,12 +85,12 @@ class Turns:
 
     # ------------------------------------------------------------ orders
 
-    def _keep(self, work: Work, handle: Incoming | Outgoing) -> None:
+    def _keep(self, work: TurnWork, handle: Incoming | Outgoing) -> None:
         self._handles[work.room], self._works[work.room] = handle, work
         handle.on_end(lambda outcome: self._heard.append(News(work.room, outcome)))
         handle.on_release(lambda: self._heard.append(News(work.room)))
 
-    def _receive(self, work: Work) -> None:
+    def _receive(self, work: TurnWork) -> None:
         where = work.content.where
         self._break_seals(work.room, where)
         self._pools.clear_room(where)
@@ -105,7 +105,7 @@ class Turns:
         )
         self._keep(work, handle)
 
-    def _begin(self, work: Work) -> None:
+    def _begin(self, work: TurnWork) -> None:
         """Open a room and push the first half of its chunks."""
         end = work.request.num_tokens
         self._pools.fill(work.content.seed, work.content.where, range(end), states=True)
@@ -115,20 +115,20 @@ class Turns:
         self._pushes[work.room] = chunks[half:]
         self._push(work, chunks[:half])
 
-    def _rest(self, work: Work) -> None:
+    def _rest(self, work: TurnWork) -> None:
         """Push the other half and close."""
         handle = self._handles.get(work.room)
         if isinstance(handle, Outgoing):
             self._push(work, self._pushes[work.room])
             handle.close(b"m", states=work.content.where.row, tokens=work.request.num_tokens)
 
-    def _push(self, work: Work, chunks: list[tuple[int, int]]) -> None:
+    def _push(self, work: TurnWork, chunks: list[tuple[int, int]]) -> None:
         handle = self._handles[work.room]
         assert isinstance(handle, Outgoing)
         for tokens in chunks:
             handle.push(tokens, self._pages_of(work.content.where, range(*tokens)))
 
-    def _abort(self, work: Work) -> None:
+    def _abort(self, work: TurnWork) -> None:
         handle = self._handles.get(work.room)
         if handle:
             handle.abort()

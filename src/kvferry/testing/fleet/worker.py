@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from kvferry.endpoint.config import EndpointConfig
-from kvferry.endpoint.garbage import settle_heap
+from kvferry.endpoint.freeze_gc import freeze_gc
 from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.outgoing import Outgoing
 from kvferry.endpoint.setup import make_transports
@@ -51,7 +51,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     layout: Layout
     transport: str
-    rendezvous: str
+    discovery: str
     num_pages: int
     num_rows: int = 16
     model: str = "test-model"
@@ -60,7 +60,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: EndpointConfig = EndpointConfig()
 
 
-class RankWorker:
+class FleetRankWorker:
     """An endpoint, its pools, and its rooms.
 
     Its ``parts`` have the other methods that a fleet may name.
@@ -80,7 +80,7 @@ class RankWorker:
             rank=spec.rank,
             model=spec.model,
             transport=transports,
-            rendezvous=spec.rendezvous,
+            discovery=spec.discovery,
             key=ClusterKey.read(spec.key_file) if spec.key_file else None,
             config=spec.config,
         )
@@ -142,12 +142,12 @@ class RankWorker:
         """The pages that a chunk touches at this rank."""
         spec = self.spec.layout
         found: dict[str, list[int]] = {}
-        for holding in spec.rank_holdings(self.spec.rank):
+        for shard in spec.rank_shards(self.spec.rank):
             local = np.arange(tokens.start, tokens.stop, dtype=np.int64)
-            held = holding.tokens
+            held = shard.tokens
             local = (local[(local - held.first) % held.step == 0] - held.first) // held.step
             places = np.unique(local // spec.page_tokens)
-            found[holding.group] = [where.pages[place] for place in places]
+            found[shard.group] = [where.pages[place] for place in places]
         return found
 
     def finish(self, room: Room, metadata: bytes, num_tokens: int) -> None:
@@ -304,7 +304,7 @@ def serve(pipe: Connection) -> None:
     # Ctrl-C ends a rank at once and without a word: the fleet says that it was interrupted.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     logging.basicConfig(level=os.environ.get("KVFERRY_TEST_LOG", "ERROR"))
-    worker: RankWorker | None = None
+    worker: FleetRankWorker | None = None
     while True:
         try:
             method, args = pipe.recv()
@@ -312,8 +312,8 @@ def serve(pipe: Connection) -> None:
             break
         try:
             if method == "start":
-                worker = RankWorker(*args)
-                settle_heap()
+                worker = FleetRankWorker(*args)
+                freeze_gc()
                 pipe.send((True, None))
                 continue
             assert worker is not None

@@ -1,7 +1,7 @@
 """Deliberately broken rules. The simulator must notice each of them.
 
 Every break is a mistake that a system of this kind has made, or nearly. Each replaces a part
-of a machine or a driver through its interface, so no product code path knows about it. A
+of a machine or a runner through its interface, so no product code path knows about it. A
 break may name faults that make its mistake matter; the rest of a seed is drawn as always.
 """
 
@@ -14,16 +14,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvferry.ids import Peer, Serial, SlotIndex
-from kvferry.layout.spec import CacheSpec, Slot
+from kvferry.layout.spec import CacheSpec, StateRow
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.admission import SourceAdmission
 from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.declines import Declined, Declines
 from kvferry.protocol.events import Action, Event, Finish, Push, Receive
 from kvferry.protocol.handshake import SourceLinks, TargetLinks
-from kvferry.protocol.lanes import Lane, Lanes, Writing
+from kvferry.protocol.inbound import ActiveScatters, InboundTransfer, InboundTransfers, TargetRoom
 from kvferry.protocol.ledger import Ledger
-from kvferry.protocol.legs import Leg, Legs, Scatters, TargetRoom
 from kvferry.protocol.links import Link
 from kvferry.protocol.messages import (
     Abort,
@@ -37,6 +36,7 @@ from kvferry.protocol.messages import (
     Refuse,
     RoomMessage,
 )
+from kvferry.protocol.outbound import ActiveWrite, OutboundTransfer, OutboundTransfers
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.slots import EarlyGather, LocalSlots
 from kvferry.protocol.source import SourceMachine, SourceParts
@@ -44,7 +44,7 @@ from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine, TargetParts
 from kvferry.protocol.writes import WriteQueue
 from kvferry.testing.sim.cluster import Machines
-from kvferry.testing.sim.drivers import (
+from kvferry.testing.sim.runner_breaks import (
     BuriesTheLiving,
     ForgetsDoubt,
     KeepsAnEnd,
@@ -90,12 +90,12 @@ class CountsMessages(Ledger):
         return self.num_missing <= 0
 
 
-class SharesKey(Legs):
+class SharesKey(InboundTransfers):
     """All sources report under one key."""
 
-    def find(self, link: Link, body: RoomMessage) -> tuple[TargetRoom, Leg] | None:  # noqa: D102
+    def find(self, link: Link, body: RoomMessage) -> tuple[TargetRoom, InboundTransfer] | None:  # noqa: D102
         found = super().find(link, body)
-        return found and (found[0], found[0].legs[min(found[0].legs)])
+        return found and (found[0], found[0].inbounds[min(found[0].inbounds)])
 
 
 class IgnoresDigest(Ledger):
@@ -119,15 +119,20 @@ class ExpectsState(Ledger):
         return self.has_state and super().complete
 
 
-class DoneBeforeScatter(Scatters):
+class DoneBeforeScatter(ActiveScatters):
     """Takes a staged block for arrived when its note comes, before it is scattered."""
 
     def begin(
-        self, room: TargetRoom, leg: Leg, blocks: tuple[Block, ...], slot: SlotIndex, serial: Serial
+        self,
+        room: TargetRoom,
+        inbound: InboundTransfer,
+        blocks: tuple[Block, ...],
+        slot: SlotIndex,
+        serial: Serial,
     ) -> None:
         """Record it at once."""
-        super().begin(room, leg, blocks, slot, serial)
-        room.ledger.add_all(leg.source, blocks)
+        super().begin(room, inbound, blocks, slot, serial)
+        room.ledger.add_all(inbound.source, blocks)
 
     def writes(self, room: TargetRoom) -> bool:
         """Wait for none."""
@@ -157,17 +162,17 @@ class LayerCountsForAll(SourceMachine):
 class ClosesEarly(WriteQueue):
     """Says Close when the engine has finished, with writes still in flight."""
 
-    def is_sent(self, lane: Lane) -> bool:
+    def is_sent(self, outbound: OutboundTransfer) -> bool:
         """Whether everything was handed over."""
-        handed_over = not (lane.undecided or lane.direct or lane.staged)
+        handed_over = not (outbound.undecided or outbound.direct or outbound.staged)
         if handed_over:
-            writes = (self.inflight.writes[op] for op in lane.inflight)
-            lane.written += [block for write in writes for block in write.blocks]
+            writes = (self.inflight.writes[op] for op in outbound.inflight)
+            outbound.written += [block for write in writes for block in write.blocks]
         return handed_over
 
 
-class UncheckedLanes(Lanes):
-    """Lanes that nobody counts."""
+class UncheckedOutbound(OutboundTransfers):
+    """OutboundTransfers that nobody counts."""
 
     def check(self) -> None:
         """Silenced, so that only the damage can give it away."""
@@ -176,7 +181,7 @@ class UncheckedLanes(Lanes):
 # ---------------------------------------------------------------- memory
 
 
-class ReleasesAtAbort(Legs):
+class ReleasesAtAbort(InboundTransfers):
     """Frees pages when a room is given up, without waiting for the sources."""
 
     def is_quiet(self, room: TargetRoom) -> bool:
@@ -209,7 +214,7 @@ class DrainsAtOnce(SourceLinks):
 class ReleasesWhileWriting(WriteQueue):
     """Gives pages back to the engine while a write still reads them."""
 
-    def reads(self, lane: Lane) -> bool:
+    def reads(self, outbound: OutboundTransfer) -> bool:
         """Whether it reads is not asked."""
         return False
 
@@ -236,13 +241,13 @@ class RefillsSlot(Unchecked):
 class RefillsDiscarded(EarlyGather):
     """Uses a slot again that was gathered ahead for nothing, before its gather has ended."""
 
-    def discard(self, lane: Lane) -> None:  # noqa: D102
-        for op in lane.held:
+    def discard(self, outbound: OutboundTransfer) -> None:  # noqa: D102
+        for op in outbound.held:
             _give_slot_back(self, self.inflight.writes[op])
-        super().discard(lane)
+        super().discard(outbound)
 
 
-def _give_slot_back(gather: EarlyGather, write: Writing) -> None:
+def _give_slot_back(gather: EarlyGather, write: ActiveWrite) -> None:
     slot, write.local_slot = write.local_slot, None
     if slot is not None:
         gather.slots.free(slot)
@@ -251,7 +256,7 @@ def _give_slot_back(gather: EarlyGather, write: Writing) -> None:
 class LosesDiscarded(WriteQueue):
     """Forgets what it had gathered ahead when no credit comes for it."""
 
-    def retry(self, write: Writing) -> None:  # noqa: D102
+    def retry(self, write: ActiveWrite) -> None:  # noqa: D102
         if not write.is_ahead:
             super().retry(write)
 
@@ -269,7 +274,7 @@ class RefillsTakenBack(EarlyGather):
 class LosesTakenBack(WriteQueue):
     """Forgets what it had gathered into a slot that somebody else needed."""
 
-    def retry(self, write: Writing) -> None:  # noqa: D102
+    def retry(self, write: ActiveWrite) -> None:  # noqa: D102
         if not write.is_taken_back:
             super().retry(write)
 
@@ -309,8 +314,8 @@ class ForgivingBook(CreditBook):
             super().scattered(slot)
 
 
-class UncheckedScatters(Scatters):
-    """Scatters that nobody counts."""
+class UncheckedScatters(ActiveScatters):
+    """ActiveScatters that nobody counts."""
 
     def check(self) -> None:
         """Silenced, so that only the damage can give it away."""
@@ -400,7 +405,7 @@ class KeepsEarlyOffers(SourceAdmission):
 
 
 def _has_state(spec: CacheSpec) -> bool:
-    return any(isinstance(group.kind, Slot) for group in spec.groups)
+    return any(isinstance(group.kind, StateRow) for group in spec.groups)
 
 
 def _source(**parts: Any) -> Machines:
@@ -418,7 +423,7 @@ BREAKS: dict[str, Break] = {
     "count-messages": Break(
         "completion by message count", _target(ledger=CountsMessages), {"duplicate": 0.3}
     ),
-    "shared-key": Break("one key shared by all sources", _target(legs=SharesKey)),
+    "shared-key": Break("one key shared by all sources", _target(inbounds=SharesKey)),
     "digest-ignored": Break(
         "another request's cache is taken", _target(ledger=IgnoresDigest), {"mixed_up": 0.3}
     ),
@@ -434,11 +439,11 @@ BREAKS: dict[str, Break] = {
     ),
     "close-early": Break(
         "closed with writes in flight",
-        _source(writes=ClosesEarly, lanes=UncheckedLanes),
+        _source(writes=ClosesEarly, outbounds=UncheckedOutbound),
         {"slow_write": 0.3},
     ),
     "release-at-abort": Break(
-        "target pages released at abort", _target(legs=ReleasesAtAbort), SLOW_ABORTS
+        "target pages released at abort", _target(inbounds=ReleasesAtAbort), SLOW_ABORTS
     ),
     "silence-is-proof": Break(
         "target pages released because a peer is silent",
@@ -503,14 +508,14 @@ BREAKS: dict[str, Break] = {
         Machines(sessions=ForgetsDoubt),
         {"write_unknown": 0.3},
     ),
-    "bury-the-living": Break(
+    "confirm_dead-the-living": Break(
         "one life's end taken for the end of all",
         Machines(sessions=BuriesTheLiving),
         {"kills": 4, "slow_write": 0.7},
     ),
     "leave-in-the-middle": Break(
         "others told of an end with memory still held",
-        Machines(source_driver=SourceLeavesInTheMiddle, target_driver=TargetLeavesInTheMiddle),
+        Machines(source_runner=SourceLeavesInTheMiddle, target_runner=TargetLeavesInTheMiddle),
         {"leaves": 2, "slow_write": 0.3},
     ),
     "count-own-sleep": Break(
@@ -520,7 +525,7 @@ BREAKS: dict[str, Break] = {
     ),
     "time-before-frames": Break(
         "the clock looked at before what has come",
-        Machines(source_driver=SourceTakesTimeFirst, target_driver=TargetTakesTimeFirst),
+        Machines(source_runner=SourceTakesTimeFirst, target_runner=TargetTakesTimeFirst),
         {"stalls": 2},
     ),
     "ask-nobody": Break(
@@ -528,9 +533,9 @@ BREAKS: dict[str, Break] = {
         Machines(ports=asks_nobody),
         {"kills": 2, "write_unknown": 0.1},
     ),
-    "suspect-the-busy": Break(
+    "start_probing-the-busy": Break(
         "back-pressure taken for a sign of death",
-        Machines(source_driver=SuspectsTheBusy),
+        Machines(source_runner=SuspectsTheBusy),
         {"busy": 0.3},
     ),
     "keep-an-end": Break("the end of a write not told", Machines(source=KeepsAnEnd)),
@@ -544,7 +549,7 @@ BREAKS: dict[str, Break] = {
     ),
     "oversleep": Break(
         "a timer of the machine slept through",
-        Machines(source_driver=SourceOversleeps, target_driver=TargetOversleeps),
+        Machines(source_runner=SourceOversleeps, target_runner=TargetOversleeps),
     ),
     "decline-in-silence": Break(
         "a source not told that its room was given up", _target(declines=DeclinesInSilence)

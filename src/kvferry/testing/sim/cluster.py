@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvferry.config import ProtocolConfig
-from kvferry.endpoint.runner.runner import SourceDriver, SourcePorts, TargetDriver, TargetPorts
+from kvferry.endpoint.runner.runner import SourcePorts, SourceRunner, TargetPorts, TargetRunner
 from kvferry.endpoint.runner.sessions import Sessions
 from kvferry.ids import Peer
 from kvferry.layout import (
@@ -23,19 +23,19 @@ from kvferry.layout import (
     Order,
     Paged,
     Parallel,
-    Slot,
     Span,
+    StateRow,
     Tensor,
     Window,
 )
 from kvferry.plan.plan import Request
-from kvferry.protocol.events import Cancel, Instance, NewLife
+from kvferry.protocol.events import Cancel, Instance, PeerRestarted
 from kvferry.protocol.links import Identity
 from kvferry.protocol.messages import Staging
 from kvferry.protocol.outcome import Done, Failure
 from kvferry.protocol.source import SourceMachine, SourceParts
 from kvferry.protocol.target import TargetMachine, TargetParts
-from kvferry.testing.sim.engines import Policy, SourceNode, TargetNode
+from kvferry.testing.sim.engines import EnginePolicy, SourceNode, TargetNode
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob, draw_pushes
 from kvferry.testing.sim.memory import SimMemory
@@ -54,8 +54,8 @@ CONFIG = ProtocolConfig(
     silence_s=1.8,
     handshake_s=1.5,
     resend_s=0.15,
-    nudge_s=0.4,
-    early_s=1.5,
+    status_poll_s=0.4,
+    unclaimed_offer_ttl_s=1.5,
     credit_patience_s=0.3,
     max_quarantined_rooms=16,
     max_inflight=6,
@@ -72,7 +72,7 @@ HYBRID = CacheSpec(
     (
         Group("kv", Paged(), (1,), 2, (Tensor("k", DType.UINT8, 1),)),
         Group("swa", Window(4), (0,), 2, (Tensor("k", DType.UINT8, 1),)),
-        Group("state", Slot(), (2,), 4, (Tensor("s", DType.UINT8, 3),)),
+        Group("state", StateRow(), (2,), 4, (Tensor("s", DType.UINT8, 3),)),
     ),
 )
 LATENT = CacheSpec(3, (Group("latent", Paged(), (0, 1, 2), 1, (Tensor("c", DType.UINT8, 2),)),))
@@ -90,14 +90,14 @@ class Machines:
     target: type[TargetMachine] = TargetMachine
     source_parts: SourceParts = field(default_factory=SourceParts)
     target_parts: TargetParts = field(default_factory=TargetParts)
-    source_driver: type[SourceDriver] = SourceDriver
-    target_driver: type[TargetDriver] = TargetDriver
+    source_runner: type[SourceRunner] = SourceRunner
+    target_runner: type[TargetRunner] = TargetRunner
     sessions: type[Sessions] = Sessions
     ports: Callable[[Any], Any] = lambda ports: ports
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ClusterShape:
     """The geometry of a cluster."""
 
     spec: CacheSpec = DENSE
@@ -106,14 +106,14 @@ class Shape:
     pages: tuple[int, int] = (4, 2)
     orders: tuple[Order, Order] = (Order.NHD, Order.NHD)
     staging: Staging = SMALL
-    policy: Policy = field(default_factory=Policy)
-    ahead_slots: int = 0
+    policy: EnginePolicy = field(default_factory=EnginePolicy)
+    early_gather_slots: int = 0
     local_slots: int | None = None
     num_pages: int = 24
     num_rows: int = 6
 
     @staticmethod
-    def draw(rng: random.Random, faults: Faults) -> Shape:
+    def draw(rng: random.Random, faults: Faults) -> ClusterShape:
         """Any small geometry; tight pools where the faults ask for it."""
         spec = rng.choice([DENSE, DENSE, HYBRID, LATENT])
         tps = [1, 2, 4]
@@ -121,34 +121,34 @@ class Shape:
         prefill = rng.choice(sides)
         decodes = tuple(rng.choice(sides[:4]) for _ in range(rng.choice([1, 1, 2])))
         tight = bool(faults.tight_pools)
-        return Shape(
+        return ClusterShape(
             spec=spec,
             prefill=prefill,
             decodes=decodes,
             pages=(rng.choice([2, 4]), rng.choice([1, 2, 4])),
             orders=(rng.choice(list(Order)), rng.choice(list(Order))),
             staging=Staging(rng.choice([8, 16, 64]), 1 if tight else rng.choice([0, 2, 4])),
-            policy=Policy(rng.choice(["all", "none", "mixed", "random"])),
+            policy=EnginePolicy(rng.choice(["all", "none", "mixed", "random"])),
             num_pages=14 if tight else 40,
             num_rows=2 if tight else 8,
-            ahead_slots=rng.choice([0, 1, 2]),
+            early_gather_slots=rng.choice([0, 1, 2]),
             local_slots=rng.choice([None, None, 1]),
         )
 
     @property
     def config(self) -> ProtocolConfig:
         """Times and limits: half of the local slots are never gathered ahead, if there are two."""
-        local_slots = self.local_slots or max(CONFIG.local_slots, 2 * self.ahead_slots)
+        local_slots = self.local_slots or max(CONFIG.local_slots, 2 * self.early_gather_slots)
         return msgspec.structs.replace(
-            CONFIG, ahead_slots=self.ahead_slots, local_slots=local_slots
+            CONFIG, early_gather_slots=self.early_gather_slots, local_slots=local_slots
         )
 
 
-class Cluster:
+class SimCluster:
     """Every node of a world, with ways to start jobs and to hurt nodes."""
 
     def __init__(
-        self, seed: int, faults: Faults, shape: Shape, machines: Machines, calm_at: float
+        self, seed: int, faults: Faults, shape: ClusterShape, machines: Machines, calm_at: float
     ) -> None:
         self.world = World(seed, faults, calm_at=calm_at)
         self.wire = Wire(self.world)
@@ -199,7 +199,7 @@ class Cluster:
         machine = self.machines.source(identity, config, self.machines.source_parts)
         ports = self.machines.ports(SourcePorts(node, node, node.peers, node))
         sessions = self.machines.sessions(exposed=False)
-        node.driver = self.machines.source_driver(machine, ports, sessions)
+        node.runner = self.machines.source_runner(machine, ports, sessions)
         return node
 
     def _target(self, peer: Peer) -> TargetNode:
@@ -215,7 +215,7 @@ class Cluster:
         machine = self.machines.target(*about, self.machines.target_parts)
         ports = self.machines.ports(TargetPorts(node, node, node.peers, node))
         sessions = self.machines.sessions(exposed=True)
-        node.driver = self.machines.target_driver(machine, ports, sessions)
+        node.runner = self.machines.target_runner(machine, ports, sessions)
         node.stranger = stranger
         node.on_failure = lambda room: self.give_up(peer.instance, room)
         return node
@@ -226,7 +226,7 @@ class Cluster:
         world.happened["kill"] += 1
         world.remember(node.peer, "!", "killed")
         node.process.alive = False
-        self.wire.bury(node)
+        self.wire.confirm_dead(node)
         for other in self.nodes:
             if other is not node and world.rng.random() < 0.5:
                 delay = 0.01 + world.rng.random() * 0.2
@@ -242,7 +242,7 @@ class Cluster:
     def restart_doubted(self) -> None:
         """What an operator does about quarantined memory: end the process that may write it."""
         for node in self.nodes:
-            for record in node.driver.sessions.doubted():
+            for record in node.runner.sessions.doubted():
                 other = self.world.nodes[record.peer]
                 if other.process.alive and other.incarnation == record.incarnation:
                     self.kill(other, 0.05)
@@ -252,7 +252,7 @@ class Cluster:
 
         def hint() -> None:
             if other.process.serves:
-                other.driver.ask_after(lambda link: link.peer == dead.peer)
+                other.runner.ask_after(lambda link: link.peer == dead.peer)
 
         return hint
 
@@ -263,8 +263,8 @@ class Cluster:
                 self._tell_of(again)
 
     def _tell_of(self, source: Node) -> None:
-        """The rendezvous tells of a source's new life; some targets hear it late, or never."""
-        news = NewLife(source.peer, source.incarnation)
+        """Discovery tells of a source's new life; some targets hear it late, or never."""
+        news = PeerRestarted(source.peer, source.incarnation)
         for other in self.nodes:
             if other.peer.instance != PREFILL and self.world.rng.random() < 0.7:
                 self.world.at(self.world.rng.random() * 0.2, partial(other.deliver, news))

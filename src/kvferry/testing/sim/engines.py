@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvferry.endpoint.runner.runner import SourceDriver, TargetDriver
+from kvferry.endpoint.runner.runner import SourceRunner, TargetRunner
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout.intervals import Span
-from kvferry.plan.bind import Image, Pair, Side, bind
+from kvferry.plan.bind import RankPair, Side, StagingView, bind
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block
 from kvferry.protocol.events import (
@@ -37,18 +37,18 @@ from kvferry.protocol.events import (
     Scattered,
     Write,
 )
-from kvferry.protocol.messages import Envelope, Offer, Table
+from kvferry.protocol.messages import Envelope, Offer, PageTableMessage
 from kvferry.protocol.outcome import Done, Outcome
 from kvferry.testing.sim.gathers import SimGather
 from kvferry.testing.sim.jobs import SimJob, SimPush
-from kvferry.testing.sim.memory import Allocation, SimMemory, fetch
+from kvferry.testing.sim.memory import SimAllocation, SimMemory, fetch
 from kvferry.testing.sim.nodes import Node
 from kvferry.testing.sim.wire import Flight, Wire
 from kvferry.testing.sim.world import World
 
 
 @dataclass(frozen=True)
-class Policy:
+class EnginePolicy:
     """Which blocks are staged: all, none, those that begin at an odd token, or any."""
 
     mode: str = "mixed"
@@ -63,16 +63,16 @@ class Policy:
 class SourceNode(Node):
     """A prefill rank."""
 
-    driver: SourceDriver
+    runner: SourceRunner
 
     def __init__(
-        self, world: World, wire: Wire, peer: Peer, memory: SimMemory, policy: Policy
+        self, world: World, wire: Wire, peer: Peer, memory: SimMemory, policy: EnginePolicy
     ) -> None:
         super().__init__(world, wire, peer, memory)
         self.policy = policy
         self.pools: dict[Session, PoolMap] = {}
 
-    def begin(self, job: SimJob, allocation: Allocation) -> None:
+    def begin(self, job: SimJob, allocation: SimAllocation) -> None:
         """Open the room, then push what is computed."""
         self.deliver(Open(job.room, self.due.get(job.room, self.world.now)))
         delay = 0.0
@@ -94,7 +94,7 @@ class SourceNode(Node):
         if self._working(job) and not self.process.stalled_for:
             self.deliver(Prepare(job.room, span))
 
-    def _push(self, job: SimJob, allocation: Allocation, push: SimPush) -> None:
+    def _push(self, job: SimJob, allocation: SimAllocation, push: SimPush) -> None:
         if self._working(job):
             if self.process.put_off(lambda: self._push(job, allocation, push)):
                 return
@@ -102,7 +102,7 @@ class SourceNode(Node):
                 self.memory.compute(allocation, push.tokens, push.layers, states=states)
             self.deliver(Push(job.room, push.tokens, push.layers, push.states))
 
-    def _finish(self, job: SimJob, allocation: Allocation) -> None:
+    def _finish(self, job: SimJob, allocation: SimAllocation) -> None:
         if self._working(job):
             if self.process.put_off(lambda: self._finish(job, allocation)):
                 return
@@ -122,7 +122,7 @@ class SourceNode(Node):
         if self.world.strikes("late_choice"):
             self.world.at(self.world.rng.random(), lambda: self.deliver(chosen))
         else:
-            self.driver.take(chosen, self.world.now)
+            self.runner.take(chosen, self.world.now)
 
     def cut(self, session: Session) -> None:
         """Writes that were handed over go on to their end."""
@@ -180,7 +180,7 @@ class SourceNode(Node):
 class TargetNode(Node):
     """A decode rank."""
 
-    driver: TargetDriver
+    runner: TargetRunner
 
     def __init__(
         self, world: World, wire: Wire, peer: Peer, memory: SimMemory, prefill: Instance
@@ -191,10 +191,12 @@ class TargetNode(Node):
         self.on_failure: Callable[[Room], None] = lambda room: None
         self.jobs: dict[Room, SimJob] = {}
 
-    def begin(self, job: SimJob, allocation: Allocation) -> None:
+    def begin(self, job: SimJob, allocation: SimAllocation) -> None:
         """Ask for the room's cache."""
         self.jobs[job.room] = job
-        tables = tuple(Table(name, tuple(pages)) for name, pages in allocation.pages.items())
+        tables = tuple(
+            PageTableMessage(name, tuple(pages)) for name, pages in allocation.pages.items()
+        )
         due = self.due.get(job.room, self.world.now)
         wanted = ReceiveRequest(job.room, job.request, tables, due, job.digest)
         self.deliver(Receive(self.prefill, wanted))
@@ -236,9 +238,9 @@ class TargetNode(Node):
             self.world.violate("never reuses", "a scatter into released pages", action.room)
             return
         plan = self.machine.rooms[action.room].plan
-        pair = Pair(action.source.rank, self.peer.rank)
+        pair = RankPair(action.source.rank, self.peer.rank)
         side = self.memory.side(allocation.side_tables())
-        pieces = bind(plan, pair, action.request, Image(), side, action.blocks).descriptors()
+        pieces = bind(plan, pair, action.request, StagingView(), side, action.blocks).descriptors()
         self.memory.store(pieces, fetch([self.memory.slots[action.slot]], pieces))
         self.memory.slots[action.slot][:] = 0
         self.deliver(Scattered(action.op))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.ids import Op, Room, SlotIndex
-from kvferry.plan.bind import Descriptors, Image, Pair, Side, bind
-from kvferry.protocol.events import Fate, Gather, Post, SendFailed, Write
+from kvferry.plan.bind import Descriptors, RankPair, Side, StagingView, bind
+from kvferry.protocol.events import Gather, Post, SendFailed, Write, WriteFate
 from kvferry.testing.sim.memory import SimMemory, fetch
 
 if TYPE_CHECKING:
@@ -36,8 +36,10 @@ class SimGather:
     def fill(self, world: World) -> None:
         """Read the pages, and fill the slot."""
         action, transfer, memory = self.action, self.action.transfer, self.source.memory
-        pair = Pair(transfer.source, transfer.peer.rank)
-        binding = bind(transfer.plan, pair, transfer.request, self.ours, Image(), action.blocks)
+        pair = RankPair(transfer.source, transfer.peer.rank)
+        binding = bind(
+            transfer.plan, pair, transfer.request, self.ours, StagingView(), action.blocks
+        )
         fill_slot(world, memory, action.local_slot, binding.descriptors(), transfer.room)
 
     def write(self) -> Write:
@@ -104,7 +106,7 @@ class SimGathers:
         mine = (one for one in self._gathers.values() if one.source is source)
         return [gather.action for gather in mine if not gather.over]
 
-    def bury(self, source: object) -> None:
+    def confirm_dead(self, source: object) -> None:
         """A process was killed, and its gathers with it."""
         for key in [key for key in self._gathers if key[0] is source]:
             del self._gathers[key]
@@ -119,7 +121,7 @@ class SimGathers:
             return
         if self._world.strikes("write_failed"):
             self._forget(gather)
-            gather.source.deliver(SendFailed(gather.action.op, Fate.FAILED))
+            gather.source.deliver(SendFailed(gather.action.op, WriteFate.FAILED))
         else:
             self._settle(gather)
 
@@ -130,7 +132,7 @@ class SimGathers:
         if gather.discarded:
             self._forget(gather)
             delay = self._world.rng.random() * 0.004
-            busy = SendFailed(gather.action.op, Fate.BUSY)
+            busy = SendFailed(gather.action.op, WriteFate.BUSY)
             self._world.at(delay, lambda: gather.source.deliver(busy))
         elif gather.post is not None:
             self._forget(gather)

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.layout.intervals import Span, Tokens
-from kvferry.layout.layout import Holding, Layout, Order
-from kvferry.layout.spec import Group, Slot
+from kvferry.layout.layout import Layout, Order, Shard
+from kvferry.layout.spec import Group, StateRow
 from kvferry.plan.bind import Descriptors, Side
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Request
@@ -24,7 +24,7 @@ POISON = 0
 
 
 @dataclass(eq=False)
-class Allocation:
+class SimAllocation:
     """The pages of one room at one rank, from the engine's point of view."""
 
     room: int
@@ -59,7 +59,7 @@ class SimMemory:
         self.regions = [np.full(size, POISON, np.uint8) for size in pools.region_bytes]
         self.hits = [np.zeros(size, np.uint8) for size in pools.region_bytes]
         self.slots = [np.full(self.slot_bytes, POISON, np.uint8) for _ in range(self.num_slots)]
-        self.held: dict[str, Holding] = {h.group: h for h in self.layout.rank_holdings(self.rank)}
+        self.held: dict[str, Shard] = {h.group: h for h in self.layout.rank_shards(self.rank)}
         self.groups = {group.name: group for group in self.layout.spec.groups}
         self.free = {
             name: list(range(self.num_rows if self._is_slot(name) else self.num_pages))
@@ -68,19 +68,19 @@ class SimMemory:
         self._views: dict[tuple[str, str, int, bool], Bytes] = {}
 
     def _is_slot(self, group: str) -> bool:
-        return isinstance(self.groups[group].kind, Slot)
+        return isinstance(self.groups[group].kind, StateRow)
 
     # ------------------------------------------------------------ pages
 
-    def allocate(self, room: int, request: Request) -> Allocation | None:
+    def allocate(self, room: int, request: Request) -> SimAllocation | None:
         """Pages for a whole request, or None if the pool is too full right now."""
         needed = {name: self._num_pages(name, request) for name in self.held}
         if any(len(self.free[name]) < count for name, count in needed.items()):
             return None
         pages = {name: [self.free[name].pop() for _ in range(n)] for name, n in needed.items()}
-        return Allocation(room, request, pages)
+        return SimAllocation(room, request, pages)
 
-    def release(self, allocation: Allocation) -> None:
+    def release(self, allocation: SimAllocation) -> None:
         """Give pages back, poisoned."""
         allocation.live = False
         for name, pages in allocation.pages.items():
@@ -117,7 +117,7 @@ class SimMemory:
 
     # ------------------------------------------------------------ contents
 
-    def _at(self, allocation: Allocation, name: str, tokens: Tokens) -> tuple[Bytes, ...]:
+    def _at(self, allocation: SimAllocation, name: str, tokens: Tokens) -> tuple[Bytes, ...]:
         """Page and position of each token, as index arrays, and the tokens."""
         held = self.held[name].tokens
         assert tokens.end is not None
@@ -129,7 +129,7 @@ class SimMemory:
         return np.array(allocation.pages[name], np.int64)[index], within, positions  # type: ignore[return-value]
 
     def compute(
-        self, allocation: Allocation, tokens: Span, layers: Span | None = None, *, states: bool
+        self, allocation: SimAllocation, tokens: Span, layers: Span | None = None, *, states: bool
     ) -> None:
         """What a forward pass leaves in the pages: the room's values for those tokens."""
         for name, held in self.held.items():
@@ -141,7 +141,7 @@ class SimMemory:
                 some = [n for n in self._layers(name) if layers is None or n in layers]
                 self._fill(allocation, name, mine, some)
 
-    def _fill(self, allocation: Allocation, name: str, mine: Tokens, layers: list[int]) -> None:
+    def _fill(self, allocation: SimAllocation, name: str, mine: Tokens, layers: list[int]) -> None:
         pages, within, positions = self._at(allocation, name, mine)
         for tensor in range(len(self.groups[name].tensors)):
             for layer in layers:
@@ -159,7 +159,7 @@ class SimMemory:
         )
         return (value % 251 + 1).astype(np.uint8)
 
-    def problem(self, allocation: Allocation) -> str | None:
+    def problem(self, allocation: SimAllocation) -> str | None:
         """What is wrong with a room that was reported done: bytes, or how often written."""
         request = allocation.request
         for name, held in self.held.items():

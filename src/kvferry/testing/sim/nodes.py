@@ -1,4 +1,4 @@
-"""Nodes of the simulated world: processes with a driver, stopped and killed as it pleases.
+"""Nodes of the simulated world: processes with a runner, stopped and killed as it pleases.
 
 A node holds its process (``process``), the promises that it keeps (``promises``) and the peers
 that it asks after. What engines do on either side is in ``engines``.
@@ -10,24 +10,24 @@ from abc import ABC, abstractmethod
 from math import inf
 from typing import Any
 
-from kvferry.endpoint.runner.runner import Driver, frame_event
-from kvferry.endpoint.runner.sessions import Record
+from kvferry.endpoint.runner.runner import MachineRunner, frame_event
+from kvferry.endpoint.runner.sessions import SessionRecord
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.codec import BadFrame
 from kvferry.protocol.events import (
     Cancel,
     Event,
-    Fate,
     Release,
     Report,
     Send,
     SendFailed,
+    WriteFate,
 )
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome
 from kvferry.protocol.states import LinkState
 from kvferry.testing.sim.jobs import SimJob
-from kvferry.testing.sim.memory import Allocation, SimMemory
+from kvferry.testing.sim.memory import SimAllocation, SimMemory
 from kvferry.testing.sim.process import SimProcess, Step
 from kvferry.testing.sim.promises import Promises
 from kvferry.testing.sim.wire import RETRY_S, Wire
@@ -44,32 +44,32 @@ class SimPeers:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._world = node.world
-        self.suspects: set[tuple[Peer, int]] = set()
+        self.probes: set[tuple[Peer, int]] = set()
 
-    def suspect(self, record: Record) -> None:
+    def start_probing(self, record: SessionRecord) -> None:
         """Ask after a peer until it is gone or acquitted."""
-        self._world.remember(self._node.peer, ">", f"suspects {record.peer}")
-        if record.life not in self.suspects:
-            self.suspects.add(record.life)
+        self._world.remember(self._node.peer, ">", f"probes {record.peer}")
+        if record.life not in self.probes:
+            self.probes.add(record.life)
             self._world.at(RETRY_S, lambda: self._node.wire.ask(self._node, record.life))
 
-    def acquit(self, peer: Peer, incarnation: int) -> None:
+    def stop_probing(self, peer: Peer, incarnation: int) -> None:
         """Nobody waits for that proof."""
-        self.suspects.discard((peer, incarnation))
+        self.probes.discard((peer, incarnation))
 
     def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
         """Ask after a peer for a while."""
         taking = self._node.promises.taking
-        if isinstance(taking, SendFailed) and taking.fate is Fate.BUSY:
+        if isinstance(taking, SendFailed) and taking.fate is WriteFate.BUSY:
             self._world.violate("never hangs", f"{self._node.peer} takes back-pressure for death")
         node, until = self._node, self._world.now + SIGN_S
         self._world.at(0.01, lambda: node.wire.ask(node, (peer, incarnation), until=until))
 
 
 class Node(ABC):
-    """One process with its driver, to which it is all the ports but ``peers``."""
+    """One process with its runner, to which it is all the ports but ``peers``."""
 
-    driver: Driver[Any, Any]
+    runner: MachineRunner[Any, Any]
 
     def __init__(self, world: World, wire: Wire, peer: Peer, memory: SimMemory) -> None:
         self.world = world
@@ -80,7 +80,7 @@ class Node(ABC):
         self.promises = Promises(self)
         self.peers = SimPeers(self)
         self.outcomes: dict[Room, Outcome] = {}
-        self.allocations: dict[Room, Allocation] = {}
+        self.allocations: dict[Room, SimAllocation] = {}
         self.due: dict[Room, float] = {}
         self._tick_at: float | None = None
         self._together: list[Event] | None = None
@@ -88,12 +88,12 @@ class Node(ABC):
     @property
     def machine(self) -> Any:
         """The machine that is driven."""
-        return self.driver.machine
+        return self.runner.machine
 
     @property
     def incarnation(self) -> int:
         """The machine's id of this life."""
-        incarnation: int = self.driver.machine.incarnation
+        incarnation: int = self.runner.machine.incarnation
         return incarnation
 
     # ------------------------------------------------------------ steps
@@ -107,7 +107,7 @@ class Node(ABC):
             self.deliver(event)
 
     def deliver(self, event: Event) -> None:
-        """Let the driver take what has come, and the time."""
+        """Let the runner take what has come, and the time."""
         if not self.process.alive or self.process.has_left:
             return
         if self._together is not None:
@@ -121,7 +121,7 @@ class Node(ABC):
 
     def _turn(self, events: list[Event]) -> None:
         self.world.steps += 1
-        self.driver.turn(self.promises.reading(events), self.world.now)
+        self.runner.turn(self.promises.reading(events), self.world.now)
         self.promises.check()
         self._schedule_tick()
 
@@ -136,7 +136,7 @@ class Node(ABC):
         self.promises.caught_up()
 
     def _schedule_tick(self) -> None:
-        wakeup = self.driver.wakeup()
+        wakeup = self.runner.wakeup()
         if wakeup == inf or (self._tick_at is not None and self._tick_at <= wakeup):
             return
         self._tick_at = wakeup
@@ -198,18 +198,18 @@ class Node(ABC):
         self.world.at(LEAVE_S, self._close)
 
     def _close(self) -> None:
-        """A closed lifeline is proof for others, so it closes only when all memory is free."""
+        """A closed liveness_port is proof for others, so it closes only when all memory is free."""
         process = self.process
-        process.has_left = process.alive and not process.stalled_for and self.driver.may_leave
+        process.has_left = process.alive and not process.stalled_for and self.runner.may_leave
 
     def tables(self) -> dict[str, int]:
         """Sizes of the machine's tables, all 0 when nothing is going on."""
         lost = [link for link in self.machine.links.values() if link.state is LinkState.LOST]
         return {
             "lost links": len(lost),
-            "writes in flight": self.driver.sessions.num_flying,
-            "dead sessions": len(self.driver.sessions) - len(self.machine.links),
-            "suspects": len(self.peers.suspects),
+            "writes in flight": self.runner.sessions.num_flying,
+            "dead sessions": len(self.runner.sessions) - len(self.machine.links),
+            "probes": len(self.peers.probes),
         }
 
     def _start_when_pages_are_free(self, job: SimJob, until: float) -> None:
@@ -226,14 +226,14 @@ class Node(ABC):
             return
         self.take_on(job, allocation)
 
-    def take_on(self, job: SimJob, allocation: Allocation) -> None:
+    def take_on(self, job: SimJob, allocation: SimAllocation) -> None:
         """Begin a job in these pages."""
         self.allocations[job.room] = allocation
         self.due[job.room] = self.world.now + job.deadline_s
         self.begin(job, allocation)
 
     @abstractmethod
-    def begin(self, job: SimJob, allocation: Allocation) -> None:
+    def begin(self, job: SimJob, allocation: SimAllocation) -> None:
         """Pages are held: tell the machine."""
 
     def start(self, job: SimJob) -> None:

@@ -77,11 +77,11 @@ class Promises:
                 self._world.violate("never hangs", f"{node.peer} is past its deadline", room)
 
     def _check_sleep(self) -> None:
-        """Nothing else wakes a driver that sleeps past a timer of its machine."""
+        """Nothing else wakes a runner that sleeps past a timer of its machine."""
         node = self._node
         wakeup = node.machine.wakeup()
         if wakeup is not None:
-            late = node.driver.wakeup() - max(wakeup, self._world.now)
+            late = node.runner.wakeup() - max(wakeup, self._world.now)
             if late > node.machine.config.resend_s / 4 + 1e-9:
                 self._world.violate("never hangs", f"{node.peer} sleeps past its machine's timer")
 

@@ -10,8 +10,15 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.protocol.states import RoomState
 from kvferry.testing.sim.breaks import BREAKS
-from kvferry.testing.sim.cluster import CONFIG, PREFILL, STRANGER, Cluster, Machines, Shape
-from kvferry.testing.sim.engines import Policy
+from kvferry.testing.sim.cluster import (
+    CONFIG,
+    PREFILL,
+    STRANGER,
+    ClusterShape,
+    Machines,
+    SimCluster,
+)
+from kvferry.testing.sim.engines import EnginePolicy
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.nodes import Node
@@ -26,8 +33,9 @@ CALM_AT = 2.5
 DOUBTS_S = SLOW_WRITE_S + 0.05
 PROBES_AT = CALM_AT + 2.1
 END_AT = PROBES_AT + 5.5
-# A source that failed a room at its deadline refuses late offers for it for ``early_s``.
-AFTER_DEADLINE_S = CONFIG.early_s + 0.5
+# A source that failed a room at its deadline refuses late offers for it for
+# ``unclaimed_offer_ttl_s``.
+AFTER_DEADLINE_S = CONFIG.unclaimed_offer_ttl_s + 0.5
 # How long a source may keep a room after decode gave it up: links may have to be made.
 DECLINED_S = 1.0
 
@@ -57,7 +65,7 @@ def run_seed(
     seed: int,
     machines: Machines = REAL,
     emphasis: dict[str, float] | None = None,
-    policy: Policy | None = None,
+    policy: EnginePolicy | None = None,
 ) -> SimResult:
     """Play one seed: a time of faults, then calm, then rooms that must succeed.
 
@@ -65,15 +73,17 @@ def run_seed(
     """
     rng = random.Random(seed ^ 0x5EED)
     faults = replace(Faults.draw(rng), **(emphasis or {}))  # type: ignore[arg-type]
-    shape = Shape.draw(rng, faults)
+    shape = ClusterShape.draw(rng, faults)
     if policy is not None:
         shape = replace(shape, policy=policy)
-    cluster = Cluster(seed, faults, shape, machines, CALM_AT)
+    cluster = SimCluster(seed, faults, shape, machines, CALM_AT)
     return play(cluster, lambda: _disturb(cluster))
 
 
 def play(
-    cluster: Cluster, disturb: Callable[[], None], demand: Callable[[Cluster], None] | None = None
+    cluster: SimCluster,
+    disturb: Callable[[], None],
+    demand: Callable[[SimCluster], None] | None = None,
 ) -> SimResult:
     """Play a cluster to its end and judge it."""
     result = SimResult(seeds=1)
@@ -105,7 +115,7 @@ def play(
     return result
 
 
-def _disturb(cluster: Cluster) -> None:
+def _disturb(cluster: SimCluster) -> None:
     """Start a few jobs, and hurt somebody now and then."""
     world, rng = cluster.world, cluster.world.rng
     for _ in range(rng.randint(2, 4)):
@@ -119,7 +129,7 @@ def _disturb(cluster: Cluster) -> None:
             world.at(rng.random() * CALM_AT * 0.9, lambda kind=kind: _strike(cluster, kind))  # type: ignore[misc]
 
 
-def _strike(cluster: Cluster, kind: str) -> None:
+def _strike(cluster: SimCluster, kind: str) -> None:
     world, rng = cluster.world, cluster.world.rng
     node = rng.choice([node for node in cluster.nodes if node.process.alive] or cluster.nodes)
     world.happened[kind] += 1
@@ -140,7 +150,7 @@ def _strike(cluster: Cluster, kind: str) -> None:
         _cut(cluster)
 
 
-def _cut(cluster: Cluster) -> None:
+def _cut(cluster: SimCluster) -> None:
     """Two peers stop hearing each other for a while."""
     world, rng = cluster.world, cluster.world.rng
     one, two = rng.sample(cluster.nodes, 2) if len(cluster.nodes) > 1 else (None, None)
@@ -158,7 +168,7 @@ def _cut(cluster: Cluster) -> None:
     )
 
 
-def _calm_down(cluster: Cluster) -> None:
+def _calm_down(cluster: SimCluster) -> None:
     """Everyone who was stopped goes on, and everyone who died is there again."""
     cluster.world.intercept = None
     for node in cluster.nodes:
@@ -168,7 +178,7 @@ def _calm_down(cluster: Cluster) -> None:
     cluster.world.at(DOUBTS_S, cluster.restart_doubted)
 
 
-def _run_to_the_end(cluster: Cluster, probes: list[SimJob]) -> None:
+def _run_to_the_end(cluster: SimCluster, probes: list[SimJob]) -> None:
     """Play on until nothing is left to happen but heartbeats, or every deadline has passed.
 
     A deadline may lie beyond ``END_AT``: it counts from when the engine has pages for the job.
@@ -189,7 +199,7 @@ def _leftovers(node: Node) -> list[str]:
     return names + [f"{key}: {value}" for key, value in node.tables().items() if value]
 
 
-def _judge_declined(cluster: Cluster, job: SimJob) -> None:
+def _judge_declined(cluster: SimCluster, job: SimJob) -> None:
     """A room that decode has given up is over at every source, long before its deadline.
 
     A source whose engine has no pages for the job yet, and so has not opened it, may remember it.
@@ -203,7 +213,7 @@ def _judge_declined(cluster: Cluster, job: SimJob) -> None:
             cluster.world.violate("never leaks", text, job.room)
 
 
-def _judge(cluster: Cluster, probes: list[SimJob]) -> None:
+def _judge(cluster: SimCluster, probes: list[SimJob]) -> None:
     """What must hold when everything is over."""
     world = cluster.world
     for job in probes:
@@ -226,7 +236,7 @@ def run_seeds(seeds: range, machines: Machines = REAL) -> Iterator[SimResult]:
 def run_scenario(name: str, seed: int = 0, machines: Machines = REAL) -> SimResult:
     """Play one named situation."""
     scenario = SCENARIOS[name]
-    cluster = Cluster(seed, scenario.faults, scenario.shape, machines, CALM_AT)
+    cluster = SimCluster(seed, scenario.faults, scenario.shape, machines, CALM_AT)
     return play(cluster, lambda: scenario.script(cluster), scenario.demand)
 
 

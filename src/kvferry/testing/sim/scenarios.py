@@ -28,8 +28,8 @@ from kvferry.protocol.messages import (
     Welcome,
 )
 from kvferry.protocol.outcome import Failure, FailureCode
-from kvferry.testing.sim.cluster import HYBRID, PREFILL, STRANGER, Cluster, Shape
-from kvferry.testing.sim.engines import Policy, SourceNode
+from kvferry.testing.sim.cluster import HYBRID, PREFILL, STRANGER, ClusterShape, SimCluster
+from kvferry.testing.sim.engines import EnginePolicy, SourceNode
 from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.scripts import (
@@ -52,7 +52,7 @@ from kvferry.testing.sim.scripts import (
     stall,
 )
 
-Demand = Callable[[Cluster], None]
+Demand = Callable[[SimCluster], None]
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Scenario:
     title: str
     script: Script
     demand: Demand
-    shape: Shape = field(default_factory=Shape)
+    shape: ClusterShape = field(default_factory=ClusterShape)
     faults: Faults = field(default_factory=Faults)
 
 
 # ---------------------------------------------------------------- demands
 
 
-def all_done(cluster: Cluster) -> None:
+def all_done(cluster: SimCluster) -> None:
     """Every job is done, on every rank."""
     for job in cluster.jobs:
         if not cluster.outcome_is_done(job):
@@ -79,7 +79,7 @@ def all_done(cluster: Cluster) -> None:
 def done(index: int) -> Demand:
     """That job is done."""
 
-    def demand(cluster: Cluster) -> None:
+    def demand(cluster: SimCluster) -> None:
         job = cluster.jobs[index]
         if not cluster.outcome_is_done(job):
             cluster.world.violate("never hangs", f"{cluster.failures(job)}", job.room)
@@ -87,11 +87,11 @@ def done(index: int) -> Demand:
     return demand
 
 
-def promises_only(cluster: Cluster) -> None:
+def promises_only(cluster: SimCluster) -> None:
     """Nothing beyond the promises."""
 
 
-def staged_something(cluster: Cluster) -> None:
+def staged_something(cluster: SimCluster) -> None:
     """Every job is done, and slots were used for it."""
     all_done(cluster)
     writes = [
@@ -101,7 +101,7 @@ def staged_something(cluster: Cluster) -> None:
         cluster.world.violate("never hangs", "nothing was staged")
 
 
-def gathered_ahead(cluster: Cluster) -> None:
+def gathered_ahead(cluster: SimCluster) -> None:
     """Slots were filled before their credits came; some were posted, and some let go."""
     seen = {type(thing) for _, _, _, thing in cluster.world.history}
     if not seen.issuperset({Gather, Post, Discard}):
@@ -111,7 +111,7 @@ def gathered_ahead(cluster: Cluster) -> None:
 def failed_with(instance: str, index: int, *codes: FailureCode) -> Demand:
     """That job failed at every rank of the instance, for one of those reasons, in good time."""
 
-    def demand(cluster: Cluster) -> None:
+    def demand(cluster: SimCluster) -> None:
         job = cluster.jobs[index]
         for node in cluster.nodes:
             outcome = node.outcomes.get(job.room)
@@ -123,20 +123,20 @@ def failed_with(instance: str, index: int, *codes: FailureCode) -> Demand:
     return demand
 
 
-def malformed_were_refused(cluster: Cluster) -> None:
+def malformed_were_refused(cluster: SimCluster) -> None:
     """The malformed frames were seen as such, and counted."""
     if not cluster.world.happened["refused-malformed"]:
         cluster.world.violate("lets nobody in", "a negative index was not refused")
 
 
-def nobody_was_lost(cluster: Cluster) -> None:
+def nobody_was_lost(cluster: SimCluster) -> None:
     """Every job is done and no peer was taken for dead."""
     all_done(cluster)
     if any("Disconnect" in type(x).__name__ for _, _, _, x in cluster.world.history):
         cluster.world.violate("never hangs", "back-pressure was taken for death")
 
 
-def tables_do_not_grow(cluster: Cluster) -> None:
+def tables_do_not_grow(cluster: SimCluster) -> None:
     """After many rooms, what a machine keeps is what it kept after one."""
     all_done(cluster)
     for node in cluster.nodes:
@@ -145,7 +145,7 @@ def tables_do_not_grow(cluster: Cluster) -> None:
             cluster.world.violate("never leaks", f"{node.peer} has {links} links")
 
 
-def quarantine_was_used(cluster: Cluster) -> None:
+def quarantine_was_used(cluster: SimCluster) -> None:
     """Pages waited for a stopped writer instead of being reused."""
     waited = [
         release - report
@@ -156,7 +156,7 @@ def quarantine_was_used(cluster: Cluster) -> None:
         cluster.world.violate("never reuses", f"pages were released after {waited}")
 
 
-def _report_and_release(cluster: Cluster, job: SimJob) -> list[tuple[float, float]]:
+def _report_and_release(cluster: SimCluster, job: SimJob) -> list[tuple[float, float]]:
     times: dict[Peer, list[float]] = {}
     for t, who, _, thing in cluster.world.history:
         if type(thing).__name__ in ("Report", "Release") and thing.room == job.room:  # type: ignore[attr-defined]
@@ -168,7 +168,7 @@ def _report_and_release(cluster: Cluster, job: SimJob) -> list[tuple[float, floa
     ]
 
 
-def let_go_soon(cluster: Cluster) -> None:
+def let_go_soon(cluster: SimCluster) -> None:
     """Pages of rooms that decode gave up are free long before their deadline of 4 s."""
     for t, who, _, thing in cluster.world.history:
         if type(thing).__name__ == "Release" and t > 2.5:
@@ -180,20 +180,20 @@ def let_go_soon(cluster: Cluster) -> None:
 
 # ---------------------------------------------------------------- the list
 
-STAGED = Shape(policy=Policy("all"))
-ONE_SLOT = Shape(
-    policy=Policy("all"), staging=msgspec.structs.replace(Shape().staging, num_slots=1)
+STAGED = ClusterShape(policy=EnginePolicy("all"))
+ONE_SLOT = ClusterShape(
+    policy=EnginePolicy("all"), staging=msgspec.structs.replace(ClusterShape().staging, num_slots=1)
 )
 # Credits come late, because a slot of the target is used for long.
-AHEAD = replace(ONE_SLOT, ahead_slots=2)
+AHEAD = replace(ONE_SLOT, early_gather_slots=2)
 # A source has one slot for two targets, and what waits for a credit may have it.
 ONLY_ONE = replace(AHEAD, prefill=Parallel(tp=1), decodes=(Parallel(tp=2),), local_slots=1)
-WIDE = Shape(prefill=Parallel(tp=2, pp=2), decodes=(Parallel(tp=2),))
-DEEP = Shape(spec=HYBRID, prefill=Parallel(tp=2), decodes=(Parallel(tp=4),))
+WIDE = ClusterShape(prefill=Parallel(tp=2, pp=2), decodes=(Parallel(tp=2),))
+DEEP = ClusterShape(spec=HYBRID, prefill=Parallel(tp=2), decodes=(Parallel(tp=4),))
 LOST = (FailureCode.PEER_GONE, FailureCode.PEER_SILENT, FailureCode.PEER_RESTARTED)
-TWO_DECODES = Shape(prefill=Parallel(tp=1), decodes=(Parallel(tp=2), Parallel(tp=4)))
-TIGHT = Shape(
-    policy=Policy("all"),
+TWO_DECODES = ClusterShape(prefill=Parallel(tp=1), decodes=(Parallel(tp=2), Parallel(tp=4)))
+TIGHT = ClusterShape(
+    policy=EnginePolicy("all"),
     staging=Staging(slot_bytes=16, num_slots=1),
     num_pages=14,
     num_rows=2,
@@ -208,7 +208,7 @@ SCENARIOS: dict[str, Scenario] = {
         "state where there is state, none where there is none",
         jobs(4),
         all_done,
-        Shape(spec=HYBRID, prefill=Parallel(tp=2), decodes=(Parallel(tp=4),)),
+        ClusterShape(spec=HYBRID, prefill=Parallel(tp=2), decodes=(Parallel(tp=4),)),
     ),
     "C4": Scenario(
         "staging requests are all taken", jobs(4, cached=False), staged_something, STAGED
@@ -231,7 +231,7 @@ SCENARIOS: dict[str, Scenario] = {
         "a write fails to post, and decode hears of it",
         jobs(1, cached=False),
         failed_with("decode0", 0, FailureCode.TRANSPORT),
-        Shape(prefill=Parallel(tp=1), policy=Policy("none")),
+        ClusterShape(prefill=Parallel(tp=1), policy=EnginePolicy("none")),
         Faults(write_failed=1.0),
     ),
     "C9": Scenario("a prefix hit changes the number of chunks", jobs(8), all_done, TWO_DECODES),
@@ -239,7 +239,7 @@ SCENARIOS: dict[str, Scenario] = {
         "a room that two requests were given serves neither with the other's cache",
         jobs(1),
         failed_with("decode0", 0, FailureCode.CONTENT_DIFFERS, FailureCode.ABORTED),
-        Shape(prefill=Parallel(tp=2), decodes=(Parallel(tp=2),)),
+        ClusterShape(prefill=Parallel(tp=2), decodes=(Parallel(tp=2),)),
         Faults(mixed_up=1.0),
     ),
     "C11": Scenario("layers are pushed in reverse", layers(4, -1), all_done, DEEP),
@@ -285,7 +285,7 @@ SCENARIOS: dict[str, Scenario] = {
         "decode gives up while prefill writes",
         both(jobs(3, 0.1), at(0.05, cancel(0, "decode0"))),
         promises_only,
-        Shape(num_pages=14),
+        ClusterShape(num_pages=14),
         Faults(slow_write=0.6, torn_write=0.5),
     ),
     "L2": Scenario(
@@ -324,7 +324,7 @@ SCENARIOS: dict[str, Scenario] = {
             at(0.2, cancel(0, "decode0")),
         ),
         quarantine_was_used,
-        Shape(prefill=Parallel(tp=1), policy=Policy("none")),
+        ClusterShape(prefill=Parallel(tp=1), policy=EnginePolicy("none")),
         Faults(),
     ),
     "L7": Scenario(
@@ -344,14 +344,14 @@ SCENARIOS: dict[str, Scenario] = {
         "decode gives a room up, and asks for it again while prefill pushes, closes and drains",
         both(jobs(2, 0.05), at(0.03, ask_again(0)), at(0.09, ask_again(1))),
         promises_only,
-        Shape(prefill=Parallel(tp=2), decodes=(Parallel(tp=2),)),
+        ClusterShape(prefill=Parallel(tp=2), decodes=(Parallel(tp=2),)),
         Faults(drop=0.1, delay=0.3, slow_prefill=0.3),
     ),
     "L11": Scenario(
         "decode gives a room up before it could be offered, and prefill lets go of it",
         both(jobs(2, 0.02), at(0.011, cancel(0, "decode0")), at(0.021, cancel(1, "decode0"))),
         let_go_soon,
-        Shape(prefill=Parallel(tp=2), decodes=(Parallel(tp=1),)),
+        ClusterShape(prefill=Parallel(tp=2), decodes=(Parallel(tp=1),)),
         Faults(drop=0.1),
     ),
     "P1": Scenario(
@@ -385,7 +385,7 @@ SCENARIOS: dict[str, Scenario] = {
         "an index beyond the pool is refused",
         both(huge_page, jobs(1, cached=False)),
         failed_with("decode0", 0, FailureCode.BAD_OFFER, FailureCode.ABORTED),
-        Shape(decodes=(Parallel(tp=2),)),
+        ClusterShape(decodes=(Parallel(tp=2),)),
     ),
     "P7": Scenario("a pickle is just foreign bytes", both(jobs(3), hostile_frames), all_done),
     "P8": Scenario(

@@ -13,18 +13,18 @@ from kvferry.ids import Peer, Session
 from kvferry.layout import Span
 from kvferry.protocol.codec import MAGIC, encode
 from kvferry.protocol.events import Cancel
-from kvferry.protocol.messages import VERSION, Accept, Arrived, Envelope, Offer, Table
-from kvferry.testing.sim.cluster import Cluster
+from kvferry.protocol.messages import VERSION, Accept, Arrived, Envelope, Offer, PageTableMessage
+from kvferry.testing.sim.cluster import SimCluster
 from kvferry.testing.sim.engines import TargetNode
 from kvferry.testing.sim.jobs import layer_by_layer
 
-Script = Callable[[Cluster], None]
+Script = Callable[[SimCluster], None]
 
 
 def jobs(count: int, every_s: float = 0.05, *, cached: bool = True) -> Script:
     """Start so many jobs, one after the other; ``cached``: decode may have a part already."""
 
-    def script(cluster: Cluster) -> None:
+    def script(cluster: SimCluster) -> None:
         for index in range(count):
             job = cluster.draw_job(cached=cached, deadline_s=4.0)
             cluster.world.at(index * every_s, lambda job=job: cluster.start(job))  # type: ignore[misc]
@@ -35,7 +35,7 @@ def jobs(count: int, every_s: float = 0.05, *, cached: bool = True) -> Script:
 def layers(count: int, order: int, pace_s: float = 0.0) -> Script:
     """Jobs of one chunk each, pushed layer by layer: upwards (1) or downwards (-1)."""
 
-    def script(cluster: Cluster) -> None:
+    def script(cluster: SimCluster) -> None:
         for _ in range(count):
             job = cluster.draw_job(cached=False, deadline_s=4.0)
             chunk, num_layers = Span(0, job.request.num_tokens), cluster.shape.spec.num_layers
@@ -49,7 +49,7 @@ def layers(count: int, order: int, pace_s: float = 0.0) -> Script:
 def both(*scripts: Script) -> Script:
     """Several scripts at once."""
 
-    def script(cluster: Cluster) -> None:
+    def script(cluster: SimCluster) -> None:
         for one in scripts:
             one(cluster)
 
@@ -69,7 +69,7 @@ def kill(instance: str, rank: int, revive_after: float | None) -> Script:
 def kill_after_a_layer(instance: str, rank: int) -> Script:
     """Kill one process when the first of what it writes has arrived."""
 
-    def script(cluster: Cluster) -> None:
+    def script(cluster: SimCluster) -> None:
         world, struck = cluster.world, list[Envelope]()
 
         def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
@@ -91,7 +91,7 @@ def stall(instance: str, rank: int, seconds: float) -> Script:
 def cancel(index: int, *instances: str) -> Script:
     """Engines give a job up, on every rank."""
 
-    def script(cluster: Cluster) -> None:
+    def script(cluster: SimCluster) -> None:
         for node in cluster.nodes:
             if node.peer.instance in instances:
                 node.deliver(Cancel(cluster.jobs[index].room))
@@ -102,7 +102,7 @@ def cancel(index: int, *instances: str) -> Script:
 def ask_again(index: int) -> Script:
     """Decode gives a job up and asks for the same room again as soon as it has its pages back."""
 
-    def again(cluster: Cluster, node: TargetNode) -> None:
+    def again(cluster: SimCluster, node: TargetNode) -> None:
         job = cluster.jobs[index]
         if job.room in node.allocations:
             cluster.world.at(0.01, partial(again, cluster, node))
@@ -110,7 +110,7 @@ def ask_again(index: int) -> Script:
         node.outcomes.pop(job.room, None)
         node.start(job)
 
-    def script(cluster: Cluster) -> None:
+    def script(cluster: SimCluster) -> None:
         for node in cluster.nodes:
             if isinstance(node, TargetNode):
                 node.deliver(Cancel(cluster.jobs[index].room))
@@ -122,7 +122,7 @@ def ask_again(index: int) -> Script:
 def lose_first(*kinds: type) -> Script:
     """Lose the first frame of each kind on each pair."""
 
-    def script(cluster: Cluster) -> None:
+    def script(cluster: SimCluster) -> None:
         seen: set[tuple[Peer, Peer, type]] = set()
 
         def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
@@ -141,7 +141,7 @@ def lose_first(*kinds: type) -> Script:
 def slow_writes(seconds: float) -> Script:
     """Every write takes so much longer."""
 
-    def script(cluster: Cluster) -> None:
+    def script(cluster: SimCluster) -> None:
         cluster.wire.extra_s = seconds
 
     return script
@@ -150,13 +150,13 @@ def slow_writes(seconds: float) -> Script:
 def slow_gathers(seconds: float) -> Script:
     """Every gather ahead takes so much longer."""
 
-    def script(cluster: Cluster) -> None:
+    def script(cluster: SimCluster) -> None:
         cluster.wire.gathers.extra_s = seconds
 
     return script
 
 
-def shuffle_notes(cluster: Cluster) -> None:
+def shuffle_notes(cluster: SimCluster) -> None:
     """Notes take anything from no time to half a second."""
     rng = cluster.world.rng
     cluster.world.intercept = lambda sender, to, envelope: (
@@ -167,7 +167,7 @@ def shuffle_notes(cluster: Cluster) -> None:
 def other_version(instance: str) -> Script:
     """Everything that an instance says is in a later version of the protocol."""
 
-    def script(cluster: Cluster) -> None:
+    def script(cluster: SimCluster) -> None:
         world = cluster.world
 
         def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
@@ -184,7 +184,7 @@ def other_version(instance: str) -> Script:
     return script
 
 
-def hostile_frames(cluster: Cluster) -> None:
+def hostile_frames(cluster: SimCluster) -> None:
     """Everyone gets bytes that nobody should act on."""
     session, sender = Session(1, 1), Peer("decode0", 0)
     head = [MAGIC, VERSION, ["decode0", 0], 1001, [1001, 1], 5]
@@ -204,14 +204,14 @@ def hostile_frames(cluster: Cluster) -> None:
             cluster.world.at(0.01 * index, lambda n=node, f=frame: cluster.world.arrive(n.peer, f))  # type: ignore[misc]
 
 
-def huge_page(cluster: Cluster) -> None:
+def huge_page(cluster: SimCluster) -> None:
     """A target offers a page that its pool does not have."""
 
     def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
         body = envelope.body
         if not isinstance(body, Offer) or any(1 << 61 in t.pages for t in body.tables):
             return None
-        tables = tuple(Table(t.group, (1 << 61, *t.pages[1:])) for t in body.tables)
+        tables = tuple(PageTableMessage(t.group, (1 << 61, *t.pages[1:])) for t in body.tables)
         bad = msgspec.structs.replace(envelope, body=msgspec.structs.replace(body, tables=tables))
         cluster.world.send(sender, to, bad)
         return []

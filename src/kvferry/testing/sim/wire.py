@@ -16,15 +16,15 @@ import numpy as np
 
 from kvferry.endpoint.runner.runner import PeerGone
 from kvferry.ids import Peer, Session
-from kvferry.plan.bind import Descriptors, Image, Pair, Side, bind
+from kvferry.plan.bind import Descriptors, RankPair, Side, StagingView, bind
 from kvferry.protocol.events import (
     Connect,
-    Fate,
     MemoryReached,
     MemoryUnreached,
     SendFailed,
     Sent,
     Write,
+    WriteFate,
 )
 from kvferry.protocol.messages import TransportOffer, TransportOffers
 from kvferry.testing.sim.gathers import SimGathers, fill_slot
@@ -49,7 +49,7 @@ class Flight:
     action: Write
     ours: Side
     theirs: Side
-    fate: Fate | None = None
+    fate: WriteFate | None = None
     over: bool = False
 
     @property
@@ -58,9 +58,9 @@ class Flight:
         return self.action.transfer.session
 
     @property
-    def pair(self) -> Pair:
+    def pair(self) -> RankPair:
         """The two ranks."""
-        return Pair(self.source.peer.rank, self.action.transfer.peer.rank)
+        return RankPair(self.source.peer.rank, self.action.transfer.peer.rank)
 
     def touches(self, peer: Peer, incarnation: int) -> bool:
         """Whether that life of that peer is at one end."""
@@ -70,7 +70,7 @@ class Flight:
         )
         return (peer, incarnation) in ends
 
-    def bind(self, target: Side | Image) -> Descriptors:
+    def bind(self, target: Side | StagingView) -> Descriptors:
         """Every piece, from the source's pages into the target's or into an image."""
         plan, request = self.action.transfer.plan, self.action.transfer.request
         return bind(plan, self.pair, request, self.ours, target, self.action.blocks).descriptors()
@@ -117,10 +117,13 @@ class Wire:
             text = f"{source.peer} was asked to write where it reaches nothing"
             world.violate("says no early", text, action.transfer.room)
         if world.strikes("busy"):
-            self._answer(source, SendFailed(action.op, Fate.BUSY))
+            self._answer(source, SendFailed(action.op, WriteFate.BUSY))
             return None
         flight = source.submit(action)
-        for kind, fate in (("write_failed", Fate.FAILED), ("write_unknown", Fate.UNKNOWN)):
+        for kind, fate in (
+            ("write_failed", WriteFate.FAILED),
+            ("write_unknown", WriteFate.UNKNOWN),
+        ):
             if flight.fate is None and world.strikes(kind):
                 flight.fate = fate
         self.flights.append(flight)
@@ -133,20 +136,20 @@ class Wire:
             return
         room = flight.action.transfer.room
         self.gathers.demand_free(flight.source, slot, room)
-        fill_slot(self.world, memory, slot, flight.bind(Image()), room)
+        fill_slot(self.world, memory, slot, flight.bind(StagingView()), room)
 
     def _schedule(self, flight: Flight) -> None:
         rng = self.world.rng
         delay = 0.002 + rng.random() * 0.01 + (0.0 if self.world.calm else self.extra_s)
         if self.world.strikes("slow_write"):
             delay += rng.random() * SLOW_WRITE_S
-        if flight.fate is Fate.UNKNOWN:
+        if flight.fate is WriteFate.UNKNOWN:
             self.world.at(delay, lambda: self._doubt(flight))
             delay += rng.random() * 2.0
         self.world.at(delay, lambda: self._land(flight))
 
     def _doubt(self, flight: Flight) -> None:
-        self._answer(flight.source, SendFailed(flight.action.op, Fate.UNKNOWN))
+        self._answer(flight.source, SendFailed(flight.action.op, WriteFate.UNKNOWN))
 
     def _answer(self, source: SourceNode, event: Sent | SendFailed) -> None:
         self.world.at(self.world.rng.random() * 0.004, lambda: source.deliver(event))
@@ -164,7 +167,7 @@ class Wire:
         half = len(data) // 2
         torn = part == 0 and half > 0 and self.world.strikes("torn_write")
         chosen = slice(0, half) if torn else slice(half if part else 0, None)
-        if flight.fate is Fate.FAILED and self.world.rng.random() < 0.5:
+        if flight.fate is WriteFate.FAILED and self.world.rng.random() < 0.5:
             chosen = slice(0, half)
             torn = False
         self._store(flight, pieces, data, chosen)
@@ -175,8 +178,8 @@ class Wire:
 
     def _finish(self, flight: Flight) -> None:
         self._end(flight)
-        if flight.fate is Fate.FAILED:
-            self._answer(flight.source, SendFailed(flight.action.op, Fate.FAILED))
+        if flight.fate is WriteFate.FAILED:
+            self._answer(flight.source, SendFailed(flight.action.op, WriteFate.FAILED))
         elif flight.fate is None:
             self._answer(flight.source, Sent(flight.action.op))
 
@@ -223,12 +226,12 @@ class Wire:
     def ask(self, node: Node, life: tuple[Peer, int], *, until: float = inf) -> None:
         """Ask after a life, again and again while somebody wants to know."""
         world = self.world
-        if not node.process.alive or not (life in node.peers.suspects or world.now < until):
+        if not node.process.alive or not (life in node.peers.probes or world.now < until):
             return
         if node.process.stalled_for or not self._is_gone(life):
             world.at(RETRY_S, lambda: self.ask(node, life, until=until))
         else:
-            node.peers.suspects.discard(life)
+            node.peers.probes.discard(life)
             node.deliver(PeerGone(*life))
 
     def _is_gone(self, life: tuple[Peer, int]) -> bool:
@@ -236,23 +239,23 @@ class Wire:
         peer, incarnation = life
         other = self.world.nodes.get(peer)
         if other is not None and other.incarnation == incarnation and other.process.has_left:
-            # Its lifeline is closed. Nobody can see what is in flight.
+            # Its liveness_port is closed. Nobody can see what is in flight.
             return True
         if other is not None and other.process.alive and other.incarnation == incarnation:
             return False
         return not any(flight.touches(peer, incarnation) for flight in self.flights)
 
-    def bury(self, node: Node) -> None:
+    def confirm_dead(self, node: Node) -> None:
         """A process was killed: its writes land late or never; writes to it fail."""
-        self.gathers.bury(node)
+        self.gathers.confirm_dead(node)
         for flight in list(self.flights):
             if flight.source is node:
                 if self.world.rng.random() < 0.5:
                     self._end(flight)
                 else:
-                    flight.fate = Fate.UNKNOWN
+                    flight.fate = WriteFate.UNKNOWN
             elif flight.action.transfer.peer == node.peer:
                 self._end(flight)
-                if flight.fate is not Fate.UNKNOWN:
-                    fate = Fate.FAILED if self.world.rng.random() < 0.7 else Fate.UNKNOWN
+                if flight.fate is not WriteFate.UNKNOWN:
+                    fate = WriteFate.FAILED if self.world.rng.random() < 0.7 else WriteFate.UNKNOWN
                     self._answer(flight.source, SendFailed(flight.action.op, fate))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.testing.transports.base import Cases
 from kvferry.testing.transports.bindings import PlacedPiece, after, binding_of
 from kvferry.testing.transports.crew import Crew, all_well
@@ -42,7 +42,7 @@ class AtOnceCases(Cases):
         remote, good = source.connect(target.metadata), PlacedPiece(0, 0, 32 * KIB)
         for where, piece in OUTSIDE.items():
             (ended,) = source.write_now([HostWrite(remote, 1, binding_of([good, piece]))])
-            assert (ended.op, ended.fate) == (1, Fate.FAILED), where
+            assert (ended.op, ended.fate) == (1, WriteFate.FAILED), where
             assert ended.detail, "a failure must say what is wrong"
             target.check()
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from kvferry.testing.transports.bindings import after
 from kvferry.testing.transports.host import HostWrite
-from kvferry.testing.transports.process import Broken, PeerProcess, Process, TransportKind
-from kvferry.transports.base import Ended
+from kvferry.testing.transports.process import PeerProcess, Process, ProcessBroken, TransportKind
+from kvferry.transports.base import WriteEnded
 
 MARGIN = 4096
 
@@ -81,7 +81,7 @@ class Crew:
             process.end()
             return
         if not process.alive:
-            raise Broken(process.story("it ended without being told to"))
+            raise ProcessBroken(process.story("it ended without being told to"))
         process.resume()
         for peer in process.peers:
             leftover = peer.close(limit_s=20)
@@ -89,7 +89,7 @@ class Crew:
         self._pool.give_back(process)
 
 
-def all_well(ended: Iterable[Ended], writes: Iterable[HostWrite]) -> None:
+def all_well(ended: Iterable[WriteEnded], writes: Iterable[HostWrite]) -> None:
     """Each of these writes was told once, and each as a success."""
     told = sorted((one.op, one.fate or "well", one.detail) for one in ended)
     assert told == sorted((write.op, "well", "") for write in writes)

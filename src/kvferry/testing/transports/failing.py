@@ -10,13 +10,13 @@ import pytest
 from kvferry.errors import TransportError
 from kvferry.plan.coalesce import Stride
 from kvferry.plan.places import Base
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.testing.transports.base import Cases
 from kvferry.testing.transports.bindings import PlacedPiece, after, binding_of, grid
 from kvferry.testing.transports.crew import Crew, all_well, deliver
 from kvferry.testing.transports.host import HostWrite
 from kvferry.testing.transports.process import PeerProcess
-from kvferry.transports.base import Ended
+from kvferry.transports.base import WriteEnded
 
 KIB, MIB = 1 << 10, 1 << 20
 WHOLE = binding_of([PlacedPiece(0, 0, MIB)])
@@ -30,11 +30,11 @@ def until_written(target: PeerProcess, offset: int) -> None:
         assert time.monotonic() < deadline, "nothing arrives"
 
 
-def all_over(ended: Sequence[Ended], num_writes: int) -> None:
+def all_over(ended: Sequence[WriteEnded], num_writes: int) -> None:
     """Each write was told once, in whatever way it ended."""
     told = {one.op: one.fate for one in ended}
     assert len(ended) == len(told) == num_writes, f"of {num_writes} writes these ended: {ended}"
-    assert set(told.values()) <= {Fate.FAILED, Fate.UNKNOWN, None}
+    assert set(told.values()) <= {WriteFate.FAILED, WriteFate.UNKNOWN, None}
 
 
 class FailingCases(Cases):
@@ -138,10 +138,10 @@ class FailingCases(Cases):
 
 def deliver_among(
     source: PeerProcess, target: PeerProcess, write: HostWrite, limit_s: float
-) -> list[Ended]:
+) -> list[WriteEnded]:
     """Deliver one write while others are under way; which of those have ended meanwhile."""
     source.write(write)
-    others: list[Ended] = []
+    others: list[WriteEnded] = []
     deadline = time.monotonic() + limit_s
     while True:
         assert time.monotonic() < deadline, "a write was held up by another peer"

@@ -28,11 +28,11 @@ from kvferry.errors import TransportError
 from kvferry.ids import Op
 from kvferry.memory.copy.devices import copier_on
 from kvferry.plan.bind import Binding
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.regions import Device
 from kvferry.testing.transports.bindings import copy_by_memmove, pattern
 from kvferry.testing.transports.memory import GpuMemory, HostMemory, RegionMemory
-from kvferry.transports.base import Ended, Remote, Setup, Transport
+from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
 from kvferry.transports.registry import transport_class
 
 PACE_S = 0.001
@@ -46,17 +46,17 @@ class HostWrite(NamedTuple):
     binding: Binding
 
 
-class Life:
+class TransportLife:
     """One transport from its making to its end, with its memory and connections."""
 
     def __init__(self, transport: Transport, memory: Sequence[RegionMemory]) -> None:
         self.transport = transport
         self._memory = memory
-        self._remotes: list[Remote] = []
+        self._remotes: list[RemoteMemory] = []
         self._writes: dict[Op, HostWrite] = {}
         # Writes that were made at once and go on.
         self._begun: list[Op] = []
-        self._told: list[Ended] = []
+        self._told: list[WriteEnded] = []
         self._is_resting = False
         self._news = threading.Event()
         transport.on_news = self._news.set
@@ -104,7 +104,7 @@ class Life:
 
     def write_now(
         self, shares: Sequence[Sequence[HostWrite]], meanwhile: Sequence[HostWrite]
-    ) -> list[Ended]:
+    ) -> list[WriteEnded]:
         """Make these writes at once, each share on a thread of its own; how they ended.
 
         This thread, the transport's own, starts others ``meanwhile`` and polls.
@@ -116,12 +116,12 @@ class Life:
                 self.idle()
         return [ended for share in begun for ended in share.result()]
 
-    def _written_now(self, writes: Sequence[HostWrite]) -> list[Ended]:
+    def _written_now(self, writes: Sequence[HostWrite]) -> list[WriteEnded]:
         """Again and again where the transport is busy; what goes on is told by ``wait``."""
         told = []
         for one in writes:
             ended = self._write_now(one)
-            while ended is not None and ended.fate is Fate.BUSY:
+            while ended is not None and ended.fate is WriteFate.BUSY:
                 time.sleep(PACE_S)
                 ended = self._write_now(one)
             if ended is None:
@@ -130,10 +130,10 @@ class Life:
                 told.append(ended)
         return told
 
-    def _write_now(self, one: HostWrite) -> Ended | None:
+    def _write_now(self, one: HostWrite) -> WriteEnded | None:
         return self.transport.write_now(self._remotes[one.remote], Op(one.op), one.binding)
 
-    def wait(self, num_ended: int, limit_s: float) -> list[Ended]:
+    def wait(self, num_ended: int, limit_s: float) -> list[WriteEnded]:
         """What has ended and was not told yet, once it is that much or the time is up."""
         deadline = time.monotonic() + limit_s
         while len(self._told) < num_ended and time.monotonic() < deadline:
@@ -159,7 +159,7 @@ class Life:
             return
         self._news.clear()
         for ended in self.transport.poll():
-            if ended.fate is Fate.BUSY:
+            if ended.fate is WriteFate.BUSY:
                 self._submit(self._writes[ended.op])
             else:
                 self._told.append(ended)
@@ -171,9 +171,9 @@ class Host:
     def __init__(self, transport: str, device: Device) -> None:
         self._class = transport_class(transport)
         self._device = device
-        self._life: Life | None = None
+        self._life: TransportLife | None = None
         # The last life's memory, which a peer may still be writing to.
-        self._past: Life | None = None
+        self._past: TransportLife | None = None
 
     def open_target(
         self, agent: str, options: Mapping[str, str], sizes: Sequence[int], margin: int
@@ -185,10 +185,10 @@ class Host:
         transport = self._made(agent, options)
         if self._device.is_host:
             arrays = [transport.allocate(size + 2 * margin) for size in sizes]
-            self._life = Life(transport, [HostMemory(array, margin) for array in arrays])
+            self._life = TransportLife(transport, [HostMemory(array, margin) for array in arrays])
         else:
             memory = [GpuMemory(self._device, size, margin) for size in sizes]
-            self._life = Life(transport, memory)
+            self._life = TransportLife(transport, memory)
         return self._life.register(writable=True)
 
     def open_source(self, agent: str, options: Mapping[str, str], sizes: Sequence[int]) -> bytes:
@@ -199,16 +199,16 @@ class Host:
             memory = [HostMemory(np.zeros(size, dtype=np.uint8), 0) for size in sizes]
         else:
             memory = [GpuMemory(self._device, size, 0) for size in sizes]
-        self._life = Life(transport, memory)
+        self._life = TransportLife(transport, memory)
         return self._life.register(writable=False)
 
     def _made(self, agent: str, options: Mapping[str, str]) -> Transport:
         assert self._life is None, "close comes first"
         return self._class(
-            Setup(agent=agent, copy=copy_by_memmove, copies_on=copier_on, options=options)
+            TransportSetup(agent=agent, copy=copy_by_memmove, copies_on=copier_on, options=options)
         )
 
-    def close(self) -> list[Ended]:
+    def close(self) -> list[WriteEnded]:
         """End the life; what was polled and not asked for."""
         if self._life is None:
             return []

@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 
 from kvferry.layout import CacheSpec, DType, Group, Layout, Order, Paged, Parallel, Tensor
-from kvferry.plan import PageTable, Pair, Request, Side, bind, contiguous_pools, reshard
+from kvferry.plan import PageTable, RankPair, Request, Side, bind, contiguous_pools, reshard
 from kvferry.plan.bind import Binding
 from kvferry.plan.coalesce import Stride
 from kvferry.plan.places import Base
@@ -16,7 +16,7 @@ from kvferry.testing.transports.bindings import PlacedPiece, after, binding_of, 
 from kvferry.testing.transports.crew import Crew, all_well, deliver
 from kvferry.testing.transports.host import HostWrite
 from kvferry.testing.transports.process import PeerProcess
-from kvferry.transports.base import Ended
+from kvferry.transports.base import WriteEnded
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -51,7 +51,7 @@ def stripes(remote: int, num_writes: int) -> list[HostWrite]:
     return writes
 
 
-def all_there(target: PeerProcess, ended: list[Ended]) -> None:
+def all_there(target: PeerProcess, ended: list[WriteEnded]) -> None:
     """The stripes whose end was told are in the target's memory by now."""
     for one in ended:
         target.check_part(0, one.op * MIB, MIB)
@@ -103,7 +103,7 @@ class MovingCases(Cases):
         for rank in range(2):
             target = crew.target(*into.region_bytes)
             take = Side(into.map, {"kv": PageTable(rng.permutation(10)[:5])})
-            binding = bind(plan, Pair(0, rank), request, give, take)
+            binding = bind(plan, RankPair(0, rank), request, give, take)
             deliver(source, target, HostWrite(source.connect(target.metadata), rank, binding))
 
     def test_a_later_write_wins(self, crew: Crew) -> None:
@@ -137,7 +137,7 @@ class MovingCases(Cases):
         for write in writes:
             target.regions = after(write.binding, source.regions, target.regions)
         source.write(*writes)
-        told: list[Ended] = []
+        told: list[WriteEnded] = []
         while len(told) < 48:
             ended = source.wait(num_ended=1)
             assert ended, f"of 48 writes only {len(told)} have ended"

@@ -24,13 +24,13 @@ import numpy as np
 from kvferry.errors import TransportError
 from kvferry.testing.transports.bindings import Bytes, pattern
 from kvferry.testing.transports.host import HostWrite
-from kvferry.transports.base import Ended
+from kvferry.transports.base import WriteEnded
 
 ANSWER_S = 60.0
 _serial = itertools.count()
 
 
-class Broken(AssertionError):
+class ProcessBroken(AssertionError):
     """A process died or does not answer; the message says where and what it printed."""
 
 
@@ -108,17 +108,17 @@ class PeerProcess:
 
     def write_now(
         self, *shares: Sequence[HostWrite], meanwhile: Sequence[HostWrite] = ()
-    ) -> list[Ended]:
+    ) -> list[WriteEnded]:
         """Make these writes at once, each share on a thread of its own; how they ended.
 
         ``meanwhile`` others are started on the transport's own thread; ``wait`` for those.
         """
-        return cast("list[Ended]", self.call("write_now", shares, meanwhile))
+        return cast("list[WriteEnded]", self.call("write_now", shares, meanwhile))
 
-    def wait(self, num_ended: int, limit_s: float = 30.0) -> list[Ended]:
+    def wait(self, num_ended: int, limit_s: float = 30.0) -> list[WriteEnded]:
         """What has ended and was not told yet, once it is that much or the time is up."""
         told = self.call("wait", num_ended, limit_s, limit_s=limit_s + ANSWER_S)
-        return cast("list[Ended]", told)
+        return cast("list[WriteEnded]", told)
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -127,9 +127,9 @@ class PeerProcess:
         yield
         self.call("rest", False)
 
-    def close(self, limit_s: float = ANSWER_S) -> list[Ended]:
+    def close(self, limit_s: float = ANSWER_S) -> list[WriteEnded]:
         """End the transport; what was polled before and not asked for."""
-        return cast("list[Ended]", self.call("close", limit_s=limit_s))
+        return cast("list[WriteEnded]", self.call("close", limit_s=limit_s))
 
     # ------------------------------------------------------------ questions and answers
 
@@ -141,22 +141,22 @@ class PeerProcess:
     def ask(self, name: str, *arguments: Any) -> None:
         """Ask only, so that others can be asked meanwhile."""
         if self._lost:
-            raise Broken(f"{name} was not asked, because {self._lost}")
+            raise ProcessBroken(f"{name} was not asked, because {self._lost}")
         self._asked = name
         try:
             self._connection.send((name, arguments))
         except OSError:
-            raise Broken(self.process.story(f"it could not be asked to {name}")) from None
+            raise ProcessBroken(self.process.story(f"it could not be asked to {name}")) from None
 
     def answer(self, limit_s: float = ANSWER_S) -> Any:
         """The answer to what was asked last. Raises ``TransportError`` if that is the answer."""
         try:
             if not self._connection.poll(limit_s):
                 self._lost = f"{self._asked} took longer than {limit_s} s"
-                raise Broken(self.process.story(self._lost, dump=True))
+                raise ProcessBroken(self.process.story(self._lost, dump=True))
             good, value = self._connection.recv()
         except (EOFError, ConnectionError):
-            raise Broken(self.process.story(f"it ended during {self._asked}")) from None
+            raise ProcessBroken(self.process.story(f"it ended during {self._asked}")) from None
         if not good:
             raise TransportError(value)
         return value

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.testing.transports.base import Cases
 from kvferry.testing.transports.bindings import PlacedPiece, binding_of
 from kvferry.testing.transports.crew import Crew, deliver
@@ -38,7 +38,7 @@ class RefusingCases(Cases):
         good = PlacedPiece(0, 0, 32 * KIB)
         source.write(HostWrite(remote, 1, binding_of([good, OUTSIDE[case]])))
         (ended,) = source.wait(num_ended=1)
-        assert (ended.op, ended.fate) == (1, Fate.FAILED)
+        assert (ended.op, ended.fate) == (1, WriteFate.FAILED)
         assert ended.detail, "a failure must say what is wrong"
         target.check()
         deliver(source, target, HostWrite(remote, 2, binding_of([good])))

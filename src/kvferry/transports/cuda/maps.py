@@ -34,7 +34,7 @@ class Exporter(NamedTuple):
     proof: int
 
 
-class _Mapped(NamedTuple):
+class _MappedAllocation(NamedTuple):
     """A span in our address space."""
 
     address: int
@@ -44,7 +44,7 @@ class _Mapped(NamedTuple):
 # A handle that is open can't be opened again, so all transports of the process share these.
 _Key = tuple[int, Exporter, Span]
 _lock = threading.Lock()
-_open: dict[_Key, tuple[_Mapped, int]] = {}
+_open: dict[_Key, tuple[_MappedAllocation, int]] = {}
 
 
 class MappedSpan:
@@ -73,7 +73,7 @@ class MappedSpan:
                 mapped.unmap()
 
 
-def _map(gpu: Gpu, exporter: Exporter, span: Span) -> _Mapped:
+def _map(gpu: Gpu, exporter: Exporter, span: Span) -> _MappedAllocation:
     try:
         with gpu.current():
             if isinstance(span, IpcSpan):
@@ -88,7 +88,7 @@ def _map(gpu: Gpu, exporter: Exporter, span: Span) -> _Mapped:
         ) from error
 
 
-def _opened(span: IpcSpan) -> _Mapped:
+def _opened(span: IpcSpan) -> _MappedAllocation:
     handle = driver().CUipcMemHandle()
     ctypes.memmove(handle.getPtr(), span.handle, HANDLE_BYTES)
     lazily = driver().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -97,10 +97,10 @@ def _opened(span: IpcSpan) -> _Mapped:
     if base != address or num_bytes < span.num_bytes:
         call("cuIpcCloseMemHandle", address)
         raise TransportError("the peer's GPU memory is smaller than it says")
-    return _Mapped(address, lambda: call("cuIpcCloseMemHandle", address))
+    return _MappedAllocation(address, lambda: call("cuIpcCloseMemHandle", address))
 
 
-def _assembled(gpu: Gpu, holder: DescriptorHolder, span: VmmSpan) -> _Mapped:
+def _assembled(gpu: Gpu, holder: DescriptorHolder, span: VmmSpan) -> _MappedAllocation:
     """Pieces one after another in a stretch of addresses of our own."""
     total = span.num_bytes
     with ExitStack() as undo:
@@ -114,7 +114,7 @@ def _assembled(gpu: Gpu, holder: DescriptorHolder, span: VmmSpan) -> _Mapped:
             at += num_bytes
         call("cuMemSetAccess", address, total, [_writable_by(gpu)], 1)
         _demand_sizes(address, span.sizes)
-        return _Mapped(address, undo.pop_all().close)
+        return _MappedAllocation(address, undo.pop_all().close)
 
 
 def demand_proof(holder: DescriptorHolder, exporter: Exporter) -> None:

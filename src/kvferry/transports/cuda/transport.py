@@ -5,7 +5,7 @@ allocations can be mapped (``exports``), the source maps them once when it conne
 (``maps``), and a write is one launch of the copy kernel from our pages into theirs.
 To launch takes less time than to wake another thread for it, so whoever asks for a write may
 launch it, and ask the GPU for its end; for others a thread waits (``waiter``). What is known
-before it is written is checked then, and its table lies on the GPU already (``foresee``).
+before it is written is checked then, and its table lies on the GPU already (``prebind``).
 
 The target takes no part in a write, so one that is stopped holds nobody up, and one that
 has died is not noticed here: its memory stays for as long as we map it. Heartbeats notice.
@@ -28,10 +28,17 @@ from msgspec import Meta
 from kvferry.errors import KvferryError, TransportError
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.regions import Device, Region
 from kvferry.transports import bounds, descriptors, options
-from kvferry.transports.base import DeviceCopier, DeviceEvent, Ended, Remote, Setup, Transport
+from kvferry.transports.base import (
+    DeviceCopier,
+    DeviceEvent,
+    RemoteMemory,
+    Transport,
+    TransportSetup,
+    WriteEnded,
+)
 from kvferry.transports.bounds import Limits
 from kvferry.transports.cuda import driver
 from kvferry.transports.cuda.driver import DriverError, Gpu
@@ -41,7 +48,7 @@ from kvferry.transports.cuda.waiter import Waiter, gpu_failed
 from kvferry.transports.host_id import boot
 
 # Copies that are kept ready. What is announced and not written soon is worked out again.
-MAX_FORESEEN = 64
+MAX_PREBOUND = 64
 
 _Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
@@ -65,7 +72,7 @@ class _CudaMetadata(msgspec.Struct, frozen=True, tag="cuda", forbid_unknown_fiel
 _own: dict[bytes, Exports] = {}
 
 
-class _MappedPeer(Remote):
+class _MappedPeer(RemoteMemory):
     """A peer's regions in our address space."""
 
     def __init__(self, gpu: Gpu, theirs: _CudaMetadata) -> None:
@@ -107,7 +114,7 @@ class _Copying(NamedTuple):
     problem: str = ""
 
 
-class _Foreseen(NamedTuple):
+class _Prebound(NamedTuple):
     """A binding that may be written soon, and all of its copy but the start."""
 
     remote: _MappedPeer
@@ -137,7 +144,7 @@ class CudaTransport(Transport):
     writes_at_once: ClassVar[bool] = True
     writes_elsewhere: ClassVar[bool] = True
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
         options.chosen(self.name, setup, {})
         self._life = secrets.token_bytes(16)
@@ -146,10 +153,10 @@ class CudaTransport(Transport):
         self._waiter: Waiter[_Copying] | None = None
         self._exports: Exports | None = None
         self._remotes: set[_MappedPeer] = set()
-        self._ended: list[Ended] = []
+        self._ended: list[WriteEnded] = []
         # Writes that were launched at once, and those that may be, by their binding's identity.
         self._launched: dict[Op, tuple[_Copying, DeviceEvent]] = {}
-        self._foreseen: dict[int, _Foreseen] = {}
+        self._prebound: dict[int, _Prebound] = {}
         self._limits = Limits(())
         self._addresses: tuple[int, ...] = ()
         # Held while a copy is launched and while writes are counted: one thread launches and
@@ -191,7 +198,7 @@ class CudaTransport(Transport):
             _CudaMetadata(self._life, proof, pid, began, gpu, spans, places)
         )
 
-    def connect(self, metadata: bytes) -> Remote:
+    def connect(self, metadata: bytes) -> RemoteMemory:
         """Map the peer's memory."""
         try:
             theirs = msgspec.msgpack.decode(metadata, type=_CudaMetadata)
@@ -210,28 +217,28 @@ class CudaTransport(Transport):
 
     # ------------------------------------------------------------ writes
 
-    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+    def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
         """Launch the copy."""
         with self._turn:
             begun = self._launch(remote, op, pieces)
-            if isinstance(begun, Ended):
+            if isinstance(begun, WriteEnded):
                 self._ended.append(begun)
             else:
                 copying, event = begun
                 self._waits().watch(copying, event.synchronize)
-        if isinstance(begun, Ended):
+        if isinstance(begun, WriteEnded):
             self.on_news()
 
-    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:
+    def write_now(self, remote: RemoteMemory, op: Op, pieces: Binding) -> WriteEnded | None:
         """Launch the copy from any thread."""
         with self._turn:
             begun = self._launch(remote, op, pieces)
-            if isinstance(begun, Ended):
+            if isinstance(begun, WriteEnded):
                 return begun
             self._launched[op] = begun
             return None
 
-    def look(self, op: Op) -> Ended | None:
+    def look(self, op: Op) -> WriteEnded | None:
         """Ask the GPU."""
         with self._turn:
             copying, event = self._launched[op]
@@ -245,48 +252,48 @@ class CudaTransport(Transport):
             self._end(copying, problem)
             return self._ended.pop()
 
-    def foresee(self, remote: Remote, pieces: Binding) -> None:
+    def prebind(self, remote: RemoteMemory, pieces: Binding) -> None:
         """Check it, and send its table to the GPU."""
         assert isinstance(remote, _MappedPeer)
         with self._turn:
-            if remote.is_left or self._copier is None or id(pieces) in self._foreseen:
+            if remote.is_left or self._copier is None or id(pieces) in self._prebound:
                 return
             if bounds.problem(pieces, self._limits, remote.limits):
                 return
-            while len(self._foreseen) >= MAX_FORESEEN:
-                self._unforesee(next(iter(self._foreseen)))
+            while len(self._prebound) >= MAX_PREBOUND:
+                self._drop_prebound(next(iter(self._prebound)))
             with suppress(KvferryError):
                 copy = self._copier.prepare(pieces, self._addresses, remote.addresses)
-                self._foreseen[id(pieces)] = _Foreseen(remote, pieces, copy)
+                self._prebound[id(pieces)] = _Prebound(remote, pieces, copy)
 
-    def _unforesee(self, key: int) -> None:
-        foreseen = self._foreseen.pop(key)
+    def _drop_prebound(self, key: int) -> None:
+        prebound = self._prebound.pop(key)
         assert self._copier is not None
         with suppress(KvferryError):
-            self._copier.forget(foreseen.copy)
+            self._copier.forget(prebound.copy)
 
     def _launch(
-        self, remote: Remote, op: Op, pieces: Binding
-    ) -> Ended | tuple[_Copying, DeviceEvent]:
+        self, remote: RemoteMemory, op: Op, pieces: Binding
+    ) -> WriteEnded | tuple[_Copying, DeviceEvent]:
         """Launch, and give what tells of the end; or say why not."""
         assert isinstance(remote, _MappedPeer)
         assert not remote.is_left, "a write comes before disconnect"
-        foreseen = self._foreseen.pop(id(pieces), None)
-        if foreseen is None:
+        prebound = self._prebound.pop(id(pieces), None)
+        if prebound is None:
             outside = bounds.problem(pieces, self._limits, remote.limits)
             if outside:
-                return Ended(op, Fate.FAILED, outside)
+                return WriteEnded(op, WriteFate.FAILED, outside)
         try:
             copier = self._engine()
         except Exception as error:  # Nothing was launched.
-            return Ended(op, Fate.FAILED, f"the GPU can't copy ({error})")
+            return WriteEnded(op, WriteFate.FAILED, f"the GPU can't copy ({error})")
         remote.num_writes += 1
         try:
-            if foreseen is None:
+            if prebound is None:
                 copy = copier.prepare(pieces, self._addresses, remote.addresses)
             else:
-                assert foreseen.remote is remote, "each peer's pages are bound by themselves"
-                copy = foreseen.copy
+                assert prebound.remote is remote, "each peer's pages are bound by themselves"
+                copy = prebound.copy
             return _Copying(remote, op), copier.start(copy)
         except Exception as error:  # Some of it may have been launched: it is over after that.
             problem = f"copying failed ({type(error).__name__}: {error})"
@@ -309,7 +316,7 @@ class CudaTransport(Transport):
     def _nudge(self) -> None:
         self.on_news()
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WriteEnded]:
         """What has ended since the last call."""
         with self._turn:
             if self._waiter is not None:
@@ -319,21 +326,21 @@ class CudaTransport(Transport):
         return ended
 
     def _end(self, copying: _Copying, problem: str) -> None:
-        remote, fate = copying.remote, Fate.FAILED if problem else None
-        self._ended.append(Ended(copying.op, fate, problem))
+        remote, fate = copying.remote, WriteFate.FAILED if problem else None
+        self._ended.append(WriteEnded(copying.op, fate, problem))
         remote.num_writes -= 1
         if remote.is_left:
             self._let_go(remote)
 
     # ------------------------------------------------------------ the end
 
-    def disconnect(self, remote: Remote) -> None:
+    def disconnect(self, remote: RemoteMemory) -> None:
         """Unmap the peer's memory once nothing is written to it any more."""
         assert isinstance(remote, _MappedPeer)
         with self._turn:
             remote.is_left = True
-            for key in [key for key, one in self._foreseen.items() if one.remote is remote]:
-                self._unforesee(key)
+            for key in [key for key, one in self._prebound.items() if one.remote is remote]:
+                self._drop_prebound(key)
             self._let_go(remote)
 
     def _let_go(self, remote: _MappedPeer) -> None:

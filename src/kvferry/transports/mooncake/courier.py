@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvferry.ids import Op
-from kvferry.protocol.events import Fate
-from kvferry.transports.base import Ended
+from kvferry.protocol.events import WriteFate
+from kvferry.transports.base import WriteEnded
 from kvferry.transports.mailbox import Mailbox
 
 # Mooncake queues 1024 pieces for a peer, and whoever exceeds that breaks the connection.
@@ -38,7 +38,7 @@ _PATIENCE_S = 5.0
 _UNDER_WAY, _DONE, _TIMED_OUT = 0, 1, -2
 
 
-class Piece(NamedTuple):
+class MooncakePiece(NamedTuple):
     """From where, to where, how much."""
 
     source: int
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 class CourierWrite:
     """A write: pieces to submit, and how many are under way."""
 
-    def __init__(self, op: Op, pieces: list[Piece]) -> None:
+    def __init__(self, op: Op, pieces: list[MooncakePiece]) -> None:
         self.op = op
         self.pieces = pieces[::-1]
         self.num_under_way = 0
@@ -69,7 +69,7 @@ class CourierWrite:
         return not (self.pieces or self.num_under_way)
 
 
-class Lane:
+class PeerQueue:
     """One peer, by the name that Mooncake knows it by."""
 
     def __init__(self, name: str) -> None:
@@ -86,29 +86,29 @@ class Lane:
 class Courier:
     """Its thread owns all lanes. Others only put commands into its inbox."""
 
-    def __init__(self, engine: Any, tell: Callable[[Ended], None]) -> None:
+    def __init__(self, engine: Any, tell: Callable[[WriteEnded], None]) -> None:
         self._engine = engine
         self._tell = tell
         self._inbox: Mailbox[Callable[[], None]] = Mailbox()
-        self._lanes: list[Lane] = []
+        self._lanes: list[PeerQueue] = []
         self._stopped = False
         self._meetings: list[threading.Thread] = []
         self._thread = _thread("kvferry-mooncake", self._run)
 
     # ------------------------------------------------------------ from the transport's thread
 
-    def open(self, lane: Lane) -> None:
+    def open(self, lane: PeerQueue) -> None:
         """Make the first contact, in a thread of its own. Usually it is made on return."""
         self._inbox.put(partial(self._lanes.append, lane))
         meeting = _thread("kvferry-mooncake-meet", partial(self._meet, lane))
         meeting.join(_MEETING_S)
         self._meetings = [one for one in (*self._meetings, meeting) if one.is_alive()]
 
-    def submit(self, lane: Lane, job: CourierWrite) -> None:
+    def submit(self, lane: PeerQueue, job: CourierWrite) -> None:
         """Carry a write."""
         self._inbox.put(partial(self._accept, lane, job))
 
-    def leave(self, lane: Lane) -> None:
+    def leave(self, lane: PeerQueue) -> None:
         """Tell at once what is known of its writes, and nothing later."""
         self._inbox.put(partial(self._abandon, lane))
 
@@ -118,7 +118,7 @@ class Courier:
         self._thread.join(_PATIENCE_S)
         return not any(one.is_alive() for one in (self._thread, *self._meetings))
 
-    def _meet(self, lane: Lane) -> None:
+    def _meet(self, lane: PeerQueue) -> None:
         code = self._engine.send_probe(lane.name)
         if code:
             refusal = f"{lane.name} can't be reached (Mooncake says {code})"
@@ -149,18 +149,18 @@ class Courier:
     def _stop(self) -> None:
         self._stopped = True
 
-    def _opened(self, lane: Lane, refusal: str) -> None:
+    def _opened(self, lane: PeerQueue, refusal: str) -> None:
         lane.is_open, lane.refusal = True, lane.refusal or refusal
 
-    def _accept(self, lane: Lane, job: CourierWrite) -> None:
+    def _accept(self, lane: PeerQueue, job: CourierWrite) -> None:
         lane.jobs.append(job)
 
-    def _abandon(self, lane: Lane) -> None:
+    def _abandon(self, lane: PeerQueue) -> None:
         lane.is_left, lane.refusal = True, lane.refusal or "disconnected"
         for _, job in lane.under_way:
-            self._end(job, Fate.UNKNOWN, "disconnected while under way")
+            self._end(job, WriteFate.UNKNOWN, "disconnected while under way")
 
-    def _move(self, lane: Lane) -> bool:
+    def _move(self, lane: PeerQueue) -> bool:
         """Look after a peer's pieces and submit more; whether anything happened."""
         moved = self._look(lane)
         if lane.is_open and not lane.refusal:
@@ -171,7 +171,7 @@ class Courier:
             self._lanes.remove(lane)
         return moved
 
-    def _fill(self, lane: Lane) -> bool:
+    def _fill(self, lane: PeerQueue) -> bool:
         """Submit what the window allows."""
         moved = False
         while lane.jobs and not lane.refusal and len(lane.under_way) < _WINDOW:
@@ -184,7 +184,7 @@ class Courier:
             moved = True
         return moved
 
-    def _submit(self, lane: Lane, job: CourierWrite) -> None:
+    def _submit(self, lane: PeerQueue, job: CourierWrite) -> None:
         number = self._engine.transfer_submit_write(lane.name, *job.pieces.pop())
         if number:
             lane.under_way.append((number, job))
@@ -193,7 +193,7 @@ class Courier:
             lane.refusal = f"Mooncake takes no pieces for {lane.name}"
             job.give_up(lane.refusal)
 
-    def _look(self, lane: Lane) -> bool:
+    def _look(self, lane: PeerQueue) -> bool:
         """Which pieces have ended, from the oldest to the first that has not."""
         moved = False
         while lane.under_way:
@@ -211,7 +211,7 @@ class Courier:
             moved = True
         return moved
 
-    def _refuse(self, lane: Lane) -> None:
+    def _refuse(self, lane: PeerQueue) -> None:
         """Submit nothing more of any write. One that has begun ends when its pieces have."""
         while lane.jobs:
             job = lane.jobs.popleft()
@@ -226,14 +226,14 @@ class Courier:
         buffers of its own host, as long as its process lives.
         """
         if job.is_over:
-            failed = Fate.UNKNOWN if job.in_doubt else Fate.FAILED
+            failed = WriteFate.UNKNOWN if job.in_doubt else WriteFate.FAILED
             self._end(job, failed if job.problem else None, job.problem)
 
-    def _end(self, job: CourierWrite, fate: Fate | None, detail: str) -> None:
+    def _end(self, job: CourierWrite, fate: WriteFate | None, detail: str) -> None:
         """Tell of a write, once."""
         if not job.is_told:
             job.is_told = True
-            self._tell(Ended(job.op, fate, detail))
+            self._tell(WriteEnded(job.op, fate, detail))
 
 
 def _thread(name: str, target: Callable[[], None]) -> threading.Thread:

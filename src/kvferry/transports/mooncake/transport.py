@@ -23,13 +23,13 @@ from msgspec import Meta
 from kvferry.errors import TransportError
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.regions import Region
 from kvferry.transports import bounds, options
-from kvferry.transports.base import Ended, Remote, Setup, Transport
+from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
 from kvferry.transports.mailbox import Mailbox
 from kvferry.transports.mooncake import package
-from kvferry.transports.mooncake.courier import Courier, CourierWrite, Lane, Piece
+from kvferry.transports.mooncake.courier import Courier, CourierWrite, MooncakePiece, PeerQueue
 from kvferry.transports.single_descriptor import single
 
 MAX_REGIONS = 1 << 16
@@ -56,10 +56,10 @@ class _MooncakeMetadata(msgspec.Struct, frozen=True, tag="mooncake", forbid_unkn
     regions: Annotated[tuple[_MooncakePlace, ...], Meta(max_length=MAX_REGIONS)]
 
 
-class _Connected(Remote):
+class _Connected(RemoteMemory):
     """A peer's regions, and the lane to it."""
 
-    def __init__(self, theirs: _MooncakeMetadata, lane: Lane) -> None:
+    def __init__(self, theirs: _MooncakeMetadata, lane: PeerQueue) -> None:
         self.sizes = tuple(place.num_bytes for place in theirs.regions)
         self.addresses = np.array([place.address for place in theirs.regions], dtype=np.int64)
         self.lane = lane
@@ -73,11 +73,11 @@ class MooncakeTransport(Transport):
     listens_everywhere: ClassVar[bool] = True
     option_names: ClassVar[tuple[str, ...]] = tuple(OPTIONS)
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
         self._options = options.chosen(self.name, setup, OPTIONS)
         self._engine: Any = package.start(setup.host, **self._options)
-        self._news: Mailbox[Ended] = Mailbox()
+        self._news: Mailbox[WriteEnded] = Mailbox()
         self._courier = Courier(self._engine, self._tell)
         self._addresses = np.zeros(0, dtype=np.int64)
         self._sizes: tuple[int, ...] = ()
@@ -134,7 +134,7 @@ class MooncakeTransport(Transport):
             _MooncakeMetadata(self.setup.agent, self.setup.host, port, places)
         )
 
-    def connect(self, metadata: bytes) -> Remote:
+    def connect(self, metadata: bytes) -> RemoteMemory:
         """Get to know a peer's engine. The connection itself is made in the background."""
         try:
             theirs = msgspec.msgpack.decode(metadata, type=_MooncakeMetadata)
@@ -142,7 +142,7 @@ class MooncakeTransport(Transport):
             raise TransportError(
                 f"the peer's mooncake metadata can't be read ({error}); run one version of kvferry"
             ) from error
-        remote = _Connected(theirs, Lane(self._name_of(theirs)))
+        remote = _Connected(theirs, PeerQueue(self._name_of(theirs)))
         self._courier.open(remote.lane)
         return remote
 
@@ -159,23 +159,23 @@ class MooncakeTransport(Transport):
 
     # ------------------------------------------------------------ writes
 
-    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+    def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
         """Give it to the courier."""
         assert isinstance(remote, _Connected)
         assert not remote.is_left, "a write comes before disconnect"
         todo = self._pieces(remote, pieces)
         if isinstance(todo, str):
-            self._tell(Ended(op, Fate.FAILED, todo))
+            self._tell(WriteEnded(op, WriteFate.FAILED, todo))
         else:
             self._courier.submit(remote.lane, CourierWrite(op, todo))
 
-    def _pieces(self, remote: _Connected, binding: Binding) -> list[Piece] | str:
+    def _pieces(self, remote: _Connected, binding: Binding) -> list[MooncakePiece] | str:
         """By address, or which of them lies outside."""
         only = single(binding)
         if only and only.length and only.fits(self._sizes, remote.sizes):
             ours = self.regions[only.source_region].address + only.source_offset
             theirs = int(remote.addresses[only.target_region]) + only.target_offset
-            return [Piece(ours, theirs, only.length)]
+            return [MooncakePiece(ours, theirs, only.length)]
         outside = bounds.problem(binding, self._sizes, remote.sizes)
         if outside:
             return outside
@@ -186,19 +186,19 @@ class MooncakeTransport(Transport):
             named.length,
         )
         rows = zip(*(column[named.length > 0].tolist() for column in columns), strict=True)
-        return [Piece(*row) for row in rows]
+        return [MooncakePiece(*row) for row in rows]
 
-    def _tell(self, ended: Ended) -> None:
+    def _tell(self, ended: WriteEnded) -> None:
         self._news.put(ended)
         self.on_news()
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WriteEnded]:
         """What the courier has told."""
         return self._news.drain(0)
 
     # ------------------------------------------------------------ the end
 
-    def disconnect(self, remote: Remote) -> None:
+    def disconnect(self, remote: RemoteMemory) -> None:
         """Say no more of its writes, which go on until they have ended."""
         assert isinstance(remote, _Connected)
         if not remote.is_left:

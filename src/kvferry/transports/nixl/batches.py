@@ -1,6 +1,6 @@
 """Bindings as NIXL wants them: arrays of (address, length, device), cut into batches.
 
-Memory of different kinds can't share a descriptor list, and posting costs its thread
+NixlMemory of different kinds can't share a descriptor list, and posting costs its thread
 the time of the copy where NIXL copies itself. A binding is therefore cut where the
 kind changes, and so that no batch keeps the thread for more than a few milliseconds.
 """
@@ -30,7 +30,7 @@ _BATCH_BYTES = 32 << 20
 _FEW = 32
 
 
-class Batch(NamedTuple):
+class DescriptorBatch(NamedTuple):
     """One transfer: where it reads, where it writes, and NIXL's names for the memory there.
 
     ``piece`` is all of it, where it is a single one.
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     piece: Single | None = None
 
 
-class Memory:
+class NixlMemory:
     """Regions of one side as columns, to be looked up by region number."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
@@ -83,16 +83,18 @@ def _kind(on_host: bool) -> str:
     return "DRAM" if on_host else "VRAM"
 
 
-def batch_of(piece: Single, source: Memory, target: Memory) -> Batch:
+def batch_of(piece: Single, source: NixlMemory, target: NixlMemory) -> DescriptorBatch:
     """One piece, which is not empty and lies inside the regions."""
     ours = source.row(piece.source_region, piece.source_offset, piece.length)
     theirs = target.row(piece.target_region, piece.target_offset, piece.length)
     kinds = source.kinds[piece.source_region], target.kinds[piece.target_region]
     # Mostly it has been NIXL's before, and nobody looks at this.
-    return Batch([ours], [theirs], *kinds, piece)
+    return DescriptorBatch([ours], [theirs], *kinds, piece)
 
 
-def few_pieces(binding: Binding, source: Memory, target: Memory) -> list[Batch] | None:
+def few_pieces(
+    binding: Binding, source: NixlMemory, target: NixlMemory
+) -> list[DescriptorBatch] | None:
     """What ``batches`` gives for a few pieces of one kind of memory, in a quarter of the time.
 
     None if they are more than a few, or of several kinds. The binding lies inside the regions.
@@ -112,10 +114,10 @@ def few_pieces(binding: Binding, source: Memory, target: Memory) -> list[Batch] 
                     theirs.append(target.row(into.region, into.offset + end, length))
     if len(kinds) != 1 or not ours:
         return None
-    return [Batch(np.array(ours, np.uint64), np.array(theirs, np.uint64), *kinds.pop())]
+    return [DescriptorBatch(np.array(ours, np.uint64), np.array(theirs, np.uint64), *kinds.pop())]
 
 
-def batches(binding: Binding, source: Memory, target: Memory) -> list[Batch]:
+def batches(binding: Binding, source: NixlMemory, target: NixlMemory) -> list[DescriptorBatch]:
     """The binding's bytes, in as few descriptors as they allow. It lies inside the regions."""
     named = binding.merged().descriptors()
     named = _rows(named, named.length > 0)
@@ -130,7 +132,7 @@ def batches(binding: Binding, source: Memory, target: Memory) -> list[Batch]:
     cost = np.cumsum(named.length + NIXL_DESCRIPTOR_BYTES)
     cuts = np.flatnonzero(np.diff(cost // _BATCH_BYTES) | np.diff(kinds)) + 1
     return [
-        Batch(
+        DescriptorBatch(
             ours[first:end],
             theirs[first:end],
             _kind(bool(kinds[first] & 2)),

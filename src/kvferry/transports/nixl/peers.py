@@ -12,8 +12,8 @@ from msgspec import Meta
 
 from kvferry.errors import TransportError
 from kvferry.regions import Device, Region
-from kvferry.transports.base import Remote
-from kvferry.transports.nixl.batches import Memory
+from kvferry.transports.base import RemoteMemory
+from kvferry.transports.nixl.batches import NixlMemory
 from kvferry.transports.single_descriptor import Single
 
 MAX_REGIONS = 1 << 16
@@ -34,7 +34,7 @@ class _NixlPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     number: Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 
-class Metadata(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=True):
+class NixlMetadata(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_fields=True):
     """What peers may write, and who we are."""
 
     name: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -46,13 +46,13 @@ def encode(name: str, agent: bytes, regions: Sequence[Region]) -> bytes:
     """For a peer: our name, NIXL's own metadata, and the regions that it may write."""
     places = [(at.address, at.num_bytes, *at.device) for at in regions]
     fields = {"name": name, "agent": agent, "regions": places}
-    return msgspec.msgpack.encode(msgspec.convert(fields | {"type": "nixl"}, Metadata))
+    return msgspec.msgpack.encode(msgspec.convert(fields | {"type": "nixl"}, NixlMetadata))
 
 
-def decode(metadata: bytes) -> Metadata:
+def decode(metadata: bytes) -> NixlMetadata:
     """From a peer. Raises ``TransportError``."""
     try:
-        return msgspec.msgpack.decode(metadata, type=Metadata)
+        return msgspec.msgpack.decode(metadata, type=NixlMetadata)
     except msgspec.DecodeError as error:
         raise TransportError(
             f"the peer's nixl metadata can't be read ({error}); run one version of kvferry"
@@ -65,7 +65,7 @@ def release(handle: Any) -> None:
         handle.release()
 
 
-class Handles:
+class DescriptorHandles:
     """Transfers of a single piece that are over, to be posted again: slots are used in turns.
 
     Making one costs as much as posting it.
@@ -93,17 +93,17 @@ class Handles:
             release(self._kept.popitem()[1])
 
 
-class Peer:
+class NixlPeer:
     """An agent that NIXL knows, for as long as it is connected or written to."""
 
-    def __init__(self, theirs: Metadata) -> None:
+    def __init__(self, theirs: NixlMetadata) -> None:
         self.name = theirs.name
-        self.memory = Memory(
+        self.memory = NixlMemory(
             [Region(at.address, at.num_bytes, Device(at.kind, at.number)) for at in theirs.regions]
         )
         self.num_remotes = 0
         self.num_writes = 0
-        self.handles = Handles()
+        self.handles = DescriptorHandles()
         # NIXL can't mend a connection. It must be given up and made again.
         self.is_broken = False
 
@@ -113,9 +113,9 @@ class Peer:
         return bool(self.num_remotes or self.num_writes)
 
 
-class Connected(Remote):
+class NixlConnection(RemoteMemory):
     """One connection to a peer, which may have others."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: NixlPeer) -> None:
         self.peer = peer
         self.is_left = False

@@ -37,14 +37,21 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 from kvferry.errors import TransportError
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding
-from kvferry.protocol.events import Fate
+from kvferry.protocol.events import WriteFate
 from kvferry.regions import Region
 from kvferry.transports import bounds, options
-from kvferry.transports.base import Ended, Remote, Setup, Transport
+from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
 from kvferry.transports.nixl import package
-from kvferry.transports.nixl.batches import Batch, Memory, batch_of, batches, few_pieces, kind
-from kvferry.transports.nixl.peers import Connected, Metadata, Peer, decode, encode
-from kvferry.transports.nixl.writes import Write
+from kvferry.transports.nixl.batches import (
+    DescriptorBatch,
+    NixlMemory,
+    batch_of,
+    batches,
+    few_pieces,
+    kind,
+)
+from kvferry.transports.nixl.peers import NixlConnection, NixlMetadata, NixlPeer, decode, encode
+from kvferry.transports.nixl.writes import NixlWrite
 from kvferry.transports.single_descriptor import single
 
 # ``ucx``: UCX's settings without their prefix, as in "TLS=tcp,NET_DEVICES=eth0". Variables
@@ -90,21 +97,21 @@ class NixlTransport(Transport):
     needs_polling: ClassVar[bool] = True
     writes_at_once: ClassVar[bool] = True
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
         # NIXL keeps peers by name, so one that comes back must have another.
         self._name = f"{setup.agent}.{secrets.token_hex(4)}"
         self._agent: Any = _agent(self._name, setup)
         self._turn = threading.Lock()
-        self._memory = Memory(())
+        self._memory = NixlMemory(())
         self._registered: list[Any] = []
         self._public: tuple[Region, ...] = ()
-        self._peers: dict[str, Peer] = {}
-        self._writes: dict[Write, None] = {}
-        self._ended: list[Ended] = []
+        self._peers: dict[str, NixlPeer] = {}
+        self._writes: dict[NixlWrite, None] = {}
+        self._ended: list[WriteEnded] = []
         # Writes that were made at once and go on, and how they ended once they have.
-        self._asked_for: dict[Op, Write] = {}
-        self._told: dict[Op, Ended] = {}
+        self._asked_for: dict[Op, NixlWrite] = {}
+        self._told: dict[Op, WriteEnded] = {}
 
     @classmethod
     def missing(cls) -> str | None:
@@ -123,7 +130,7 @@ class NixlTransport(Transport):
                 with _translated(f"NIXL can't use {len(rows)} regions of {name} memory"):
                     self._registered.append(self._agent.register_memory(rows, name))
         self.regions = tuple(regions)
-        self._memory = Memory(regions)
+        self._memory = NixlMemory(regions)
         self._public = self.regions if writable else ()
 
     @_in_turn
@@ -139,7 +146,7 @@ class NixlTransport(Transport):
         return encode(self._name, agent, self._public)
 
     @_in_turn
-    def connect(self, metadata: bytes) -> Remote:
+    def connect(self, metadata: bytes) -> RemoteMemory:
         """Get to know a peer's agent. The connection itself is made in the background."""
         theirs = decode(metadata)
         peer = self._peers.get(theirs.name) or self._met(theirs)
@@ -148,9 +155,9 @@ class NixlTransport(Transport):
                 f"the connection to {peer.name} broke and is being given up; connect again"
             )
         peer.num_remotes += 1
-        return Connected(peer)
+        return NixlConnection(peer)
 
-    def _met(self, theirs: Metadata) -> Peer:
+    def _met(self, theirs: NixlMetadata) -> NixlPeer:
         with _translated(f"NIXL can't reach {theirs.name}"):
             name = self._agent.add_remote_agent(theirs.agent).decode()
         if name != theirs.name:
@@ -161,7 +168,7 @@ class NixlTransport(Transport):
         # for. If this fails, the first write does too, and tells.
         with suppress(Exception):
             self._agent.send_notif(name, _GREETING)
-        peer = self._peers[name] = Peer(theirs)
+        peer = self._peers[name] = NixlPeer(theirs)
         return peer
 
     def _forget(self, name: str) -> None:
@@ -171,14 +178,14 @@ class NixlTransport(Transport):
     # ------------------------------------------------------------ writes
 
     @_in_turn
-    def write(self, remote: Remote, op: Op, pieces: Binding) -> None:
+    def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
         """Submit the first batch. Between processes of one host, that is its copy."""
         self._begin(remote, op, pieces)
 
-    def write_now(self, remote: Remote, op: Op, pieces: Binding) -> Ended | None:
+    def write_now(self, remote: RemoteMemory, op: Op, pieces: Binding) -> WriteEnded | None:
         """Submit, and look after it for a moment, unless the agent is in use for long."""
         if not self._turn.acquire(timeout=_TURN_S):
-            return Ended(op, Fate.BUSY, "the agent is in use")
+            return WriteEnded(op, WriteFate.BUSY, "the agent is in use")
         try:
             write = self._begin(remote, op, pieces)
             enough = time.monotonic() + _AT_ONCE_S
@@ -191,7 +198,7 @@ class NixlTransport(Transport):
         finally:
             self._turn.release()
 
-    def look(self, op: Op) -> Ended | None:
+    def look(self, op: Op) -> WriteEnded | None:
         """Move a write on, unless the agent is in use, and it with all others."""
         if op not in self._told and self._turn.acquire(blocking=False):
             try:
@@ -202,21 +209,21 @@ class NixlTransport(Transport):
                 self._turn.release()
         return self._told.pop(op, None)
 
-    def _begin(self, remote: Remote, op: Op, pieces: Binding) -> Write | None:
+    def _begin(self, remote: RemoteMemory, op: Op, pieces: Binding) -> NixlWrite | None:
         """Begin a write; None if it has failed, which is in ``_ended`` then."""
-        assert isinstance(remote, Connected)
+        assert isinstance(remote, NixlConnection)
         assert not remote.is_left, "a write comes before disconnect"
         todo = self._batches(remote.peer, pieces)
         if isinstance(todo, str):
-            self._ended.append(Ended(op, Fate.FAILED, todo))
+            self._ended.append(WriteEnded(op, WriteFate.FAILED, todo))
             return None
-        write = Write(remote, op, todo)
+        write = NixlWrite(remote, op, todo)
         remote.peer.num_writes += 1
         self._writes[write] = None
         self._step(write)
         return write
 
-    def _batches(self, peer: Peer, pieces: Binding) -> list[Batch] | str:
+    def _batches(self, peer: NixlPeer, pieces: Binding) -> list[DescriptorBatch] | str:
         """What to hand to NIXL, or why nothing can be."""
         if peer.is_broken:
             return f"the connection to {peer.name} is broken"
@@ -228,7 +235,7 @@ class NixlTransport(Transport):
         return outside or few_pieces(pieces, ours, theirs) or batches(pieces, ours, theirs)
 
     @_in_turn
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[WriteEnded]:
         """Move everything on, for a few milliseconds at most."""
         if self._agent is None:
             return []
@@ -247,33 +254,33 @@ class NixlTransport(Transport):
         with suppress(Exception):  # Some peer's trouble; its writes will tell.
             self._agent.get_new_notifs()
 
-    def _step(self, write: Write) -> bool:
+    def _step(self, write: NixlWrite) -> bool:
         """Move a write on; whether it has more to do at once."""
         try:
             write.make(self._agent)
         except Exception as error:  # Nothing of it is under way, so this is the end.
-            self._end(write, Fate.FAILED, _text(error))
+            self._end(write, WriteFate.FAILED, _text(error))
             return False
         try:
             if not write.go_on(self._agent):
                 return False
         except Exception as error:
             write.remote.peer.is_broken = True
-            self._end(write, Fate.UNKNOWN, _text(error))
+            self._end(write, WriteFate.UNKNOWN, _text(error))
             return False
         if not write.has_more:
             self._end(write, None)
         return write.has_more
 
-    def _end(self, write: Write, fate: Fate | None, detail: str = "") -> None:
+    def _end(self, write: NixlWrite, fate: WriteFate | None, detail: str = "") -> None:
         if not write.remote.is_left:
-            self._tell(Ended(write.op, fate, detail))
+            self._tell(WriteEnded(write.op, fate, detail))
         del self._writes[write]
         write.release()
         write.remote.peer.num_writes -= 1
         self._retire(write.remote.peer)
 
-    def _tell(self, ended: Ended) -> None:
+    def _tell(self, ended: WriteEnded) -> None:
         """Whoever made the write at once, or whoever polls."""
         if self._asked_for.pop(ended.op, None) is None:
             self._ended.append(ended)
@@ -283,21 +290,21 @@ class NixlTransport(Transport):
     # ------------------------------------------------------------ the end
 
     @_in_turn
-    def disconnect(self, remote: Remote) -> None:
+    def disconnect(self, remote: RemoteMemory) -> None:
         """Say no more of its writes, and let the connection go once they are over."""
-        assert isinstance(remote, Connected)
+        assert isinstance(remote, NixlConnection)
         if remote.is_left:
             return
         for write in [write for write in self._writes if write.remote is remote]:
             if write.give_up():
-                self._tell(Ended(write.op, Fate.UNKNOWN, "disconnected while under way"))
+                self._tell(WriteEnded(write.op, WriteFate.UNKNOWN, "disconnected while under way"))
             else:
-                self._end(write, Fate.FAILED, "disconnected between two batches")
+                self._end(write, WriteFate.FAILED, "disconnected between two batches")
         remote.is_left = True
         remote.peer.num_remotes -= 1
         self._retire(remote.peer)
 
-    def _retire(self, peer: Peer) -> None:
+    def _retire(self, peer: NixlPeer) -> None:
         if not peer.is_needed:
             del self._peers[peer.name]
             peer.handles.clear()
@@ -321,7 +328,7 @@ class NixlTransport(Transport):
         self.regions = self._public = ()
 
 
-def _agent(name: str, setup: Setup) -> Any:
+def _agent(name: str, setup: TransportSetup) -> Any:
     ucx = options.chosen("nixl", setup, OPTIONS)["ucx"]
     if not ucx and _is_loopback(setup.host):
         ucx = "NET_DEVICES=lo"

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.ids import Op
-from kvferry.transports.nixl.batches import Batch
-from kvferry.transports.nixl.peers import Connected, release
+from kvferry.transports.nixl.batches import DescriptorBatch
+from kvferry.transports.nixl.peers import NixlConnection, release
 
 
-class Write:
+class NixlWrite:
     """A write under way: at most one of its batches is NIXL's at any time.
 
     So when a batch can't be made, nothing is under way.
     """
 
-    def __init__(self, remote: Connected, op: Op, batches: list[Batch]) -> None:
+    def __init__(self, remote: NixlConnection, op: Op, batches: list[DescriptorBatch]) -> None:
         self.remote = remote
         self.op = op
         self._todo = batches[::-1]
-        self._batch: Batch | None = None
+        self._batch: DescriptorBatch | None = None
         self._handle: Any = None
         self._act: Any = None
 

@@ -38,7 +38,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     transport: str = AUTO
     device: str = "cpu"
-    rendezvous: str | None = None
+    discovery: str | None = None
     key_file: str | None = None
 
     @property

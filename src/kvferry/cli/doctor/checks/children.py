@@ -28,7 +28,7 @@ class ProbeFailed(KvferryError):
     """A probe ended without an answer; the sentence says how."""
 
 
-class Child:
+class ProbeChild:
     """One probe under way."""
 
     def __init__(self, words: tuple[str, ...], limit_s: float) -> None:
@@ -95,11 +95,11 @@ class Children:
     """Probes that end with the block, whatever happens in it."""
 
     def __init__(self) -> None:
-        self._children: list[Child] = []
+        self._children: list[ProbeChild] = []
 
-    def start(self, *words: str, limit_s: float) -> Child:
+    def start(self, *words: str, limit_s: float) -> ProbeChild:
         """Begin a probe."""
-        child = Child(words, limit_s)
+        child = ProbeChild(words, limit_s)
         self._children.append(child)
         return child
 

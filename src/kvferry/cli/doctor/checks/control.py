@@ -1,4 +1,4 @@
-"""The control channel, the cluster key, and the rendezvous."""
+"""The control channel, the cluster key, and the discovery service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import zmq
 
 from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
 from kvferry.discovery.http_backend import HttpDiscovery
-from kvferry.discovery.records import Fault, RendezvousError
+from kvferry.discovery.records import DiscoveryError, DiscoveryFault
 from kvferry.endpoint.control.sockets import ControlClient, ControlServer
 from kvferry.errors import InputError
 from kvferry.plan.units import human_seconds
@@ -69,37 +69,37 @@ def _round_trip(key: ClusterKey | None) -> Check:
     return Check(AREA, "loopback", State.PROBLEM, told, remedy)
 
 
-# ---------------------------------------------------------------- the key and the rendezvous
+# ---------------------------------------------------------------- the key and the discovery service
 
 
 def cluster(asked: Asked) -> Iterator[Check]:
-    """Whether the key can be used and the rendezvous reached with it."""
+    """Whether the key can be used and the discovery service reached with it."""
     try:
         key = ClusterKey.read(asked.key_file) if asked.key_file else ClusterKey.from_environment()
     except InputError as error:
         yield lacking(AREA, "cluster key", str(error), needed=True)
-        if asked.rendezvous is not None:
-            yield Check(AREA, "rendezvous", State.NOTE, "not tried", "correct the key first")
+        if asked.discovery is not None:
+            yield Check(AREA, "discovery", State.NOTE, "not tried", "correct the key first")
         return
     if key is None:
         told = f"none given (--key, {KEY_FILE_VARIABLE}), so endpoints listen on loopback only"
         yield ok(AREA, "cluster key", told)
     else:
         yield ok(AREA, "cluster key", f"{key.name}; every party must have the same")
-    if asked.rendezvous is not None:
-        yield from rendezvous(asked.rendezvous, key)
+    if asked.discovery is not None:
+        yield from discovery(asked.discovery, key)
 
 
-def rendezvous(url: str, key: ClusterKey | None) -> Iterator[Check]:
+def discovery(url: str, key: ClusterKey | None) -> Iterator[Check]:
     """Whether it answers, takes our key, and has our time."""
     begin = time.monotonic()
     try:
         asyncio.run(_ask(url, key))
-    except RendezvousError as error:
+    except DiscoveryError as error:
         yield _refused(url, error)
         return
     taken = human_seconds(time.monotonic() - begin)
-    yield ok(AREA, "rendezvous", f"{url} answers in {taken}{' and takes the key' if key else ''}")
+    yield ok(AREA, "discovery", f"{url} answers in {taken}{' and takes the key' if key else ''}")
     apart_s = _clocks_apart_s(url)
     if apart_s is not None:
         yield judge_clocks(apart_s)
@@ -112,19 +112,21 @@ async def _ask(url: str, key: ClusterKey | None) -> None:
         async with asyncio.timeout(LIMIT_S):
             await discovery.watch(STRANGER, "", 0.0)
     except TimeoutError:
-        raise RendezvousError(Fault.SLOW, f"{url} does not answer within {LIMIT_S:g} s") from None
-    except RendezvousError as error:
-        if error.fault is not Fault.INCOMPLETE:
+        raise DiscoveryError(
+            DiscoveryFault.SLOW, f"{url} does not answer within {LIMIT_S:g} s"
+        ) from None
+    except DiscoveryError as error:
+        if error.fault is not DiscoveryFault.INCOMPLETE:
             raise
     finally:
         await discovery.close()
 
 
-def _refused(url: str, error: RendezvousError) -> Check:
+def _refused(url: str, error: DiscoveryError) -> Check:
     """The remedy, where the error's own sentence has none."""
-    own = "; " in str(error) and error.fault is not Fault.UNREACHABLE
-    remedy = f"start it with `kvferry serve rendezvous`, or check that {url} is where it listens"
-    return lacking(AREA, "rendezvous", str(error), needed=True, remedy="" if own else remedy)
+    own = "; " in str(error) and error.fault is not DiscoveryFault.UNREACHABLE
+    remedy = f"start it with `kvferry serve discovery`, or check that {url} is where it listens"
+    return lacking(AREA, "discovery", str(error), needed=True, remedy="" if own else remedy)
 
 
 def _clocks_apart_s(url: str) -> float | None:
@@ -146,7 +148,9 @@ def judge_clocks(apart_s: float) -> Check:
     """Signed requests are good for a few minutes only."""
     # The service tells whole seconds, cut off.
     if abs(apart_s) < ODD_S:
-        return ok(AREA, "clocks", f"{max(0.0, abs(apart_s) - 1):.0f} s from the rendezvous's")
+        return ok(
+            AREA, "clocks", f"{max(0.0, abs(apart_s) - 1):.0f} s from the discovery service's"
+        )
     told = f"this clock is {abs(apart_s):.0f} s {'ahead of' if apart_s > 0 else 'behind'} its own"
     remedy = f"set both clocks: with a key, requests are refused from {TOLERANCE_S} s on"
     return lacking(AREA, "clocks", told, needed=False, remedy=remedy)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.memory.copy.cpu import copy_binding
 from kvferry.memory.copy.reference import copy_pieces
-from kvferry.plan import PageTable, Pair, Request, Side, bind, contiguous_pools, reshard
+from kvferry.plan import PageTable, RankPair, Request, Side, bind, contiguous_pools, reshard
 
 # One of two ranks gets half of four heads: pieces of 512 bytes, 64 MiB in all, which is more
 # than any cache and little enough for a few repetitions within a second.
@@ -30,7 +30,7 @@ class Speed(NamedTuple):
     right: bool
 
 
-class _Rank(NamedTuple):
+class _CopyRank(NamedTuple):
     side: Side
     regions: list[NDArray[np.uint8]]
 
@@ -44,7 +44,7 @@ def measure() -> Speed:
     rng = np.random.default_rng(0)
     whole, half = (Layout(SPEC, Parallel(tp=tp), page_tokens=PAGE_TOKENS) for tp in (1, 2))
     source, target = _rank(whole, rng), _rank(half, rng)
-    binding = bind(reshard(whole, half), Pair(0, 0), REQUEST, source.side, target.side)
+    binding = bind(reshard(whole, half), RankPair(0, 0), REQUEST, source.side, target.side)
     wanted = [region.copy() for region in target.regions]
     copy_pieces(binding.descriptors(), source.regions, wanted)
     plain = np.ones(binding.num_bytes, dtype=np.uint8), np.zeros(binding.num_bytes, dtype=np.uint8)
@@ -56,12 +56,12 @@ def measure() -> Speed:
     return Speed(binding.num_bytes / min(loop_s), binding.num_bytes / min(plain_s), right)
 
 
-def _rank(layout: Layout, rng: np.random.Generator) -> _Rank:
+def _rank(layout: Layout, rng: np.random.Generator) -> _CopyRank:
     """A rank whose pools have other bytes everywhere, the request's pages in any order."""
     num_pages = REQUEST.num_tokens // PAGE_TOKENS
     pools = contiguous_pools(layout, 0, num_pages)
     regions = [rng.integers(0, 256, size, dtype=np.uint8) for size in pools.region_bytes]
-    return _Rank(Side(pools.map, {"kv": PageTable(rng.permutation(num_pages))}), regions)
+    return _CopyRank(Side(pools.map, {"kv": PageTable(rng.permutation(num_pages))}), regions)
 
 
 def _seconds(step: Callable[[], object]) -> float:

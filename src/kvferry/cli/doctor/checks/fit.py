@@ -15,8 +15,8 @@ from kvferry.cli.parsing import whole
 from kvferry.cli.sides import Sides, both_sides, read_side, read_spec
 from kvferry.errors import InputError, Reason, Refused
 from kvferry.memory.staging import slots_for
-from kvferry.plan import Estimate, Path, Plan, Request, check, estimate, reshard
-from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, first_constants, preset_for, slots_on
+from kvferry.plan import Estimate, Plan, Request, TransferMode, check, estimate, reshard
+from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, default_link_cost, preset_for, slots_on
 from kvferry.plan.units import human_bytes, human_seconds
 from kvferry.regions import HOST, Device
 
@@ -69,7 +69,7 @@ def read_pairing(args: argparse.Namespace, asked: Asked) -> Pairing | tuple[Reas
         return refused.reasons
     check(plan)
     device = HOST if asked.on_host else Device("cuda")
-    costs = estimate(plan, request, first_constants(asked.best, device))
+    costs = estimate(plan, request, default_link_cost(asked.best, device))
     return Pairing(plan, request, costs, preset_for(asked.best, device), device)
 
 
@@ -102,7 +102,7 @@ def _path(pairing: Pairing) -> Check:
     costs = pairing.costs
     others = ", ".join(
         f"{path} {human_seconds(costs.predicted_s(path))}"
-        for path in Path
+        for path in TransferMode
         if path is not costs.chosen and costs.is_open(path)
     )
     told = (
@@ -115,9 +115,9 @@ def _path(pairing: Pairing) -> Check:
 def staging(pairing: Pairing, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Check:
     """Whether slots out of such a budget would be used, and whether they are large enough."""
     costs, shown, rule = pairing.costs, human_bytes(budget_bytes), slots_on(pairing.device)
-    if costs.constants.maps_peer:
+    if costs.link_cost.maps_peer:
         return ok(AREA, "staging", "none: this transport copies straight into place")
-    carried = costs.carried(Path.STAGED)
+    carried = costs.carried(TransferMode.STAGED)
     if not carried:
         told = f"of no use here; staging_bytes=0 saves {shown} for each endpoint"
         return ok(AREA, "staging", told)
@@ -130,7 +130,7 @@ def staging(pairing: Pairing, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Check
         told = f"{shown} are only {slots.num_slots} slots, so copies and writes can't overlap"
         remedy = f"set staging_bytes to {rule.enough * slots.slot_bytes} or more"
         return Check(AREA, "staging", State.NOTE, told, remedy)
-    gain = costs.predicted_s(Path.SLICES) / costs.predicted_s()
+    gain = costs.predicted_s(TransferMode.SLICES) / costs.predicted_s()
     return ok(
         AREA,
         "staging",
@@ -145,5 +145,5 @@ def _largest_bytes(pairing: Pairing) -> int:
     return max(
         len(one.move.units) * spec.group(one.move.group).unit_bytes
         for one in pairing.costs.moves
-        if one.choice.path is Path.STAGED
+        if one.choice.mode is TransferMode.STAGED
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cli.doctor.checks.check import Asked, Check, lacking, ok
-from kvferry.cli.doctor.checks.children import Child, ProbeFailed
+from kvferry.cli.doctor.checks.children import ProbeChild, ProbeFailed
 from kvferry.cli.doctor.checks.machine import read
 from kvferry.plan.units import human_bytes
 
@@ -22,7 +22,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem")
 
 
-def cards(asked: Asked, child: Child, has_rdma: bool) -> Iterator[Check]:
+def cards(asked: Asked, child: ProbeChild, has_rdma: bool) -> Iterator[Check]:
     """What was found, and whether it can be used."""
     wanted = not asked.on_host
     try:

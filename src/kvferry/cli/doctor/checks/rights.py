@@ -34,7 +34,7 @@ ANYBODY, NOBODY = ctypes.c_ulong(-1), ctypes.c_ulong(0)
 SLOWER = "so NIXL moves host memory between processes over TCP, two to three times slower"
 
 
-class Tried(NamedTuple):
+class CmaTrial(NamedTuple):
     """Error numbers, 0 where it worked: by a stranger, and by one whom this process permits.
 
     ``permitted`` is None where permitting was not needed, or can't be done.
@@ -56,16 +56,16 @@ def other_processes(root: Path = Path("/")) -> Iterator[Check]:
         yield lacking(AREA, NAME, str(error), needed=False)
 
 
-def attempt() -> Tried:
+def attempt() -> CmaTrial:
     """Let a child write our memory, if need be with our permission."""
     stranger = _written()
     if not stranger:
-        return Tried(0)
+        return CmaTrial(0)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PTRACER, ANYBODY, NOBODY, NOBODY, NOBODY):
-        return Tried(stranger)
+        return CmaTrial(stranger)
     try:
-        return Tried(stranger, _written())
+        return CmaTrial(stranger, _written())
     finally:
         libc.prctl(PR_SET_PTRACER, NOBODY, NOBODY, NOBODY, NOBODY)
 
@@ -83,7 +83,7 @@ def _written() -> int:
     return error
 
 
-def judge(tried: Tried, scope: str | None, may: bool) -> Check:
+def judge(tried: CmaTrial, scope: str | None, may: bool) -> Check:
     """What it means for transports, and how to allow it."""
     rights = f"ptrace_scope {scope or 'absent'}, {'has' if may else 'no'} CAP_SYS_PTRACE"
     if not tried.stranger:

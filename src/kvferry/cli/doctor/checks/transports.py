@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import distributions, entry_points
 
 from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
-from kvferry.cli.doctor.checks.children import Child, Children, ProbeFailed
+from kvferry.cli.doctor.checks.children import Children, ProbeChild, ProbeFailed
 from kvferry.cli.parsing import show
 from kvferry.errors import InputError
 from kvferry.plan.units import human_seconds
@@ -34,7 +34,7 @@ def names(asked: Asked) -> list[str]:
     return list(dict.fromkeys([*asked.transports, *known]))
 
 
-def begin(asked: Asked, children: Children) -> dict[str, Child]:
+def begin(asked: Asked, children: Children) -> dict[str, ProbeChild]:
     """Start every transport in a process of its own."""
 
     def device(name: str) -> str:
@@ -48,7 +48,7 @@ def begin(asked: Asked, children: Children) -> dict[str, Child]:
     }
 
 
-def started(asked: Asked, begun: Mapping[str, Child]) -> Iterator[Check]:
+def started(asked: Asked, begun: Mapping[str, ProbeChild]) -> Iterator[Check]:
     """How each of them went."""
     checks = [_one(name, child, needed=asked.needs(name)) for name, child in begun.items()]
     if asked.transport == AUTO:
@@ -69,7 +69,7 @@ def judge_auto(on_host: bool, works: Sequence[str]) -> Check:
     return ok(AREA, AUTO, f"takes {near} to peers that share this host's memory, to others {far}")
 
 
-def _one(name: str, child: Child, *, needed: bool) -> Check:
+def _one(name: str, child: ProbeChild, *, needed: bool) -> Check:
     try:
         found = child.answer()
     except ProbeFailed as error:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from kvferry import Span
 from kvferry.reference.engine.layouts import KV
-from kvferry.reference.models.compute.batch import Batch
+from kvferry.reference.models.compute.batch import StepBatch
 from kvferry.reference.models.compute.build import Build
 from kvferry.reference.models.config import ModelConfig, RopeScaling
 
@@ -77,7 +77,7 @@ class Attention:
         self._comm = comm
         self._scratch = scratch
 
-    def __call__(self, hidden: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, hidden: Tensor, batch: StepBatch, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Write the step's entries into their pages, then attend to all that came before."""
         q, k, v = torch.split(functional.linear(hidden, self._qkv), self._widths, dim=-1)
         q, k, v = (part.reshape(len(part), -1, self._dim) for part in (q, k, v))
@@ -90,7 +90,7 @@ class Attention:
         mixed = self._attend(rotate(q, rotary).view(len(q), self._num_kv, -1, self._dim), batch)
         return self._comm.total(functional.linear(mixed.flatten(1), self._out))
 
-    def _attend(self, q: Tensor, batch: Batch) -> Tensor:
+    def _attend(self, q: Tensor, batch: StepBatch) -> Tensor:
         mixed = torch.empty_like(q)
         for places, pages, mask in batch.singles:
             keys, values = self._gather(pages)

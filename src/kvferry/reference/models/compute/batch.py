@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvferry.reference.engine.steps import Work
+from kvferry.reference.engine.steps import RequestWork
 
 # Requests attend together while they have no more tokens than this, padding included.
 MAX_PADDED_TOKENS = 16384
@@ -43,7 +43,7 @@ class Run(NamedTuple):
     state_row: int
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """All tokens of a step, one after the other."""
 
     tokens: Tensor
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
         return self.tokens.shape[0]
 
 
-def make_batch(works: Sequence[Work], page_tokens: int, device: torch.device) -> Batch:
+def make_batch(works: Sequence[RequestWork], page_tokens: int, device: torch.device) -> StepBatch:
     """The tensors of a step that has at least one token."""
     begins = [0]
     for work in works:
@@ -74,7 +74,7 @@ def make_batch(works: Sequence[Work], page_tokens: int, device: torch.device) ->
         for position in range(work.first, work.end)
     ]
     position = torch.tensor(positions, device=device)
-    return Batch(
+    return StepBatch(
         tokens=torch.tensor([token for work in works for token in work.tokens], device=device),
         positions=position,
         page=torch.tensor(places, device=device),
@@ -100,13 +100,13 @@ def make_batch(works: Sequence[Work], page_tokens: int, device: torch.device) ->
     )
 
 
-def _num_pages(work: Work, page_tokens: int) -> int:
+def _num_pages(work: RequestWork, page_tokens: int) -> int:
     return -(-work.end // page_tokens)
 
 
 def _alike(
-    works: Sequence[Work], begins: Sequence[int], page_tokens: int
-) -> Iterator[list[tuple[Work, int]]]:
+    works: Sequence[RequestWork], begins: Sequence[int], page_tokens: int
+) -> Iterator[list[tuple[RequestWork, int]]]:
     """Works of a single token and where each begins, in groups that waste less than half."""
     mine = [
         (work, begin) for work, begin in zip(works, begins, strict=False) if len(work.tokens) == 1
@@ -120,7 +120,9 @@ def _alike(
         del mine[-len(group) :]
 
 
-def _singles(group: Sequence[tuple[Work, int]], page_tokens: int, device: torch.device) -> Singles:
+def _singles(
+    group: Sequence[tuple[RequestWork, int]], page_tokens: int, device: torch.device
+) -> Singles:
     """Page tables padded with page 0, which the mask hides."""
     longest = max(_num_pages(work, page_tokens) for work, _ in group)
     table = torch.zeros(len(group), longest, dtype=torch.long)
@@ -133,7 +135,7 @@ def _singles(group: Sequence[tuple[Work, int]], page_tokens: int, device: torch.
     return Singles(places.to(device), table.to(device), seen[:, None, None, :].to(device))
 
 
-def _chunk(work: Work, begin: int, page_tokens: int, device: torch.device) -> Chunk:
+def _chunk(work: RequestWork, begin: int, page_tokens: int, device: torch.device) -> Chunk:
     num_pages = _num_pages(work, page_tokens)
     query = torch.arange(work.first, work.end, device=device)
     key = torch.arange(num_pages * page_tokens, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvferry.reference.engine.cache import Cache
+from kvferry.reference.engine.cache import RankCache
 from kvferry.reference.models.compute.scratch import Scratch
 from kvferry.reference.models.compute.shard import Shard
 from kvferry.reference.models.config import ModelConfig
@@ -18,6 +18,6 @@ class Build(NamedTuple):
     config: ModelConfig
     shard: Shard
     weights: Weights
-    cache: Cache
+    cache: RankCache
     comm: Comm
     scratch: Scratch

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvferry.reference.models.compute.attention import Attention, Rotary
-from kvferry.reference.models.compute.batch import Batch
+from kvferry.reference.models.compute.batch import StepBatch
 from kvferry.reference.models.compute.build import Build
 from kvferry.reference.models.compute.linear_attention import LinearAttention
 from kvferry.reference.models.compute.shard import even_share
@@ -48,7 +48,7 @@ class Layer:
         self._mixer = (LinearAttention if is_linear else Attention)(build, layer)
         self._mlp = Mlp(build, layer)
 
-    def __call__(self, hidden: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, hidden: Tensor, batch: StepBatch, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """One layer on the residual stream."""
         normed = functional.rms_norm(hidden, hidden.shape[-1:], self._norms[0], self._eps)
         if isinstance(self._mixer, Attention):
@@ -85,7 +85,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, batch: Batch, computed: Callable[[int], None] = lambda layer: None
+        self, batch: StepBatch, computed: Callable[[int], None] = lambda layer: None
     ) -> Tensor | None:
         """Logits of the wanted tokens, [wanted, vocab].
 
@@ -102,7 +102,7 @@ class Decoder:
             return None
         return self._logits(hidden[batch.wanted]) if len(batch.wanted) else None
 
-    def _embed(self, batch: Batch) -> Tensor:
+    def _embed(self, batch: StepBatch) -> Tensor:
         """Each rank knows some of the vocabulary and adds zeros for the rest."""
         vocab = self._shard.vocab
         local = batch.tokens - vocab.first
@@ -110,7 +110,7 @@ class Decoder:
         rows = functional.embedding(local.masked_fill(foreign, 0), self._embedding)
         return self._comm.total(rows.masked_fill(foreign[:, None], 0))
 
-    def _take_over(self, batch: Batch) -> Tensor:
+    def _take_over(self, batch: StepBatch) -> Tensor:
         shape = (batch.num_tokens, self._config.hidden)
         return self._comm.take_over(torch.empty(shape, dtype=self._dtype, device=self._device))
 

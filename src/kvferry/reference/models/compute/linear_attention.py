@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kvferry.reference.engine.layouts import STATE
 from kvferry.reference.models.compute.attention import scaled
-from kvferry.reference.models.compute.batch import Batch, Run
+from kvferry.reference.models.compute.batch import Run, StepBatch
 from kvferry.reference.models.compute.build import Build
 
 
@@ -55,7 +55,7 @@ class LinearAttention:
         self._silent = shard.tp_rank % replicas != 0
         self._comm = comm
 
-    def __call__(self, hidden: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, hidden: Tensor, batch: StepBatch) -> Tensor:
         """Run each request's tokens through its row."""
         *qkv, gate, fade = torch.split(functional.linear(hidden, self._in), self._widths, dim=-1)
         fading = -functional.softplus(fade.float() + self._bias.float())

@@ -63,8 +63,8 @@ def shard_of(config: ModelConfig, layout: Layout, rank: int) -> Shard:
     return Shard(
         rank=rank,
         parallel=parallel,
-        # Every layer keeps something, so any holding has the whole stage.
-        layers=layout.rank_holdings(rank)[0].layers,
+        # Every layer keeps something, so any shard has the whole stage.
+        layers=layout.rank_shards(rank)[0].layers,
         heads=query_heads(config, parallel.tp, tp_rank, kv_heads),
         kv_heads=kv_heads,
         state_heads=_state_heads(config, parallel, tp_rank),

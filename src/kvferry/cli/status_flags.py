@@ -18,7 +18,7 @@ TOKEN_S = 600.0
 def add_looking(parser: argparse.ArgumentParser) -> None:
     """Where to look, and with what."""
     parser.add_argument(
-        "--url", metavar="URL", help=f"of a router or a rendezvous (default: {URL})"
+        "--url", metavar="URL", help=f"of a router or a discovery service (default: {URL})"
     )
     parser.add_argument("--key", metavar="FILE", help="the cluster key, where there is one")
     parser.add_argument(

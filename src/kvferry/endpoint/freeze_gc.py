@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 
-def settle_heap() -> None:
+def freeze_gc() -> None:
     """Let collections look only at what is made from now on. For a process that is all set up.
 
     A full one looks through everything, and holds up every thread of the process meanwhile:

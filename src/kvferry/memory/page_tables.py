@@ -11,12 +11,12 @@ from typing import Any
 
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span
-from kvferry.layout.layout import Holding, Layout
+from kvferry.layout.layout import Layout, Shard
 from kvferry.layout.pages import local_pages
-from kvferry.layout.spec import Group, Slot, Window
+from kvferry.layout.spec import Group, StateRow, Window
 from kvferry.plan.places import PageTable, PoolMap
 from kvferry.plan.plan import Request
-from kvferry.protocol.messages import MAX_PAGES, Table
+from kvferry.protocol.messages import MAX_PAGES, PageTableMessage
 
 # Pages of all groups that follow tokens, or group by group. In a push None stands for a page that a
 # window has dropped.
@@ -29,17 +29,17 @@ Chunk = Mapping[str, tuple[int, tuple[int, ...]]]
 UNKNOWN = -1
 
 
-class Shelf:
+class PageTableValidator:
     """What one rank holds, as far as page tables are concerned."""
 
     def __init__(self, layout: Layout, rank: int, pools: PoolMap) -> None:
-        held = layout.rank_holdings(rank)
+        held = layout.rank_shards(rank)
         self.num_layers = layout.spec.num_layers
         self._layout = layout
-        self._holdings: dict[str, Holding] = {}
-        for holding in held:
-            self._holdings.setdefault(holding.group, holding)
-        groups = [layout.spec.group(name) for name in self._holdings]
+        self._shards: dict[str, Shard] = {}
+        for shard in held:
+            self._shards.setdefault(shard.group, shard)
+        groups = [layout.spec.group(name) for name in self._shards]
         self._layers = {
             group.name: [
                 n for h in held if h.group == group.name for n in group.layers_in(h.layers)
@@ -47,23 +47,25 @@ class Shelf:
             for group in groups
         }
         self._num_pages = {group.name: _num_pages(pools, group) for group in groups}
-        self._slots = [group.name for group in groups if isinstance(group.kind, Slot)]
-        self._paged = [group for group in groups if not isinstance(group.kind, Slot)]
+        self._slots = [group.name for group in groups if isinstance(group.kind, StateRow)]
+        self._paged = [group for group in groups if not isinstance(group.kind, StateRow)]
 
     # ------------------------------------------------------------ all at once
 
-    def tables(self, request: Request, pages: Pages, rows: Rows | None) -> tuple[Table, ...]:
+    def tables(
+        self, request: Request, pages: Pages, rows: Rows | None
+    ) -> tuple[PageTableMessage, ...]:
         """The tables of a whole request, from the first page that it may touch on."""
         tables = []
         for group in self._paged:
             given = tuple(page for page in _pages_of(group.name, pages) if page is not None)
             first = self._first_page(group, request, len(given))
             self._demand_good(group.name, given)
-            tables.append(Table(group.name, given, first))
+            tables.append(PageTableMessage(group.name, given, first))
         for name in self._slots:
             row = (_row_of(name, rows),)
             self._demand_good(name, row)
-            tables.append(Table(name, row))
+            tables.append(PageTableMessage(name, row))
         return tuple(tables)
 
     def _first_page(self, group: Group, request: Request, num_given: int) -> int:
@@ -137,7 +139,7 @@ class Shelf:
 
     def _local_pages(self, group: Group, tokens: Span) -> Span:
         """The pages that hold this rank's share of those tokens."""
-        return local_pages(self._layout, group, self._holdings[group.name], tokens)
+        return local_pages(self._layout, group, self._shards[group.name], tokens)
 
     def _demand_good(self, group: str, pages: Sequence[int]) -> None:
         most = self._num_pages[group]
@@ -220,7 +222,7 @@ class KnownPages:
         return True
 
 
-class Reach:
+class TableReach:
     """What an engine has said of a room's pages; checked before anything is done."""
 
     def __init__(self) -> None:
@@ -249,7 +251,7 @@ class Reach:
         self.latest = {**self.latest, **new}
 
 
-class GrowingTables:
+class PageTableBuilder:
     """A source's tables of one room, as its engine fills them."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvferry.endpoint.control.unix import LocalLine
+from kvferry.endpoint.control.unix import UnixChannel
 from kvferry.endpoint.loop.poller import Poller
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 from kvferry.telemetry.observer import Observer
@@ -15,7 +15,7 @@ MAX_LINES = 256
 MAX_UNFINISHED_BYTES = 4 * MAX_FRAME_BYTES
 
 
-class LocalLines:
+class UnixChannels:
     """Lines to processes of this host, watched while they last.
 
     A peer that was let in may still misbehave, so the number of lines and what they hold of
@@ -25,11 +25,11 @@ class LocalLines:
     def __init__(self, poller: Poller, observer: Observer) -> None:
         self._poller = poller
         self._observer = observer
-        self._lines: dict[object, LocalLine] = {}
-        self._full: set[LocalLine] = set()
-        self._unfinished: dict[LocalLine, int] = {}
+        self._lines: dict[object, UnixChannel] = {}
+        self._full: set[UnixChannel] = set()
+        self._unfinished: dict[UnixChannel, int] = {}
 
-    def add(self, line: LocalLine) -> None:
+    def add(self, line: UnixChannel) -> None:
         """Watch a line, or close it if there are too many."""
         if len(self._lines) >= MAX_LINES:
             self._observer.refused("too-many-lines")
@@ -38,7 +38,7 @@ class LocalLines:
         self._lines[line.fileno()] = line
         self._poller.watch(line.fileno())
 
-    def receive(self, ready: Iterable[object]) -> Iterator[tuple[LocalLine, list[bytes]]]:
+    def receive(self, ready: Iterable[object]) -> Iterator[tuple[UnixChannel, list[bytes]]]:
         """Lines that have something to say, or are over."""
         for line in [self._lines[one] for one in ready if one in self._lines]:
             if line in self._full:
@@ -47,7 +47,7 @@ class LocalLines:
             yield line, line.receive()
             yield from self._over_limit(line)
 
-    def _over_limit(self, line: LocalLine) -> Iterator[tuple[LocalLine, list[bytes]]]:
+    def _over_limit(self, line: UnixChannel) -> Iterator[tuple[UnixChannel, list[bytes]]]:
         """End the lines with the longest unfinished frames until the rest is within the limit."""
         self._unfinished.pop(line, None)
         if line.num_unfinished and not line.over:
@@ -59,19 +59,19 @@ class LocalLines:
             self._observer.refused("unfinished-frames")
             yield longest, []
 
-    def send(self, line: LocalLine, messages: Iterable[bytes]) -> None:
+    def send(self, line: UnixChannel, messages: Iterable[bytes]) -> None:
         """Now, or when there is room."""
         for message in messages:
             line.send(message)
         if line.has_unsent:
             self._watch_room(line)
 
-    def _watch_room(self, line: LocalLine) -> None:
+    def _watch_room(self, line: UnixChannel) -> None:
         if line.has_unsent != (line in self._full) and line.fileno() in self._lines:
             self._full ^= {line}
             self._poller.watch_room(line.fileno(), wanted=line.has_unsent)
 
-    def drop(self, line: LocalLine) -> None:
+    def drop(self, line: UnixChannel) -> None:
         """Hang up."""
         if self._lines.pop(line.fileno(), None) is not None:
             self._poller.unwatch(line.fileno())

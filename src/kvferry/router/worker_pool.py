@@ -17,10 +17,10 @@ from enum import StrEnum
 import msgspec
 
 from kvferry import KvferryError
-from kvferry.router.options import MOST_MISSES, Policy
+from kvferry.router.options import MOST_MISSES, BalancePolicy
 
 
-class WorkerPart(StrEnum):
+class WorkerRole(StrEnum):
     """Which half of a request a worker computes."""
 
     PREFILL = "prefill"
@@ -31,7 +31,7 @@ class Announced(msgspec.Struct, frozen=True):
     """A worker as it was announced; of one given by its address only that is known."""
 
     url: str
-    part: WorkerPart
+    part: WorkerRole
     name: str = ""
 
 
@@ -57,7 +57,7 @@ class Worker:
     """One worker. ``in_flight`` are this router's requests, ``others`` those of anybody else."""
 
     url: str
-    part: WorkerPart
+    part: WorkerRole
     name: str
     fixed: bool
     model: str = ""
@@ -94,10 +94,12 @@ class Worker:
         return f"{self.part} worker {self.name or self.url}"
 
 
-class Roster:
+class WorkerPool:
     """Every worker that is known, by address."""
 
-    def __init__(self, policy: Policy, lost_s: float, fixed: Iterable[Announced] = ()) -> None:
+    def __init__(
+        self, policy: BalancePolicy, lost_s: float, fixed: Iterable[Announced] = ()
+    ) -> None:
         self._policy = policy
         self._lost_s = lost_s
         self._choices = 0
@@ -112,13 +114,13 @@ class Roster:
 
     def models(self) -> list[str]:
         """The models that decode workers have, whether they are up or not."""
-        found = {worker.model for worker in self.workers if worker.part is WorkerPart.DECODE}
+        found = {worker.model for worker in self.workers if worker.part is WorkerRole.DECODE}
         return sorted(found - {""})
 
     # ------------------------------------------------------------ what was seen
 
     def hear(self, announced: Iterable[Announced]) -> None:
-        """Take the rendezvous's list. Who has left it stays for as long as it is up."""
+        """Take the discovery service's list. Who has left it stays for as long as it is up."""
         listed = {entry.url: entry for entry in announced}
         for url, entry in listed.items():
             worker = self._workers.get(url)
@@ -162,7 +164,7 @@ class Roster:
 
     # ------------------------------------------------------------ who is next
 
-    def choose(self, part: WorkerPart, model: str, avoid: Collection[str] = ()) -> Worker | None:
+    def choose(self, part: WorkerRole, model: str, avoid: Collection[str] = ()) -> Worker | None:
         """The next worker of a model; None if there is none but those to avoid."""
         fitting = [
             worker
@@ -172,7 +174,7 @@ class Roster:
         ]
         if not fitting:
             return None
-        by_load = self._policy is Policy.LEAST_LOADED
+        by_load = self._policy is BalancePolicy.LEAST_LOADED
         chosen = min(fitting, key=lambda worker: (worker.load * by_load, worker.last_chosen))
         self._choices += 1
         chosen.last_chosen = self._choices

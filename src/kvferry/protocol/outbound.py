@@ -1,6 +1,7 @@
-"""A source's rooms and lanes: what is owed, what waits, what is in flight.
+"""A source's rooms and outbounds: what is owed, what waits, what is in flight.
 
-A lane is what a source owes one target in one room. ``Lanes`` says what the source has to say
+A outbound is what a source owes one target in one room. ``OutboundTransfers`` says what the source
+has to say
 about it at its end: that all is written, or that nothing more will be.
 """
 
@@ -16,7 +17,7 @@ from kvferry.config import ProtocolConfig
 from kvferry.ids import Generation, Op, Peer, Room, Serial, SlotIndex, Ticket
 from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
-from kvferry.layout.spec import Slot
+from kvferry.layout.spec import StateRow
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.cutting import image_bytes, join_layers, merge, within
 from kvferry.protocol.events import Finish, Push, TransferRequest
@@ -27,19 +28,26 @@ from kvferry.protocol.messages import (
     Close,
     Credit,
     Drained,
-    Nudge,
     RoomMessage,
+    StatusPoll,
 )
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.outcome import Failure, FailureCode, Status
-from kvferry.protocol.states import LANE, LaneState, LaneStep, LinkState, RoomState, advance
+from kvferry.protocol.states import (
+    OUTBOUND,
+    LinkState,
+    OutboundState,
+    OutboundStep,
+    RoomState,
+    advance,
+)
 
 # Blocks in one write. More go into the next one.
 MAX_BLOCKS_PER_WRITE = 256
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class OutboundTransfer:
     """What this source owes one target in one room, and how far it has come."""
 
     room: SourceRoom
@@ -47,14 +55,14 @@ class Lane:
     transfer: TransferRequest
     owed: tuple[Block, ...]
     said_at: float
-    state: LaneState = LaneState.SENDING
+    state: OutboundState = OutboundState.SENDING
     # Questions about how its blocks travel that were not answered yet.
     undecided: set[Ticket] = field(default_factory=set)
     direct: deque[Block] = field(default_factory=deque)
     staged: deque[Block] = field(default_factory=deque)
     # Writes whose slots are gathered, or being gathered, and wait for their credits.
     held: deque[Op] = field(default_factory=deque)
-    # Credits that were said to be needed over the lane's life, and of these, those for what
+    # Credits that were said to be needed over the outbound's life, and of these, those for what
     # was announced, chunk by chunk, and is not pushed yet.
     wanted: int = 0
     expected: dict[Span, int] = field(default_factory=dict)
@@ -90,7 +98,7 @@ class Lane:
 
     @property
     def num_needed(self) -> int:
-        """Credits that this lane needs over its life, as far as is known."""
+        """Credits that this outbound needs over its life, as far as is known."""
         waiting = len(self.staged) + len(self.held)
         return len(self.used) + waiting + sum(self.expected.values())
 
@@ -112,11 +120,11 @@ class Lane:
 
     def repeat_at(self, config: ProtocolConfig) -> float:
         """When something has to be said again, or is no longer to be waited for."""
-        if self.state is LaneState.CLOSED:
+        if self.state is OutboundState.CLOSED:
             return self.said_at + config.resend_s
-        if self.state is LaneState.SENDING and self.busy_until > 0:
+        if self.state is OutboundState.SENDING and self.busy_until > 0:
             return self.busy_until
-        if self.state is LaneState.SENDING and self.awaits_credit:
+        if self.state is OutboundState.SENDING and self.awaits_credit:
             patience = self.waiting_since + config.credit_patience_s
             return min(patience, self.said_at + config.resend_s)
         return inf
@@ -141,9 +149,9 @@ class Lane:
                 self.expected[span] = max(0, count - num_staged)
 
     def is_able(self, now: float) -> bool:
-        """Whether the lane may write at all."""
+        """Whether the outbound may write at all."""
         running = self.room.state in (RoomState.OPEN, RoomState.FINISHED)
-        return running and self.state is LaneState.SENDING and now >= self.busy_until
+        return running and self.state is OutboundState.SENDING and now >= self.busy_until
 
     def use_credit(self, now: float) -> Credit:
         """Take the oldest credit. There must be one."""
@@ -189,7 +197,7 @@ class SourceRoom:
     pushed: Coverage = field(default_factory=Coverage)
     rows: SpanSet = field(default_factory=SpanSet)  # layers whose state rows were pushed
     finish: Finish | None = None
-    lanes: dict[int, Lane] = field(default_factory=dict)
+    outbounds: dict[int, OutboundTransfer] = field(default_factory=dict)
     heard: set[int] = field(default_factory=set)
     served: set[int] = field(default_factory=set)
     failure: Failure | None = None
@@ -206,14 +214,14 @@ class SourceRoom:
             return None
         if self.failure:
             return Status.FAILED
-        if not self.lanes and not self.served:
+        if not self.outbounds and not self.served:
             return Status.CONNECTING
         return Status.MOVING if self.pushes else Status.WAITING
 
     @property
     def is_quarantined(self) -> bool:
         """Whether it has failed and waits for a write to a lost peer to end."""
-        lost = any(lane.link.state is LinkState.LOST for lane in self.lanes.values())
+        lost = any(outbound.link.state is LinkState.LOST for outbound in self.outbounds.values())
         return lost and self.state is RoomState.FAILING
 
     def awaits(self, peer: Peer) -> bool:
@@ -230,9 +238,9 @@ class SourceRoom:
         return self.plan is None or not self.heard.issuperset(self.plan.audience(source))
 
     def unpushed(self) -> Failure | None:
-        """After the finish: a lane that can never close, which must not wait for its deadline."""
-        for lane in self.lanes.values():
-            block = next(self._lacking(lane, paged(lane)), None)
+        """Return whether a finished transfer can never close and must fail before its deadline."""
+        for outbound in self.outbounds.values():
+            block = next(self._lacking(outbound, paged(outbound)), None)
             if block is not None:
                 text = f"{block!r} was never pushed; pushed were {self.pushed!r}"
                 return Failure.of(FailureCode.NOT_ALL_PUSHED, text)
@@ -240,15 +248,17 @@ class SourceRoom:
 
     def expired(self) -> Failure:
         """Why it ends at its deadline."""
-        text = "not everything was sent" if self.lanes or self.served else "no offer came"
+        text = "not everything was sent" if self.outbounds or self.served else "no offer came"
         return Failure.of(FailureCode.DEADLINE, text)
 
-    def lacks_of(self, lane: Lane, tokens: Span) -> bool:
-        """Whether some layer of those tokens, as far as the lane owes it, was not pushed."""
-        return any(True for _ in self._lacking(lane, chunk(lane, tokens, lane.all_layers)))
+    def lacks_of(self, outbound: OutboundTransfer, tokens: Span) -> bool:
+        """Whether some layer of those tokens, as far as the outbound owes it, was not pushed."""
+        return any(
+            True for _ in self._lacking(outbound, chunk(outbound, tokens, outbound.all_layers))
+        )
 
-    def _lacking(self, lane: Lane, blocks: Iterable[Block]) -> Iterator[Block]:
-        spec = lane.link.plan.spec
+    def _lacking(self, outbound: OutboundTransfer, blocks: Iterable[Block]) -> Iterator[Block]:
+        spec = outbound.link.plan.spec
         for block in blocks:
             for strip in self.pushed.gaps(block.layers, block.tokens):
                 # An engine need not push layers that have nothing of the group.
@@ -257,10 +267,10 @@ class SourceRoom:
 
 
 @dataclass(slots=True, eq=False)
-class Writing:
+class ActiveWrite:
     """A write that is under way, or whose fate is unknown."""
 
-    lane: Lane
+    outbound: OutboundTransfer
     blocks: tuple[Block, ...]
     credit: Credit | None
     local_slot: SlotIndex | None
@@ -274,101 +284,101 @@ class Writing:
     def record(self) -> None:
         """It is in the target's memory: remember it for a Close, or for a note said again."""
         if self.credit is None:
-            self.lane.written.extend(self.blocks)
+            self.outbound.written.extend(self.blocks)
         else:
-            self.lane.notes[self.credit.serial] = self.note()
+            self.outbound.notes[self.credit.serial] = self.note()
 
     def note(self) -> Arrived:
         """Return what its target is told once the data is there."""
         serial = self.credit.serial if self.credit else None
-        return Arrived(self.lane.room.name, self.lane.generation, self.blocks, serial)
+        return Arrived(self.outbound.room.name, self.outbound.generation, self.blocks, serial)
 
 
-def paged(lane: Lane) -> list[Block]:
+def paged(outbound: OutboundTransfer) -> list[Block]:
     """What follows tokens, and so becomes available push by push."""
-    groups = lane.link.plan.spec
-    return [b for b in lane.owed if not isinstance(groups.group(b.group).kind, Slot)]
+    groups = outbound.link.plan.spec
+    return [b for b in outbound.owed if not isinstance(groups.group(b.group).kind, StateRow)]
 
 
-def states(lane: Lane, layers: Span) -> list[Block]:
+def states(outbound: OutboundTransfer, layers: Span) -> list[Block]:
     """State rows of those layers."""
-    spec = lane.link.plan.spec
-    rows = (b for b in lane.owed if isinstance(spec.group(b.group).kind, Slot))
+    spec = outbound.link.plan.spec
+    rows = (b for b in outbound.owed if isinstance(spec.group(b.group).kind, StateRow))
     return within(spec, rows, layers)
 
 
-def chunk(lane: Lane, tokens: Span, layers: Span) -> list[Block]:
-    """What those tokens of those layers are of what the lane owes."""
-    return within(lane.link.plan.spec, paged(lane), layers, tokens)
+def chunk(outbound: OutboundTransfer, tokens: Span, layers: Span) -> list[Block]:
+    """What those tokens of those layers are of what the outbound owes."""
+    return within(outbound.link.plan.spec, paged(outbound), layers, tokens)
 
 
-def num_expected(lane: Lane, tokens: Span, layers: Span, num_staged: int) -> int:
+def num_expected(outbound: OutboundTransfer, tokens: Span, layers: Span, num_staged: int) -> int:
     """Credits that the other layers of a chunk will need if those of its first push need so many.
 
     They are likely to go the way that these go, because they have the same pages.
     """
-    spec = lane.link.plan.spec
+    spec = outbound.link.plan.spec
     mine, whole = (
-        sum(len(spec.group(b.group).layers_in(b.layers)) for b in chunk(lane, tokens, some))
+        sum(len(spec.group(b.group).layers_in(b.layers)) for b in chunk(outbound, tokens, some))
         for some in (layers, Span(0, spec.num_layers))
     )
     return -(-num_staged * (whole - mine) // mine) if mine else 0
 
 
-class Lanes:
-    """Every lane of every room, and its last words."""
+class OutboundTransfers:
+    """Every outbound of every room, and its last words."""
 
     def __init__(self, rooms: Mapping[Room, SourceRoom], links: Links, outbox: Outbox) -> None:
         self._rooms = rooms
         self._links = links
         self._outbox = outbox
 
-    def find(self, link: Link, body: RoomMessage) -> Lane | None:
-        """Return the lane that a message is about, if that attempt at the room is still on."""
+    def find(self, link: Link, body: RoomMessage) -> OutboundTransfer | None:
+        """Return the outbound that a message is about, if that attempt at the room is still on."""
         room = self._rooms.get(body.room)
-        lane = room.lanes.get(link.peer.rank) if room else None
-        if lane is None or lane.link is not link or lane.generation != body.generation:
+        outbound = room.outbounds.get(link.peer.rank) if room else None
+        if outbound is None or outbound.link is not link or outbound.generation != body.generation:
             return None
-        return lane
+        return outbound
 
-    def of(self, link: Link) -> Iterator[Lane]:
-        """Yield the lanes that a link carries."""
+    def of(self, link: Link) -> Iterator[OutboundTransfer]:
+        """Yield the outbounds that a link carries."""
         for room in list(self._rooms.values()):
-            for lane in list(room.lanes.values()):
-                if lane.link is link:
-                    yield lane
+            for outbound in list(room.outbounds.values()):
+                if outbound.link is link:
+                    yield outbound
 
-    def close(self, lane: Lane) -> None:
+    def close(self, outbound: OutboundTransfer) -> None:
         """Everything is written: say so, now and until the target answers."""
-        lane.state = advance(LANE, lane.state, LaneStep.CLOSE)
-        self.repeat_close(lane)
+        outbound.state = advance(OUTBOUND, outbound.state, OutboundStep.CLOSE)
+        self.repeat_close(outbound)
 
-    def repeat_close(self, lane: Lane) -> None:
-        """Say that a lane is closed, with everything that no note has told."""
-        finish, me = lane.room.finish, self._links.identity
+    def repeat_close(self, outbound: OutboundTransfer) -> None:
+        """Say that a outbound is closed, with everything that no note has told."""
+        finish, me = outbound.room.finish, self._links.identity
         assert finish is not None
-        written = merge(lane.transfer.plan.spec, lane.written)
+        written = merge(outbound.transfer.plan.spec, outbound.written)
         named, rest = written[:MAX_BLOCKS], written[MAX_BLOCKS:]
         for at in range(0, len(rest), MAX_BLOCKS):
-            some = Arrived(lane.room.name, lane.generation, rest[at : at + MAX_BLOCKS])
-            self._links.note(lane.peer, lane.link.session, some)
+            some = Arrived(outbound.room.name, outbound.generation, rest[at : at + MAX_BLOCKS])
+            self._links.note(outbound.peer, outbound.link.session, some)
         metadata = finish.metadata if me.peer.rank == me.layout.lead else None
-        lane.said_at = self._outbox.now
-        about = lane.room.name, lane.generation, finish.num_tokens
-        self._links.say(lane.link, Close(*about, named, metadata, finish.digest))
+        outbound.said_at = self._outbox.now
+        about = outbound.room.name, outbound.generation, finish.num_tokens
+        self._links.say(outbound.link, Close(*about, named, metadata, finish.digest))
 
-    def nudged(self, link: Link, body: Nudge) -> None:
-        """A target asks how far a lane is: repeat what it may have missed."""
-        lane = self.find(link, body)
-        if lane is None:
+    def status_polled(self, link: Link, body: StatusPoll) -> None:
+        """A target asks how far a outbound is: repeat what it may have missed."""
+        outbound = self.find(link, body)
+        if outbound is None:
             text = f"room {body.room!r} is not known here"
             self.drained(link, body, Failure.of(FailureCode.UNKNOWN_ROOM, text))
             return
         for serial in body.serials:
-            if serial in lane.notes:
-                self._links.note(link.peer, link.session, lane.notes[serial])
-        if lane.state is LaneState.CLOSED:
-            self.repeat_close(lane)
+            if serial in outbound.notes:
+                self._links.note(link.peer, link.session, outbound.notes[serial])
+        if outbound.state is OutboundState.CLOSED:
+            self.repeat_close(outbound)
 
     def drained(self, link: Link, about: RoomMessage, failure: Failure) -> None:
         """Say that nothing is written for an attempt at a room any more."""
@@ -376,9 +386,9 @@ class Lanes:
         self._links.say(link, Drained(about.room, about.generation, failure, link.seq_in))
 
     def check(self) -> None:
-        """Every lane is of its room and of its target's rank, and a closed one has ended."""
+        """Every outbound is of its room and of its target's rank, and a closed one has ended."""
         for room in self._rooms.values():
-            for rank, lane in room.lanes.items():
-                assert lane.room is room, lane
-                assert lane.peer.rank == rank, lane
-                assert lane.state is not LaneState.CLOSED or lane.idle, lane
+            for rank, outbound in room.outbounds.items():
+                assert outbound.room is room, outbound
+                assert outbound.peer.rank == rank, outbound
+                assert outbound.state is not OutboundState.CLOSED or outbound.idle, outbound

@@ -1,4 +1,4 @@
-"""The rendezvous over HTTP: a thin shell around the registry, its clock and its waiters.
+"""The discovery service over HTTP: a thin shell around the registry, its clock and its waiters.
 
 Everything here runs in one event loop. An answer is always JSON (but for the
 metrics), an error is always ``{"error": {"code", "message"}}``, and nothing that
@@ -20,23 +20,23 @@ import msgspec
 from aiohttp import web
 
 from kvferry.dashboard.routes import PageRoutes, is_guarded, is_open
-from kvferry.discovery.cluster_status import RendezvousLookout
-from kvferry.discovery.metrics import RendezvousMetrics
+from kvferry.discovery.cluster_status import DiscoveryStatus
+from kvferry.discovery.metrics import DiscoveryMetrics
 from kvferry.discovery.records import (
-    ErrorBody,
-    ErrorDocument,
-    Fault,
+    DiscoveryError,
+    DiscoveryErrorBody,
+    DiscoveryErrorDocument,
+    DiscoveryFault,
     InstanceView,
     Registration,
-    RendezvousError,
     Renewal,
     Summaries,
 )
-from kvferry.discovery.service import Registry
+from kvferry.discovery.registry import InstanceRegistry
 from kvferry.discovery.waiters import Waiters
 from kvferry.errors import KvferryError
 from kvferry.ids import MAX_ID
-from kvferry.security.signing import SCHEME, Doubt, Guard, Introduction
+from kvferry.security.signing import SCHEME, Introduction, RequestVerifier, SignatureFault
 from kvferry.security.tokens import token_problem
 from kvferry.telemetry.reports import EndpointView
 
@@ -55,38 +55,38 @@ WHOLE = re.compile(r"[0-9]{1,19}", re.ASCII)
 DECIMAL = re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?", re.ASCII)
 
 STATUS = {
-    Fault.MALFORMED: 400,
-    Fault.UNSIGNED: 401,
-    Fault.REPLAYED: 401,
-    Fault.OTHER_LIFE: 401,
-    Fault.NOT_FOUND: 404,
-    Fault.INCOMPLETE: 404,
-    Fault.NO_LEASE: 404,
-    Fault.METHOD: 405,
-    Fault.SLOW: 408,
-    Fault.REPLACED: 409,
-    Fault.OVERSIZED: 413,
-    Fault.INTERNAL: 500,
-    Fault.FULL: 503,
-    Fault.SETTLING: 503,
-    Fault.STOPPING: 503,
+    DiscoveryFault.MALFORMED: 400,
+    DiscoveryFault.UNSIGNED: 401,
+    DiscoveryFault.REPLAYED: 401,
+    DiscoveryFault.OTHER_LIFE: 401,
+    DiscoveryFault.NOT_FOUND: 404,
+    DiscoveryFault.INCOMPLETE: 404,
+    DiscoveryFault.NO_LEASE: 404,
+    DiscoveryFault.METHOD: 405,
+    DiscoveryFault.SLOW: 408,
+    DiscoveryFault.REPLACED: 409,
+    DiscoveryFault.OVERSIZED: 413,
+    DiscoveryFault.INTERNAL: 500,
+    DiscoveryFault.FULL: 503,
+    DiscoveryFault.SETTLING: 503,
+    DiscoveryFault.STOPPING: 503,
 }
 # As other servers call it.
 CLIENT_LEFT = 499
 FAULTS = {
-    Doubt.UNSIGNED: Fault.UNSIGNED,
-    Doubt.OTHER_KEY: Fault.UNSIGNED,
-    Doubt.CLOCK: Fault.UNSIGNED,
-    Doubt.OTHER_LIFE: Fault.OTHER_LIFE,
-    Doubt.REPLAYED: Fault.REPLAYED,
-    Doubt.FULL: Fault.FULL,
+    SignatureFault.UNSIGNED: DiscoveryFault.UNSIGNED,
+    SignatureFault.OTHER_KEY: DiscoveryFault.UNSIGNED,
+    SignatureFault.CLOCK: DiscoveryFault.UNSIGNED,
+    SignatureFault.OTHER_LIFE: DiscoveryFault.OTHER_LIFE,
+    SignatureFault.REPLAYED: DiscoveryFault.REPLAYED,
+    SignatureFault.FULL: DiscoveryFault.FULL,
 }
 # What a program without the key may ask: neither names anybody.
 OPEN_PATHS = ("/healthz", "/metrics")
 
 
-class Service:
-    """One rendezvous: its registry, and the handlers of its requests.
+class DiscoveryService:
+    """One discovery: its registry, and the handlers of its requests.
 
     After a start the service knows nobody, though many may be there. Until
     ``settle_s`` have passed it does not tell those who knew an instance that it
@@ -94,13 +94,13 @@ class Service:
     """
 
     def __init__(self, signing_key: bytes | None, settle_s: float) -> None:
-        self.registry = Registry(secrets.token_hex(4))
+        self.registry = InstanceRegistry(secrets.token_hex(4))
         self._waiters = Waiters()
-        self.metrics = RendezvousMetrics(self.registry, self._waiters)
-        self._guard = Guard(signing_key) if signing_key is not None else None
+        self.metrics = DiscoveryMetrics(self.registry, self._waiters)
+        self._guard = RequestVerifier(signing_key) if signing_key is not None else None
         self._settled_at = time.monotonic() + settle_s
         self._signing_key = signing_key
-        self.lookout = RendezvousLookout(self.registry)
+        self.lookout = DiscoveryStatus(self.registry)
 
     def application(self) -> web.Application:
         """The routes, and the expiry of leases for as long as the application runs."""
@@ -149,7 +149,7 @@ class Service:
         try:
             await self._admit(request)
             return await handler(request)
-        except RendezvousError as error:
+        except DiscoveryError as error:
             return _error(error.fault, str(error))
         except web.HTTPException as error:
             return _error(*_translated(error))
@@ -159,7 +159,7 @@ class Service:
             return web.Response(status=CLIENT_LEFT)
         except Exception:
             log.exception("request-failed method=%s", request.method)
-            return _error(Fault.INTERNAL, "the rendezvous has a bug; see its log")
+            return _error(DiscoveryFault.INTERNAL, "the discovery service has a bug; see its log")
 
     async def _admit(self, request: web.Request) -> None:
         """Read the body in bounded time and size, and let only signed requests pass."""
@@ -171,7 +171,7 @@ class Service:
             async with asyncio.timeout(BODY_S):
                 body = await request.read()
         except TimeoutError:
-            raise RendezvousError(Fault.SLOW, "the body did not come in time") from None
+            raise DiscoveryError(DiscoveryFault.SLOW, "the body did not come in time") from None
         self._demand_signed(request, header, body)
 
     def _demand_signed(self, request: web.Request, header: str, body: bytes) -> None:
@@ -183,13 +183,13 @@ class Service:
         target, now = request.raw_path, time.time()
         complaint = self._guard.check(header, request.method, target, body, now)
         if complaint is not None:
-            raise RendezvousError(FAULTS[complaint.doubt], complaint.message)
+            raise DiscoveryError(FAULTS[complaint.doubt], complaint.message)
 
     def _demand_token(self, header: str) -> None:
         assert self._signing_key is not None
         problem = token_problem(self._signing_key, header, time.time())
         if problem is not None:
-            raise RendezvousError(Fault.UNSIGNED, problem)
+            raise DiscoveryError(DiscoveryFault.UNSIGNED, problem)
 
     async def _expiry(self, app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(self._expire())
@@ -219,8 +219,9 @@ class Service:
         name, rank = _place(request)
         record = body.record
         if (record.instance, record.rank) != (name, rank):
-            raise RendezvousError(
-                Fault.MALFORMED, f"the record is of {record.peer}, and the path names {name}/{rank}"
+            raise DiscoveryError(
+                DiscoveryFault.MALFORMED,
+                f"the record is of {record.peer}, and the path names {name}/{rank}",
             )
         if self.registry.register(record, time.monotonic(), body.lease_s):
             self._waiters.wake(name)
@@ -245,8 +246,9 @@ class Service:
         view = _decoded(await request.read(), EndpointView)
         name, rank = _place(request)
         if (view.instance, view.rank) != (name, rank):
-            raise RendezvousError(
-                Fault.MALFORMED, f"the view is of {view.name}, and the path names {name}/{rank}"
+            raise DiscoveryError(
+                DiscoveryFault.MALFORMED,
+                f"the view is of {view.name}, and the path names {name}/{rank}",
             )
         return _json(self.lookout.take(view))
 
@@ -254,7 +256,9 @@ class Service:
         name, rank = _place(request)
         incarnation = _whole(request.query.get("incarnation", ""), "incarnation", MAX_ID)
         if not self.lookout.leave(f"{name}/{rank}", incarnation):
-            raise RendezvousError(Fault.NO_LEASE, f"{name}/{rank} has told no view in that life")
+            raise DiscoveryError(
+                DiscoveryFault.NO_LEASE, f"{name}/{rank} has told no view in that life"
+            )
         return web.Response(status=204)
 
     # ------------------------------------------------------------ requests of others
@@ -284,10 +288,11 @@ class Service:
         if view is not None:
             return web.Response(status=304)
         if self._unsettled(had):
-            raise RendezvousError(
-                Fault.SETTLING, "the rendezvous has just started; ask again in a moment"
+            raise DiscoveryError(
+                DiscoveryFault.SETTLING,
+                "the discovery service has just started; ask again in a moment",
             )
-        raise RendezvousError(Fault.INCOMPLETE, self.registry.explain(name))
+        raise DiscoveryError(DiscoveryFault.INCOMPLETE, self.registry.explain(name))
 
     async def _list(self, request: web.Request) -> web.Response:
         return _json(Summaries(self.registry.summaries()))
@@ -309,7 +314,7 @@ def _decoded(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KvferryError) as error:
-        raise RendezvousError(Fault.MALFORMED, f"the body can't be used: {error}") from None
+        raise DiscoveryError(DiscoveryFault.MALFORMED, f"the body can't be used: {error}") from None
 
 
 def _place(request: web.Request) -> tuple[str, int]:
@@ -319,16 +324,18 @@ def _place(request: web.Request) -> tuple[str, int]:
 
 def _whole(text: str, what: str, most: int) -> int:
     if not WHOLE.fullmatch(text) or int(text) > most:
-        raise RendezvousError(
-            Fault.MALFORMED, f"{what} must be a whole number from 0 to {most}, not {text!r:.40}"
+        raise DiscoveryError(
+            DiscoveryFault.MALFORMED,
+            f"{what} must be a whole number from 0 to {most}, not {text!r:.40}",
         )
     return int(text)
 
 
 def _wait_s(text: str) -> float:
     if not DECIMAL.fullmatch(text) or float(text) > MAX_WAIT_S:
-        raise RendezvousError(
-            Fault.MALFORMED, f"wait_s must be from 0 to {MAX_WAIT_S:g} seconds, not {text!r:.40}"
+        raise DiscoveryError(
+            DiscoveryFault.MALFORMED,
+            f"wait_s must be from 0 to {MAX_WAIT_S:g} seconds, not {text!r:.40}",
         )
     return float(text)
 
@@ -338,18 +345,21 @@ def _json(content: object, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-def _error(fault: Fault, message: str) -> web.Response:
-    return _json(ErrorDocument(ErrorBody(fault, message)), STATUS[fault])
+def _error(fault: DiscoveryFault, message: str) -> web.Response:
+    return _json(DiscoveryErrorDocument(DiscoveryErrorBody(fault, message)), STATUS[fault])
 
 
-def _translated(error: web.HTTPException) -> tuple[Fault, str]:
+def _translated(error: web.HTTPException) -> tuple[DiscoveryFault, str]:
     """What aiohttp itself refuses, in our words."""
     match error:
         case web.HTTPRequestEntityTooLarge():
-            return Fault.OVERSIZED, f"a body may have {MAX_BODY_BYTES} bytes"
+            return DiscoveryFault.OVERSIZED, f"a body may have {MAX_BODY_BYTES} bytes"
         case web.HTTPMethodNotAllowed():
-            return Fault.METHOD, f"this path takes {', '.join(sorted(error.allowed_methods))}"
+            return (
+                DiscoveryFault.METHOD,
+                f"this path takes {', '.join(sorted(error.allowed_methods))}",
+            )
         case web.HTTPNotFound():
-            return Fault.NOT_FOUND, "there is no such path; see docs/discovery.md"
+            return DiscoveryFault.NOT_FOUND, "there is no such path; see docs/discovery.md"
         case _:
-            return Fault.MALFORMED, error.reason
+            return DiscoveryFault.MALFORMED, error.reason

@@ -34,7 +34,7 @@ from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.states import LinkState
 
 
-class Endpoint(ABC):
+class Machine(ABC):
     """A machine: ``handle(event, now)`` returns the actions of one step."""
 
     # Whether peers write into this endpoint's memory: then only their end proves that none does.

@@ -11,30 +11,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry import Room
-from kvferry.connectors.vllm.orders import DecodeOrders, ReceiveRoom
+from kvferry.connectors.vllm.metadata import DecodeMetadata, ReceiveRoom
 from kvferry.connectors.vllm.paging import BlockCuts
-from kvferry.connectors.vllm.params import AskedOfDecode
+from kvferry.connectors.vllm.params import DecodeParams
 
 
 @dataclass
 class TargetRequest:
     """A request whose prompt's cache comes from elsewhere."""
 
-    asked: AskedOfDecode
+    asked: DecodeParams
     num_tokens: int
     digest: bytes
     is_asked_for: bool = False
     is_waiting: bool = False
 
 
-class DecodeBook:
+class DecodeScheduler:
     """One scheduler's requests that others compute. ``orders`` are taken each step."""
 
     def __init__(self, cuts: BlockCuts) -> None:
         self._cuts = cuts
         self._requests: dict[str, TargetRequest] = {}
         self._rooms: set[Room] = set()
-        self.orders = DecodeOrders()
+        self.orders = DecodeMetadata()
 
     def __contains__(self, request: str) -> bool:
         return request in self._requests
@@ -42,7 +42,7 @@ class DecodeBook:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def begin(self, request: str, asked: AskedOfDecode, num_tokens: int, digest: bytes) -> bool:
+    def begin(self, request: str, asked: DecodeParams, num_tokens: int, digest: bytes) -> bool:
         """A request has come, whose first ``num_tokens`` tokens are in that room.
 
         False if another one waits for the same room: several answers to one prompt are several
@@ -110,7 +110,7 @@ class DecodeBook:
             ReceiveRoom(request, asked.room, asked.prefill, tokens, tokens, (), known.digest)
         )
 
-    def take_orders(self) -> DecodeOrders:
+    def take_metadata(self) -> DecodeMetadata:
         """What has to be done, once."""
-        orders, self.orders = self.orders, DecodeOrders()
+        orders, self.orders = self.orders, DecodeMetadata()
         return orders

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvferry.discovery.records import (
-    Fault,
+    DiscoveryError,
+    DiscoveryFault,
     InstanceView,
     RankRecord,
     RankView,
-    RendezvousError,
     Summary,
 )
 
@@ -48,7 +48,7 @@ class _Instance:
     version: str = ""
 
 
-class Registry:
+class InstanceRegistry:
     """Records under leases. ``epoch`` sets the versions of one registry apart from another's."""
 
     def __init__(
@@ -68,8 +68,9 @@ class Registry:
         instance = self._instances.get(record.instance)
         known = instance is not None and record.rank in instance.leases
         if not known and self.num_records >= self._max_records:
-            raise RendezvousError(
-                Fault.FULL, f"{self.num_records} ranks are registered; use another rendezvous"
+            raise DiscoveryError(
+                DiscoveryFault.FULL,
+                f"{self.num_records} ranks are registered; use another discovery service",
             )
         if instance is None:
             instance = self._new_instance(record.instance)
@@ -78,7 +79,7 @@ class Registry:
         return self._update(instance)
 
     def renew(self, name: str, rank: int, incarnation: int, now: float, lease_s: float) -> None:
-        """Prolong a lease. Raises ``RendezvousError`` where there is none of that incarnation."""
+        """Prolong a lease. Raises ``DiscoveryError`` where there is none of that incarnation."""
         self._lease(name, rank, incarnation).until = now + lease_s
 
     def leave(self, name: str, rank: int, incarnation: int) -> bool:
@@ -152,9 +153,9 @@ class Registry:
 
     def _new_instance(self, name: str) -> _Instance:
         if len(self._instances) >= self._max_instances:
-            raise RendezvousError(
-                Fault.FULL,
-                f"{self._max_instances} instances are registered; use another rendezvous",
+            raise DiscoveryError(
+                DiscoveryFault.FULL,
+                f"{self._max_instances} instances are registered; use another discovery service",
             )
         instance = self._instances[name] = _Instance(name)
         return instance
@@ -163,10 +164,12 @@ class Registry:
         instance = self._instances.get(name)
         lease = instance.leases.get(rank) if instance else None
         if lease is None:
-            raise RendezvousError(Fault.NO_LEASE, f"{name}/{rank} is not registered; register it")
+            raise DiscoveryError(
+                DiscoveryFault.NO_LEASE, f"{name}/{rank} is not registered; register it"
+            )
         if lease.record.incarnation != incarnation:
-            raise RendezvousError(
-                Fault.REPLACED,
+            raise DiscoveryError(
+                DiscoveryFault.REPLACED,
                 f"another process has registered as {name}/{rank}; give each its own name or rank",
             )
         return lease

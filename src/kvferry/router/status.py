@@ -1,4 +1,4 @@
-"""The router's lookout: the rendezvous's, with the workers that this router knows."""
+"""The router's lookout: the discovery service's, with the workers that this router knows."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import msgspec
 from yarl import URL
 
 from kvferry import ClusterKey, KvferryError, RequestSigner
-from kvferry.router.roster import Roster, Worker
 from kvferry.router.upstream import new_session
+from kvferry.router.worker_pool import Worker, WorkerPool
 from kvferry.telemetry.reports import ClusterView, WorkerShown
 from kvferry.telemetry.waterfall import Waterfall
 
 T = TypeVar("T")
 
-# Many may look at once, and the rendezvous is asked once in so long.
+# Many may look at once, and the discovery service is asked once in so long.
 FRESH_S = 0.5
 LOOK_S, STORY_S = 3.0, 12.0
 MAX_BYTES = 64 << 20
 UNUSABLE = (aiohttp.ClientError, OSError, ValueError, KvferryError, TimeoutError)
 
 
-class RouterLookout:
+class RouterStatus:
     """Belongs to the router's event loop."""
 
-    def __init__(self, rendezvous: str | None, roster: Roster, key: ClusterKey | None) -> None:
-        self._base = (rendezvous or "").rstrip("/")
-        self._roster = roster
+    def __init__(self, discovery: str | None, pool: WorkerPool, key: ClusterKey | None) -> None:
+        self._base = (discovery or "").rstrip("/")
+        self._pool = pool
         self._signer = RequestSigner(self._base, key)
         self._session: aiohttp.ClientSession | None = None
         self._last: ClusterView | None = None
@@ -44,48 +44,48 @@ class RouterLookout:
             await self._session.close()
 
     async def look(self) -> ClusterView:
-        """The cluster as the rendezvous shows it; while that is away, as it was, and that it is."""
+        """The cluster as discovery shows it; while that is away, as it was, and that it is."""
         async with self._asking:
             if time.monotonic() >= self._last_at + FRESH_S:
                 self._last = await self._cluster()
                 self._last_at = time.monotonic()
         assert self._last is not None
-        workers = tuple(_shown(worker) for worker in self._roster.workers)
+        workers = tuple(_shown(worker) for worker in self._pool.workers)
         return msgspec.structs.replace(self._last, served_by="router", workers=workers)
 
     async def _cluster(self) -> ClusterView:
         if not self._base:
-            return _nothing("this router has no rendezvous, so it knows its workers alone")
+            return _nothing("this router has no discovery service, so it knows its workers alone")
         try:
             status, body = await self._get("/kvferry/cluster", LOOK_S)
             if status == 200:
                 return msgspec.json.decode(body, type=ClusterView)
-            problem = f"the rendezvous answers with status {status}"
+            problem = f"the discovery service answers with status {status}"
         except UNUSABLE as error:
-            problem = f"the rendezvous can't be asked: {str(error) or type(error).__name__}"
+            problem = f"the discovery service can't be asked: {str(error) or type(error).__name__}"
         before = self._last or _nothing("")
         return msgspec.structs.replace(before, problem=f"{problem}; what is shown is old")
 
     async def waterfall(self, room: str) -> Waterfall | None:
-        """A room's story, as the rendezvous has it."""
+        """A room's trace, as the discovery service has it."""
         if not self._base:
             return None
         try:
-            path = f"/kvferry/stories/{quote(room, safe='')}"
+            path = f"/kvferry/traces/{quote(room, safe='')}"
             status, body = await self._get(path, STORY_S)
             return msgspec.json.decode(body, type=Waterfall) if status == 200 else None
         except UNUSABLE:
             return None
 
     async def plan(self, source: str, target: str) -> str:
-        """The plan's picture, as the rendezvous draws it."""
+        """The plan's picture, as the discovery service draws it."""
         path = f"/kvferry/plan?source={quote(source, safe='')}&target={quote(target, safe='')}"
         try:
             status, body = await self._get(path, LOOK_S)
         except UNUSABLE as error:
-            raise LookupError(f"the rendezvous can't be asked: {error}") from None
+            raise LookupError(f"the discovery service can't be asked: {error}") from None
         if status != 200:
-            raise LookupError("the rendezvous has no plan for these two; check their names")
+            raise LookupError("the discovery service has no plan for these two; check their names")
         return body.decode()
 
     async def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:

@@ -17,7 +17,7 @@ log = logging.getLogger("kvferry.endpoint")
 T = TypeVar("T")
 
 
-class Once(Generic[T]):
+class OneTimeResult(Generic[T]):
     """What has happened, when it has: ``value`` is None before, and never after."""
 
     __slots__ = ("_callbacks", "_lock", "value")

@@ -1,8 +1,8 @@
 """Prefill servers that a decode rank knows, by the bootstrap address that requests carry.
 
-Each address is a rendezvous. Who is registered there is asked once, and the instances are
+Each address is a discovery service. Who is registered there is asked once, and the instances are
 followed from then on, so that a restart is known before the next request. Questions are asked on
-a rendezvous client's thread; the scheduler's looks at what is known, and waits only a moment for
+a discovery client's thread; the scheduler's looks at what is known, and waits only a moment for
 the first answer of an address.
 """
 
@@ -14,10 +14,10 @@ from functools import partial
 
 from kvferry import (
     ClusterKey,
+    DiscoveryClient,
     InputError,
     InstanceView,
     KvferryError,
-    RendezvousClient,
     Summaries,
 )
 from kvferry.connectors.sglang.instances import PrefillInfo, instances_at
@@ -34,7 +34,7 @@ class PrefillServer:
     def __init__(self, address: str, key: ClusterKey | None) -> None:
         self.address = address
         self.problem = "it has not answered yet"
-        self._client = RendezvousClient(f"http://{address}", key)
+        self._client = DiscoveryClient(f"http://{address}", key)
         self._asked: Future[Summaries] | None = None
         self._info: PrefillInfo | None = None
         self._views: dict[str, InstanceView] = {}
@@ -89,7 +89,7 @@ class PrefillServer:
             self._complete.set()
 
 
-class Prefills:
+class PrefillRegistry:
     """Every address that was ever asked for, within limits. The scheduler's thread."""
 
     def __init__(self, key: ClusterKey | None) -> None:

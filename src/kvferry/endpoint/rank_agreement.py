@@ -17,10 +17,10 @@ from kvferry.errors import InputError
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
 
 
-class Agreement:
+class RankAgreement:
     """What the ranks of this instance have said of one room.
 
-    ``carried`` are the bytes that they have written for it, by path: complete once all
+    ``carried`` are the bytes that they have written for it, by mode: complete once all
     have released it, and empty on targets, which write nothing.
     """
 

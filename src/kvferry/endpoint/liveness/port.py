@@ -1,4 +1,4 @@
-"""The lifeline: proof that a process is gone.
+"""The liveness_port: proof that a process is gone.
 
 Memory that a peer may still write is released only on proof, and silence is no
 proof: a stopped process goes on one day. So every endpoint listens on a TCP port
@@ -40,7 +40,7 @@ BACKLOG = 128
 MAX_BATCH = 64
 
 
-class Life(StrEnum):
+class Liveness(StrEnum):
     """What is known of a process."""
 
     ALIVE = "alive"
@@ -48,7 +48,7 @@ class Life(StrEnum):
     UNKNOWN = "unknown"
 
 
-class Lifeline:
+class LivenessPort:
     """A port that answers with the incarnation of its owner. Belongs to the owner's thread."""
 
     def __init__(self, host: str, incarnation: int, port: int = 0) -> None:
@@ -94,7 +94,7 @@ class Lifeline:
         self._socket.close()
 
     def __repr__(self) -> str:
-        return f"<Lifeline {self.address[0]} port {self.address[1]}>"
+        return f"<LivenessPort {self.address[0]} port {self.address[1]}>"
 
 
 def _reply(asker: socket.socket, answer: bytes) -> None:
@@ -106,7 +106,7 @@ def _reply(asker: socket.socket, answer: bytes) -> None:
         return
 
 
-def probe(address: Address, incarnation: int, timeout_s: float) -> Life:
+def probe(address: Address, incarnation: int, timeout_s: float) -> Liveness:
     """Ask whether that life of the process at that address goes on. Waits, never raises."""
     deadline = time.monotonic() + timeout_s
     try:
@@ -115,19 +115,19 @@ def probe(address: Address, incarnation: int, timeout_s: float) -> Life:
             asking.connect(address)
             answer = _read(asking, deadline)
     except ConnectionRefusedError:
-        return Life.GONE
+        return Liveness.GONE
     except (OSError, OverflowError, InputError):
-        return Life.UNKNOWN
+        return Liveness.UNKNOWN
     return judge(answer, incarnation)
 
 
-def judge(answer: bytes, incarnation: int) -> Life:
+def judge(answer: bytes, incarnation: int) -> Liveness:
     """What an answer says of that life. A stranger's answer says nothing."""
     if len(answer) != ANSWER.size or not answer.startswith(MAGIC):
-        return Life.UNKNOWN
+        return Liveness.UNKNOWN
     answered: int = ANSWER.unpack(answer)[1]
     # Another life holds the port, and no two sockets can.
-    return Life.ALIVE if answered == incarnation else Life.GONE
+    return Liveness.ALIVE if answered == incarnation else Liveness.GONE
 
 
 def _read(asking: socket.socket, deadline: float) -> bytes:
@@ -151,5 +151,5 @@ def _family(host: str) -> socket.AddressFamily:
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
-        raise InputError(f"a lifeline needs a numeric address, not {host!r:.200}") from None
+        raise InputError(f"a liveness_port needs a resolve_ip address, not {host!r:.200}") from None
     return socket.AF_INET6 if version == 6 else socket.AF_INET

@@ -19,10 +19,17 @@ from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from kvferry import (
     ClusterKey,
-    DeviceMarks,
     DType,
     EndpointConfig,
+    EventRecorder,
     InputError,
+)
+from kvferry.connectors.sglang.compat import (
+    BLOCK_SCALES,
+    INDEX_KEYS,
+    ROWS,
+    WINDOWS,
+    demand_supported,
 )
 from kvferry.connectors.sglang.index_keys import filled
 from kvferry.connectors.sglang.instances import Replica
@@ -31,9 +38,9 @@ from kvferry.connectors.sglang.pools import (
     SCALES,
     BesidePool,
     Buffers,
-    Cache,
     Heads,
     Place,
+    SglangCache,
     WindowPool,
 )
 from kvferry.connectors.sglang.rows import MetadataRows
@@ -47,13 +54,6 @@ from kvferry.connectors.sglang.settings import (
     transport_in,
 )
 from kvferry.connectors.sglang.states import StateBuffer
-from kvferry.connectors.sglang.support import (
-    BLOCK_SCALES,
-    INDEX_KEYS,
-    ROWS,
-    WINDOWS,
-    demand_supported,
-)
 
 # Entries of K or V that have a scale in common.
 SCALED_TOGETHER = 32
@@ -83,14 +83,14 @@ def settings_of(kv_args: Any, server_args: Any, *, is_mla: bool, is_prefill: boo
         bootstrap_s=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
         waiting_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
         config=EndpointConfig(host=host, protocol=liveness_in(os.environ)),
-        rendezvous=_rendezvous() if is_prefill else None,
+        discovery=_discovery() if is_prefill else None,
         key=key,
-        computed=DeviceMarks(_device(gpu)).computed,
+        computed=EventRecorder(_device(gpu)).computed,
         settled=nothing_waits if gpu is None else _settled,
     )
 
 
-def _cache(kv_args: Any, model: Any, draft: Any, *, is_mla: bool, gpu: int | None) -> Cache:
+def _cache(kv_args: Any, model: Any, draft: Any, *, is_mla: bool, gpu: int | None) -> SglangCache:
     parallel = get_parallel()
     num_layers = model.num_hidden_layers
     spans = [
@@ -109,7 +109,7 @@ def _cache(kv_args: Any, model: Any, draft: Any, *, is_mla: bool, gpu: int | Non
     stages = [end - first for first, end in spans]
     stages[-1] += num_draft
     here = listed or tuple(range(first, end))
-    return Cache(
+    return SglangCache(
         num_layers=num_layers + num_draft,
         layers=layers,
         stages=tuple(stages),
@@ -301,7 +301,7 @@ def _replica(host: str, *, is_prefill: bool) -> Replica:
     return Replica(address, parallel.dp_rank or 0, parallel.dp_size)
 
 
-def _rendezvous() -> str:
+def _discovery() -> str:
     """Where this server's bootstrap server listens."""
     where = get_parallel().dist_init_addr
     host = NetworkAddress.parse(where).resolved().host if where else get_serving().host

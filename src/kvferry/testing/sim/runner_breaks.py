@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvferry.endpoint.runner.runner import (
-    Driver,
-    SourceDriver,
+    MachineRunner,
     SourcePorts,
-    TargetDriver,
+    SourceRunner,
+    TargetRunner,
 )
-from kvferry.endpoint.runner.sessions import Record, Sessions
+from kvferry.endpoint.runner.sessions import SessionRecord, Sessions
 from kvferry.ids import Op, Peer
-from kvferry.protocol.events import Action, Event, Fate, OwnStall, SendFailed, Sent, Write
+from kvferry.protocol.events import Action, Event, OwnStall, SendFailed, Sent, Write, WriteFate
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 
@@ -23,23 +23,23 @@ from kvferry.protocol.target import TargetMachine
 class ForgetsDoubt(Sessions):
     """Takes a write of unknown fate for one that has ended."""
 
-    def end(self, op: Op, *, doubtful: bool) -> Record | None:  # noqa: D102
+    def end(self, op: Op, *, doubtful: bool) -> SessionRecord | None:  # noqa: D102
         return super().end(op, doubtful=False)
 
 
 class BuriesTheLiving(Sessions):
     """Takes the end of one life of a peer for the end of all."""
 
-    def bury(self, peer: Peer, incarnation: int) -> list[Record]:  # noqa: D102
+    def confirm_dead(self, peer: Peer, incarnation: int) -> list[SessionRecord]:  # noqa: D102
         lives = {one.incarnation for one in self.records() if one.peer == peer}
-        bury = super().bury
-        return [one for life in lives | {incarnation} for one in bury(peer, life)]
+        confirm_dead = super().confirm_dead
+        return [one for life in lives | {incarnation} for one in confirm_dead(peer, life)]
 
 
 class ProvesTooEarly(Sessions):
     """Calls a session that was given up quiet with writes still in flight."""
 
-    def settle(self) -> tuple[list[Record], list[Record]]:  # noqa: D102
+    def settle(self) -> tuple[list[SessionRecord], list[SessionRecord]]:  # noqa: D102
         for record in self.ending.values():
             record.flying.clear()
         return super().settle()
@@ -59,7 +59,7 @@ class Through:
 
 
 class _AsksNobody(Through):
-    def suspect(self, record: Record) -> None:
+    def start_probing(self, record: SessionRecord) -> None:
         """Give a session up and never ask whether its peer is gone."""
 
 
@@ -84,10 +84,10 @@ def notes_first(ports: Any) -> Any:
     return ports._replace(data=_NotesFirst(ports)) if isinstance(ports, SourcePorts) else ports
 
 
-# ---------------------------------------------------------------- drivers
+# ---------------------------------------------------------------- runners
 
 
-class _LeavesInTheMiddle(Driver[Any, Any]):
+class _LeavesInTheMiddle(MachineRunner[Any, Any]):
     """Tells others of its end although its memory is not free."""
 
     @property
@@ -96,15 +96,15 @@ class _LeavesInTheMiddle(Driver[Any, Any]):
         return True
 
 
-class SourceLeavesInTheMiddle(_LeavesInTheMiddle, SourceDriver):
+class SourceLeavesInTheMiddle(_LeavesInTheMiddle, SourceRunner):
     """A source that does."""
 
 
-class TargetLeavesInTheMiddle(_LeavesInTheMiddle, TargetDriver):
+class TargetLeavesInTheMiddle(_LeavesInTheMiddle, TargetRunner):
     """A target that does."""
 
 
-class _TakesTimeFirst(Driver[Any, Any]):
+class _TakesTimeFirst(MachineRunner[Any, Any]):
     """Looks at the clock before it reads what has come."""
 
     def turn(self, arrived: Iterable[Event], now: float) -> None:
@@ -113,15 +113,15 @@ class _TakesTimeFirst(Driver[Any, Any]):
         super().turn(arrived, now)
 
 
-class SourceTakesTimeFirst(_TakesTimeFirst, SourceDriver):
+class SourceTakesTimeFirst(_TakesTimeFirst, SourceRunner):
     """A source that does."""
 
 
-class TargetTakesTimeFirst(_TakesTimeFirst, TargetDriver):
+class TargetTakesTimeFirst(_TakesTimeFirst, TargetRunner):
     """A target that does."""
 
 
-class _Oversleeps(Driver[Any, Any]):
+class _Oversleeps(MachineRunner[Any, Any]):
     """Wakes up half a second late."""
 
     def wakeup(self) -> float:
@@ -129,21 +129,21 @@ class _Oversleeps(Driver[Any, Any]):
         return super().wakeup() + 0.5
 
 
-class SourceOversleeps(_Oversleeps, SourceDriver):
+class SourceOversleeps(_Oversleeps, SourceRunner):
     """A source that does."""
 
 
-class TargetOversleeps(_Oversleeps, TargetDriver):
+class TargetOversleeps(_Oversleeps, TargetRunner):
     """A target that does."""
 
 
-class SuspectsTheBusy(SourceDriver):
+class SuspectsTheBusy(SourceRunner):
     """Takes a full transport for the sign of a death."""
 
     def take(self, event: Event, now: float) -> None:
         """Ask after everybody when a write was not submitted."""
         super().take(event, now)
-        if isinstance(event, SendFailed) and event.fate is Fate.BUSY:
+        if isinstance(event, SendFailed) and event.fate is WriteFate.BUSY:
             self.ask_after()
 
 

@@ -1,6 +1,7 @@
-"""A target's rooms and legs: what each room expects from each of its sources.
+"""A target's rooms and inbounds: what each room expects from each of its sources.
 
-A leg is one source's part in one room. ``Legs`` says what the target has to say about it, and
+A inbound is one source's part in one room. ``InboundTransfers`` says what the target has to say
+about it, and
 says it again until it is answered.
 """
 
@@ -23,35 +24,35 @@ from kvferry.protocol.messages import (
     Abort,
     Arrived,
     Complete,
-    Nudge,
     Offer,
     RoomMessage,
+    StatusPoll,
 )
 from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.outcome import Failure, FailureCode, Status
-from kvferry.protocol.states import LEG, LegState, LegStep, LinkState, advance
+from kvferry.protocol.states import INBOUND, InboundState, InboundStep, LinkState, advance
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class InboundTransfer:
     """What a room expects from one source."""
 
     source: int
     link: Link
     said_at: float
-    state: LegState = LegState.CONNECTING
+    state: InboundState = InboundState.CONNECTING
     offer_seq: int = 0
     accepted: bool = False
-    vouched: bool = False  # it has said what it computed, and that is what was asked for
+    confirmed: bool = False  # it has said what it computed, and that is what was asked for
 
-    def step(self, step: LegStep) -> None:
+    def step(self, step: InboundStep) -> None:
         """Go on to the next state."""
-        self.state = advance(LEG, self.state, step)
+        self.state = advance(INBOUND, self.state, step)
 
     def answered(self) -> None:
         """The source has said something about the room."""
-        if self.state is not LegState.QUIET:
-            self.step(LegStep.ACCEPTED)
+        if self.state is not InboundState.QUIET:
+            self.step(InboundStep.ACCEPTED)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +66,7 @@ class TargetRoom:
     plan: Plan
     deadline: float
     ledger: Ledger
-    legs: dict[int, Leg] = field(default_factory=dict)
+    inbounds: dict[int, InboundTransfer] = field(default_factory=dict)
     scatters: set[Op] = field(default_factory=set)
     metadata: bytes = b""
     failure: Failure | None = None
@@ -75,7 +76,7 @@ class TargetRoom:
         """Where it stands."""
         if self.failure:
             return Status.FAILED
-        if any(leg.state is LegState.CONNECTING for leg in self.legs.values()):
+        if any(inbound.state is InboundState.CONNECTING for inbound in self.inbounds.values()):
             return Status.CONNECTING
         return Status.MOVING if self.ledger.begun else Status.WAITING
 
@@ -83,125 +84,131 @@ class TargetRoom:
     def is_quarantined(self) -> bool:
         """Whether it has failed and waits for proof from a lost source."""
         return self.failure is not None and any(
-            leg.state is LegState.DRAINING and leg.link.state is LinkState.LOST
-            for leg in self.legs.values()
+            inbound.state is InboundState.DRAINING and inbound.link.state is LinkState.LOST
+            for inbound in self.inbounds.values()
         )
 
-    def may_come(self, leg: Leg, note: Arrived, rank: int, slot_bytes: int) -> bool:
+    def may_come(self, inbound: InboundTransfer, note: Arrived, rank: int, slot_bytes: int) -> bool:
         """Whether a source owes what it says has come, and a slot holds it."""
-        if not all(self.ledger.owes(leg.source, block) for block in note.blocks):
+        if not all(self.ledger.owes(inbound.source, block) for block in note.blocks):
             return False
         if note.serial is None:
             return True
-        size = image_bytes(self.plan, leg.source, rank, self.wanted.request, note.blocks)
+        size = image_bytes(self.plan, inbound.source, rank, self.wanted.request, note.blocks)
         return size <= slot_bytes
 
     def expired(self) -> Failure:
         """Why it ends at its deadline."""
         late = [
-            f"{leg.link.peer} ({leg.state})"
-            for leg in self.legs.values()
-            if leg.state is not LegState.CLOSED or self.ledger.missing(leg.source)
+            f"{inbound.link.peer} ({inbound.state})"
+            for inbound in self.inbounds.values()
+            if inbound.state is not InboundState.CLOSED or self.ledger.missing(inbound.source)
         ]
         return Failure.of(FailureCode.DEADLINE, f"still waiting for {', '.join(late)}")
 
     def unusable(self) -> list[Block]:
         """After a failure: what never came, and what came from a source that may be wrong.
 
-        Where the engine gave a digest, what a source wrote counts only once it has vouched.
+        Where the engine gave a digest, what a source wrote counts only once it has confirmed.
         """
         differs = self.failure is not None and self.failure.code is FailureCode.CONTENT_DIFFERS
-        vouches = bool(self.wanted.digest)
+        confirms = bool(self.wanted.digest)
         return self.ledger.lacking(
-            {n for n, leg in self.legs.items() if differs or (vouches and not leg.vouched)}
+            {
+                n
+                for n, inbound in self.inbounds.items()
+                if differs or (confirms and not inbound.confirmed)
+            }
         )
 
 
-class Legs:
-    """Every leg of every room, and what is said about it."""
+class InboundTransfers:
+    """Every inbound of every room, and what is said about it."""
 
     def __init__(self, rooms: Mapping[Room, TargetRoom], links: Links, outbox: Outbox) -> None:
         self._rooms = rooms
         self._links = links
         self._outbox = outbox
 
-    def find(self, link: Link, body: RoomMessage) -> tuple[TargetRoom, Leg] | None:
-        """Return the leg that a message is about, if this attempt at the room is still on."""
+    def find(self, link: Link, body: RoomMessage) -> tuple[TargetRoom, InboundTransfer] | None:
+        """Return the inbound that a message is about, if this attempt at the room is still on."""
         room = self._rooms.get(body.room)
         if room is None or room.generation != body.generation:
             self._outbox.counts["late"] += 1
             return None
-        leg = room.legs.get(link.peer.rank)
-        if leg is None or leg.link is not link:
+        inbound = room.inbounds.get(link.peer.rank)
+        if inbound is None or inbound.link is not link:
             return None
-        leg.accepted = True
-        return room, leg
+        inbound.accepted = True
+        return room, inbound
 
-    def of(self, link: Link) -> Iterator[tuple[TargetRoom, Leg]]:
-        """Yield the legs that depend on a link, with their rooms."""
+    def of(self, link: Link) -> Iterator[tuple[TargetRoom, InboundTransfer]]:
+        """Yield the inbounds that depend on a link, with their rooms."""
         for room in list(self._rooms.values()):
-            for leg in room.legs.values():
-                if leg.link is link:
-                    yield room, leg
+            for inbound in room.inbounds.values():
+                if inbound.link is link:
+                    yield room, inbound
 
-    def offer(self, room: TargetRoom, leg: Leg) -> None:
+    def offer(self, room: TargetRoom, inbound: InboundTransfer) -> None:
         """Tell a source which pages wait for what it owes."""
-        if leg.state is LegState.CONNECTING:
-            leg.step(LegStep.LINKED)
+        if inbound.state is InboundState.CONNECTING:
+            inbound.step(InboundStep.LINKED)
         left_s = room.deadline - self._outbox.now
         remaining_s = min(max(MIN_REMAINING_S, left_s), MAX_REMAINING_S)
         what = room.wanted.request, room.wanted.tables
-        self._tell(leg, Offer(room.name, room.generation, *what, remaining_s))
-        leg.offer_seq = leg.link.seq_out
+        self._tell(inbound, Offer(room.name, room.generation, *what, remaining_s))
+        inbound.offer_seq = inbound.link.seq_out
 
-    def complete(self, room: TargetRoom, leg: Leg) -> None:
+    def complete(self, room: TargetRoom, inbound: InboundTransfer) -> None:
         """Tell a source that the room is done."""
-        self._tell(leg, Complete(room.name, room.generation))
+        self._tell(inbound, Complete(room.name, room.generation))
 
-    def abort(self, room: TargetRoom, leg: Leg) -> None:
+    def abort(self, room: TargetRoom, inbound: InboundTransfer) -> None:
         """Tell a source that the room has failed."""
         assert room.failure is not None
-        self._tell(leg, Abort(room.name, room.generation, room.failure, leg.accepted))
+        self._tell(inbound, Abort(room.name, room.generation, room.failure, inbound.accepted))
 
-    def _tell(self, leg: Leg, body: Offer | Nudge | Complete | Abort) -> None:
-        leg.said_at = self._outbox.now
-        self._links.say(leg.link, body)
+    def _tell(self, inbound: InboundTransfer, body: Offer | StatusPoll | Complete | Abort) -> None:
+        inbound.said_at = self._outbox.now
+        self._links.say(inbound.link, body)
 
-    def repeat_at(self, leg: Leg) -> float:
+    def repeat_at(self, inbound: InboundTransfer) -> float:
         """When something has to be said again."""
         config = self._links.config
-        match leg.state:
-            case LegState.OFFERED | LegState.DRAINING:
-                return leg.said_at + config.resend_s
-            case LegState.ACCEPTED | LegState.CLOSED:
-                return leg.said_at + config.nudge_s
-            case LegState.CONNECTING | LegState.QUIET:
+        match inbound.state:
+            case InboundState.OFFERED | InboundState.DRAINING:
+                return inbound.said_at + config.resend_s
+            case InboundState.ACCEPTED | InboundState.CLOSED:
+                return inbound.said_at + config.status_poll_s
+            case InboundState.CONNECTING | InboundState.QUIET:
                 return inf
 
-    def repeat(self, room: TargetRoom, leg: Leg, serials: tuple[Serial, ...]) -> None:
+    def repeat(
+        self, room: TargetRoom, inbound: InboundTransfer, serials: tuple[Serial, ...]
+    ) -> None:
         """Say again what may have been lost. ``serials`` are credits not seen used."""
-        if leg.state is LegState.OFFERED:
-            self.offer(room, leg)
-        elif leg.state is LegState.DRAINING:
-            self.abort(room, leg)
+        if inbound.state is InboundState.OFFERED:
+            self.offer(room, inbound)
+        elif inbound.state is InboundState.DRAINING:
+            self.abort(room, inbound)
         else:
-            self._tell(leg, Nudge(room.name, room.generation, serials[:MAX_CREDITS]))
+            self._tell(inbound, StatusPoll(room.name, room.generation, serials[:MAX_CREDITS]))
 
     def is_quiet(self, room: TargetRoom) -> bool:
         """Whether it is proven that no source writes for the room any more."""
-        return all(leg.state is LegState.QUIET for leg in room.legs.values())
+        return all(inbound.state is InboundState.QUIET for inbound in room.inbounds.values())
 
     def check(self) -> None:
-        """Every leg is of its source's link, and only a failed room drains."""
+        """Every inbound is of its source's link, and only a failed room drains."""
         for name, room in self._rooms.items():
             assert room.name == name, room
-            for source, leg in room.legs.items():
-                assert leg.source == source == leg.link.peer.rank, leg
-                assert leg.state is not LegState.DRAINING or room.failure, leg
+            for source, inbound in room.inbounds.items():
+                assert inbound.source == source == inbound.link.peer.rank, inbound
+                assert inbound.state is not InboundState.DRAINING or room.failure, inbound
 
 
 @dataclass(slots=True, eq=False)
-class Scattering:
+class ActiveScatter:
     """A scatter that is under way."""
 
     room: TargetRoom
@@ -210,29 +217,34 @@ class Scattering:
     slot: SlotIndex
 
 
-class Scatters:
+class ActiveScatters:
     """Slots whose bytes are being copied into pages."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
-        self.under_way: dict[Op, Scattering] = {}
+        self.under_way: dict[Op, ActiveScatter] = {}
         self._ops = 0
 
     def __len__(self) -> int:
         return len(self.under_way)
 
     def begin(
-        self, room: TargetRoom, leg: Leg, blocks: tuple[Block, ...], slot: SlotIndex, serial: Serial
+        self,
+        room: TargetRoom,
+        inbound: InboundTransfer,
+        blocks: tuple[Block, ...],
+        slot: SlotIndex,
+        serial: Serial,
     ) -> None:
         """Have a slot copied into the room's pages."""
         self._ops += 1
         op = Op(self._ops)
         room.scatters.add(op)
-        self.under_way[op] = Scattering(room, leg.source, blocks, slot)
+        self.under_way[op] = ActiveScatter(room, inbound.source, blocks, slot)
         what = room.plan, room.wanted.request, blocks
-        self._outbox.do(Scatter(op, room.name, leg.link.peer, *what, slot, serial))
+        self._outbox.do(Scatter(op, room.name, inbound.link.peer, *what, slot, serial))
 
-    def end(self, op: Op) -> Scattering | None:
+    def end(self, op: Op) -> ActiveScatter | None:
         """A slot's bytes are in the pages; None if that was known already."""
         done = self.under_way.pop(op, None)
         if done is None:

@@ -14,8 +14,8 @@ import msgspec
 
 from kvferry.router.bodies import ID_BITS, STREAM_FIELDS, ClientAsk
 from kvferry.router.options import EngineName, replicated
-from kvferry.router.roster import Health, Unwell, Worker, WorkerPart
-from kvferry.router.upstream import TRANSFER_FAILED, Blame, Failed, Opened
+from kvferry.router.upstream import TRANSFER_FAILED, Failed, FaultDomain, Opened
+from kvferry.router.worker_pool import Health, Unwell, Worker, WorkerRole
 
 PARAMS = "kv_transfer_params"
 # By which vLLM's API server is told the data-parallel replica.
@@ -28,7 +28,7 @@ ENGINE_DEAD = "EngineCore encountered an issue"
 LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", *STREAM_FIELDS)
 
 
-class Dialect(ABC):
+class EngineAdapter(ABC):
     """One engine's. ``needs_seed``: both workers sample; ``gives_up``: rooms can be called off."""
 
     needs_seed = False
@@ -65,7 +65,7 @@ class Dialect(ABC):
         return outcome
 
 
-class OwnDialect(Dialect):
+class KvferryAdapter(EngineAdapter):
     """The reference engine's, ``docs/serving.md``."""
 
     needs_seed = True
@@ -107,7 +107,7 @@ class ModelList(msgspec.Struct, frozen=True):
     data: list[ModelEntry]
 
 
-class VllmDialect(Dialect):
+class VllmAdapter(EngineAdapter):
     """vLLM's, with kvferry's connector on both sides (``docs/connectors/vllm.md``).
 
     Decode computes the prompt's last token again and samples by itself, so that prefill need not.
@@ -148,12 +148,14 @@ class VllmDialect(Dialect):
         if isinstance(outcome, Opened):
             if not outcome.head.startswith(ERROR_EVENT):
                 return outcome
-            outcome = Failed(outcome.worker, Blame.WORKER, "the answer ended before it began", 500)
+            outcome = Failed(
+                outcome.worker, FaultDomain.WORKER, "the answer ended before it began", 500
+            )
         if ENGINE_DEAD in outcome.message:
-            return outcome._replace(blame=Blame.LOST)
-        if outcome.worker.part is WorkerPart.DECODE and outcome.status == 500:
+            return outcome._replace(fault_domain=FaultDomain.LOST)
+        if outcome.worker.part is WorkerRole.DECODE and outcome.status == 500:
             why = f"the {outcome.worker} could not use the prompt's cache; its log says why"
-            return Failed(outcome.worker, Blame.TRANSFER, why, 502, TRANSFER_FAILED)
+            return Failed(outcome.worker, FaultDomain.TRANSFER, why, 502, TRANSFER_FAILED)
         return outcome
 
     async def ask_health(
@@ -171,7 +173,7 @@ class VllmDialect(Dialect):
 
 
 def instance_of(prefill: str, room: int) -> str:
-    """The instance that computes a room, as the connector calls it at the rendezvous."""
+    """The instance that computes a room, as the connector calls it at the discovery service."""
     name, num_replicas = replicated(prefill)
     return name if num_replicas == 1 else f"{name}-dp{room % num_replicas}"
 
@@ -181,7 +183,7 @@ def _several(prompt: Any) -> bool:
     return isinstance(prompt, list) and any(not isinstance(part, int) for part in prompt)
 
 
-class SglangDialect(VllmDialect):
+class SglangAdapter(VllmAdapter):
     """SGLang's, with kvferry's backend on both sides (``docs/connectors/sglang.md``).
 
     Prefill samples the first token and decode takes it from the room. A prefill worker's name is
@@ -221,13 +223,13 @@ def _rooms(body: dict[str, Any], room: int) -> int | list[int]:
     return list(range(first, first + num_answers))
 
 
-_DIALECTS: dict[EngineName, type[Dialect]] = {
-    EngineName.KVFERRY: OwnDialect,
-    EngineName.VLLM: VllmDialect,
-    EngineName.SGLANG: SglangDialect,
+_ADAPTERS: dict[EngineName, type[EngineAdapter]] = {
+    EngineName.KVFERRY: KvferryAdapter,
+    EngineName.VLLM: VllmAdapter,
+    EngineName.SGLANG: SglangAdapter,
 }
 
 
-def dialect_of(engine: EngineName) -> Dialect:
+def adapter_of(engine: EngineName) -> EngineAdapter:
     """By what the workers run."""
-    return _DIALECTS[engine]()
+    return _ADAPTERS[engine]()

@@ -13,12 +13,12 @@ from kvferry.endpoint.jobs import ScatterJob, WriteJob
 from kvferry.endpoint.loop.channels import SourceChannel, TargetChannel
 from kvferry.endpoint.loop.chooser import Chooser
 from kvferry.endpoint.loop.directory import Directory
-from kvferry.endpoint.loop.links import Links
+from kvferry.endpoint.loop.links import TargetLinkTable
 from kvferry.endpoint.loop.rooms import RoomTable
-from kvferry.endpoint.loop.scatters import Scatters
-from kvferry.endpoint.loop.writes import Writes
+from kvferry.endpoint.loop.scatters import StagedScatters
+from kvferry.endpoint.loop.writes import TransportWrites
 from kvferry.endpoint.outgoing import Outgoing, Waitable
-from kvferry.endpoint.runner.runner import SourceDriver, TargetDriver
+from kvferry.endpoint.runner.runner import SourceRunner, TargetRunner
 from kvferry.endpoint.transport_thread import Measured, Reached, Unreached
 from kvferry.ids import Peer, Room
 from kvferry.protocol.events import (
@@ -27,12 +27,12 @@ from kvferry.protocol.events import (
     Event,
     Finish,
     Instance,
-    NewLife,
     Open,
+    PeerRestarted,
     Push,
     Receive,
 )
-from kvferry.protocol.legs import TargetRoom
+from kvferry.protocol.inbound import TargetRoom
 from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome
 from kvferry.protocol.target import TargetMachine
@@ -46,15 +46,15 @@ PUSHED = Moment.PUSHED
 AFTER_POLL_S = 100e-6
 
 
-class Role(Protocol):
-    """What the loop turns beside the driver."""
+class LoopSide(Protocol):
+    """What the loop turns beside the runner."""
 
     @property
-    def hurried(self) -> bool:
+    def urgent(self) -> bool:
         """Whether something that others wait for is about to end."""
 
     def hear(self, news: Any) -> None:
-        """Take news from the mover or the copier."""
+        """Take news from the transport_thread or the copier."""
 
     def cancel(self, handle: Any) -> bool:
         """Give up a room that has not come to the machine; False if it has."""
@@ -73,8 +73,8 @@ class Role(Protocol):
         """Staging slots that are not in use."""
 
 
-class SourceRooms:
-    """To a source's driver, how rooms end: what was bound for one is let go of with it."""
+class SourceRoomEnds:
+    """To a source's runner, how rooms end: what was bound for one is let go of with it."""
 
     def __init__(self, rooms: RoomTable[Outgoing], chooser: Chooser) -> None:
         self._rooms = rooms
@@ -90,11 +90,11 @@ class SourceRooms:
         self._rooms.release(room)
 
 
-class TargetRooms:
-    """To a target's driver, how rooms end: a failed one tells which of its pages are no use."""
+class TargetRoomEnds:
+    """To a target's runner, how rooms end: a failed one tells which of its pages are no use."""
 
     def __init__(
-        self, rooms: RoomTable[Incoming], machine: TargetMachine, scatters: Scatters
+        self, rooms: RoomTable[Incoming], machine: TargetMachine, scatters: StagedScatters
     ) -> None:
         self.table = rooms
         self._machine = machine
@@ -123,20 +123,20 @@ class TargetRooms:
         self.table.release(room)
 
 
-class SourceRole:
+class SourceSide:
     """A prefill rank."""
 
     def __init__(
         self,
-        driver: SourceDriver,
+        runner: SourceRunner,
         step: Callable[[Event], None],
         rooms: RoomTable[Outgoing],
-        links: Links,
-        writes: Writes,
+        links: TargetLinkTable,
+        writes: TransportWrites,
         channel: SourceChannel,
         observer: Observer,
     ) -> None:
-        self._driver = driver
+        self._runner = runner
         self._step = step
         self._rooms = rooms
         self._links = links
@@ -146,7 +146,7 @@ class SourceRole:
         self._waiting: dict[Outgoing, None] = {}
 
     def hear(self, news: WriteJob | Reached | Unreached | Measured) -> None:
-        """Take news from the mover or the copier."""
+        """Take news from the transport_thread or the copier."""
         if isinstance(news, WriteJob):
             self._writes.go_on(news)
         else:
@@ -199,7 +199,7 @@ class SourceRole:
             self._channel.let_out()
 
     @property
-    def hurried(self) -> bool:
+    def urgent(self) -> bool:
         """Whether a write has just begun: its end is news for a target that waits."""
         return self._writes.has_fresh
 
@@ -209,28 +209,28 @@ class SourceRole:
 
     def tidy(self) -> None:
         """Routes."""
-        self._channel.keep(self._driver.machine.links)
+        self._channel.keep(self._runner.machine.links)
 
     @property
     def num_free_slots(self) -> int:
         """Slots that no gather has."""
-        return len(self._driver.machine.local_slots)
+        return len(self._runner.machine.local_slots)
 
 
-class TargetRole:
+class TargetSide:
     """A decode rank."""
 
     def __init__(
         self,
-        driver: TargetDriver,
+        runner: TargetRunner,
         step: Callable[[Event], None],
-        ends: TargetRooms,
-        scatters: Scatters,
+        ends: TargetRoomEnds,
+        scatters: StagedScatters,
         channel: TargetChannel,
         directory: Directory,
         observer: Observer,
     ) -> None:
-        self._driver = driver
+        self._runner = runner
         self._step = step
         self._rooms = ends.table
         self._ends = ends
@@ -272,12 +272,12 @@ class TargetRole:
     def learn(self, name: str, view: InstanceView | None) -> None:
         """Take the view of an instance from discovery: None if it is not complete."""
         lives = {Peer(view.name, one.rank): one.incarnation for one in view.ranks} if view else {}
-        # Ask after ranks that the rendezvous no longer has in the life that we know.
-        self._driver.ask_after(lambda link: link.peer.instance == name and _differs(link, lives))
+        # Ask after ranks that the discovery service no longer has in the life that we know.
+        self._runner.ask_after(lambda link: link.peer.instance == name and _differs(link, lives))
         # Before any room begins: an offer to a life that has ended would fail it.
         for peer, incarnation in lives.items():
             if incarnation is not None:
-                self._step(NewLife(peer, incarnation))
+                self._step(PeerRestarted(peer, incarnation))
         for handle in self._directory.learn(name, view):
             assert view is not None
             self._begin(handle, view)
@@ -289,7 +289,7 @@ class TargetRole:
         fingerprint = view.fingerprint
         if fingerprint is None:
             # The handshake alone compares it.
-            fingerprint = self._driver.machine.peers.identity.fingerprint
+            fingerprint = self._runner.machine.peers.identity.fingerprint
         return Instance(view.name, fingerprint, view.layout)
 
     # ------------------------------------------------------------ rooms that never began
@@ -315,7 +315,7 @@ class TargetRole:
             self._never_began(handle, FailureCode.UNREACHABLE, text)
 
     @property
-    def hurried(self) -> bool:
+    def urgent(self) -> bool:
         """A target launches only what its sources wait for."""
         return False
 
@@ -325,7 +325,7 @@ class TargetRole:
 
     def tidy(self) -> None:
         """Instances and connections."""
-        machine = self._driver.machine
+        machine = self._runner.machine
         linked = {link.peer.instance for link in machine.links.values()}
         needed = self._directory.forget_ended(linked)
         for peer in self._channel.peers:
@@ -336,7 +336,7 @@ class TargetRole:
     @property
     def num_free_slots(self) -> int:
         """Slots that no source may write into."""
-        return len(self._driver.machine.credits.free)
+        return len(self._runner.machine.credits.free)
 
 
 def _differs(link: Link, lives: dict[Peer, int | None]) -> bool:

@@ -56,7 +56,7 @@ class ReceiveRoom:
 
 
 @dataclass
-class PrefillOrders:
+class PrefillMetadata:
     """What a step says to sources."""
 
     opened: list[OpenRoom] = field(default_factory=list)
@@ -68,7 +68,7 @@ class PrefillOrders:
 
 
 @dataclass
-class DecodeOrders:
+class DecodeMetadata:
     """What a step says to targets."""
 
     received: list[ReceiveRoom] = field(default_factory=list)

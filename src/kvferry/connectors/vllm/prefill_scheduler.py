@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry import Room
-from kvferry.connectors.vllm.orders import OpenRoom, PrefillOrders, PushTokens
+from kvferry.connectors.vllm.metadata import OpenRoom, PrefillMetadata, PushTokens
 from kvferry.connectors.vllm.paging import BlockCuts
 from kvferry.connectors.vllm.params import for_decode
 
@@ -37,7 +37,7 @@ class SourceRequest:
     computed: int = 0
 
 
-class PrefillBook:
+class PrefillScheduler:
     """One scheduler's requests for other instances to decode. ``orders`` are taken each step."""
 
     def __init__(self, instance: str, cuts: BlockCuts, room: Callable[[], Room] = new_room) -> None:
@@ -48,7 +48,7 @@ class PrefillBook:
         # Rooms that were chosen elsewhere, until every rank has released them.
         self._given: dict[str, Room] = {}
         self._taken: set[Room] = set()
-        self.orders = PrefillOrders()
+        self.orders = PrefillMetadata()
 
     def __contains__(self, request: str) -> bool:
         return request in self._requests
@@ -125,7 +125,7 @@ class PrefillBook:
         if room is not None:
             self._taken.discard(room)
 
-    def take_orders(self) -> PrefillOrders:
+    def take_metadata(self) -> PrefillMetadata:
         """What has to be done, once."""
-        orders, self.orders = self.orders, PrefillOrders()
+        orders, self.orders = self.orders, PrefillMetadata()
         return orders

@@ -1,0 +1,46 @@
+"""Traces for tests: a room of one source and one target, on clocks of their own."""
+
+from __future__ import annotations
+
+from kvferry.telemetry.clocks import Offset
+from kvferry.telemetry.steps import Moment, RoomTrace, TraceStep
+
+AHEAD_S = 1000.0
+OFFSETS = {("d/0", "p/0"): Offset(AHEAD_S, 0.0004)}
+
+
+def source(*, late_offer: bool = False) -> RoomTrace:
+    offered = 6.0 if late_offer else 0.5
+    steps = (
+        TraceStep(Moment.OPENED, 0.2),
+        TraceStep(Moment.OFFERED, offered, "d/0", True),
+        TraceStep(Moment.PUSHED, 3.0, detail="tokens 0 to 64"),
+        TraceStep(Moment.FINISHED, 4.0),
+        TraceStep(Moment.GATHERED, 7.0, "d/0", False, 0.5, 1 << 20, "staged"),
+        TraceStep(Moment.WRITTEN, 9.0, "d/0", False, 2.0, 1 << 20, "staged"),
+        TraceStep(Moment.CLOSED, 9.1, "d/0"),
+        TraceStep(Moment.DONE, 11.0),
+    )
+    moved = tuple(TraceStep(s.step, s.at + AHEAD_S, *_rest(s)) for s in steps)
+    return RoomTrace("p/0", "source", "17", moved, "req-1", "")
+
+
+def _rest(step: TraceStep) -> tuple[str, bool, float, int, str, str]:
+    return step.peer, step.heard, step.seconds, step.num_bytes, step.mode, step.detail
+
+
+def target() -> RoomTrace:
+    steps = (
+        TraceStep(Moment.ASKED, 0.0),
+        TraceStep(Moment.ARRIVED, 9.1, "p/0", True),
+        TraceStep(Moment.SCATTERED, 9.6, "p/0", False, 0.4),
+        TraceStep(Moment.CLOSED, 9.2, "p/0", True),
+        TraceStep(Moment.DONE, 10.0),
+    )
+    return RoomTrace("d/0", "target", "17", steps)
+
+
+def failed() -> RoomTrace:
+    why = "peer-gone: lost p/0"
+    steps = (TraceStep(Moment.ASKED, 0.0), TraceStep(Moment.FAILED, 2.0, detail=why))
+    return RoomTrace("d/0", "target", "17", steps)
