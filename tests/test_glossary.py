@@ -1,53 +1,57 @@
-"""docs/glossary.md explains words that the code has, and names what exists."""
+"""docs/glossary.md: at most 45 terms, each with the symbol that carries it."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 CODE = ROOT / "src" / "kvferry"
-# Commands, servers and figures have words of their own, such as plot.
-ELSEWHERE = ("cli", "pictures", "reference", "router")
-TEXT = "\n".join(
-    path.read_text(encoding="utf-8")
-    for path in CODE.rglob("*.py")
-    if path.relative_to(CODE).parts[0] not in ELSEWHERE
+MAX_TERMS = 45
+ROWS = re.findall(
+    r"(?m)^\| (?!term )([^|`-][^|]*) \| `([\w.]+)` \| .+ \|$",
+    (ROOT / "docs" / "glossary.md").read_text("utf-8"),
 )
-ROWS = [
-    (row[1], row[2])
-    for row in re.finditer(
-        r"(?m)^\| ([^|]+) \| ([^|]+) \|$", (ROOT / "docs" / "glossary.md").read_text("utf-8")
-    )
-    if row[1] != "word" and not row[1].startswith("-")
-]
-WORDS = [word for row, _ in ROWS for word in row.split(", ")]
 
 
-def is_in_code(word: str) -> bool:
-    """Also as a part of an identifier, or in the plural."""
-    spaced = "[ _-]?".join(map(re.escape, word.split()))
-    return re.search(rf"(?i)(?<![a-z]){spaced}(?:s|ed)?(?![a-z])", TEXT) is not None
+def defined(tree: ast.AST, owner: str = "") -> Iterator[str]:
+    """Yield classes, functions, fields and module-level names, members as ``Class.member``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+            yield from defined(node, f"{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            yield owner + node.name
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield from (owner + node.target.id, node.target.id)
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
 
 
-def test_there_are_words() -> None:
-    assert len(WORDS) > 80
-    assert len({*WORDS}) == len(WORDS)
-    assert not is_in_code("plot")
+SYMBOLS = {
+    name
+    for path in CODE.rglob("*.py")
+    for name in defined(ast.parse(path.read_text(encoding="utf-8")))
+}
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_a_word_is_in_the_code(word: str) -> None:
-    assert is_in_code(word)
+def test_the_glossary_is_short_and_names_each_term_once() -> None:
+    terms = [term for term, _ in ROWS]
+    assert 30 < len(terms) <= MAX_TERMS
+    assert len({*terms}) == len(terms)
+    lines = (ROOT / "docs" / "glossary.md").read_text("utf-8").splitlines()
+    tables = [line for line in lines if line.startswith("| ") and not line.startswith("| term ")]
+    assert len(tables) == len(ROWS), "a row has no symbol"
 
 
-def test_what_an_entry_names_is_there() -> None:
-    named = [name for _, meaning in ROWS for name in re.findall(r"`([\w./]+)`", meaning)]
-    missing = [
-        name
-        for name in named
-        if not (CODE / name).exists() and not re.search(rf"\b{name.split('.')[-1]}\b", TEXT)
-    ]
-    assert missing == []
+@pytest.mark.parametrize(("term", "symbol"), ROWS)
+def test_each_term_names_a_symbol_of_the_code(term: str, symbol: str) -> None:
+    assert symbol in SYMBOLS
+
+
+def test_a_symbol_that_is_gone_would_be_noticed() -> None:
+    assert "NoSuchSymbol" not in SYMBOLS
