@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "limits.md"
-TRIED = PAGE.read_text(encoding="utf-8").split("### Caches")[1].split("## Not there")[0]
+TRIED = PAGE.read_text(encoding="utf-8").split("### Beside K and V")[1].split("## Not there")[0]
 KINDS = ("run", "bytes", "plan", "refused")
 # Where engines compute.
 ENGINES = ("tests_vllm", "tests_sglang", "tests/reference")
@@ -44,6 +44,6 @@ def test_a_claim_has_a_test(claim: Claim) -> None:
 def test_every_cell_says_how_it_was_tried() -> None:
     rows = re.findall(r"(?m)^\| (.+) \|\n(?!\|-)", TRIED)
     cells = [cell for row in rows for cell in row.split(" | ")[1:]]
-    words = re.compile(rf"\[({'|'.join(KINDS)})\]\(|not tested|no layout says it|^–$")
-    assert len(cells) > 90
+    words = re.compile(rf"\[({'|'.join(KINDS)})\]\(|not tested")
+    assert len(cells) > 25
     assert [cell for cell in cells if not words.search(cell)] == []
