@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from endpoint.test_metrics_docs import Metric, documented
+from telemetry.test_metrics_docs import Metric, documented
 
 ROOT = Path(__file__).parents[2]
 HEADINGS = ("## Endpoints", "## The discovery service", "## The router", "## Workers", "## HTTP")

@@ -38,7 +38,7 @@ from kvferry.errors import KvferryError
 from kvferry.ids import MAX_ID
 from kvferry.security.signing import SCHEME, Introduction, RequestVerifier, SignatureFault
 from kvferry.security.tokens import token_problem
-from kvferry.telemetry.reports import EndpointView
+from kvferry.telemetry.status import EndpointStatus
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -243,7 +243,7 @@ class DiscoveryService:
         return web.Response(status=204)
 
     async def _view(self, request: web.Request) -> web.Response:
-        view = _decoded(await request.read(), EndpointView)
+        view = _decoded(await request.read(), EndpointStatus)
         name, rank = _place(request)
         if (view.instance, view.rank) != (name, rank):
             raise DiscoveryError(

@@ -15,11 +15,11 @@ from kvferry.discovery.loop import LoopThread
 from kvferry.discovery.records import DiscoveryError, DiscoveryFault
 from kvferry.ids import Peer
 from kvferry.security.keys import ClusterKey
-from kvferry.telemetry.reports import EndpointView, ReportRequest
+from kvferry.telemetry.status import EndpointStatus, ReportRequest
 
 log = logging.getLogger("kvferry.discovery")
 
-MakeView = Callable[[ReportRequest], Future[EndpointView]]
+MakeView = Callable[[ReportRequest], Future[EndpointStatus]]
 
 # An owner that is busy for longer is reported by the watchman.
 VIEW_S = 5.0

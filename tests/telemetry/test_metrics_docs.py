@@ -29,7 +29,7 @@ from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import BalancePolicy
 from kvferry.router.upstream import Opened
 from kvferry.router.worker_pool import Worker, WorkerPool, WorkerRole
-from kvferry.telemetry.metrics import LABELS, REFUSALS, EndpointMetrics
+from kvferry.telemetry.metrics import LABELS, REJECTED, EndpointMetrics
 from kvferry.telemetry.observer import LoopStatus
 
 ROOT = Path(__file__).parents[2]
@@ -176,8 +176,8 @@ def refusals(tree: ast.Module) -> Iterator[str]:
 
 
 def test_every_refusal_has_its_row() -> None:
-    counted = {what for tree in syntax("endpoint") for what in refusals(tree)} | {*REFUSALS}
-    assert len(counted) > 5 + len(REFUSALS)
+    counted = {what for tree in syntax("endpoint") for what in refusals(tree)} | {*REJECTED}
+    assert len(counted) > 5 + len(REJECTED)
     assert {words(what)[0] for what, _ in rows("## Endpoints", 2)} == counted
 
 
