@@ -204,7 +204,7 @@ def test_stopping_answers_those_who_wait() -> None:
 
 def test_health_is_answered_and_counted(url: str) -> None:
     assert ask(url, "GET", "/healthz").json == {"status": "ok"}
-    assert b'asked="GET /healthz"' in ask(url, "GET", "/metrics").body
+    assert b'route="GET /healthz"' in ask(url, "GET", "/metrics").body
 
 
 # ---------------------------------------------------------------- input that is wrong

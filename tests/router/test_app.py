@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_answer() -> None:
         async with here.http.get(f"{here.url}/metrics") as response:
             metrics = await response.text()
         assert 'requests_total{path="/v1/completions",status="499"} 1.0' in metrics
-        assert 'in_flight{part="decode"} 0.0' in metrics
+        assert 'in_flight{role="decode"} 0.0' in metrics
 
 
 # ---------------------------------------------------------------- what clients get wrong
@@ -258,7 +258,7 @@ async def test_workers_are_found_at_the_discovery(with_key: bool, tmp_path: Any)
 
         assert await ask() == 503
         for worker in workers:
-            metadata = {"http": worker.url, "role": worker.part, "instance": worker.name}
+            metadata = {"http": worker.url, "role": worker.role, "instance": worker.name}
             one = record(f"{worker.name}@http", layout=layout(tp=1), metadata=metadata)
             client.register(one, 1.0)
         # One that serves no requests, as a prefill instance's own ranks.

@@ -203,9 +203,9 @@ async def test_a_room_that_nobody_will_use_is_given_up() -> None:
         asking = asyncio.create_task(here.ask())
         await until(lambda: len(here["p0"].seen) == 2 and here["d1"].seen)
         asking.cancel()
-        await until(lambda: len(here["p0"].given_up) == 2)
+        await until(lambda: len(here["p0"].cancelled_rooms) == 2)
         rooms = [body["kvferry"]["room"] for body in here["p0"].seen]
-        assert here["p0"].given_up == rooms
+        assert here["p0"].cancelled_rooms == rooms
 
 
 @bounded
@@ -214,7 +214,7 @@ async def test_a_room_that_was_used_is_left_alone() -> None:
         await here.ask()
         await here.ask(stream=False)
         await here.until_idle()
-        assert not here["p0"].given_up
+        assert not here["p0"].cancelled_rooms
 
 
 # ---------------------------------------------------------------- workers that are slow or silent
@@ -309,6 +309,6 @@ async def test_without_decode_workers_there_is_no_answer() -> None:
 @bounded
 async def test_a_worker_at_the_wrong_address_is_not_used() -> None:
     async with site(1, 1) as here:
-        here["p0"].part = "decode"
+        here["p0"].role = "decode"
         await here.until_up("p0", up=False)
         assert "it is a decode worker" in (await here.state())["p0"]["problem"]

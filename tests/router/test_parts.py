@@ -10,32 +10,33 @@ from hypothesis import strategies as st
 
 from kvferry.errors import InputError
 from kvferry.http.api_errors import ApiError
-from kvferry.router.bodies import Defaults, read_ask
-from kvferry.router.forward import TriedWorkers, next_try
+from kvferry.router.adapters import KvferryAdapter
+from kvferry.router.bodies import RequestDefaults, parse_call
+from kvferry.router.forward import AttemptState, next_try
 from kvferry.router.options import BalancePolicy, OnFailure, RouterOptions
 from kvferry.router.streams import WholeEvents
-from kvferry.router.upstream import Failed, FaultDomain
-from kvferry.router.worker_pool import Announced, Health, Worker, WorkerPool, WorkerRole
+from kvferry.router.upstream import FailedAttempt, FaultDomain
+from kvferry.router.worker_pool import AnnouncedWorker, Worker, WorkerHealth, WorkerPool, WorkerRole
 
 LOST_S = 10.0
 
 
-def health(worker: Worker, **changes: object) -> Health:
-    fields = {"role": worker.part, "name": worker.url, "model": "m"} | changes
-    return Health(**fields)  # type: ignore[arg-type]
+def health(worker: Worker, **changes: object) -> WorkerHealth:
+    fields = {"role": worker.role, "name": worker.url, "model": "m"} | changes
+    return WorkerHealth(**fields)  # type: ignore[arg-type]
 
 
 def pool_of(num_workers: int, policy: BalancePolicy = BalancePolicy.LEAST_LOADED) -> WorkerPool:
     """Decode workers w0, w1, …, found at the discovery service, all up at time 0."""
     pool = WorkerPool(policy, LOST_S)
-    pool.hear(listed(num_workers))
+    pool.update_listed(listed(num_workers))
     for worker in pool.workers:
-        pool.well(worker, health(worker), 0.0)
+        pool.mark_up(worker, health(worker), 0.0)
     return pool
 
 
-def listed(num_workers: int) -> list[Announced]:
-    return [Announced(f"w{i}", WorkerRole.DECODE) for i in range(num_workers)]
+def listed(num_workers: int) -> list[AnnouncedWorker]:
+    return [AnnouncedWorker(f"w{i}", WorkerRole.DECODE) for i in range(num_workers)]
 
 
 def choose(pool: WorkerPool, avoid: set[str] = frozenset()) -> str | None:  # type: ignore[assignment]
@@ -47,10 +48,10 @@ def choose(pool: WorkerPool, avoid: set[str] = frozenset()) -> str | None:  # ty
 
 
 def test_nobody_is_used_before_they_say_that_they_are_well() -> None:
-    pool = WorkerPool(BalancePolicy.ROUND_ROBIN, LOST_S, [Announced("w", WorkerRole.DECODE)])
+    pool = WorkerPool(BalancePolicy.ROUND_ROBIN, LOST_S, [AnnouncedWorker("w", WorkerRole.DECODE)])
     assert choose(pool) is None
     (worker,) = pool.workers
-    pool.well(worker, health(worker), 0.0)
+    pool.mark_up(worker, health(worker), 0.0)
     assert choose(pool) == "w"
     assert pool.choose(WorkerRole.PREFILL, "m") is None
     assert pool.choose(WorkerRole.DECODE, "other") is None
@@ -65,7 +66,7 @@ def test_round_robin_does_not_look_at_load() -> None:
 
 def test_the_least_loaded_is_chosen_and_ties_take_turns() -> None:
     pool = pool_of(3)
-    with pool.workers[0].asked():
+    with pool.workers[0].count_request():
         assert [choose(pool) for _ in range(3)] == ["w1", "w2", "w1"]
     assert choose(pool) == "w0"
 
@@ -73,60 +74,60 @@ def test_the_least_loaded_is_chosen_and_ties_take_turns() -> None:
 def test_requests_of_others_are_told_apart_from_ours() -> None:
     pool = pool_of(1)
     (worker,) = pool.workers
-    with worker.asked(), worker.asked():
-        pool.well(worker, health(worker, running=4, waiting=1), 1.0)
+    with worker.count_request(), worker.count_request():
+        pool.mark_up(worker, health(worker, running=4, waiting=1), 1.0)
         assert worker.load == 5
     assert worker.load == 3
-    pool.well(worker, health(worker), 2.0)
+    pool.mark_up(worker, health(worker), 2.0)
     assert worker.load == 0
 
 
 def test_one_slow_answer_is_forgiven_and_two_are_not() -> None:
     pool = pool_of(1)
     (worker,) = pool.workers
-    pool.missed(worker, "slow", 1.0, sure=False)
+    pool.mark_missed(worker, "slow", 1.0, sure=False)
     assert worker.up
-    pool.missed(worker, "slow", 2.0, sure=False)
+    pool.mark_missed(worker, "slow", 2.0, sure=False)
     assert (worker.up, worker.lost.is_set()) == (False, False)
-    pool.missed(worker, "slow", LOST_S + 1, sure=False)
+    pool.mark_missed(worker, "slow", LOST_S + 1, sure=False)
     assert worker.lost.is_set()
-    pool.well(worker, health(worker), LOST_S + 2)
+    pool.mark_up(worker, health(worker), LOST_S + 2)
     assert (worker.up, worker.lost.is_set()) == (True, False)
 
 
 def test_a_worker_that_refuses_is_left_out_but_may_finish() -> None:
     pool = pool_of(1)
     (worker,) = pool.workers
-    pool.missed(worker, "refused", 1.0, sure=True)
+    pool.mark_missed(worker, "refused", 1.0, sure=True)
     assert (worker.up, worker.lost.is_set()) == (False, False)
 
 
 def test_who_has_left_the_discovery_is_forgotten_when_nothing_is_under_way() -> None:
     pool = pool_of(2)
     worker = pool.workers[0]
-    pool.hear([])
+    pool.update_listed([])
     assert len(pool.workers) == 2, "the discovery service may have just started"
-    with worker.asked():
-        pool.missed(worker, "gone", 1.0, sure=True)
+    with worker.count_request():
+        pool.mark_missed(worker, "gone", 1.0, sure=True)
         assert len(pool.workers) == 2
-    pool.missed(worker, "gone", 2.0, sure=True)
+    pool.mark_missed(worker, "gone", 2.0, sure=True)
     assert [one.url for one in pool.workers] == ["w1"]
-    pool.hear(listed(2))
+    pool.update_listed(listed(2))
     assert len(pool.workers) == 2
 
 
 def test_a_given_address_is_never_forgotten() -> None:
-    pool = WorkerPool(BalancePolicy.ROUND_ROBIN, LOST_S, [Announced("w", WorkerRole.DECODE)])
-    pool.missed(pool.workers[0], "gone", 1.0, sure=True)
-    pool.hear([])
+    pool = WorkerPool(BalancePolicy.ROUND_ROBIN, LOST_S, [AnnouncedWorker("w", WorkerRole.DECODE)])
+    pool.mark_missed(pool.workers[0], "gone", 1.0, sure=True)
+    pool.update_listed([])
     assert len(pool.workers) == 1
 
 
 # ---------------------------------------------------------------- what is tried next
 
 
-def failure(part: WorkerRole, fault_domain: FaultDomain) -> Failed:
-    return Failed(Worker("u", part, "n", fixed=True), fault_domain, "why")
+def failure(part: WorkerRole, fault_domain: FaultDomain) -> FailedAttempt:
+    return FailedAttempt(Worker("u", part, "n", fixed=True), fault_domain, "why")
 
 
 @pytest.mark.parametrize(
@@ -151,15 +152,15 @@ def failure(part: WorkerRole, fault_domain: FaultDomain) -> Failed:
 def test_what_is_tried_next(
     part: WorkerRole, fault_domain: FaultDomain, on_failure: OnFailure, again: bool, local: bool
 ) -> None:
-    tried = TriedWorkers(attempts=1)
+    tried = AttemptState(attempts=1)
     assert next_try(tried, failure(part, fault_domain), on_failure, 2) is again
     assert tried.local is local
-    spent = TriedWorkers(attempts=2)
+    spent = AttemptState(attempts=2)
     assert not next_try(spent, failure(part, fault_domain), on_failure, 2)
 
 
 def test_a_request_that_two_workers_vanished_with_is_not_tried_again() -> None:
-    tried = TriedWorkers(attempts=1)
+    tried = AttemptState(attempts=1)
     assert next_try(tried, failure(WorkerRole.PREFILL, FaultDomain.LOST), OnFailure.LOCAL, 9)
     assert next_try(tried, failure(WorkerRole.DECODE, FaultDomain.WORKER), OnFailure.LOCAL, 9)
     assert not next_try(tried, failure(WorkerRole.DECODE, FaultDomain.LOST), OnFailure.LOCAL, 9)
@@ -169,9 +170,10 @@ def test_a_request_that_two_workers_vanished_with_is_not_tried_again() -> None:
 
 
 def read(body: object, header: str | None = None) -> dict[str, object]:
-    defaults = Defaults(lambda model: model or "m", OnFailure.LOCAL, 5)
-    ask = read_ask("/v1/completions", json.dumps(body).encode(), header, defaults)
-    return json.loads(ask.for_decode(1, "p", 2.0)) | {"on_failure": ask.on_failure}  # type: ignore[no-any-return]
+    defaults = RequestDefaults(lambda model: model or "m", OnFailure.LOCAL, 5)
+    call = parse_call("/v1/completions", json.dumps(body).encode(), header, defaults)
+    sent: dict[str, object] = json.loads(KvferryAdapter().for_decode(call, 1, "p", 2.0))
+    return sent | {"on_failure": call.on_failure}
 
 
 def test_a_body_may_override_the_header() -> None:

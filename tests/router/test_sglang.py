@@ -9,14 +9,14 @@ import pytest
 
 from kvferry import InputError
 from kvferry.router.adapters import SglangAdapter, adapter_of
-from kvferry.router.bodies import ClientAsk
+from kvferry.router.bodies import ApiCall
 from kvferry.router.options import EngineName, OnFailure, RouterOptions
 
 BOOTSTRAP = "10.0.0.2:8998"
 
 
-def ask(**body: Any) -> ClientAsk:
-    return ClientAsk("/v1/completions", {"model": "m"} | body, "m", False, OnFailure.LOCAL)
+def ask(**body: Any) -> ApiCall:
+    return ApiCall("/v1/completions", {"model": "m"} | body, "m", False, OnFailure.LOCAL)
 
 
 def test_both_workers_get_the_request_and_decode_learns_where() -> None:
@@ -40,7 +40,7 @@ def test_both_workers_get_the_request_and_decode_learns_where() -> None:
 )
 def test_each_answer_has_a_room(body: dict[str, Any], rooms: int | list[int]) -> None:
     adapter, asked = SglangAdapter(), ask(**body)
-    assert adapter.splits(asked)
+    assert adapter.can_split(asked)
     assert json.loads(adapter.for_prefill(asked, 7, 2.0))["bootstrap_room"] == rooms
     answer = json.loads(adapter.for_decode(asked, 7, BOOTSTRAP, 2.0))
     assert answer["bootstrap_room"] == rooms

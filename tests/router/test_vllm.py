@@ -14,15 +14,15 @@ from router.fakes import MODEL, FakeWorker, Site, Wire, bounded, completion, ref
 
 from kvferry import InputError
 from kvferry.router.adapters import REPLICA_HEADER, VllmAdapter
-from kvferry.router.bodies import ClientAsk
+from kvferry.router.bodies import ApiCall
 from kvferry.router.options import EngineName, OnFailure, RouterOptions
 from kvferry.router.serving import serving
 
 PARAMS = "kv_transfer_params"
 
 
-def ask(path: str = "/v1/completions", **body: Any) -> ClientAsk:
-    return ClientAsk(path, {"model": "m"} | body, "m", False, OnFailure.LOCAL)
+def ask(path: str = "/v1/completions", **body: Any) -> ApiCall:
+    return ApiCall(path, {"model": "m"} | body, "m", False, OnFailure.LOCAL)
 
 
 def test_prefill_is_asked_for_one_token_and_decode_for_the_rest() -> None:
@@ -49,7 +49,7 @@ def test_rooms_are_not_the_clients_to_choose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "splits"),
+    ("body", "can_split"),
     [
         ({"prompt": "p"}, True),
         ({"prompt": [1, 2, 3]}, True),
@@ -59,8 +59,8 @@ def test_rooms_are_not_the_clients_to_choose() -> None:
         ({"prompt": [[1], [2]]}, False),
     ],
 )
-def test_several_requests_have_no_room(body: dict[str, Any], splits: bool) -> None:
-    assert VllmAdapter().splits(ask(**body)) is splits
+def test_several_requests_have_no_room(body: dict[str, Any], can_split: bool) -> None:
+    assert VllmAdapter().can_split(ask(**body)) is can_split
 
 
 def test_a_prefill_needs_its_instances_name() -> None:

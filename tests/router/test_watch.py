@@ -12,8 +12,8 @@ import pytest
 from router.fakes import MODEL, bounded, site
 
 from kvferry.router.options import BalancePolicy, RouterOptions
-from kvferry.router.watch import Watch
-from kvferry.router.worker_pool import Announced, Health, Worker, WorkerPool, WorkerRole
+from kvferry.router.watch import WorkerWatch
+from kvferry.router.worker_pool import AnnouncedWorker, Worker, WorkerHealth, WorkerPool, WorkerRole
 
 URL = "http://127.0.0.1:1"
 
@@ -51,19 +51,23 @@ class Mute:
     def __init__(self) -> None:
         self.silent_since: float | None = None
 
-    async def __call__(self, session: aiohttp.ClientSession, worker: Worker, nonce: str) -> Health:
+    async def __call__(
+        self, session: aiohttp.ClientSession, worker: Worker, nonce: str
+    ) -> WorkerHealth:
         if self.silent_since is not None:
             await asyncio.Event().wait()
-        return Health("decode", "d0", MODEL)
+        return WorkerHealth("decode", "d0", MODEL)
 
 
 async def falls_silent(options: RouterOptions, at: float) -> tuple[float, float]:
     """Seconds from a worker's falling silent until it is left out, and until it is lost."""
     pool, worker = (
-        WorkerPool(BalancePolicy.ROUND_ROBIN, options.lost_s, [Announced(URL, WorkerRole.DECODE)]),
+        WorkerPool(
+            BalancePolicy.ROUND_ROBIN, options.lost_s, [AnnouncedWorker(URL, WorkerRole.DECODE)]
+        ),
         Mute(),
     )
-    watching = asyncio.create_task(Watch(options, pool, None, worker).run())
+    watching = asyncio.create_task(WorkerWatch(options, pool, None, worker).run())
     (known,) = pool.workers
     await asyncio.sleep(at)
     assert known.up
@@ -114,9 +118,9 @@ async def test_a_worker_that_calls_itself_unwell_is_left_out_at_once_with_its_re
 def test_one_word_of_its_own_is_enough() -> None:
     """Where two misses would be, if it had merely been slow."""
     for sure in (True, False):
-        pool = WorkerPool(BalancePolicy.ROUND_ROBIN, 20, [Announced(URL, WorkerRole.DECODE)])
+        pool = WorkerPool(BalancePolicy.ROUND_ROBIN, 20, [AnnouncedWorker(URL, WorkerRole.DECODE)])
         (worker,) = pool.workers
-        pool.well(worker, Health("decode", "d0", MODEL), 0.0)
-        pool.missed(worker, "it is not well", 1.0, sure=sure)
+        pool.mark_up(worker, WorkerHealth("decode", "d0", MODEL), 0.0)
+        pool.mark_missed(worker, "it is not well", 1.0, sure=sure)
         assert worker.up is not sure
         assert not worker.lost.is_set()

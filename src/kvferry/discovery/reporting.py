@@ -68,7 +68,7 @@ class StatusReporter:
                 if not (wishes.rooms or wishes.layout):
                     pause_s = wishes.every_s
             except DiscoveryError as error:
-                log.debug("view-not-told peer=%s fault=%s", self._peer, error.fault)
+                log.debug("status-report-failed peer=%s fault=%s", self._peer, error.fault)
                 pause_s = UNKNOWN_S if error.fault is DiscoveryFault.NOT_FOUND else backoff.next_s()
             except TimeoutError:
                 # The owner has much to do, or is gone and so are we soon.

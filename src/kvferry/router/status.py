@@ -50,7 +50,7 @@ class RouterStatus:
                 self._last = await self._cluster()
                 self._last_at = time.monotonic()
         assert self._last is not None
-        workers = tuple(_worker_status(worker) for worker in self._pool.workers)
+        workers = tuple(worker_status(worker) for worker in self._pool.workers)
         return msgspec.structs.replace(self._last, served_by="router", workers=workers)
 
     async def _cluster(self) -> ClusterStatus:
@@ -108,10 +108,11 @@ def _nothing(problem: str) -> ClusterStatus:
     return ClusterStatus(at=time.time(), served_by="router", problem=problem)
 
 
-def _worker_status(worker: Worker) -> WorkerStatus:
+def worker_status(worker: Worker) -> WorkerStatus:
+    """Return the document of a worker in the pool."""
     return WorkerStatus(
         name=worker.name,
-        part=str(worker.part),
+        role=str(worker.role),
         url=worker.url,
         model=worker.model,
         up=worker.up,

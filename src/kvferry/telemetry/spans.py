@@ -63,7 +63,7 @@ def find_tracer(environment: Mapping[str, str] = os.environ) -> Any | None:
             provider = _otlp_provider()
     except ImportError:
         if spans_requested(environment):
-            log.warning("no-spans error=%r", "install the extra: pip install 'kvferry[otel]'")
+            log.warning("spans-unavailable error=%r", "run pip install 'kvferry[otel]'")
         return None
     return provider.get_tracer(TRACER)
 

@@ -144,7 +144,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A worker in a router's pool."""
 
     name: str
-    part: str
+    role: str
     url: str
     model: str
     up: bool

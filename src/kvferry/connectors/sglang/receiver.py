@@ -139,7 +139,7 @@ class RoomReceiver:
         try:
             self.kv_mgr.decline(self.bootstrap_room, view)
         except KvferryError as error:
-            log.warning("not-declined room=%r why=%r", self.bootstrap_room, str(error))
+            log.warning("not-declined room=%r reason=%r", self.bootstrap_room, str(error))
 
     def failure_exception(self) -> None:
         """Raise why it failed."""

@@ -107,7 +107,7 @@ class RoomTable(Generic[H]):
             if failure.code is FailureCode.ABORTED:
                 # Somebody has changed their mind, which is nobody's fault.
                 log.info(
-                    "room-given-up endpoint=%s room=%r reason=%r", self._me, room, failure.message
+                    "room-aborted endpoint=%s room=%r reason=%r", self._me, room, failure.message
                 )
             else:
                 log.warning(

@@ -113,7 +113,7 @@ class StagedScatters:
         room, now = job.action.room, time.monotonic()
         self._observer.copy(room, job.action.source, StepKind.SCATTERED, now, now - job.begun)
         if job.problem:
-            log.error("scatter-failed room=%r problem=%r", room, job.problem)
+            log.error("scatter-failed room=%r error=%r", room, job.problem)
             failure = Failure.of(FailureCode.TRANSPORT, f"a scatter failed: {job.problem}")
             self._answer(Cancel(room, failure))
         self._answer(Scattered(job.op))
