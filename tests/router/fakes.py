@@ -1,4 +1,4 @@
-"""Workers that speak the contract and compute nothing, for the tests of the router."""
+"""Fake workers that follow the HTTP contract and compute nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a router leaves a worker out, in a time that passes by itself."""
+"""When the worker watch marks a worker down, in simulated time."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def seconds_until(holds: Callable[[], bool]) -> float:
 
 @pytest.mark.parametrize("poll_s", [0.2, 1.0, 5.0])
 @pytest.mark.parametrize("phase", [0.01, 0.3, 0.99])
-def test_two_misses_take_as_long_as_is_promised(poll_s: float, phase: float) -> None:
+def test_two_missed_checks_take_the_promised_time(poll_s: float, phase: float) -> None:
     """Whenever it falls silent between two checks; and what it was asked ends by ``lost_s``."""
     options = RouterOptions(poll_s=poll_s, lost_s=20)
 
@@ -101,12 +101,12 @@ def test_two_misses_take_as_long_as_is_promised(poll_s: float, phase: float) -> 
     urgent(trace)
 
 
-def test_the_promise_is_what_the_documentation_says() -> None:
+def test_docs_state_the_promised_time() -> None:
     assert RouterOptions().left_out_s == 5
 
 
 @bounded
-async def test_a_worker_that_calls_itself_unwell_is_left_out_at_once_with_its_reason() -> None:
+async def test_an_unhealthy_worker_is_marked_down_at_once() -> None:
     async with site(1, 1) as here:
         here["d0"].problem = "rank 1 has shown no sign of life for 10 s"
         await here.until_up("d0", up=False)
@@ -115,7 +115,7 @@ async def test_a_worker_that_calls_itself_unwell_is_left_out_at_once_with_its_re
         await here.until_up("d0")
 
 
-def test_one_word_of_its_own_is_enough() -> None:
+def test_one_unhealthy_report_is_enough() -> None:
     """Where two misses would be, if it had merely been slow."""
     for sure in (True, False):
         pool = WorkerPool(BalancePolicy.ROUND_ROBIN, 20, [AnnouncedWorker(URL, WorkerRole.DECODE)])

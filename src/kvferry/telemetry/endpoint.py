@@ -36,7 +36,7 @@ from kvferry.telemetry.traces import EndedRoom, TraceBuffer
 MIN_RATE_WINDOW_S = 0.5
 
 
-class OpenRoom(ObservedRoom, Protocol):
+class ReportedRoom(ObservedRoom, Protocol):
     """Fields of an open room's handle that the status shows."""
 
     status: Status
@@ -49,7 +49,7 @@ class OpenRoom(ObservedRoom, Protocol):
 class LoopSnapshot(NamedTuple):
     """Fields of an endpoint's loop that the status shows: rooms, links and peers' clocks."""
 
-    rooms: Collection[OpenRoom]
+    rooms: Collection[ReportedRoom]
     num_quarantined: int
     links: Iterable[Link]
     offset: Callable[[Peer, float], Offset | None]
@@ -166,7 +166,7 @@ class EndpointTelemetry:
             offset=loop.offset(link.peer, now),
         )
 
-    def _open_rooms(self, rooms: Collection[OpenRoom], now: float) -> tuple[RoomStatus, ...]:
+    def _open_rooms(self, rooms: Collection[ReportedRoom], now: float) -> tuple[RoomStatus, ...]:
         """Return the rooms that have been open longest."""
         return tuple(
             self._room(room, room.status.name.lower(), now - room.begun)

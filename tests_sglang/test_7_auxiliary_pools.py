@@ -1,4 +1,4 @@
-"""Index keys, block scales and drafts' caches, between SGLang's own pools.
+"""Index keys, block scales and draft caches between SGLang's own pools.
 
 Without servers: on a CPU, SGLang 0.5.23 computes none of them.
 """
@@ -17,8 +17,8 @@ REFUSED = {
 }
 
 
-def test_what_lies_beside_k_and_v_goes_along_or_is_refused(folder: Path) -> None:
-    *carried, refused = run(folder, "beside.py")
+def test_auxiliary_pools_arrive_or_are_rejected(folder: Path) -> None:
+    *carried, refused = run(folder, "auxiliary_pools.py")
     forms = [each["form"] for each in carried]
     assert {form: forms.count(form) for form in forms} == {"index": 4, "scales": 4, "draft": 4}
     assert are_done(carried)
