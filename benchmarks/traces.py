@@ -27,7 +27,7 @@ def fleet(at_once: int, transport: str) -> Fleet:
 
 
 def turn(pair: Fleet, at_once: int, rooms: int, *, keep: bool) -> ControlLevel:
-    pair.all(pair.ranks, "keep_stories", keep)
+    pair.all(pair.ranks, "keep_traces", keep)
     # Warm the caches after the change.
     timed_level(pair, at_once, 2 * at_once)
     return timed_level(pair, at_once, rooms)

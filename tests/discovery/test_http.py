@@ -353,7 +353,7 @@ def test_health_and_counts_need_no_key_and_name_nobody(keyed: str) -> None:
     assert "kvferry_discovery_instances 1.0" in text
     assert "kvferry_discovery_complete_instances 0.0" in text
     path = "/v1/instances/{name}/ranks/{rank}"
-    assert f'requests_total{{asked="PUT {path}",status="204"}} 1.0' in text
+    assert f'requests_total{{route="PUT {path}",status="204"}} 1.0' in text
 
 
 def test_without_a_key_only_loopback_can_be_bound() -> None:

@@ -48,119 +48,119 @@ def sent(num_bytes: int, bytes_per_s: float = 0.0) -> tuple[LinkStatus, ...]:
     return (msgspec.structs.replace(link, bytes_per_s=bytes_per_s),)
 
 
-def look(book: ClusterMonitor, now: float, *registered: Registered) -> Any:
-    return book.status(registered, now, 1e9 + now, "discovery")
+def look(monitor: ClusterMonitor, now: float, *registered: Registered) -> Any:
+    return monitor.status(registered, now, 1e9 + now, "discovery")
 
 
 def test_rates_are_the_sum_of_what_living_sources_report() -> None:
-    book = ClusterMonitor()
-    book.take(view(links=sent(2100, 1000.0)), 0.0)
-    book.take(view("target", rooms_per_s=2.5), 0.0)
-    shown = look(book, 0.0, PREFILL)
+    monitor = ClusterMonitor()
+    monitor.take(view(links=sent(2100, 1000.0)), 0.0)
+    monitor.take(view("target", rooms_per_s=2.5), 0.0)
+    shown = look(monitor, 0.0, PREFILL)
     (link,) = shown.links
     assert (link.source, link.target, link.num_bytes) == ("p/0", "d/0", 2100)
     assert (shown.bytes_per_s, shown.rooms_per_s) == (1000.0, 2.5)
-    late = look(book, GONE_S + 1, PREFILL)
+    late = look(monitor, GONE_S + 1, PREFILL)
     assert (late.bytes_per_s, late.rooms_per_s, late.links[0].state) == (0.0, 0.0, "silent")
 
 
 def test_a_link_is_shown_once_as_its_source_reports_it() -> None:
-    book = ClusterMonitor()
+    monitor = ClusterMonitor()
     offset = Offset(0.0, 0.001)
     mine = LinkStatus(source="p/0", target="d/0", state="up", offset=offset)
-    book.take(view("target", links=(mine,)), 0.0)
-    assert [link.offset for link in look(book, 0.0).links] == [offset]
-    book.take(view(links=sent(5)), 0.0)
-    assert [(link.num_bytes, link.source) for link in look(book, 0.0).links] == [(5, "p/0")]
+    monitor.take(view("target", links=(mine,)), 0.0)
+    assert [link.offset for link in look(monitor, 0.0).links] == [offset]
+    monitor.take(view(links=sent(5)), 0.0)
+    assert [(link.num_bytes, link.source) for link in look(monitor, 0.0).links] == [(5, "p/0")]
 
 
 def test_an_endpoint_becomes_silent_then_gone_then_forgotten() -> None:
-    book = ClusterMonitor()
-    book.take(view("target", num_done=3), 0.0)
+    monitor = ClusterMonitor()
+    monitor.take(view("target", num_done=3), 0.0)
 
     def state(now: float) -> list[RankState]:
-        return [rank.state for one in look(book, now).instances for rank in one.ranks]
+        return [rank.state for one in look(monitor, now).instances for rank in one.ranks]
 
     assert state(1.0) == [RankState.UP]
     assert state(15.0) == [RankState.SILENT]
-    (instance,) = look(book, 15.0).instances
+    (instance,) = look(monitor, 15.0).instances
     assert (instance.ready, instance.note) == (False, "no report from rank 0")
     assert state(GONE_S + 1) == [RankState.GONE]
-    book.forget(FORGET_S + 1)
+    monitor.forget(FORGET_S + 1)
     assert state(FORGET_S + 1) == []
 
 
 def test_a_rank_without_reports_is_missing_or_only_registered() -> None:
-    book = ClusterMonitor()
-    book.take(view(rank=0), 0.0)
+    monitor = ClusterMonitor()
+    monitor.take(view(rank=0), 0.0)
     half = PREFILL._replace(complete=False, note="'p' waits for rank 1", ranks=frozenset({0}))
-    (instance,) = look(book, 0.0, half).instances
+    (instance,) = look(monitor, 0.0, half).instances
     assert [rank.state for rank in instance.ranks] == [RankState.UP, RankState.MISSING]
     assert (instance.ready, instance.note) == (False, "'p' waits for rank 1")
-    (whole,) = look(book, 0.0, PREFILL).instances
+    (whole,) = look(monitor, 0.0, PREFILL).instances
     assert [rank.state for rank in whole.ranks] == [RankState.UP, RankState.UP]
 
 
 def test_leaving_removes_an_endpoint() -> None:
-    book = ClusterMonitor()
-    book.take(view("target"), 0.0)
-    assert not book.leave("d/0", 2)
-    assert book.leave("d/0", 1)
-    assert look(book, 0.0).instances == ()
+    monitor = ClusterMonitor()
+    monitor.take(view("target"), 0.0)
+    assert not monitor.leave("d/0", 2)
+    assert monitor.leave("d/0", 1)
+    assert look(monitor, 0.0).instances == ()
 
 
 def test_reports_come_more_often_while_somebody_watches() -> None:
-    book = ClusterMonitor()
-    assert book.take(view(), 100.0).every_s == UNWATCHED_S
-    look(book, 100.0)
-    assert book.take(view(), 101.0).every_s == WATCHED_S
-    assert book.take(view(), 200.0).every_s == UNWATCHED_S
+    monitor = ClusterMonitor()
+    assert monitor.take(view(), 100.0).every_s == UNWATCHED_S
+    look(monitor, 100.0)
+    assert monitor.take(view(), 101.0).every_s == WATCHED_S
+    assert monitor.take(view(), 200.0).every_s == UNWATCHED_S
 
 
 def test_a_layout_is_requested_until_it_arrives() -> None:
-    book = ClusterMonitor()
-    assert book.take(view(), 0.0).layout
-    assert book.take(view(), 0.0).layout
+    monitor = ClusterMonitor()
+    assert monitor.take(view(), 0.0).layout
+    assert monitor.take(view(), 0.0).layout
 
 
 def test_a_trace_is_requested_once_from_each_endpoint() -> None:
-    book = ClusterMonitor()
-    book.take(view(), 0.0)
-    book.take(view("target"), 0.0)
-    book.query_trace("17", 1.0)
-    assert not book.is_answered("17", 1.0)
-    assert book.take(view(clock=1.0), 1.0).rooms == ("17",)
-    assert book.take(view(clock=2.0, traces=(source(),)), 1.1).rooms == ()
-    assert not book.is_answered("17", 1.1)
-    assert book.take(view("target", clock=1.0), 1.2).rooms == ("17",)
-    assert not book.is_answered("17", 1.2), "who was asked just now has not answered yet"
-    book.take(view("target", clock=1.1, traces=(target(),)), 1.3)
-    assert book.is_answered("17", 1.3)
-    trace = book.waterfall("17")
+    monitor = ClusterMonitor()
+    monitor.take(view(), 0.0)
+    monitor.take(view("target"), 0.0)
+    monitor.query_trace("17", 1.0)
+    assert not monitor.is_answered("17", 1.0)
+    assert monitor.take(view(clock=1.0), 1.0).rooms == ("17",)
+    assert monitor.take(view(clock=2.0, traces=(source(),)), 1.1).rooms == ()
+    assert not monitor.is_answered("17", 1.1)
+    assert monitor.take(view("target", clock=1.0), 1.2).rooms == ("17",)
+    assert not monitor.is_answered("17", 1.2), "who was asked just now has not answered yet"
+    monitor.take(view("target", clock=1.1, traces=(target(),)), 1.3)
+    assert monitor.is_answered("17", 1.3)
+    trace = monitor.waterfall("17")
     assert trace is not None
     assert {bar.endpoint for bar in trace.bars} == {"p/0", "d/0"}
-    assert book.waterfall("18") is None
+    assert monitor.waterfall("18") is None
 
 
 def test_a_report_without_the_trace_counts_as_an_answer() -> None:
-    book = ClusterMonitor()
-    book.take(view(), 0.0)
-    book.query_trace("17", 1.0)
-    assert book.take(view(clock=1.0), 1.0).rooms == ("17",)
-    assert not book.is_answered("17", 1.0)
-    book.take(view(clock=1.1), 1.1)
-    assert book.is_answered("17", 1.1)
+    monitor = ClusterMonitor()
+    monitor.take(view(), 0.0)
+    monitor.query_trace("17", 1.0)
+    assert monitor.take(view(clock=1.0), 1.0).rooms == ("17",)
+    assert not monitor.is_answered("17", 1.0)
+    monitor.take(view(clock=1.1), 1.1)
+    assert monitor.is_answered("17", 1.1)
 
 
 def test_rooms_and_failures_are_merged() -> None:
-    book = ClusterMonitor()
+    monitor = ClusterMonitor()
     room = RoomStatus(room="17", status="moving", seconds=4.0, endpoints=("p/0",))
     late = FailureStatus(room="16", endpoint="d/0", ago_s=2.0, code="aborted", reason="told so")
     early = FailureStatus(room="16", endpoint="p/0", ago_s=3.0, code="peer-gone", reason="lost d/0")
-    book.take(view(clock=10.0, rooms=(room,), failures=(early,)), 0.0)
+    monitor.take(view(clock=10.0, rooms=(room,), failures=(early,)), 0.0)
     waiting = msgspec.structs.replace(room, status="waiting", seconds=3.0, endpoints=("d/0",))
-    book.take(view("target", clock=10.0, rooms=(waiting,), failures=(late,)), 0.0)
-    shown = look(book, 1.0)
+    monitor.take(view("target", clock=10.0, rooms=(waiting,), failures=(late,)), 0.0)
+    shown = look(monitor, 1.0)
     assert [(one.room, one.status, one.seconds) for one in shown.rooms] == [("17", "waiting", 5.0)]
     assert shown.rooms[0].endpoints == ("p/0", "d/0")
     (failure,) = shown.failures

@@ -36,9 +36,9 @@ MAX_ENDPOINTS = 16384
 WATCHED_S, UNWATCHED_S = 1.0, 3.0
 # Limit for the whole cluster, whatever its size.
 MAX_REPORTS_PER_S = 200.0
-# How long after the last query somebody counts as watching.
+# Seconds that one query counts as watching.
 WATCHING_S = 10.0
-# An endpoint is silent after so many missed reports, and gone after so many seconds.
+# Missed reports until an endpoint is silent, and seconds until it is gone.
 MAX_MISSED, GONE_S = 3.0, 30.0
 # How long an endpoint that is gone is still shown.
 FORGET_S = 600.0

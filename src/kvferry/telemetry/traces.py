@@ -65,11 +65,6 @@ SLOW_S, PERIOD_S, SLOW_PER_PERIOD = 300.0, 30.0, 8
 # Entries of a step in a room's list: time, kind, peer, and the rest by kind.
 WIDTH = 4
 HALF = MAX_TRACE_EVENTS // 2 * WIDTH
-# Ended rooms may still get a few steps, so the newest stay unpacked.
-NUM_UNPACKED = 16
-
-_pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder(list).decode
 
 
 class EndedRoom(msgspec.Struct, frozen=True):
@@ -93,31 +88,19 @@ class RoomRecord:
     """Steps of one attempt at a room, flat: ``WIDTH`` entries per step.
 
     ``facts`` is the room's handle while it is open, and None before the engine opens it here: a
-    peer's offer may come first. Steps of ended rooms are packed into bytes, because thousands of
-    small live objects displace the loop's data from the CPU's caches.
+    peer's offer may come first.
     """
 
     facts: ObservedRoom | EndedRoom | None
     steps: list[Any]
-    packed: bytes = b""
     left_out: int = 0
     # Steps that count towards the limit of ended rooms.
     num_counted: int = 0
 
-    def pack(self) -> None:
-        """Encode the steps so far."""
-        self.packed = _pack(self.steps)
-        self.steps.clear()
-
-    def all_steps(self) -> list[Any]:
-        """Return all steps, flat."""
-        return [*_unpack(self.packed), *self.steps] if self.packed else [*self.steps]
-
     def steps_after_end(self) -> list[Any]:
         """Return the steps after the room's end; they belong to the next use of its id."""
-        steps = self.all_steps()
-        last = [i for i, kind in enumerate(steps[1::WIDTH], 1) if kind in LAST_STEPS]
-        return steps[max(last, default=0) * WIDTH :]
+        last = [i for i, kind in enumerate(self.steps[1::WIDTH], 1) if kind in LAST_STEPS]
+        return self.steps[max(last, default=0) * WIDTH :]
 
 
 class TraceBuffer(Observer):
@@ -234,8 +217,6 @@ class TraceBuffer(Observer):
         self._num_steps += record.num_counted
         ring = self._ring
         ring.append((room, record))
-        if len(ring) > NUM_UNPACKED:
-            ring[-1 - NUM_UNPACKED][1].pack()
         while self._num_steps > self._max_steps:
             oldest, record = ring.popleft()
             self._num_steps -= record.num_counted
@@ -291,7 +272,7 @@ class TraceBuffer(Observer):
         facts = record.facts
         assert facts is not None
         first = StepKind.OPENED if self._role == "source" else StepKind.ASKED
-        steps = [facts.begun, first, None, None, *record.all_steps()]
+        steps = [facts.begun, first, None, None, *record.steps]
         if facts.finished is not None:
             # Among the last steps, which are never dropped.
             steps[-WIDTH:-WIDTH] = (facts.finished, StepKind.FINISHED, None, None)
@@ -324,16 +305,13 @@ def _step(at: float, kind: str, peer: Any, detail: Any) -> TraceStep:
     """Return a step as a value. The type of ``detail`` depends on the kind."""
     kind = StepKind(kind)
     if kind is StepKind.PUSHED:
-        # A span, or a list if it was packed.
-        first, end = detail if isinstance(detail, list) else (detail.first, detail.end)
-        return TraceStep(kind, at, detail=f"tokens {first} to {end}")
+        return TraceStep(kind, at, detail=f"tokens {detail.first} to {detail.end}")
     if peer is None:
         return TraceStep(kind, at, detail=detail or "")
-    name = str(Peer(*peer) if isinstance(peer, list) else peer)
     if kind is StepKind.WRITTEN or kind in COPY_MODES:
         seconds, num_bytes, mode = detail
-        return TraceStep(kind, at, name, False, seconds, num_bytes, str(mode))
-    return TraceStep(kind, at, name, detail)
+        return TraceStep(kind, at, str(peer), False, seconds, num_bytes, str(mode))
+    return TraceStep(kind, at, str(peer), detail)
 
 
 def _rooms_named(name: str) -> tuple[Room, ...]:

@@ -21,7 +21,7 @@ from kvferry.telemetry.logs.repeats import Hidden, Repeats
 WINDOW_S = 10.0
 # Shown per window: of identical lines, and of lines with one format string.
 SAME_LINES, ALIKE_LINES = 5, 200
-# Only so many characters of a line are compared.
+# Length at which lines are cut before comparison.
 KEY_CHARS = 300
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
