@@ -10,12 +10,12 @@ from kvferry.router.upstream import FailedAttempt, FaultDomain
 from kvferry.router.worker_pool import Worker, WorkerRole
 
 
-def failure(part: WorkerRole, fault_domain: FaultDomain) -> FailedAttempt:
-    return FailedAttempt(Worker("u", part, "n", fixed=True), fault_domain, "why")
+def failure(role: WorkerRole, fault_domain: FaultDomain) -> FailedAttempt:
+    return FailedAttempt(Worker("u", role, "n", fixed=True), fault_domain, "why")
 
 
 @pytest.mark.parametrize(
-    ("part", "fault_domain", "on_failure", "again", "local"),
+    ("role", "fault_domain", "on_failure", "again", "local"),
     [
         (WorkerRole.PREFILL, FaultDomain.WORKER, OnFailure.RETRY, True, False),
         (WorkerRole.PREFILL, FaultDomain.WORKER, OnFailure.LOCAL, True, True),
@@ -34,13 +34,13 @@ def failure(part: WorkerRole, fault_domain: FaultDomain) -> FailedAttempt:
     ],
 )
 def test_next_try_follows_fault_domain_and_policy(
-    part: WorkerRole, fault_domain: FaultDomain, on_failure: OnFailure, again: bool, local: bool
+    role: WorkerRole, fault_domain: FaultDomain, on_failure: OnFailure, again: bool, local: bool
 ) -> None:
     tried = AttemptState(attempts=1)
-    assert next_try(tried, failure(part, fault_domain), on_failure, 2) is again
+    assert next_try(tried, failure(role, fault_domain), on_failure, 2) is again
     assert tried.local is local
     spent = AttemptState(attempts=2)
-    assert not next_try(spent, failure(part, fault_domain), on_failure, 2)
+    assert not next_try(spent, failure(role, fault_domain), on_failure, 2)
 
 
 def test_two_lost_workers_end_the_request() -> None:

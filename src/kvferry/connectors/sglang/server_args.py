@@ -96,14 +96,14 @@ def _cache(kv_args: Any, model: Any, draft: Any, *, is_mla: bool, gpu: int | Non
         get_pp_indices(num_layers, stage, parallel.pp_size) for stage in range(parallel.pp_size)
     ]
     first, end = spans[parallel.pp_rank]
-    window = _window(kv_args, model, gpu)
+    own = _kv_buffers(kv_args, model, gpu)
+    window = _window(kv_args, model, own)
     listed = tuple(
         dict.fromkeys(model.full_attention_layer_ids if window else _target_layer_ids(kv_args))
     )
-    own = _kv_buffers(kv_args, model, gpu)
     layers = tuple(sorted(listed)) or tuple(range(num_layers))
     heads = None if is_mla else _heads(model, gpu)
-    drafts = _draft(kv_args, num_layers, draft, gpu)
+    drafts = _draft(kv_args, num_layers, draft, own, gpu)
     num_draft = sum(len(pool.layers) for pool in drafts)
     stages = [end - first for first, end in spans]
     stages[-1] += num_draft
@@ -158,9 +158,9 @@ def _state_buffers(kv_args: Any, kind: str, like: Buffers) -> Buffers | None:
     )
 
 
-def _window(kv_args: Any, model: Any, gpu: int | None) -> WindowPool | None:
+def _window(kv_args: Any, model: Any, own: Buffers) -> WindowPool | None:
     """Return the pool of sliding-window layers, if there is one."""
-    buffers = _state_buffers(kv_args, WINDOWS, _kv_buffers(kv_args, model, gpu))
+    buffers = _state_buffers(kv_args, WINDOWS, own)
     if buffers is None:
         return None
     layers, num_tokens = model.swa_attention_layer_ids, model.sliding_window_size
@@ -188,7 +188,9 @@ def _scales(
     return (AuxiliaryPool(name=SCALES, layers=layers, heads=scaled, buffers=buffers),)
 
 
-def _draft(kv_args: Any, num_layers: int, model: Any, gpu: int | None) -> tuple[AuxiliaryPool, ...]:
+def _draft(
+    kv_args: Any, num_layers: int, model: Any, own: Buffers, gpu: int | None
+) -> tuple[AuxiliaryPool, ...]:
     """Return a draft model's cache; its layer numbers follow the model's."""
     num_entries = kv_args.num_draft_entries
     if num_entries == 0:
@@ -196,14 +198,13 @@ def _draft(kv_args: Any, num_layers: int, model: Any, gpu: int | None) -> tuple[
     heads = None if model.attention_arch == AttentionArch.MLA else _heads(model, gpu)
     num_draft = num_entries if heads is None else num_entries // 2
     layers = tuple(range(num_layers, num_layers + num_draft))
-    buffers = Buffers(
+    buffers = replace(
+        own,
         addresses=kv_args.kv_data_ptrs[-num_entries:],
         lengths=kv_args.kv_data_lens[-num_entries:],
         page_lengths=kv_args.kv_item_lens[-num_entries:],
         layers=layers,
-        page_tokens=kv_args.page_size,
         dtype=_cache_dtype(kv_args, model),
-        device="cpu" if gpu is None else f"cuda:{gpu}",
     )
     return (AuxiliaryPool(name=DRAFT, layers=layers, heads=heads, buffers=buffers),)
 
