@@ -13,7 +13,7 @@ REFUSED = {
     "several kinds": "of the kinds dsa, dsa_tail: use another backend",
     "four bits": "--kv-cache-dtype nvfp4: use fp8_e4m3",
     "shuffled scales": "use another --page-size, or --kv-cache-dtype fp8_e4m3",
-    "draft and windows": "leave speculative decoding out",
+    "draft and windows": "disable speculative decoding",
 }
 
 
