@@ -1,4 +1,4 @@
-"""SGLang's own classes of a transfer backend, without a server: the failures kvferry began from.
+"""SGLang's own backend classes without a server, for its known failures.
 
 Prefill and decode managers in one process over pools in host memory, made as schedulers make them,
 one request after another to each decode. Prints a line of JSON for each: how it ended at the
@@ -119,7 +119,7 @@ def tell(end: Any) -> None:
     """What kvferry's hook tells of a request; stock SGLang has no such hook."""
     if hasattr(end, "tell"):
         none = dict.fromkeys(("lora_id", "cache_salt", "extra_key", "multimodal_inputs"))
-        end.tell(SimpleNamespace(origin_input_ids=list(range(TOKENS)), **none))
+        end.bind_request(SimpleNamespace(origin_input_ids=list(range(TOKENS)), **none))
 
 
 def kv_args(rank: int, tp: int, heads: int) -> tuple[Any, list[torch.Tensor], Any]:

@@ -1,4 +1,4 @@
-"""Servers that tests share, because starting one takes a minute."""
+"""Servers shared by tests, because starting one takes a minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to a prefill and a decode server, as a router sends them: the same to both at once."""
+"""Requests to a prefill and a decode server at the same time, as a router sends them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Requests between schedulers' pools without a server, sent as schedulers would: in two chunks.
 
 What the pools are, and what is where in them, is a ``PooledRank``'s own: ``windows.py`` and
-``beside.py`` have some.
+``auxiliary_pools.py`` have some.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def carry(
     wait_for(lambda: decode.manager.try_ensure_parallel_info(backend.address))
     receiver = backend.kind(KVClassType.RECEIVER)(decode.manager, backend.address, num_tokens)
     receiver.init(0)
-    receiver.tell(*told)
+    receiver.bind_request(*told)
     receiver.send_metadata(decode.allocate(num_tokens, computes=False), 0, decode.state())
     senders = []
     for rank, one in enumerate(prefill):
         with classes.as_rank(rank, len(prefill)):
             sender = backend.kind(KVClassType.SENDER)(one.manager, backend.address, num_tokens)
-        sender.tell(*told)
+        sender.bind_request(*told)
         senders.append(sender)
     wait_for(lambda: all(sender.poll() != KVPoll.Bootstrapping for sender in senders))
     for one, sender in zip(prefill, senders, strict=True):

@@ -1,4 +1,4 @@
-"""Greedy answers of transformers in float32: what a pair of servers must answer too."""
+"""Greedy output of transformers in float32, the reference for all servers."""
 
 from __future__ import annotations
 

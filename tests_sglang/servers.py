@@ -1,4 +1,4 @@
-"""Real SGLang servers on a CPU: started, watched, and ended with all their processes."""
+"""Start, supervise and stop real SGLang servers on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of pairs whose two sides shard and page the cache differently."""
+"""Output of pairs with different sharding and page sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reference import Reference
 
 @pytest.mark.parametrize("text", [SHORT, LONG], ids=["one chunk", "several chunks"])
 @pytest.mark.parametrize("prefill", ["one", "three"])
-def test_greedy_answers_are_those_of_transformers(
+def test_greedy_output_equals_transformers(
     cast: Cast, reference: Reference, prefill: str, text: str
 ) -> None:
     """TP1 in pages of 1 and TP3 in pages of 16, to TP1 in pages of 16."""
@@ -22,14 +22,14 @@ def test_greedy_answers_are_those_of_transformers(
     assert answers.prefill["output_ids"] == answers.ids[:1]
 
 
-def test_wrong_pages_are_noticed(cast: Cast, reference: Reference) -> None:
+def test_wrong_pages_change_the_output(cast: Cast, reference: Reference) -> None:
     """The negative control: with wrong bytes the comparison above fails."""
     prompt = reference.ids(LONG)
     answers = ask(prompt, cast.one, cast.decode, room=new_room() | WRONG)
     assert answers.ids[1:] != reference.answer(prompt, NUM_TOKENS)[1:]
 
 
-def test_sixteen_at_once(cast: Cast, reference: Reference) -> None:
+def test_sixteen_concurrent_requests(cast: Cast, reference: Reference) -> None:
     prompts = [reference.ids(text) for text in MANY]
     answers = ask_all(prompts, cast.one, cast.decode)
     assert [each.ids for each in answers] == [reference.answer(p, NUM_TOKENS) for p in prompts]

@@ -62,7 +62,7 @@ def until_all_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @pytest.mark.parametrize("texts", [[SHORT], [LONG], [SHORT, LONG]], ids=["short", "long", "both"])
-def test_kvferry_s_router_drives_a_pair(
+def test_kvferrys_router_serves_a_pair(
     own_router: str, reference: Reference, texts: list[str]
 ) -> None:
     prompts = [reference.ids(text) for text in texts]

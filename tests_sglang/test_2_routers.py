@@ -1,4 +1,4 @@
-"""Front ends that drive a pair: SGLang's own router."""
+"""SGLang's own router in front of a pair of servers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def router(cast: Cast, folder: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
 @pytest.mark.parametrize("time", ["first", "second"])
-def test_sglang_s_router_drives_a_pair(
+def test_sglangs_router_serves_a_pair(
     router: str, reference: Reference, text: str, time: str
 ) -> None:
     """Twice, because it takes the prefill servers in turn."""

@@ -1,4 +1,4 @@
-"""Two engines: kvferry's own on one side and SGLang on the other."""
+"""The reference engine on one side and SGLang on the other."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def own_decode(cast: Cast, model: Path, folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
-def test_sglang_decodes_what_kvferry_s_engine_prefilled(
+def test_sglang_decodes_after_reference_prefill(
     own_prefill: tuple[str, int], cast: Cast, reference: Reference, model: Path, text: str
 ) -> None:
     url, port = own_prefill
@@ -112,7 +112,7 @@ def test_sglang_decodes_what_kvferry_s_engine_prefilled(
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
-def test_kvferry_s_engine_decodes_what_sglang_prefilled(
+def test_reference_engine_decodes_after_sglang_prefill(
     own_decode: str, cast: Cast, reference: Reference, model: Path, text: str
 ) -> None:
     prompt, room = reference.ids(text), new_room()

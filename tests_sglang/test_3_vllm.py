@@ -1,4 +1,4 @@
-"""SGLang on one side and vLLM on the other: neither reads the other's cache, and both say so.
+"""SGLang on one side and vLLM on the other: both reject the pair with a reason.
 
 On a CPU, vLLM keeps K column by column inside a block. What is refused is that, at the handshake:
 not the model, whose fingerprints agree.
@@ -23,7 +23,7 @@ from prompts import SHORT
 from reference import Reference
 from servers import ROOT, post
 from test_3_engines import instance, sglang_body
-from test_4_trouble import is_idle, until
+from test_4_aborts_and_deaths import is_idle, until
 
 from kvferry import DiscoveryServer
 from kvferry.testing.ports import later_port
@@ -98,7 +98,7 @@ def ask_beside(url: str, body: dict[str, Any]) -> None:
     threading.Thread(target=post, args=(url, body), daemon=True).start()
 
 
-def test_sglang_does_not_decode_what_vllm_prefilled(
+def test_sglang_rejects_vllm_prefill(
     neighbours: Neighbours, cast: Cast, reference: Reference
 ) -> None:
     prompt, room = reference.ids(SHORT), new_room()
@@ -109,7 +109,7 @@ def test_sglang_does_not_decode_what_vllm_prefilled(
     assert f"the tensors {THEIRS} at prefill and k, v at decode, {DIFFER}" in answer["error"]
 
 
-def test_vllm_does_not_decode_what_sglang_prefilled(
+def test_vllm_rejects_sglang_prefill(
     neighbours: Neighbours, cast: Cast, reference: Reference
 ) -> None:
     """vLLM answers just that it failed; why is in its log."""

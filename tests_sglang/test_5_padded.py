@@ -1,4 +1,4 @@
-"""Answers where a side has two ranks for three KV heads."""
+"""Output of pairs where two ranks share three KV heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("text", [SHORT, LONG], ids=["one chunk", "several chunks"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_greedy_answers_are_those_of_transformers(
+def test_greedy_output_equals_transformers(
     cast: Cast, padded: PaddedCast, reference: Reference, pair: str, text: str
 ) -> None:
     named = {**cast._asdict(), **padded._asdict()}

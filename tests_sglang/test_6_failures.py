@@ -1,4 +1,4 @@
-"""The failures that kvferry began from, on SGLang's own classes: stock 0.5.23 beside kvferry.
+"""Known failures of SGLang's own classes: stock 0.5.23 beside kvferry.
 
 What is said of stock here is what docs/connectors/sglang.md says of it. Both are told that pools
 are in host memory; called as a server on a CPU calls it, stock takes them for a GPU's.
@@ -45,7 +45,7 @@ def are_done(said: list[dict[str, Any]]) -> bool:
     )
 
 
-def test_22145_stock_waits_for_ever_and_tells_nobody(folder: Path) -> None:
+def test_issue_22145_stock_hangs_silently(folder: Path) -> None:
     """Prefill TP4 and decode TP1: its threads end, and what waits for them goes on waiting."""
     (one,) = run(folder, "classes.py", "nixl", "--prefill-tp", "4", "--patience-s", STUCK_S)
     assert one["receiver"] == "WaitingForInput"
@@ -54,20 +54,20 @@ def test_22145_stock_waits_for_ever_and_tells_nobody(folder: Path) -> None:
     assert "not implemented safely yet" in (folder / "classes.py.log").read_text()
 
 
-def test_22145_one_prefill_of_four_ranks_serves_four_decodes(folder: Path) -> None:
+def test_issue_22145_one_prefill_of_four_ranks_serves_four_decodes(folder: Path) -> None:
     """Two heads for four ranks, and four targets that share every source."""
     said = run(folder, "classes.py", "kvferry", "--prefill-tp", "4", "--decodes", "4")
     assert len(said) == 4
     assert are_done(said)
 
 
-def test_22145_heads_are_dealt_out_over_four_ranks(folder: Path) -> None:
+def test_issue_22145_heads_split_over_four_ranks(folder: Path) -> None:
     said = run(folder, "classes.py", "kvferry", "--prefill-tp", "4", "--heads", "8")
     assert len(said) == 1
     assert are_done(said)
 
 
-def test_25699_a_dense_model_is_done_in_both(folder: Path) -> None:
+def test_issue_25699_a_dense_model_completes_in_both(folder: Path) -> None:
     """Stock has been corrected. With kvferry it does not matter what stands for no state."""
     for backend, flags in (("nixl", []), ("kvferry", []), ("kvferry", ["--none"])):
         said = run(folder, "classes.py", backend, *flags)
@@ -75,13 +75,13 @@ def test_25699_a_dense_model_is_done_in_both(folder: Path) -> None:
         assert are_done(said)
 
 
-def test_22536_stock_has_no_staging_on_a_cpu(folder: Path) -> None:
+def test_issue_22536_stock_has_no_staging_on_a_cpu(folder: Path) -> None:
     flags = {"SGLANG_DISAGG_STAGING_BUFFER": "1"}
     (one,) = run(folder, "classes.py", "nixl", "--prefill-tp", "4", **flags)
     assert "not supported on device type 'cpu'" in one["error"]
 
 
-def test_22536_aborts_leave_nothing_that_the_next_request_waits_for(folder: Path) -> None:
+def test_issue_22536_aborts_do_not_block_the_next_request(folder: Path) -> None:
     *given_up, last = run(folder, "classes.py", "kvferry", "--prefill-tp", "4", "--aborts", "8")
     assert len(given_up) == 8
     assert all(each["receiver"] == "Failed" for each in given_up)

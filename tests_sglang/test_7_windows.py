@@ -1,4 +1,4 @@
-"""Sliding windows in a pool of their own, between SGLang's own pools and allocators.
+"""Sliding windows between SGLang's own pools and allocators.
 
 Without servers: on a CPU, SGLang 0.5.23 computes such layers wrongly, or not in that pool.
 """
@@ -13,7 +13,7 @@ from test_6_failures import are_done, run
 LENGTHS = ("5", "7", "8", "22", "24")
 
 
-def test_the_last_tokens_of_sliding_layers_and_all_of_the_others(folder: Path) -> None:
+def test_windows_carry_their_last_tokens_and_other_layers_all(folder: Path) -> None:
     said = run(folder, "windows.py", *LENGTHS)
     assert [str(each["tokens"]) for each in said] == [*LENGTHS]
     assert are_done(said)

@@ -1,4 +1,4 @@
-"""Answers where prefill has two pipeline stages, or two data-parallel replicas."""
+"""Output with two pipeline stages or two data-parallel replicas at prefill."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_both_stages_send_their_layers(staged: Staged, reference: Reference, tex
 
 @pytest.mark.parametrize("replica", [0, 1])
 @pytest.mark.parametrize("text", [SHORT, LONG], ids=["one chunk", "several chunks"])
-def test_the_room_says_which_replica_sends(
+def test_room_selects_the_sending_replica(
     staged: Staged, reference: Reference, replica: int, text: str
 ) -> None:
     prompt, room = reference.ids(text), new_room() // 2 * 2 + replica

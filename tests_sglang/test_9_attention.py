@@ -1,4 +1,4 @@
-"""Answers where prefill's attention is data-parallel (``--enable-dp-attention``), the rest TP2.
+"""Output with data-parallel attention (``--enable-dp-attention``) at prefill.
 
 Each replica has all heads and its own requests. SGLang's Llama has no such attention, its Qwen3
 has: so the model is a Qwen3 with the weights of the others, which answers something of its own.
@@ -70,7 +70,7 @@ def attentive(qwen: Path, folder: Path, own_reference: Reference) -> Iterator[At
         yield Attentive(*servers)
 
 
-def test_the_model_answers_what_it_was_asked(own_reference: Reference) -> None:
+def test_reference_model_gives_an_answer(own_reference: Reference) -> None:
     """Or the comparisons below would hold whatever is carried."""
     said = [own_reference.answer(own_reference.ids(text), NUM_TOKENS) for text in (SHORT, LONG)]
     assert len({*said[0], *said[1]}) > NUM_TOKENS
@@ -78,7 +78,7 @@ def test_the_model_answers_what_it_was_asked(own_reference: Reference) -> None:
 
 @pytest.mark.parametrize("replica", [0, 1])
 @pytest.mark.parametrize("text", [SHORT, LONG], ids=["one chunk", "several chunks"])
-def test_the_room_says_which_replica_sends(
+def test_room_selects_the_sending_replica(
     attentive: Attentive, own_reference: Reference, replica: int, text: str
 ) -> None:
     prompt, room = own_reference.ids(text), new_room() // 2 * 2 + replica
@@ -87,7 +87,7 @@ def test_the_room_says_which_replica_sends(
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_or_the_request_says_it(
+def test_request_selects_the_sending_replica(
     attentive: Attentive, own_reference: Reference, replica: int
 ) -> None:
     """By name, where the room would mean the other one."""

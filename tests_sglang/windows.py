@@ -1,4 +1,4 @@
-"""SGLang's own pools for sliding windows, carried without a server.
+"""SGLang's own pools for sliding windows, without a server.
 
 ``SWAKVPool`` and its allocator on both sides, arguments and page lists as schedulers make them, in
 one process: TP2 in pages of 1 to TP1 in pages of 4, in two chunks, one request after another of

@@ -131,7 +131,7 @@ def test_sides_that_shard_alike_are_refused() -> None:
         ("--plot x.txt", "end its name in png, svg, pdf"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_reported_in_one_sentence(
     capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
     assert main(["bench", "compare", "--tiny", *words.split()]) == 2

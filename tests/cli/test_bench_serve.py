@@ -162,7 +162,7 @@ def test_an_endpoint_that_does_not_stream_or_count(bench: Any) -> None:
         ("", "--url"),
     ],
 )
-def test_bad_input_is_one_sentence(bench: Any, words: str, sentence: str) -> None:
+def test_bad_input_is_reported_in_one_sentence(bench: Any, words: str, sentence: str) -> None:
     done = bench(words)
     assert (done.status, done.out) == (2, "")
     assert sentence in done.err

@@ -53,7 +53,7 @@ def test_every_token_is_that_of_a_single_process() -> None:
         assert request["ttft_s"] > 0
 
 
-def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for words, sentence in (
         (["--prefill", "tp=4"], "tp=4 neither divides nor is divided by"),
         (["--tokens", "0"], "--tokens must be at least 1"),

@@ -188,7 +188,7 @@ def test_what_was_asked_for_and_can_not_work_is_a_problem_and_nothing_else_is(
         ("--transprot shm", "did you mean --transport?"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_reported_in_one_sentence(
     capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
     assert main(["doctor", *words.split(), "--json"]) == 2

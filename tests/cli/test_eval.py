@@ -307,7 +307,7 @@ def test_a_log_replaces_an_older_one_and_never_the_data(capsys: Capture, here: P
         (["--urls", "x"], "did you mean --url?"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_reported_in_one_sentence(
     capsys: Capture, here: Path, words: list[str], sentence: str
 ) -> None:
     assert main(words_for(None, *words)) == 2

@@ -143,7 +143,7 @@ def test_an_unknown_architecture_is_refused(
         (f"--prefill , --decode tp=1 {SHAPE}", "--prefill is empty"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_reported_in_one_sentence(
     capsys: pytest.CaptureFixture[str], words: str, says: str
 ) -> None:
     status, out, err = plan(capsys, words + " --json")

@@ -64,7 +64,7 @@ instances = 2
         ("prefill --tiny --transport pigeon --discovery http://127.0.0.1:1", "pigeon"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_reported_in_one_sentence(
     capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
     assert main(["serve", *words.split()]) == 2

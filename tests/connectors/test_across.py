@@ -6,7 +6,7 @@ import pytest
 
 from kvferry import DType, Layout, Parallel, Refused, attention, reshard
 from kvferry.connectors.sglang.geometry import layout_of
-from kvferry.connectors.sglang.pools import Buffers, Heads, Place, SglangCache
+from kvferry.connectors.sglang.pools import Buffers, KvHeads, RankPosition, SglangCache
 from kvferry.connectors.vllm.caches import CacheView, EngineShape, plan_caches
 
 LAYERS, HEADS, DIM = 2, 3, 64
@@ -20,8 +20,8 @@ def sglang(tp: int, page: int) -> Layout:
             num_layers=LAYERS,
             layers=tuple(range(LAYERS)),
             stages=(LAYERS,),
-            place=Place(tp=tp, tp_rank=0),
-            heads=Heads(total=HEADS, k_dim=DIM, v_dim=DIM),
+            position=RankPosition(tp=tp, tp_rank=0),
+            heads=KvHeads(total=HEADS, k_dim=DIM, v_dim=DIM),
             buffers=Buffers(
                 addresses=[1 << 20] * 2 * LAYERS,
                 lengths=[8 * page_bytes] * 2 * LAYERS,

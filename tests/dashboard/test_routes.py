@@ -1,4 +1,4 @@
-"""What the discovery service shows, over HTTP: who may look, what is there, what is not."""
+"""Dashboard routes of the discovery service: access, documents and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.discovery.server import DiscoveryServer
 from kvferry.errors import InputError
 from kvferry.security.keys import ClusterKey
 from kvferry.security.tokens import make_token, token_problem
-from kvferry.telemetry.reports import ClusterView
+from kvferry.telemetry.status import ClusterStatus
 
 KEY = ClusterKey.new()
 
@@ -24,7 +24,7 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def test_a_token_is_for_looking_until_its_time() -> None:
+def test_a_token_is_valid_until_it_expires() -> None:
     token = make_token(KEY.http, 1000.0)
     assert token_problem(KEY.http, f"Bearer {token}", 999.0) is None
     for header, now, words in (
@@ -37,7 +37,7 @@ def test_a_token_is_for_looking_until_its_time() -> None:
         assert words in (token_problem(KEY.http, header, now) or "")
 
 
-def test_with_a_key_one_looks_with_a_token_and_does_nothing_else_with_it() -> None:
+def test_a_token_only_opens_the_dashboards_documents() -> None:
     with DiscoveryServer(key=KEY) as server:
         good = bearer(make_token(KEY.http, time.time() + 60))
         assert ask(server.url, "GET", "/").status == 200
@@ -55,7 +55,7 @@ def test_with_a_key_one_looks_with_a_token_and_does_nothing_else_with_it() -> No
             assert ask(server.url, method, path, headers=good).code == "unsigned"
 
 
-def test_a_view_is_of_who_the_path_names() -> None:
+def test_a_report_must_match_its_path() -> None:
     with DiscoveryServer() as server:
         scene = Scene(server.url, {"p": 1}, {"d": 1})
         body = msgspec.json.encode(scene.view("target", "d", 0, 1))
@@ -66,7 +66,7 @@ def test_a_view_is_of_who_the_path_names() -> None:
         assert ask(server.url, "DELETE", gone).code == "no-lease"
 
 
-def test_the_client_sees_the_cluster_and_plans() -> None:
+def test_the_client_reads_status_and_plans() -> None:
     with DiscoveryServer() as server:
         scene = Scene(server.url, {"p": 2}, {"d": 1})
         scene.flows, scene.failures = True, failures()
@@ -83,14 +83,14 @@ def test_the_client_sees_the_cluster_and_plans() -> None:
         ElementTree.fromstring(plan.body)
         nobody = ask(server.url, "GET", "/kvferry/plan?source=p&target=nobody")
         assert "nobody" in nobody.message
-        assert msgspec.json.decode(msgspec.json.encode(view), type=ClusterView) == view
+        assert msgspec.json.decode(msgspec.json.encode(view), type=ClusterStatus) == view
 
 
-def test_a_room_that_nobody_knows_is_said_so_at_once() -> None:
+def test_an_unknown_room_is_an_error_at_once() -> None:
     nobody = pytest.raises(UnknownRoom, match="no endpoint remembers the room 17")
     with DiscoveryServer() as server, nobody:
         StatusClient(server.url).trace("17")
-    with pytest.raises(StatusUnavailable, match="cannot ask"):
+    with pytest.raises(StatusUnavailable, match="cannot reach"):
         StatusClient(server.url).cluster()
     with pytest.raises(InputError, match="give one like"):
         StatusClient("nonsense")

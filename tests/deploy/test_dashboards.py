@@ -1,4 +1,4 @@
-"""The dashboard and the alerts name metrics and labels that there are."""
+"""Queries of the Grafana dashboard and the alerts use existing metrics and labels."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import yaml
-from endpoint.test_metrics_docs import Metric, documented
+from telemetry.test_metrics_docs import Metric, documented
 
 ROOT = Path(__file__).parents[2]
 HEADINGS = ("## Endpoints", "## The discovery service", "## The router", "## Workers", "## HTTP")
 COMMON = {"## Endpoints": ("endpoint", "transport"), "## Workers": ("instance",)}
 SUFFIXES = ("_bucket", "_sum", "_count")
-# What Prometheus itself puts beside every series.
+# Labels that Prometheus adds to every series.
 TARGET = {"job", "instance"}
 
 
 def known() -> dict[str, set[str]]:
-    """Every name that a query may have, with its labels. Docs and code name the same ones."""
+    """Return every series name with its labels, from docs/metrics.md."""
     found: dict[str, set[str]] = {}
     for heading in HEADINGS:
         for metric in documented(heading):
@@ -38,7 +38,7 @@ def _le(metric: Metric) -> set[str]:
 
 
 def problems(query: str) -> list[str]:
-    """What a query names that is not there."""
+    """Return the names in a query that do not exist."""
     metrics, found = known(), []
     names = re.findall(r"\bkvferry_\w+", query)
     for name in names:
@@ -66,16 +66,16 @@ def rules() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("query", queries())
-def test_every_query_names_what_there_is(query: str) -> None:
+def test_every_query_uses_existing_names(query: str) -> None:
     assert problems(query) == []
 
 
-def test_a_wrong_name_would_be_noticed() -> None:
+def test_wrong_names_are_found() -> None:
     assert problems("kvferry_bytes") == ["there is no kvferry_bytes"]
     assert problems('sum by (lane) (kvferry_bytes_total{road="x"})') != []
 
 
-def test_every_alert_says_what_and_why() -> None:
+def test_every_alert_has_a_summary_and_a_description() -> None:
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names)
     for rule in rules():

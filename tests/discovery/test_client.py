@@ -76,7 +76,7 @@ def renewals(url: str, status: int) -> int:
     """How many the service has answered that way."""
     text = ask(url, "GET", "/metrics").body.decode()
     path = "/v1/instances/{name}/ranks/{rank}/lease"
-    line = f'kvferry_discovery_requests_total{{asked="PUT {path}",status="{status}"}} '
+    line = f'kvferry_discovery_requests_total{{route="PUT {path}",status="{status}"}} '
     return int(float(text.partition(line)[2].partition("\n")[0] or 0))
 
 

@@ -110,7 +110,7 @@ def test_the_key_comes_from_the_flag_or_the_environment(start: Start, tmp_path: 
         ("--porp 1", "did you mean --port?"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_reported_in_one_sentence(
     capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
     assert main(["serve", "discovery", *words.split()]) == 2

@@ -204,7 +204,7 @@ def test_stopping_answers_those_who_wait() -> None:
 
 def test_health_is_answered_and_counted(url: str) -> None:
     assert ask(url, "GET", "/healthz").json == {"status": "ok"}
-    assert b'asked="GET /healthz"' in ask(url, "GET", "/metrics").body
+    assert b'route="GET /healthz"' in ask(url, "GET", "/metrics").body
 
 
 # ---------------------------------------------------------------- input that is wrong
@@ -353,7 +353,7 @@ def test_health_and_counts_need_no_key_and_name_nobody(keyed: str) -> None:
     assert "kvferry_discovery_instances 1.0" in text
     assert "kvferry_discovery_complete_instances 0.0" in text
     path = "/v1/instances/{name}/ranks/{rank}"
-    assert f'requests_total{{asked="PUT {path}",status="204"}} 1.0' in text
+    assert f'requests_total{{route="PUT {path}",status="204"}} 1.0' in text
 
 
 def test_without_a_key_only_loopback_can_be_bound() -> None:

@@ -12,15 +12,15 @@ from kvferry.dashboard.client import StatusClient
 from kvferry.discovery.reporting import StatusReporter
 from kvferry.discovery.server import DiscoveryServer
 from kvferry.ids import Peer
-from kvferry.telemetry.reports import EndpointView, ReportRequest
+from kvferry.telemetry.status import EndpointStatus, ReportRequest
 
 
 def test_an_endpoint_is_shown_until_its_reporter_closes() -> None:
     with DiscoveryServer() as server:
         scene = Scene(server.url, {}, {"d": 1})
 
-        def make(wishes: ReportRequest) -> Future[EndpointView]:
-            made: Future[EndpointView] = Future()
+        def make(wishes: ReportRequest) -> Future[EndpointStatus]:
+            made: Future[EndpointStatus] = Future()
             made.set_result(scene.view("target", "d", 0, 1))
             return made
 

@@ -111,7 +111,7 @@ def test_strange_frames_stop_nothing() -> None:
         fleet.demand_done("before", fleet.parties("decode"), 20.0)
         fleet.finish("before", "decode")
         wanted = {"frame-foreign", "frame-version", "frame-malformed", "refused"}
-        eventually(lambda: wanted <= set(fleet.sources[0].ask("stats").refusals))
+        eventually(lambda: wanted <= set(fleet.sources[0].ask("stats").rejected))
         fleet.carry("after", REQUEST, seed=2)
         # The strangers' greetings lead nowhere, and are forgotten.
         eventually(lambda: fleet.sources[0].ask("peers") == ["decode/0"], QUICK.handshake_s + 5)
@@ -146,9 +146,9 @@ def test_without_the_key_no_frame_is_taken(key: ClusterKey | None, key_file: Pat
         stranger = ControlClient(view.ranks[0].control, key)
         stranger.send(message)
         source = fleet.sources[0]
-        eventually(lambda: source.ask("stats").refusals["connection"] > 0)
+        eventually(lambda: source.ask("stats").rejected["connection"] > 0)
         assert source.ask("peers") == ["decode/0"]
-        assert set(source.ask("stats").refusals) == {"connection"}
+        assert set(source.ask("stats").rejected) == {"connection"}
         stranger.close()
         fleet.carry("after", REQUEST, seed=2)
         assert fleet.leftovers() == {}

@@ -305,7 +305,7 @@ def test_a_mover_that_hangs_is_told_of_and_named_in_the_failure(
         eventually(lambda: pair.source.stats.stalled["transport_thread"] == 0)
         out.wait_released(WAIT_S)
     assert "thread-stalled endpoint=p/0 thread=transport_thread" in caplog.text
-    assert "thread-alive endpoint=p/0 thread=transport_thread" in caplog.text
+    assert "thread-recovered endpoint=p/0 thread=transport_thread" in caplog.text
 
 
 def test_an_owner_that_hangs_keeps_nobody_beyond_the_deadline() -> None:

@@ -60,7 +60,7 @@ async def test_lines_about_a_request_name_it_and_its_room(log: io.StringIO) -> N
         status, _, _ = await here.post(body, **{"X-Request-Id": ID})
         assert status == 503
         room = here["d0"].seen[0]["kvferry"]["room"]
-        await until(lambda: here["p0"].given_up == [room])
+        await until(lambda: here["p0"].cancelled_rooms == [room])
         assert set(here["p0"].request_ids) == {ID}
     lines = [line for line in log.getvalue().splitlines() if ID in line]
     assert [line.split()[4] for line in lines] == ["attempt-failed", "refused"]

@@ -1,4 +1,4 @@
-"""Workers that speak the contract and compute nothing, for the tests of the router."""
+"""Fake workers that follow the HTTP contract and compute nothing."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class FakeWorker:
     """``act`` is what it does with a request; ``left`` counts clients that hung up."""
 
     def __init__(self, part: str, name: str, wire: Wire, act: Act | None = None) -> None:
-        self.part, self.name, self.wire = part, name, wire
+        self.role, self.name, self.wire = part, name, wire
         self.act: Act = act or (prefills if part == "prefill" else decodes)
         self.model = MODEL
         self.seen: list[Body] = []
         self.request_ids: list[str | None] = []
         self.traces: list[str | None] = []
-        self.given_up: list[int] = []
+        self.cancelled_rooms: list[int] = []
         self.left = 0
         self.load = 0
         self.is_silent = False
@@ -107,7 +107,7 @@ class FakeWorker:
             await asyncio.Event().wait()
         return web.json_response(
             {
-                "role": self.part,
+                "role": self.role,
                 "name": self.name,
                 "model": self.model,
                 "running": self.load,
@@ -121,7 +121,7 @@ class FakeWorker:
     async def _give_up(self, request: web.Request) -> web.Response:
         self.request_ids.append(request.headers.get("X-Request-Id"))
         self.traces.append(request.headers.get("traceparent"))
-        self.given_up.append(int(request.match_info["room"]))
+        self.cancelled_rooms.append(int(request.match_info["room"]))
         return web.Response(status=204)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -305,7 +305,7 @@ async def site(
     workers = {name: FakeWorker(part, name, wire, acts.get(name)) for part, name in names}
     for worker in workers.values():
         await worker.start()
-    urls = {part: tuple(w.url for w in workers.values() if w.part == part) for part, _ in names}
+    urls = {part: tuple(w.url for w in workers.values() if w.role == part) for part, _ in names}
     fields = {"port": 0, "poll_s": 0.05} | {f"{part}_urls": urls[part] for part in urls} | options
     given = msgspec.convert(fields, RouterOptions)
     try:

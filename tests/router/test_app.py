@@ -1,4 +1,4 @@
-"""The router between a client and workers that keep to the contract."""
+"""The router between clients and well-behaved workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXT = "".join(WORDS)
 
 
 @bounded
-async def test_an_answer_comes_from_a_pair_that_shares_a_room() -> None:
+async def test_a_pair_shares_one_room() -> None:
     async with site() as here:
         status, answer = await here.ask(max_tokens=3, temperature=0.5)
         assert (status, answer["choices"][0]["text"]) == (200, TEXT)
@@ -64,7 +64,7 @@ async def test_both_workers_sample_with_one_seed() -> None:
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @bounded
-async def test_a_stream_is_passed_on_as_it_is(path: str) -> None:
+async def test_a_stream_is_relayed_unchanged(path: str) -> None:
     async with site() as here:
         body = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
         status, headers, data = await here.post(body, path)
@@ -76,7 +76,7 @@ async def test_a_stream_is_passed_on_as_it_is(path: str) -> None:
 
 
 @bounded
-async def test_round_robin_takes_turns() -> None:
+async def test_round_robin_alternates() -> None:
     async with site(2, 3, policy="round-robin") as here:
         for _ in range(6):
             await here.ask()
@@ -85,7 +85,7 @@ async def test_round_robin_takes_turns() -> None:
 
 
 @bounded
-async def test_the_least_loaded_worker_is_taken() -> None:
+async def test_least_loaded_worker_is_chosen() -> None:
     async with site(1, 2, acts={"d0": streams_forever}) as here:
         async with here.http.post(
             f"{here.url}/v1/completions", json={"model": MODEL, "stream": True}
@@ -98,7 +98,7 @@ async def test_the_least_loaded_worker_is_taken() -> None:
 
 
 @bounded
-async def test_the_load_of_other_routers_counts() -> None:
+async def test_load_of_other_routers_counts() -> None:
     async with site(1, 2) as here:
         here["d0"].load = 5
         await asyncio.sleep(0.3)
@@ -108,7 +108,7 @@ async def test_the_load_of_other_routers_counts() -> None:
 
 
 @bounded
-async def test_many_at_once() -> None:
+async def test_forty_concurrent_requests() -> None:
     async with site(2, 2) as here:
         answers = await asyncio.gather(*(here.ask(stream=False, prompt=i) for i in range(40)))
         assert all(status == 200 for status, _ in answers)
@@ -122,7 +122,7 @@ async def test_many_at_once() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @bounded
-async def test_a_client_that_leaves_is_gone_everywhere(stream: bool) -> None:
+async def test_a_client_that_leaves_frees_both_workers(stream: bool) -> None:
     async with site(acts={"p0": hangs, "d0": hangs}) as here:
         asking = asyncio.create_task(here.ask(stream=stream))
         await until(lambda: here["p0"].seen and here["d0"].seen)
@@ -132,7 +132,7 @@ async def test_a_client_that_leaves_is_gone_everywhere(stream: bool) -> None:
 
 
 @bounded
-async def test_a_client_that_leaves_in_the_middle_of_its_answer() -> None:
+async def test_a_client_that_leaves_mid_stream_is_counted() -> None:
     async with site(acts={"d0": streams_forever}) as here:
         url = f"{here.url}/v1/completions"
         async with here.http.post(url, json={"model": MODEL, "stream": True}) as response:
@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_answer() -> None:
         async with here.http.get(f"{here.url}/metrics") as response:
             metrics = await response.text()
         assert 'requests_total{path="/v1/completions",status="499"} 1.0' in metrics
-        assert 'in_flight{part="decode"} 0.0' in metrics
+        assert 'in_flight{role="decode"} 0.0' in metrics
 
 
 # ---------------------------------------------------------------- what clients get wrong
@@ -165,7 +165,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_answer() -> None:
     ],
 )
 @bounded
-async def test_a_bad_body_is_refused_in_the_common_form(
+async def test_a_bad_body_gets_an_error_document(
     body: object, status: int, code: str, param: str | None
 ) -> None:
     async with site() as here:
@@ -179,7 +179,7 @@ async def test_a_bad_body_is_refused_in_the_common_form(
 
 
 @bounded
-async def test_what_a_worker_refuses_is_passed_on() -> None:
+async def test_a_workers_error_is_passed_on() -> None:
     """An overlong prompt is wrong everywhere: nobody else is asked."""
     too_long = refuses(400, None, "too long")
     too_long_error = {"message": "too long", "type": "t", "param": None, "code": None}
@@ -209,7 +209,7 @@ async def test_paths_methods_and_models() -> None:
 
 
 @bounded
-async def test_the_only_model_need_not_be_named() -> None:
+async def test_the_only_model_is_the_default() -> None:
     async with site() as here:
         status, _, _ = await here.post({"prompt": "p"})
         assert status == 200
@@ -236,7 +236,7 @@ async def test_each_model_has_its_own_workers() -> None:
 
 @pytest.mark.parametrize("with_key", [False, True])
 @bounded
-async def test_workers_are_found_at_the_discovery(with_key: bool, tmp_path: Any) -> None:
+async def test_workers_are_found_by_discovery(with_key: bool, tmp_path: Any) -> None:
     key = ClusterKey.new() if with_key else None
     path = tmp_path / "key"
     if key is not None:
@@ -258,7 +258,7 @@ async def test_workers_are_found_at_the_discovery(with_key: bool, tmp_path: Any)
 
         assert await ask() == 503
         for worker in workers:
-            metadata = {"http": worker.url, "role": worker.part, "instance": worker.name}
+            metadata = {"http": worker.url, "role": worker.role, "instance": worker.name}
             one = record(f"{worker.name}@http", layout=layout(tp=1), metadata=metadata)
             client.register(one, 1.0)
         # One that serves no requests, as a prefill instance's own ranks.
@@ -281,7 +281,7 @@ async def test_workers_are_found_at_the_discovery(with_key: bool, tmp_path: Any)
 
 
 @bounded
-async def test_a_discovery_that_restarts_is_asked_in_its_new_life(tmp_path: Any) -> None:
+async def test_a_restarted_discovery_service_is_used_again(tmp_path: Any) -> None:
     key, path = ClusterKey.new(), tmp_path / "key"
     key.write(path)
     worker = FakeWorker("decode", "d0", Wire())

@@ -1,4 +1,4 @@
-"""When a router leaves a worker out, in a time that passes by itself."""
+"""When the worker watch marks a worker down, in simulated time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from router.fakes import MODEL, bounded, site
 
 from kvferry.router.options import BalancePolicy, RouterOptions
-from kvferry.router.watch import Watch
-from kvferry.router.worker_pool import Announced, Health, Worker, WorkerPool, WorkerRole
+from kvferry.router.watch import WorkerWatch
+from kvferry.router.worker_pool import AnnouncedWorker, Worker, WorkerHealth, WorkerPool, WorkerRole
 
 URL = "http://127.0.0.1:1"
 
@@ -51,19 +51,23 @@ class Mute:
     def __init__(self) -> None:
         self.silent_since: float | None = None
 
-    async def __call__(self, session: aiohttp.ClientSession, worker: Worker, nonce: str) -> Health:
+    async def __call__(
+        self, session: aiohttp.ClientSession, worker: Worker, nonce: str
+    ) -> WorkerHealth:
         if self.silent_since is not None:
             await asyncio.Event().wait()
-        return Health("decode", "d0", MODEL)
+        return WorkerHealth("decode", "d0", MODEL)
 
 
 async def falls_silent(options: RouterOptions, at: float) -> tuple[float, float]:
     """Seconds from a worker's falling silent until it is left out, and until it is lost."""
     pool, worker = (
-        WorkerPool(BalancePolicy.ROUND_ROBIN, options.lost_s, [Announced(URL, WorkerRole.DECODE)]),
+        WorkerPool(
+            BalancePolicy.ROUND_ROBIN, options.lost_s, [AnnouncedWorker(URL, WorkerRole.DECODE)]
+        ),
         Mute(),
     )
-    watching = asyncio.create_task(Watch(options, pool, None, worker).run())
+    watching = asyncio.create_task(WorkerWatch(options, pool, None, worker).run())
     (known,) = pool.workers
     await asyncio.sleep(at)
     assert known.up
@@ -85,7 +89,7 @@ async def seconds_until(holds: Callable[[], bool]) -> float:
 
 @pytest.mark.parametrize("poll_s", [0.2, 1.0, 5.0])
 @pytest.mark.parametrize("phase", [0.01, 0.3, 0.99])
-def test_two_misses_take_as_long_as_is_promised(poll_s: float, phase: float) -> None:
+def test_two_missed_checks_take_the_promised_time(poll_s: float, phase: float) -> None:
     """Whenever it falls silent between two checks; and what it was asked ends by ``lost_s``."""
     options = RouterOptions(poll_s=poll_s, lost_s=20)
 
@@ -97,12 +101,12 @@ def test_two_misses_take_as_long_as_is_promised(poll_s: float, phase: float) -> 
     urgent(trace)
 
 
-def test_the_promise_is_what_the_documentation_says() -> None:
+def test_docs_state_the_promised_time() -> None:
     assert RouterOptions().left_out_s == 5
 
 
 @bounded
-async def test_a_worker_that_calls_itself_unwell_is_left_out_at_once_with_its_reason() -> None:
+async def test_an_unhealthy_worker_is_marked_down_at_once() -> None:
     async with site(1, 1) as here:
         here["d0"].problem = "rank 1 has shown no sign of life for 10 s"
         await here.until_up("d0", up=False)
@@ -111,12 +115,12 @@ async def test_a_worker_that_calls_itself_unwell_is_left_out_at_once_with_its_re
         await here.until_up("d0")
 
 
-def test_one_word_of_its_own_is_enough() -> None:
+def test_one_unhealthy_report_is_enough() -> None:
     """Where two misses would be, if it had merely been slow."""
     for sure in (True, False):
-        pool = WorkerPool(BalancePolicy.ROUND_ROBIN, 20, [Announced(URL, WorkerRole.DECODE)])
+        pool = WorkerPool(BalancePolicy.ROUND_ROBIN, 20, [AnnouncedWorker(URL, WorkerRole.DECODE)])
         (worker,) = pool.workers
-        pool.well(worker, Health("decode", "d0", MODEL), 0.0)
-        pool.missed(worker, "it is not well", 1.0, sure=sure)
+        pool.mark_up(worker, WorkerHealth("decode", "d0", MODEL), 0.0)
+        pool.mark_missed(worker, "it is not well", 1.0, sure=sure)
         assert worker.up is not sure
         assert not worker.lost.is_set()

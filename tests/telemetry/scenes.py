@@ -1,4 +1,4 @@
-"""Scenes for the page: a discovery service that is told views as endpoints would tell them."""
+"""Simulated endpoints that report to a real discovery service, for tests of the page."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from discovery.parts import ask, registration
 from kvferry.discovery.records import RankRecord
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.telemetry.clocks import Offset
-from kvferry.telemetry.reports import (
-    EndpointView,
-    FailureView,
-    LinkView,
-    ModeBytes,
+from kvferry.telemetry.status import (
+    EndpointStatus,
+    FailureStatus,
+    LinkStatus,
     ReportRequest,
-    RoomView,
+    RoomStatus,
 )
-from kvferry.telemetry.steps import Moment, RoomTrace, TraceStep
+from kvferry.telemetry.steps import RoomTrace, StepKind, TraceStep
 
 SPEC = attention(layers=32, kv_heads=8, head_dim=128)
 
 
 class Scene:
-    """Endpoints that are not there: a side is a name and its number of ranks."""
+    """Endpoints that do not exist: each side maps a name to its number of ranks."""
 
     def __init__(self, url: str, sources: dict[str, int], targets: dict[str, int]) -> None:
         self.url = url
@@ -33,7 +32,7 @@ class Scene:
         self.began = time.monotonic()
         self.dead: set[str] = set()
         self.flows = False
-        self.failures: tuple[FailureView, ...] = ()
+        self.failures: tuple[FailureStatus, ...] = ()
         for name, num in sources.items():
             for rank in range(num):
                 self._register(name, rank, num)
@@ -55,14 +54,14 @@ class Scene:
         assert ask(self.url, "PUT", mode, registration(record, 300.0)).status == 204
 
     def tell(self) -> None:
-        """Everybody who lives tells how they are."""
+        """Send a report of every endpoint that is not dead."""
         for role, sides in (("source", self.sources), ("target", self.targets)):
             for name, num in sides.items():
                 for rank in range(num):
                     if f"{name}/{rank}" not in self.dead:
                         self._tell(self.view(role, name, rank, num))
 
-    def _tell(self, view: EndpointView) -> None:
+    def _tell(self, view: EndpointStatus) -> None:
         mode = f"/v1/instances/{view.instance}/ranks/{view.rank}/view"
         answer = ask(self.url, "PUT", mode, msgspec.json.encode(view))
         wishes = msgspec.json.decode(answer.body, type=ReportRequest)
@@ -72,7 +71,7 @@ class Scene:
             traces = tuple(self.trace(view, room) for room in wishes.rooms)
             self._tell(msgspec.structs.replace(view, layout=layout, traces=traces))
 
-    def view(self, role: str, name: str, rank: int, num: int) -> EndpointView:
+    def view(self, role: str, name: str, rank: int, num: int) -> EndpointStatus:
         now = time.monotonic()
         peers = self.targets if role == "source" else self.sources
         links = [
@@ -88,10 +87,10 @@ class Scene:
                 "num_done": int(40 * (now - self.began)),
                 "pages_held": 900 + 217 * ((rank * 7 + len(name)) % 9),
                 "staging_used_bytes": (8 << 20) * (1 + rank % 5),
-                "rooms": tuple(self._room(i, now) for i in range(num_open)),
-                "slow": tuple(self._slow(i) for i in range(6)),
+                "rooms": tuple(self._room(i, f"{name}/{rank}") for i in range(num_open)),
+                "slow": tuple(self._slow(i, f"{name}/{rank}") for i in range(6)),
             }
-        return EndpointView(
+        return EndpointStatus(
             instance=name,
             rank=rank,
             role=role,
@@ -104,64 +103,74 @@ class Scene:
             pages=4096,
             staging_bytes=64 << 20,
             links=tuple(links),
+            bytes_per_s=sum(link.bytes_per_s for link in links),
             failures=self.failures if role == "target" else (),
             **busy,
         )
 
-    def _link(self, role: str, name: str, rank: int, peer: str, now: float) -> LinkView:
+    def _link(self, role: str, name: str, rank: int, peer: str, now: float) -> LinkStatus:
         state = "lost" if peer in self.dead else "up"
         flow = 120e6 * (1 + (len(name) + rank + len(peer)) % 4)
-        num_bytes = int(flow * (now - self.began)) if self.flows and state == "up" else 0
-        mode = ModeBytes("staged" if rank % 2 else "slices", num_bytes)
-        sent = (mode,) if role == "source" and num_bytes else ()
-        return LinkView(
-            peer=peer, state=state, transport="nixl", sent=sent, offset=Offset(0.0, 0.0002, now)
+        flows = self.flows and state == "up" and role == "source"
+        ends = (f"{name}/{rank}", peer)
+        source, target = ends if role == "source" else reversed(ends)
+        return LinkStatus(
+            source=source,
+            target=target,
+            state=state,
+            transport="nixl",
+            mode=("staged" if rank % 2 else "slices") if flows else "",
+            bytes_per_s=flow if flows else 0.0,
+            num_bytes=int(flow * (now - self.began)) if flows else 0,
+            offset=Offset(0.0, 0.0002, now),
         )
 
-    def _room(self, i: int, now: float) -> RoomView:
+    def _room(self, i: int, endpoint: str) -> RoomStatus:
         status = ("moving", "waiting", "connecting")[i % 3]
         room = str(7131865401186524032 + 977 * i)
-        return RoomView(room=room, status=status, begun=now - i, seconds=0.04 + 0.4 * i)
+        return RoomStatus(room=room, status=status, seconds=0.04 + 0.4 * i, endpoints=(endpoint,))
 
-    def _slow(self, i: int) -> RoomView:
+    def _slow(self, i: int, endpoint: str) -> RoomStatus:
         room, request = str(4131865401186524032 + 977 * i), f"req-{i:04x}"
-        return RoomView(
-            room=room, status="ended", begun=0.0, seconds=4.2 / (i + 1), request=request
+        seconds, endpoints = 4.2 / (i + 1), (endpoint,)
+        return RoomStatus(
+            room=room, status="ended", seconds=seconds, endpoints=endpoints, request=request
         )
 
-    def trace(self, view: EndpointView, room: str) -> RoomTrace:
+    def trace(self, view: EndpointStatus, room: str) -> RoomTrace:
         t = view.clock - 10
-        steps: tuple[TraceStep, ...] = (TraceStep(Moment.ASKED, t),)
-        ends = (TraceStep(Moment.CLOSED, t + 0.305, "prefill-0/0", True),)
+        steps: tuple[TraceStep, ...] = (TraceStep(StepKind.ASKED, t),)
+        ends = (TraceStep(StepKind.CLOSED, t + 0.305, "prefill-0/0", True),)
         if view.role == "source":
-            peers = [link.peer for link in view.links[:4]]
+            peers = [link.target for link in view.links[:4]]
             steps = (
-                TraceStep(Moment.OPENED, t + 0.004),
-                *(TraceStep(Moment.OFFERED, t + 0.006, peer, True) for peer in peers),
-                *(TraceStep(Moment.PUSHED, t + 0.06 * i) for i in range(1, 5)),
-                TraceStep(Moment.FINISHED, t + 0.241),
+                TraceStep(StepKind.OPENED, t + 0.004),
+                *(TraceStep(StepKind.OFFERED, t + 0.006, peer, True) for peer in peers),
+                *(TraceStep(StepKind.PUSHED, t + 0.06 * i) for i in range(1, 5)),
+                TraceStep(StepKind.FINISHED, t + 0.241),
             )
             for i, peer in enumerate(peers):
                 at = t + 0.07 + 0.045 * i + 0.01 * view.rank
                 steps += (
-                    TraceStep(Moment.GATHERED, at, peer, False, 0.012, 8 << 20, "staged"),
-                    TraceStep(Moment.WRITTEN, at + 0.04, peer, False, 0.04, 8 << 20, "staged"),
+                    TraceStep(StepKind.GATHERED, at, peer, False, 0.012, 8 << 20, "staged"),
+                    TraceStep(StepKind.WRITTEN, at + 0.04, peer, False, 0.04, 8 << 20, "staged"),
                 )
-            ends = (TraceStep(Moment.CLOSED, t + 0.3, peers[0]),)
+            ends = (TraceStep(StepKind.CLOSED, t + 0.3, peers[0]),)
         else:
             at = t + 0.29 + 0.004 * view.rank
-            scatter = TraceStep(Moment.SCATTERED, at, "prefill-0/0", False, 0.02)
-            steps += (TraceStep(Moment.ARRIVED, t + 0.26, "prefill-0/0", True), scatter)
-        done = TraceStep(Moment.DONE, t + 0.32)
+            scatter = TraceStep(StepKind.SCATTERED, at, "prefill-0/0", False, 0.02)
+            steps += (TraceStep(StepKind.ARRIVED, t + 0.26, "prefill-0/0", True), scatter)
+        done = TraceStep(StepKind.DONE, t + 0.32)
         return RoomTrace(view.name, view.role, room, (*steps, *ends, done), "req-0001")
 
 
-def failure(room: str, ago_s: float, code: str, reason: str) -> FailureView:
-    at = time.monotonic() - ago_s
-    return FailureView(room=room, at=at, code=code, reason=reason, request="req-51f0c2")
+def failure(room: str, ago_s: float, code: str, reason: str) -> FailureStatus:
+    return FailureStatus(
+        room=room, endpoint="d", ago_s=ago_s, code=code, reason=reason, request="req-51f0c2"
+    )
 
 
-def failures() -> tuple[FailureView, ...]:
+def failures() -> tuple[FailureStatus, ...]:
     return (
         failure("4131865401186529917", 8, "peer-gone", "lost prefill-1/2: its process is gone"),
         failure(

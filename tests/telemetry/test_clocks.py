@@ -1,4 +1,4 @@
-"""Clocks: the true offset is always within the bound, over one link and over several."""
+"""Clock offsets: the true offset is within the error bound, over one link and several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def times(most: int, least: int = 0) -> st.SearchStrategy[float]:
 
 
 @given(times(10**6, -(10**6)), times(10), times(10), times(10))
-def test_the_truth_is_within_the_bound(
+def test_true_offset_is_within_the_bound(
     ahead: float, there_s: float, held_s: float, back_s: float
 ) -> None:
     asked = 5.0
@@ -29,12 +29,12 @@ def test_the_truth_is_within_the_bound(
 @pytest.mark.parametrize(
     "times", [(2.0, 5.0, 5.0, 1.0), (1.0, 5.0, 4.0, 2.0), (1.0, 5.0, 9.0, 2.0)]
 )
-def test_what_was_no_round_trip_is_refused(times: tuple[float, float, float, float]) -> None:
+def test_impossible_round_trips_raise(times: tuple[float, float, float, float]) -> None:
     with pytest.raises(ValueError, match=r"answer|held"):
         offset_of(*times)
 
 
-def test_a_sharp_one_is_kept_until_drift_has_blunted_it() -> None:
+def test_an_exact_offset_is_kept_until_drift_exceeds_the_new_error() -> None:
     sharp = Offset(3.0, 1e-4, at=100.0)
     blunt = Offset(3.1, 1e-3, at=101.0)
     assert better(None, blunt) is blunt
@@ -43,7 +43,7 @@ def test_a_sharp_one_is_kept_until_drift_has_blunted_it() -> None:
     assert better(sharp, late) is late
 
 
-def test_clocks_are_mapped_over_the_surest_way() -> None:
+def test_clocks_are_aligned_over_the_path_with_least_error() -> None:
     offsets = {
         ("d/0", "p/0"): Offset(10.0, 0.001),
         ("p/1", "d/0"): Offset(-20.0, 0.002),
@@ -60,7 +60,7 @@ def test_clocks_are_mapped_over_the_surest_way() -> None:
     assert found["d/1"].error_s == pytest.approx(0.002)
 
 
-def test_who_can_t_be_reached_is_not_guessed() -> None:
+def test_unreachable_clocks_are_not_guessed() -> None:
     offsets = {("d/0", "p/0"): Offset(1.0, 0.1)}
     assert set(aligned("d/0", offsets)) == {"d/0", "p/0"}
     assert best_reference(["d/9", "d/0"], offsets) == "d/0"

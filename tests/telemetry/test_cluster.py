@@ -1,4 +1,4 @@
-"""The book of a cluster: what is made of views, and what endpoints are told in return."""
+"""Cluster status: reports merged into one document, and the requests sent in return."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from telemetry.recorded import source, target
 
 from kvferry.telemetry.clocks import Offset
 from kvferry.telemetry.cluster import (
+    FORGET_S,
     GONE_S,
-    LOOKED_S,
-    SHOWN_GONE_S,
-    UNLOOKED_S,
-    ClusterStatus,
+    UNWATCHED_S,
+    WATCHED_S,
+    ClusterMonitor,
     Registered,
 )
-from kvferry.telemetry.reports import (
-    EndpointView,
-    FailureView,
-    LinkView,
-    ModeBytes,
+from kvferry.telemetry.status import (
+    EndpointStatus,
+    FailureStatus,
+    LinkStatus,
     RankState,
-    RoomView,
+    RoomStatus,
 )
 
 PREFILL = Registered("p", True, "", "TP2", "shm", 2, frozenset({0, 1}))
 
 
-def view(role: str = "source", rank: int = 0, clock: float = 0.0, **more: Any) -> EndpointView:
+def view(role: str = "source", rank: int = 0, clock: float = 0.0, **more: Any) -> EndpointStatus:
     fields: dict[str, Any] = {
         "instance": "p" if role == "source" else "d",
         "rank": rank,
@@ -41,131 +40,127 @@ def view(role: str = "source", rank: int = 0, clock: float = 0.0, **more: Any) -
         "sharding": "TP2",
         "num_ranks": 2 if role == "source" else 1,
     }
-    return EndpointView(**(fields | more))
+    return EndpointStatus(**(fields | more))
 
 
-def sent(num_bytes: int, mode: str = "staged") -> tuple[LinkView, ...]:
-    return (LinkView(peer="d/0", state="up", sent=(ModeBytes(mode, num_bytes),)),)
+def sent(num_bytes: int, bytes_per_s: float = 0.0) -> tuple[LinkStatus, ...]:
+    link = LinkStatus(source="p/0", target="d/0", state="up", num_bytes=num_bytes)
+    return (msgspec.structs.replace(link, bytes_per_s=bytes_per_s),)
 
 
-def look(book: ClusterStatus, now: float, *registered: Registered) -> Any:
-    return book.look(registered, now, 1e9 + now, "discovery")
+def look(monitor: ClusterMonitor, now: float, *registered: Registered) -> Any:
+    return monitor.status(registered, now, 1e9 + now, "discovery")
 
 
-def test_what_flows_is_what_was_sent_between_two_views() -> None:
-    book = ClusterStatus()
-    book.take(view(clock=10.0, links=sent(100)), 0.0)
-    assert look(book, 0.0, PREFILL).links[0].bytes_per_s == 0
-    book.take(view(clock=12.0, links=sent(2100)), 2.0)
-    (link,) = look(book, 2.0, PREFILL).links
-    assert (link.source, link.target, link.mode) == ("p/0", "d/0", "staged")
-    assert (link.bytes_per_s, link.num_bytes) == (1000.0, 2100)
+def test_rates_are_the_sum_of_what_living_sources_report() -> None:
+    monitor = ClusterMonitor()
+    monitor.take(view(links=sent(2100, 1000.0)), 0.0)
+    monitor.take(view("target", rooms_per_s=2.5), 0.0)
+    shown = look(monitor, 0.0, PREFILL)
+    (link,) = shown.links
+    assert (link.source, link.target, link.num_bytes) == ("p/0", "d/0", 2100)
+    assert (shown.bytes_per_s, shown.rooms_per_s) == (1000.0, 2.5)
+    late = look(monitor, GONE_S + 1, PREFILL)
+    assert (late.bytes_per_s, late.rooms_per_s, late.links[0].state) == (0.0, 0.0, "silent")
 
 
-def test_a_restart_is_no_flow() -> None:
-    book = ClusterStatus()
-    book.take(view(clock=10.0, links=sent(5000)), 0.0)
-    book.take(view(clock=1.0, links=sent(9000), incarnation=2), 1.0)
-    assert look(book, 1.0, PREFILL).links[0].bytes_per_s == 0
-
-
-def test_a_pair_is_shown_once_and_as_its_source_knows_it() -> None:
-    book = ClusterStatus()
+def test_a_link_is_shown_once_as_its_source_reports_it() -> None:
+    monitor = ClusterMonitor()
     offset = Offset(0.0, 0.001)
-    mine = LinkView(peer="p/0", state="up", offset=offset)
-    book.take(view("target", links=(mine,)), 0.0)
-    assert [link.clock_error_s for link in look(book, 0.0).links] == [0.001]
-    book.take(view(links=sent(5)), 0.0)
-    assert [(link.num_bytes, link.source) for link in look(book, 0.0).links] == [(5, "p/0")]
+    mine = LinkStatus(source="p/0", target="d/0", state="up", offset=offset)
+    monitor.take(view("target", links=(mine,)), 0.0)
+    assert [link.offset for link in look(monitor, 0.0).links] == [offset]
+    monitor.take(view(links=sent(5)), 0.0)
+    assert [(link.num_bytes, link.source) for link in look(monitor, 0.0).links] == [(5, "p/0")]
 
 
-def test_who_is_silent_is_said_to_be_and_then_gone_and_then_forgotten() -> None:
-    book = ClusterStatus()
-    book.take(view("target", num_done=3), 0.0)
+def test_an_endpoint_becomes_silent_then_gone_then_forgotten() -> None:
+    monitor = ClusterMonitor()
+    monitor.take(view("target", num_done=3), 0.0)
 
     def state(now: float) -> list[RankState]:
-        return [rank.state for one in look(book, now).instances for rank in one.ranks]
+        return [rank.state for one in look(monitor, now).instances for rank in one.ranks]
 
     assert state(1.0) == [RankState.UP]
     assert state(15.0) == [RankState.SILENT]
-    (instance,) = look(book, 15.0).instances
-    assert (instance.ready, instance.note) == (False, "nothing heard from rank 0")
+    (instance,) = look(monitor, 15.0).instances
+    assert (instance.ready, instance.note) == (False, "no report from rank 0")
     assert state(GONE_S + 1) == [RankState.GONE]
-    book.forget(SHOWN_GONE_S + 1)
-    assert state(SHOWN_GONE_S + 1) == []
+    monitor.forget(FORGET_S + 1)
+    assert state(FORGET_S + 1) == []
 
 
-def test_a_rank_that_never_told_anything_is_missing_or_merely_registered() -> None:
-    book = ClusterStatus()
-    book.take(view(rank=0), 0.0)
+def test_a_rank_without_reports_is_missing_or_only_registered() -> None:
+    monitor = ClusterMonitor()
+    monitor.take(view(rank=0), 0.0)
     half = PREFILL._replace(complete=False, note="'p' waits for rank 1", ranks=frozenset({0}))
-    (instance,) = look(book, 0.0, half).instances
+    (instance,) = look(monitor, 0.0, half).instances
     assert [rank.state for rank in instance.ranks] == [RankState.UP, RankState.MISSING]
     assert (instance.ready, instance.note) == (False, "'p' waits for rank 1")
-    (whole,) = look(book, 0.0, PREFILL).instances
+    (whole,) = look(monitor, 0.0, PREFILL).instances
     assert [rank.state for rank in whole.ranks] == [RankState.UP, RankState.UP]
 
 
-def test_a_farewell_leaves_nothing() -> None:
-    book = ClusterStatus()
-    book.take(view("target"), 0.0)
-    assert not book.leave("d/0", 2)
-    assert book.leave("d/0", 1)
-    assert look(book, 0.0).instances == ()
+def test_leaving_removes_an_endpoint() -> None:
+    monitor = ClusterMonitor()
+    monitor.take(view("target"), 0.0)
+    assert not monitor.leave("d/0", 2)
+    assert monitor.leave("d/0", 1)
+    assert look(monitor, 0.0).instances == ()
 
 
-def test_endpoints_tell_more_often_while_somebody_looks() -> None:
-    book = ClusterStatus()
-    assert book.take(view(), 100.0).every_s == UNLOOKED_S
-    look(book, 100.0)
-    assert book.take(view(), 101.0).every_s == LOOKED_S
-    assert book.take(view(), 200.0).every_s == UNLOOKED_S
+def test_reports_come_more_often_while_somebody_watches() -> None:
+    monitor = ClusterMonitor()
+    assert monitor.take(view(), 100.0).every_s == UNWATCHED_S
+    look(monitor, 100.0)
+    assert monitor.take(view(), 101.0).every_s == WATCHED_S
+    assert monitor.take(view(), 200.0).every_s == UNWATCHED_S
 
 
-def test_a_layout_is_asked_for_until_it_is_there() -> None:
-    book = ClusterStatus()
-    assert book.take(view(), 0.0).layout
-    assert book.take(view(), 0.0).layout
+def test_a_layout_is_requested_until_it_arrives() -> None:
+    monitor = ClusterMonitor()
+    assert monitor.take(view(), 0.0).layout
+    assert monitor.take(view(), 0.0).layout
 
 
-def test_a_story_is_asked_of_everybody_once_and_put_together() -> None:
-    book = ClusterStatus()
-    book.take(view(), 0.0)
-    book.take(view("target"), 0.0)
-    book.ask("17", 1.0)
-    assert not book.is_told("17", 1.0)
-    assert book.take(view(clock=1.0), 1.0).rooms == ("17",)
-    assert book.take(view(clock=2.0, traces=(source(),)), 1.1).rooms == ()
-    assert not book.is_told("17", 1.1)
-    assert book.take(view("target", clock=1.0), 1.2).rooms == ("17",)
-    assert not book.is_told("17", 1.2), "who was asked just now has not answered yet"
-    book.take(view("target", clock=1.1, traces=(target(),)), 1.3)
-    assert book.is_told("17", 1.3)
-    trace = book.waterfall("17")
+def test_a_trace_is_requested_once_from_each_endpoint() -> None:
+    monitor = ClusterMonitor()
+    monitor.take(view(), 0.0)
+    monitor.take(view("target"), 0.0)
+    monitor.query_trace("17", 1.0)
+    assert not monitor.is_answered("17", 1.0)
+    assert monitor.take(view(clock=1.0), 1.0).rooms == ("17",)
+    assert monitor.take(view(clock=2.0, traces=(source(),)), 1.1).rooms == ()
+    assert not monitor.is_answered("17", 1.1)
+    assert monitor.take(view("target", clock=1.0), 1.2).rooms == ("17",)
+    assert not monitor.is_answered("17", 1.2), "who was asked just now has not answered yet"
+    monitor.take(view("target", clock=1.1, traces=(target(),)), 1.3)
+    assert monitor.is_answered("17", 1.3)
+    trace = monitor.waterfall("17")
     assert trace is not None
     assert {bar.endpoint for bar in trace.bars} == {"p/0", "d/0"}
-    assert book.waterfall("18") is None
+    assert monitor.waterfall("18") is None
 
 
-def test_who_knows_nothing_of_a_room_answers_with_the_next_view() -> None:
-    book = ClusterStatus()
-    book.take(view(), 0.0)
-    book.ask("17", 1.0)
-    assert book.take(view(clock=1.0), 1.0).rooms == ("17",)
-    assert not book.is_told("17", 1.0)
-    book.take(view(clock=1.1), 1.1)
-    assert book.is_told("17", 1.1)
+def test_a_report_without_the_trace_counts_as_an_answer() -> None:
+    monitor = ClusterMonitor()
+    monitor.take(view(), 0.0)
+    monitor.query_trace("17", 1.0)
+    assert monitor.take(view(clock=1.0), 1.0).rooms == ("17",)
+    assert not monitor.is_answered("17", 1.0)
+    monitor.take(view(clock=1.1), 1.1)
+    assert monitor.is_answered("17", 1.1)
 
 
-def test_a_room_and_a_failure_are_shown_once() -> None:
-    book = ClusterStatus()
-    room = RoomView(room="17", status="moving", begun=0.0, seconds=4.0)
-    late = FailureView(room="16", at=8.0, code="aborted", reason="told so")
-    early = FailureView(room="16", at=7.0, code="peer-gone", reason="lost d/0")
-    book.take(view(clock=10.0, rooms=(room,), failures=(early,)), 0.0)
-    waiting = msgspec.structs.replace(room, status="waiting", seconds=3.0)
-    book.take(view("target", clock=10.0, rooms=(waiting,), failures=(late,)), 0.0)
-    shown = look(book, 1.0)
+def test_rooms_and_failures_are_merged() -> None:
+    monitor = ClusterMonitor()
+    room = RoomStatus(room="17", status="moving", seconds=4.0, endpoints=("p/0",))
+    late = FailureStatus(room="16", endpoint="d/0", ago_s=2.0, code="aborted", reason="told so")
+    early = FailureStatus(room="16", endpoint="p/0", ago_s=3.0, code="peer-gone", reason="lost d/0")
+    monitor.take(view(clock=10.0, rooms=(room,), failures=(early,)), 0.0)
+    waiting = msgspec.structs.replace(room, status="waiting", seconds=3.0, endpoints=("d/0",))
+    monitor.take(view("target", clock=10.0, rooms=(waiting,), failures=(late,)), 0.0)
+    shown = look(monitor, 1.0)
     assert [(one.room, one.status, one.seconds) for one in shown.rooms] == [("17", "waiting", 5.0)]
     assert shown.rooms[0].endpoints == ("p/0", "d/0")
     (failure,) = shown.failures

@@ -1,4 +1,4 @@
-"""The meter: counts arrive in a registry of one's own, and nothing is counted twice."""
+"""Metrics of endpoints: values in the registry, and nothing counted twice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rooms_are_counted_by_outcome_and_reason() -> None:
     assert mine.stats.rooms == {"done": 2, "deadline": 1}
 
 
-def test_writes_are_counted_by_path_and_failures_by_fate() -> None:
+def test_writes_are_counted_by_mode_and_failures_by_fate() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
     for seconds in (0.5, 0.25):
@@ -63,33 +63,33 @@ def test_writes_are_counted_by_path_and_failures_by_fate() -> None:
     assert mine.stats.modes[TransferMode.RUNS].writes == 0
 
 
-def test_a_total_adds_only_what_is_new() -> None:
+def test_machine_totals_are_added_once() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
     for count in (0, 3, 3, 5):
         counted(mine, refused=count)
-    assert value(registry, "refusals_total", what="refused") == 5
+    assert value(registry, "rejected_total", reason="refused") == 5
     mine.refused("connection", 2)
-    assert value(registry, "refusals_total", what="connection") == 2
-    assert mine.stats.refusals == {"refused": 5, "connection": 2}
+    assert value(registry, "rejected_total", reason="connection") == 2
+    assert mine.stats.rejected == {"refused": 5, "connection": 2}
 
 
-def test_nothing_refused_is_no_series() -> None:
+def test_no_rejections_make_no_series() -> None:
     registry = CollectorRegistry()
     counted(meter(registry), refused=0)
-    assert value(registry, "refusals_total", what="refused") is None
+    assert value(registry, "rejected_total", reason="refused") is None
 
 
-def test_parcels_without_a_credit_are_no_refusals() -> None:
+def test_chunks_without_a_credit_are_not_rejections() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
     counted(mine, impatient=2)
     counted(mine, impatient=3)
     assert value(registry, "credit_waits_total") == 3
-    assert mine.stats.refusals == {}
+    assert mine.stats.rejected == {}
 
 
-def test_how_things_stand_is_told_as_it_is_now() -> None:
+def test_gauges_show_the_latest_status() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
     link = Link(PEER, Session(1, 1), LinkState.UP, PLAN, 1, 10.0, 0.0, 0.0)
@@ -108,7 +108,7 @@ def test_how_things_stand_is_told_as_it_is_now() -> None:
     assert told == [2, 0, 0.25, 1024, 4096]
 
 
-def test_endpoints_of_one_registry_differ_in_their_labels() -> None:
+def test_endpoints_in_one_registry_have_their_own_labels() -> None:
     registry = CollectorRegistry()
     first, second = meter(registry), meter(registry, SECOND)
     first.room_ended(Handle(1), Done())
@@ -119,20 +119,20 @@ def test_endpoints_of_one_registry_differ_in_their_labels() -> None:
     assert (first.stats.rooms, second.stats.rooms) == ({"done": 1}, {"done": 2})
 
 
-def test_totals_of_two_endpoints_do_not_mix() -> None:
+def test_machine_totals_of_two_endpoints_do_not_mix() -> None:
     registry = CollectorRegistry()
     first, second = meter(registry), meter(registry, SECOND)
     counted(first, refused=4)
     counted(second, refused=1)
-    assert value(registry, "refusals_total", FIRST, what="refused") == 4
-    assert value(registry, "refusals_total", SECOND, what="refused") == 1
+    assert value(registry, "rejected_total", FIRST, reason="refused") == 4
+    assert value(registry, "rejected_total", SECOND, reason="refused") == 1
 
 
-def test_a_second_life_of_an_endpoint_goes_on_counting() -> None:
+def test_counters_continue_after_an_endpoint_restarts() -> None:
     registry = CollectorRegistry()
     counted(meter(registry), refused=3)
     counted(meter(registry), refused=2)
-    assert value(registry, "refusals_total", what="refused") == 5
+    assert value(registry, "rejected_total", reason="refused") == 5
 
 
 def test_registries_do_not_mix() -> None:

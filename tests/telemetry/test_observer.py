@@ -1,4 +1,4 @@
-"""The observer interface: what observers see of a room, and endpoints that nobody observes."""
+"""Observers: the events of a room, and endpoints without any observer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.plan.choose import TransferMode
 from kvferry.protocol.messages import RoomMessage
 from kvferry.protocol.outcome import Done
 from kvferry.telemetry.metrics import EndpointStats
-from kvferry.telemetry.observer import EVENTS, Observer, Observers, together
+from kvferry.telemetry.observer import EVENTS, Observer, Observers, combine
 from kvferry.transports.nixl import NixlTransport
 
 UNOBSERVED = AT_ONCE._replace(config=replace(AT_ONCE.config, metrics=False, trace_events=0))
@@ -67,7 +67,7 @@ def carry(pair: Pair) -> None:
     assert all(np.array_equal(*both) for both in zip(ours, theirs, strict=True))
 
 
-def test_a_room_moves_between_endpoints_that_nobody_observes() -> None:
+def test_a_room_moves_without_observers() -> None:
     with pair_by(UNOBSERVED) as pair:
         assert [type(each._telemetry.observer) for each in pair[:2]] == [Observer, Observer]
         carry(pair)
@@ -78,7 +78,7 @@ def test_a_room_moves_between_endpoints_that_nobody_observes() -> None:
 
 
 @pytest.mark.parametrize("beside", [AT_ONCE, UNOBSERVED], ids=["beside others", "alone"])
-def test_an_observer_sees_what_happens_to_a_room(beside: Any) -> None:
+def test_an_observer_receives_a_rooms_events(beside: Any) -> None:
     """One after another; what waits for the engine or the peer may come sooner or later."""
     source, target = Recorder(), Recorder()
     with pair_by(beside, (source, target)) as pair:
@@ -92,7 +92,7 @@ def test_an_observer_sees_what_happens_to_a_room(beside: Any) -> None:
     assert {"link_up", "status"} <= {event for event, _ in source.seen}
 
 
-def test_an_observer_sees_copies_through_staging() -> None:
+def test_an_observer_receives_staging_copies() -> None:
     source, target = Recorder(), Recorder()
     with pair_by(STAGED, (source, target)) as pair:
         carry(pair)
@@ -105,10 +105,10 @@ def in_order(seen: list[str], *wanted: str) -> bool:
     return all(one in rest for one in wanted)
 
 
-def test_nobody_and_one_need_no_composite() -> None:
+def test_none_and_one_observer_need_no_composite() -> None:
     one = Recorder()
-    assert type(together(None, None)) is Observer
-    assert together(None, one) is one
+    assert type(combine(None, None)) is Observer
+    assert combine(None, one) is one
 
 
 class Stalls(Observer):
@@ -121,9 +121,9 @@ class Stalls(Observer):
         self.seen.append((thread, silent_s))
 
 
-def test_of_several_each_hears_what_it_overrides() -> None:
+def test_each_of_several_receives_what_it_overrides() -> None:
     first, second, other = Stalls(), Stalls(), Recorder()
-    both = together(first, second, other)
+    both = combine(first, second, other)
     assert isinstance(both, Observers)
     both.thread_stalled("transport_thread", 2.0)
     both.thread_broken("transport_thread")

@@ -1,4 +1,4 @@
-"""Spans: a room and its stages in the client's trace, as OpenTelemetry's own exporter has them."""
+"""OpenTelemetry spans: a room and its stages within the client's trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from endpoint.test_pair import AT_ONCE, WAIT_S, pair_by
 from telemetry.recorded import failed, source, target
 
 from kvferry.protocol.outcome import Done
-from kvferry.telemetry.spans import SpanExporter, emit, wanted
+from kvferry.telemetry.spans import SpanExporter, export_room, spans_requested
 from kvferry.telemetry.steps import RoomTrace
 
 sdk: Any = pytest.importorskip("opentelemetry.sdk.trace")
@@ -21,7 +21,7 @@ PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 
 
 class Collector:
-    """A provider whose spans stay here."""
+    """A tracer provider with an in-memory exporter."""
 
     def __init__(self) -> None:
         self.exporter = memory.InMemorySpanExporter()
@@ -38,9 +38,9 @@ def traced(trace: RoomTrace) -> RoomTrace:
     return RoomTrace(trace.endpoint, trace.role, trace.room, trace.steps, "req-1", PARENT)
 
 
-def test_a_room_and_its_stages_stand_in_the_clients_trace() -> None:
+def test_a_room_and_its_stages_join_the_clients_trace() -> None:
     collector = Collector()
-    emit(traced(source()), collector.tracer, day=1e9)
+    export_room(traced(source()), collector.tracer, day=1e9)
     spans = collector.spans
     assert set(spans) == {"kvferry.room", "kvferry.prefill", "kvferry.gather", "kvferry.wire"}
     room = spans["kvferry.room"]
@@ -55,22 +55,22 @@ def test_a_room_and_its_stages_stand_in_the_clients_trace() -> None:
     assert wire.attributes["kvferry.bytes"] == 1 << 20
 
 
-def test_a_failure_is_an_error_with_its_reason() -> None:
+def test_a_failed_room_is_an_error_span_with_its_reason() -> None:
     collector = Collector()
-    emit(failed(), collector.tracer, day=0.0)
+    export_room(failed(), collector.tracer, day=0.0)
     status = collector.spans["kvferry.room"].status
     assert (status.is_ok, status.description) == (False, "peer-gone: lost p/0")
 
 
-def test_a_target_tells_of_its_scatters() -> None:
+def test_a_target_exports_its_scatters() -> None:
     collector = Collector()
-    emit(target(), collector.tracer, day=0.0)
+    export_room(target(), collector.tracer, day=0.0)
     assert set(collector.spans) == {"kvferry.room", "kvferry.scatter"}
 
 
-def test_an_endpoint_gives_away_what_has_ended() -> None:
+def test_an_endpoint_exports_ended_rooms() -> None:
     collector = Collector()
-    spans = SpanExporter(collector.tracer, most_rooms=100)
+    spans = SpanExporter(collector.tracer, max_rooms=100)
     with pair_by(AT_ONCE, (spans, None)) as pair:
         spans.start(pair.source._traced, "kvferry-spans-test", every_s=WAIT_S)
         out = pair.source.open(7, request="req-7", traceparent=PARENT)
@@ -95,5 +95,5 @@ def test_an_endpoint_gives_away_what_has_ended() -> None:
         ({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, False),
     ],
 )
-def test_opentelemetry_s_own_variables_decide(environment: dict[str, str], is_wanted: bool) -> None:
-    assert wanted(environment) is is_wanted
+def test_otel_variables_enable_spans(environment: dict[str, str], is_wanted: bool) -> None:
+    assert spans_requested(environment) is is_wanted

@@ -1,4 +1,4 @@
-"""Traces and views: what two endpoints tell of their rooms, and that it stays bounded."""
+"""Trace buffers: steps of rooms, their bounds, and the status that endpoints report."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ from kvferry.protocol.messages import (
     RoomMessage,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
-from kvferry.telemetry.reports import ReportRequest
-from kvferry.telemetry.steps import MAX_TRACE_EVENTS, Moment, RoomTrace
-from kvferry.telemetry.tags import NOBODYS, RoomTag
+from kvferry.telemetry.status import ReportRequest
+from kvferry.telemetry.steps import MAX_TRACE_EVENTS, RoomTrace, StepKind, TraceStep
+from kvferry.telemetry.tags import NO_TAG, RoomTag
 from kvferry.telemetry.traces import (
+    HALF,
     MESSAGES,
-    MOST_OF_A_PART,
-    MOST_PLACES,
-    NUM_UNPACKED,
-    PART_S,
+    PERIOD_S,
+    SLOW_PER_PERIOD,
     SLOW_S,
     TraceBuffer,
 )
-from kvferry.telemetry.waterfall import join
+from kvferry.telemetry.waterfall import build_waterfall
 
 PEER = Peer("d", 3)
 
@@ -56,14 +55,14 @@ def offer(room: Room, num_pages: int = 0) -> Envelope:
     return Envelope(PEER, 1, Session(1, 1), 1, body)
 
 
-class Book:
-    """A buffer with a clock that stands still until it is set."""
+class ClockedBuffer:
+    """A trace buffer with a manual clock."""
 
     def __init__(self, most_steps: int, role: str = "source") -> None:
-        self.now = 1000 * PART_S
+        self.now = 1000 * PERIOD_S
         self.traces = TraceBuffer("p/0", role, most_steps, lambda: self.now)
 
-    def opened(self, room: Room, tag: RoomTag = NOBODYS) -> Handle:
+    def opened(self, room: Room, tag: RoomTag = NO_TAG) -> Handle:
         """A room that begins now."""
         handle = Handle(room)
         handle.begun, handle.tag = self.now, tag
@@ -71,7 +70,7 @@ class Book:
         return handle
 
     def pushed(self, room: Room, first: int, end: int) -> None:
-        self.traces.step(room, Moment.PUSHED, Span(first, end))
+        self.traces.step(room, StepKind.PUSHED, Span(first, end))
 
     def ended(self, handle: Handle, outcome: Outcome = Done()) -> None:  # noqa: B008 - frozen
         self.traces.room_ended(handle, outcome)
@@ -90,126 +89,132 @@ class Book:
         return [room for room in rooms if self.told(str(room))]
 
 
-def moments(trace: RoomTrace | None) -> list[str]:
+def told_steps(buffer: ClockedBuffer, name: str) -> tuple[TraceStep, ...]:
+    trace = buffer.told(name)
+    assert trace is not None
+    return trace.steps
+
+
+def kinds(trace: RoomTrace | None) -> list[str]:
     assert trace is not None
     return [str(step.step) for step in trace.steps]
 
 
-def test_the_oldest_rooms_are_forgotten() -> None:
-    book = Book(40)
+def test_oldest_rooms_are_dropped() -> None:
+    buffer = ClockedBuffer(40)
     for room in range(100):
-        book.over(room)
-    known = book.knows(*range(100))
-    assert 40 <= len(known) <= 40 + MOST_OF_A_PART
+        buffer.over(room)
+    known = buffer.knows(*range(100))
+    assert 40 <= len(known) <= 40 + SLOW_PER_PERIOD
     assert known[-40:] == list(range(60, 100))
-    assert moments(book.told("99")) == ["opened", "done"]
+    assert kinds(buffer.told("99")) == ["opened", "done"]
 
 
-def test_a_room_that_goes_on_keeps_its_steps() -> None:
-    book = Book(16)
-    handle = book.opened("long", RoomTag("req"))
-    book.pushed("long", 0, 4)
+def test_open_rooms_keep_their_steps() -> None:
+    buffer = ClockedBuffer(16)
+    handle = buffer.opened("long", RoomTag("req"))
+    buffer.pushed("long", 0, 4)
     for room in range(100):
         if room == 50:
-            book.pushed("long", 4, 8)
-        book.over(room)
-        assert "pushed" in moments(book.told("long"))
-    book.ended(handle)
-    trace = book.told("long")
-    assert moments(trace) == ["opened", "pushed", "pushed", "done"]
+            buffer.pushed("long", 4, 8)
+        buffer.over(room)
+        assert "pushed" in kinds(buffer.told("long"))
+    buffer.ended(handle)
+    trace = buffer.told("long")
+    assert kinds(trace) == ["opened", "pushed", "pushed", "done"]
     assert trace is not None
     assert trace.request == "req"
 
 
 @pytest.mark.parametrize(("role", "first"), [("source", "opened"), ("target", "asked")])
-def test_a_room_that_has_just_begun_has_a_trace(role: str, first: str) -> None:
-    book = Book(16, role)
-    book.opened(7, RoomTag("req"))
-    trace = book.told("7")
-    assert (moments(trace), trace and trace.request) == ([first], "req")
+def test_a_new_room_has_a_trace(role: str, first: str) -> None:
+    buffer = ClockedBuffer(16, role)
+    buffer.opened(7, RoomTag("req"))
+    trace = buffer.told("7")
+    assert (kinds(trace), trace and trace.request) == ([first], "req")
 
 
-def test_an_offer_that_came_before_its_room_is_part_of_its_trace() -> None:
-    book = Book(16)
-    book.traces.frame_in(offer(7))
-    assert book.told("7") is None
+def test_an_early_offer_is_part_of_the_trace() -> None:
+    buffer = ClockedBuffer(16)
+    buffer.traces.frame_in(offer(7))
+    assert buffer.told("7") is None
     for room in range(100, 200):
-        book.over(room)
-    handle = book.opened(7)
-    assert set(moments(book.told("7"))) == {"opened", "offered"}
+        buffer.over(room)
+    handle = buffer.opened(7)
+    assert set(kinds(buffer.told("7"))) == {"opened", "offered"}
     for room in range(200, 300):
-        book.over(room)
-    book.ended(handle)
-    assert set(moments(book.told("7"))) == {"opened", "offered", "done"}
+        buffer.over(room)
+    buffer.ended(handle)
+    assert set(kinds(buffer.told("7"))) == {"opened", "offered", "done"}
 
 
-def test_offers_for_rooms_that_nobody_opens_are_bounded() -> None:
-    book = Book(16)
+def test_offers_for_unopened_rooms_are_bounded() -> None:
+    buffer = ClockedBuffer(16)
     for room in range(100):
-        book.traces.frame_in(offer(room))
-    assert len(book.traces._traces) == 16
-    book.opened(0)
-    book.opened(99)
-    assert [moments(book.told(name)) for name in ("0", "99")] == [
+        buffer.traces.frame_in(offer(room))
+    assert len(buffer.traces) == 16
+    buffer.opened(0)
+    buffer.opened(99)
+    assert [kinds(buffer.told(name)) for name in ("0", "99")] == [
         ["opened"],
         ["opened", "offered"],
     ]
 
 
-def test_an_id_that_is_used_again_tells_of_its_last_use() -> None:
-    book = Book(1000)
-    handle = book.opened(1, RoomTag("first"))
-    book.ended(handle, Failure.of(FailureCode.DEADLINE, "late"))
-    book.traces.step(1, Moment.RELEASED)
-    book.traces.frame_in(offer(1))
-    book.now += 1.0
-    again = book.opened(1, RoomTag("second"))
-    trace = book.told("1")
-    assert (moments(trace), trace and trace.request) == (["offered", "opened"], "second")
-    book.ended(again)
-    assert moments(book.told("1")) == ["offered", "opened", "done"]
+def test_a_reused_id_shows_its_last_use() -> None:
+    buffer = ClockedBuffer(1000)
+    handle = buffer.opened(1, RoomTag("first"))
+    buffer.ended(handle, Failure.of(FailureCode.DEADLINE, "late"))
+    buffer.traces.step(1, StepKind.RELEASED)
+    buffer.traces.frame_in(offer(1))
+    buffer.now += 1.0
+    again = buffer.opened(1, RoomTag("second"))
+    trace = buffer.told("1")
+    assert (kinds(trace), trace and trace.request) == (["offered", "opened"], "second")
+    buffer.ended(again)
+    assert kinds(buffer.told("1")) == ["offered", "opened", "done"]
 
 
-def test_a_text_and_a_number_may_have_one_name() -> None:
-    book = Book(1000)
+def test_a_string_and_a_number_may_share_a_name() -> None:
+    buffer = ClockedBuffer(1000)
     for room in (7, "7", "07"):
-        book.over(room)
-    named = book.traces.named
+        buffer.over(room)
+    named = buffer.traces.named
     assert len(named(["7"])) == 2
     assert len(named(["07"])) == 1
     assert named(["\u0667", "-7", "7.0", ""]) == []
 
 
-def test_of_a_long_room_its_beginning_and_its_end_are_told() -> None:
-    book = Book(100)
-    handle = book.opened("r", RoomTag("req", "00-1-2-01"))
+def test_a_long_room_keeps_its_first_and_last_steps() -> None:
+    buffer = ClockedBuffer(100)
+    handle = buffer.opened("r", RoomTag("req", "00-1-2-01"))
     for i in range(3000):
-        book.now += 1.0
-        book.pushed("r", i, i + 1)
-    assert len(book.traces._traces["r"]) <= MOST_PLACES
-    book.now += 1.0
-    book.ended(handle)
-    trace = book.told("r")
+        buffer.now += 1.0
+        buffer.pushed("r", i, i + 1)
+    assert len(told_steps(buffer, "r")) == MAX_TRACE_EVENTS
+    buffer.now += 1.0
+    buffer.ended(handle)
+    trace = buffer.told("r")
     assert trace is not None
     assert (len(trace.steps), trace.left_out) == (MAX_TRACE_EVENTS, 3002 - MAX_TRACE_EVENTS)
-    assert (trace.steps[0].step, trace.steps[-1].step) == (Moment.OPENED, Moment.DONE)
+    assert (trace.steps[0].step, trace.steps[-1].step) == (StepKind.OPENED, StepKind.DONE)
     assert [trace.steps[i].detail for i in (1, -2)] == ["tokens 0 to 1", "tokens 2999 to 3000"]
     assert (trace.request, trace.traceparent) == ("req", "00-1-2-01")
 
 
-def test_a_room_of_which_a_peer_never_stops_talking_is_bounded() -> None:
-    book = Book(100)
+def test_frames_about_one_room_are_bounded() -> None:
+    buffer = ClockedBuffer(100)
     for _ in range(3000):
-        book.traces.frame_in(accept(1))
-    assert len(book.traces._traces[1]) <= MOST_PLACES
+        buffer.traces.frame_in(accept(1))
+    assert len(buffer.traces._records[1].steps) <= 2 * HALF
 
 
-class Chronicle:
-    """A buffer, and beside it everything that ever happened to each room."""
+class History:
+    """A buffer under random events, with the full history of each room."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.book = Book(24)
+        self.buffer = ClockedBuffer(24)
         self.held: dict[Room, Handle] = {}
         self.early: set[Room] = set()
         self.happened: dict[Room, list[str]] = defaultdict(list)
@@ -217,7 +222,7 @@ class Chronicle:
 
     def step(self, fresh: Room) -> None:
         """Something happens, most often to a new room that is soon over."""
-        self.book.now += self.random.choice([1e-6, 0.001, 0.5])
+        self.buffer.now += self.random.choice([1e-6, 0.001, 0.5])
         match self.random.randrange(6):
             case 0 if len(self.early) < 24:
                 self._offer(fresh)
@@ -231,71 +236,73 @@ class Chronicle:
                 self._end(self.random.choice(sorted(self.held, key=str)))
 
     def _offer(self, room: Room) -> None:
-        self.book.traces.frame_in(offer(room))
-        self.book.traces.frame_out(PEER, accept(room))
+        self.buffer.traces.frame_in(offer(room))
+        self.buffer.traces.frame_out(PEER, accept(room))
         self.early.add(room)
         self.happened[room] += ["offered", "accepted"]
 
     def _begin(self, room: Room) -> None:
         self.early.discard(room)
-        self.held[room] = self.book.opened(room)
+        self.held[room] = self.buffer.opened(room)
         self.happened[room] += ["opened"]
 
     def _push(self, room: Room) -> None:
-        self.book.pushed(room, 0, 1)
+        self.buffer.pushed(room, 0, 1)
         self.happened[room] += ["pushed"]
 
     def _end(self, room: Room) -> None:
         handle = self.held.pop(room)
         if self.random.random() < 0.1:
-            self.book.ended(handle, Failure.of(FailureCode.ABORTED, "given up"))
-            self.book.traces.step(room, Moment.RELEASED)
+            self.buffer.ended(handle, Failure.of(FailureCode.ABORTED, "given up"))
+            self.buffer.traces.step(room, StepKind.RELEASED)
             self.happened[room] += ["failed", "released"]
         else:
-            self.book.ended(handle)
+            self.buffer.ended(handle)
             self.happened[room] += ["done"]
         self.ended[room] = self.happened.pop(room)
 
-    def demand_true(self) -> None:
+    def check(self) -> None:
         """Open rooms are shown in full, ended ones in full or not at all."""
         for room in self.held:
-            assert sorted(moments(self.book.told(str(room)))) == sorted(self.happened[room])
+            assert sorted(kinds(self.buffer.told(str(room)))) == sorted(self.happened[room])
         for room, steps in self.ended.items():
-            trace = self.book.told(str(room))
-            assert trace is None or sorted(moments(trace)) == sorted(steps)
-        traces = self.book.traces
-        lasting = [one.room for one, _ in (*traces.failures, *traces.slow)]
-        assert self.book.knows(*lasting) == lasting
+            trace = self.buffer.told(str(room))
+            assert trace is None or sorted(kinds(trace)) == sorted(steps)
+        traces = self.buffer.traces
+        slow = traces.slowest(self.buffer.now, 1000)
+        lasting = [one.room for one in (*traces.failures(), *slow)]
+        assert self.buffer.knows(*lasting) == lasting
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_traces_are_whole_and_the_buffer_is_bounded(seed: int) -> None:
-    chronicle = Chronicle(seed)
+def test_random_events_leave_whole_traces_in_a_bounded_buffer(seed: int) -> None:
+    history = History(seed)
     for number in range(1, 401):
-        chronicle.step(number)
+        history.step(number)
         if number % 20 == 0:
-            chronicle.demand_true()
-    book = chronicle.book
-    for handle in chronicle.held.values():
-        book.ended(handle)
+            history.check()
+    buffer = history.buffer
+    for handle in history.held.values():
+        buffer.ended(handle)
     for number in range(1000, 1100):
-        book.now += 1.0
-        book.over(number, seconds=1000.0)
-    assert set(book.traces._traces) == chronicle.early | set(range(1076, 1100))
+        buffer.now += 1.0
+        buffer.over(number, seconds=1000.0)
+    assert len(buffer.traces) == len(history.early) + 24
+    assert buffer.knows(*range(1076, 1100)) == list(range(1076, 1100))
 
 
-def test_nothing_large_is_kept() -> None:
+def test_large_messages_are_not_kept() -> None:
     """Offers have thousands of pages, and closes a megabyte of metadata."""
-    book = Book(100)
-    handle = book.opened("r", RoomTag("req", ""))
-    book.traces.frame_in(offer("r", num_pages=5000))
-    book.traces.frame_out(PEER, accept("r"))
-    book.pushed("r", 0, 4)
-    book.traces.write(ended_write(TransferMode.RUNS), book.now)
-    book.ended(handle, Done(b"x" * 1000))
-    assert len(msgspec.msgpack.encode(book.traces._traces["r"])) < 500
-    trace = book.told("r")
-    assert moments(trace) == ["opened", "offered", "accepted", "pushed", "written", "done"]
+    buffer = ClockedBuffer(100)
+    handle = buffer.opened("r", RoomTag("req", ""))
+    buffer.traces.frame_in(offer("r", num_pages=5000))
+    buffer.traces.frame_out(PEER, accept("r"))
+    buffer.pushed("r", 0, 4)
+    buffer.traces.write(ended_write(TransferMode.RUNS), buffer.now)
+    buffer.ended(handle, Done(b"x" * 1000))
+    assert len(msgspec.msgpack.encode(buffer.traces._records["r"].steps)) < 500
+    trace = buffer.told("r")
+    assert kinds(trace) == ["opened", "offered", "accepted", "pushed", "written", "done"]
     assert trace is not None
     heard = {str(step.step): (step.peer, step.heard) for step in trace.steps if step.peer}
     assert heard["offered"] == ("d/3", True)
@@ -308,98 +315,89 @@ def test_every_message_about_a_room_is_a_step() -> None:
     assert len(set(MESSAGES.values())) == len(MESSAGES)
 
 
-def test_heartbeats_are_no_steps() -> None:
-    book = Book(16)
-    book.traces.frame_in(Envelope(PEER, 1, Session(1, 1), 1, Heartbeat()))
-    assert book.traces._traces == {}
+def test_heartbeats_are_not_steps() -> None:
+    buffer = ClockedBuffer(16)
+    buffer.traces.frame_in(Envelope(PEER, 1, Session(1, 1), 1, Heartbeat()))
+    assert len(buffer.traces) == 0
 
 
-@pytest.mark.parametrize("num_pushes", [2, 3000], ids=["short", "with steps left out"])
-def test_a_trace_stays_the_same_when_it_is_packed(num_pushes: int) -> None:
-    book = Book(10_000)
-    handle = book.opened("r", RoomTag("req", "00-1-2-01"))
-    book.traces.frame_in(offer("r"))
-    for i in range(num_pushes):
-        book.pushed("r", i, i + 1)
-    handle.finished = book.now
-    book.traces.copy("r", PEER, Moment.GATHERED, book.now, 0.5, 9)
-    book.traces.write(ended_write(TransferMode.RUNS), book.now)
-    book.ended(handle)
-    book.traces.frame_out(PEER, accept("r"))
-    before = book.told("r")
-    for number in range(NUM_UNPACKED):
-        book.over(number)
-    assert book.traces._traces["r"].packed
-    assert before is not None
-    assert {"offered", "pushed", "gathered", "written", "finished", "accepted"} <= set(
-        moments(before)
-    )
-    assert (before.request, before.traceparent) == ("req", "00-1-2-01")
-    assert book.told("r") == before
-    book.traces.frame_out(PEER, accept("r"))
-    assert moments(book.told("r"))[-1] == "accepted"
+def test_a_trace_shows_every_kind_of_step_and_later_ones() -> None:
+    buffer = ClockedBuffer(10_000)
+    handle = buffer.opened("r", RoomTag("req", "00-1-2-01"))
+    buffer.traces.frame_in(offer("r"))
+    buffer.pushed("r", 0, 1)
+    handle.finished = buffer.now
+    buffer.traces.copy("r", PEER, StepKind.GATHERED, buffer.now, 0.5, 9)
+    buffer.traces.write(ended_write(TransferMode.RUNS), buffer.now)
+    buffer.ended(handle)
+    trace = buffer.told("r")
+    assert trace is not None
+    assert {"offered", "pushed", "gathered", "written", "finished"} <= set(kinds(trace))
+    assert (trace.request, trace.traceparent) == ("req", "00-1-2-01")
+    buffer.traces.frame_out(PEER, accept("r"))
+    assert kinds(buffer.told("r"))[-1] == "accepted"
 
 
-def test_when_a_failed_room_was_released_is_told_however_many_ended_meanwhile() -> None:
-    book = Book(16)
-    handle = book.opened(1)
-    book.ended(handle, Failure.of(FailureCode.DEADLINE, "late \udc80"))
+def test_a_failed_rooms_release_is_recorded_after_many_others() -> None:
+    buffer = ClockedBuffer(16)
+    handle = buffer.opened(1)
+    buffer.ended(handle, Failure.of(FailureCode.DEADLINE, "late \udc80"))
     for number in range(2, 50):
-        book.over(number)
-    book.now += 1.0
-    book.traces.step(1, Moment.RELEASED)
+        buffer.over(number)
+    buffer.now += 1.0
+    buffer.traces.step(1, StepKind.RELEASED)
     for number in range(50, 100):
-        trace = book.told("1")
-        assert moments(trace) == ["opened", "failed", "released"]
-        book.now += 1.0
-        book.over(number)
+        trace = buffer.told("1")
+        assert kinds(trace) == ["opened", "failed", "released"]
+        buffer.now += 1.0
+        buffer.over(number)
     assert trace is not None
     assert trace.steps[1].detail == "deadline: late ?"
 
 
-def test_the_slowest_of_the_last_minutes_are_known_however_many_came_after() -> None:
+def test_slowest_rooms_survive_many_faster_ones() -> None:
     """With their steps: what took long has to be explained."""
-    book = Book(64)
-    start = book.now
+    buffer = ClockedBuffer(64)
+    start = buffer.now
     for number in range(24_000):
-        book.now = start + number * 0.01
-        book.over(number, seconds=5.0 if number % 2400 == 7 else 0.001 * (number % 90))
-    slowest = [one.room for one in book.traces.slow.slowest(book.now, 10)]
+        buffer.now = start + number * 0.01
+        buffer.over(number, seconds=5.0 if number % 2400 == 7 else 0.001 * (number % 90))
+    slowest = [one.room for one in buffer.traces.slowest(buffer.now, 10)]
     assert sorted(map(int, slowest)) == [7 + 2400 * i for i in range(10)]
-    assert moments(book.told("7")) == ["opened", "done"]
+    assert kinds(buffer.told("7")) == ["opened", "done"]
 
 
-def test_what_was_slow_long_ago_is_forgotten() -> None:
-    book = Book(16)
-    book.over("slow", seconds=9.0)
-    book.now += SLOW_S + 2 * PART_S
-    assert book.traces.slow.slowest(book.now) == []
+def test_old_slow_rooms_are_dropped() -> None:
+    buffer = ClockedBuffer(16)
+    buffer.over("slow", seconds=9.0)
+    buffer.now += SLOW_S + 2 * PERIOD_S
+    assert buffer.traces.slowest(buffer.now, SLOW_PER_PERIOD) == []
     for number in range(20):
-        book.now += PART_S
-        book.over(number)
-    assert book.told("slow") is None
-    assert len(list(book.traces.slow)) <= SLOW_S / PART_S + 1
+        buffer.now += PERIOD_S
+        buffer.over(number)
+    assert buffer.told("slow") is None
+    assert len(buffer.traces.slowest(buffer.now, 1000)) <= SLOW_S / PERIOD_S + 1
 
 
 @pytest.mark.parametrize("seconds", [range(50), range(50, 0, -1)], ids=["rising", "falling"])
 def test_the_slowest_come_first(seconds: range) -> None:
-    book = Book(1000)
+    buffer = ClockedBuffer(1000)
     for took in seconds:
-        book.over(f"{took}", seconds=float(took))
+        buffer.over(f"{took}", seconds=float(took))
     longest = sorted(seconds, reverse=True)[:3]
-    slowest = book.traces.slow.slowest(book.now, 3)
+    slowest = buffer.traces.slowest(buffer.now, 3)
     assert [one.room for one in slowest] == [str(s) for s in longest]
 
 
-def test_rooms_that_took_as_long_need_no_order() -> None:
+def test_equally_slow_rooms_need_no_order() -> None:
     """A room's id is a number or a text."""
-    book = Book(100)
+    buffer = ClockedBuffer(100)
     for room in (1, "one", 2, "two", *range(3, 20)):
-        book.over(room)
-    assert len(book.traces.slow.slowest(book.now)) == MOST_OF_A_PART
+        buffer.over(room)
+    assert len(buffer.traces.slowest(buffer.now, SLOW_PER_PERIOD)) == SLOW_PER_PERIOD
 
 
-def test_a_heartbeat_of_an_earlier_peer_is_still_one() -> None:
+def test_heartbeats_without_clock_fields_decode() -> None:
     """Its fields may be left out: who lacks them is understood."""
     frame = Envelope(PEER, 1, Session(1, 1), 1, Heartbeat(1.5, 2.5, 3.5))
     assert decode(encode(frame)) == frame
@@ -409,7 +407,7 @@ def test_a_heartbeat_of_an_earlier_peer_is_still_one() -> None:
     assert decode(old) == bare
 
 
-def test_two_endpoints_tell_one_story() -> None:
+def test_two_endpoints_traces_join_to_one_waterfall() -> None:
     with pair_by(AT_ONCE) as pair:
         out = pair.source.open(7, request="req-7")
         into = pair.target.receive(7, prefill=pair.view, tokens=8, pages=[1, 2])
@@ -422,14 +420,14 @@ def test_two_endpoints_tell_one_story() -> None:
         assert pair.source.trace(8) is None
     known = [trace for trace in traces if trace is not None]
     assert {"opened", "offered", "pushed", "written", "finished", "closed", "done"} <= set(
-        moments(known[0])
+        kinds(known[0])
     )
-    assert {"asked", "offered", "closed", "done"} <= set(moments(known[1]))
-    assert known[0].when(Moment.WRITTEN)[-1] <= known[0].when(Moment.CLOSED)[0]
-    whole = join(known, {})
+    assert {"asked", "offered", "closed", "done"} <= set(kinds(known[1]))
+    assert known[0].times(StepKind.WRITTEN)[-1] <= known[0].times(StepKind.CLOSED)[0]
+    whole = build_waterfall(known)
     assert (whole.outcome, whole.request, whole.room) == ("done", "req-7", "7")
     assert sum(bar.num_bytes for bar in whole.bars) == sum(
-        sent.num_bytes for link in views[0].links for sent in link.sent
+        link.num_bytes for link in views[0].links
     )
     assert [(view.role, view.num_done, view.num_open) for view in views] == [
         ("source", 1, 0),
@@ -439,7 +437,7 @@ def test_two_endpoints_tell_one_story() -> None:
     assert views[0].slow[0].request == "req-7"
 
 
-def test_a_failure_is_told_in_words() -> None:
+def test_a_failure_is_reported_with_its_reason() -> None:
     with pair_by(AT_ONCE) as pair:
         out = pair.source.open("gone", request="req-8")
         out.abort()
@@ -448,10 +446,10 @@ def test_a_failure_is_told_in_words() -> None:
         trace = pair.source.trace("gone")
     (failure,) = view.failures
     assert (failure.room, failure.code, failure.request) == ("gone", "aborted", "req-8")
-    assert moments(trace)[-2:] == ["failed", "released"]
+    assert kinds(trace)[-2:] == ["failed", "released"]
 
 
-def test_who_no_longer_waits_for_a_view_disturbs_nobody() -> None:
+def test_a_cancelled_status_request_is_ignored() -> None:
     with pair_by(AT_ONCE) as pair:
         held, going = threading.Event(), threading.Event()
 

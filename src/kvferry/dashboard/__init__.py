@@ -1,5 +1,4 @@
-"""Observation of a cluster: traces of rooms, views of endpoints, and the page that shows them.
+"""The dashboard: one page, the documents behind it, and drawings of waterfalls.
 
-``steps``, ``clocks``, ``waterfall``, ``views`` and ``cluster`` are pure values and functions;
-``routes`` puts them behind HTTP for the discovery service and the router, ``client`` asks there.
+``routes`` serves them for the discovery service and the router; ``client`` reads them.
 """

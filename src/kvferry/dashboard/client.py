@@ -1,9 +1,8 @@
-"""A client of what discovery and the router show: one question after the other, no thread."""
+"""Blocking client of the dashboard's documents."""
 
 from __future__ import annotations
 
 import http.client
-from collections.abc import Mapping
 from typing import TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -11,75 +10,75 @@ import msgspec
 
 from kvferry.dashboard.routes import CLUSTER
 from kvferry.errors import InputError, KvferryError
-from kvferry.telemetry.reports import ClusterView
+from kvferry.telemetry.status import ClusterStatus
 from kvferry.telemetry.waterfall import Waterfall
 
 T = TypeVar("T")
 
-ASK_S = 15.0
+TIMEOUT_S = 15.0
 MAX_BYTES = 64 << 20
 
 
 class StatusUnavailable(KvferryError):
-    """What was asked for can't be had; the message says why."""
+    """The requested document is not available; the message says why."""
 
 
 class UnknownRoom(StatusUnavailable):
-    """No endpoint remembers that room."""
+    """No endpoint remembers the room."""
 
 
 class StatusClient:
-    """Asks at one address, with a token where there is a key."""
+    """Requests to a router or a discovery service, with a token if there is one."""
 
     def __init__(self, url: str, token: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise InputError(
-                f"{url!r:.200} is no address of a router or discovery; give one like "
-                f"http://127.0.0.1:8000"
+                f"{url!r:.200} is not the URL of a router or a discovery service; "
+                f"give one like http://127.0.0.1:8000"
             )
         self._url = url.rstrip("/")
-        self._where = (parts.hostname, parts.port or 80)
-        self._token = token
+        self._address = (parts.hostname, parts.port or 80)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
-    def cluster(self) -> ClusterView:
-        """How it is now."""
-        return self._get(CLUSTER, ClusterView)
+    def cluster(self) -> ClusterStatus:
+        """Return the cluster's status now."""
+        return self._get(CLUSTER, ClusterStatus)
 
     def trace(self, room: str) -> Waterfall:
-        """The trace of a room. Raises ``UnknownRoom``."""
+        """Return a room's waterfall. Raise ``UnknownRoom`` if no endpoint remembers it."""
         return self._get(f"/kvferry/traces/{quote(room, safe='')}", Waterfall)
 
     def _get(self, path: str, kind: type[T]) -> T:
-        status, body = self._ask(path)
+        status, body = self._request(path)
         if status != 200:
-            message = _message(body) or f"it answered with status {status}"
-            raise (UnknownRoom if status == 404 and _message(body) else StatusUnavailable)(message)
+            message = _error_message(body)
+            if status == 404 and message:
+                raise UnknownRoom(message)
+            raise StatusUnavailable(message or f"{self._url} answered with status {status}")
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StatusUnavailable(f"{self._url} answers something else: {error}") from None
+            raise StatusUnavailable(f"{self._url} sent an unexpected document: {error}") from None
 
-    def _ask(self, path: str) -> tuple[int, bytes]:
-        headers: Mapping[str, str] = (
-            {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        )
-        connection = http.client.HTTPConnection(*self._where, timeout=ASK_S)
+    def _request(self, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
         try:
-            connection.request("GET", path, headers=dict(headers))
+            connection.request("GET", path, headers=self._headers)
             response = connection.getresponse()
             return response.status, response.read(MAX_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            why = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
             raise StatusUnavailable(
-                f"cannot ask {self._url}: {why}; give the router's or the discovery service's --url"
+                f"cannot reach {self._url}: {reason}; give the --url of a router or a discovery "
+                f"service"
             ) from None
         finally:
             connection.close()
 
 
-def _message(body: bytes) -> str:
-    """What an error says, in the router's form or in the discovery service's."""
+def _error_message(body: bytes) -> str:
+    """Return the message of an error document, or an empty string."""
     try:
         document = msgspec.json.decode(body)
         return str(document["error"]["message"])

@@ -1,38 +1,31 @@
-"""A drawing of a waterfall: where the time of a room went, and every step on its lane. Pure.
+"""SVG drawing of a waterfall: where a room's time went, and every step per endpoint. Pure.
 
-An SVG that stands alone or inside a page, in light and dark; ``waterfall_page`` puts it into one.
-Each endpoint has a lane: moments are marks on its upper edge, and what takes time (gathers,
-writes, scatters) are bars below, side by side where they overlap.
+The SVG works alone or inside a page, in light and dark mode. Each endpoint has a lane: instants
+are marks at its upper edge; gathers, writes and scatters are bars below, stacked where they
+overlap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import NamedTuple
 
 from kvferry.plan.units import human_bytes, human_seconds
-from kvferry.telemetry.steps import Moment
+from kvferry.telemetry.steps import StepKind
 from kvferry.telemetry.waterfall import SPANS, RoomStage, Waterfall, WaterfallBar
 
 WIDTH = 1000.0
 LEFT, RIGHT = 150.0, 24.0
-TOP, STAGE_H, LANE_HEAD, BAR_H, BAR_GAP, LANE_GAP = 16.0, 26.0, 26.0, 9.0, 2.0, 14.0
-MOST_ROWS = 8
-# These are worth a word beside their mark, if there is room for it.
-NAMED = (
-    *(Moment.ASKED, Moment.OPENED, Moment.OFFERED, Moment.ACCEPTED, Moment.FINISHED),
-    *(Moment.CLOSED, Moment.COMPLETED, Moment.DONE, Moment.FAILED, Moment.RELEASED),
+PLOT_WIDTH = WIDTH - LEFT - RIGHT
+TOP, STAGE_HEIGHT, LANE_HEAD, BAR_HEIGHT, ROW_HEIGHT, LANE_GAP = 16.0, 26.0, 26.0, 9.0, 11.0, 14.0
+MAX_ROWS = 8
+CHAR_WIDTH = 5.9
+# Steps that get a label beside their mark, if there is room.
+LABELLED = (
+    *(StepKind.ASKED, StepKind.OPENED, StepKind.OFFERED, StepKind.ACCEPTED, StepKind.FINISHED),
+    *(StepKind.CLOSED, StepKind.COMPLETED, StepKind.DONE, StepKind.FAILED, StepKind.RELEASED),
 )
-CHAR_W = 5.9
-WORDS = {
-    RoomStage.PREFILL: "prefill",
-    RoomStage.PAGES: "wait for pages",
-    RoomStage.WIRE: "wire",
-    RoomStage.GATHER: "gather",
-    RoomStage.SCATTER: "scatter",
-    RoomStage.CONTROL: "control",
-}
+STAGE_NAMES = {stage: str(stage) for stage in RoomStage} | {RoomStage.PAGES: "wait for pages"}
 
 STYLE = """
 .wf{font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;--ink:#16202c;--soft:#5b6878;
@@ -40,7 +33,7 @@ STYLE = """
 --scatter:#0f9d7a;--control:#c9d1db;--bad:#cf2f3d}
 .wf text{fill:var(--ink)}.wf .soft{fill:var(--soft)}.wf .rule{stroke:var(--rule)}
 .wf .lane{fill:var(--lane)}.wf .mark{fill:var(--soft)}.wf .mark.failed{fill:var(--bad)}
-.wf .mark.done{fill:var(--scatter)}.wf .num{font-variant-resolve_ip:tabular-nums}
+.wf .mark.done{fill:var(--scatter)}.wf .num{font-variant-numeric:tabular-nums}
 .wf .prefill{fill:var(--prefill)}.wf .pages{fill:var(--pages)}.wf .wire{fill:var(--wire)}
 .wf .gather{fill:var(--gather)}.wf .scatter{fill:var(--scatter)}.wf .control{fill:var(--control)}
 @media (prefers-color-scheme:dark){.wf{--ink:#e8edf4;--soft:#9aa7b8;--rule:#2b3543;--lane:#1a212b;
@@ -49,86 +42,75 @@ STYLE = """
 """
 
 
-class _Lane(NamedTuple):
-    endpoint: str
-    role: str
-    bars: list[WaterfallBar]
-    rows: list[list[WaterfallBar]]
-
-    @property
-    def height(self) -> float:
-        return LANE_HEAD + max(1, len(self.rows)) * (BAR_H + BAR_GAP) + 6
-
-
-def waterfall_svg(trace: Waterfall) -> str:
-    """The drawing."""
-    span_s = max((bar.ended_s for bar in trace.bars), default=0.0) or 1e-9
-    lanes = [_lane(name, trace.bars) for name in _endpoints(trace.bars)]
-    body = [_stage_strip(trace), _legend(trace)]
-    top = TOP + STAGE_H + 44
-    height = top + sum(lane.height + LANE_GAP for lane in lanes) + 20
-    body.append(_axis(span_s, top - 6, height - 16))
-    for lane in lanes:
-        body.append(_draw(lane, span_s, top))
-        top += lane.height + LANE_GAP
-    title = f"the room {trace.room}: {trace.outcome} after {human_seconds(trace.seconds)}"
+def waterfall_svg(waterfall: Waterfall) -> str:
+    """Return the drawing."""
+    span_s = max((bar.ended_s for bar in waterfall.bars), default=0.0) or 1e-9
+    top = TOP + STAGE_HEIGHT + 44
+    lanes: list[str] = []
+    bottom = top
+    for endpoint in _endpoints(waterfall.bars):
+        bars = [bar for bar in waterfall.bars if bar.endpoint == endpoint]
+        rows = _stack([bar for bar in bars if bar.step in SPANS])
+        height = LANE_HEAD + max(1, len(rows)) * ROW_HEIGHT + 6
+        lanes.append(_lane(bars, rows, span_s, bottom, height))
+        bottom += height + LANE_GAP
+    body = "".join([_stages(waterfall), _axis(span_s, top - 6, bottom + 4), *lanes])
+    outcome = f"{waterfall.outcome} after {human_seconds(waterfall.seconds)}"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="wf" viewBox="0 0 {WIDTH:g} {height:g}" '
-        f'role="img" aria-label="{escape(title)}"><style>{STYLE}</style>{"".join(body)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="wf" '
+        f'viewBox="0 0 {WIDTH:g} {bottom + 20:g}" role="img" '
+        f'aria-label="{escape(f"the room {waterfall.room}: {outcome}")}">'
+        f"<style>{STYLE}</style>{body}</svg>"
     )
 
 
-def waterfall_page(trace: Waterfall) -> str:
-    """The drawing with its words, as a page that needs nothing from elsewhere."""
-    title = f"Room {trace.room}"
+def waterfall_page(waterfall: Waterfall) -> str:
+    """Return a self-contained HTML page with the drawing, its facts and all steps."""
+    title = escape(f"Room {waterfall.room}")
     facts = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts_of(trace)
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts_of(waterfall)
     )
-    rows = "".join(_row(bar) for bar in trace.bars)
+    rows = "".join(_row(bar) for bar in waterfall.bars)
     return f"""<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width,initial-scale=1"><title>{escape(title)}</title>
+<meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>
 <style>:root{{color-scheme:light dark}}body{{font:14px/1.5 system-ui,sans-serif;margin:24px auto;
 max-width:1100px;padding:0 16px}}svg{{width:100%;height:auto}}dl{{display:grid;
 grid-template-columns:max-content 1fr;gap:2px 16px}}dt{{opacity:.65}}dd{{margin:0}}
-table{{border-collapse:collapse;width:100%;font-variant-resolve_ip:tabular-nums}}
+table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
 td,th{{text-align:left;padding:2px 12px 2px 0;border-bottom:1px solid #8884}}</style>
-<h1>{escape(title)}</h1><dl>{facts}</dl>{waterfall_svg(trace)}
+<h1>{title}</h1><dl>{facts}</dl>{waterfall_svg(waterfall)}
 <table><thead><tr><th>after<th>took<th>endpoint<th>step<th>peer<th>bytes<th></tr></thead>
 <tbody>{rows}</tbody></table></html>
 """
 
 
-def facts_of(trace: Waterfall) -> list[tuple[str, str]]:
-    """What one wants to know first, in words."""
-    took = trace.stages[trace.worst]
-    share = took / trace.seconds if trace.seconds > 0 else 0.0
+def facts_of(waterfall: Waterfall) -> list[tuple[str, str]]:
+    """Return the facts that a reader needs first, as pairs of a name and a value."""
+    total, longest = waterfall.seconds, waterfall.longest_stage
+    took = waterfall.stages[longest]
+    share = took / total if total > 0 else 0.0
+    left_out = f"{waterfall.left_out} steps, for lack of space" if waterfall.left_out else ""
     facts = [
-        ("outcome", f"{trace.outcome} after {human_seconds(trace.seconds)}"),
-        ("most of it", f"{WORDS[trace.worst]}, {human_seconds(took)} ({share:.0%})"),
+        ("outcome", f"{waterfall.outcome} after {human_seconds(total)}"),
+        ("longest stage", f"{STAGE_NAMES[longest]}, {human_seconds(took)} ({share:.0%})"),
+        ("reason", waterfall.failure),
+        ("request", waterfall.request),
+        ("traceparent", waterfall.traceparent),
+        ("clocks", _clocks(waterfall)),
+        ("left out", left_out),
     ]
-    if trace.failure:
-        facts.append(("why", trace.failure))
-    if trace.request:
-        facts.append(("request", trace.request))
-    if trace.traceparent:
-        facts.append(("traceparent", trace.traceparent))
-    facts.append(("clocks", clock_words(trace)))
-    if trace.left_out:
-        facts.append(("left out", f"{trace.left_out} steps for which there was no place"))
-    return facts
+    return [(name, value) for name, value in facts if value]
 
 
-def clock_words(trace: Waterfall) -> str:
-    """How far the times of other endpoints may be off."""
-    others = [one for one in trace.clocks if one.endpoint != trace.clock]
-    known = [one.error_s for one in others if one.error_s is not None]
+def _clocks(waterfall: Waterfall) -> str:
+    """Say whose clock is used, and how far the others may be off."""
+    others = [one for one in waterfall.clocks if one.endpoint != waterfall.clock]
+    errors = [one.error_s for one in others if one.error_s is not None]
     unknown = [one.endpoint for one in others if one.error_s is None]
-    words = f"drawn by {trace.clock}'s"
-    if known:
-        words += f"; others within {human_seconds(max(known))}"
-    if unknown:
-        words += f"; not measured: {', '.join(unknown)}"
-    return words
+    text = f"times are {waterfall.clock}'s"
+    if errors:
+        text += f"; others within {human_seconds(max(errors))}"
+    return text + (f"; not measured: {', '.join(unknown)}" if unknown else "")
 
 
 # ---------------------------------------------------------------- parts
@@ -139,79 +121,81 @@ def _endpoints(bars: Iterable[WaterfallBar]) -> list[str]:
     return sorted(roles, key=lambda name: (roles[name] != "source", name))
 
 
-def _lane(endpoint: str, bars: Sequence[WaterfallBar]) -> _Lane:
-    own = [bar for bar in bars if bar.endpoint == endpoint]
+def _stack(bars: Iterable[WaterfallBar]) -> list[list[WaterfallBar]]:
+    """Distribute bars to rows in which none overlap, while there are rows."""
     rows: list[list[WaterfallBar]] = []
-    for bar in (bar for bar in own if bar.step in SPANS):
+    for bar in bars:
         free = next((row for row in rows if row[-1].ended_s <= bar.begun_s), None)
-        if free is None and len(rows) < MOST_ROWS:
+        if free is None and len(rows) < MAX_ROWS:
             rows.append(free := [])
-        (free if free is not None else rows[-1]).append(bar)
-    return _Lane(endpoint, own[0].role, own, rows)
+        (rows[-1] if free is None else free).append(bar)
+    return rows
 
 
 def _x(at_s: float, span_s: float) -> float:
-    return LEFT + (WIDTH - LEFT - RIGHT) * at_s / span_s
+    return LEFT + PLOT_WIDTH * at_s / span_s
 
 
-def _stage_strip(trace: Waterfall) -> str:
-    total, at, parts = trace.seconds or 1e-9, LEFT, []
-    whole = WIDTH - LEFT - RIGHT
-    for stage, seconds in trace.stages.items():
-        wide = whole * seconds / total
-        if wide > 0:
-            tip = f"{WORDS[stage]}: {human_seconds(seconds)}, {seconds / total:.0%}"
-            parts.append(
-                f'<rect class="{stage}" x="{at:.1f}" y="{TOP}" width="{wide:.1f}" '
-                f'height="{STAGE_H}"><title>{escape(tip)}</title></rect>'
-            )
-        at += wide
-    label = f'<text x="0" y="{TOP + 17}" font-weight="600">where it went</text>'
-    return label + "".join(parts)
-
-
-def _legend(trace: Waterfall) -> str:
-    at, parts, y = LEFT, [], TOP + STAGE_H + 18
-    for stage, seconds in trace.stages.items():
+def _stages(waterfall: Waterfall) -> str:
+    """Draw the strip of stages, and its legend below."""
+    total = waterfall.seconds or 1e-9
+    parts = [f'<text x="0" y="{TOP + 17}" font-weight="600">where it went</text>']
+    strip_x = legend_x = LEFT
+    legend_y = TOP + STAGE_HEIGHT + 18
+    for stage, seconds in waterfall.stages.items():
         if seconds <= 0:
             continue
-        words = escape(f"{WORDS[stage]} {human_seconds(seconds)}")
+        width = PLOT_WIDTH * seconds / total
+        label = f"{STAGE_NAMES[stage]} {human_seconds(seconds)}"
         parts.append(
-            f'<rect class="{stage}" x="{at:.1f}" y="{y - 9}" width="10" height="10" rx="2"/>'
-            f'<text class="num" x="{at + 15:.1f}" y="{y}">{words}</text>'
+            f'<rect class="{stage}" x="{strip_x:.1f}" y="{TOP}" width="{width:.1f}" '
+            f'height="{STAGE_HEIGHT}"><title>{escape(label)}, {seconds / total:.0%}</title></rect>'
+            f'<rect class="{stage}" x="{legend_x:.1f}" y="{legend_y - 9}" width="10" height="10" '
+            f'rx="2"/><text class="num" x="{legend_x + 15:.1f}" y="{legend_y}">'
+            f"{escape(label)}</text>"
         )
-        at += 15 + CHAR_W * len(words) + 22
+        strip_x += width
+        legend_x += 37 + CHAR_WIDTH * len(label)
     return "".join(parts)
 
 
 def _axis(span_s: float, top: float, bottom: float) -> str:
     parts = []
     for i in range(6):
-        x = _x(span_s * i / 5, span_s)
+        x, anchor = LEFT + PLOT_WIDTH * i / 5, "end" if i == 5 else "middle"
         parts.append(
             f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.0f}" y2="{bottom:.0f}"/>'
-            f'<text class="soft num" x="{x:.1f}" y="{bottom + 14:.0f}" text-anchor="'
-            f'{"end" if i == 5 else "middle"}">{escape(human_seconds(span_s * i / 5))}</text>'
+            f'<text class="soft num" x="{x:.1f}" y="{bottom + 14:.0f}" text-anchor="{anchor}">'
+            f"{escape(human_seconds(span_s * i / 5))}</text>"
         )
     return "".join(parts)
 
 
-def _draw(lane: _Lane, span_s: float, top: float) -> str:
+def _lane(
+    bars: Sequence[WaterfallBar],
+    rows: Iterable[Iterable[WaterfallBar]],
+    span_s: float,
+    top: float,
+    height: float,
+) -> str:
+    role = "prefill" if bars[0].role == "source" else "decode"
     parts = [
-        f'<rect class="lane" x="{LEFT}" y="{top:.1f}" width="{WIDTH - LEFT - RIGHT:.1f}" '
-        f'height="{lane.height:.1f}" rx="4"/>',
-        f'<text x="0" y="{top + 15:.1f}" font-weight="600">{escape(lane.endpoint[:22])}</text>',
-        f'<text class="soft" x="0" y="{top + 30:.1f}">{_role_word(lane.role)}</text>',
-        *_marks(lane.bars, span_s, top),
+        f'<rect class="lane" x="{LEFT}" y="{top:.1f}" width="{PLOT_WIDTH:.1f}" '
+        f'height="{height:.1f}" rx="4"/>'
+        f'<text x="0" y="{top + 15:.1f}" font-weight="600">{escape(bars[0].endpoint[:22])}</text>'
+        f'<text class="soft" x="0" y="{top + 30:.1f}">{role}</text>',
+        *_marks(bars, span_s, top),
     ]
-    for place, row in enumerate(lane.rows):
-        y = top + LANE_HEAD + place * (BAR_H + BAR_GAP)
-        parts += [_span(bar, span_s, y) for bar in row]
+    for number, row in enumerate(rows):
+        y = top + LANE_HEAD + number * ROW_HEIGHT
+        for bar in row:
+            x, end = _x(bar.begun_s, span_s), _x(bar.ended_s, span_s)
+            parts.append(
+                f'<rect class="{SPANS[bar.step]}" x="{x:.1f}" y="{y:.1f}" '
+                f'width="{max(1.5, end - x):.1f}" height="{BAR_HEIGHT}" rx="2">'
+                f"<title>{escape(_tooltip(bar))}</title></rect>"
+            )
     return f"<g>{''.join(parts)}</g>"
-
-
-def _role_word(role: str) -> str:
-    return "prefill" if role == "source" else "decode"
 
 
 def _marks(bars: Iterable[WaterfallBar], span_s: float, top: float) -> list[str]:
@@ -219,43 +203,33 @@ def _marks(bars: Iterable[WaterfallBar], span_s: float, top: float) -> list[str]
     for bar in bars:
         if bar.step in SPANS:
             continue
-        x, kind = _x(bar.ended_s, span_s), str(bar.step)
+        x = _x(bar.ended_s, span_s)
         parts.append(
-            f'<circle class="mark {kind}" cx="{x:.1f}" cy="{top + 7:.1f}" r="3">'
-            f"<title>{escape(words_of(bar))}</title></circle>"
+            f'<circle class="mark {bar.step}" cx="{x:.1f}" cy="{top + 7:.1f}" r="3">'
+            f"<title>{escape(_tooltip(bar))}</title></circle>"
         )
-        wide = CHAR_W * len(kind)
-        left = min(x - 2, WIDTH - RIGHT - wide)
-        if bar.step in NAMED and left >= free_from:
+        width = CHAR_WIDTH * len(bar.step)
+        left = min(x - 2, WIDTH - RIGHT - width)
+        if bar.step in LABELLED and left >= free_from:
             parts.append(
-                f'<text class="soft" font-size="10" x="{left:.1f}" y="{top + 21:.1f}">{kind}</text>'
+                f'<text class="soft" font-size="10" x="{left:.1f}" y="{top + 21:.1f}">'
+                f"{bar.step}</text>"
             )
-            free_from = left + wide + 4
+            free_from = left + width + 4
     return parts
 
 
-def _span(bar: WaterfallBar, span_s: float, y: float) -> str:
-    x, end = _x(bar.begun_s, span_s), _x(bar.ended_s, span_s)
-    return (
-        f'<rect class="{SPANS[bar.step]}" x="{x:.1f}" y="{y:.1f}" width="{max(1.5, end - x):.1f}" '
-        f'height="{BAR_H}" rx="2"><title>{escape(words_of(bar))}</title></rect>'
-    )
-
-
-def words_of(bar: WaterfallBar) -> str:
-    """A step in words."""
+def _tooltip(bar: WaterfallBar) -> str:
     peer = f" {'from' if bar.heard else 'to'} {bar.peer}" if bar.peer else ""
-    words = f"{human_seconds(bar.ended_s)}: {bar.step}{peer}"
-    if bar.ended_s > bar.begun_s:
-        words += f", took {human_seconds(bar.ended_s - bar.begun_s)}"
-    if bar.num_bytes:
-        words += f", {human_bytes(bar.num_bytes)}"
-    return words + (f", {bar.mode}" if bar.mode else "") + (f", {bar.detail}" if bar.detail else "")
+    took = f"took {human_seconds(bar.ended_s - bar.begun_s)}" if bar.ended_s > bar.begun_s else ""
+    size = human_bytes(bar.num_bytes) if bar.num_bytes else ""
+    step = f"{human_seconds(bar.ended_s)}: {bar.step}{peer}"
+    return ", ".join(filter(None, (step, took, size, bar.mode, bar.detail)))
 
 
 def _row(bar: WaterfallBar) -> str:
     took = human_seconds(bar.ended_s - bar.begun_s) if bar.ended_s > bar.begun_s else ""
     size = human_bytes(bar.num_bytes) if bar.num_bytes else ""
-    more = " ".join(filter(None, (bar.mode, bar.detail)))
+    more = f"{bar.mode} {bar.detail}".strip()
     cells = (human_seconds(bar.begun_s), took, bar.endpoint, str(bar.step), bar.peer, size, more)
     return f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"

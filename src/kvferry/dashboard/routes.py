@@ -1,8 +1,8 @@
-"""Routes of the page: the page itself, and the documents that it is made from.
+"""HTTP routes of the dashboard: the page, and the documents that it shows.
 
-Discovery and the router both have them, each with its own ``StatusSource`` behind. What is
-asked here changes nothing. With a cluster key it takes a token (``security/tokens.py``); the
-page's own files name nobody, so anybody may have them.
+The discovery service and the router serve them, each with its own ``StatusSource``. All routes
+are read-only. In a cluster with a key the documents need a token (``security/tokens.py``); the
+page's own files hold nothing about the cluster and are public.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ import msgspec
 from aiohttp import web
 
 from kvferry.dashboard.drawing import waterfall_svg
-from kvferry.telemetry.reports import ClusterView
+from kvferry.telemetry.status import ClusterStatus
 from kvferry.telemetry.waterfall import Waterfall
 
 PAGE = "/"
-FILES = "/kvferry/page/{file}"
+FILES = "/kvferry/page/"
 CLUSTER = "/kvferry/cluster"
-STORY = "/kvferry/traces/{room:.+}"
+TRACES = "/kvferry/traces/"
 PLAN = "/kvferry/plan"
-# What a token opens; no more begins like this.
-GUARDED = (CLUSTER, "/kvferry/traces/", PLAN)
 KINDS = {"page.js": "text/javascript", "page.css": "text/css", "icon.svg": "image/svg+xml"}
-# Nothing from elsewhere, in no frame of anybody's.
+# No content from other hosts, and no embedding in other pages.
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; style-src 'self' "
     "'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
@@ -36,31 +34,31 @@ HEADERS = {
 
 
 class StatusSource(Protocol):
-    """Who knows how the cluster is."""
+    """Provider of the documents."""
 
-    async def look(self) -> ClusterView:
-        """The cluster now."""
+    async def look(self) -> ClusterStatus:
+        """Return the cluster's status."""
 
     async def waterfall(self, room: str) -> Waterfall | None:
-        """A room's trace; None if nobody knows it."""
+        """Return a room's waterfall; None if no endpoint knows the room."""
 
     async def plan(self, source: str, target: str) -> str:
-        """The plan's picture of two instances, as SVG. Raises ``LookupError`` with a sentence."""
+        """Return the plan between two instances as SVG. Raise ``LookupError`` with a message."""
 
 
 class PageRoutes:
-    """The handlers. Errors are raised as aiohttp's, and whoever serves puts them into words."""
+    """The handlers. The server turns exceptions into error responses."""
 
-    def __init__(self, lookout: StatusSource) -> None:
-        self._lookout = lookout
+    def __init__(self, source: StatusSource) -> None:
+        self._source = source
 
     def routes(self) -> list[web.RouteDef]:
-        """All of them."""
+        """Return all routes."""
         return [
             web.get(PAGE, self._page),
-            web.get(FILES, self._file),
+            web.get(FILES + "{file}", self._file),
             web.get(CLUSTER, self._cluster),
-            web.get(STORY, self._story),
+            web.get(TRACES + "{room:.+}", self._trace),
             web.get(PLAN, self._plan),
         ]
 
@@ -74,41 +72,48 @@ class PageRoutes:
         return _static(name, KINDS[name])
 
     async def _cluster(self, request: web.Request) -> web.Response:
-        return _document(await self._lookout.look())
+        return _document(await self._source.look())
 
-    async def _story(self, request: web.Request) -> web.Response:
+    async def _trace(self, request: web.Request) -> web.Response:
         room = request.match_info["room"][:1024]
-        waterfall = await self._lookout.waterfall(room)
+        waterfall = await self._source.waterfall(room)
         if waterfall is None:
-            text = f"no endpoint remembers the room {room:.200}; each keeps its last ones only"
-            return _document({"error": {"code": "not-found", "message": text}}, 404)
+            return _not_found(
+                f"no endpoint remembers the room {room:.200}; each keeps only its last rooms"
+            )
         if request.query.get("as") == "svg":
-            svg = waterfall_svg(waterfall)
-            return web.Response(text=svg, content_type="image/svg+xml", headers=HEADERS)
+            return _svg(waterfall_svg(waterfall))
         return _document(waterfall)
 
     async def _plan(self, request: web.Request) -> web.Response:
-        asked = request.query
+        query = request.query
         try:
-            svg = await self._lookout.plan(asked.get("source", ""), asked.get("target", ""))
+            return _svg(await self._source.plan(query.get("source", ""), query.get("target", "")))
         except LookupError as error:
-            return _document({"error": {"code": "not-found", "message": error.args[0]}}, 404)
-        return web.Response(text=svg, content_type="image/svg+xml", headers=HEADERS)
+            return _not_found(error.args[0])
 
 
 def is_guarded(path: str) -> bool:
-    """Whether a token opens this path."""
-    return path.startswith(GUARDED)
+    """Return whether a token gives access to this path."""
+    return path.startswith((CLUSTER, TRACES, PLAN))
 
 
 def is_open(path: str) -> bool:
-    """Whether anybody may have this: the page without what it shows."""
-    return path == PAGE or path.startswith("/kvferry/page/")
+    """Return whether this path is public: the page without its documents."""
+    return path == PAGE or path.startswith(FILES)
 
 
 def _static(name: str, kind: str) -> web.Response:
     body = files("kvferry.dashboard").joinpath("page", name).read_bytes()
     return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+
+
+def _svg(text: str) -> web.Response:
+    return web.Response(text=text, content_type="image/svg+xml", headers=HEADERS)
+
+
+def _not_found(message: str) -> web.Response:
+    return _document({"error": {"code": "not-found", "message": message}}, 404)
 
 
 def _document(content: object, status: int = 200) -> web.Response:

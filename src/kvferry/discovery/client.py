@@ -190,7 +190,7 @@ class DiscoveryClient:
             await _answer(self.discovery.withdraw(record))
         except DiscoveryError as error:
             # Its lease will end by itself.
-            log.info("no-farewell peer=%s fault=%s", record.peer, error.fault)
+            log.info("unregister-failed peer=%s fault=%s", record.peer, error.fault)
 
     # ------------------------------------------------------------ questions
 
@@ -248,7 +248,7 @@ class DiscoveryClient:
         level = logging.WARNING if first else logging.DEBUG
         log.log(
             level,
-            "not-registered peer=%s fault=%s message=%r",
+            "not-registered peer=%s fault=%s error=%r",
             registration.record.peer,
             error.fault,
             str(error),
@@ -295,7 +295,9 @@ class DiscoveryClient:
                     wait_s = WAIT_S
                 delay_s = backoff.next_s()
                 if backoff.is_first and error.fault is not DiscoveryFault.INCOMPLETE:
-                    log.warning("no-news instance=%s fault=%s", watch.name, error.fault)
+                    log.warning(
+                        "discovery-unreachable instance=%s fault=%s", watch.name, error.fault
+                    )
                 await asyncio.sleep(delay_s)
                 continue
             backoff.reset()

@@ -11,8 +11,8 @@ from kvferry.layout.layout import Layout
 from kvferry.plan.pictures import as_svg
 from kvferry.plan.plan import Request
 from kvferry.plan.reshard import reshard
-from kvferry.telemetry.cluster import ClusterStatus, Registered
-from kvferry.telemetry.reports import ClusterView, EndpointView, ReportRequest
+from kvferry.telemetry.cluster import ClusterMonitor, Registered
+from kvferry.telemetry.status import ClusterStatus, EndpointStatus, ReportRequest
 from kvferry.telemetry.waterfall import Waterfall
 
 # How long a trace is waited for: endpoints tell their views every few seconds.
@@ -29,12 +29,12 @@ class DiscoveryStatus:
 
     def __init__(self, registry: InstanceRegistry) -> None:
         self._registry = registry
-        self._book = ClusterStatus()
+        self._book = ClusterMonitor()
         self._drawn: dict[tuple[Layout, Layout], str] = {}
 
     # ------------------------------------------------------------ what endpoints say
 
-    def take(self, view: EndpointView) -> ReportRequest:
+    def take(self, view: EndpointStatus) -> ReportRequest:
         """A view has come."""
         return self._book.take(view, time.monotonic())
 
@@ -48,16 +48,16 @@ class DiscoveryStatus:
 
     # ------------------------------------------------------------ what others ask
 
-    async def look(self) -> ClusterView:
+    async def look(self) -> ClusterStatus:
         """The cluster now."""
         now, wall = time.monotonic(), time.time()
-        return self._book.look(registered(self._registry), now, wall, "discovery")
+        return self._book.status(registered(self._registry), now, wall, "discovery")
 
     async def waterfall(self, room: str) -> Waterfall | None:
         """A room's trace, once everybody who lives has told it, or time is over."""
-        self._book.ask(room, time.monotonic())
+        self._book.query_trace(room, time.monotonic())
         until = time.monotonic() + STORY_S
-        while time.monotonic() < until and not self._book.is_told(room, time.monotonic()):
+        while time.monotonic() < until and not self._book.is_answered(room, time.monotonic()):
             await asyncio.sleep(LOOK_S)
         return self._book.waterfall(room)
 

@@ -38,7 +38,7 @@ from kvferry.errors import KvferryError
 from kvferry.ids import MAX_ID
 from kvferry.security.signing import SCHEME, Introduction, RequestVerifier, SignatureFault
 from kvferry.security.tokens import token_problem
-from kvferry.telemetry.reports import EndpointView
+from kvferry.telemetry.status import EndpointStatus
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -138,7 +138,7 @@ class DiscoveryService:
             return response
         except asyncio.CancelledError as error:
             # aiohttp cancels the handler of a client that hangs up.
-            log.info("client-left method=%s path=%s why=%r", request.method, request.path, error)
+            log.info("client-left method=%s path=%s reason=%r", request.method, request.path, error)
             raise
         finally:
             route = request.match_info.route.resource
@@ -155,7 +155,7 @@ class DiscoveryService:
             return _error(*_translated(error))
         except (ConnectionError, web.RequestPayloadError) as error:
             # The client has left in the middle, and nobody reads this.
-            log.info("client-left method=%s path=%s why=%r", request.method, request.path, error)
+            log.info("client-left method=%s path=%s reason=%r", request.method, request.path, error)
             return web.Response(status=CLIENT_LEFT)
         except Exception:
             log.exception("request-failed method=%s", request.method)
@@ -208,7 +208,7 @@ class DiscoveryService:
                 self.registry.prolong(now - due)
             self.lookout.forget(now)
             for name, rank in self.registry.expire(now):
-                log.info("lease-ended instance=%s rank=%d", name, rank)
+                log.info("lease-expired instance=%s rank=%d", name, rank)
                 self.metrics.expired.inc()
                 self._waiters.wake(name)
 
@@ -243,7 +243,7 @@ class DiscoveryService:
         return web.Response(status=204)
 
     async def _view(self, request: web.Request) -> web.Response:
-        view = _decoded(await request.read(), EndpointView)
+        view = _decoded(await request.read(), EndpointStatus)
         name, rank = _place(request)
         if (view.instance, view.rank) != (name, rank):
             raise DiscoveryError(

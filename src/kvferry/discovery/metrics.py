@@ -15,8 +15,8 @@ class DiscoveryMetrics:
         self.collection = CollectorRegistry()
         self.requests = Counter(
             "kvferry_discovery_requests",
-            "Requests by what was asked and the status of the answer",
-            ["asked", "status"],
+            "Requests, by route and status",
+            ["route", "status"],
             registry=self.collection,
         )
         self.expired = Counter(

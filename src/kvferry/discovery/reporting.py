@@ -15,11 +15,11 @@ from kvferry.discovery.loop import LoopThread
 from kvferry.discovery.records import DiscoveryError, DiscoveryFault
 from kvferry.ids import Peer
 from kvferry.security.keys import ClusterKey
-from kvferry.telemetry.reports import EndpointView, ReportRequest
+from kvferry.telemetry.status import EndpointStatus, ReportRequest
 
 log = logging.getLogger("kvferry.discovery")
 
-MakeView = Callable[[ReportRequest], Future[EndpointView]]
+MakeView = Callable[[ReportRequest], Future[EndpointStatus]]
 
 # An owner that is busy for longer is reported by the watchman.
 VIEW_S = 5.0
@@ -68,7 +68,7 @@ class StatusReporter:
                 if not (wishes.rooms or wishes.layout):
                     pause_s = wishes.every_s
             except DiscoveryError as error:
-                log.debug("view-not-told peer=%s fault=%s", self._peer, error.fault)
+                log.debug("status-report-failed peer=%s fault=%s", self._peer, error.fault)
                 pause_s = UNKNOWN_S if error.fault is DiscoveryFault.NOT_FOUND else backoff.next_s()
             except TimeoutError:
                 # The owner has much to do, or is gone and so are we soon.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from kvferry.endpoint.one_time_result import OneTimeResult
 from kvferry.ids import Room
 from kvferry.protocol.outcome import Done, Failure, Outcome, Status
-from kvferry.telemetry.tags import NOBODYS
+from kvferry.telemetry.tags import NO_TAG
 
 
 class Handle:
@@ -30,7 +30,7 @@ class Handle:
         # When a source's engine had pushed everything.
         self.finished: float | None = None
         # Whose room it is, where its engine says so.
-        self.tag = NOBODYS
+        self.tag = NO_TAG
         self._outcome: OneTimeResult[Outcome] = OneTimeResult()
         self._released: OneTimeResult[Literal[True]] = OneTimeResult()
 

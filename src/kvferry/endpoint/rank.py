@@ -41,12 +41,11 @@ from kvferry.memory.pools import Memory, PoolArrays
 from kvferry.protocol.events import Event
 from kvferry.protocol.outcome import Status
 from kvferry.security.keys import ClusterKey
-from kvferry.telemetry.endpoint import EndpointTelemetry
+from kvferry.telemetry.endpoint import EndpointTelemetry, LoopSnapshot
 from kvferry.telemetry.metrics import EndpointStats
 from kvferry.telemetry.observer import Observer
-from kvferry.telemetry.reports import EndpointView, ReportRequest
+from kvferry.telemetry.status import EndpointStatus, ReportRequest
 from kvferry.telemetry.steps import RoomTrace
-from kvferry.telemetry.views import ViewedLoop
 from kvferry.transports.base import Transport
 from kvferry.transports.transport_set import TransportSet
 
@@ -198,21 +197,21 @@ class RankEndpoint(ABC, Generic[H]):
         """Where many rooms stand, for a scheduler's loop; None once they are released."""
         return self._owner.rooms.statuses(rooms)
 
-    def view(self, wishes: ReportRequest = ReportRequest()) -> Future[EndpointView]:  # noqa: B008 - frozen
+    def view(self, wishes: ReportRequest = ReportRequest()) -> Future[EndpointStatus]:  # noqa: B008 - frozen
         """How the endpoint is, made on its owner's thread; with the traces that are wished for."""
         owner = self._owner
 
-        def make() -> EndpointView:
+        def make() -> EndpointStatus:
             machine, rooms = owner.runner.machine, list(owner.rooms)
             tables = machine.num_quarantined, machine.links.values()
-            return self._telemetry.view(ViewedLoop(rooms, *tables, owner.clocks.offset), wishes)
+            return self._telemetry.view(LoopSnapshot(rooms, *tables, owner.clocks.offset), wishes)
 
         return self._looked(make)
 
     def _traced(self, rooms: list[Room]) -> Future[list[RoomTrace]]:
         """The traces of rooms, made on the owner's thread."""
         traces = self._telemetry.traces
-        return self._looked(lambda: traces.of(rooms) if traces else [])
+        return self._looked(lambda: traces.traces(rooms) if traces else [])
 
     def _looked(self, make: Callable[[], T]) -> Future[T]:
         """What is made on the owner's thread, which nobody who leaves meanwhile may disturb."""
@@ -272,10 +271,10 @@ class RankEndpoint(ABC, Generic[H]):
         self.close()
 
 
-def _fixed_view(setup: EndpointSetup, role: str) -> EndpointView:
+def _fixed_view(setup: EndpointSetup, role: str) -> EndpointStatus:
     """Constant part of an endpoint's view."""
     member = setup.member
-    return EndpointView(
+    return EndpointStatus(
         instance=member.name,
         rank=member.rank,
         role=role,

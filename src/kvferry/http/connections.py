@@ -49,9 +49,9 @@ class Connections:
         self._unused: dict[Connection, None] = {}
         self._closing = False
         self._refused = Counter(
-            "kvferry_http_refused",
+            "kvferry_http_rejected",
             "Connections that were closed and requests that were not read, by reason",
-            ["why"],
+            ["reason"],
             registry=registry,
         )
         for why in Why:

@@ -1,4 +1,4 @@
-"""The router over HTTP: a thin shell around the forwarder and the watch."""
+"""The router's HTTP application: routes around the forwarder and the worker watch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
 from aiohttp import web
 
 from kvferry import ClusterKey
 from kvferry.dashboard.routes import PageRoutes, is_guarded
 from kvferry.http.api_errors import ApiError, json_response, of_refusal
 from kvferry.router.adapters import adapter_of
-from kvferry.router.bodies import Defaults, new_id, read_ask
+from kvferry.router.bodies import RequestDefaults, new_id, parse_call
 from kvferry.router.forward import Forwarder
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions, named_url
-from kvferry.router.status import RouterStatus
-from kvferry.router.upstream import ended
-from kvferry.router.watch import Watch
-from kvferry.router.worker_pool import Announced, Worker, WorkerPool, WorkerRole
+from kvferry.router.status import RouterStatus, worker_status
+from kvferry.router.upstream import cancel_and_wait
+from kvferry.router.watch import WorkerWatch
+from kvferry.router.worker_pool import AnnouncedWorker, WorkerPool, WorkerRole
 from kvferry.security.tokens import token_problem
 
 log = logging.getLogger("kvferry.router")
@@ -34,13 +35,13 @@ CLIENT_LEFT = 499
 
 
 class Router:
-    """Routes, and what stands behind them for as long as the application runs."""
+    """Handlers of the routes, and the objects that live as long as the application."""
 
     def __init__(self, options: RouterOptions, key: ClusterKey | None = None) -> None:
         adapter = adapter_of(options.engine)
         fixed = [
-            Announced(url, part, name)
-            for part, urls in (
+            AnnouncedWorker(url, role, name)
+            for role, urls in (
                 (WorkerRole.PREFILL, options.prefill_urls),
                 (WorkerRole.DECODE, options.decode_urls),
             )
@@ -51,23 +52,23 @@ class Router:
         self.metrics = RouterMetrics(self.pool)
         self._adapter = adapter
         self._forwarder = Forwarder(options, self.pool, self.metrics, adapter, key)
-        self._watch = Watch(options, self.pool, key, adapter.ask_health)
-        self._lookout = RouterStatus(options.discovery, self.pool, key)
+        self._watch = WorkerWatch(options, self.pool, key, adapter.check_health)
+        self._status = RouterStatus(options.discovery, self.pool, key)
         self._key = key.http if key is not None else None
         self._since = int(time.time())
 
     def application(self) -> web.Application:
-        """All routes; the watch starts and ends with it."""
-        app = web.Application(middlewares=[self._frame], client_max_size=MAX_BODY_BYTES)
+        """Return the application; the worker watch runs while it does."""
+        app = web.Application(middlewares=[self._measure], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.get("/healthz", self._health),
-                web.get("/metrics", self._text),
+                web.get("/metrics", self._metrics_text),
                 web.get("/v1/models", self._list_models),
                 web.get("/v1/models/{model:.+}", self._one_model),
                 web.post("/v1/completions", self._answer),
                 web.post("/v1/chat/completions", self._answer),
-                *PageRoutes(self._lookout).routes(),
+                *PageRoutes(self._status).routes(),
             ]
         )
         app.cleanup_ctx.append(self._watching)
@@ -76,47 +77,47 @@ class Router:
     async def _watching(self, app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(self._watch.run())
         yield
-        await ended(task)
+        await cancel_and_wait(task)
         await self._forwarder.close()
-        await self._lookout.close()
+        await self._status.close()
 
-    # ------------------------------------------------------------ around every request
+    # ------------------------------------------------------------ middleware
 
     @web.middleware
-    async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _measure(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         route = request.match_info.route.resource
         path, began = route.canonical if route is not None else "other", time.monotonic()
         status = str(CLIENT_LEFT)
         try:
-            response = await self._guarded(request, handler)
+            response = await self._handle(request, handler)
             status = str(response.status)
             return response
         finally:
             self.metrics.requests.labels(path, status).inc()
             self.metrics.seconds.labels(path).observe(time.monotonic() - began)
 
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            self._demand_token(request)
+            self._check_token(request)
             return await handler(request)
         except ApiError as error:
             level = logging.INFO if error.status < 500 else logging.WARNING
             log.log(
-                level, "refused path=%s status=%d why=%r", request.path, error.status, str(error)
+                level, "refused path=%s status=%d reason=%r", request.path, error.status, str(error)
             )
             return error.response()
         except web.HTTPException as error:
             return of_refusal(error, MAX_BODY_BYTES).response()
         except (ConnectionError, web.RequestPayloadError) as error:
-            # The client has left in the middle, and nobody reads this.
-            log.info("client-left path=%s why=%r", request.path, error)
+            # The client has left, so nobody reads this response.
+            log.info("client-left path=%s reason=%r", request.path, error)
             return web.Response(status=CLIENT_LEFT)
         except Exception:
             log.exception("request-failed path=%s", request.path)
             return ApiError(500, "the router has a bug; see its log", code="internal").response()
 
-    def _demand_token(self, request: web.Request) -> None:
-        """Clients need none; who wants to see the cluster does."""
+    def _check_token(self, request: web.Request) -> None:
+        """Demand a token for the dashboard's documents; the API needs none."""
         if self._key is None or not is_guarded(request.path):
             return
         header = request.headers.get("Authorization", "")
@@ -124,62 +125,54 @@ class Router:
         if problem is not None:
             raise ApiError(401, problem, code="token")
 
-    # ------------------------------------------------------------ what clients ask
+    # ------------------------------------------------------------ API
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
             async with asyncio.timeout(BODY_S):
                 data = await request.read()
         except TimeoutError:
-            raise ApiError(408, "the body did not come in time", code="slow") from None
+            raise ApiError(
+                408, f"the request body took longer than {BODY_S:g} s", code="slow"
+            ) from None
         header = request.headers.get(FAILURE_HEADER)
         seed = new_id() if self._adapter.needs_seed else None
-        defaults = Defaults(self._model, self._options.on_failure, seed)
-        ask = read_ask(request.path, data, header, defaults)
-        return await self._forwarder.answer(request, ask)
+        defaults = RequestDefaults(self._model, self._options.on_failure, seed)
+        call = parse_call(request.path, data, header, defaults)
+        return await self._forwarder.answer(request, call)
 
-    def _model(self, asked: str | None) -> str:
-        """The model that is meant: the one that is named, or the only one."""
+    def _model(self, name: str | None) -> str:
+        """Return the requested model, or the only one if none is requested."""
         models = self.pool.models()
         if not models:
             message = "no decode worker is up; start one, or wait"
             raise ApiError(503, message, code="no_decode_worker")
-        if asked is None and len(models) == 1:
+        if name is None and len(models) == 1:
             return models[0]
-        if asked in models:
-            return str(asked)
-        status, what = (400, "give a model") if asked is None else (404, f"no model {asked!r:.200}")
-        message = f"{what}; there is {', '.join(models)}"
+        if name in models:
+            return str(name)
+        status, problem = (
+            (400, "name a model") if name is None else (404, f"no model {name!r:.200}")
+        )
+        message = f"{problem}; available: {', '.join(models)}"
         raise ApiError(status, message, code="model_not_found", param="model")
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        data = [self._described(model) for model in self.pool.models()]
+        data = [self._model_entry(model) for model in self.pool.models()]
         return json_response({"object": "list", "data": data})
 
     async def _one_model(self, request: web.Request) -> web.Response:
-        return json_response(self._described(self._model(request.match_info["model"])))
+        return json_response(self._model_entry(self._model(request.match_info["model"])))
 
-    def _described(self, model: str) -> dict[str, object]:
+    def _model_entry(self, model: str) -> dict[str, object]:
         return {"id": model, "object": "model", "created": self._since, "owned_by": "kvferry"}
 
-    # ------------------------------------------------------------ what operators ask
+    # ------------------------------------------------------------ operation
 
     async def _health(self, request: web.Request) -> web.Response:
-        workers = [_shown(worker) for worker in self.pool.workers]
+        workers = [msgspec.to_builtins(worker_status(worker)) for worker in self.pool.workers]
         return json_response({"role": "router", "status": "ok", "workers": workers})
 
-    async def _text(self, request: web.Request) -> web.Response:
+    async def _metrics_text(self, request: web.Request) -> web.Response:
         content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=self.metrics.text(), headers=content)
-
-
-def _shown(worker: Worker) -> dict[str, object]:
-    return {
-        "name": worker.name,
-        "part": worker.part,
-        "url": worker.url,
-        "model": worker.model,
-        "up": worker.up,
-        "in_flight": worker.in_flight,
-        "problem": worker.problem,
-    }

@@ -1,4 +1,4 @@
-"""The forwarder of a client's request: choose workers, ask them, pass the answer on, or try again.
+"""Forwarding of a client's request: choose workers, send, relay the response, or try again.
 
 ``next_try`` and ``choose`` decide; ``Forwarder`` acts.
 """
@@ -16,17 +16,18 @@ from aiohttp import web
 from kvferry import ClusterKey
 from kvferry.http.api_errors import JSON, ApiError
 from kvferry.router.adapters import EngineAdapter
-from kvferry.router.bodies import ClientAsk, new_id
+from kvferry.router.bodies import ApiCall, new_id
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import OnFailure, RouterOptions
 from kvferry.router.streams import relay
 from kvferry.router.upstream import (
-    Failed,
+    AttemptOutcome,
+    FailedAttempt,
     FaultDomain,
-    Opened,
+    OpenResponse,
     Upstream,
-    ended,
-    is_prefills,
+    cancel_and_wait,
+    is_prefill_failure,
     new_session,
 )
 from kvferry.router.worker_pool import Worker, WorkerPool, WorkerRole
@@ -35,79 +36,79 @@ from kvferry.telemetry.logs.context import in_room
 log = logging.getLogger("kvferry.router")
 
 PREFILL_HEADER, DECODE_HEADER = "X-Kvferry-Prefill", "X-Kvferry-Decode"
-# How often a request is tried again after a worker vanished with it. Once, so that a killed worker
-# costs its requests nothing; no more, so that a request that ends workers does not go on to all.
-MOST_LOSSES = 1
-# How long a failed transfer waits for its prefill worker's own account of what happened.
+# Retries after a worker vanished with the request. One hides a killed worker from clients; more
+# would let a request that crashes workers reach all of them.
+MAX_LOSSES = 1
+# After a failed transfer, how long to wait for the prefill worker's own error.
 EXPLAIN_S = 1.0
 
 
 @dataclass(slots=True)
-class TriedWorkers:
-    """What one request has been through."""
+class AttemptState:
+    """History of one request's attempts."""
 
     attempts: int = 0
     avoid: set[str] = field(default_factory=set)
     local: bool = False
     losses: int = 0
-    failure: Failed | None = None
+    failure: FailedAttempt | None = None
 
 
 class WorkerPair(NamedTuple):
-    """Who answers; without a prefill worker, decode does it all."""
+    """Workers of an attempt; without a prefill worker, decode computes the prompt."""
 
     prefill: Worker | None
     decode: Worker
 
 
 def next_try(
-    tried: TriedWorkers, failure: Failed, on_failure: OnFailure, most_attempts: int
+    tried: AttemptState, failure: FailedAttempt, on_failure: OnFailure, max_attempts: int
 ) -> bool:
-    """Take note of a failure; say whether to try again."""
+    """Record a failure; return whether to try again."""
     tried.failure = failure
     if failure.fault_domain is FaultDomain.REQUEST or on_failure is OnFailure.FAIL:
         return False
     tried.losses += failure.fault_domain is FaultDomain.LOST
-    if tried.losses > MOST_LOSSES:
+    if tried.losses > MAX_LOSSES:
         return False
-    if is_prefills(failure) and on_failure is OnFailure.LOCAL:
+    if is_prefill_failure(failure) and on_failure is OnFailure.LOCAL:
         tried.local = True
-    return tried.attempts < most_attempts
+    return tried.attempts < max_attempts
 
 
-def choose(pool: WorkerPool, ask: ClientAsk, tried: TriedWorkers) -> WorkerPair:
-    """The next pair, or an ``ApiError`` that says why there is none."""
-    decode = pool.choose(WorkerRole.DECODE, ask.model, tried.avoid)
+def choose(pool: WorkerPool, call: ApiCall, tried: AttemptState) -> WorkerPair:
+    """Return the workers for the next attempt; raise ``ApiError`` if there are none."""
+    decode = pool.choose(WorkerRole.DECODE, call.model, tried.avoid)
     if decode is None:
         raise _no_worker(tried, WorkerRole.DECODE, "start one, or wait until one is up")
     if tried.local:
         return WorkerPair(None, decode)
-    prefill = pool.choose(WorkerRole.PREFILL, ask.model, tried.avoid)
-    if prefill is None and ask.on_failure is OnFailure.RETRY and _lost_the_cache(tried):
-        # Its ranks may have just restarted, and the next room meets the new ones.
-        prefill = pool.choose(WorkerRole.PREFILL, ask.model)
-    if prefill is None and ask.on_failure is not OnFailure.LOCAL:
+    prefill = pool.choose(WorkerRole.PREFILL, call.model, tried.avoid)
+    if prefill is None and call.on_failure is OnFailure.RETRY and _failed_in_transfer(tried):
+        # The avoided worker's ranks may have restarted by now.
+        prefill = pool.choose(WorkerRole.PREFILL, call.model)
+    if prefill is None and call.on_failure is not OnFailure.LOCAL:
         raise _no_worker(tried, WorkerRole.PREFILL, "start one, or allow on_failure=local")
     return WorkerPair(prefill, decode)
 
 
-def _lost_the_cache(tried: TriedWorkers) -> bool:
+def _failed_in_transfer(tried: AttemptState) -> bool:
     return tried.failure is not None and tried.failure.fault_domain is FaultDomain.TRANSFER
 
 
-def _no_worker(tried: TriedWorkers, part: WorkerRole, remedy: str) -> ApiError:
+def _no_worker(tried: AttemptState, role: WorkerRole, remedy: str) -> ApiError:
     if tried.failure is not None:
-        return given_up(tried.failure)
-    return ApiError(503, f"no {part} worker is up; {remedy}", code=f"no_{part}_worker")
+        return client_error(tried.failure)
+    return ApiError(503, f"no {role} worker is up; {remedy}", code=f"no_{role}_worker")
 
 
-def given_up(failure: Failed) -> ApiError:
-    """What a client is told of the last failure."""
+def client_error(failure: FailedAttempt) -> ApiError:
+    """Return the error for the client after the last failure."""
     return ApiError(failure.status, failure.message, code=failure.code, document=failure.document)
 
 
 class Forwarder:
-    """Answers clients' requests with the help of workers, until ``close``."""
+    """Forwards clients' requests to workers, until ``close``."""
 
     def __init__(
         self,
@@ -123,124 +124,133 @@ class Forwarder:
         self._pool = pool
         self._metrics = metrics
         self._session: aiohttp.ClientSession | None = None
-        self._stragglers: set[asyncio.Task[Any]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
-        """End what is under way and close every connection."""
-        await ended(*self._stragglers)
+        """Cancel background tasks and close all connections."""
+        await cancel_and_wait(*self._background)
         if self._session is not None:
             await self._session.close()
 
-    async def answer(self, request: web.Request, ask: ClientAsk) -> web.StreamResponse:
-        """The whole way of one request, before its deadline."""
+    async def answer(self, request: web.Request, call: ApiCall) -> web.StreamResponse:
+        """Handle one request, before its deadline."""
         self._session = self._session or new_session()
         deadline = asyncio.get_running_loop().time() + self._options.deadline_s
         with Upstream(self._session, self._key) as upstream:
             try:
                 async with asyncio.timeout_at(deadline):
-                    pair, opened = await self._open(upstream, ask)
+                    pair, opened = await self._open(upstream, call)
             except TimeoutError:
                 seconds = f"{self._options.deadline_s:g} s"
-                raise ApiError(504, f"no answer came within {seconds}", code="deadline") from None
-            return await _pass_on(request, ask, pair, opened, deadline)
+                raise ApiError(504, f"no response came within {seconds}", code="deadline") from None
+            return await _respond(request, call, pair, opened, deadline)
 
-    async def _open(self, upstream: Upstream, ask: ClientAsk) -> tuple[WorkerPair, Opened]:
-        """Try until an answer begins; an ``ApiError`` when there is nothing left to try."""
-        tried = TriedWorkers()
+    async def _open(self, upstream: Upstream, call: ApiCall) -> tuple[WorkerPair, OpenResponse]:
+        """Try until a response begins; raise ``ApiError`` if no attempt is left."""
+        tried = AttemptState()
         while True:
-            tried.local = tried.local or not self._adapter.splits(ask)
-            pair = choose(self._pool, ask, tried)
+            tried.local = tried.local or not self._adapter.can_split(call)
+            pair = choose(self._pool, call, tried)
             tried.attempts += 1
-            outcome = await self._attempt(upstream, ask, pair)
+            outcome = await self._attempt(upstream, call, pair)
             self._metrics.attempt(outcome)
-            if isinstance(outcome, Opened):
+            if isinstance(outcome, OpenResponse):
                 return pair, outcome
             log.log(
-                # A request that a worker calls wrong is its client's mistake.
+                # An invalid request is the client's mistake.
                 logging.INFO if outcome.fault_domain is FaultDomain.REQUEST else logging.WARNING,
-                "attempt-failed worker=%s fault_domain=%s message=%r",
+                "attempt-failed worker=%s fault_domain=%s error=%r",
                 outcome.worker.url,
                 outcome.fault_domain.name,
                 outcome.message,
             )
-            tried.avoid.add(_at_fault(pair, outcome).url)
-            if not next_try(tried, outcome, ask.on_failure, self._options.attempts):
-                raise given_up(outcome)
+            tried.avoid.add(_worker_at_fault(pair, outcome).url)
+            if not next_try(tried, outcome, call.on_failure, self._options.attempts):
+                raise client_error(outcome)
 
-    async def _attempt(
-        self, upstream: Upstream, ask: ClientAsk, pair: WorkerPair
-    ) -> Opened | Failed:
+    async def _attempt(self, upstream: Upstream, call: ApiCall, pair: WorkerPair) -> AttemptOutcome:
         adapter = self._adapter
         if pair.prefill is None:
             in_room(None)
-            return await upstream.ask(pair.decode, ask.path, adapter.whole(ask), stream=ask.stream)
+            return await upstream.send(
+                pair.decode, call.path, adapter.whole(call), stream=call.stream
+            )
         room, room_s = new_id(), self._options.room_s
         in_room(room)
-        prompt = adapter.for_prefill(ask, room, room_s)
-        answer = adapter.for_decode(ask, room, pair.prefill.name, room_s)
+        prompt = adapter.for_prefill(call, room, room_s)
+        answer = adapter.for_decode(call, room, pair.prefill.name, room_s)
         headers = adapter.headers(pair.prefill.name, room)
-        first = asyncio.create_task(self._prefill(pair.prefill, ask.path, prompt, headers))
-        second = asyncio.create_task(upstream.ask(pair.decode, ask.path, answer, stream=ask.stream))
-        outcome: Opened | Failed | None = None
+        first = asyncio.create_task(self._prefill(pair.prefill, call.path, prompt, headers))
+        second = asyncio.create_task(
+            upstream.send(pair.decode, call.path, answer, stream=call.stream)
+        )
+        outcome: AttemptOutcome | None = None
         try:
-            outcome = adapter.judged(await _decided(first, second))
+            outcome = adapter.classify(await _decisive_outcome(first, second))
             return outcome
         finally:
-            if isinstance(outcome, Opened):
-                # Prefill has done its work and is about to say so, which nobody waits for.
-                self._later(first)
+            if isinstance(outcome, OpenResponse):
+                # Prefill has sent the cache; its response is not needed.
+                self._keep_running(first)
             else:
-                await ended(first, second)
-                if adapter.gives_up:
-                    self._later(asyncio.create_task(upstream.give_up(pair.prefill, room)))
+                await cancel_and_wait(first, second)
+                if adapter.can_cancel_rooms:
+                    self._keep_running(
+                        asyncio.create_task(upstream.cancel_room(pair.prefill, room))
+                    )
 
-    def _later(self, task: asyncio.Task[Any]) -> None:
-        """Let a task go on by itself; it is bounded in time."""
-        self._stragglers.add(task)
-        task.add_done_callback(self._stragglers.discard)
+    def _keep_running(self, task: asyncio.Task[Any]) -> None:
+        """Let a task finish in the background; it has a timeout."""
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _prefill(
         self, worker: Worker, path: str, body: bytes, headers: dict[str, str]
-    ) -> Opened | Failed:
+    ) -> AttemptOutcome:
         assert self._session is not None
         try:
             async with asyncio.timeout(self._options.room_s):
                 with Upstream(self._session, self._key) as upstream:
-                    return await upstream.ask(worker, path, body, stream=False, headers=headers)
+                    return await upstream.send(worker, path, body, stream=False, headers=headers)
         except TimeoutError:
             message = f"the {worker} did not answer within {self._options.room_s:g} s"
-            return Failed(worker, FaultDomain.WORKER, message, 504, "deadline")
+            return FailedAttempt(worker, FaultDomain.WORKER, message, 504, "deadline")
 
 
-async def _decided(
-    first: asyncio.Task[Opened | Failed], second: asyncio.Task[Opened | Failed]
-) -> Opened | Failed:
-    """Decode's outcome, or prefill's if that fails while decode still waits for it.
+async def _decisive_outcome(
+    first: asyncio.Task[AttemptOutcome],
+    second: asyncio.Task[AttemptOutcome],
+) -> AttemptOutcome:
+    """Return decode's outcome, or prefill's if prefill fails first.
 
-    Of a transfer that failed because prefill did, prefill knows the cause.
+    After a failed transfer, prefer prefill's own error: it names the cause.
     """
     await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-    if not second.done() and isinstance(first.result(), Failed):
+    if not second.done() and isinstance(first.result(), FailedAttempt):
         return first.result()
     outcome = await second
-    if isinstance(outcome, Failed) and outcome.fault_domain is FaultDomain.TRANSFER:
+    if isinstance(outcome, FailedAttempt) and outcome.fault_domain is FaultDomain.TRANSFER:
         await asyncio.wait({first}, timeout=EXPLAIN_S)
-        if first.done() and isinstance(first.result(), Failed):
+        if first.done() and isinstance(first.result(), FailedAttempt):
             return first.result()
     return outcome
 
 
-def _at_fault(pair: WorkerPair, failure: Failed) -> Worker:
-    """Whom the next attempt does without."""
-    return pair.prefill if is_prefills(failure) and pair.prefill else failure.worker
+def _worker_at_fault(pair: WorkerPair, failure: FailedAttempt) -> Worker:
+    """Return the worker that the next attempt avoids."""
+    return pair.prefill if is_prefill_failure(failure) and pair.prefill else failure.worker
 
 
-async def _pass_on(
-    request: web.Request, ask: ClientAsk, pair: WorkerPair, opened: Opened, deadline: float
+async def _respond(
+    request: web.Request,
+    call: ApiCall,
+    pair: WorkerPair,
+    opened: OpenResponse,
+    deadline: float,
 ) -> web.StreamResponse:
     headers = {DECODE_HEADER: pair.decode.name}
     if pair.prefill is not None:
         headers[PREFILL_HEADER] = pair.prefill.name
-    if ask.stream:
+    if call.stream:
         return await relay(request, opened, headers, deadline)
     return web.Response(body=opened.head, content_type=JSON, headers=headers)

@@ -1,4 +1,4 @@
-"""A router's options: frozen, checked when made."""
+"""Options of a router, validated when created."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from kvferry import InputError, checked_address
 
 
 class BalancePolicy(StrEnum):
-    """How a worker is chosen among those that are up."""
+    """How the router chooses among the workers that are up."""
 
     ROUND_ROBIN = "round-robin"
     LEAST_LOADED = "least-loaded"
 
 
 class OnFailure(StrEnum):
-    """What to do when a prompt's cache does not come: ask another prefill worker, let the
-    decode worker compute the prompt itself, or answer with the reason.
+    """What to do when the transfer of a prompt's cache fails.
+
+    RETRY tries another prefill worker, LOCAL lets the decode worker compute the prompt, FAIL
+    returns the error to the client.
     """
 
     RETRY = "retry"
@@ -27,29 +29,28 @@ class OnFailure(StrEnum):
 
 
 class EngineName(StrEnum):
-    """What the workers run: the reference engine, or vLLM or SGLang with kvferry inside."""
+    """Engine of the workers: the reference engine, or vLLM or SGLang with kvferry's connector."""
 
     KVFERRY = "kvferry"
     VLLM = "vllm"
     SGLANG = "sglang"
 
 
-# A worker that is well answers in milliseconds, unless its machine has far too much to do.
+# A healthy worker responds in milliseconds, unless its machine is overloaded.
 CHECK_S = 1.5
 MAX_REPLICAS = 4096
-# One missed check may be a busy machine.
-MOST_MISSES = 2
+# A single missed check may be a busy machine.
+MAX_MISSES = 2
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A router. It finds workers at the discovery service and at the addresses it is given.
+    """Options of a router. It uses workers of the discovery service and at the given URLs.
 
-    ``deadline_s`` bounds a whole request and ``room_s`` one attempt's prompt and
-    transfer. A worker that has not said that it is well for ``lost_s`` is given up
-    with everything that it was asked for; one that misses two checks is left out before.
-    vLLM's prefill workers are given as ``NAME=URL``, with their instance's name at discovery,
-    or ``NAME*N=URL`` where N data-parallel replicas share the address; SGLang's with their
-    bootstrap address as the name.
+    ``deadline_s`` limits a whole request, ``room_s`` the prefill and transfer of one attempt. A
+    worker that misses two health checks gets no new requests; after ``lost_s`` without a
+    successful check its requests in flight fail. Prefill workers of vLLM are given as
+    ``NAME=URL`` with their instance's name at discovery, or ``NAME*N=URL`` if N data-parallel
+    replicas share the URL; those of SGLang as ``HOST:PORT=URL`` with their bootstrap address.
     """
 
     host: str = "127.0.0.1"
@@ -69,13 +70,13 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def check_s(self) -> float:
-        """How long a worker may take to say how it is."""
+        """Timeout of a health check."""
         return min(CHECK_S, self.lost_s)
 
     @property
     def left_out_s(self) -> float:
-        """From a worker's last sign to when it is left out, at most."""
-        return MOST_MISSES * (self.poll_s + self.check_s)
+        """Longest time from a worker's last successful check until it gets no new requests."""
+        return MAX_MISSES * (self.poll_s + self.check_s)
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
@@ -87,44 +88,44 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 )
         for text in (*self.prefill_urls, *self.decode_urls):
             named_url(text)
-        self._demand_names()
+        self._check_names()
 
-    def _demand_names(self) -> None:
+    def _check_names(self) -> None:
         for text in self.prefill_urls:
             name = named_url(text)[0]
             if self.engine is EngineName.VLLM and not name:
                 raise InputError(
-                    f"vLLM does not say what its instance is called; give {text!r:.200} as "
+                    f"vLLM does not report its instance's name; give {text!r:.200} as "
                     f"NAME=URL, such as prefill-0=http://10.0.0.2:8000"
                 )
             if self.engine is EngineName.VLLM:
                 replicated(name)
             if self.engine is EngineName.SGLANG and not name.rpartition(":")[2].isdecimal():
                 raise InputError(
-                    f"SGLang does not say where its bootstrap port is; give {text!r:.200} as "
+                    f"SGLang does not report its bootstrap port; give {text!r:.200} as "
                     f"HOST:PORT=URL, such as 10.0.0.2:8998=http://10.0.0.2:30000"
                 )
 
 
 def named_url(text: str) -> tuple[str, str]:
-    """A worker's name, where one was given, and its address."""
+    """Return a worker's name, empty if none is given, and its URL."""
     name, equals, url = text.partition("=")
     return (name, checked_url(url)) if equals else ("", checked_url(text))
 
 
 def replicated(name: str) -> tuple[str, int]:
-    """A vLLM prefill's name, and how many data-parallel replicas share its address."""
+    """Return a vLLM prefill worker's name and its number of data-parallel replicas."""
     instance, star, count = name.rpartition("*")
     if not star:
         return name, 1
     if not (instance and count.isdecimal() and 1 < int(count) <= MAX_REPLICAS):
         raise InputError(
-            f"{name!r:.200} does not say how many replicas there are; write NAME*N, such as "
+            f"{name!r:.200} has no valid number of replicas; write NAME*N, such as "
             f"prefill-0*2, with N from 2 to {MAX_REPLICAS}"
         )
     return instance, int(count)
 
 
 def checked_url(url: str) -> str:
-    """The address of a worker, without a slash at its end."""
+    """Return a worker's URL without a trailing slash."""
     return checked_address(url, "worker's address", "http://10.0.0.2:8100")

@@ -1,4 +1,4 @@
-"""A router that listens: inside an event loop, or as the whole life of a process."""
+"""Start of a router: inside a running event loop, or as a whole process."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvferry.router.options import RouterOptions
 log = logging.getLogger("kvferry.router")
 
 SHUTDOWN_S = 1.0
-# The client's connection, one to each worker, and one to whoever is told that a room is given up.
-FILES_EACH = 4
+# Per request: the client, two workers, and a cancellation.
+FILES_PER_REQUEST = 4
 
 
 @contextlib.asynccontextmanager
 async def serving(options: RouterOptions) -> AsyncIterator[str]:
-    """Serve for as long as the block lasts, at the address that it is given."""
+    """Serve while the block runs; yield the URL."""
     key = key_in(options.key)
     address = checked_bind_address(options.host, options.port, key)
     listener = bound(address, options.port)
     url = http_url(address, listener)
     router = Router(options, key)
-    connections = Connections(limits_here(FILES_EACH), router.metrics.registry)
+    connections = Connections(limits_here(FILES_PER_REQUEST), router.metrics.registry)
     site = HttpSite(router.application(), connections, shutdown_s=SHUTDOWN_S)
     await site.start(listener)
     log.info("listening url=%s", url)
@@ -43,11 +43,11 @@ async def serving(options: RouterOptions) -> AsyncIterator[str]:
 
 
 def run_router(options: RouterOptions, ready: Callable[[str], None] = lambda url: None) -> None:
-    """Serve until SIGINT or SIGTERM; ``ready`` is called with the address."""
-    asyncio.run(_serve_until_told(options, ready))
+    """Serve until SIGINT or SIGTERM; call ``ready`` with the URL."""
+    asyncio.run(_serve_until_signal(options, ready))
 
 
-async def _serve_until_told(options: RouterOptions, ready: Callable[[str], None]) -> None:
+async def _serve_until_signal(options: RouterOptions, ready: Callable[[str], None]) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -1,4 +1,4 @@
-"""The router's lookout: the discovery service's, with the workers that this router knows."""
+"""Cluster status for the router's page: the discovery service's, with this router's workers."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from yarl import URL
 from kvferry import ClusterKey, KvferryError, RequestSigner
 from kvferry.router.upstream import new_session
 from kvferry.router.worker_pool import Worker, WorkerPool
-from kvferry.telemetry.reports import ClusterView, WorkerShown
+from kvferry.telemetry.status import ClusterStatus, WorkerStatus
 from kvferry.telemetry.waterfall import Waterfall
 
 T = TypeVar("T")
 
-# Many may look at once, and the discovery service is asked once in so long.
+# Requests within this time share one answer of the discovery service.
 FRESH_S = 0.5
-LOOK_S, STORY_S = 3.0, 12.0
+STATUS_TIMEOUT_S, TRACE_TIMEOUT_S = 3.0, 12.0
 MAX_BYTES = 64 << 20
 UNUSABLE = (aiohttp.ClientError, OSError, ValueError, KvferryError, TimeoutError)
 
 
 class RouterStatus:
-    """Belongs to the router's event loop."""
+    """A ``StatusSource`` that queries the discovery service. Runs on the router's event loop."""
 
     def __init__(self, discovery: str | None, pool: WorkerPool, key: ClusterKey | None) -> None:
         self._base = (discovery or "").rstrip("/")
         self._pool = pool
         self._signer = RequestSigner(self._base, key)
         self._session: aiohttp.ClientSession | None = None
-        self._last: ClusterView | None = None
+        self._last: ClusterStatus | None = None
         self._last_at = -FRESH_S
         self._asking = asyncio.Lock()
 
@@ -43,49 +43,51 @@ class RouterStatus:
         if self._session is not None:
             await self._session.close()
 
-    async def look(self) -> ClusterView:
-        """The cluster as discovery shows it; while that is away, as it was, and that it is."""
+    async def look(self) -> ClusterStatus:
+        """Return the discovery service's status; while it is unreachable, the last one and why."""
         async with self._asking:
             if time.monotonic() >= self._last_at + FRESH_S:
                 self._last = await self._cluster()
                 self._last_at = time.monotonic()
         assert self._last is not None
-        workers = tuple(_shown(worker) for worker in self._pool.workers)
+        workers = tuple(worker_status(worker) for worker in self._pool.workers)
         return msgspec.structs.replace(self._last, served_by="router", workers=workers)
 
-    async def _cluster(self) -> ClusterView:
+    async def _cluster(self) -> ClusterStatus:
         if not self._base:
-            return _nothing("this router has no discovery service, so it knows its workers alone")
+            return _nothing("this router has no discovery service, so it shows only its workers")
         try:
-            status, body = await self._get("/kvferry/cluster", LOOK_S)
+            status, body = await self._get("/kvferry/cluster", STATUS_TIMEOUT_S)
             if status == 200:
-                return msgspec.json.decode(body, type=ClusterView)
-            problem = f"the discovery service answers with status {status}"
+                return msgspec.json.decode(body, type=ClusterStatus)
+            problem = f"the discovery service answered with status {status}"
         except UNUSABLE as error:
-            problem = f"the discovery service can't be asked: {str(error) or type(error).__name__}"
+            problem = f"cannot reach the discovery service: {str(error) or type(error).__name__}"
         before = self._last or _nothing("")
-        return msgspec.structs.replace(before, problem=f"{problem}; what is shown is old")
+        return msgspec.structs.replace(before, problem=f"{problem}; the data shown is old")
 
     async def waterfall(self, room: str) -> Waterfall | None:
-        """A room's trace, as the discovery service has it."""
+        """Return a room's waterfall from the discovery service."""
         if not self._base:
             return None
         try:
             path = f"/kvferry/traces/{quote(room, safe='')}"
-            status, body = await self._get(path, STORY_S)
+            status, body = await self._get(path, TRACE_TIMEOUT_S)
             return msgspec.json.decode(body, type=Waterfall) if status == 200 else None
         except UNUSABLE:
             return None
 
     async def plan(self, source: str, target: str) -> str:
-        """The plan's picture, as the discovery service draws it."""
+        """Return the plan between two instances, drawn by the discovery service."""
         path = f"/kvferry/plan?source={quote(source, safe='')}&target={quote(target, safe='')}"
         try:
-            status, body = await self._get(path, LOOK_S)
+            status, body = await self._get(path, STATUS_TIMEOUT_S)
         except UNUSABLE as error:
-            raise LookupError(f"the discovery service can't be asked: {error}") from None
+            raise LookupError(f"cannot reach the discovery service: {error}") from None
         if status != 200:
-            raise LookupError("the discovery service has no plan for these two; check their names")
+            raise LookupError(
+                "the discovery service has no plan for these two instances; check their names"
+            )
         return body.decode()
 
     async def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
@@ -98,27 +100,19 @@ class RouterStatus:
                 if response.status == 401:
                     self._signer.forget()
                 if len(body) > MAX_BYTES:
-                    raise ValueError("the answer is too large")
+                    raise ValueError(f"the answer is larger than {MAX_BYTES >> 20} MiB")
                 return response.status, body
 
 
-def _nothing(problem: str) -> ClusterView:
-    return ClusterView(
-        at=time.time(),
-        served_by="router",
-        instances=(),
-        links=(),
-        rooms=(),
-        slow=(),
-        failures=(),
-        problem=problem,
-    )
+def _nothing(problem: str) -> ClusterStatus:
+    return ClusterStatus(at=time.time(), served_by="router", problem=problem)
 
 
-def _shown(worker: Worker) -> WorkerShown:
-    return WorkerShown(
+def worker_status(worker: Worker) -> WorkerStatus:
+    """Return the document of a worker in the pool."""
+    return WorkerStatus(
         name=worker.name,
-        part=str(worker.part),
+        role=str(worker.role),
         url=worker.url,
         model=worker.model,
         up=worker.up,

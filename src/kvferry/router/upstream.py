@@ -1,7 +1,7 @@
-"""A request to one worker: an answer that has begun, or why there is none.
+"""Requests to one worker: a response that has begun, or the reason why there is none.
 
-Foreign exceptions end here. Each request has a connection of its own, so that a
-connection that breaks says something about this request and this worker.
+Translates aiohttp's exceptions. Each request has its own connection, so that a broken connection
+concerns only this request and this worker.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from kvferry.telemetry.logs.context import onward
 T = TypeVar("T")
 
 CONNECT_S = 5.0
-MAX_ANSWER_BYTES = 64 << 20
+MAX_RESPONSE_BYTES = 64 << 20
 TRANSFER_FAILED = "kv_transfer_failed"
-# A worker lost a rank, for a reason it does not know, in a step that ran the request.
+# The worker lost a rank for an unknown reason, in a step that ran the request.
 WORKER_LOST = "worker_lost"
-# Another worker would compute the same and fail the same way, or end as the first one did.
+# Another worker would fail in the same way.
 REQUEST_FAILED = ("sampling_failed", "request_broke_worker")
-# A worker that says so has too much to do; another may not.
+# Statuses of an overloaded worker; another one may have capacity.
 BUSY = (408, 429)
 
 
 class FaultDomain(Enum):
-    """Cause of a failed attempt, by which the forwarder decides what to try next.
+    """Cause of a failed attempt; the forwarder decides by it what to try next.
 
-    LOST: a worker vanished while it had the request. It may have been killed, and the request
-    may have ended it; from outside the two look alike.
+    LOST means that a worker vanished while it had the request. Either somebody killed it or the
+    request did; the router cannot tell.
     """
 
     REQUEST = auto()
@@ -48,8 +48,8 @@ class FaultDomain(Enum):
     LOST = auto()
 
 
-class Failed(NamedTuple):
-    """A worker gave no answer. ``document`` is its own error, if it gave one."""
+class FailedAttempt(NamedTuple):
+    """An attempt without a response. ``document`` is the worker's error body, if any."""
 
     worker: Worker
     fault_domain: FaultDomain
@@ -59,24 +59,27 @@ class Failed(NamedTuple):
     document: bytes = b""
 
 
-class Opened(NamedTuple):
-    """An answer that has begun. ``head`` is all of it, or its first bytes if it is a stream."""
+class OpenResponse(NamedTuple):
+    """A response that has begun. ``head`` is its whole body, or a stream's first bytes."""
 
     worker: Worker
     response: aiohttp.ClientResponse
     head: bytes
 
 
+AttemptOutcome = OpenResponse | FailedAttempt
+
+
 class WorkerBroke(KvferryError):
-    """The worker, or the way to it, failed while it was answering."""
+    """The worker or its connection failed during a response."""
 
 
 class NotConnected(WorkerBroke):
-    """No connection to the worker could be made, so it has not seen the request."""
+    """The connection to the worker failed, so the worker has not seen the request."""
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Connections to workers, as many as there are requests."""
+    """Return a session with one connection per request."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -85,7 +88,7 @@ def new_session() -> aiohttp.ClientSession:
 
 
 class Upstream:
-    """Requests on behalf of one client. Leaving the block ends whatever is still open."""
+    """Requests on behalf of one client. Leaving the block closes all open responses."""
 
     def __init__(self, session: aiohttp.ClientSession, key: ClusterKey | None = None) -> None:
         self._session = session
@@ -98,7 +101,7 @@ class Upstream:
     def __exit__(self, *exc_info: object) -> None:
         self._open.close()
 
-    async def ask(
+    async def send(
         self,
         worker: Worker,
         path: str,
@@ -106,46 +109,43 @@ class Upstream:
         *,
         stream: bool,
         headers: dict[str, str] | None = None,
-    ) -> Opened | Failed:
-        """Send a request and wait until its answer is there, or has begun."""
+    ) -> AttemptOutcome:
+        """Send a request; return its whole response, or the beginning of a stream."""
         more = {"Content-Type": JSON} | (headers or {})
         try:
-            with worker.asked():
-                return await unless_lost(worker, self._ask(worker, path, body, stream, more))
+            with worker.count_request():
+                return await run_unless_lost(worker, self._send(worker, path, body, stream, more))
         except NotConnected as error:
-            return Failed(worker, FaultDomain.WORKER, str(error))
+            return FailedAttempt(worker, FaultDomain.WORKER, str(error))
         except WorkerBroke as error:
-            return Failed(worker, FaultDomain.LOST, str(error))
+            return FailedAttempt(worker, FaultDomain.LOST, str(error))
 
-    async def _ask(
+    async def _send(
         self, worker: Worker, path: str, body: bytes, stream: bool, headers: dict[str, str]
-    ) -> Opened | Failed:
-        with translated(worker):
+    ) -> AttemptOutcome:
+        with translate_errors(worker):
             response = await self._session.post(
                 worker.url + path,
-                # In pieces, so that a large body does not hold up everybody else.
+                # As a file, so that aiohttp sends a large body in pieces.
                 data=io.BytesIO(body),
                 headers=headers | self._headers(worker, "POST", path, body),
                 allow_redirects=False,
             )
             self._open.callback(response.close)
             if response.status == 401:
-                # It has restarted, or has another key; it says which at the next look.
-                worker.failed("it does not take this router's signature")
+                # It has restarted or has another key; the next health check shows which.
+                worker.mark_down("the worker rejects this router's signature")
             if response.status != 200:
-                return _refusal(worker, response.status, await _read_all(response))
+                return _failed_attempt(worker, response.status, await _read_all(response))
             if not stream:
-                return Opened(worker, response, await _read_all(response))
+                return OpenResponse(worker, response, await _read_all(response))
             head = await response.content.readany()
             if not head:
-                raise WorkerBroke(f"the {worker} ended its answer before it began")
-            return Opened(worker, response, head)
+                raise WorkerBroke(f"the {worker} sent an empty response")
+            return OpenResponse(worker, response, head)
 
-    async def give_up(self, worker: Worker, room: int) -> None:
-        """Tell a prefill worker that nobody will come for a room, so that it need not wait.
-
-        A worker that has no such path releases the room at its deadline instead.
-        """
+    async def cancel_room(self, worker: Worker, room: int) -> None:
+        """Tell a prefill worker to release a room before its deadline. Errors are ignored."""
         path = f"/kvferry/rooms/{room}"
         headers = self._headers(worker, "DELETE", path)
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
@@ -156,51 +156,51 @@ class Upstream:
                 pass
 
     def _headers(self, worker: Worker, method: str, path: str, body: bytes = b"") -> dict[str, str]:
-        """The request's id, and what lets it in at a worker that has the cluster's key."""
+        """Return the headers for the request id, and the signature if there is a key."""
         if self._key is None or not worker.life:
             return onward()
         signed = sign(self._key, worker.life, method, path, body, time.time())
         return onward() | {"Authorization": signed}
 
     @staticmethod
-    async def rest(opened: Opened) -> AsyncIterator[bytes]:
-        """The bytes of a stream, from its beginning."""
+    async def rest(opened: OpenResponse) -> AsyncIterator[bytes]:
+        """Yield the bytes of a stream from its beginning."""
         yield opened.head
         while data := await _next(opened):
             yield data
 
 
-async def _next(opened: Opened) -> bytes:
-    with translated(opened.worker):
+async def _next(opened: OpenResponse) -> bytes:
+    with translate_errors(opened.worker):
         return await opened.response.content.readany()
 
 
 @contextlib.contextmanager
-def translated(worker: Worker) -> Iterator[None]:
-    """Foreign errors as ours; a worker that can't be reached is left out from now on."""
+def translate_errors(worker: Worker) -> Iterator[None]:
+    """Raise aiohttp's errors as ``WorkerBroke``, and mark the worker down."""
     try:
         yield
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        why = str(error) or type(error).__name__
-        worker.failed(why)
+        reason = str(error) or type(error).__name__
+        worker.mark_down(reason)
         kind = NotConnected if isinstance(error, aiohttp.ClientConnectorError) else WorkerBroke
-        raise kind(f"the {worker} is gone: {why}") from None
+        raise kind(f"the {worker} is gone: {reason}") from None
 
 
-async def unless_lost(worker: Worker, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, unless the worker falls silent meanwhile."""
-    doing, lost = asyncio.create_task(work), asyncio.create_task(worker.lost.wait())
+async def run_unless_lost(worker: Worker, work: Coroutine[Any, Any, T]) -> T:
+    """Run the coroutine until it ends or the worker is lost."""
+    running, lost = asyncio.create_task(work), asyncio.create_task(worker.lost.wait())
     try:
-        await asyncio.wait({doing, lost}, return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            return doing.result()
-        raise WorkerBroke(f"the {worker} does not answer any more")
+        await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise WorkerBroke(f"the {worker} no longer responds")
     finally:
-        await ended(doing, lost)
+        await cancel_and_wait(running, lost)
 
 
-async def ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait until they are over."""
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -208,20 +208,24 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
 
 async def _read_all(response: aiohttp.ClientResponse) -> bytes:
     data = bytearray()
-    while part := await response.content.readany():
-        data += part
-        if len(data) > MAX_ANSWER_BYTES:
-            raise ValueError("the answer is too large")
+    while chunk := await response.content.readany():
+        data += chunk
+        if len(data) > MAX_RESPONSE_BYTES:
+            raise ValueError(f"the response is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
     return bytes(data)
 
 
-def _refusal(worker: Worker, status: int, document: bytes) -> Failed:
+def _failed_attempt(worker: Worker, status: int, document: bytes) -> FailedAttempt:
     code, message = told(document)
     if not message:
-        return Failed(worker, FaultDomain.WORKER, f"the {worker} answered with status {status}")
+        return FailedAttempt(
+            worker, FaultDomain.WORKER, f"the {worker} answered with status {status}"
+        )
     if status == 401:
-        # The worker's business with this router, and not the client's.
-        return Failed(worker, FaultDomain.WORKER, f"the {worker} refuses: {message}", code=code)
+        # A matter between worker and router, not of the client.
+        return FailedAttempt(
+            worker, FaultDomain.WORKER, f"the {worker} rejects the router: {message}", code=code
+        )
     fault_domain = FaultDomain.WORKER
     if code == TRANSFER_FAILED:
         fault_domain = FaultDomain.TRANSFER
@@ -229,9 +233,9 @@ def _refusal(worker: Worker, status: int, document: bytes) -> Failed:
         fault_domain = FaultDomain.LOST
     elif code in REQUEST_FAILED or (400 <= status < 500 and status not in BUSY):
         fault_domain = FaultDomain.REQUEST
-    return Failed(worker, fault_domain, message, status, code, document)
+    return FailedAttempt(worker, fault_domain, message, status, code, document)
 
 
-def is_prefills(failure: Failed) -> bool:
-    """Whether another prefill worker, or none, may help."""
-    return failure.fault_domain is FaultDomain.TRANSFER or failure.worker.part is WorkerRole.PREFILL
+def is_prefill_failure(failure: FailedAttempt) -> bool:
+    """Return whether another prefill worker, or local prefill, may help."""
+    return failure.fault_domain is FaultDomain.TRANSFER or failure.worker.role is WorkerRole.PREFILL

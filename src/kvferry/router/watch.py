@@ -1,6 +1,6 @@
-"""The watch that keeps the pool true: asks discovery who there is, each worker how it is.
+"""Polling of the discovery service and of every worker's health, to keep the pool up to date.
 
-While the discovery service is away, who was known stays known.
+While the discovery service is unreachable, the known workers stay in the pool.
 """
 
 from __future__ import annotations
@@ -17,90 +17,90 @@ from yarl import URL
 
 from kvferry import ClusterKey, InputError, InstanceView, KvferryError, RequestSigner, Summaries
 from kvferry.router.options import RouterOptions, checked_url
-from kvferry.router.upstream import ended, new_session
+from kvferry.router.upstream import cancel_and_wait, new_session
 from kvferry.router.worker_pool import (
-    Announced,
-    Health,
-    Unwell,
+    AnnouncedWorker,
     Worker,
+    WorkerHealth,
     WorkerPool,
     WorkerRole,
+    WorkerUnhealthy,
 )
 from kvferry.security.signing import Introduction, new_nonce
 
 log = logging.getLogger("kvferry.router")
 
-LISTEN_S = 3.0
+DISCOVERY_TIMEOUT_S = 3.0
 MAX_BYTES = 64 << 20
 UNUSABLE = (aiohttp.ClientError, OSError, ValueError, KvferryError, UnicodeDecodeError)
 
 
-AskHealth = Callable[[aiohttp.ClientSession, Worker, str], Awaitable[Health]]
+CheckHealth = Callable[[aiohttp.ClientSession, Worker, str], Awaitable[WorkerHealth]]
 
 
-class Watch:
-    """Polls for as long as it runs. ``ask`` asks a worker how it is, with a nonce."""
+class WorkerWatch:
+    """Polls while ``run`` runs. ``check`` requests a worker's health, with a nonce."""
 
     def __init__(
         self,
         options: RouterOptions,
         pool: WorkerPool,
         key: ClusterKey | None,
-        ask: AskHealth,
+        check: CheckHealth,
     ) -> None:
         self._options = options
-        self._ask = ask
+        self._check_health = check
         self._pool = pool
         self._key = key.http if key is not None else None
         self._signer = RequestSigner((options.discovery or "").rstrip("/"), key)
-        self._known: dict[str, tuple[str, Announced | None]] = {}
-        self._away = False
-        self._asking: dict[object, asyncio.Task[None]] = {}
-        self._alarms: dict[Worker, asyncio.TimerHandle] = {}
+        self._known: dict[str, tuple[str, AnnouncedWorker | None]] = {}
+        self._is_unreachable = False
+        self._tasks: dict[object, asyncio.Task[None]] = {}
+        self._timers: dict[Worker, asyncio.TimerHandle] = {}
 
     async def run(self) -> None:
-        """Look around until cancelled."""
+        """Poll until cancelled."""
         async with new_session() as session:
             try:
                 while True:
-                    self._look(session)
+                    self._poll(session)
                     await asyncio.sleep(self._options.poll_s)
             finally:
-                await ended(*self._asking.values())
-                for alarm in self._alarms.values():
-                    alarm.cancel()
+                await cancel_and_wait(*self._tasks.values())
+                for timer in self._timers.values():
+                    timer.cancel()
 
-    def _look(self, session: aiohttp.ClientSession) -> None:
-        """Ask whoever has answered the last question. A slow one holds nobody up."""
+    def _poll(self, session: aiohttp.ClientSession) -> None:
+        """Start the next request to each party; skip those whose last one still runs."""
         if self._options.discovery is not None:
-            self._begin("discovery", self._listen, session, self._options.discovery)
+            self._start("discovery", self._list_workers, session, self._options.discovery)
         for worker in self._pool.workers:
-            self._begin(worker, self._check, session, worker)
+            self._start(worker, self._check, session, worker)
 
-    def _begin(
-        self, whom: object, ask: Callable[..., Coroutine[Any, Any, None]], *args: Any
+    def _start(
+        self, key: object, request: Callable[..., Coroutine[Any, Any, None]], *args: Any
     ) -> None:
-        if whom not in self._asking:
-            task = self._asking[whom] = asyncio.create_task(ask(*args))
-            task.add_done_callback(lambda _: self._asking.pop(whom))
+        if key not in self._tasks:
+            task = self._tasks[key] = asyncio.create_task(request(*args))
+            task.add_done_callback(lambda _: self._tasks.pop(key))
 
     # ------------------------------------------------------------ the discovery service
 
-    async def _listen(self, session: aiohttp.ClientSession, base: str) -> None:
+    async def _list_workers(self, session: aiohttp.ClientSession, base: str) -> None:
         try:
-            async with asyncio.timeout(LISTEN_S):
+            async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
                 announced = await self._announced(session, base)
         except (*UNUSABLE, TimeoutError) as error:
-            if not self._away:
-                log.warning("discovery-away url=%s message=%r", base, str(error))
-            self._away = True
+            if not self._is_unreachable:
+                log.warning("discovery-unreachable url=%s error=%r", base, str(error))
+            self._is_unreachable = True
             return
-        if self._away:
-            log.info("discovery-back url=%s", base)
-        self._away = False
-        self._pool.hear(announced)
+        if self._is_unreachable:
+            log.info("discovery-reachable url=%s", base)
+        self._is_unreachable = False
+        self._pool.update_listed(announced)
 
-    async def _announced(self, session: aiohttp.ClientSession, base: str) -> list[Announced]:
+    async def _announced(self, session: aiohttp.ClientSession, base: str) -> list[AnnouncedWorker]:
         listing = msgspec.json.decode(
             await self._get(session, base, "/v1/instances"), type=Summaries
         )
@@ -109,7 +109,7 @@ class Watch:
             if self._known.get(name, ("",))[0] != version:
                 path = f"/v1/instances/{quote(name, safe='')}"
                 view = msgspec.json.decode(await self._get(session, base, path), type=InstanceView)
-                self._known[name] = (version, announced(view))
+                self._known[name] = (version, announced_worker(view))
         self._known = {name: self._known[name] for name in versions}
         return [entry for _, entry in self._known.values() if entry is not None]
 
@@ -119,7 +119,7 @@ class Watch:
         async with session.get(url, headers=headers, allow_redirects=False) as response:
             data = await response.content.read(MAX_BYTES)
             if response.status == 401:
-                # It may have restarted; the next look asks who is there.
+                # It may have restarted: authenticate again with the next request.
                 self._signer.forget()
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {data[:200]!r}")
@@ -132,52 +132,52 @@ class Watch:
         nonce = new_nonce()
         try:
             async with asyncio.timeout(self._options.check_s):
-                health = await self._ask(session, worker, nonce)
-                self._demand_proof(health, nonce)
-            self._pool.well(worker, health, now())
+                health = await self._check_health(session, worker, nonce)
+                self._check_proof(health, nonce)
+            self._pool.mark_up(worker, health, now())
             if worker.up:
-                self._set_alarm(worker)
-        except (aiohttp.ClientConnectorError, Unwell) as error:
-            self._pool.missed(worker, str(error), now(), sure=True)
+                self._set_timer(worker)
+        except (aiohttp.ClientConnectorError, WorkerUnhealthy) as error:
+            self._pool.mark_missed(worker, str(error), now(), sure=True)
         except (*UNUSABLE, TimeoutError) as error:
-            problem = str(error) or "it does not answer"
-            self._pool.missed(worker, problem, now(), sure=False)
+            problem = str(error) or "no response"
+            self._pool.mark_missed(worker, problem, now(), sure=False)
         if worker.up != was_up:
-            log.info("worker url=%s up=%s problem=%r", worker.url, worker.up, worker.problem)
+            log.info("worker url=%s up=%s error=%r", worker.url, worker.up, worker.problem)
 
-    def _demand_proof(self, health: Health, nonce: str) -> None:
-        """A worker that has a key must have ours; one without needs no signature."""
-        told = Introduction(health.life, health.proof)
-        if self._key is not None and told.life and not told.fits(self._key, nonce):
-            raise ValueError("it has another cluster key; give both the same file")
+    def _check_proof(self, health: WorkerHealth, nonce: str) -> None:
+        """Check that a worker with a cluster key has the router's key."""
+        introduction = Introduction(health.life, health.proof)
+        if self._key is not None and introduction.life and not introduction.fits(self._key, nonce):
+            raise ValueError("the worker has another cluster key; give both the same file")
 
-    def _set_alarm(self, worker: Worker) -> None:
-        """Give it up when its time is over, which need not be at the end of a check."""
+    def _set_timer(self, worker: Worker) -> None:
+        """Mark the worker lost after ``lost_s``, also while a health check is pending."""
         loop, when = asyncio.get_running_loop(), worker.well_at + self._options.lost_s
-        if (former := self._alarms.get(worker)) is not None:
-            former.cancel()
-        self._alarms[worker] = loop.call_at(when, self._ring, worker, when)
+        if (previous := self._timers.get(worker)) is not None:
+            previous.cancel()
+        self._timers[worker] = loop.call_at(when, self._on_timer, worker, when)
 
-    def _ring(self, worker: Worker, when: float) -> None:
-        """Its time is over, unless this process did not run either and could not ask it."""
+    def _on_timer(self, worker: Worker, when: float) -> None:
+        """Mark the worker lost, unless this process itself did not run and could not check it."""
         loop = asyncio.get_running_loop()
         late_s = loop.time() - when
         if late_s > self._options.poll_s:
             again = loop.time() + self._options.left_out_s
-            self._alarms[worker] = loop.call_at(again, self._ring, worker, again)
+            self._timers[worker] = loop.call_at(again, self._on_timer, worker, again)
             return
-        del self._alarms[worker]
-        self._pool.given_up(worker, when)
+        del self._timers[worker]
+        self._pool.mark_lost_if_silent(worker, when)
 
 
-def announced(view: InstanceView) -> Announced | None:
-    """What an instance says of itself, if it is a worker with an address."""
+def announced_worker(view: InstanceView) -> AnnouncedWorker | None:
+    """Return the worker that an instance announces in its metadata, if any."""
     for rank in view.ranks:
         url, role = rank.metadata.get("http"), rank.metadata.get("role")
         if url and role in set(WorkerRole):
             try:
                 name = rank.metadata.get("instance", view.name)
-                return Announced(checked_url(url), WorkerRole(role), name)
+                return AnnouncedWorker(checked_url(url), WorkerRole(role), name)
             except InputError:
                 log.warning("bad-address instance=%s url=%r", view.name, url)
     return None

@@ -1,9 +1,7 @@
-"""The workers that a router knows, and which of them it takes next.
+"""The workers that a router knows, and the choice of the next one. Pure: time is passed in.
 
-No input or output, and no clock but the one it is given; the watch tells it what
-it has seen. A worker is used while it is *up*: it has said that it is well, and
-neither a health check nor a request has failed since. One that stays silent is
-*lost*, which also ends what it was asked for.
+A worker gets requests while it is *up*: its last health check succeeded, and no request has
+failed since. A worker that stays silent is *lost*, which also fails its requests in flight.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from enum import StrEnum
 import msgspec
 
 from kvferry import KvferryError
-from kvferry.router.options import MOST_MISSES, BalancePolicy
+from kvferry.router.options import MAX_MISSES, BalancePolicy
 
 
 class WorkerRole(StrEnum):
@@ -27,20 +25,20 @@ class WorkerRole(StrEnum):
     DECODE = "decode"
 
 
-class Announced(msgspec.Struct, frozen=True):
-    """A worker as it was announced; of one given by its address only that is known."""
+class AnnouncedWorker(msgspec.Struct, frozen=True):
+    """A worker from the discovery service or from the options."""
 
     url: str
-    part: WorkerRole
+    role: WorkerRole
     name: str = ""
 
 
-class Unwell(KvferryError):
-    """A worker says of itself that it can't be used."""
+class WorkerUnhealthy(KvferryError):
+    """A worker reports that it cannot be used."""
 
 
-class Health(msgspec.Struct, frozen=True):
-    """What is read of a worker's ``/healthz``."""
+class WorkerHealth(msgspec.Struct, frozen=True):
+    """Fields of a worker's ``/healthz`` that the router reads."""
 
     role: str
     name: str
@@ -54,17 +52,17 @@ class Health(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One worker. ``in_flight`` are this router's requests, ``others`` those of anybody else."""
+    """One worker. ``in_flight`` counts this router's requests, ``others`` all further ones."""
 
     url: str
-    part: WorkerRole
+    role: WorkerRole
     name: str
     fixed: bool
     model: str = ""
     up: bool = False
     listed: bool = True
     misses: int = 0
-    problem: str = "it has not answered yet"
+    problem: str = "not checked yet"
     in_flight: int = 0
     others: int = 0
     last_chosen: int = 0
@@ -74,69 +72,69 @@ class Worker:
 
     @property
     def load(self) -> int:
-        """Requests that it has, as far as is known."""
+        """Number of requests at the worker, as far as known."""
         return self.in_flight + self.others
 
     @contextlib.contextmanager
-    def asked(self) -> Iterator[None]:
-        """Count a request for as long as it is under way."""
+    def count_request(self) -> Iterator[None]:
+        """Count a request in flight while the block runs."""
         self.in_flight += 1
         try:
             yield
         finally:
             self.in_flight -= 1
 
-    def failed(self, problem: str) -> None:
-        """A request could not reach it: it is left out until it says that it is well."""
+    def mark_down(self, problem: str) -> None:
+        """Use the worker no more until a health check succeeds."""
         self.up, self.problem = False, problem
 
     def __str__(self) -> str:
-        return f"{self.part} worker {self.name or self.url}"
+        return f"{self.role} worker {self.name or self.url}"
 
 
 class WorkerPool:
-    """Every worker that is known, by address."""
+    """All known workers."""
 
     def __init__(
-        self, policy: BalancePolicy, lost_s: float, fixed: Iterable[Announced] = ()
+        self, policy: BalancePolicy, lost_s: float, fixed: Iterable[AnnouncedWorker] = ()
     ) -> None:
         self._policy = policy
         self._lost_s = lost_s
         self._choices = 0
         self._workers = {
-            entry.url: Worker(entry.url, entry.part, entry.name, fixed=True) for entry in fixed
+            entry.url: Worker(entry.url, entry.role, entry.name, fixed=True) for entry in fixed
         }
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """All of them."""
+        """All workers."""
         return tuple(self._workers.values())
 
     def models(self) -> list[str]:
-        """The models that decode workers have, whether they are up or not."""
-        found = {worker.model for worker in self.workers if worker.part is WorkerRole.DECODE}
+        """Return the models of all decode workers, up or not."""
+        found = {worker.model for worker in self.workers if worker.role is WorkerRole.DECODE}
         return sorted(found - {""})
 
-    # ------------------------------------------------------------ what was seen
+    # ------------------------------------------------------------ health
 
-    def hear(self, announced: Iterable[Announced]) -> None:
-        """Take the discovery service's list. Who has left it stays for as long as it is up."""
+    def update_listed(self, announced: Iterable[AnnouncedWorker]) -> None:
+        """Take the discovery service's list. An unlisted worker stays while it is up."""
         listed = {entry.url: entry for entry in announced}
         for url, entry in listed.items():
             worker = self._workers.get(url)
             if worker is None:
-                self._workers[url] = Worker(url, entry.part, entry.name, fixed=False)
+                self._workers[url] = Worker(url, entry.role, entry.name, fixed=False)
             elif not worker.fixed:
-                worker.part, worker.name, worker.listed = entry.part, entry.name, True
+                worker.role, worker.name, worker.listed = entry.role, entry.name, True
         for worker in self.workers:
             if not worker.fixed and worker.url not in listed:
                 worker.listed = False
                 self._forget_if_gone(worker)
 
-    def well(self, worker: Worker, health: Health, now: float) -> None:
-        """It has answered a health check."""
-        if health.role != worker.part:
-            worker.failed(f"it is a {health.role} worker, not {worker.part}")
+    def mark_up(self, worker: Worker, health: WorkerHealth, now: float) -> None:
+        """Take a successful health check."""
+        if health.role != worker.role:
+            worker.mark_down(f"it is a {health.role} worker, not a {worker.role} worker")
             return
         worker.name, worker.model, worker.life = health.name, health.model, health.life
         worker.up, worker.misses, worker.problem = True, 0, ""
@@ -144,17 +142,17 @@ class WorkerPool:
         worker.well_at = now
         worker.lost.clear()
 
-    def missed(self, worker: Worker, problem: str, now: float, *, sure: bool) -> None:
-        """It has not. Nobody listens there or it says that it is not well, or it is merely slow."""
+    def mark_missed(self, worker: Worker, problem: str, now: float, *, sure: bool) -> None:
+        """Take a failed health check; ``sure`` means that it was not only slow."""
         worker.misses += 1
-        if sure or worker.misses >= MOST_MISSES:
-            worker.failed(problem)
-        # One that refuses may be stopping, with answers under way; silence is another matter.
-        self.given_up(worker, now)
+        if sure or worker.misses >= MAX_MISSES:
+            worker.mark_down(problem)
+        # A worker that is stopping may still finish its requests; a silent one does not.
+        self.mark_lost_if_silent(worker, now)
         self._forget_if_gone(worker)
 
-    def given_up(self, worker: Worker, now: float) -> None:
-        """Give it up if it has missed a check and been silent for too long."""
+    def mark_lost_if_silent(self, worker: Worker, now: float) -> None:
+        """Mark a worker lost if it missed a check and has been silent for ``lost_s``."""
         if worker.misses and now >= worker.well_at + self._lost_s:
             worker.lost.set()
 
@@ -162,14 +160,14 @@ class WorkerPool:
         if not (worker.fixed or worker.listed or worker.up or worker.in_flight):
             self._workers.pop(worker.url, None)
 
-    # ------------------------------------------------------------ who is next
+    # ------------------------------------------------------------ choice
 
-    def choose(self, part: WorkerRole, model: str, avoid: Collection[str] = ()) -> Worker | None:
-        """The next worker of a model; None if there is none but those to avoid."""
+    def choose(self, role: WorkerRole, model: str, avoid: Collection[str] = ()) -> Worker | None:
+        """Return the next worker for a model, or None if all must be avoided."""
         fitting = [
             worker
             for worker in self.workers
-            if worker.up and worker.part is part and worker.model == model
+            if worker.up and worker.role is role and worker.model == model
             if worker.url not in avoid
         ]
         if not fitting:

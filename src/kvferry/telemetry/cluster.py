@@ -1,8 +1,8 @@
-"""The book of a cluster: the last views of its endpoints, and what they say together. Pure.
+"""Merges the reports of all endpoints into one status of the cluster. Pure: time is passed in.
 
-The discovery service has one. An endpoint tells its view every few seconds and is told in return
-what is wanted of it: more often while somebody looks, and traces of rooms that somebody has
-asked for. Time is given; one owner calls.
+The discovery service owns one ``ClusterMonitor``. Each report is answered with a
+``ReportRequest``: when the next one is due, and which traces it should hold. Reports come more
+often while somebody watches. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -12,85 +12,77 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from kvferry.layout.layout import Layout
 from kvferry.telemetry.clocks import Offset
-from kvferry.telemetry.reports import (
+from kvferry.telemetry.status import (
     MAX_TRACES,
-    ClusterView,
-    EndpointView,
-    FailureShown,
-    InstanceShown,
-    LinkShown,
-    LinkView,
-    RankShown,
+    ClusterStatus,
+    EndpointStatus,
+    FailureStatus,
+    InstanceStatus,
+    LinkStatus,
     RankState,
+    RankStatus,
     ReportRequest,
-    RoomShown,
-    RoomView,
+    RoomStatus,
 )
 from kvferry.telemetry.steps import RoomTrace
-from kvferry.telemetry.waterfall import Waterfall, join
+from kvferry.telemetry.waterfall import Waterfall, build_waterfall
 
 MAX_ENDPOINTS = 16384
-# How often views are told while somebody looks, and while nobody does.
-LOOKED_S, UNLOOKED_S = 1.0, 3.0
-# No more views in a second than this, however many endpoints there are.
-MOST_VIEWS_PER_S = 200.0
-# After the last look, views stay fresh for as long.
-LOOK_LASTS_S = 10.0
-# An endpoint that missed so many of its times is silent, and after so long it is gone.
-MISSED, GONE_S = 3.0, 30.0
-# Who is gone is shown for as long, and then forgotten.
-SHOWN_GONE_S = 600.0
-ASK_LASTS_S = 60.0
-MAX_ASKS = 64
-# Who asks for the picture after the document gets the same trace.
-STORY_FRESH_S = 2.0
-LIVING = (RankState.UP, RankState.TROUBLED)
-MOST_SHOWN, MOST_SLOW, MOST_FAILURES = 100, 10, 20
+# Seconds between reports while somebody watches, and otherwise.
+WATCHED_S, UNWATCHED_S = 1.0, 3.0
+# Limit for the whole cluster, whatever its size.
+MAX_REPORTS_PER_S = 200.0
+# Seconds that one query counts as watching.
+WATCHING_S = 10.0
+# Missed reports until an endpoint is silent, and seconds until it is gone.
+MAX_MISSED, GONE_S = 3.0, 30.0
+# How long an endpoint that is gone is still shown.
+FORGET_S = 600.0
+QUERY_TTL_S = 60.0
+MAX_QUERIES = 64
+# Queries for one room within this time share their answers.
+TRACE_FRESH_S = 2.0
+ALIVE = (RankState.UP, RankState.TROUBLED)
+MAX_ROOMS, MAX_SLOW, MAX_FAILURES = 100, 10, 20
 
 
 @dataclass(slots=True)
-class _KnownEndpoint:
-    """An endpoint: its last view and the one before, when they came, and its layout."""
+class _Endpoint:
+    """An endpoint's last report, when it came, and when the next one is due."""
 
-    view: EndpointView
-    told_at: float
+    report: EndpointStatus
+    reported_at: float
     every_s: float
-    before: EndpointView | None = None
     layout: Layout | None = None
 
     def state(self, now: float) -> RankState:
-        """How it is, as far as can be told."""
-        silent_s = now - self.told_at
+        silent_s = now - self.reported_at
         if silent_s > GONE_S:
             return RankState.GONE
-        if silent_s > MISSED * self.every_s + 1.0:
+        if silent_s > MAX_MISSED * self.every_s + 1.0:
             return RankState.SILENT
-        return RankState.TROUBLED if self.view.troubles else RankState.UP
+        return self.report.state
 
-    @property
-    def elapsed_s(self) -> float:
-        """Between the two views."""
-        if self.before is None or self.before.incarnation != self.view.incarnation:
-            return 0.0
-        return self.view.clock - self.before.clock
+    def is_alive(self, now: float) -> bool:
+        return self.state(now) in ALIVE
 
 
 @dataclass(slots=True)
-class _ReportRequests:
-    """A room whose traces are wanted: who was told so, and who has answered."""
+class _TraceQuery:
+    """A room whose traces are collected: which endpoints were asked, and which have answered."""
 
     at: float
-    told: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
     answered: set[str] = field(default_factory=set)
     traces: dict[str, RoomTrace] = field(default_factory=dict)
 
 
 class Registered(NamedTuple):
-    """What the registry says of an instance that sends."""
+    """An instance in the discovery registry."""
 
     name: str
     complete: bool
@@ -101,334 +93,258 @@ class Registered(NamedTuple):
     ranks: frozenset[int]
 
 
-class ClusterStatus:
-    """Everything that endpoints have told."""
+class ClusterMonitor:
+    """Last reports of all endpoints, and open queries for traces."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _KnownEndpoint] = {}
-        self._asks: dict[str, _ReportRequests] = {}
-        self._looked_at = -inf
+        self._endpoints: dict[str, _Endpoint] = {}
+        self._queries: dict[str, _TraceQuery] = {}
+        self._watched_at = -inf
 
-    # ------------------------------------------------------------ what endpoints say
+    # ------------------------------------------------------------ reports
 
-    def take(self, view: EndpointView, now: float) -> ReportRequest:
-        """A view has come; what is wanted of its endpoint."""
-        # First: what it is asked for now, it answers with its next view.
-        self._hear_stories(view)
-        name, wishes = view.name, self._wishes(view, now)
-        known = self._known.get(name)
-        if known is None or known.view.incarnation != view.incarnation:
-            if known is None and len(self._known) >= MAX_ENDPOINTS:
-                return wishes
-            self._known[name] = _KnownEndpoint(view, now, wishes.every_s, layout=view.layout)
-        else:
-            known.before, known.view = known.view, view
-            known.told_at, known.every_s = now, wishes.every_s
-            known.layout = view.layout or known.layout
-        return wishes
+    def take(self, report: EndpointStatus, now: float) -> ReportRequest:
+        """Store a report; return what the endpoint should report next."""
+        # Before the request is made, because a report answers the previous request.
+        self._collect_traces(report)
+        name, known = report.name, self._endpoints.get(report.name)
+        is_same = known is not None and known.report.incarnation == report.incarnation
+        layout = report.layout or (known.layout if known and is_same else None)
+        request = self._next_request(name, now, needs_layout=layout is None)
+        if known is not None or len(self._endpoints) < MAX_ENDPOINTS:
+            self._endpoints[name] = _Endpoint(report, now, request.every_s, layout)
+        return request
 
-    def _wishes(self, view: EndpointView, now: float) -> ReportRequest:
-        known = self._known.get(view.name)
-        has_layout = known is not None and known.view.incarnation == view.incarnation
-        has_layout = (has_layout and known.layout is not None) if known else False
-        rooms = [room for room, ask in self._asks.items() if view.name not in ask.told]
-        rooms = rooms[:MAX_TRACES]
+    def _next_request(self, name: str, now: float, *, needs_layout: bool) -> ReportRequest:
+        rooms = [room for room, query in self._queries.items() if name not in query.asked]
+        del rooms[MAX_TRACES:]
         for room in rooms:
-            self._asks[room].told.add(view.name)
-        looked = now - self._looked_at < LOOK_LASTS_S
-        every_s = max(LOOKED_S if looked else UNLOOKED_S, len(self._known) / MOST_VIEWS_PER_S)
-        wants_layout = not has_layout and view.layout is None
-        return ReportRequest(every_s=every_s, rooms=tuple(rooms), layout=wants_layout)
+            self._queries[room].asked.add(name)
+        is_watched = now - self._watched_at < WATCHING_S
+        usual_s = WATCHED_S if is_watched else UNWATCHED_S
+        every_s = max(usual_s, len(self._endpoints) / MAX_REPORTS_PER_S)
+        return ReportRequest(every_s=every_s, rooms=tuple(rooms), layout=needs_layout)
 
-    def _hear_stories(self, view: EndpointView) -> None:
-        told = {trace.room: trace for trace in view.traces}
-        for room, ask in self._asks.items():
-            if room in told:
-                ask.traces[view.name] = told[room]
-                ask.answered.add(view.name)
-            elif view.name in ask.told:
-                ask.answered.add(view.name)
+    def _collect_traces(self, report: EndpointStatus) -> None:
+        traces = {trace.room: trace for trace in report.traces}
+        for room, query in self._queries.items():
+            if room in traces:
+                query.traces[report.name] = traces[room]
+            if room in traces or report.name in query.asked:
+                query.answered.add(report.name)
 
     def leave(self, name: str, incarnation: int) -> bool:
-        """An endpoint has said farewell. Whether it was known in that life."""
-        known = self._known.get(name)
-        if known is None or known.view.incarnation != incarnation:
+        """Remove an endpoint that closes; return whether this incarnation was known."""
+        known = self._endpoints.get(name)
+        if known is None or known.report.incarnation != incarnation:
             return False
-        del self._known[name]
+        del self._endpoints[name]
         return True
 
     def forget(self, now: float) -> None:
-        """Let go of who is long gone, and of questions that nobody asks any more."""
-        for name, known in list(self._known.items()):
-            if now - known.told_at > SHOWN_GONE_S:
-                del self._known[name]
-        for room, ask in list(self._asks.items()):
-            if now - ask.at > ASK_LASTS_S:
-                del self._asks[room]
+        """Drop endpoints that are long gone, and old queries."""
+        for name, known in list(self._endpoints.items()):
+            if now - known.reported_at > FORGET_S:
+                del self._endpoints[name]
+        for room, query in list(self._queries.items()):
+            if now - query.at > QUERY_TTL_S:
+                del self._queries[room]
 
     # ------------------------------------------------------------ traces
 
-    def ask(self, room: str, now: float) -> None:
-        """Somebody wants a room's trace: have everybody tell it, unless they just have."""
-        self._looked_at = now
-        asked = self._asks.get(room)
-        if asked is not None and now - asked.at < STORY_FRESH_S:
+    def query_trace(self, room: str, now: float) -> None:
+        """Ask every endpoint for a room's trace, unless that was done a moment ago."""
+        self._watched_at = now
+        known = self._queries.get(room)
+        if known is not None and now - known.at < TRACE_FRESH_S:
             return
-        self._asks.pop(room, None)
-        while len(self._asks) >= MAX_ASKS:
-            del self._asks[next(iter(self._asks))]
-        self._asks[room] = _ReportRequests(now)
+        self._queries.pop(room, None)
+        while len(self._queries) >= MAX_QUERIES:
+            del self._queries[next(iter(self._queries))]
+        self._queries[room] = _TraceQuery(now)
 
-    def is_told(self, room: str, now: float) -> bool:
-        """Whether everybody who could has answered."""
-        ask = self._asks.get(room)
-        living = {name for name, known in self._known.items() if known.state(now) in LIVING}
-        return ask is None or living <= ask.answered
+    def is_answered(self, room: str, now: float) -> bool:
+        """Return whether every endpoint that is alive has answered the query."""
+        query = self._queries.get(room)
+        alive = {name for name, known in self._endpoints.items() if known.is_alive(now)}
+        return query is None or alive <= query.answered
 
     def waterfall(self, room: str) -> Waterfall | None:
-        """A room's trace, as far as it was told; None if nobody knows the room."""
-        ask = self._asks.get(room)
-        if ask is None or not ask.traces:
+        """Return a queried room's waterfall from the answers so far; None if nobody knows it."""
+        query = self._queries.get(room)
+        if query is None or not query.traces:
             return None
-        days = {name: known.view.wall - known.view.clock for name, known in self._known.items()}
-        return join(list(ask.traces.values()), self.offsets(), days)
+        reports = [known.report for known in self._endpoints.values()]
+        days = {report.name: report.wall - report.clock for report in reports}
+        return build_waterfall(list(query.traces.values()), _offsets(reports), days)
 
-    def offsets(self) -> dict[tuple[str, str], Offset]:
-        """Every measurement of a clock by another."""
-        return {
-            (name, link.peer): link.offset
-            for name, known in self._known.items()
-            for link in known.view.links
-            if link.offset is not None
-        }
-
-    # ------------------------------------------------------------ all of it
+    # ------------------------------------------------------------ status
 
     def layout_of(self, instance: str) -> Layout | None:
-        """How an instance shards, if any of its ranks has said so."""
-        for known in self._known.values():
-            if known.view.instance == instance and known.layout is not None:
-                return known.layout
-        return None
+        """Return an instance's layout, if any of its ranks has reported it."""
+        layouts = (
+            known.layout
+            for known in self._endpoints.values()
+            if known.report.instance == instance and known.layout is not None
+        )
+        return next(layouts, None)
 
-    def look(
+    def status(
         self, registered: Iterable[Registered], now: float, wall: float, served_by: str
-    ) -> ClusterView:
-        """The cluster as it is. Somebody looks, so views come more often from now on."""
-        self._looked_at = now
-        instances = _instances(self._known, {one.name: one for one in registered}, now)
-        links = links_of(self._known, now)
-        live = [known for known in self._known.values() if known.state(now) is not RankState.GONE]
-        rooms = _merged(((known, known.view.rooms) for known in live), now)
-        return ClusterView(
+    ) -> ClusterStatus:
+        """Return the cluster's status. Reports come more often for a while."""
+        self._watched_at = now
+        endpoints = list(self._endpoints.values())
+        shown = [one for one in endpoints if one.state(now) is not RankState.GONE]
+        rooms = _merge_rooms(shown, now)
+        instances = _instances(endpoints, {one.name: one for one in registered}, now)
+        links = _links(endpoints, now)
+        slow = _merge_rooms(shown, now, ended=True)
+        alive = [one.report for one in endpoints if one.is_alive(now)]
+        return ClusterStatus(
             at=wall,
             served_by=served_by,
             instances=instances,
             links=links,
-            rooms=rooms[:MOST_SHOWN],
-            slow=_merged(((known, known.view.slow) for known in live), now)[:MOST_SLOW],
-            failures=tuple(_failures(self._known.values(), now)[:MOST_FAILURES]),
+            rooms=rooms[:MAX_ROOMS],
+            slow=slow[:MAX_SLOW],
+            failures=_failures(endpoints, now)[:MAX_FAILURES],
             num_open=len(rooms),
             bytes_per_s=sum(link.bytes_per_s for link in links),
-            rooms_per_s=sum(map(_rooms_per_s, live)),
+            # Every rank of a target ends every room, so rank 0 counts them.
+            rooms_per_s=sum(
+                one.rooms_per_s for one in alive if one.role == "target" and one.rank == 0
+            ),
         )
+
+
+def _offsets(reports: Iterable[EndpointStatus]) -> dict[tuple[str, str], Offset]:
+    return {
+        (report.name, link.target if link.source == report.name else link.source): link.offset
+        for report in reports
+        for link in report.links
+        if link.offset is not None
+    }
 
 
 # ---------------------------------------------------------------- instances
 
 
 def _instances(
-    known: Mapping[str, _KnownEndpoint], registered: Mapping[str, Registered], now: float
-) -> tuple[InstanceShown, ...]:
-    by_instance: dict[str, dict[int, _KnownEndpoint]] = {}
-    for one in known.values():
-        by_instance.setdefault(one.view.instance, {})[one.view.rank] = one
-    names = {*by_instance, *registered}
-    shown = [
-        _instance(name, by_instance.get(name, {}), registered.get(name), now) for name in names
-    ]
-    return tuple(sorted(shown, key=lambda one: (one.role != "source", one.name)))
+    endpoints: Iterable[_Endpoint], registered: Mapping[str, Registered], now: float
+) -> tuple[InstanceStatus, ...]:
+    by_name: dict[str, dict[int, _Endpoint]] = {name: {} for name in registered}
+    for one in endpoints:
+        by_name.setdefault(one.report.instance, {})[one.report.rank] = one
+    merged = [_instance(name, by_name[name], registered.get(name), now) for name in by_name]
+    return tuple(sorted(merged, key=lambda one: (one.role != "source", one.name)))
 
 
 def _instance(
-    name: str, told: Mapping[int, _KnownEndpoint], registered: Registered | None, now: float
-) -> InstanceShown:
-    newest = max(told.values(), key=lambda one: one.told_at).view if told else None
+    name: str, reported: Mapping[int, _Endpoint], registered: Registered | None, now: float
+) -> InstanceStatus:
+    newest = max(reported.values(), key=lambda one: one.reported_at).report if reported else None
+    known = newest or registered
+    assert known is not None
     role = newest.role if newest is not None else "source"
-    num_ranks = newest.num_ranks if newest else registered.num_ranks if registered else 0
-    ranks = tuple(_rank(rank, told.get(rank), registered, now) for rank in range(num_ranks))
-    down = [one.rank for one in ranks if one.state not in LIVING]
-    is_listed = registered is not None and registered.complete
-    ready = not down and (is_listed or role == "target")
-    note = "" if ready else registered.note if registered and not is_listed else _lacking(down)
+    ranks = tuple(
+        _rank(rank, reported.get(rank), registered, now) for rank in range(known.num_ranks)
+    )
+    down = [one.rank for one in ranks if one.state not in ALIVE]
+    is_complete = registered is not None and registered.complete
+    ready = not down and (is_complete or role == "target")
     if role == "source" and registered is None:
-        note = "not at the discovery service any more"
-    return InstanceShown(
+        note = "no longer registered at the discovery service"
+    elif ready:
+        note = ""
+    elif registered and not is_complete:
+        note = registered.note
+    else:
+        listed = ", ".join(map(str, down[:8])) + (", …" if len(down) > 8 else "")
+        note = f"no report from rank {listed}" if down else "incomplete"
+    return InstanceStatus(
         name=name,
         role=role,
-        sharding=newest.sharding if newest else registered.sharding if registered else "",
-        transport=newest.transport if newest else registered.transport if registered else "",
+        sharding=known.sharding,
+        transport=known.transport,
         ready=ready,
         note=note,
         ranks=ranks,
     )
 
 
-def _lacking(down: list[int]) -> str:
-    listed = ", ".join(map(str, down[:8])) + (", …" if len(down) > 8 else "")
-    return f"nothing heard from rank {listed}" if down else "not complete"
-
-
 def _rank(
-    rank: int, known: _KnownEndpoint | None, registered: Registered | None, now: float
-) -> RankShown:
+    rank: int, known: _Endpoint | None, registered: Registered | None, now: float
+) -> RankStatus:
     is_registered = registered is not None and rank in registered.ranks
     if known is None:
-        state = RankState.UP if is_registered else RankState.MISSING
-        note = "registered; it tells no more of itself" if is_registered else "not there"
-        return RankShown(rank=rank, state=state, note=note)
-    view, state = known.view, known.state(now)
-    silent_s = now - known.told_at
-    if state is RankState.SILENT and view.role == "source" and not is_registered:
+        if is_registered:
+            return RankStatus(rank=rank, note="registered; sends no reports")
+        return RankStatus(rank=rank, state=RankState.MISSING, note="not registered")
+    state, silent_s, report = known.state(now), now - known.reported_at, known.report
+    if state is RankState.SILENT and report.role == "source" and not is_registered:
         # Its lease has ended as well.
         state = RankState.GONE
-    note = "; ".join(view.troubles)
-    if state in (RankState.SILENT, RankState.GONE):
-        note = f"nothing heard for {silent_s:.0f} s"
-    return RankShown(
-        rank=rank,
-        state=state,
-        note=note,
-        silent_s=silent_s,
-        num_open=view.num_open,
-        num_quarantined=view.num_quarantined,
-        num_done=view.num_done,
-        num_failed=view.num_failed,
-        staging_used_bytes=view.staging_used_bytes,
-        staging_bytes=view.staging_bytes,
-        pages_held=view.pages_held,
-        pages=view.pages,
-        bytes_per_s=sum(_rates(known).values()) if state in LIVING else 0.0,
+    is_alive = state in ALIVE
+    fields = {name: getattr(report, name) for name in RankStatus.__struct_fields__}
+    return RankStatus(
+        **fields
+        | {
+            "state": state,
+            "silent_s": silent_s,
+            "note": report.note if is_alive else f"no report for {silent_s:.0f} s",
+            "bytes_per_s": report.bytes_per_s if is_alive else 0.0,
+        }
     )
 
 
-# ---------------------------------------------------------------- links
+# ---------------------------------------------------------------- links, rooms, failures
 
 
-def _rates(known: _KnownEndpoint) -> dict[str, float]:
-    """Bytes per second to each peer, between the last two views."""
-    if known.before is None or known.elapsed_s <= 0:
-        return {}
-    before = {link.peer: _total(link) for link in known.before.links}
-    rates: dict[str, float] = {}
-    for link in known.view.links:
-        # A peer may have two sessions, while one of them ends; what was sent is told for both.
-        sent = max(0, _total(link) - before.get(link.peer, 0))
-        rates[link.peer] = sent / known.elapsed_s
-    return rates
-
-
-def _total(link: LinkView) -> int:
-    return sum(each.num_bytes for each in link.sent)
-
-
-def _rooms_per_s(known: _KnownEndpoint) -> float:
-    """Rooms that ended, at targets, of which each instance counts by its rank 0."""
-    view, before = known.view, known.before
-    if view.role != "target" or view.rank != 0 or before is None or known.elapsed_s <= 0:
-        return 0.0
-    ended = view.num_done + view.num_failed - before.num_done - before.num_failed
-    return max(0.0, ended / known.elapsed_s)
-
-
-def links_of(known: Mapping[str, _KnownEndpoint], now: float) -> tuple[LinkShown, ...]:
-    """Every pair of a source and a target that know each other, once."""
-    found: dict[tuple[str, str], LinkShown] = {}
-    silent = {name for name, one in known.items() if one.state(now) not in LIVING}
-    for one in sorted(known.values(), key=lambda one: one.view.role == "source"):
-        rates = _rates(one) if one.view.name not in silent else {}
-        for link in one.view.links:
-            is_source = one.view.role == "source"
-            ends = (one.view.name, link.peer) if is_source else (link.peer, one.view.name)
-            if is_source or ends not in found:
-                shown = _link(ends, one, link, rates.get(link.peer, 0.0))
-                # What a silent end said last is not what is.
-                lost = silent.intersection(ends)
-                found[ends] = msgspec.structs.replace(shown, state="silent") if lost else shown
+def _links(endpoints: Iterable[_Endpoint], now: float) -> tuple[LinkStatus, ...]:
+    """Return each link once, as its source reports it where the source reports at all."""
+    found: dict[tuple[str, str], LinkStatus] = {}
+    silent = {one.report.name for one in endpoints if not one.is_alive(now)}
+    for one in sorted(endpoints, key=lambda one: one.report.role == "source"):
+        for link in one.report.links:
+            ends = (link.source, link.target)
+            if silent.intersection(ends):
+                rate = 0.0 if one.report.name in silent else link.bytes_per_s
+                link = replace(link, state="silent", bytes_per_s=rate)  # noqa: PLW2901
+            if one.report.role == "source" or ends not in found:
+                found[ends] = link
     return tuple(found[ends] for ends in sorted(found))
 
 
-def _link(ends: tuple[str, str], known: _KnownEndpoint, link: LinkView, rate: float) -> LinkShown:
-    return LinkShown(
-        source=ends[0],
-        target=ends[1],
-        state=link.state,
-        transport=link.transport or known.view.transport,
-        mode=_mode_of(known.before, link),
-        bytes_per_s=rate,
-        num_bytes=_total(link),
-        clock_error_s=None if link.offset is None else link.offset.error_s,
-    )
-
-
-def _mode_of(before: EndpointView | None, link: LinkView) -> str:
-    """The mode that carried most since the view before, or in all where nothing flows."""
-    was = {
-        each.mode: each.num_bytes
-        for one in (before.links if before else ())
-        if one.peer == link.peer
-        for each in one.sent
-    }
-    if not link.sent:
-        return ""
-    lately = max(link.sent, key=lambda each: each.num_bytes - was.get(each.mode, 0))
-    if lately.num_bytes > was.get(lately.mode, 0):
-        return lately.mode
-    return max(link.sent, key=lambda each: each.num_bytes).mode
-
-
-# ---------------------------------------------------------------- rooms
-
-
-def _merged(
-    told: Iterable[tuple[_KnownEndpoint, Iterable[RoomView]]], now: float
-) -> tuple[RoomShown, ...]:
-    """Each room once, the longest first, with everybody who has it."""
-    found: dict[str, RoomShown] = {}
-    for one, rooms in told:
-        waited_s = now - one.told_at
-        for room in rooms:
-            seconds = room.seconds + (waited_s if room.status != "ended" else 0.0)
-            had = found.get(room.room)
-            found[room.room] = RoomShown(
-                room=room.room,
-                status=_status(had.status if had else "", room.status, one.view.role),
-                seconds=max(seconds, had.seconds if had else 0.0),
-                endpoints=(*(had.endpoints if had else ()), one.view.name),
-                request=room.request or (had.request if had else ""),
+def _merge_rooms(
+    endpoints: Iterable[_Endpoint], now: float, *, ended: bool = False
+) -> tuple[RoomStatus, ...]:
+    """Return each open (or slow, ended) room once, the longest first."""
+    found: dict[str, RoomStatus] = {}
+    for one in endpoints:
+        age_s = 0.0 if ended else now - one.reported_at
+        for room in one.report.slow if ended else one.report.rooms:
+            seconds, known = room.seconds + age_s, found.get(room.room)
+            if known is None:
+                found[room.room] = replace(room, seconds=seconds)
+                continue
+            found[room.room] = replace(
+                known,
+                # The target knows what has arrived.
+                status=room.status if one.report.role == "target" else known.status,
+                seconds=max(seconds, known.seconds),
+                endpoints=known.endpoints + room.endpoints,
+                request=room.request or known.request,
             )
     return tuple(sorted(found.values(), key=lambda room: -room.seconds))
 
 
-def _status(had: str, new: str, role: str) -> str:
-    """What a target says, where one says anything: it knows what has arrived."""
-    return new if not had or role == "target" else had
-
-
-def _failures(known: Iterable[_KnownEndpoint], now: float) -> list[FailureShown]:
-    """The latest first. Of one room only whoever failed first: the others were told."""
-    found: dict[str, FailureShown] = {}
-    for one in known:
-        for failure in one.view.failures:
-            ago_s = now - one.told_at + one.view.clock - failure.at
-            had = found.get(failure.room)
-            if had is None or ago_s > had.ago_s:
-                found[failure.room] = FailureShown(
-                    room=failure.room,
-                    endpoint=one.view.name,
-                    ago_s=ago_s,
-                    code=failure.code,
-                    reason=failure.reason,
-                    request=failure.request,
-                )
-    return sorted(found.values(), key=lambda failure: failure.ago_s)
+def _failures(endpoints: Iterable[_Endpoint], now: float) -> tuple[FailureStatus, ...]:
+    """Return failures, the latest first; of one room, the failure that came first."""
+    found: dict[str, FailureStatus] = {}
+    for one in endpoints:
+        for failure in one.report.failures:
+            ago_s, known = now - one.reported_at + failure.ago_s, found.get(failure.room)
+            if known is None or ago_s > known.ago_s:
+                found[failure.room] = replace(failure, ago_s=ago_s)
+    return tuple(sorted(found.values(), key=lambda failure: failure.ago_s))

@@ -1,28 +1,99 @@
-"""Observers of one endpoint, as its configuration wants them."""
+"""Observers of one endpoint as its configuration asks for them, and its status report."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
+from kvferry.ids import Peer
+from kvferry.protocol.links import Link
+from kvferry.protocol.outcome import Status
+from kvferry.telemetry.clocks import Offset
 from kvferry.telemetry.metrics import EndpointMetrics, EndpointStats
-from kvferry.telemetry.observer import Observer, together
-from kvferry.telemetry.reports import EndpointView, ReportRequest
-from kvferry.telemetry.spans import SpanExporter, Traced, find_tracer
-from kvferry.telemetry.traces import TraceBuffer
-from kvferry.telemetry.views import ViewedLoop, endpoint_view
+from kvferry.telemetry.observer import ObservedRoom, Observer, combine
+from kvferry.telemetry.spans import ReadTraces, SpanExporter, find_tracer
+from kvferry.telemetry.status import (
+    MAX_FAILURES_SHOWN,
+    MAX_LINKS,
+    MAX_ROOMS_SHOWN,
+    MAX_SLOW_SHOWN,
+    MAX_TRACES,
+    EndpointStatus,
+    FailureStatus,
+    LinkStatus,
+    RankState,
+    ReportRequest,
+    RoomStatus,
+)
+from kvferry.telemetry.traces import EndedRoom, TraceBuffer
+
+# Reports that follow each other faster than this share one measurement of the rates.
+MIN_RATE_WINDOW_S = 0.5
+
+
+class ReportedRoom(ObservedRoom, Protocol):
+    """Fields of an open room's handle that the status shows."""
+
+    status: Status
+
+    @property
+    def num_pages(self) -> int:
+        """Pages held for the room."""
+
+
+class LoopSnapshot(NamedTuple):
+    """Fields of an endpoint's loop that the status shows: rooms, links and peers' clocks."""
+
+    rooms: Collection[ReportedRoom]
+    num_quarantined: int
+    links: Iterable[Link]
+    offset: Callable[[Peer, float], Offset | None]
+
+
+class RateMeter:
+    """Rates of an endpoint: bytes per second to each peer, and rooms ended per second."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+        self._sent: dict[Peer, dict[str, int]] = {}
+        self._num_ended = 0
+        self.bytes_per_s: dict[Peer, float] = {}
+        self.modes: dict[Peer, str] = {}
+        self.rooms_per_s = 0.0
+
+    def update(self, metrics: EndpointMetrics, now: float) -> None:
+        """Measure again, unless the last measurement is too recent."""
+        elapsed_s = now - self._at
+        if elapsed_s < MIN_RATE_WINDOW_S:
+            return
+        sent = {peer: {str(k): n for k, n in by.items()} for peer, by in metrics.sent.items()}
+        num_ended = metrics.stats.rooms.total()
+        self.bytes_per_s, self.modes = {}, {}
+        for peer, by_mode in sent.items():
+            before = self._sent.get(peer, {})
+            new = {mode: num - before.get(mode, 0) for mode, num in by_mode.items()}
+            self.bytes_per_s[peer] = max(0, sum(new.values())) / elapsed_s
+            recent = new if any(new.values()) else by_mode
+            self.modes[peer] = max(recent, key=recent.__getitem__)
+        self.rooms_per_s = (num_ended - self._num_ended) / elapsed_s
+        self._at, self._sent, self._num_ended = now, sent, num_ended
 
 
 class EndpointTelemetry:
-    """Metrics, traces and spans of one endpoint, each if it is wanted.
+    """Metrics, traces and spans of one endpoint, each if it is enabled.
 
-    ``observer`` is all of them together, with one of the application's own if there is one.
-    ``fixed`` has what never changes of the endpoint's view. ``trace_events`` of 0 turns traces
-    and spans off.
+    ``observer`` combines them with the application's own. ``fixed`` holds the fields of the
+    status that never change. ``trace_events`` of 0 turns traces and spans off.
     """
 
     def __init__(
         self,
-        fixed: EndpointView,
+        fixed: EndpointStatus,
         registry: CollectorRegistry | None,
         own: Observer | None,
         *,
@@ -35,24 +106,112 @@ class EndpointTelemetry:
         self.traces = TraceBuffer(fixed.name, fixed.role, trace_events) if trace_events else None
         tracer = find_tracer() if trace_events else None
         self._spans = SpanExporter(tracer, trace_events) if tracer else None
-        self.observer = together(self.meter, self.traces, self._spans, own)
+        self.observer = combine(self.meter, self.traces, self._spans, own)
         self.stats = self.meter.stats if self.meter else EndpointStats()
+        self._rates = RateMeter()
 
-    def start(self, traced: Traced) -> None:
-        """Export spans, if somebody wants them."""
+    def start(self, read_traces: ReadTraces) -> None:
+        """Start exporting spans, if a tracer is configured."""
         if self._spans:
-            self._spans.start(traced, f"kvferry-spans-{self._fixed.name}")
-
-    def view(self, loop: ViewedLoop, wishes: ReportRequest) -> EndpointView:
-        """How the endpoint is. On the loop thread."""
-        return endpoint_view(self._fixed, loop, self.meter, self.traces, wishes)
+            self._spans.start(read_traces, f"kvferry-spans-{self._fixed.name}")
 
     def close_spans(self) -> None:
-        """Export what has ended, while the loop still answers."""
+        """Export the spans of ended rooms. Call while the loop still runs."""
         if self._spans:
             self._spans.close()
 
     def close(self) -> None:
-        """The loop has ended."""
+        """Remove the endpoint's gauges. Call after the loop has ended."""
         if self.meter:
             self.meter.close()
+
+    def view(self, loop: LoopSnapshot, request: ReportRequest) -> EndpointStatus:
+        """Return the endpoint's status. Call on the loop thread."""
+        now, stats, fixed = time.monotonic(), self.stats, self._fixed
+        if self.meter:
+            self._rates.update(self.meter, now)
+        troubles = _troubles(stats)
+        status = replace(
+            fixed,
+            clock=now,
+            wall=time.time(),
+            state=RankState.TROUBLED if troubles else RankState.UP,
+            note="; ".join(troubles)[:1024],
+            num_open=len(loop.rooms),
+            num_quarantined=loop.num_quarantined,
+            num_done=stats.rooms["done"],
+            num_failed=stats.rooms.total() - stats.rooms["done"],
+            staging_used_bytes=stats.staging_used_bytes,
+            pages_held=sum(room.num_pages for room in loop.rooms),
+            bytes_per_s=sum(self._rates.bytes_per_s.values()),
+            rooms_per_s=self._rates.rooms_per_s,
+            links=tuple(self._link(one, loop, now) for one in islice(loop.links, MAX_LINKS)),
+            rooms=self._open_rooms(loop.rooms, now),
+            layout=fixed.layout if request.layout else None,
+        )
+        return self._with_traces(status, self.traces, request) if self.traces else status
+
+    def _link(self, link: Link, loop: LoopSnapshot, now: float) -> LinkStatus:
+        me, peer = self._fixed.name, str(link.peer)
+        source, target = (me, peer) if self._fixed.role == "source" else (peer, me)
+        sent = self.meter.sent.get(link.peer, {}) if self.meter else {}
+        return LinkStatus(
+            source=source,
+            target=target,
+            state=str(link.state),
+            transport=self.stats.links.get(peer, ""),
+            mode=self._rates.modes.get(link.peer, ""),
+            bytes_per_s=self._rates.bytes_per_s.get(link.peer, 0.0),
+            num_bytes=sum(sent.values()),
+            offset=loop.offset(link.peer, now),
+        )
+
+    def _open_rooms(self, rooms: Collection[ReportedRoom], now: float) -> tuple[RoomStatus, ...]:
+        """Return the rooms that have been open longest."""
+        return tuple(
+            self._room(room, room.status.name.lower(), now - room.begun)
+            for room in sorted(rooms, key=lambda room: room.begun)[:MAX_ROOMS_SHOWN]
+        )
+
+    def _room(self, room: ObservedRoom | EndedRoom, status: str, seconds: float) -> RoomStatus:
+        return RoomStatus(
+            room=str(room.room),
+            status=status,
+            seconds=seconds,
+            endpoints=(self._fixed.name,),
+            request=room.tag.request,
+        )
+
+    def _with_traces(
+        self, status: EndpointStatus, traces: TraceBuffer, request: ReportRequest
+    ) -> EndpointStatus:
+        """Add what the trace buffer knows about ended rooms."""
+        slowest = traces.slowest(status.clock, MAX_SLOW_SHOWN)
+        failures = tuple(
+            FailureStatus(
+                room=str(one.room),
+                endpoint=self._fixed.name,
+                ago_s=status.clock - one.at,
+                code=str(one.failure.code),
+                reason=one.failure.message[:1000],
+                request=one.tag.request,
+            )
+            for one in traces.failures()[-MAX_FAILURES_SHOWN:]
+            if one.failure
+        )
+        return replace(
+            status,
+            slow=tuple(self._room(one, "ended", one.seconds) for one in slowest),
+            failures=failures,
+            traces=tuple(traces.named(request.rooms)[:MAX_TRACES]),
+        )
+
+
+def _troubles(stats: EndpointStats) -> list[str]:
+    ended = [f"a bug ended the {thread} thread; restart this rank" for thread in stats.broken]
+    stalled = [
+        f"the {thread} thread made no progress for {seconds:.0f} s"
+        for thread, seconds in stats.stalled.items()
+        if seconds
+    ]
+    return [*ended, *stalled]

@@ -1,7 +1,6 @@
-"""Histograms that cost their owner's thread a look-up and an addition; Prometheus reads them.
+"""Histograms with a cheap ``observe``: one bisection and two additions, without a lock.
 
-``prometheus_client``'s own cost several times as much for every value, which is too much for
-what is counted for every write.
+``prometheus_client``'s own histogram costs several times as much, too much for every write.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ RATES = (1e6, 3e6, 1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11)
 
 
 class Buckets:
-    """One series. Belongs to one thread, which counts; another may read meanwhile."""
+    """One series. One thread observes; another may read meanwhile."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -32,14 +31,14 @@ class Buckets:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def told(self) -> list[tuple[str, float]]:
-        """As Prometheus wants them: each bound with all that lies below it."""
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Return the cumulative count of each bucket, as Prometheus expects it."""
         names = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
 class HistogramTable:
-    """One metric of a registry: a series for each set of labels that was ever counted."""
+    """One histogram metric of a registry, with a series per set of labels."""
 
     def __init__(
         self,
@@ -54,12 +53,12 @@ class HistogramTable:
         registry.register(self)
 
     def series(self, *labels: str) -> Buckets:
-        """The series with those labels, to be kept by who counts in it."""
+        """Return the series with those labels; keep it, because finding it costs a look-up."""
         return self._series.setdefault(labels, Buckets(self._bounds))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """For Prometheus, on its own thread."""
+        """Yield the metric for a scrape, on Prometheus's thread."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for labels, buckets in list(self._series.items()):
-            family.add_metric(labels, buckets.told(), buckets.total)
+            family.add_metric(labels, buckets.cumulative(), buckets.total)
         yield family

@@ -1,7 +1,7 @@
-"""Numbers for Prometheus: one set of metrics per registry, one series per endpoint.
+"""Prometheus metrics: one set per registry, one series per endpoint.
 
-The label ``transport`` is the one that carried, where something was carried or is connected,
-and else what the endpoint was told to use, such as ``auto``.
+The label ``transport`` is the transport that was used, or the configured one (such as ``auto``)
+for metrics that no single transport caused.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.protocol.states import LinkState
 from kvferry.telemetry.histograms import RATES, SECONDS, Buckets, HistogramTable
 from kvferry.telemetry.observer import LoopStatus, ObservedRoom, ObservedWrite, Observer
-from kvferry.telemetry.steps import Moment
+from kvferry.telemetry.steps import StepKind
 
 LABELS = ("endpoint", "transport")
-# Counts of a machine: what it has refused, and parcels that did not wait for a credit.
-REFUSALS = ("refused", "misdirected", "other-incarnation")
+# Counters of the machine: frames it rejected, and chunks that did not wait for a credit.
+REJECTED = ("refused", "misdirected", "other-incarnation")
 IMPATIENT = "impatient"
 KEPT = (LinkState.GREETING, LinkState.UP)
-COPY_STAGES = {Moment.GATHERED: "gather", Moment.SCATTERED: "scatter"}
+COPY_STAGES = {StepKind.GATHERED: "gather", StepKind.SCATTERED: "scatter"}
 
 
 class _Metrics:
@@ -44,31 +44,31 @@ class _Metrics:
         self.rooms = counter(
             "rooms", "Rooms that ended, by outcome and reason", "outcome", "reason"
         )
-        self.writes = counter("writes", "Writes that ended well, by mode", "mode")
-        self.bytes = counter("bytes", "Bytes written to peers, by mode", "mode")
-        self.pieces = counter("pieces", "Contiguous pieces written, by mode", "mode")
-        self.seconds = counter("write_seconds", "Seconds that writes took, by mode", "mode")
-        self.failed = counter("writes_failed", "Writes that did not end well, by fate", "fate")
-        self.refusals = counter("refusals", "What was refused: frames, peers, connections", "what")
-        self.credit_waits = counter("credit_waits", "Parcels written directly for want of a credit")
+        self.writes = counter("writes", "Writes that succeeded", "mode")
+        self.bytes = counter("bytes", "Bytes written to peers", "mode")
+        self.pieces = counter("pieces", "Contiguous pieces written", "mode")
+        self.seconds = counter("write_seconds", "Seconds spent in writes", "mode")
+        self.failed = counter("writes_failed", "Writes that failed, by fate", "fate")
+        self.rejected = counter("rejected", "Rejected frames, peers and connections", "reason")
+        self.credit_waits = counter("credit_waits", "Chunks written directly for want of a credit")
         self.open_rooms = gauge("open_rooms", "Rooms whose memory is held")
-        self.quarantined = gauge("quarantined_rooms", "Failed rooms that wait for proof")
+        self.quarantined = gauge("quarantined_rooms", "Failed rooms whose memory waits for proof")
         self.staging_used = gauge("staging_used_bytes", "Staging memory in use")
-        self.staging_total = gauge("staging_bytes", "Staging memory there is")
-        self.broken = counter("broken_threads", "Threads of ours that a bug has ended", "thread")
-        self.stalled = gauge("stalled_seconds", "Since a thread of ours is overdue", "thread")
-        self.links = gauge("links", "Links that are up, by the transport that each took")
-        self.heartbeat_age = gauge("heartbeat_age_seconds", "Since the quietest peer was heard")
+        self.staging_total = gauge("staging_bytes", "Staging memory in all")
+        self.broken = counter("broken_threads", "Endpoint threads that a bug has ended", "thread")
+        self.stalled = gauge("stalled_seconds", "Seconds without progress of a thread", "thread")
+        self.links = gauge("links", "Links that are up")
+        self.heartbeat_age = gauge("heartbeat_age_seconds", "Age of the quietest peer's last frame")
         self.stages = HistogramTable(
             "kvferry_stage_seconds",
-            "Seconds that the stages of rooms took",
+            "Seconds of each stage of a room",
             (*LABELS, "stage"),
             SECONDS,
             registry,
         )
         self.rates = HistogramTable(
             "kvferry_write_bytes_per_second",
-            "Bytes per second of single writes, by mode",
+            "Bytes per second of single writes",
             (*LABELS, "mode"),
             RATES,
             registry,
@@ -76,13 +76,11 @@ class _Metrics:
 
 
 _made: weakref.WeakKeyDictionary[CollectorRegistry, _Metrics] = weakref.WeakKeyDictionary()
-
-
 _making = threading.Lock()
 
 
 def _metrics_of(registry: CollectorRegistry) -> _Metrics:
-    """Registering a metric twice is an error, so they are made once."""
+    """Return the registry's metrics; a metric can be registered only once."""
     with _making:
         if registry not in _made:
             _made[registry] = _Metrics(registry)
@@ -91,7 +89,7 @@ def _metrics_of(registry: CollectorRegistry) -> _Metrics:
 
 @dataclass
 class ModeStats:
-    """What one mode has carried."""
+    """Totals of one transfer mode."""
 
     writes: int = 0
     num_bytes: int = 0
@@ -101,16 +99,16 @@ class ModeStats:
 
 @dataclass
 class EndpointStats:
-    """One endpoint's own counts, for whoever holds it."""
+    """Counts of one endpoint since its start."""
 
     modes: dict[TransferMode, ModeStats] = field(
-        default_factory=lambda: {p: ModeStats() for p in TransferMode}
+        default_factory=lambda: {mode: ModeStats() for mode in TransferMode}
     )
     rooms: Tally[str] = field(default_factory=Tally)
-    refusals: Tally[str] = field(default_factory=Tally)
+    rejected: Tally[str] = field(default_factory=Tally)
     broken: Tally[str] = field(default_factory=Tally)
     stalled: dict[str, float] = field(default_factory=dict)
-    # The transport of every link that is up, by peer.
+    # Transport of each link that is up, by peer.
     links: dict[str, str] = field(default_factory=dict)
     staging_used_bytes: int = 0
 
@@ -126,9 +124,9 @@ class EndpointMetrics(Observer):
         self._linked: set[str] = set()
         self._seen: Tally[str] = Tally()
         self.stats = EndpointStats()
-        # Bytes that were written to each peer, by mode.
+        # Bytes written to each peer, by mode.
         self.sent: dict[Peer, dict[TransferMode, int]] = {}
-        # Looked up once: finding a series costs more than counting in it.
+        # Children are kept, because looking one up costs more than counting.
         self._by_mode: dict[tuple[str, TransferMode], list[Counter]] = {}
         self._ends: dict[str, Counter] = {}
         for mode in TransferMode:
@@ -137,7 +135,7 @@ class EndpointMetrics(Observer):
         self._rates: dict[tuple[str, TransferMode], Buckets] = {}
 
     def _counters(self, transport: str, mode: TransferMode) -> list[Counter]:
-        """Of what a transport has carried on a mode: writes, bytes, pieces and seconds."""
+        """Return the counters of writes, bytes, pieces and seconds."""
         found = self._by_mode.get((transport, mode))
         if found is None:
             metrics, labels = self._metrics, (self._labels[0], transport, mode)
@@ -147,7 +145,7 @@ class EndpointMetrics(Observer):
         return found
 
     def room_ended(self, room: ObservedRoom, outcome: Outcome) -> None:
-        """Count it, and how long it took; at a source, before and after its engine's part."""
+        """Count the room and its time; at a source, also before and after prefill's end."""
         reason = str(outcome.code) if isinstance(outcome, Failure) else ""
         self.stats.rooms[reason or "done"] += 1
         ends = self._ends.get(reason)
@@ -160,10 +158,10 @@ class EndpointMetrics(Observer):
             self._took("room", now - room.begun)
             if room.finished is not None:
                 self._took("prefill", room.finished - room.begun)
-                self._took("tail", now - room.finished)
+                self._took("after_prefill", now - room.finished)
 
     def write(self, job: ObservedWrite, at: float) -> None:
-        """Count what was carried, or why it was not."""
+        """Count a write, or its failure."""
         transport = job.transport or self._labels[1]
         if job.fate is not None:
             self._metrics.failed.labels(self._labels[0], transport, job.fate).inc()
@@ -195,25 +193,25 @@ class EndpointMetrics(Observer):
         return found
 
     def copy(
-        self, room: Room, peer: Peer, moment: Moment, at: float, seconds: float, num_bytes: int = 0
+        self, room: Room, peer: Peer, kind: StepKind, at: float, seconds: float, num_bytes: int = 0
     ) -> None:
-        """Count how long it took."""
-        self._took(COPY_STAGES[moment], seconds)
+        """Count the copy's time."""
+        self._took(COPY_STAGES[kind], seconds)
 
     def _took(self, stage: str, seconds: float) -> None:
-        """A stage of a room, or a part of it, is over."""
+        """Count the time of a stage."""
         buckets = self._stages.get(stage)
         if buckets is None:
             buckets = self._stages[stage] = self._metrics.stages.series(*self._labels, stage)
         buckets.observe(seconds)
 
     def refused(self, what: str, times: int = 1) -> None:
-        """Count it."""
-        self.stats.refusals[what] += times
-        self._metrics.refusals.labels(*self._labels, what).inc(times)
+        """Count a rejection."""
+        self.stats.rejected[what] += times
+        self._metrics.rejected.labels(*self._labels, what).inc(times)
 
     def status(self, status: LoopStatus) -> None:
-        """Set the gauges, and add what is new of the machine's counts."""
+        """Set the gauges, and add the machine's new counts."""
         metrics, labels = self._metrics, self._labels
         up = [link for link in status.links if link.state is LinkState.UP]
         age_s = max((status.at - link.heard_at for link in up), default=0.0)
@@ -228,7 +226,7 @@ class EndpointMetrics(Observer):
         self._set_links({str(link.peer): link.transport for link in kept})
         for peer in self.sent.keys() - {link.peer for link in status.links}:
             del self.sent[peer]
-        for what in (*REFUSALS, IMPATIENT):
+        for what in (*REJECTED, IMPATIENT):
             new = status.counts.get(what, 0) - self._seen[what]
             self._seen[what] += new
             if new and what == IMPATIENT:
@@ -237,11 +235,11 @@ class EndpointMetrics(Observer):
                 self.refused(what, new)
 
     def link_up(self, peer: Peer, transport: str) -> None:
-        """Count the link at once, before the next status."""
+        """Count the link immediately, without waiting for the next status."""
         self._set_links({**self.stats.links, str(peer): transport})
 
     def _set_links(self, links: dict[str, str]) -> None:
-        """The transport of every link that is up, by peer."""
+        """Set the transport of each link that is up."""
         if links == self.stats.links:
             return
         self.stats.links = links
@@ -251,17 +249,17 @@ class EndpointMetrics(Observer):
             self._metrics.links.labels(self._labels[0], transport).set(counts[transport])
 
     def thread_stalled(self, thread: str, silent_s: float) -> None:
-        """Show how long, on the watchdog's thread."""
+        """Set the gauge, on the watchdog's thread."""
         self.stats.stalled[thread] = silent_s
         self._metrics.stalled.labels(*self._labels, thread).set(silent_s)
 
     def thread_broken(self, thread: str) -> None:
-        """Count it."""
+        """Count the thread."""
         self.stats.broken[thread] += 1
         self._metrics.broken.labels(*self._labels, thread).inc()
 
     def close(self) -> None:
-        """Remove the gauges of an endpoint that is closed."""
+        """Remove the gauges of the closed endpoint."""
         metrics = self._metrics
         gone: list[tuple[Gauge, tuple[str, ...]]] = [
             (gauge, self._labels)

@@ -1,8 +1,8 @@
-"""The interface between an endpoint's loop and whatever observes it.
+"""Interface between an endpoint's loop and its observers.
 
-The loop and its ports know ``Observer`` and nothing behind it. Metrics, traces and spans
-implement it; so may an application. Events carry objects that the loop has anyway, so an event
-that nobody looks at costs one call of an empty method.
+The loop knows only ``Observer``. Metrics, traces and spans implement it, and so may an
+application. Events carry objects that exist anyway, so an unobserved event costs one call of an
+empty method.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.protocol.events import Gather, Write, WriteFate
 from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Outcome
-from kvferry.telemetry.steps import Moment
+from kvferry.telemetry.steps import StepKind
 from kvferry.telemetry.tags import RoomTag
 
 
@@ -27,12 +27,12 @@ class ObservedRoom(Protocol):
     room: Room
     tag: RoomTag
     begun: float
-    # When a source's engine had pushed everything.
+    # When a source's engine pushed its last chunk.
     finished: float | None
 
 
 class ObservedWrite(Protocol):
-    """Fields of an ended write that observers may read. ``fate`` is None if it succeeded."""
+    """Fields of an ended write that observers may read. ``fate`` is None for success."""
 
     action: Write | Gather
     fate: WriteFate | None
@@ -44,9 +44,9 @@ class ObservedWrite(Protocol):
 
 
 class LoopStatus(NamedTuple):
-    """An endpoint at the time ``at``. ``links`` and ``counts`` are the machine's own.
+    """State of an endpoint's loop at the time ``at``.
 
-    They change as soon as ``status`` has returned.
+    ``links`` and ``counts`` belong to the machine: read them before ``status`` returns.
     """
 
     at: float
@@ -59,83 +59,82 @@ class LoopStatus(NamedTuple):
 
 
 class Observer:
-    """Receives the events of one endpoint. This class ignores them all: it is the null default.
+    """Receives the events of one endpoint. This class ignores them all: the null default.
 
-    Override what you need. Every method is called on the loop thread, except ``thread_stalled``.
-    An observer must not wait, must not raise, and must not change or keep what it is given:
-    the loop reuses handles and machines' tables. Times are those of ``time.monotonic``.
+    Override the methods you need. They run on the loop thread, except ``thread_stalled``. An
+    observer must not wait, must not raise, and must not change or keep its arguments, because
+    the loop reuses handles and tables. Times are those of ``time.monotonic``.
     """
 
     def room_opened(self, room: ObservedRoom) -> None:
-        """The engine has opened a room (source) or asked for it (target)."""
+        """Called when the engine opens a room (source) or asks for one (target)."""
 
-    def step(self, room: Room, moment: Moment, tokens: Span | None = None) -> None:
-        """A step without a frame: the engine has ``pushed`` tokens, or a failed room's memory is
-        ``released``."""
+    def step(self, room: Room, kind: StepKind, tokens: Span | None = None) -> None:
+        """Called for steps without a frame: ``PUSHED`` tokens, and ``RELEASED`` memory."""
 
     def frame_in(self, envelope: Envelope) -> None:
-        """A valid frame has arrived; the machine handles it next."""
+        """Called for each valid frame, before the machine handles it."""
 
     def frame_out(self, peer: Peer, envelope: Envelope) -> None:
-        """A frame is queued for a peer and leaves before the loop's turn ends."""
+        """Called for each frame that is queued for a peer; it is sent in the same turn."""
 
     def write(self, job: ObservedWrite, at: float) -> None:
-        """A write to a peer has ended at that time, well or not."""
+        """Called when a write to a peer has ended, successfully or not."""
 
     def copy(
-        self, room: Room, peer: Peer, moment: Moment, at: float, seconds: float, num_bytes: int = 0
+        self, room: Room, peer: Peer, kind: StepKind, at: float, seconds: float, num_bytes: int = 0
     ) -> None:
-        """A copy out of pages (``gathered``) or into them (``scattered``) has ended at ``at``."""
+        """Called when a copy out of pages (``GATHERED``) or into them (``SCATTERED``) has ended."""
 
     def room_ended(self, room: ObservedRoom, outcome: Outcome) -> None:
-        """A room is done or has failed; its engine hears of it right after this."""
+        """Called when a room is done or has failed, just before its engine is told."""
 
     def link_up(self, peer: Peer, transport: str) -> None:
-        """A peer's memory is reached by that transport, or ours by the peer."""
+        """Called when one side can reach the other's memory by that transport."""
 
     def refused(self, what: str, times: int = 1) -> None:
-        """A frame, a connection or something else was refused."""
+        """Called when a frame, a connection or anything else is rejected; ``what`` says why."""
 
     def status(self, status: LoopStatus) -> None:
         """Called a few times a second while the endpoint has rooms or links."""
 
     def thread_stalled(self, thread: str, silent_s: float) -> None:
-        """A thread with pending work is overdue by so long; 0 when it has recovered.
+        """Called on the watchdog's thread while a thread with pending work makes no progress.
 
-        Called on the watchdog's thread.
+        ``silent_s`` is how long; 0 when the thread has recovered.
         """
 
     def thread_broken(self, thread: str) -> None:
-        """A bug has ended a thread of the endpoint."""
+        """Called when a bug has ended a thread of the endpoint."""
 
 
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
 
 
 class Observers(Observer):
-    """Several observers as one. An event goes straight to the only one that overrides it."""
+    """Several observers as one. An event goes directly to a single observer that overrides it."""
 
     def __init__(self, *observers: Observer) -> None:
         self.use(*observers)
 
     def use(self, *observers: Observer) -> None:
-        """Observe with these from now on. On the loop thread, or before it starts."""
+        """Replace the observers. Call on the loop thread, or before it starts."""
         for event in EVENTS:
             null = getattr(Observer, event)
-            heard = [getattr(one, event) for one in observers]
-            heard = [one for one in heard if getattr(one, "__func__", None) is not null]
-            setattr(self, event, heard[0] if len(heard) == 1 else _each(heard))
+            methods = [getattr(one, event) for one in observers]
+            methods = [one for one in methods if getattr(one, "__func__", None) is not null]
+            setattr(self, event, methods[0] if len(methods) == 1 else _call_each(methods))
 
 
-def _each(heard: list[Callable[..., None]]) -> Callable[..., None]:
+def _call_each(methods: list[Callable[..., None]]) -> Callable[..., None]:
     def call(*event: Any) -> None:
-        for one in heard:
-            one(*event)
+        for method in methods:
+            method(*event)
 
     return call
 
 
-def together(*observers: Observer | None) -> Observer:
-    """One observer for those that there are."""
-    there = [one for one in observers if one is not None]
-    return there[0] if len(there) == 1 else Observers(*there) if there else Observer()
+def combine(*observers: Observer | None) -> Observer:
+    """Return one observer for all that are not None."""
+    given = [one for one in observers if one is not None]
+    return given[0] if len(given) == 1 else Observers(*given) if given else Observer()

@@ -1,10 +1,9 @@
-"""OpenTelemetry spans: one for each ended room at each endpoint, and its stages below it.
+"""OpenTelemetry spans: one per ended room and endpoint, with its stages as child spans.
 
-They are made only where somebody wants them: the program has set up a tracer provider, or
-OpenTelemetry's own environment variables name an exporter and the extra ``otel`` is there. A
-thread asks the loop once a second for the traces of the rooms that have ended since, so the loop
-makes no span. A span's parent is the ``traceparent`` under which the engine opened the room, so
-that both sides are part of the trace of the client's request.
+Spans are exported only if the program has set up a tracer provider, or if OpenTelemetry's
+environment variables name an exporter and the extra ``otel`` is installed. A thread asks the loop
+once a second for the traces of rooms that ended meanwhile, so the loop itself creates no span.
+The parent is the ``traceparent`` of the room, so both sides join the trace of the client's request.
 """
 
 from __future__ import annotations
@@ -16,159 +15,159 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvferry.ids import Room
 from kvferry.protocol.outcome import Outcome
 from kvferry.telemetry.observer import ObservedRoom, Observer
-from kvferry.telemetry.steps import Moment, RoomTrace
-from kvferry.telemetry.waterfall import SPANS
+from kvferry.telemetry.steps import RoomTrace, StepKind
+from kvferry.telemetry.waterfall import SPANS, Waterfall, WaterfallBar, build_waterfall
 
 TRACER = "kvferry"
-log = logging.getLogger("kvferry.endpoint")
-
-EVERY_S = 1.0
+EXPORT_EVERY_S = 1.0
 VARIABLES = (
     "OTEL_TRACES_EXPORTER",
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
 )
-# The traces of those rooms, made on the loop thread.
-Traced = Callable[[list[Room]], "Future[list[RoomTrace]]"]
+# Waits that show as spans, from the first step of one kind to the first of another.
+WAITS = (
+    ("prefill", StepKind.OPENED, StepKind.FINISHED),
+    ("pages", StepKind.FINISHED, StepKind.OFFERED),
+    ("offer", StepKind.ASKED, StepKind.ACCEPTED),
+)
+# Returns the traces of rooms, made on the loop thread.
+ReadTraces = Callable[[list[Room]], "Future[list[RoomTrace]]"]
+
+log = logging.getLogger("kvferry.endpoint")
 
 
-def wanted(environment: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's variables ask for spans."""
+def spans_requested(environment: Mapping[str, str]) -> bool:
+    """Return whether OpenTelemetry's variables ask for an exporter."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
-    named = [environment.get(name, "") for name in VARIABLES]
-    return any(named) and environment.get("OTEL_TRACES_EXPORTER") != "none"
+    is_named = any(environment.get(name, "") for name in VARIABLES)
+    return is_named and environment.get("OTEL_TRACES_EXPORTER") != "none"
 
 
 def find_tracer(environment: Mapping[str, str] = os.environ) -> Any | None:
-    """Where spans go: to the program's own provider, or where the variables say; else nowhere."""
+    """Return a tracer of the program's own provider, or one that the variables ask for, or None."""
     try:
-        from opentelemetry import trace as otel  # noqa: PLC0415 - of the extra
-    except ImportError:
-        if wanted(environment):
-            log.warning("no-spans problem=%r", "run pip install 'kvferry[otel]'")
-        return None
-    # Before the program sets a provider up, the API has a placeholder.
-    provider = otel.get_tracer_provider()
-    if hasattr(provider, "add_span_processor"):
-        return provider.get_tracer(TRACER)
-    return _by_environment() if wanted(environment) else None
+        from opentelemetry import trace as otel  # noqa: PLC0415 - in the extra otel
 
-
-def _by_environment() -> Any | None:
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
-            OTLPSpanExporter,
-        )
-        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+        provider: Any = otel.get_tracer_provider()
+        # Until the program sets a provider up, the API returns a placeholder without this method.
+        if not hasattr(provider, "add_span_processor"):
+            if not spans_requested(environment):
+                return None
+            provider = _otlp_provider()
     except ImportError:
-        log.warning("no-spans problem=%r", "run pip install 'kvferry[otel]'")
+        if spans_requested(environment):
+            log.warning("spans-unavailable error=%r", "run pip install 'kvferry[otel]'")
         return None
-    provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider.get_tracer(TRACER)
 
 
-class StageSpan(NamedTuple):
-    """A part of a room's time at one endpoint, by its clock."""
-
-    name: str
-    begun: float
-    ended: float
-    attributes: dict[str, str | int]
-
-
-def stages_here(trace: RoomTrace) -> Iterator[StageSpan]:
-    """Spans of one endpoint."""
-    first = {step.step: step.at for step in reversed(trace.steps)}
-    pairs = (
-        ("prefill", Moment.OPENED, Moment.FINISHED),
-        ("pages", Moment.FINISHED, Moment.OFFERED),
-        ("offer", Moment.ASKED, Moment.ACCEPTED),
+def _otlp_provider() -> Any:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
+        OTLPSpanExporter,
     )
-    for name, begun, ended in pairs:
-        if begun in first and ended in first and first[ended] > first[begun]:
-            yield StageSpan(f"kvferry.{name}", first[begun], first[ended], {})
-    for step in trace.steps:
-        if step.step in SPANS:
-            about: dict[str, str | int] = {"kvferry.peer": step.peer}
-            if step.num_bytes:
-                about |= {"kvferry.bytes": step.num_bytes, "kvferry.mode": step.mode}
-            yield StageSpan(f"kvferry.{SPANS[step.step]}", step.begun, step.at, about)
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
 
 
-def emit(trace: RoomTrace, tracer: Any, day: float) -> None:
-    """Give a room's spans to a tracer; ``day`` is the time of day when the clock was at 0."""
-    from opentelemetry import trace as otel  # noqa: PLC0415 - of the extra
+def child_spans(waterfall: Waterfall) -> Iterator[tuple[str, WaterfallBar]]:
+    """Yield the waits, copies and writes of one endpoint's waterfall, with their names."""
+    first = {bar.step: bar for bar in reversed(waterfall.bars)}
+    for name, since, until in WAITS:
+        if since in first and until in first:
+            begun_s, ended_s = first[since].begun_s, first[until].ended_s
+            if ended_s > begun_s:
+                wait = WaterfallBar("", "", until, begun_s, ended_s)
+                yield f"kvferry.{name}", wait
+    for bar in waterfall.bars:
+        if bar.step in SPANS:
+            yield f"kvferry.{SPANS[bar.step]}", bar
+
+
+def export_room(trace: RoomTrace, tracer: Any, day: float) -> None:
+    """Export a room's spans; ``day`` is the time of day when the endpoint's clock was at 0."""
+    from opentelemetry import trace as otel  # noqa: PLC0415 - in the extra otel
     from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
         TraceContextTextMapPropagator,
     )
 
-    def at(clock: float) -> int:
-        return int((day + clock) * 1e9)
+    waterfall = build_waterfall([trace], days={trace.endpoint: day})
+
+    def nanoseconds(seconds: float) -> int:
+        return int(((waterfall.begun_at or 0.0) + seconds) * 1e9)
 
     carrier = {"traceparent": trace.traceparent} if trace.traceparent else {}
     parent = TraceContextTextMapPropagator().extract(carrier)
-    about = {"kvferry.room": trace.room, "kvferry.endpoint": trace.endpoint}
-    about |= {"kvferry.role": trace.role}
+    attributes = {"room": trace.room, "endpoint": trace.endpoint, "role": trace.role}
     if trace.request:
-        about["kvferry.request"] = trace.request
-    begun = min(step.begun for step in trace.steps)
-    room = tracer.start_span("kvferry.room", parent, start_time=at(begun), attributes=about)
+        attributes["request"] = trace.request
+    room = tracer.start_span(
+        "kvferry.room", parent, start_time=nanoseconds(0), attributes=_named(attributes)
+    )
     below = otel.set_span_in_context(room)
-    for stage in stages_here(trace):
+    for name, bar in child_spans(waterfall):
+        details: dict[str, str | int] = {"peer": bar.peer} if bar.peer else {}
+        if bar.num_bytes:
+            details |= {"bytes": bar.num_bytes, "mode": bar.mode}
         span = tracer.start_span(
-            stage.name, below, start_time=at(stage.begun), attributes=stage.attributes
+            name, below, start_time=nanoseconds(bar.begun_s), attributes=_named(details)
         )
-        span.end(at(stage.ended))
-    failed = [step for step in trace.steps if step.step is Moment.FAILED]
-    if failed:
-        room.set_status(otel.Status(otel.StatusCode.ERROR, failed[0].detail))
-    room.end(at(max(step.at for step in trace.steps)))
+        span.end(nanoseconds(bar.ended_s))
+    if waterfall.failure:
+        room.set_status(otel.Status(otel.StatusCode.ERROR, waterfall.failure))
+    room.end(nanoseconds(max(bar.ended_s for bar in waterfall.bars)))
+
+
+def _named(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
+    return {f"kvferry.{name}": value for name, value in attributes.items()}
 
 
 class SpanExporter(Observer):
-    """Gives the traces of ended rooms to a tracer, from ``start`` to ``close``."""
+    """Exports the traces of ended rooms from ``start`` to ``close``, on a thread of its own."""
 
-    def __init__(self, tracer: Any, most_rooms: int) -> None:
+    def __init__(self, tracer: Any, max_rooms: int) -> None:
         self._tracer = tracer
-        self._ended: deque[Room] = deque(maxlen=most_rooms)
+        self._ended: deque[Room] = deque(maxlen=max_rooms)
         self._closing = threading.Event()
 
     def room_ended(self, room: ObservedRoom, outcome: Outcome) -> None:
-        """Its trace is asked for later, on another thread."""
+        """Remember the room; the exporter's thread reads its trace later."""
         self._ended.append(room.room)
 
-    def start(self, traced: Traced, name: str, every_s: float = EVERY_S) -> None:
-        """Begin to ask for traces every so many seconds."""
+    def start(self, read_traces: ReadTraces, name: str, every_s: float = EXPORT_EVERY_S) -> None:
+        """Start the thread."""
         self._thread = threading.Thread(
-            target=self._run, args=(traced, every_s), name=name, daemon=True
+            target=self._run, args=(read_traces, every_s), name=name, daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Export what has ended by now, and end the thread."""
+        """Export what has ended so far, and stop the thread."""
         self._closing.set()
         self._thread.join()
 
-    def _run(self, traced: Traced, every_s: float) -> None:
+    def _run(self, read_traces: ReadTraces, every_s: float) -> None:
         closing, rooms = False, deque[Room](maxlen=self._ended.maxlen)
         while not closing:
             closing = self._closing.wait(every_s)
             while self._ended:
                 rooms.append(self._ended.popleft())
             try:
-                traces = traced(list(rooms)).result(every_s)
+                traces = read_traces(list(rooms)).result(every_s)
             except TimeoutError:
-                # The loop has other things to do, or has ended.
+                # The loop is busy or has ended: try again with the next rooms.
                 continue
             rooms.clear()
             day = time.time() - time.monotonic()
             for trace in traces:
-                emit(trace, self._tracer, day)
+                export_room(trace, self._tracer, day)

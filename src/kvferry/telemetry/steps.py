@@ -1,6 +1,6 @@
-"""Steps of a room as one endpoint saw them, and the trace that they make. Values only.
+"""Steps of a room as one endpoint recorded them. Values only.
 
-Times are those of the endpoint's monotonic clock. ``clocks`` maps one to another.
+Times are seconds of the recording endpoint's monotonic clock; ``clocks`` converts between clocks.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ MAX_TRACE_EVENTS = 256
 Text = Annotated[str, Meta(max_length=1024)]
 
 
-class Moment(StrEnum):
-    """Something that happened to a room. Most are said by one side and heard by the other."""
+class StepKind(StrEnum):
+    """Kind of a step. Most are recorded twice: by the endpoint that acts and by its peer."""
 
-    OPENED = "opened"  # prefill's engine has begun
-    ASKED = "asked"  # decode's engine has pages, and wants them filled
+    OPENED = "opened"  # the prefill engine opened the room
+    ASKED = "asked"  # the decode engine passed pages to fill
     OFFERED = "offered"
     ACCEPTED = "accepted"
-    WANTED = "wanted"  # credits for staging
+    WANTED = "wanted"  # the source requested staging credits
     GRANTED = "granted"
     PUSHED = "pushed"
     GATHERED = "gathered"
     WRITTEN = "written"
     ARRIVED = "arrived"
     SCATTERED = "scattered"
-    FINISHED = "finished"  # prefill's engine has pushed everything
+    FINISHED = "finished"  # the prefill engine pushed its last chunk
     CLOSED = "closed"
     STATUS_POLLED = "status_polled"
     COMPLETED = "completed"
@@ -42,9 +42,9 @@ class Moment(StrEnum):
 
 
 class TraceStep(msgspec.Struct, frozen=True, array_like=True):
-    """One step. It ended at ``at`` and took ``seconds``; ``heard`` says that a peer told us."""
+    """One step: it ended at ``at`` and took ``seconds``. ``heard``: it came in a peer's frame."""
 
-    step: Moment
+    step: StepKind
     at: float
     peer: Text = ""
     heard: bool = False
@@ -55,15 +55,12 @@ class TraceStep(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def begun(self) -> float:
-        """When it began."""
+        """When the step began."""
         return self.at - self.seconds
 
 
 class RoomTrace(msgspec.Struct, frozen=True):
-    """What one endpoint knows of one room, in the order in which it happened.
-
-    ``left_out`` counts the steps for which there was no place any more.
-    """
+    """Steps of one room at one endpoint, in order. ``left_out`` counts steps dropped for space."""
 
     endpoint: Text
     role: Text
@@ -73,6 +70,6 @@ class RoomTrace(msgspec.Struct, frozen=True):
     traceparent: Text = ""
     left_out: int = 0
 
-    def when(self, *steps: Moment) -> list[float]:
-        """The times of those steps."""
-        return [one.at for one in self.steps if one.step in steps]
+    def times(self, *kinds: StepKind) -> list[float]:
+        """Return when steps of these kinds ended."""
+        return [one.at for one in self.steps if one.step in kinds]

@@ -1,4 +1,4 @@
-"""Tags: whose room it is, by its engine's words. For logs and traces alone."""
+"""Tags: a room's request id and trace context, for logs and traces only."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ MAX_TAG = 512
 
 
 class RoomTag(NamedTuple):
-    """The request's id, and the W3C ``traceparent`` under which it is traced."""
+    """The engine's request id and the W3C ``traceparent`` of the request's trace."""
 
     request: str = ""
     traceparent: str = ""
 
     @staticmethod
     def of(request: str, traceparent: str) -> RoomTag:
-        """Refuses what is no short text."""
+        """Return a tag; raise ``InputError`` unless both are short text that UTF-8 can encode."""
         for text in (request, traceparent):
-            if not isinstance(text, str) or len(text) > MAX_TAG or not _is_whole(text):
+            if not isinstance(text, str) or len(text) > MAX_TAG or not _is_encodable(text):
                 raise InputError(
-                    f"request and traceparent are texts of at most {MAX_TAG} characters, "
+                    f"request and traceparent must be strings of at most {MAX_TAG} characters, "
                     f"not {text!r:.300}"
                 )
-        return RoomTag(request, traceparent) if request or traceparent else NOBODYS
+        return RoomTag(request, traceparent) if request or traceparent else NO_TAG
 
 
-def _is_whole(text: str) -> bool:
-    """Whether it can be sent: half a surrogate can't."""
+def _is_encodable(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -36,4 +35,4 @@ def _is_whole(text: str) -> bool:
     return True
 
 
-NOBODYS = RoomTag()
+NO_TAG = RoomTag()

@@ -1,18 +1,19 @@
-"""Traces of an endpoint's rooms: every step of those that are open and of the last that ended.
+"""Bounded buffer of the steps of an endpoint's rooms.
 
-Steps are recorded for every frame, so recording one costs a look-up and four places of a list:
-when, what, with which peer, and what else belongs to it. Nothing large is kept. Traces of ended
-rooms are packed into bytes, because thousands of small objects that stay alive spoil the CPU's
-caches. Beside the last rooms, the slowest of the last minutes and the last that failed are kept.
-Belongs to the loop thread.
+Recording runs for every frame, so one step costs a dict look-up and an append. The buffer keeps
+all steps of open rooms, a ring of the rooms that ended last, and beside the ring the rooms that
+failed last and the slowest rooms of the last minutes. Belongs to the loop thread.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from heapq import nlargest
-from math import ceil, inf
+from itertools import chain
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -37,45 +38,37 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.telemetry.observer import ObservedRoom, ObservedWrite, Observer
-from kvferry.telemetry.steps import MAX_TRACE_EVENTS, Moment, RoomTrace, TraceStep
+from kvferry.telemetry.steps import MAX_TRACE_EVENTS, RoomTrace, StepKind, TraceStep
 from kvferry.telemetry.tags import RoomTag
 
-# Values of moments, because members of an enumeration are slow to name and to pack.
+# Strings, because enum members are slower to look up and to encode.
 MESSAGES: dict[type[RoomMessage], str] = {
-    Offer: Moment.OFFERED.value,
-    Accept: Moment.ACCEPTED.value,
-    Want: Moment.WANTED.value,
-    Grant: Moment.GRANTED.value,
-    Arrived: Moment.ARRIVED.value,
-    StatusPoll: Moment.STATUS_POLLED.value,
-    Close: Moment.CLOSED.value,
-    Complete: Moment.COMPLETED.value,
-    Abort: Moment.ABORTED.value,
-    Drained: Moment.DRAINED.value,
+    Offer: StepKind.OFFERED.value,
+    Accept: StepKind.ACCEPTED.value,
+    Want: StepKind.WANTED.value,
+    Grant: StepKind.GRANTED.value,
+    Arrived: StepKind.ARRIVED.value,
+    StatusPoll: StepKind.STATUS_POLLED.value,
+    Close: StepKind.CLOSED.value,
+    Complete: StepKind.COMPLETED.value,
+    Abort: StepKind.ABORTED.value,
+    Drained: StepKind.DRAINED.value,
 }
-WRITTEN, DONE, FAILED = Moment.WRITTEN.value, Moment.DONE.value, Moment.FAILED.value
-RELEASED = Moment.RELEASED
-COPIES = {Moment.GATHERED: str(TransferMode.STAGED), Moment.SCATTERED: ""}
-OVER = (DONE, FAILED, RELEASED)
+WRITTEN, DONE, FAILED = StepKind.WRITTEN.value, StepKind.DONE.value, StepKind.FAILED.value
+RELEASED = StepKind.RELEASED
+COPY_MODES = {StepKind.GATHERED: str(TransferMode.STAGED), StepKind.SCATTERED: ""}
+LAST_STEPS = (DONE, FAILED, RELEASED)
 
 MAX_FAILURES = 16
-# Rooms that ended just now still get steps, so they are packed a little later.
-NUM_UNPACKED = 16
-# How far back the slowest rooms are looked for, in parts of so many seconds, so many of each.
-SLOW_S, PART_S, MOST_OF_A_PART = 300.0, 30.0, 8
-
-# Places of a step, and half of the steps that a trace shows.
-WIDE = 4
-HALF = MAX_TRACE_EVENTS // 2 * WIDE
-# A trace that is longer loses its middle.
-MOST_PLACES = 4 * HALF
-
-_pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder(list).decode
+# The slowest rooms are kept per period, so that one busy second cannot displace all others.
+SLOW_S, PERIOD_S, SLOW_PER_PERIOD = 300.0, 30.0, 8
+# Entries of a step in a room's list: time, kind, peer, and the rest by kind.
+WIDTH = 4
+HALF = MAX_TRACE_EVENTS // 2 * WIDTH
 
 
 class EndedRoom(msgspec.Struct, frozen=True):
-    """An ended room: facts of its handle, and its outcome."""
+    """Facts of an ended room's handle, and its outcome."""
 
     room: Room
     tag: RoomTag
@@ -86,271 +79,241 @@ class EndedRoom(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Seconds from opening to the end."""
         return self.at - self.begun
 
 
-class OpenTrace(list[Any]):
-    """The steps of one attempt at a room, each in its places.
+@dataclass(slots=True, eq=False)
+class RoomRecord:
+    """Steps of one attempt at a room, flat: ``WIDTH`` entries per step.
 
-    ``about`` is its handle while it is open, and None before it was opened here: a peer's offer
-    may come first. ``num_counted`` steps count towards the limit of ended rooms.
+    ``facts`` is the room's handle while it is open, and None before the engine opens it here: a
+    peer's offer may come first.
     """
 
-    __slots__ = ("about", "num_counted", "packed")
-    about: ObservedRoom | EndedRoom | None
-    num_counted: int
-    packed: bytes
+    facts: ObservedRoom | EndedRoom | None
+    steps: list[Any]
+    left_out: int = 0
+    # Steps that count towards the limit of ended rooms.
+    num_counted: int = 0
 
-    def pack(self) -> None:
-        """Make one value of the steps so far."""
-        self.packed = _pack(self)
-        self.clear()
-
-    def all_steps(self) -> list[Any]:
-        """Packed or not."""
-        return [*_unpack(self.packed), *self] if self.packed else [*self]
-
-    def since_end(self) -> list[Any]:
-        """Return the steps recorded after the room was over: they belong to the next attempt."""
-        steps = self.all_steps()
-        over = [i for i, moment in enumerate(steps[1::WIDE], 1) if moment in OVER]
-        return steps[max(over, default=0) * WIDE :]
-
-
-def _new_trace(about: ObservedRoom | None, steps: Iterable[Any] = ()) -> OpenTrace:
-    trace = OpenTrace(steps)
-    trace.about, trace.packed, trace.num_counted = about, b"", 0
-    return trace
-
-
-class SlowRooms:
-    """The slowest rooms of each part of the last ``SLOW_S`` seconds.
-
-    On a busy endpoint the last rooms are those of a second, and the one that somebody asks for is
-    older. The slowest of all are among the slowest of their part.
-    """
-
-    def __init__(self) -> None:
-        self._parts: deque[list[tuple[EndedRoom, OpenTrace]]] = deque(
-            maxlen=ceil(SLOW_S / PART_S) + 1
-        )
-        # A room that is no slower than this, and ended before that, is not added.
-        self.least_s, self.until = -inf, -inf
-
-    def add(self, ended: EndedRoom, trace: OpenTrace) -> None:
-        """A room has ended, later than those before it."""
-        if ended.at >= self.until:
-            self._parts.append([])
-            self.until = (ended.at // PART_S + 1) * PART_S
-        part = self._parts[-1]
-        part.append((ended, trace))
-        part.sort(key=lambda one: -one[0].seconds)
-        del part[MOST_OF_A_PART:]
-        self.least_s = part[-1][0].seconds if len(part) == MOST_OF_A_PART else -inf
-
-    def __iter__(self) -> Iterator[tuple[EndedRoom, OpenTrace]]:
-        return (one for part in self._parts for one in part)
-
-    def slowest(self, now: float, most: int = MOST_OF_A_PART) -> list[EndedRoom]:
-        """The slowest of the last ``SLOW_S`` seconds, the slowest first."""
-        since = (now - SLOW_S) // PART_S * PART_S
-        return nlargest(most, (one for one, _ in self if one.at >= since), lambda one: one.seconds)
+    def steps_after_end(self) -> list[Any]:
+        """Return the steps after the room's end; they belong to the next use of its id."""
+        last = [i for i, kind in enumerate(self.steps[1::WIDTH], 1) if kind in LAST_STEPS]
+        return self.steps[max(last, default=0) * WIDTH :]
 
 
 class TraceBuffer(Observer):
-    """Traces of open rooms, and of ended rooms as many as ``most_steps`` steps hold."""
+    """Steps of all open rooms, and of the last ended rooms up to ``max_steps`` steps in all."""
 
     def __init__(
-        self, endpoint: str, role: str, most_steps: int, clock: Callable[[], float] = monotonic
+        self, endpoint: str, role: str, max_steps: int, clock: Callable[[], float] = monotonic
     ) -> None:
         self._endpoint = endpoint
         self._role = role
-        self._most_steps = most_steps
+        self._max_steps = max_steps
         self._clock = clock
-        # By room: unopened, open, and ended ones that are within the limit.
-        self._traces: dict[Room, OpenTrace] = {}
-        # Of rooms that only peers have named so far, the oldest first.
-        self._unopened: dict[Room, OpenTrace] = {}
-        self._ended: deque[tuple[Room, OpenTrace]] = deque()
+        # Unopened rooms, open rooms, and the ended rooms of the ring.
+        self._records: dict[Room, RoomRecord] = {}
+        # Rooms that only peers have named so far, oldest first.
+        self._unopened: dict[Room, RoomRecord] = {}
+        self._ring: deque[tuple[Room, RoomRecord]] = deque()
         self._num_steps = 0
-        self.slow = SlowRooms()
-        self.failures: deque[tuple[EndedRoom, OpenTrace]] = deque(maxlen=MAX_FAILURES)
+        # The slowest rooms by the period in which they ended, the slowest last.
+        self._slow: dict[float, list[tuple[EndedRoom, RoomRecord]]] = {}
+        # A room as fast as this that ends before that time is not among the slowest.
+        self._slow_limit_s, self._period_end = -inf, -inf
+        self._failed: deque[tuple[EndedRoom, RoomRecord]] = deque(maxlen=MAX_FAILURES)
 
     # ------------------------------------------------------------ events
 
     def frame_in(self, envelope: Envelope) -> None:
-        """Record what a peer says about a room."""
+        """Record a peer's message about a room."""
         body = envelope.body
         if isinstance(body, RoomMessage):
-            trace = self._traces.get(body.room)
-            if trace is None:
-                trace = self._named_by_peer(body.room)
-            trace += (self._clock(), MESSAGES[body.__class__], envelope.sender, True)
-            if len(trace) > MOST_PLACES:
-                shorten(trace)
+            record = self._records.get(body.room) or self._add_unopened(body.room)
+            steps = record.steps
+            steps += (self._clock(), MESSAGES[body.__class__], envelope.sender, True)
+            if len(steps) > 2 * HALF:
+                _drop_middle(record)
 
     def frame_out(self, peer: Peer, envelope: Envelope) -> None:
-        """Record what is said to a peer about a room."""
+        """Record a message to a peer about a room."""
         body = envelope.body
         if isinstance(body, RoomMessage):
-            trace = self._traces.get(body.room)
-            if trace is None:
-                trace = self._named_by_peer(body.room)
-            trace += (self._clock(), MESSAGES[body.__class__], peer, False)
+            record = self._records.get(body.room) or self._add_unopened(body.room)
+            steps = record.steps
+            steps += (self._clock(), MESSAGES[body.__class__], peer, False)
+            if len(steps) > 2 * HALF:
+                _drop_middle(record)
 
-    def step(self, room: Room, moment: Moment, tokens: Span | None = None) -> None:
+    def step(self, room: Room, kind: StepKind, tokens: Span | None = None) -> None:
         """Record a push or a release."""
-        trace = self._traces.get(room)
-        if trace is None:
-            return
-        trace += (self._clock(), moment, None, tokens)
-        if len(trace) > MOST_PLACES:
-            shorten(trace)
-        if moment is RELEASED and not trace.num_counted:
-            self._count(room, trace)
+        record = self._record(room, self._clock(), kind, None, tokens)
+        if kind is RELEASED and record is not None and not record.num_counted:
+            self._add_to_ring(room, record)
 
     def write(self, job: ObservedWrite, at: float) -> None:
         """Record a write that succeeded."""
         if job.fate is None:
-            took = job.seconds, job.num_bytes, job.mode
             transfer = job.action.transfer
-            self._add(transfer.room, at, WRITTEN, transfer.peer, took)
+            details = job.seconds, job.num_bytes, job.mode
+            self._record(transfer.room, at, WRITTEN, transfer.peer, details)
 
     def copy(
-        self, room: Room, peer: Peer, moment: Moment, at: float, seconds: float, num_bytes: int = 0
+        self, room: Room, peer: Peer, kind: StepKind, at: float, seconds: float, num_bytes: int = 0
     ) -> None:
         """Record a gather or a scatter."""
-        self._add(room, at, moment, peer, (seconds, num_bytes, COPIES[moment]))
+        self._record(room, at, kind, peer, (seconds, num_bytes, COPY_MODES[kind]))
 
-    def _add(self, room: Room, *step: Any) -> None:
-        """Add a step of an open room."""
-        trace = self._traces.get(room)
-        if trace is not None:
-            trace += step
-            if len(trace) > MOST_PLACES:
-                shorten(trace)
+    def _record(self, room: Room, *step: Any) -> RoomRecord | None:
+        record = self._records.get(room)
+        if record is not None:
+            record.steps += step
+            if len(record.steps) > 2 * HALF:
+                _drop_middle(record)
+        return record
 
-    def _named_by_peer(self, room: Room) -> OpenTrace:
-        """Begin the trace of a room that was not opened here yet."""
-        trace = self._traces[room] = self._unopened[room] = _new_trace(None)
-        if len(self._unopened) > self._most_steps:
+    def _add_unopened(self, room: Room) -> RoomRecord:
+        """Start the record of a room that a peer names before the engine opens it here."""
+        record = self._records[room] = self._unopened[room] = RoomRecord(None, [])
+        if len(self._unopened) > self._max_steps:
             oldest = next(iter(self._unopened))
-            del self._unopened[oldest], self._traces[oldest]
-        return trace
+            del self._unopened[oldest], self._records[oldest]
+        return record
 
     def room_opened(self, room: ObservedRoom) -> None:
-        """Begin a trace, with what peers have said about the room before."""
-        trace = self._traces.get(room.room)
-        if trace is None or trace.about is not None:
-            # An id may be used again.
-            trace = _new_trace(room, () if trace is None else trace.since_end())
-            self._traces[room.room] = trace
+        """Start a record, with the steps that peers have caused before."""
+        record = self._records.get(room.room)
+        if record is None or record.facts is not None:
+            # Ids may be used again.
+            steps = [] if record is None else record.steps_after_end()
+            self._records[room.room] = RoomRecord(room, steps)
         else:
-            trace.about = room
+            record.facts = room
             del self._unopened[room.room]
 
     def room_ended(self, room: ObservedRoom, outcome: Outcome) -> None:
-        """Record the end. A failed room's trace counts as ended once its memory is released."""
+        """Record the end. A failed room joins the ring when its memory is released."""
         name, now = room.room, self._clock()
-        trace = self._traces.get(name)
-        if trace is None:
+        record = self._records.get(name)
+        if record is None:
             return
         begun, failure = room.begun, outcome if isinstance(outcome, Failure) else None
-        ended = trace.about = EndedRoom(name, room.tag, begun, room.finished, now, failure)
+        ended = record.facts = EndedRoom(name, room.tag, begun, room.finished, now, failure)
         if failure is not None:
-            why = f"{failure.code}: {failure.message}"[:1000].encode(errors="replace").decode()
-            trace += (now, FAILED, None, why)
-            self.failures.append((ended, trace))
+            reason = f"{failure.code}: {failure.message}"[:1000].encode(errors="replace").decode()
+            record.steps += (now, FAILED, None, reason)
+            self._failed.append((ended, record))
         else:
-            trace += (now, DONE, None, None)
-            self._count(name, trace)
-        slow = self.slow
-        if now - begun > slow.least_s or now >= slow.until:
-            slow.add(ended, trace)
+            record.steps += (now, DONE, None, None)
+            self._add_to_ring(name, record)
+        if now - begun > self._slow_limit_s or now >= self._period_end:
+            self._add_slow(ended, record)
 
-    def _count(self, room: Room, trace: OpenTrace) -> None:
-        """Count an ended trace, and forget the oldest of those that are too many."""
-        trace.num_counted = len(trace) // WIDE
-        self._num_steps += trace.num_counted
-        ended = self._ended
-        ended.append((room, trace))
-        if len(ended) > NUM_UNPACKED:
-            ended[-1 - NUM_UNPACKED][1].pack()
-        while self._num_steps > self._most_steps:
-            oldest, trace = ended.popleft()
-            self._num_steps -= trace.num_counted
-            if self._traces.get(oldest) is trace:
-                del self._traces[oldest]
+    def _add_to_ring(self, room: Room, record: RoomRecord) -> None:
+        """Count an ended room's steps, and drop the oldest rooms beyond the limit."""
+        record.num_counted = len(record.steps) // WIDTH
+        self._num_steps += record.num_counted
+        ring = self._ring
+        ring.append((room, record))
+        while self._num_steps > self._max_steps:
+            oldest, record = ring.popleft()
+            self._num_steps -= record.num_counted
+            if self._records.get(oldest) is record:
+                del self._records[oldest]
+
+    def _add_slow(self, ended: EndedRoom, record: RoomRecord) -> None:
+        """Add a room to the slowest of its period, and drop old periods."""
+        period = ended.at // PERIOD_S
+        if ended.at >= self._period_end:
+            since = period - SLOW_S // PERIOD_S
+            self._slow = {each: rooms for each, rooms in self._slow.items() if each >= since}
+            self._slow[period], self._period_end = [], (period + 1) * PERIOD_S
+        rooms = self._slow[period]
+        insort(rooms, (ended, record), key=_seconds)
+        del rooms[:-SLOW_PER_PERIOD]
+        self._slow_limit_s = rooms[0][0].seconds if len(rooms) == SLOW_PER_PERIOD else -inf
 
     # ------------------------------------------------------------ reading
 
+    def slowest(self, now: float, num: int) -> list[EndedRoom]:
+        """Return the slowest rooms of the last ``SLOW_S`` seconds, the slowest first."""
+        since = (now - SLOW_S) // PERIOD_S
+        recent = (rooms for period, rooms in self._slow.items() if period >= since)
+        return [one for one, _ in nlargest(num, chain.from_iterable(recent), key=_seconds)]
+
+    def failures(self) -> list[EndedRoom]:
+        """Return the last failed rooms, the latest last."""
+        return [ended for ended, _ in self._failed]
+
     def named(self, names: Iterable[str]) -> list[RoomTrace]:
-        """The traces of rooms by their names: a text, and the number that it is."""
-        return self.of([room for name in names for room in _meant(name)])
+        """Return the traces of rooms by name. "7" means the room 7 as well as the room "7"."""
+        return self.traces(room for name in names for room in _rooms_named(name))
 
-    def of(self, rooms: Iterable[Room]) -> list[RoomTrace]:
-        """The traces of those rooms, without the ones that are forgotten or were not opened."""
+    def traces(self, rooms: Iterable[Room]) -> list[RoomTrace]:
+        """Return the traces of those rooms that the buffer still has."""
         found = map(self._find, dict.fromkeys(rooms))
-        return [self._told(trace) for trace in found if trace is not None]
+        return [self._trace(record) for record in found if record is not None]
 
-    def _find(self, room: Room) -> OpenTrace | None:
-        found = self._traces.get(room)
-        if found is not None and found.about is not None:
+    def __len__(self) -> int:
+        """Number of rooms in the buffer, without those kept only for being slow or failed."""
+        return len(self._records)
+
+    def _find(self, room: Room) -> RoomRecord | None:
+        found = self._records.get(room)
+        if found is not None and found.facts is not None:
             return found
-        kept = [one for one in (*self.failures, *self.slow) if one[0].room == room]
-        return max(kept, key=lambda one: one[0].at)[1] if kept else None
+        kept = chain(self._failed, *self._slow.values())
+        ended = [one for one in kept if one[0].room == room]
+        return max(ended, key=lambda one: one[0].at)[1] if ended else None
 
-    def _told(self, trace: OpenTrace) -> RoomTrace:
-        """As a value that can be shown and sent."""
-        about = trace.about
-        assert about is not None
-        begins = Moment.OPENED if self._role == "source" else Moment.ASKED
-        steps = [about.begun, begins, None, None, *trace.all_steps()]
-        if about.finished is not None:
-            # Among the last steps, of which none are left out.
-            steps[-WIDE:-WIDE] = (about.finished, Moment.FINISHED, None, None)
-        if len(steps) > 2 * HALF:
-            shorten(steps)
-        told = [_step(*step) for step in _each(steps) if step[1] is not None]
+    def _trace(self, record: RoomRecord) -> RoomTrace:
+        facts = record.facts
+        assert facts is not None
+        first = StepKind.OPENED if self._role == "source" else StepKind.ASKED
+        steps = [facts.begun, first, None, None, *record.steps]
+        if facts.finished is not None:
+            # Among the last steps, which are never dropped.
+            steps[-WIDTH:-WIDTH] = (facts.finished, StepKind.FINISHED, None, None)
+        excess = max(0, len(steps) // WIDTH - MAX_TRACE_EVENTS)
+        del steps[HALF : HALF + excess * WIDTH]
+        places = iter(steps)
+        shown = [_step(*step) for step in zip(*[places] * WIDTH, strict=True)]
         return RoomTrace(
             endpoint=self._endpoint,
             role=self._role,
-            room=str(about.room),
-            steps=tuple(sorted(told, key=lambda step: step.at)),
-            request=about.tag.request,
-            traceparent=about.tag.traceparent,
-            left_out=sum(step[3] for step in _each(steps) if step[1] is None),
+            room=str(facts.room),
+            steps=tuple(sorted(shown, key=lambda step: step.at)),
+            request=facts.tag.request,
+            traceparent=facts.tag.traceparent,
+            left_out=record.left_out + excess,
         )
 
 
-def _each(steps: list[Any]) -> Iterator[tuple[Any, ...]]:
-    places = iter(steps)
-    return zip(*[places] * WIDE, strict=True)
+def _seconds(ended: tuple[EndedRoom, RoomRecord]) -> float:
+    return ended[0].seconds
 
 
-def shorten(steps: list[Any]) -> None:
-    """Leave the beginning and the end, and between them a place that says how many are missing."""
-    middle = steps[HALF:-HALF]
-    missing = sum(1 if step[1] is not None else step[3] for step in _each(middle))
-    steps[HALF:-HALF] = (middle[0], None, None, missing)
+def _drop_middle(record: RoomRecord) -> None:
+    """Drop the step in the middle, so that a long room keeps its first and its last steps."""
+    del record.steps[HALF : HALF + WIDTH]
+    record.left_out += 1
 
 
-def _step(at: float, moment: str, who: Any, more: Any) -> TraceStep:
-    """As a value: what stands behind the moment depends on it. Packed ones have lists."""
-    kind = Moment(moment)
-    if kind is Moment.PUSHED:
-        first, end = more if isinstance(more, list) else (more.first, more.end)
-        return TraceStep(kind, at, detail=f"tokens {first} to {end}")
-    if who is None:
-        return TraceStep(kind, at, detail=more or "")
-    peer = str(Peer(*who) if isinstance(who, list) else who)
-    if kind is Moment.WRITTEN or kind in COPIES:
-        seconds, num_bytes, mode = more
-        return TraceStep(kind, at, peer, False, seconds, num_bytes, str(mode))
-    return TraceStep(kind, at, peer, more)
+def _step(at: float, kind: str, peer: Any, detail: Any) -> TraceStep:
+    """Return a step as a value. The type of ``detail`` depends on the kind."""
+    kind = StepKind(kind)
+    if kind is StepKind.PUSHED:
+        return TraceStep(kind, at, detail=f"tokens {detail.first} to {detail.end}")
+    if peer is None:
+        return TraceStep(kind, at, detail=detail or "")
+    if kind is StepKind.WRITTEN or kind in COPY_MODES:
+        seconds, num_bytes, mode = detail
+        return TraceStep(kind, at, str(peer), False, seconds, num_bytes, str(mode))
+    return TraceStep(kind, at, str(peer), detail)
 
 
-def _meant(name: str) -> tuple[Room, ...]:
+def _rooms_named(name: str) -> tuple[Room, ...]:
     is_number = len(name) <= len(str(MAX_ID)) and name.isascii() and name.isdecimal()
     return (name, int(name)) if is_number and str(int(name)) == name else (name,)

@@ -1,13 +1,13 @@
-"""A room's waterfall: the traces of all its endpoints on one clock, and where its time went. Pure.
+"""A room's waterfall: traces of all its endpoints on one clock, and where the time went. Pure.
 
-Every moment of a room is one stage's, so the stages add up to the room's time:
+Each instant of a room belongs to exactly one stage, so the stages add up to the room's time:
 
     prefill   an engine still computes, or has not begun
-    pages     all is computed, and decode has not offered pages to everybody
-    wire      something is being written
-    gather    nothing is, and something is copied into a slot
-    scatter   nor that, and something is copied out of one
-    control   messages, threads and waits for credits are all that is left
+    pages     computing is over, and a target has not offered its pages yet
+    wire      a write is in flight
+    gather    no write is in flight, and a copy into a staging slot runs
+    scatter   neither, and a copy out of a staging slot runs
+    control   the rest: messages, thread switches, waits for credits
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from itertools import pairwise
 import msgspec
 
 from kvferry.telemetry.clocks import Offset, aligned, best_reference
-from kvferry.telemetry.steps import Moment, RoomTrace, TraceStep
+from kvferry.telemetry.steps import RoomTrace, StepKind
 
 
 class RoomStage(StrEnum):
-    """Where a moment of a room went."""
+    """Stage that an instant of a room belongs to."""
 
     PREFILL = "prefill"
     PAGES = "pages"
@@ -34,21 +34,21 @@ class RoomStage(StrEnum):
 
 
 SPANS = {
-    Moment.GATHERED: RoomStage.GATHER,
-    Moment.WRITTEN: RoomStage.WIRE,
-    Moment.SCATTERED: RoomStage.SCATTER,
+    StepKind.GATHERED: RoomStage.GATHER,
+    StepKind.WRITTEN: RoomStage.WIRE,
+    StepKind.SCATTERED: RoomStage.SCATTER,
 }
-# Where several go on at once, the first of these has the moment.
-TURN = (RoomStage.WIRE, RoomStage.GATHER, RoomStage.SCATTER)
-END = (Moment.DONE, Moment.FAILED)
+# Where several overlap, the first of these gets the time.
+PRIORITY = (RoomStage.WIRE, RoomStage.GATHER, RoomStage.SCATTER)
+ENDS = (StepKind.DONE, StepKind.FAILED)
 
 
 class WaterfallBar(msgspec.Struct, frozen=True):
-    """One line of a waterfall, from ``begun_s`` to ``ended_s`` after the room's beginning."""
+    """One line of a waterfall, from ``begun_s`` to ``ended_s`` after the room's first step."""
 
     endpoint: str
     role: str
-    step: Moment
+    step: StepKind
     begun_s: float
     ended_s: float
     peer: str = ""
@@ -59,17 +59,17 @@ class WaterfallBar(msgspec.Struct, frozen=True):
 
 
 class ClockError(msgspec.Struct, frozen=True):
-    """How far off an endpoint's times may be; None where its clock could not be mapped."""
+    """Error bound of an endpoint's times; None if its clock was never measured."""
 
     endpoint: str
     error_s: float | None
 
 
 class Waterfall(msgspec.Struct, frozen=True):
-    """A room from its first step to its last. ``begun_at`` is the time of day, if it is known.
+    """A room from its first step to its last. ``begun_at`` is the time of day, if known.
 
-    ``seconds`` are those to its end for decode's engine (or prefill's, where decode says
-    nothing), and ``stages`` add up to them. ``clock`` is the endpoint whose clock it is drawn by.
+    ``seconds`` ends when the last target's engine was told the outcome (the source's, if no
+    target reports), and ``stages`` add up to it. ``clock`` names the endpoint whose clock is used.
     """
 
     room: str
@@ -86,125 +86,104 @@ class Waterfall(msgspec.Struct, frozen=True):
     left_out: int = 0
 
     @property
-    def worst(self) -> RoomStage:
+    def longest_stage(self) -> RoomStage:
         """The stage that took most."""
         return max(self.stages, key=lambda stage: self.stages[stage])
 
 
-def join(
+def build_waterfall(
     traces: Sequence[RoomTrace],
-    offsets: Mapping[tuple[str, str], Offset],
+    offsets: Mapping[tuple[str, str], Offset] | None = None,
     days: Mapping[str, float] | None = None,
 ) -> Waterfall:
-    """All that is known of a room. There must be a trace, and a step in it.
+    """Return the waterfall of one room. At least one trace must have a step.
 
     ``days[endpoint]`` is the time of day when that endpoint's clock was at 0.
     """
-    told = [trace for trace in traces if trace.steps]
-    names = [trace.endpoint for trace in told]
-    targets = [trace.endpoint for trace in told if trace.role == "target"]
+    offsets = offsets or {}
+    traces = [trace for trace in traces if trace.steps]
+    names = [trace.endpoint for trace in traces]
+    targets = [trace.endpoint for trace in traces if trace.role == "target"]
     reference = best_reference(targets or names, offsets)
-    mapped = aligned(reference, offsets)
-    on_one_clock = [_moved(trace, mapped.get(trace.endpoint)) for trace in told]
-    begun = min(step.begun for trace in on_one_clock for step in trace.steps)
-    bars = [_bar(trace, step, begun) for trace in on_one_clock for step in trace.steps]
-    ended = _end_of(on_one_clock)
+    ahead = aligned(reference, offsets)
+    # Clocks that nothing is known of count as equal.
+    shifts = {name: ahead[name].seconds if name in ahead else 0.0 for name in names}
+    begun = min(step.begun - shifts[trace.endpoint] for trace in traces for step in trace.steps)
+    bars = [bar for trace in traces for bar in _bars(trace, begun + shifts[trace.endpoint])]
+    bars.sort(key=lambda bar: (bar.begun_s, bar.ended_s))
+    ended_s = _end_of(bars)
+    failed = [bar for bar in bars if bar.step is StepKind.FAILED]
     day = (days or {}).get(reference)
     return Waterfall(
-        room=told[0].room,
-        outcome=_outcome(told),
-        failure=_failure(told),
-        seconds=ended - begun,
-        stages=stages_of(on_one_clock, begun, ended),
-        bars=tuple(sorted(bars, key=lambda bar: (bar.begun_s, bar.ended_s))),
+        room=traces[0].room,
+        outcome="failed" if failed else "done" if any(b.step in ENDS for b in bars) else "open",
+        # The first endpoint that failed knows the cause; the others were told.
+        failure=min(failed, key=lambda bar: bar.ended_s).detail if failed else "",
+        seconds=ended_s,
+        stages=_stages(bars, ended_s),
+        bars=tuple(bars),
         clock=reference,
-        clocks=tuple(_error(name, mapped.get(name)) for name in sorted(names)),
-        request=next((trace.request for trace in told if trace.request), ""),
-        traceparent=next((trace.traceparent for trace in told if trace.traceparent), ""),
+        clocks=tuple(
+            ClockError(name, ahead[name].error_s if name in ahead else None)
+            for name in sorted(names)
+        ),
+        request=next((trace.request for trace in traces if trace.request), ""),
+        traceparent=next((trace.traceparent for trace in traces if trace.traceparent), ""),
         begun_at=None if day is None else day + begun,
-        left_out=sum(trace.left_out for trace in told),
+        left_out=sum(trace.left_out for trace in traces),
     )
 
 
-def _moved(trace: RoomTrace, ahead: Offset | None) -> RoomTrace:
-    """A trace by the reference's clock; as it is where nothing is known."""
-    by = ahead.seconds if ahead is not None else 0.0
-    steps = tuple(msgspec.structs.replace(step, at=step.at - by) for step in trace.steps)
-    return msgspec.structs.replace(trace, steps=steps)
-
-
-def _bar(trace: RoomTrace, step: TraceStep, begun: float) -> WaterfallBar:
-    return WaterfallBar(
-        endpoint=trace.endpoint,
-        role=trace.role,
-        step=step.step,
-        begun_s=step.begun - begun,
-        ended_s=step.at - begun,
-        peer=step.peer,
-        heard=step.heard,
-        num_bytes=step.num_bytes,
-        mode=step.mode,
-        detail=step.detail,
-    )
-
-
-def _error(endpoint: str, offset: Offset | None) -> ClockError:
-    return ClockError(endpoint, None if offset is None else offset.error_s)
-
-
-def _end_of(traces: Iterable[RoomTrace]) -> float:
-    """When the last target's engine heard of the end; what is left after that is tidying up."""
-    told = list(traces)
-    ends = [at for trace in told if trace.role == "target" for at in trace.when(*END)]
-    ends = ends or [at for trace in told for at in trace.when(*END)]
-    return max(ends or [step.at for trace in told for step in trace.steps])
-
-
-def _outcome(traces: Iterable[RoomTrace]) -> str:
-    ends = {step.step for trace in traces for step in trace.steps if step.step in END}
-    if Moment.FAILED in ends:
-        return "failed"
-    return "done" if ends else "open"
-
-
-def _failure(traces: Iterable[RoomTrace]) -> str:
-    """The first that failed knows why; the others were told."""
-    failed = [step for trace in traces for step in trace.steps if step.step is Moment.FAILED]
-    return min(failed, key=lambda step: step.at).detail if failed else ""
-
-
-# ---------------------------------------------------------------- stages
-
-
-def stages_of(traces: Sequence[RoomTrace], begun: float, ended: float) -> dict[RoomStage, float]:
-    """How long each stage had between two moments. All are there, and they add up."""
-    computed = _last_of(traces, "source", Moment.FINISHED)
-    offered = _last_of(traces, "source", Moment.OFFERED)
-    spans = [
-        (SPANS[step.step], step.begun, step.at)
-        for trace in traces
+def _bars(trace: RoomTrace, begun: float) -> list[WaterfallBar]:
+    return [
+        WaterfallBar(
+            endpoint=trace.endpoint,
+            role=trace.role,
+            step=step.step,
+            begun_s=step.begun - begun,
+            ended_s=step.at - begun,
+            peer=step.peer,
+            heard=step.heard,
+            num_bytes=step.num_bytes,
+            mode=step.mode,
+            detail=step.detail,
+        )
         for step in trace.steps
-        if step.step in SPANS
     ]
+
+
+def _end_of(bars: Iterable[WaterfallBar]) -> float:
+    """Return when the last target's engine was told; what follows is only cleaning up."""
+    ends = [bar for bar in bars if bar.step in ENDS]
+    targets = [bar for bar in ends if bar.role == "target"]
+    return max(bar.ended_s for bar in targets or ends or bars)
+
+
+def _stages(bars: Sequence[WaterfallBar], ended_s: float) -> dict[RoomStage, float]:
+    """Return the seconds of each stage. All stages are present, and they add up."""
+    computed = _all_sources_reached(bars, StepKind.FINISHED)
+    offered = _all_sources_reached(bars, StepKind.OFFERED)
+    spans = [(SPANS[bar.step], bar.begun_s, bar.ended_s) for bar in bars if bar.step in SPANS]
     borders = [computed, offered, *(at for _, *both in spans for at in both)]
-    cuts = sorted({begun, ended, *(at for at in borders if begun < at < ended)})
+    cuts = sorted({0.0, ended_s, *(at for at in borders if 0.0 < at < ended_s)})
     took = dict.fromkeys(RoomStage, 0.0)
     for first, last in pairwise(cuts):
         middle = (first + last) / 2
-        going = {stage for stage, since, until in spans if since <= middle < until}
-        took[_stage(middle, computed, offered, going)] += last - first
+        active = {stage for stage, since, until in spans if since <= middle < until}
+        if middle < computed:
+            stage = RoomStage.PREFILL
+        elif middle < offered:
+            stage = RoomStage.PAGES
+        else:
+            stage = next((stage for stage in PRIORITY if stage in active), RoomStage.CONTROL)
+        took[stage] += last - first
     return took
 
 
-def _stage(at: float, computed: float, offered: float, going: set[RoomStage]) -> RoomStage:
-    if at < computed:
-        return RoomStage.PREFILL
-    if at < offered:
-        return RoomStage.PAGES
-    return next((stage for stage in TURN if stage in going), RoomStage.CONTROL)
-
-
-def _last_of(traces: Iterable[RoomTrace], role: str, step: Moment) -> float:
-    """When all of a side had come so far: the last of their first times."""
-    firsts = [min(found) for trace in traces if trace.role == role if (found := trace.when(step))]
-    return max(firsts, default=float("-inf"))
+def _all_sources_reached(bars: Iterable[WaterfallBar], step: StepKind) -> float:
+    """Return when the last source had its first step of that kind."""
+    firsts: dict[str, float] = {}
+    for bar in bars:
+        if bar.role == "source" and bar.step is step:
+            firsts[bar.endpoint] = min(bar.ended_s, firsts.get(bar.endpoint, bar.ended_s))
+    return max(firsts.values(), default=float("-inf"))

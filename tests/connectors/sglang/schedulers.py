@@ -1,4 +1,4 @@
-"""One of SGLang's schedulers as a manager sees it, made of shared memory: pools, rows, requests."""
+"""A simulated SGLang scheduler: pools, metadata rows and requests in host memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kvferry import DType, EndpointConfig, Transport
 from kvferry.connectors.sglang.instances import Replica
+from kvferry.connectors.sglang.metadata import MetadataRows
 from kvferry.connectors.sglang.pools import Buffers, SglangCache
-from kvferry.connectors.sglang.rows import MetadataRows
 from kvferry.connectors.sglang.settings import RankSettings
 
 ENOUGH_S = 30.0

@@ -1,4 +1,4 @@
-"""SGLang's buffers in kvferry's words."""
+"""Layouts and placements of SGLang's pools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvferry import DType, ExplicitSharding, InputError, Parallel, Refused, Span, reshard
 from kvferry.connectors.sglang.geometry import head_span, layout_of, memory_of
-from kvferry.connectors.sglang.pools import Buffers, Heads, Place, SglangCache
+from kvferry.connectors.sglang.pools import Buffers, KvHeads, RankPosition, SglangCache
 from kvferry.plan.prove import check
 
 LAYERS = 4
@@ -36,8 +36,8 @@ def cache(
         num_layers=sum(stages),
         layers=tuple(range(sum(stages))),
         stages=stages,
-        place=Place(tp=tp, tp_rank=tp_rank, pp=pp, pp_rank=pp_rank),
-        heads=Heads(total=total, k_dim=8, v_dim=4, padded_for=padded_for or tp),
+        position=RankPosition(tp=tp, tp_rank=tp_rank, pp=pp, pp_rank=pp_rank),
+        heads=KvHeads(total=total, k_dim=8, v_dim=4, padded_for=padded_for or tp),
         buffers=Buffers(
             addresses=[1 << 20 << index for index in range(len(rows))],
             lengths=[row * page * PAGES for row in rows],
@@ -52,29 +52,29 @@ def cache(
 @pytest.mark.parametrize(
     ("heads", "tp", "spans"),
     [
-        (Heads(total=8, k_dim=1, v_dim=1), 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (KvHeads(total=8, k_dim=1, v_dim=1), 4, [(0, 2), (2, 4), (4, 6), (6, 8)]),
         # More ranks than heads: neighbours share one, which is where #22145 went wrong.
-        (Heads(total=2, k_dim=1, v_dim=1), 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (KvHeads(total=2, k_dim=1, v_dim=1), 4, [(0, 1), (0, 1), (1, 2), (1, 2)]),
         # A CPU pads instead, and nobody else has the padding.
-        (Heads(total=3, k_dim=1, v_dim=1, padded_for=2), 2, [(0, 2), (2, 3)]),
-        (Heads(total=3, k_dim=1, v_dim=1, padded_for=4), 4, [(0, 1), (1, 2), (2, 3), (3, 3)]),
-        (Heads(total=4, k_dim=1, v_dim=1, padded_for=2), 2, [(0, 2), (2, 4)]),
+        (KvHeads(total=3, k_dim=1, v_dim=1, padded_for=2), 2, [(0, 2), (2, 3)]),
+        (KvHeads(total=3, k_dim=1, v_dim=1, padded_for=4), 4, [(0, 1), (1, 2), (2, 3), (3, 3)]),
+        (KvHeads(total=4, k_dim=1, v_dim=1, padded_for=2), 2, [(0, 2), (2, 4)]),
         # Attention of one rank a replica: it has the padding of both.
-        (Heads(total=3, k_dim=1, v_dim=1, padded_for=2), 1, [(0, 3)]),
+        (KvHeads(total=3, k_dim=1, v_dim=1, padded_for=2), 1, [(0, 3)]),
     ],
 )
-def test_heads_are_dealt_out_as_sglang_does(
-    heads: Heads, tp: int, spans: list[tuple[int, int]]
+def test_heads_are_sharded_like_sglang(
+    heads: KvHeads, tp: int, spans: list[tuple[int, int]]
 ) -> None:
     assert [head_span(heads, tp, rank) for rank in range(tp)] == [Span(*span) for span in spans]
 
 
-def test_regular_sharding_is_said_in_one_word() -> None:
+def test_regular_sharding_needs_no_explicit_list() -> None:
     assert layout_of(cache(tp=3)).sharding == Parallel(tp=3, stages=(LAYERS,))
     assert isinstance(layout_of(cache(tp=2)).sharding, ExplicitSharding)
 
 
-def test_every_rank_says_the_same_layout() -> None:
+def test_all_ranks_have_one_layout() -> None:
     stages = (1, 3)
     said = {
         repr(layout_of(cache(tp=2, tp_rank=tp, pp=2, pp_rank=pp, stages=stages)).shards())
@@ -85,18 +85,18 @@ def test_every_rank_says_the_same_layout() -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (2, 1), (3, 1), (3, 2), (2, 3), (4, 1)])
-def test_padded_sides_go_with_all_others(source: int, target: int) -> None:
+def test_padded_heads_work_with_any_other_side(source: int, target: int) -> None:
     plan = reshard(layout_of(cache(tp=source)), layout_of(cache(tp=target, page=1)))
     check(plan)
 
 
-def test_the_lead_is_the_last_stage_s_first_rank() -> None:
+def test_lead_is_the_first_rank_of_the_last_stage() -> None:
     stages = (2, 2)
     assert layout_of(cache(tp=2, pp=2, stages=stages)).lead == 2
     assert layout_of(cache(tp=3, pp=2, stages=stages)).lead == 3
 
 
-def test_pools_lie_where_sglang_has_them() -> None:
+def test_placements_match_sglangs_buffers() -> None:
     one = cache(tp=2, tp_rank=1, page=16)
     memory = memory_of(one)
     assert [region.address for region in memory.regions] == list(one.buffers.addresses)
@@ -108,18 +108,18 @@ def test_pools_lie_where_sglang_has_them() -> None:
     assert k.num_pages == PAGES
 
 
-def test_a_stage_has_its_own_layers_by_number() -> None:
+def test_a_stage_places_its_own_layers() -> None:
     placement = memory_of(cache(tp=1, pp=2, pp_rank=1, stages=(1, 3))).map.of("kv", "k")
     assert [base.layer for base in placement.bases] == [1, 2, 3]
 
 
-def test_padding_alone_holds_nothing() -> None:
+def test_a_rank_with_only_padding_has_no_placements() -> None:
     one = cache(tp=4, tp_rank=3)
     assert layout_of(one).rank_shards(3) == ()
     assert memory_of(one).regions == ()
 
 
-def test_a_latent_is_one_unit_that_every_rank_has() -> None:
+def test_every_rank_holds_the_latent() -> None:
     buffers = replace(
         cache().buffers,
         addresses=[1 << 20, 2 << 20],
@@ -137,12 +137,12 @@ def test_a_latent_is_one_unit_that_every_rank_has() -> None:
     assert memory_of(one).map.of("latent", "latent").num_pages == 10
 
 
-def test_rows_of_another_size_are_refused() -> None:
+def test_rows_of_another_size_are_rejected() -> None:
     with pytest.raises(Refused, match="this KV layout is not supported"):
         memory_of(cache(tp=2, share=3))
 
 
-def test_buffers_that_are_not_k_and_v_are_refused() -> None:
+def test_unexpected_number_of_buffers_is_rejected() -> None:
     one = cache()
     lengths = one.buffers.lengths[:-1]
     short = replace(one.buffers, addresses=one.buffers.addresses[:-1], lengths=lengths)

@@ -1,4 +1,4 @@
-"""SGLang's senders and receivers over real endpoints, without SGLang: bytes and ends of rooms."""
+"""Senders and receivers over real endpoints, without SGLang: bytes, failures and aborts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from connectors.sglang.schedulers import (
 from numpy.typing import NDArray
 
 from kvferry import DiscoveryServer, Status, make_transport
-from kvferry.connectors.sglang.failures import RoomFailed
 from kvferry.connectors.sglang.geometry import head_span
 from kvferry.connectors.sglang.instances import Replica
-from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager
-from kvferry.connectors.sglang.pools import Heads, Place, SglangCache
+from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager, RoomFailed
+from kvferry.connectors.sglang.pools import KvHeads, RankPosition, SglangCache
 from kvferry.connectors.sglang.receiver import RoomReceiver
 from kvferry.connectors.sglang.sender import RoomSender
 from kvferry.connectors.sglang.settings import RankSettings
@@ -38,9 +37,9 @@ class Rank:
 
     def __init__(self, *, tp: int, tp_rank: int, heads: int, page: int) -> None:
         self.transport = make_transport("shm")
-        self.heads = Heads(total=heads, k_dim=DIM, v_dim=DIM)
+        self.heads = KvHeads(total=heads, k_dim=DIM, v_dim=DIM)
         self.span = head_span(self.heads, tp, tp_rank)
-        self.place = Place(tp=tp, tp_rank=tp_rank)
+        self.position = RankPosition(tp=tp, tp_rank=tp_rank)
         self.page = page
         shape = (TOKENS, len(self.span), DIM)
         self.pools = [new_pool(self.transport, *shape) for _ in range(2 * LAYERS)]
@@ -52,7 +51,7 @@ class Rank:
             num_layers=LAYERS,
             layers=layers,
             stages=(LAYERS,),
-            place=self.place,
+            position=self.position,
             heads=self.heads,
             buffers=buffers_of(self.pools, layers, self.page),
         )
@@ -136,7 +135,7 @@ def receivers(
         assert receiver.poll() == Status.CONNECTING
         receiver.init(0)
         assert receiver.poll() == Status.WAITING
-        receiver.tell(asked)
+        receiver.bind_request(asked)
         made.append(receiver)
     return made
 
@@ -146,7 +145,7 @@ def senders(
 ) -> list[RoomSender]:
     made = [RoomSender(manager, "", room) for _, manager in sides]
     for sender in made:
-        sender.tell(asked)
+        sender.bind_request(asked)
         assert sender.pop_decode_prefix_len() == 0
         sender.init(num_pages, 1)
     return made
@@ -191,7 +190,7 @@ def carry(
     [(4, (1, 4), (2, 1)), (4, (2, 8), (1, 4)), (4, (4, 4), (2, 4)), (2, (4, 4), (1, 1))],
     ids=["1 to 2", "2 to 1", "4 to 2", "4 to 1 with 2 heads"],
 )
-def test_any_tp_and_page_to_any_other(
+def test_any_tp_and_page_size_to_any_other(
     heads: int, prefill: tuple[int, int], decode: tuple[int, int]
 ) -> None:
     with pair(heads=heads) as both:
@@ -203,8 +202,8 @@ def test_any_tp_and_page_to_any_other(
         assert all((metric.transfer_latency_s or 1) > 0 for metric in metrics)
 
 
-def test_22145_one_prefill_of_four_ranks_serves_four_decodes() -> None:
-    """Heads fewer than ranks, and four targets that share every source: no key can collide."""
+def test_issue_22145_one_prefill_of_four_ranks_serves_four_decodes() -> None:
+    """KvHeads fewer than ranks, and four targets that share every source: no key can collide."""
     with pair(heads=2) as both:
         prefill = both.prefill(4, 4)
         for number in range(4):
@@ -212,7 +211,7 @@ def test_22145_one_prefill_of_four_ranks_serves_four_decodes() -> None:
             carry(both, prefill, decode, room=100 + number, num_tokens=13, seed=number)
 
 
-def test_25699_a_dense_model_completes_whatever_stands_for_no_state() -> None:
+def test_issue_25699_a_dense_model_completes_without_state() -> None:
     """None and an empty list both mean that there is none, and the metadata comes all the same."""
     with pair() as both:
         prefill, decode = both.prefill(1, 4), both.decode(1, 4)
@@ -228,7 +227,7 @@ def test_25699_a_dense_model_completes_whatever_stands_for_no_state() -> None:
             assert decode[0][0].rows.rooms[0, 0] == room
 
 
-def test_22536_an_abort_leaves_nothing_that_the_next_room_would_wait_for() -> None:
+def test_issue_22536_an_abort_does_not_block_the_next_room() -> None:
     with pair() as both:
         prefill, decode = both.prefill(4, 4), both.decode(1, 4)
         for room in range(1, 9):
@@ -247,7 +246,7 @@ def test_22536_an_abort_leaves_nothing_that_the_next_room_would_wait_for() -> No
         assert all(sender.endpoint.statuses([8]) == [None] for _, sender in prefill)
 
 
-def test_a_prefix_that_decode_has_is_not_written() -> None:
+def test_cached_prefix_is_not_written() -> None:
     with pair() as both:
         (source, _), (target, _) = prefill, decode = both.prefill(1, 4)[0], both.decode(1, 4)[0]
         asked = request(12)
@@ -262,7 +261,7 @@ def test_a_prefix_that_decode_has_is_not_written() -> None:
         assert out.get_transfer_metric().transfer_total_bytes == 8 * 4 * DIM * 4 * 2 * LAYERS
 
 
-def test_another_prompt_in_the_same_room_is_refused() -> None:
+def test_another_prompt_in_the_same_room_fails() -> None:
     with pair() as both:
         prefill, decode = both.prefill(1, 4), both.decode(1, 4)
         (into,) = receivers(both, decode, 5, request(4, seed=0))
@@ -274,7 +273,7 @@ def test_another_prompt_in_the_same_room_is_refused() -> None:
             into.failure_exception()
 
 
-def test_an_abort_at_prefill_has_ended_when_it_returns() -> None:
+def test_abort_at_prefill_returns_after_the_end() -> None:
     with pair() as both:
         prefill, decode = both.prefill(2, 4), both.decode(1, 4)
         (into,) = receivers(both, decode, 5, request(4))
@@ -289,7 +288,7 @@ def test_an_abort_at_prefill_has_ended_when_it_returns() -> None:
         out[0].send([1], [], num_kv_tokens=4)
 
 
-def test_a_rank_whose_part_went_well_fails_with_the_others() -> None:
+def test_a_rank_fails_with_the_other_ranks() -> None:
     with pair() as both:
         prefill = both.prefill(2, 4)
         out = senders(prefill, 5, request(4), num_pages=1)
@@ -299,7 +298,7 @@ def test_a_rank_whose_part_went_well_fails_with_the_others() -> None:
         assert out[1].poll() == Status.FAILED
 
 
-def test_nobody_computes_and_the_deadline_ends_it() -> None:
+def test_deadline_ends_a_room_without_prefill() -> None:
     with pair(waiting_s=0.2) as both:
         both.prefill(1, 4)
         decode = both.decode(1, 4)
@@ -313,7 +312,7 @@ def test_nobody_computes_and_the_deadline_ends_it() -> None:
         until(lambda: decode[0][1].is_abort_release_safe(5, 0))
 
 
-def test_replicas_are_told_apart_by_the_room() -> None:
+def test_room_selects_the_replica() -> None:
     with pair() as both:
         (_, one), (_, two) = both.prefill(1, 4, dp=(0, 2))[0], both.prefill(1, 4, dp=(1, 2))[0]
         decode = both.decode(1, 4)
@@ -327,7 +326,7 @@ def test_replicas_are_told_apart_by_the_room() -> None:
 
 
 @pytest.mark.parametrize("room", [0, None])
-def test_a_room_that_sglang_would_wait_for_in_vain_is_refused(room: int | None) -> None:
+def test_room_ids_of_zero_are_rejected(room: int | None) -> None:
     with pair() as both:
         both.prefill(1, 4)
         receiver = RoomReceiver(both.decode(1, 4)[0][1], both.address, room)
@@ -335,7 +334,7 @@ def test_a_room_that_sglang_would_wait_for_in_vain_is_refused(room: int | None) 
             receiver.failure_exception()
 
 
-def test_an_address_where_nobody_is_says_so() -> None:
+def test_an_unreachable_bootstrap_address_fails_the_room() -> None:
     with pair() as both:
         both.prefill(1, 4)
         ((_, manager),) = both.decode(1, 4)
@@ -345,11 +344,11 @@ def test_an_address_where_nobody_is_says_so() -> None:
             receiver = RoomReceiver(manager, address, 5)
             receiver.abort()
             assert receiver.poll() == Status.FAILED
-            with pytest.raises(RoomFailed, match="can't be used"):
+            with pytest.raises(RoomFailed, match="cannot be used"):
                 receiver.failure_exception()
 
 
-def test_a_room_that_is_held_is_not_opened_twice() -> None:
+def test_an_open_room_is_not_opened_twice() -> None:
     with pair() as both:
         ((_, manager),) = both.prefill(1, 4)
         first, second = RoomSender(manager, "", 5), RoomSender(manager, "", 5)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from kvferry import DType, InputError, Layout, Request, StateRow
 from kvferry.connectors.sglang.geometry import layout_of, memory_of
-from kvferry.connectors.sglang.pools import Buffers, Heads, Place, SglangCache
-from kvferry.connectors.sglang.states import StateBuffer, kinds_of, row_of, state_groups
+from kvferry.connectors.sglang.pools import Buffers, KvHeads, RankPosition, SglangCache
+from kvferry.connectors.sglang.states import StateBuffer, row_of, split_kinds, state_groups
 from kvferry.memory.copy.reference import copy_pieces
 from kvferry.plan.bind import RankPair, Side, bind
 from kvferry.plan.places import PageTable
@@ -54,8 +54,8 @@ class StateRank:
             num_layers=3,
             layers=ATTENTION,
             stages=(3,),
-            place=Place(tp=self.tp, tp_rank=self.rank),
-            heads=Heads(total=4, k_dim=2, v_dim=2),
+            position=RankPosition(tp=self.tp, tp_rank=self.rank),
+            heads=KvHeads(total=4, k_dim=2, v_dim=2),
             buffers=Buffers(
                 addresses=[array.ctypes.data for array in self.kv],
                 lengths=[array.nbytes for array in self.kv],
@@ -110,7 +110,7 @@ def carried(source: StateRank, target: StateRank, layouts: tuple[Layout, Layout]
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["channels first", "inputs first"])
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (2, 4), (4, 2), (2, 2)])
-def test_rows_arrive_whole(prefill: int, decode: int, transposed: bool) -> None:
+def test_state_rows_arrive_complete(prefill: int, decode: int, transposed: bool) -> None:
     rng = np.random.default_rng(prefill * 8 + decode)
     blocks = [rng.random((size, WIDTH)).astype(np.float32) for size in BLOCKS]
     heads = rng.random((HEADS, HEAD)).astype(np.float32)
@@ -137,12 +137,12 @@ def buffer(layer: int, **said: int) -> StateBuffer:
     return StateBuffer(layer=layer, **{**usual, **said})
 
 
-def test_kinds_are_told_apart_by_their_layers() -> None:
-    kinds = kinds_of([buffer(1), buffer(2), buffer(1), buffer(2), buffer(2)])
+def test_buffers_are_split_by_kind() -> None:
+    kinds = split_kinds([buffer(1), buffer(2), buffer(1), buffer(2), buffer(2)])
     assert [[each.layer for each in kind] for kind in kinds] == [[1, 2], [1, 2], [2]]
 
 
-def test_what_every_rank_has_is_one_unit() -> None:
+def test_replicated_state_is_one_unit() -> None:
     (group,) = state_groups([buffer(1, dim=0)], tp=4)
     assert (group.units, group.kind, group.unit_bytes) == (1, StateRow(), 48)
 
@@ -150,16 +150,16 @@ def test_what_every_rank_has_is_one_unit() -> None:
 @pytest.mark.parametrize(
     ("buffers", "says"),
     [
-        ([buffer(1), buffer(2, dim=2)], "another form"),
+        ([buffer(1), buffer(2, dim=2)], "differ in shape"),
         ([buffer(1, dim=5)], "5 equal entries"),
         ([StateBuffer(**{**vars(buffer(1)), "blocks": (4, 8)})], "do not make up axes of 4, 8"),
     ],
 )
-def test_state_of_another_form_is_refused(buffers: list[StateBuffer], says: str) -> None:
+def test_state_of_different_shapes_is_rejected(buffers: list[StateBuffer], says: str) -> None:
     with pytest.raises(InputError, match=says):
         state_groups(buffers, tp=2)
 
 
-def test_a_row_is_read_as_sglang_names_it() -> None:
+def test_state_row_index_is_read() -> None:
     assert row_of([[np.array(5)]]) == row_of([[np.array([5])]]) == 5
     assert row_of([]) is row_of(None) is None

@@ -1,4 +1,4 @@
-"""Sliding windows of SGLang's: which pages, and whether just those are carried."""
+"""Sliding windows: their pages, and that only those are written."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from connectors.sglang.schedulers import (
 )
 
 from kvferry import DiscoveryServer, DType, InputError, Status, make_transport
-from kvferry.connectors.sglang.failures import RoomFailed
 from kvferry.connectors.sglang.geometry import head_span
 from kvferry.connectors.sglang.instances import Replica
-from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager
-from kvferry.connectors.sglang.pools import Buffers, Heads, Place, SglangCache, WindowPool
+from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager, RoomFailed
+from kvferry.connectors.sglang.pools import Buffers, KvHeads, RankPosition, SglangCache, WindowPool
 from kvferry.connectors.sglang.receiver import RoomReceiver
 from kvferry.connectors.sglang.sender import RoomSender
 from kvferry.connectors.sglang.windows import (
-    demand_covered,
+    check_window,
     first_kept,
     window_pages,
 )
@@ -46,11 +45,11 @@ def pool_of(page: int, num_tokens: int = KEPT) -> WindowPool:
     ("page", "num_tokens", "prefix", "first"),
     [(4, 6, 0, 0), (4, 8, 0, 0), (4, 9, 0, 0), (4, 12, 0, 4), (1, 9, 0, 1), (4, 20, 17, 16)],
 )
-def test_the_first_token_that_matters(page: int, num_tokens: int, prefix: int, first: int) -> None:
+def test_first_token_of_the_window(page: int, num_tokens: int, prefix: int, first: int) -> None:
     assert first_kept(pool_of(page), num_tokens, prefix) == first
 
 
-def test_a_page_that_sglang_leaves_out_is_its_own_page_0() -> None:
+def test_page_0_replaces_a_missing_first_page() -> None:
     """With 7 tokens in SGLang's words and 8 in ours, 12 tokens begin at 5 or at 4."""
     assert window_pages(pool_of(1), [5, 6, 7, 8, 9, 10, 11], 12) == [0, 5, 6, 7, 8, 9, 10, 11]
     assert window_pages(pool_of(4), [7, 8], 12) == [7, 8]
@@ -60,12 +59,12 @@ def test_a_page_that_sglang_leaves_out_is_its_own_page_0() -> None:
             window_pages(pool_of(4), strange, 12)
 
 
-def test_a_longer_window_than_the_configuration_s_is_refused() -> None:
+def test_a_longer_window_than_configured_is_rejected() -> None:
     for used in (None, 7, 8):
-        demand_covered(pool_of(4), used)
-    demand_covered(None, 9)
-    with pytest.raises(InputError, match="a window of 9 tokens, and the model's configuration has"):
-        demand_covered(pool_of(4), 9)
+        check_window(pool_of(4), used)
+    check_window(None, 9)
+    with pytest.raises(InputError, match="a window of 9 tokens, but the model's configuration has"):
+        check_window(pool_of(4), 9)
 
 
 class Rank:
@@ -73,7 +72,7 @@ class Rank:
 
     def __init__(self, kind: Any, tp: int, rank: int, page: int, url: str | None) -> None:
         transport, self.page = make_transport("shm"), page
-        heads = Heads(total=HEADS, k_dim=DIM, v_dim=DIM)
+        heads = KvHeads(total=HEADS, k_dim=DIM, v_dim=DIM)
         self.span = head_span(heads, tp, rank)
         shape = (SLOTS, len(self.span), DIM)
         self.full, self.sliding = (
@@ -84,7 +83,7 @@ class Rank:
             num_layers=4,
             layers=FULL,
             stages=(4,),
-            place=Place(tp=tp, tp_rank=rank),
+            position=RankPosition(tp=tp, tp_rank=rank),
             heads=heads,
             buffers=buffers_of(self.full, FULL, page),
             window=WindowPool(num_tokens=KEPT, buffers=buffers_of(self.sliding, SLIDING, page)),
@@ -119,9 +118,7 @@ def said(buffer: int, token: int, head: int) -> float:
 
 @pytest.mark.parametrize("num_tokens", [5, 8, 22, 24])
 @pytest.mark.parametrize("used", [KEPT, KEPT - 1], ids=["inclusive", "exclusive"])
-def test_the_last_tokens_of_sliding_layers_and_all_of_the_others(
-    num_tokens: int, used: int
-) -> None:
+def test_windows_carry_their_last_tokens_and_other_layers_all(num_tokens: int, used: int) -> None:
     """TP2 in pages of 1 to TP1 in pages of 4, in chunks of 4 tokens."""
     with ExitStack() as stack:
         server = stack.enter_context(DiscoveryServer())
@@ -134,7 +131,7 @@ def test_the_last_tokens_of_sliding_layers_and_all_of_the_others(
         asked = request(num_tokens)
         receiver = RoomReceiver(target.manager, address, 9)
         receiver.init(0)
-        receiver.tell(asked, used)
+        receiver.bind_request(asked, used)
         # As SGLang would: from the page in which its own window begins.
         begins = max(0, num_tokens - used)
         into = [list(range(9, 9 - -(-num_tokens // 4), -1)), list(range(15, 15 - 4, -1))]
@@ -146,7 +143,7 @@ def test_the_last_tokens_of_sliding_layers_and_all_of_the_others(
             rank.fill(rank.sliding, kept, begins, num_tokens)
             rank.rows.rooms[1, 0] = 9
             sender = RoomSender(rank.manager, "", 9)
-            sender.tell(asked, used)
+            sender.bind_request(asked, used)
             sender.init(num_tokens, 1)
             for first in range(0, num_tokens, 4):
                 end = min(first + 4, num_tokens)
@@ -163,7 +160,7 @@ def wrong_in(target: Rank, pages: list[list[int]], begins: int, num_tokens: int)
     )
 
 
-def test_a_room_whose_window_is_too_long_fails() -> None:
+def test_a_window_that_is_too_long_fails_the_room() -> None:
     with ExitStack() as stack:
         server = stack.enter_context(DiscoveryServer())
         source = Rank(PrefillManager, 1, 0, 1, server.url)
@@ -176,7 +173,7 @@ def test_a_room_whose_window_is_too_long_fails() -> None:
             RoomReceiver(target.manager, "127.0.0.1:1", 9),
         ]
         for end in ends:
-            end.tell(asked, KEPT + 1)
+            end.bind_request(asked, KEPT + 1)
             assert end.poll() == Status.FAILED
             with pytest.raises(RoomFailed, match="a window of 9 tokens"):
                 end.failure_exception()

@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what it shows is what the API says, and it needs nobody else."""
+"""The page in a real Chromium: it shows what the API returns, and loads nothing else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def page(browser: Any) -> Iterator[Any]:
     assert errors == []
 
 
-# Everything that the page says in data attributes and figures.
+# What the page shows in data attributes and figures.
 READ = """() => ({
   at: document.body.dataset.at,
   ranks: Object.fromEntries([...document.querySelectorAll("[data-rank]")].map(
@@ -59,7 +59,7 @@ READ = """() => ({
 
 
 def told(view: dict[str, Any]) -> dict[str, Any]:
-    """The same, from the document that the page was made from."""
+    """Return what the page should show for a document."""
     ends = [
         [link[end].rpartition("/")[0] for end in ("source", "target")] for link in view["links"]
     ]
@@ -79,7 +79,7 @@ def told(view: dict[str, Any]) -> dict[str, Any]:
 
 
 def seen(page: Any) -> dict[str, Any]:
-    """What the page shows, once it has shown an answer of the API; checked against that."""
+    """Wait until the page shows the next response; check it and return what is shown."""
     with page.expect_response("**/kvferry/cluster") as caught:
         pass
     document = caught.value.json()
@@ -98,7 +98,7 @@ def eventually_seen(page: Any, wanted: Any) -> dict[str, Any]:
     raise AssertionError(f"it was never seen: {shown}")
 
 
-def test_it_shows_what_the_api_says_while_rooms_flow_and_a_rank_is_killed(page: Any) -> None:
+def test_page_follows_the_api_while_rooms_flow_and_a_rank_dies(page: Any) -> None:
     sides = [
         FleetSide("prefill", layout(HEADS, 4, tp=2), 40),
         FleetSide("decode", layout(HEADS, 4), 40),
@@ -120,7 +120,7 @@ def test_it_shows_what_the_api_says_while_rooms_flow_and_a_rank_is_killed(page: 
         eventually_seen(page, lambda shown: any("prefill/1" in why for why in shown["failures"]))
 
 
-def test_a_story_and_a_plan_open_and_close_with_the_keyboard(page: Any) -> None:
+def test_waterfall_and_plan_open_and_close_with_the_keyboard(page: Any) -> None:
     with DiscoveryServer() as server:
         scene = Scene(server.url, {"p": 2}, {"d": 1})
         scene.flows = True
@@ -145,7 +145,7 @@ def test_a_story_and_a_plan_open_and_close_with_the_keyboard(page: Any) -> None:
         assert page.evaluate("document.activeElement.closest('dialog') !== null")
 
 
-def test_with_a_key_it_asks_for_a_token_and_for_nothing_else(page: Any) -> None:
+def test_page_asks_for_a_token_in_a_cluster_with_a_key(page: Any) -> None:
     key = ClusterKey.new()
     with DiscoveryServer(key=key) as server:
         page.goto(server.url)
@@ -162,7 +162,7 @@ def test_with_a_key_it_asks_for_a_token_and_for_nothing_else(page: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [(390, 800), (1400, 900)])
-def test_it_fits_and_asks_nobody_else(browser: Any, size: tuple[int, int]) -> None:
+def test_page_fits_the_window_and_loads_from_one_host(browser: Any, size: tuple[int, int]) -> None:
     page = browser.new_page(viewport={"width": size[0], "height": size[1]})
     asked: set[str] = set()
     page.on("request", lambda request: asked.add(urlsplit(request.url).netloc))
@@ -177,7 +177,7 @@ def test_it_fits_and_asks_nobody_else(browser: Any, size: tuple[int, int]) -> No
     page.close()
 
 
-def test_its_files_name_nobody_else() -> None:
+def test_page_files_name_no_other_host() -> None:
     folder = Path(__file__).parents[3] / "src" / "kvferry" / "dashboard" / "page"
     for file in folder.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")

@@ -79,11 +79,11 @@ def test_the_same_line_is_counted_instead_of_written(log: Log) -> None:
 
 def test_lines_that_differ_in_values_are_bounded_too(log: Log) -> None:
     for number in range(1000):
-        log.logger.info("bad-request why=%d", number)
+        log.logger.info("bad-request reason=%d", number)
     log.logger.info("another")
     assert len(log.lines) == ALIKE_LINES + 1
     log.handler.close()
-    assert "repeated times=800 seconds=10 line='bad-request why=%d'" in log.lines[-1]
+    assert "repeated times=800 seconds=10 line='bad-request reason=%d'" in log.lines[-1]
 
 
 @pytest.mark.parametrize("given", [None, "", "a b", "x" * 129, "a\nb", "é", 'a"b'])

@@ -1,1 +1,1 @@
-"""``kvferry trace``: the trace of a room."""
+"""``kvferry trace``: the waterfall of a room."""

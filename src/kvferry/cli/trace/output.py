@@ -1,21 +1,22 @@
-"""A waterfall in a terminal, and a table of the slowest."""
+"""A waterfall in a terminal, and a table of the slowest rooms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
 
+from msgspec.structs import replace
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli.printing import console
-from kvferry.dashboard.drawing import WORDS, facts_of
+from kvferry.dashboard.drawing import STAGE_NAMES, facts_of
 from kvferry.plan.units import human_bytes, human_seconds
-from kvferry.telemetry.steps import Moment
+from kvferry.telemetry.steps import StepKind
 from kvferry.telemetry.waterfall import SPANS, RoomStage, Waterfall, WaterfallBar
 
-BAR_CELLS = 40
+BAR_CELLS, STRIP_CELLS = 40, 72
 COLOURS = {
     RoomStage.PREFILL: "bright_black",
     RoomStage.PAGES: "yellow",
@@ -24,76 +25,62 @@ COLOURS = {
     RoomStage.SCATTER: "green",
     RoomStage.CONTROL: "white",
 }
-ENDS = {Moment.DONE: "green", Moment.FAILED: "red"}
+ENDS = {StepKind.DONE: "green", StepKind.FAILED: "red"}
 
 
-def print_waterfall(trace: Waterfall) -> None:
-    """Everything, with the time running to the right."""
+def print_waterfall(waterfall: Waterfall) -> None:
+    """Print facts, stages and steps, with time running to the right."""
     out = console()
-    out.print(f"[bold]room {escape(trace.room)}[/]")
-    for name, value in facts_of(trace):
-        out.print(f"  [dim]{name:<11}[/] {escape(value)}", soft_wrap=True)
-    out.print(_strip(trace))
-    out.print(_legend(trace))
+    out.print(f"[bold]room {escape(waterfall.room)}[/]")
+    for name, value in facts_of(waterfall):
+        out.print(f"  [dim]{name:<13}[/] {escape(value)}", soft_wrap=True)
+    _print_stages(waterfall)
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("after", justify="right")
     for name in ("endpoint", "step", "peer"):
         table.add_column(name, no_wrap=True)
     table.add_column("", width=BAR_CELLS, no_wrap=True)
     table.add_column("", no_wrap=True)
-    span_s = max((bar.ended_s for bar in trace.bars), default=0.0) or 1e-9
-    for bar, times in merged(trace.bars):
+    span_s = max((bar.ended_s for bar in waterfall.bars), default=0.0) or 1e-9
+    for bar, times in merged(waterfall.bars):
         table.add_row(
             human_seconds(bar.begun_s),
             escape(bar.endpoint),
             Text(str(bar.step), style=ENDS.get(bar.step, "")),
             escape(bar.peer),
             _bar(bar, span_s),
-            escape(_more(bar, times)),
+            escape(_details(bar, times)),
         )
     out.print(table)
 
 
 def merged(bars: Sequence[WaterfallBar]) -> list[tuple[WaterfallBar, int]]:
-    """Neighbours of one kind as one line, with how many they were."""
+    """Merge neighbouring bars of one kind; return each with the number of bars in it."""
     lines = []
     for _, group in groupby(bars, key=lambda bar: (bar.endpoint, bar.step, bar.peer, bar.mode)):
         alike = list(group)
-        first = alike[0]
-        whole = WaterfallBar(
-            endpoint=first.endpoint,
-            role=first.role,
-            step=first.step,
+        whole = replace(
+            alike[0],
             begun_s=min(bar.begun_s for bar in alike),
             ended_s=max(bar.ended_s for bar in alike),
-            peer=first.peer,
-            heard=first.heard,
             num_bytes=sum(bar.num_bytes for bar in alike),
-            mode=first.mode,
-            detail=first.detail if len(alike) == 1 else "",
+            detail=alike[0].detail if len(alike) == 1 else "",
         )
         lines.append((whole, len(alike)))
     return lines
 
 
-def _strip(trace: Waterfall) -> Text:
-    """Where the time went, as one line of colours."""
-    total, line, at = trace.seconds or 1e-9, Text("  "), 0.0
-    cells = 72
-    for stage, seconds in trace.stages.items():
-        begin, at = round(cells * at / total), at + seconds
-        line.append("█" * (round(cells * at / total) - begin), style=COLOURS[stage])
-    return line
-
-
-def _legend(trace: Waterfall) -> Text:
-    line = Text("  ")
-    for stage, seconds in trace.stages.items():
+def _print_stages(waterfall: Waterfall) -> None:
+    """Print the stages as one coloured strip, and its legend."""
+    total, at = waterfall.seconds or 1e-9, 0.0
+    strip, legend = Text("  "), Text("  ")
+    for stage, seconds in waterfall.stages.items():
+        begin, at = round(STRIP_CELLS * at / total), at + seconds
+        strip.append("█" * (round(STRIP_CELLS * at / total) - begin), style=COLOURS[stage])
         if seconds > 0:
-            line.append("■ ", style=COLOURS[stage])
-            line.append(f"{WORDS[stage]} {human_seconds(seconds)}   ")
-    line.append("\n")
-    return line
+            legend.append("■ ", style=COLOURS[stage])
+            legend.append(f"{STAGE_NAMES[stage]} {human_seconds(seconds)}   ")
+    console().print(strip, legend, "", sep="\n")
 
 
 def _bar(bar: WaterfallBar, span_s: float) -> Text:
@@ -104,39 +91,41 @@ def _bar(bar: WaterfallBar, span_s: float) -> Text:
     return Text(" " * begin + "█" * (end - begin), style=COLOURS[SPANS[bar.step]])
 
 
-def _more(bar: WaterfallBar, times: int) -> str:
-    parts = [f"×{times}"] if times > 1 else []
-    if bar.ended_s > bar.begun_s and bar.step in SPANS:
-        parts.append(human_seconds(bar.ended_s - bar.begun_s))
-    if bar.num_bytes:
-        parts.append(human_bytes(bar.num_bytes))
-    return " ".join([*parts, *filter(None, (bar.mode, bar.detail))])
+def _details(bar: WaterfallBar, times: int) -> str:
+    is_long = bar.ended_s > bar.begun_s and bar.step in SPANS
+    parts = (
+        f"×{times}" if times > 1 else "",
+        human_seconds(bar.ended_s - bar.begun_s) if is_long else "",
+        human_bytes(bar.num_bytes) if bar.num_bytes else "",
+        bar.mode,
+        bar.detail,
+    )
+    return " ".join(filter(None, parts))
 
 
-def print_slow(traces: Sequence[Waterfall]) -> None:
-    """One line for each room: how long, and where that went."""
+def print_slow(waterfalls: Sequence[Waterfall]) -> None:
+    """Print one line per room: how long it took, and the time of each stage."""
     out = console()
-    if not traces:
+    if not waterfalls:
         out.print("no room has ended in the last 5 minutes")
         return
     table = Table(box=None)
     table.add_column("room", no_wrap=True)
-    for name in ("took", *(WORDS[stage] for stage in RoomStage)):
+    for name in ("took", *(STAGE_NAMES[stage] for stage in RoomStage)):
         table.add_column(name, justify="right")
     for name in ("outcome", "request"):
         table.add_column(name, no_wrap=True)
-    for trace in traces:
-        worst = trace.worst
+    for one in waterfalls:
         times = [
-            Text(human_seconds(took), style="bold" if stage is worst else "dim")
-            for stage, took in trace.stages.items()
+            Text(human_seconds(took), style="bold" if stage is one.longest_stage else "dim")
+            for stage, took in one.stages.items()
         ]
         table.add_row(
-            escape(trace.room),
-            human_seconds(trace.seconds),
+            escape(one.room),
+            human_seconds(one.seconds),
             *times,
-            Text(trace.outcome, style="red" if trace.outcome == "failed" else ""),
-            escape(trace.request),
+            Text(one.outcome, style="red" if one.outcome == "failed" else ""),
+            escape(one.request),
         )
     out.print(table)
-    out.print(f"\nkvferry trace {escape(traces[0].room)} shows the first of them step by step")
+    out.print(f"\nkvferry trace {escape(waterfalls[0].room)} shows the first of them step by step")

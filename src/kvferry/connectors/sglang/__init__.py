@@ -1,9 +1,8 @@
-"""SGLang's transfer backend ``kvferry``: rooms of kvferry behind SGLang's own method names.
+"""SGLang's transfer backend ``kvferry``: kvferry's rooms behind SGLang's interface.
 
-``plugin`` offers it to SGLang (``--disaggregation-transfer-backend kvferry``), ``facts`` reads
-what the engine knows of itself and ``support`` refuses what can't be carried; nothing else here
-imports SGLang or torch. ``pools``, ``geometry``, ``index_keys``, ``states``, ``windows``,
-``instances``, ``metadata`` and ``prompts`` decide and are pure.
-``managers``, ``sender`` and ``receiver`` act: one endpoint a rank, one handle a room.
-``docs/connectors/sglang.md`` is for who runs it.
+``plugin`` registers it (``--disaggregation-transfer-backend kvferry``), ``server_args`` reads the
+scheduler's configuration, and ``compat`` rejects unsupported ones; only these import SGLang or
+torch. ``pools``, ``geometry``, ``index_keys``, ``states``, ``windows``, ``instances`` and
+``prompts`` are pure. ``managers`` holds the endpoint of a rank, ``sender`` and ``receiver`` one
+room each. Users read ``docs/connectors/sglang.md``.
 """

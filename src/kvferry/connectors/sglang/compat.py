@@ -1,6 +1,6 @@
-"""Support: what of SGLang this backend carries. The rest is refused when a server starts.
+"""Check of SGLang's configuration: unsupported features are rejected when a server starts.
 
-Each refusal is a sentence with its remedy. Asks SGLang how it was started.
+Each message names the remedy.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 
 from kvferry import InputError
 
-# One row a request, of Mamba or delta-net layers: SGLang's name for it.
+# SGLang's name for Mamba and delta-net state, one row per request.
 ROWS = "mamba"
-# Pages of sliding-window layers in a pool of their own.
+# Sliding-window layers with their own pool.
 WINDOWS = "swa"
-# Index keys of sparse attention, and scales of K and V: in the pages of K and V.
+# Index keys of sparse attention and block scales, in the same pages as K and V.
 INDEX_KEYS, BLOCK_SCALES = "dsa", "block_scale"
-# What may stand beside K and V.
-CARRIED: tuple[list[str], ...] = ([], [ROWS], [WINDOWS], [INDEX_KEYS], [BLOCK_SCALES])
-# SGLang tells a backend nothing of the scales that these have.
+# Supported combinations of state beside K and V.
+SUPPORTED: tuple[list[str], ...] = ([], [ROWS], [WINDOWS], [INDEX_KEYS], [BLOCK_SCALES])
+# SGLang does not pass the scales of these dtypes to a backend.
 FOUR_BITS = ("nvfp4", "fp4_mx_block16", "fp4_e2m1")
-# In pages of this size SGLang keeps the scales of a page in another order than its tokens.
+# In pages of this size SGLang stores scales in another order than tokens.
 SHUFFLED_PAGE_TOKENS = 128
 
 
-def demand_supported(kv_args: Any, *, is_mla: bool) -> None:
-    """Refuse what this backend does not carry."""
+def check_supported(kv_args: Any, *, is_mla: bool) -> None:
+    """Raise ``InputError`` if the configuration has an unsupported feature."""
     kinds = [str(kind.value) for kind in kv_args.state_types]
     for unsupported, remedy in (
         *_of_server(),
@@ -62,7 +62,7 @@ def _of_server() -> Iterator[tuple[bool, str]]:
 
 def _of_state(kv_args: Any, kinds: list[str], *, is_mla: bool) -> Iterator[tuple[bool, str]]:
     yield (
-        kinds not in CARRIED,
+        kinds not in SUPPORTED,
         f"state beside K and V of the kinds {', '.join(kinds)}: use another backend",
     )
     yield (
@@ -80,12 +80,12 @@ def _of_state(kv_args: Any, kinds: list[str], *, is_mla: bool) -> Iterator[tuple
     )
     yield (
         INDEX_KEYS in kinds and torch.version.hip is not None and kv_args.page_size > 1,
-        "index keys in the order in which ROCm's kernels keep them in a page: use --page-size 1",
+        "the order of index keys in ROCm's pages: use --page-size 1",
     )
     yield (
         BLOCK_SCALES in kinds and kv_args.page_size == SHUFFLED_PAGE_TOKENS,
-        f"block scales in pages of {SHUFFLED_PAGE_TOKENS}, where SGLang has them in another "
-        f"order than tokens: use another --page-size, or --kv-cache-dtype fp8_e4m3",
+        f"block scales in pages of {SHUFFLED_PAGE_TOKENS} tokens, whose order differs from the "
+        f"tokens': use another --page-size, or --kv-cache-dtype fp8_e4m3",
     )
 
 
@@ -97,8 +97,8 @@ def _of_draft(kv_args: Any, kinds: list[str]) -> Iterator[tuple[bool, str]]:
     )
     yield (
         drafts and bool({WINDOWS, BLOCK_SCALES}.intersection(kinds)),
-        "a draft model's cache beside sliding windows in a pool of their own or block scales: "
-        "leave speculative decoding out",
+        "a draft model's cache beside a pool of sliding-window layers or block scales: "
+        "disable speculative decoding",
     )
     yield (
         drafts and bool(get_memory().enable_unified_memory),

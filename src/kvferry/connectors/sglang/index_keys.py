@@ -1,10 +1,8 @@
-"""Index keys of SGLang's sparse attention (DeepSeek V3.2), in kvferry's words: a paged group.
+"""Index keys of SGLang's sparse attention (DeepSeek V3.2), as a paged group. Pure.
 
-One buffer a layer, in the pages of the latent. Inside a page the keys of all its tokens come first
-and then their scales. Every rank has all of it. A layer that looks where the one below has looked
-has an empty buffer, and is not of the group.
-
-Pure.
+SGLang has a buffer per layer, with the same pages as the latent. Within a page all keys precede all
+scales. Every rank holds all index keys. Layers that reuse the indices of the layer below have an
+empty buffer, and are not part of the group.
 """
 
 from __future__ import annotations
@@ -19,9 +17,12 @@ INDEX = "index"
 KEY, SCALE = Tensor("key", DType.FLOAT8_E4M3, 128), Tensor("scale", DType.FLOAT32, 1)
 
 
-def filled(buffers: Buffers, *, staged: bool) -> Buffers:
-    """Without the layers that have no index keys; a stage does not know those of the others."""
-    kept = [place for place, length in enumerate(buffers.lengths) if length]
+def with_index_keys(buffers: Buffers, *, staged: bool) -> Buffers:
+    """Return the buffers of the layers that have index keys.
+
+    With pipeline stages all layers must have some, because a stage knows only its own.
+    """
+    kept = [i for i, length in enumerate(buffers.lengths) if length]
     if staged and len(kept) < len(buffers.lengths):
         raise InputError(
             "kvferry's SGLang backend does not support pipeline parallelism of a model whose "
@@ -29,29 +30,29 @@ def filled(buffers: Buffers, *, staged: bool) -> Buffers:
         )
     return replace(
         buffers,
-        addresses=[buffers.addresses[place] for place in kept],
-        lengths=[buffers.lengths[place] for place in kept],
-        page_lengths=[buffers.page_lengths[place] for place in kept],
-        layers=tuple(buffers.layers[place] for place in kept),
+        addresses=[buffers.addresses[i] for i in kept],
+        lengths=[buffers.lengths[i] for i in kept],
+        page_lengths=[buffers.page_lengths[i] for i in kept],
+        layers=tuple(buffers.layers[i] for i in kept),
     )
 
 
 def index_groups(cache: SglangCache) -> list[Group]:
-    """The model's index keys, if it has any."""
+    """Return the group of index keys, if the model has any."""
     if cache.index is None:
         return []
-    layers = cache.index.layers if cache.place.pp == 1 else cache.layers
+    layers = cache.index.layers if cache.position.pp == 1 else cache.layers
     return [Group(INDEX, Paged(), layers, 1, (KEY, SCALE))]
 
 
 def index_placements(buffers: Buffers, first_region: int) -> list[Placement]:
-    """Where they lie on this rank; each buffer is a region, from the given one on."""
+    """Return the placements on this rank; regions are numbered from ``first_region``."""
     page = buffers.page_tokens * (KEY.unit_bytes + SCALE.unit_bytes)
     if set(buffers.page_lengths) != {page}:
         raise InputError(
-            f"SGLang has pages of {sorted(set(buffers.page_lengths))} bytes of index keys, and "
-            f"{buffers.page_tokens} tokens would take {page}; index keys of several tokens in "
-            f"one are not supported"
+            f"SGLang's index keys have pages of {sorted(set(buffers.page_lengths))} bytes, not "
+            f"{page} for {buffers.page_tokens} tokens; index keys shared by several tokens "
+            f"are not supported"
         )
     num_pages = min(buffers.lengths) // page
     return [
@@ -63,16 +64,14 @@ def index_placements(buffers: Buffers, first_region: int) -> list[Placement]:
     ]
 
 
-def demand_same_pages(pages: Sequence[int], named: Sequence[int]) -> None:
-    """Refuse where SGLang names other pages for what lies beside K and V than for these."""
+def check_same_pages(pages: Sequence[int], named: Sequence[int]) -> None:
+    """Raise ``InputError`` if SGLang lists other pages for auxiliary pools than for K and V."""
     if list(named[len(named) - len(pages) :]) != list(pages):
         raise InputError(
-            f"SGLang named {len(named)} pages for what it keeps beside K and V, and they are not "
-            f"the last {len(pages)} of those; leave --enable-unified-memory and HiSparse out"
+            f"the {len(named)} pages that SGLang listed for index keys or block scales do not end "
+            f"with the {len(pages)} of K and V; disable --enable-unified-memory and HiSparse"
         )
 
 
 def _bases(buffers: Buffers, first_region: int, offset: int) -> tuple[Base, ...]:
-    return tuple(
-        Base(layer, first_region + place, offset) for place, layer in enumerate(buffers.layers)
-    )
+    return tuple(Base(layer, first_region + i, offset) for i, layer in enumerate(buffers.layers))

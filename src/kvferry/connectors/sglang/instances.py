@@ -1,12 +1,9 @@
-"""Instances of a prefill server, as its bootstrap address shows them.
+"""Names of a prefill server's instances at its bootstrap address. Pure.
 
-A prefill server is one instance for each data-parallel replica; all of them are registered at its
-bootstrap port, which is a discovery service. A decode server knows only the address that a request
-carries, asks there who is registered, and takes the replica that SGLang means: ``room % dp_size``,
-or the one that the request names. An instance that is not SGLang's is taken where it is alone,
-because an address is all that SGLang can say of it, and left out where there are SGLang's.
-
-Pure.
+Each data-parallel replica of a prefill server is an instance, registered at the server's bootstrap
+port. A decode server knows only the address in the request. It lists the instances there, and uses
+the replica that the request names, or ``room % dp_size``. An instance of another engine can be
+used if it is the only one at the address, because SGLang can name nothing but the address.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ _NAME = re.compile(r"sglang/(?P<address>.+)/dp(?P<rank>\d+)of(?P<size>\d+)")
 
 @dataclass(frozen=True)
 class Replica:
-    """One data-parallel replica of the prefill server at an address, and of how many."""
+    """A data-parallel replica of a server: address, rank and number of replicas."""
 
     address: str
     rank: int
@@ -33,7 +30,7 @@ class Replica:
 
     @staticmethod
     def parse(name: str) -> Replica | None:
-        """The replica of that name; None if no SGLang server has such names."""
+        """Return the replica with that name; None if it is not a name of SGLang's."""
         found = _NAME.fullmatch(name)
         if found is None:
             return None
@@ -42,19 +39,19 @@ class Replica:
 
 @dataclass(frozen=True)
 class PrefillInfo:
-    """Which instances are behind an address, in SGLang's own words: ``names`` by DP rank."""
+    """A prefill server's instances by DP rank, with the attributes that SGLang reads."""
 
     names: tuple[str, ...]
     follow_bootstrap_room: bool = True
 
     @property
     def dp_size(self) -> int:
-        """How many replicas."""
+        """Number of replicas."""
         return len(self.names)
 
 
 def instances_at(address: str, names: Iterable[str]) -> PrefillInfo:
-    """The instances of the prefill server at an address. Raises ``InputError`` if unclear."""
+    """Return the prefill server at an address; raise ``InputError`` if it is ambiguous."""
     found = sorted(names)
     replicas = {name: Replica.parse(name) for name in found}
     servers = {(each.address, each.size) for each in replicas.values() if each is not None}
@@ -62,8 +59,8 @@ def instances_at(address: str, names: Iterable[str]) -> PrefillInfo:
         return PrefillInfo((found[0],))
     if len(servers) != 1:
         raise InputError(
-            f"{address} has {', '.join(found) or 'nobody'} registered; a bootstrap address must "
-            f"have the replicas of one SGLang prefill server, or one other instance alone"
+            f"{address} has {', '.join(found) or 'no instance'} registered; a bootstrap address "
+            f"must have the replicas of one SGLang prefill server, or one other instance"
         )
     server, size = servers.pop()
     return PrefillInfo(tuple(str(Replica(server, rank, size)) for rank in range(size)))

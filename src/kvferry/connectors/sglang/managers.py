@@ -1,7 +1,7 @@
-"""Managers: the endpoint of one scheduler rank, with what SGLang asks of it beside rooms.
+"""Managers: the endpoint of one scheduler rank, behind SGLang's manager interface.
 
-A prefill server's ranks are sources, a decode server's targets. SGLang makes one manager a
-scheduler and keeps it; it is the scheduler thread's.
+Prefill ranks are sources, decode ranks targets. SGLang creates one manager per scheduler, and
+calls it on the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvferry import Incoming, InstanceView, Outgoing, SourceEndpoint, TargetEndpoint
+from kvferry import Incoming, InstanceView, KvferryError, Outgoing, SourceEndpoint, TargetEndpoint
 from kvferry.connectors.sglang.geometry import KV, WINDOW, layout_of, memory_of
-from kvferry.connectors.sglang.index_keys import demand_same_pages
+from kvferry.connectors.sglang.index_keys import check_same_pages
 from kvferry.connectors.sglang.prefill_registry import PrefillRegistry
 from kvferry.connectors.sglang.prompts import Prompt, prompt_of
 from kvferry.connectors.sglang.settings import RankSettings
@@ -24,8 +24,18 @@ from kvferry.connectors.sglang.windows import window_pages
 log = logging.getLogger("kvferry.connectors.sglang")
 
 
-class Offered(NamedTuple):
-    """Where a request's cache is to go: pages behind a prefix, a state row, pages of a window."""
+class RoomFailed(KvferryError):
+    """A room failed; SGLang reads the attributes."""
+
+    def __init__(self, room: int, reason: str, *, is_from_another_rank: bool = False) -> None:
+        self.bootstrap_room = room
+        self.failure_reason = reason
+        self.is_from_another_rank = is_from_another_rank
+        super().__init__(f"kvferry: room {room}: {reason}")
+
+
+class OfferedPages(NamedTuple):
+    """Destination of a request's cache: pages after the prefix, state row, window pages."""
 
     prefix: int
     pages: list[int]
@@ -34,7 +44,7 @@ class Offered(NamedTuple):
 
 
 class RankManager:
-    """What both sides' managers have."""
+    """Common part of both managers."""
 
     supports_host_destination = False
     supports_role_switch = False
@@ -47,7 +57,7 @@ class RankManager:
         settings = self.settings
         return {
             "name": str(settings.replica),
-            "rank": settings.cache.place.rank,
+            "rank": settings.cache.position.rank,
             "model": settings.model,
             "transport": settings.transport,
             "key": settings.key,
@@ -55,29 +65,29 @@ class RankManager:
         }
 
     def prompt_of(self, req: Any) -> Prompt:
-        """What is computed for a request."""
+        """Return a request's prompt."""
         return prompt_of(req, model=self.settings.model, dtype=self.settings.dtype)
 
     def state_row(self, state_indices: Sequence[Any] | None) -> int | None:
-        """A request's row of linear-attention layers; None where the model has none."""
+        """Return a request's state row; None if the model has no linear-attention layers."""
         return row_of(state_indices) if self.settings.cache.states else None
 
     def window_indices(self, state_indices: Sequence[Any] | None) -> list[int]:
-        """A request's pages of sliding-window layers, as SGLang names them."""
-        return [] if self.settings.cache.window is None else _named(state_indices)
+        """Return the pages that SGLang lists for sliding-window layers."""
+        return [] if self.settings.cache.window is None else _pages_in(state_indices)
 
-    def demand_same_pages(self, pages: list[int], state_indices: Sequence[Any] | None) -> None:
-        """Index keys and block scales lie in the pages of K and V, which SGLang names again."""
+    def check_same_pages(self, pages: list[int], state_indices: Sequence[Any] | None) -> None:
+        """Check that index keys and block scales are in the same pages as K and V."""
         if self.settings.cache.names_pages_twice:
-            demand_same_pages(pages, _named(state_indices))
+            check_same_pages(pages, _pages_in(state_indices))
 
-    def complain(self, room: int) -> None:
-        """A room did not end although it was given up."""
+    def log_not_ended(self, room: int) -> None:
+        """Log that a room did not end after its abort."""
         log.error("not-ended room=%s endpoint=%s", room, self.settings.replica)
 
 
-def _named(state_indices: Sequence[Any] | None) -> list[int]:
-    """The pages of the one kind of state that there is."""
+def _pages_in(state_indices: Sequence[Any] | None) -> list[int]:
+    """Return the pages of the only kind of state."""
     if not state_indices:
         return []
     pages: list[int] = np.asarray(state_indices[0]).reshape(-1).tolist()
@@ -85,7 +95,7 @@ def _named(state_indices: Sequence[Any] | None) -> list[int]:
 
 
 class PrefillManager(RankManager):
-    """One prefill rank: a source, registered at its server's bootstrap port."""
+    """Manager of a prefill rank: a source, registered at its server's bootstrap port."""
 
     def __init__(self, kv_args: Any, settings: RankSettings) -> None:
         super().__init__(kv_args, settings)
@@ -98,17 +108,17 @@ class PrefillManager(RankManager):
         )
 
     def register_to_bootstrap(self) -> None:
-        """The endpoint has done so and keeps at it."""
+        """Do nothing: the endpoint registers itself."""
 
     def open(self, room: int) -> Outgoing:
-        """A request begins here: it may wait for decode, and then be computed and carried."""
+        """Open a request's room; its deadline covers bootstrap, prefill and transfer."""
         settings = self.settings
         return self.endpoint.open(room, deadline_s=settings.bootstrap_s + settings.waiting_s)
 
     def refusal(self, room: int, *, named: bool) -> str | None:
-        """Why a request can't be this replica's; None if it can.
+        """Return why a request is at the wrong replica; None if it is not.
 
-        A decode server that was not told another replica looks for a room at ``room % dp_size``.
+        Unless the request names a replica, a decode server uses ``room % dp_size``.
         """
         replica = self.settings.replica
         if named or room % replica.size == replica.rank:
@@ -121,9 +131,9 @@ class PrefillManager(RankManager):
 
 
 class DecodeManager(RankManager):
-    """One decode rank: a target. Its rooms by their number, until SGLang has let go of them."""
+    """Manager of a decode rank: a target, and its rooms until SGLang clears them."""
 
-    # Pages of a failed room are held until nobody can write them any more.
+    # SGLang holds a failed room's pages until is_abort_release_safe().
     supports_deferred_decode_kv_release = True
     enable_deferred_decode_kv_release = True
 
@@ -137,19 +147,21 @@ class DecodeManager(RankManager):
         self._rooms: dict[int, Incoming] = {}
 
     def register_to_bootstrap(self) -> None:
-        """Nobody looks for a decode server: it offers its pages itself."""
+        """Do nothing: prefill servers do not look decode servers up."""
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether the prefill server there is known; asks it if not. SGLang tries 15 times."""
+        """Return whether the prefill server is known; query it if not. SGLang tries 15 times."""
         return self.prefill_info_table.find(bootstrap_addr) is not None
 
     def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
-        """SGLang itself compares which layout a checksum was taken of."""
+        """Return True: SGLang checks itself whether the layouts can be compared."""
         return True
 
-    def receive(self, room: int, view: InstanceView, prompt: Prompt, offered: Offered) -> Incoming:
-        """Offer a room's pages to its prefill server."""
-        self.settings.settled()
+    def receive(
+        self, room: int, view: InstanceView, prompt: Prompt, offered: OfferedPages
+    ) -> Incoming:
+        """Offer a room's pages to the prefill server."""
+        self.settings.synchronize()
         window = self.settings.cache.window
         pages: list[int] | dict[str, list[int]] = offered.pages
         if window is not None:
@@ -169,26 +181,26 @@ class DecodeManager(RankManager):
         return handle
 
     def decline(self, room: int, view: InstanceView) -> None:
-        """Tell a prefill server that a room which was never offered is not wanted."""
-        self.settings.settled()
+        """Tell a prefill server that this room will get no offer."""
+        self.settings.synchronize()
         self.endpoint.decline(room, prefill=view, deadline_s=self.settings.waiting_s)
 
-    def let_go(self, room: int, handle: Incoming) -> None:
-        """SGLang has done with a room."""
+    def forget(self, room: int, handle: Incoming) -> None:
+        """Drop a room that SGLang has cleared."""
         if self._rooms.get(room) is handle:
             del self._rooms[room]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nobody can write a failed room's pages any more."""
+        """Return whether no peer can write to a failed room's pages any more."""
         handle = self._rooms.get(bootstrap_room)
         return handle is None or handle.released
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
-        """Its receiver is cleared next, and that is all."""
+        """Do nothing: clearing the receiver follows."""
 
     def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
-        """SGLang would have a retracted request computed again in the same room."""
-        receiver.refuse(
-            "retraction that recomputes at prefill is not supported; use "
+        """Fail a retracted request that SGLang would prefill again in the same room."""
+        receiver.fail(
+            "recomputing retracted requests at prefill is not supported; use "
             "--disaggregation-decode-retraction-backup"
         )

@@ -1,8 +1,8 @@
-"""The plugin: offers SGLang the transfer backend ``kvferry``.
+"""SGLang plugin that registers the transfer backend ``kvferry``.
 
-SGLang calls ``register`` in each of its processes (entry point group ``sglang.srt.plugins``),
-whatever backend it will use, so nothing is changed there but what it may choose from. What only
-this backend needs is hooked when SGLang asks for its manager, in the scheduler's process.
+SGLang calls ``register`` in each of its processes (entry point group ``sglang.srt.plugins``), also
+if another backend is used, so ``register`` only extends the list of backends. The hooks that this
+backend needs are installed when SGLang creates its manager, in the scheduler's process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _UTILS = "sglang.srt.disaggregation.utils"
 
 
 def register() -> None:
-    """Offer the backend; in a version of SGLang that it was not written against, say so."""
+    """Register the backend; with another version of SGLang, log a warning instead."""
     if sglang.__version__ != VERSION:
         log.warning(
-            "kvferry is not offered: its backend is written against SGLang %s, and this is %s; "
+            "the backend kvferry is not available: it needs SGLang %s, and this is %s; "
             "install sglang==%s",
             VERSION,
             sglang.__version__,
@@ -45,10 +45,10 @@ def register() -> None:
 
 
 def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """SGLang's classes of a backend; ours if it is ours."""
+    """Return SGLang's class for a backend, or this backend's own."""
     if transfer_backend.value != BACKEND or class_type.value == "kvargs":
         return original(transfer_backend, class_type)
-    from kvferry.connectors.sglang.bootstrap import BootstrapServer  # noqa: PLC0415
+    from kvferry.connectors.sglang.prefill_registry import BootstrapServer  # noqa: PLC0415
     from kvferry.connectors.sglang.receiver import RoomReceiver  # noqa: PLC0415
     from kvferry.connectors.sglang.sender import RoomSender  # noqa: PLC0415
 
@@ -62,7 +62,7 @@ def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: A
 
 
 def _new_manager(kv_args: Any, mode: Any, server_args: Any, is_mla: bool | None = False) -> Any:
-    """The manager of this scheduler."""
+    """Return the manager of this scheduler."""
     from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager  # noqa: PLC0415
     from kvferry.connectors.sglang.server_args import settings_of  # noqa: PLC0415
 
@@ -76,28 +76,28 @@ def _new_manager(kv_args: Any, mode: Any, server_args: Any, is_mla: bool | None 
 
 
 def _hook_requests() -> None:
-    """Senders and receivers get to know their requests, of which SGLang tells them the room."""
+    """Pass each request to its sender or receiver; SGLang itself passes only the room."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
     prefill = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
     decode = "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata"
-    HookRegistry.register(prefill, _tell_sender, HookType.AFTER)
-    HookRegistry.register(decode, _tell_receiver, HookType.BEFORE)
+    HookRegistry.register(prefill, _bind_sender, HookType.AFTER)
+    HookRegistry.register(decode, _bind_receiver, HookType.BEFORE)
     HookRegistry.apply_hooks()
 
 
-def _tell_sender(made: bool, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+def _bind_sender(created: bool, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     from kvferry.connectors.sglang.sender import RoomSender  # noqa: PLC0415
 
-    # Warm-up and health checks have a sender of SGLang's own.
-    if made and isinstance(req.disagg_kv_sender, RoomSender):
-        req.disagg_kv_sender.tell(req, queue.scheduler.sliding_window_size)
+    # Warm-up and health checks use a sender of SGLang.
+    if created and isinstance(req.disagg_kv_sender, RoomSender):
+        req.disagg_kv_sender.bind_request(req, queue.scheduler.sliding_window_size)
 
 
-def _tell_receiver(queue: Any, decode_req: Any, *_: Any, **__: Any) -> None:
+def _bind_receiver(queue: Any, decode_req: Any, *_: Any, **__: Any) -> None:
     from kvferry.connectors.sglang.receiver import RoomReceiver  # noqa: PLC0415
 
     if isinstance(decode_req.kv_receiver, RoomReceiver):
-        decode_req.kv_receiver.tell(decode_req.req, queue.scheduler.sliding_window_size)
-        # SGLang would reuse pages that may still be written once it has waited for this long.
+        decode_req.kv_receiver.bind_request(decode_req.req, queue.scheduler.sliding_window_size)
+        # After this timeout SGLang would reuse pages that may still be written.
         queue.transfer_queue.deferred_kv_release_timeout = math.inf

@@ -1,6 +1,6 @@
-"""Pools as one SGLang rank has them: pointers, lengths and page lengths, and whose they are.
+"""Pools of one SGLang rank: addresses, lengths and page lengths. Values only.
 
-Pure, and nothing but values: ``geometry`` says what they mean in kvferry's words.
+``geometry`` translates them to a layout and placements.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ SCALES = "scales"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Which rank of its instance a scheduler is: one data-parallel replica's TP and PP."""
+class RankPosition:
+    """TP and PP rank of a scheduler within its data-parallel replica."""
 
     tp: int
     tp_rank: int
@@ -26,16 +26,16 @@ class Place:
 
     @property
     def rank(self) -> int:
-        """As kvferry counts."""
+        """The rank as kvferry numbers it."""
         return self.pp_rank * self.tp + self.tp_rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heads:
-    """The model's KV heads, and their dimensions.
+class KvHeads:
+    """The model's KV heads and their dimensions.
 
-    A CPU pads them to a multiple of ``padded_for``: all ranks, those of other replicas too where
-    attention is data-parallel.
+    On a CPU, SGLang pads their number to a multiple of ``padded_for``: the TP size of the server,
+    including other replicas with data-parallel attention.
     """
 
     total: int
@@ -45,13 +45,13 @@ class Heads:
 
     @property
     def with_padding(self) -> int:
-        """How many there are with the padding, over one replica's ranks."""
+        """Number of heads including padding, over one replica's ranks."""
         return -(-self.total // self.padded_for) * self.padded_for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """The KV buffers of one rank: K of every layer, then V; for MLA one of each layer."""
+    """KV buffers of one rank: K of every layer, then V; for MLA one per layer."""
 
     addresses: Sequence[int]
     lengths: Sequence[int]
@@ -64,44 +64,44 @@ class Buffers:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPool:
-    """The pool of sliding-window layers, which have pages of their own for the last tokens."""
+    """Pool of sliding-window layers, with pages for the last tokens only."""
 
     num_tokens: int
     buffers: Buffers
 
 
 @dataclass(frozen=True, kw_only=True)
-class BesidePool:
-    """A pool beside K and V in whose pages are the same tokens: block scales, a draft's cache.
+class AuxiliaryPool:
+    """Pool with the same pages as K and V: block scales, or a draft model's cache.
 
-    ``layers`` are the whole instance's; ``heads`` is None for a latent.
+    ``layers`` are those of the whole instance; ``heads`` is None for a latent.
     """
 
     name: str
     layers: tuple[int, ...]
-    heads: Heads | None
+    heads: KvHeads | None
     buffers: Buffers
 
 
 @dataclass(frozen=True, kw_only=True)
 class SglangCache:
-    """What one rank has. ``heads`` is None for MLA; ``stages`` are the layers of each PP stage.
+    """All pools of one rank. ``heads`` is None for MLA; ``stages`` has the layers per PP stage.
 
-    A draft model's layers come after the model's own. ``index`` are index keys, one buffer a layer.
+    A draft model's layers follow the model's. ``index`` has the index keys, a buffer per layer.
     """
 
     num_layers: int
     layers: tuple[int, ...]
     stages: tuple[int, ...]
-    place: Place
-    heads: Heads | None
+    position: RankPosition
+    heads: KvHeads | None
     buffers: Buffers
     states: tuple[StateBuffer, ...] = ()
     window: WindowPool | None = None
-    beside: tuple[BesidePool, ...] = ()
+    auxiliary: tuple[AuxiliaryPool, ...] = ()
     index: Buffers | None = None
 
     @property
     def names_pages_twice(self) -> bool:
-        """Whether SGLang names the pages of something beside K and V that are the same."""
-        return self.index is not None or any(pool.name == SCALES for pool in self.beside)
+        """Whether SGLang lists the same pages again for index keys or block scales."""
+        return self.index is not None or any(pool.name == SCALES for pool in self.auxiliary)

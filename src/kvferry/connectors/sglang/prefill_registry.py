@@ -1,9 +1,8 @@
-"""Prefill servers that a decode rank knows, by the bootstrap address that requests carry.
+"""Prefill servers known to a decode rank, by the bootstrap address that requests carry.
 
-Each address is a discovery service. Who is registered there is asked once, and the instances are
-followed from then on, so that a restart is known before the next request. Questions are asked on
-a discovery client's thread; the scheduler's looks at what is known, and waits only a moment for
-the first answer of an address.
+A bootstrap server is a discovery service. The registry lists its instances once and watches them,
+so that a restart is known before the next request. Discovery clients have their own threads; the
+scheduler's thread reads the last result, and waits only briefly for the first one of an address.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from functools import partial
 from kvferry import (
     ClusterKey,
     DiscoveryClient,
+    DiscoveryServer,
     InputError,
     InstanceView,
     KvferryError,
@@ -22,51 +22,69 @@ from kvferry import (
 )
 from kvferry.connectors.sglang.instances import PrefillInfo, instances_at
 
-# Addresses come from clients, and each costs a thread.
+# Addresses come from clients, and each needs a thread.
 MAX_PREFILLS = 256
-# An answer from a server that is there comes within milliseconds.
-FIRST_ANSWER_S = 0.25
+# A reachable server responds within milliseconds.
+FIRST_RESPONSE_S = 0.25
+
+
+class BootstrapServer:
+    """A prefill server's bootstrap server: a discovery service at SGLang's bootstrap port.
+
+    Without a cluster key it listens on the loopback interface only.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        key = ClusterKey.from_environment()
+        self._server = DiscoveryServer(host, port, key).start()
+
+    def close(self) -> None:
+        """Answer waiting requests, and stop."""
+        self._server.stop()
 
 
 class PrefillServer:
-    """One address. ``info`` and ``view`` are for the scheduler, the rest runs on the client's."""
+    """One bootstrap address.
+
+    The scheduler's thread reads ``info`` and ``view``; callbacks run on the client's thread.
+    """
 
     def __init__(self, address: str, key: ClusterKey | None) -> None:
         self.address = address
-        self.problem = "it has not answered yet"
+        self.problem = "it has not responded yet"
         self._client = DiscoveryClient(f"http://{address}", key)
-        self._asked: Future[Summaries] | None = None
+        self._listing: Future[Summaries] | None = None
         self._info: PrefillInfo | None = None
         self._views: dict[str, InstanceView] = {}
         self._complete = threading.Event()
 
     @property
     def info(self) -> PrefillInfo | None:
-        """Its replicas, if all of them are there."""
+        """The server's replicas, if all are complete."""
         info = self._info
         return (
             info if info is not None and all(name in self._views for name in info.names) else None
         )
 
     def view(self, name: str) -> InstanceView | None:
-        """One of its replicas as it is now."""
+        """Return the last view of a replica."""
         return self._views.get(name)
 
-    def ask(self) -> None:
-        """Ask who is registered, unless that is under way; wait a moment for the first answer."""
-        if self._asked is None or self._asked.done():
-            self._asked = self._client.instances()
-            self._asked.add_done_callback(self._learn)
-        self._complete.wait(FIRST_ANSWER_S)
+    def query(self) -> None:
+        """List the instances, unless a request is pending; wait briefly for the first response."""
+        if self._listing is None or self._listing.done():
+            self._listing = self._client.instances()
+            self._listing.add_done_callback(self._on_listing)
+        self._complete.wait(FIRST_RESPONSE_S)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop the discovery client."""
         self._client.close()
 
-    def _learn(self, asked: Future[Summaries]) -> None:
+    def _on_listing(self, listing: Future[Summaries]) -> None:
         try:
-            # kvferry's own workers announce their HTTP addresses beside their ranks.
-            listed = asked.result().instances
+            # kvferry's own workers also register their HTTP addresses.
+            listed = listing.result().instances
             names = [each.name for each in listed if each.transport != "http"]
             info = instances_at(self.address, names)
         except KvferryError as error:
@@ -76,13 +94,13 @@ class PrefillServer:
             return
         self._info = info
         for name in info.names:
-            self._client.watch(name, partial(self._take, name))
+            self._client.watch(name, partial(self._on_view, name))
 
-    def _take(self, name: str, view: InstanceView | None) -> None:
+    def _on_view(self, name: str, view: InstanceView | None) -> None:
         if view is None:
             self._views.pop(name, None)
             self._complete.clear()
-            self.problem = f"{name} is not there with all its ranks"
+            self.problem = f"a rank of {name} is missing"
             return
         self._views[name] = view
         if self.info is not None:
@@ -90,50 +108,50 @@ class PrefillServer:
 
 
 class PrefillRegistry:
-    """Every address that was ever asked for, within limits. The scheduler's thread."""
+    """All requested addresses, up to a limit. Belongs to the scheduler's thread."""
 
     def __init__(self, key: ClusterKey | None) -> None:
         self._key = key
         self._servers: dict[str, PrefillServer] = {}
-        self._refused = ""
+        self._rejection = ""
 
     def get(self, address: str) -> PrefillInfo | None:
-        """What is known now; SGLang's name for it."""
+        """Return the known server; SGLang calls this method."""
         server = self._servers.get(address)
         return None if server is None else server.info
 
     def find(self, address: str) -> PrefillInfo | None:
-        """The same, and asked for where it is not known."""
+        """Return the server; query the address if it is not known."""
         server = self._server(address)
         if server is None:
             return None
         if server.info is None:
-            server.ask()
+            server.query()
         return server.info
 
     def view(self, address: str, name: str) -> InstanceView | None:
-        """One replica as it is now."""
+        """Return the last view of a replica."""
         server = self._servers.get(address)
         return None if server is None else server.view(name)
 
     def problem(self, address: str) -> str:
-        """Why nothing is known of an address."""
+        """Return why a server cannot be used."""
         server = self._servers.get(address)
-        why = self._refused if server is None else server.problem
-        return f"the prefill server at {address} can't be used: {why}"
+        reason = self._rejection if server is None else server.problem
+        return f"the prefill server at {address} cannot be used: {reason}"
 
     def _server(self, address: str) -> PrefillServer | None:
         if address not in self._servers:
             try:
-                self._make_room()
+                self._drop_unusable()
                 self._servers[address] = PrefillServer(address, self._key)
             except InputError as error:
-                self._refused = str(error)
+                self._rejection = str(error)
                 return None
         return self._servers[address]
 
-    def _make_room(self) -> None:
-        """Forget the first address that leads nowhere, if there are too many."""
+    def _drop_unusable(self) -> None:
+        """At the limit, drop an unusable address, or raise ``InputError``."""
         if len(self._servers) < MAX_PREFILLS:
             return
         for address, server in self._servers.items():

@@ -1,7 +1,4 @@
-"""Prompts as rooms know them: how many tokens, and the digest that tells one from another.
-
-Pure. What SGLang calls a request is read here by its attributes' names.
-"""
+"""Prompts of SGLang's requests: number of tokens and digest. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from kvferry import digest_of
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is computed for a request."""
+    """Length and digest of a prompt."""
 
     num_tokens: int
     digest: bytes
 
 
 def prompt_of(req: Any, *, model: str, dtype: str) -> Prompt:
-    """The prompt of one of SGLang's requests, with all that makes caches of equal ids differ."""
+    """Return a request's prompt. The digest covers all that affects its cache."""
     ids = np.asarray(req.origin_input_ids, np.int64)
     adapters = [str(req.lora_id)] if req.lora_id else []
     extra = {
@@ -30,13 +27,13 @@ def prompt_of(req: Any, *, model: str, dtype: str) -> Prompt:
         for name, value in (("salt", req.cache_salt), ("key", req.extra_key))
         if value
     }
-    for place, number in enumerate(_picture_hashes(req)):
-        extra[f"picture {place}"] = str(number)
+    for i, number in enumerate(_media_hashes(req)):
+        extra[f"picture {i}"] = str(number)
     digest = digest_of(ids, model=model, dtype=dtype, adapters=adapters, extra=extra)
     return Prompt(len(ids), digest)
 
 
-def _picture_hashes(req: Any) -> list[int]:
-    """Of whatever stands behind placeholders: equal ids, other pictures."""
+def _media_hashes(req: Any) -> list[int]:
+    """Return the hashes of images and other media behind placeholder tokens."""
     inputs = req.multimodal_inputs
     return [] if inputs is None else [item.hash for item in inputs.mm_items if item.hash]

@@ -1,7 +1,7 @@
-"""A room at a decode rank, under SGLang's own method names. The scheduler's thread owns it.
+"""A room at a decode rank, behind SGLang's receiver interface. Runs on the scheduler's thread.
 
-SGLang makes one for each request, has it find the prefill server, gives it pages once it has
-some, and polls. What can't be done fails this room and no other.
+SGLang creates one per request, lets it find the prefill server, passes pages when it has some, and
+polls. Errors fail only this room.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import Incoming, KvferryError, Status
-from kvferry.connectors.sglang.failures import RoomFailed
-from kvferry.connectors.sglang.managers import DecodeManager, Offered
+from kvferry.connectors.sglang.managers import DecodeManager, OfferedPages, RoomFailed
 from kvferry.connectors.sglang.metadata import decoded
 from kvferry.connectors.sglang.prompts import Prompt
-from kvferry.connectors.sglang.windows import demand_covered
+from kvferry.connectors.sglang.windows import check_window
 
 log = logging.getLogger("kvferry.connectors.sglang")
 
 
 class RoomReceiver:
-    """One request's cache, on its way to this rank."""
+    """Transfer of one request's cache to this rank."""
 
     supports_host_destination = False
     require_staging = False
-    # Whom SGLang would wait for; the handle itself knows when its pages are free.
+    # Prefill ranks that SGLang would wait for; the handle knows itself when its pages are free.
     bootstrap_infos: Sequence[Any] = ()
 
     def __init__(
@@ -45,31 +44,31 @@ class RoomReceiver:
         self._filled = False
         self._refusal: str | None = None
         if not bootstrap_room:
-            self.refuse("a room is a number above 0; SGLang takes 0 for a row that is not filled")
+            self.fail("a room id must be above 0; SGLang uses 0 for a row that is not filled")
 
     @property
     def conclude_state(self) -> int | None:
-        """As SGLang reads it: None while nothing is decided."""
+        """The final status; None while the room is open. SGLang reads it."""
         status = self.poll()
         return status if status in (Status.FAILED, Status.DONE) else None
 
-    # ------------------------------------------------------------ what SGLang asks for
+    # ------------------------------------------------------------ requests of SGLang
 
-    def tell(self, req: Any, window: int | None = None) -> None:
-        """Which request this is, and SGLang's window; called by our hook before pages are."""
+    def bind_request(self, req: Any, window: int | None = None) -> None:
+        """Take the request and SGLang's window; a hook calls it before ``send_metadata``."""
         self._prompt = self.kv_mgr.prompt_of(req)
         try:
-            demand_covered(self.kv_mgr.settings.cache.window, window)
+            check_window(self.kv_mgr.settings.cache.window, window)
         except KvferryError as error:
-            self.refuse(str(error))
+            self.fail(str(error))
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Of the prefill server's replicas, it is that one."""
+        """Select the prefill server's replica."""
         info = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
         if info is None:
-            self.refuse(self.kv_mgr.prefill_info_table.problem(self.bootstrap_addr))
+            self.fail(self.kv_mgr.prefill_info_table.problem(self.bootstrap_addr))
         elif not 0 <= prefill_dp_rank < info.dp_size:
-            self.refuse(f"there is no replica {prefill_dp_rank}; prefill has {info.dp_size}")
+            self.fail(f"replica {prefill_dp_rank} does not exist; prefill has {info.dp_size}")
         else:
             self._prefill = info.names[prefill_dp_rank]
 
@@ -81,18 +80,18 @@ class RoomReceiver:
         decode_prefix_len: int | None = None,
         **_: Any,
     ) -> None:
-        """Offer these pages, those behind the prefix that is cached here."""
+        """Offer pages for the tokens after the cached prefix."""
         self._row = -1 if aux_index is None else aux_index
         if self._refusal is not None:
             return
         view = self.kv_mgr.prefill_info_table.view(self.bootstrap_addr, self._prefill or "")
         if view is None or self._prompt is None:
-            self.refuse(self.kv_mgr.prefill_info_table.problem(self.bootstrap_addr))
+            self.fail(self.kv_mgr.prefill_info_table.problem(self.bootstrap_addr))
             return
         try:
             pages = np.asarray(kv_indices).tolist()
-            self.kv_mgr.demand_same_pages(pages, state_indices)
-            offer = Offered(
+            self.kv_mgr.check_same_pages(pages, state_indices)
+            offer = OfferedPages(
                 prefix=decode_prefix_len or 0,
                 pages=pages,
                 state=self.kv_mgr.state_row(state_indices),
@@ -100,12 +99,12 @@ class RoomReceiver:
             )
             self._handle = self.kv_mgr.receive(self.bootstrap_room, view, self._prompt, offer)
         except KvferryError as error:
-            self.refuse(str(error))
+            self.fail(str(error))
 
-    # ------------------------------------------------------------ how it stands
+    # ------------------------------------------------------------ status
 
     def poll(self) -> int:
-        """As SGLang counts: our statuses have its numbers."""
+        """Return the status; ``Status`` has the numbers of SGLang's ``KVPoll``."""
         if self._refusal is not None:
             return Status.FAILED
         if self._handle is None:
@@ -116,33 +115,33 @@ class RoomReceiver:
         return int(self._handle.status)
 
     def _fill(self, handle: Incoming) -> None:
-        """The request's metadata row: SGLang begins when its room is there."""
+        """Write the request's metadata row; SGLang starts decoding when it has the room id."""
         rows = self.kv_mgr.settings.rows
         self._filled = True
         try:
             rows.write(self._row, decoded(handle.metadata, rows.shape, self.bootstrap_room))
         except KvferryError as error:
-            self.refuse(str(error))
+            self.fail(str(error))
 
-    def refuse(self, why: str) -> None:
-        """This room can't be filled. Prefill hears of it, whether its pages were offered or not."""
+    def fail(self, reason: str) -> None:
+        """Fail this room, and tell the prefill server."""
         if self._refusal is None and self._handle is None:
             self._decline()
-        self._refusal = self._refusal or why
+        self._refusal = self._refusal or reason
         self._abort_handle()
 
     def _decline(self) -> None:
         view = self.kv_mgr.prefill_info_table.view(self.bootstrap_addr, self._prefill or "")
         if view is None:
-            # Nobody knows whom to tell; prefill's own deadline ends the room there.
+            # The prefill server is unknown; its own deadline ends the room there.
             return
         try:
             self.kv_mgr.decline(self.bootstrap_room, view)
         except KvferryError as error:
-            log.warning("not-declined room=%r why=%r", self.bootstrap_room, str(error))
+            log.warning("not-declined room=%r reason=%r", self.bootstrap_room, str(error))
 
     def failure_exception(self) -> None:
-        """Raise why it failed."""
+        """Raise the reason of the failure."""
         if self._refusal is not None:
             raise RoomFailed(self.bootstrap_room, self._refusal)
         own = self._handle.failure if self._handle is not None else None
@@ -151,16 +150,16 @@ class RoomReceiver:
         raise RoomFailed(self.bootstrap_room, str(own))
 
     def abort(self) -> None:
-        """Give the room up. Its pages are held until nobody can write them."""
+        """Abort the room. Its pages are held until no peer can write to them."""
         if self._handle is None:
             table = self.kv_mgr.prefill_info_table
             known = table.get(self.bootstrap_addr) is not None
-            self.refuse("aborted by SGLang" if known else table.problem(self.bootstrap_addr))
+            self.fail("aborted by SGLang" if known else table.problem(self.bootstrap_addr))
         else:
             self._abort_handle()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Another rank's part failed, or ours: it ends here too, and the pages wait."""
+        """Abort after a failure at this or another rank."""
         self._abort_handle()
 
     def _abort_handle(self) -> None:
@@ -169,6 +168,6 @@ class RoomReceiver:
             self._handle.abort()
 
     def clear(self) -> None:
-        """SGLang has done with the room."""
+        """Release the room's handle; SGLang calls this last."""
         if self._handle is not None:
-            self.kv_mgr.let_go(self.bootstrap_room, self._handle)
+            self.kv_mgr.forget(self.bootstrap_room, self._handle)

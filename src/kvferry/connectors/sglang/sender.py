@@ -1,7 +1,7 @@
-"""A room at a prefill rank, under SGLang's own method names. The scheduler's thread owns it.
+"""A room at a prefill rank, behind SGLang's sender interface. Runs on the scheduler's thread.
 
-SGLang makes one for each request, sends its pages chunk by chunk, and polls. What can't be done
-fails this room and no other.
+SGLang creates one per request, sends its pages chunk by chunk, and polls. Errors fail only this
+room.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import KvferryError, Outgoing, Status, Waitable
-from kvferry.connectors.sglang.failures import RoomFailed
 from kvferry.connectors.sglang.geometry import KV, WINDOW
-from kvferry.connectors.sglang.managers import PrefillManager
+from kvferry.connectors.sglang.managers import PrefillManager, RoomFailed
 from kvferry.connectors.sglang.metadata import encoded
 from kvferry.connectors.sglang.prompts import Prompt
-from kvferry.connectors.sglang.windows import demand_covered, first_kept, window_pages
+from kvferry.connectors.sglang.windows import check_window, first_kept, window_pages
 
-# The owner's thread ends a room in well under a millisecond; this long only if it hangs.
+# The loop ends a room in less than a millisecond, unless it hangs.
 ABORT_S = 5.0
 
 
 @dataclass
 class TransferMetric:
-    """A room's transfer in SGLang's names: what was written for it, first push to last byte."""
+    """SGLang's metrics of a transfer: bytes written, and time from first push to last byte."""
 
     transfer_latency_s: float | None = None
     alloc_latency_s: float | None = None
@@ -36,7 +35,7 @@ class TransferMetric:
 
 
 class RoomSender:
-    """One request's cache, on its way from this rank."""
+    """Transfer of one request's cache from this rank."""
 
     def __init__(
         self,
@@ -47,13 +46,13 @@ class RoomSender:
     ) -> None:
         self.kv_mgr = mgr
         self.bootstrap_room = bootstrap_room
-        # SGLang sets it where a chunk was sent before its pages are known to be written.
+        # SGLang sets it if it sends a chunk before the kernels have written its pages.
         self._early_send_wait_event: Waitable | None = None
         self._prompt: Prompt | None = None
         self._row = -1
         self._num_pages = 0
         self._pages_sent: list[int] = []
-        # What was given, and of it what was pushed; the pages between wait for the window's.
+        # Tokens that SGLang has sent, and those pushed; the pages between wait for window pages.
         self._tokens_sent = 0
         self._tokens_pushed = 0
         self._held: list[int] = []
@@ -74,35 +73,35 @@ class RoomSender:
     def _note_end(self) -> None:
         self._ended = time.monotonic()
 
-    # ------------------------------------------------------------ what SGLang asks for
+    # ------------------------------------------------------------ requests of SGLang
 
-    def tell(self, req: Any, window: int | None = None) -> None:
-        """Which request this is, and SGLang's window; called by our hook before it is sent."""
+    def bind_request(self, req: Any, window: int | None = None) -> None:
+        """Take the request and SGLang's window; the plugin's hook calls it before ``send``."""
         self._prompt = self.kv_mgr.prompt_of(req)
         try:
-            demand_covered(self.kv_mgr.settings.cache.window, window)
+            check_window(self.kv_mgr.settings.cache.window, window)
         except KvferryError as error:
-            self._give_up(str(error))
+            self._abort(str(error))
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """The room is about to be filled: so many pages, and that metadata row."""
+        """Take the number of pages and the metadata row."""
         self._num_pages = num_kv_indices
         self._row = -1 if aux_index is None else aux_index
 
     def pop_decode_prefix_len(self) -> int:
-        """Nothing is left out here: what decode has already is not written anyway."""
+        """Return 0: SGLang passes all pages, and kvferry skips what decode has cached."""
         return 0
 
     def get_max_transfer_tokens(self) -> int | None:
-        """Chunks may be of any size."""
+        """Return None: chunks may have any size."""
         return None
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
-        """The last one closes the room, be it empty."""
+        """Return whether to send a chunk: also an empty one if it is the last."""
         return num_pages > 0 or last_chunk
 
     def mark_prefill_complete(self) -> None:
-        """Only SGLang's deferred allocation wants to hear it, which is refused."""
+        """Do nothing: it serves deferred allocation, which is not supported."""
 
     def send(
         self,
@@ -110,26 +109,26 @@ class RoomSender:
         state_indices: Sequence[Any] | None = None,
         num_kv_tokens: int | None = None,
     ) -> None:
-        """These pages hold the next tokens. The last chunk carries state, be it an empty list."""
+        """Push the next tokens' pages. The last chunk has ``state_indices``, possibly empty."""
         if self._handle is None or self._handle.failure is not None:
             return
-        after = self._early_send_wait_event or self.kv_mgr.settings.computed()
+        after = self._early_send_wait_event or self.kv_mgr.settings.record_event()
         self._early_send_wait_event = None
         pages: list[int] = np.asarray(kv_indices).tolist()
         num_tokens = self._tokens_in(len(pages), num_kv_tokens)
         self._pages_sent += pages
         try:
             last = state_indices is not None or len(self._pages_sent) >= self._num_pages
-            self._take(self._handle, pages, num_tokens, after)
+            self._add_chunk(self._handle, pages, num_tokens, after)
             if last:
-                self.kv_mgr.demand_same_pages(self._pages_sent, state_indices)
+                self.kv_mgr.check_same_pages(self._pages_sent, state_indices)
                 self._push_window(self._handle, state_indices, after)
                 self._close(self._handle, self.kv_mgr.state_row(state_indices), after)
         except KvferryError as error:
-            self._give_up(str(error))
+            self._abort(str(error))
 
     def _tokens_in(self, num_pages: int, given: int | None) -> int:
-        """How many tokens a chunk has; whole pages where SGLang did not say."""
+        """Return a chunk's number of tokens; whole pages if SGLang does not report it."""
         if given is not None:
             return given
         page_tokens = self.kv_mgr.settings.cache.buffers.page_tokens
@@ -138,10 +137,10 @@ class RoomSender:
             most if self._prompt is None else min(most, self._prompt.num_tokens - self._tokens_sent)
         )
 
-    def _take(
+    def _add_chunk(
         self, handle: Outgoing, pages: list[int], num_tokens: int, after: Waitable | None
     ) -> None:
-        """Push a chunk, up to where a window begins: its pages come with the last chunk."""
+        """Push a chunk up to the window, whose pages come with the last chunk."""
         if num_tokens <= 0:
             return
         if self._began is None:
@@ -165,7 +164,7 @@ class RoomSender:
             self._push(handle, self._tokens_sent, kept, after)
 
     def _push(self, handle: Outgoing, end: int, kept: list[int], after: Waitable | None) -> None:
-        """All up to there; ``kept`` are the window's pages, none in front of it."""
+        """Push all tokens before ``end``; ``kept`` are the pages of the window, empty before it."""
         first, page_tokens = self._tokens_pushed, self.kv_mgr.settings.cache.buffers.page_tokens
         if end <= first:
             return
@@ -179,38 +178,38 @@ class RoomSender:
         handle.push((first, end), given, after=after)
 
     def _close(self, handle: Outgoing, state: int | None, after: Waitable | None) -> None:
-        """The metadata goes along with every last chunk, whether there is any state or not."""
+        """Close the room with its metadata."""
         rows = self.kv_mgr.settings.rows
         metadata = encoded(rows.read(self._row), rows.shape)
         digest = b"" if self._prompt is None else self._prompt.digest
         tokens = self._tokens_sent
         handle.close(metadata, states=state, tokens=tokens, after=after, digest=digest)
 
-    # ------------------------------------------------------------ how it stands
+    # ------------------------------------------------------------ status
 
     def poll(self) -> int:
-        """As SGLang counts: our statuses have its numbers."""
+        """Return the status; ``Status`` has the numbers of SGLang's ``KVPoll``."""
         if self._handle is None:
             return Status.FAILED
         status = self._handle.status
-        # Until then it is not known how much was carried.
+        # The number of bytes is known only after the release.
         if status is Status.DONE and not self._handle.released:
             return Status.MOVING
         return int(status)
 
     def poll_pp_consensus(self) -> int:
-        """Of this stage; the stages agree on the lowest."""
+        """Return this stage's status; SGLang takes the lowest of all stages."""
         return self.poll()
 
     def get_transfer_metric(self) -> TransferMetric:
-        """What was really written, and in which time."""
+        """Return the bytes written, and the time they took."""
         if self._handle is None or self._began is None or self._ended is None:
             return TransferMetric()
         carried = sum(self._handle.carried.values())
         return TransferMetric(self._ended - self._began, None, carried)
 
     def failure_exception(self) -> None:
-        """Raise why it failed. If only another rank's part did, this one's ends here too."""
+        """Raise the reason of the failure. If only another rank failed, abort here too."""
         if self._handle is None:
             raise RoomFailed(self.bootstrap_room, self._refusal or "the room was never opened")
         own = self._handle.failure
@@ -220,18 +219,18 @@ class RoomSender:
         raise RoomFailed(self.bootstrap_room, self._refusal or str(own))
 
     def abort(self) -> None:
-        """Give the room up. SGLang reuses the pages when this returns, so it waits for the end."""
-        self._give_up("aborted by SGLang")
+        """Abort the room and wait for its end, because SGLang reuses the pages afterwards."""
+        self._abort("aborted by SGLang")
 
-    def _give_up(self, why: str) -> None:
+    def _abort(self, reason: str) -> None:
         if self._handle is None:
             return
-        self._refusal = self._refusal or why
+        self._refusal = self._refusal or reason
         self._handle.abort()
         try:
             self._handle.wait(ABORT_S)
         except TimeoutError:
-            self.kv_mgr.complain(self.bootstrap_room)
+            self.kv_mgr.log_not_ended(self.bootstrap_room)
 
     def clear(self) -> None:
-        """Nothing is kept of a room that has ended."""
+        """Do nothing: an ended room holds no resources."""

@@ -1,7 +1,6 @@
-"""Facts of a running SGLang scheduler, as settings: the one place that asks SGLang about itself.
+"""Settings of this backend, read from a running SGLang scheduler.
 
-Written against the version that ``plugin`` names. What this backend can't carry is refused before
-anything is sent, with a sentence (``support``).
+Written against the version that ``plugin`` names. ``compat`` rejects unsupported configurations.
 """
 
 from __future__ import annotations
@@ -29,40 +28,40 @@ from kvferry.connectors.sglang.compat import (
     INDEX_KEYS,
     ROWS,
     WINDOWS,
-    demand_supported,
+    check_supported,
 )
-from kvferry.connectors.sglang.index_keys import filled
+from kvferry.connectors.sglang.index_keys import with_index_keys
 from kvferry.connectors.sglang.instances import Replica
+from kvferry.connectors.sglang.metadata import MetadataRows
 from kvferry.connectors.sglang.pools import (
     DRAFT,
     SCALES,
-    BesidePool,
+    AuxiliaryPool,
     Buffers,
-    Heads,
-    Place,
+    KvHeads,
+    RankPosition,
     SglangCache,
     WindowPool,
 )
-from kvferry.connectors.sglang.rows import MetadataRows
 from kvferry.connectors.sglang.settings import (
     HOST,
     RankSettings,
     dtype_of,
     liveness_in,
     model_of,
-    nothing_waits,
+    no_synchronization,
     transport_in,
 )
 from kvferry.connectors.sglang.states import StateBuffer
 
-# Entries of K or V that have a scale in common.
-SCALED_TOGETHER = 32
+# Elements of K or V per block scale.
+SCALE_BLOCK = 32
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def settings_of(kv_args: Any, server_args: Any, *, is_mla: bool, is_prefill: bool) -> RankSettings:
-    """Everything that an endpoint of this scheduler needs."""
-    demand_supported(kv_args, is_mla=is_mla)
+    """Return the settings of this scheduler's endpoint."""
+    check_supported(kv_args, is_mla=is_mla)
     model = ModelConfig.from_server_args(server_args)
     draft = _draft_model(kv_args, server_args)
     key = ClusterKey.from_environment()
@@ -85,8 +84,8 @@ def settings_of(kv_args: Any, server_args: Any, *, is_mla: bool, is_prefill: boo
         config=EndpointConfig(host=host, protocol=liveness_in(os.environ)),
         discovery=_discovery() if is_prefill else None,
         key=key,
-        computed=EventRecorder(_device(gpu)).computed,
-        settled=nothing_waits if gpu is None else _settled,
+        record_event=EventRecorder(_device(gpu)).computed,
+        synchronize=no_synchronization if gpu is None else _synchronize,
     )
 
 
@@ -97,14 +96,14 @@ def _cache(kv_args: Any, model: Any, draft: Any, *, is_mla: bool, gpu: int | Non
         get_pp_indices(num_layers, stage, parallel.pp_size) for stage in range(parallel.pp_size)
     ]
     first, end = spans[parallel.pp_rank]
-    window = _window(kv_args, model, gpu)
+    own = _kv_buffers(kv_args, model, gpu)
+    window = _window(kv_args, model, own)
     listed = tuple(
         dict.fromkeys(model.full_attention_layer_ids if window else _target_layer_ids(kv_args))
     )
-    own = _kv_buffers(kv_args, model, gpu)
     layers = tuple(sorted(listed)) or tuple(range(num_layers))
     heads = None if is_mla else _heads(model, gpu)
-    drafts = _draft(kv_args, num_layers, draft, gpu)
+    drafts = _draft(kv_args, num_layers, draft, own, gpu)
     num_draft = sum(len(pool.layers) for pool in drafts)
     stages = [end - first for first, end in spans]
     stages[-1] += num_draft
@@ -113,7 +112,7 @@ def _cache(kv_args: Any, model: Any, draft: Any, *, is_mla: bool, gpu: int | Non
         num_layers=num_layers + num_draft,
         layers=layers,
         stages=tuple(stages),
-        place=Place(
+        position=RankPosition(
             tp=parallel.attn_tp_size,
             tp_rank=parallel.attn_tp_rank,
             pp=parallel.pp_size,
@@ -123,13 +122,13 @@ def _cache(kv_args: Any, model: Any, draft: Any, *, is_mla: bool, gpu: int | Non
         buffers=replace(own, layers=here),
         states=_states(kv_args),
         window=window,
-        beside=(*_scales(kv_args, layers, here, heads, own), *drafts),
+        auxiliary=(*_scales(kv_args, layers, here, heads, own), *drafts),
         index=_index(kv_args, here, drafts, own),
     )
 
 
 def _kv_buffers(kv_args: Any, model: Any, gpu: int | None) -> Buffers:
-    """K and V of the model itself, whatever its layers; a draft's come behind them."""
+    """Return the model's own K and V buffers; a draft's follow them in SGLang's lists."""
     end = len(kv_args.kv_data_ptrs) - kv_args.num_draft_entries
     return Buffers(
         addresses=kv_args.kv_data_ptrs[:end],
@@ -148,7 +147,7 @@ def _target_layer_ids(kv_args: Any) -> list[int]:
 
 
 def _state_buffers(kv_args: Any, kind: str, like: Buffers) -> Buffers | None:
-    """Pages of a kind of state, if that is what SGLang has."""
+    """Return the buffers of a kind of state, if the model has it."""
     if not kv_args.state_types or kv_args.state_types[0].value != kind:
         return None
     return replace(
@@ -159,16 +158,16 @@ def _state_buffers(kv_args: Any, kind: str, like: Buffers) -> Buffers | None:
     )
 
 
-def _window(kv_args: Any, model: Any, gpu: int | None) -> WindowPool | None:
-    """The pool of sliding-window layers, if there is one."""
-    buffers = _state_buffers(kv_args, WINDOWS, _kv_buffers(kv_args, model, gpu))
+def _window(kv_args: Any, model: Any, own: Buffers) -> WindowPool | None:
+    """Return the pool of sliding-window layers, if there is one."""
+    buffers = _state_buffers(kv_args, WINDOWS, own)
     if buffers is None:
         return None
     layers, num_tokens = model.swa_attention_layer_ids, model.sliding_window_size
     if not (layers and num_tokens and model.full_attention_layer_ids):
         raise InputError(
-            "SGLang does not say which of this model's layers have a sliding window, or how long "
-            "it is, so kvferry's backend can't carry it; use --disable-hybrid-swa-memory"
+            "SGLang does not report this model's sliding-window layers or the window's length; "
+            "use --disable-hybrid-swa-memory"
         )
     return WindowPool(num_tokens=num_tokens, buffers=replace(buffers, layers=tuple(layers)))
 
@@ -177,44 +176,43 @@ def _scales(
     kv_args: Any,
     layers: tuple[int, ...],
     here: tuple[int, ...],
-    heads: Heads | None,
+    heads: KvHeads | None,
     own: Buffers,
-) -> tuple[BesidePool, ...]:
-    """The block scales of K and V, if they have any; ``here`` are this stage's layers."""
+) -> tuple[AuxiliaryPool, ...]:
+    """Return the block scales of K and V, if any; ``here`` are this stage's layers."""
     buffers = _state_buffers(kv_args, BLOCK_SCALES, own)
     if buffers is None or heads is None:
         return ()
-    scaled = replace(
-        heads, k_dim=heads.k_dim // SCALED_TOGETHER, v_dim=heads.v_dim // SCALED_TOGETHER
-    )
+    scaled = replace(heads, k_dim=heads.k_dim // SCALE_BLOCK, v_dim=heads.v_dim // SCALE_BLOCK)
     buffers = replace(buffers, layers=here, dtype=DType.UINT8)
-    return (BesidePool(name=SCALES, layers=layers, heads=scaled, buffers=buffers),)
+    return (AuxiliaryPool(name=SCALES, layers=layers, heads=scaled, buffers=buffers),)
 
 
-def _draft(kv_args: Any, num_layers: int, model: Any, gpu: int | None) -> tuple[BesidePool, ...]:
-    """A draft model's cache, whose layers are numbered behind the model's."""
+def _draft(
+    kv_args: Any, num_layers: int, model: Any, own: Buffers, gpu: int | None
+) -> tuple[AuxiliaryPool, ...]:
+    """Return a draft model's cache; its layer numbers follow the model's."""
     num_entries = kv_args.num_draft_entries
     if num_entries == 0:
         return ()
     heads = None if model.attention_arch == AttentionArch.MLA else _heads(model, gpu)
     num_draft = num_entries if heads is None else num_entries // 2
     layers = tuple(range(num_layers, num_layers + num_draft))
-    buffers = Buffers(
+    buffers = replace(
+        own,
         addresses=kv_args.kv_data_ptrs[-num_entries:],
         lengths=kv_args.kv_data_lens[-num_entries:],
         page_lengths=kv_args.kv_item_lens[-num_entries:],
         layers=layers,
-        page_tokens=kv_args.page_size,
         dtype=_cache_dtype(kv_args, model),
-        device="cpu" if gpu is None else f"cuda:{gpu}",
     )
-    return (BesidePool(name=DRAFT, layers=layers, heads=heads, buffers=buffers),)
+    return (AuxiliaryPool(name=DRAFT, layers=layers, heads=heads, buffers=buffers),)
 
 
 def _index(
-    kv_args: Any, here: tuple[int, ...], drafts: tuple[BesidePool, ...], own: Buffers
+    kv_args: Any, here: tuple[int, ...], drafts: tuple[AuxiliaryPool, ...], own: Buffers
 ) -> Buffers | None:
-    """The index keys, if there are any; a draft's come behind the model's, if it has some."""
+    """Return the index keys, if any; a draft's follow the model's."""
     buffers = _state_buffers(kv_args, INDEX_KEYS, own)
     if buffers is None:
         return None
@@ -226,17 +224,17 @@ def _index(
             f"supported"
         )
     staged = get_parallel().pp_size > 1
-    return filled(replace(buffers, layers=every[:num]), staged=staged)
+    return with_index_keys(replace(buffers, layers=every[:num]), staged=staged)
 
 
 def _states(kv_args: Any) -> tuple[StateBuffer, ...]:
-    """The rows of linear-attention layers; SGLang names the first kind of state so, if any."""
+    """Return the state rows of linear-attention layers, if any."""
     if not kv_args.state_types or kv_args.state_types[0].value != ROWS:
         return ()
     if len(kv_args.state_layer_ids[0]) != len(kv_args.state_data_ptrs[0]):
         raise InputError(
-            "SGLang does not say which layers this model's state belongs to, so kvferry's "
-            "backend can't carry it; use another backend for this model"
+            "SGLang does not report the layers of this model's state; use another transfer "
+            "backend for this model"
         )
     rows = zip(
         kv_args.state_data_ptrs[0],
@@ -262,10 +260,10 @@ def _states(kv_args: Any) -> tuple[StateBuffer, ...]:
     )
 
 
-def _heads(model: Any, gpu: int | None) -> Heads:
-    # Where SGLang pads heads, it writes down how many there were.
+def _heads(model: Any, gpu: int | None) -> KvHeads:
+    # Set by SGLang if it padded the heads.
     total = getattr(model.hf_text_config, "original_total_num_kv_heads", None)
-    return Heads(
+    return KvHeads(
         total=total or model.get_total_num_kv_heads(),
         k_dim=model.head_dim,
         v_dim=model.v_head_dim,
@@ -281,7 +279,7 @@ def _cache_dtype(kv_args: Any, model: Any) -> DType:
 
 
 def _draft_model(kv_args: Any, server_args: Any) -> Any:
-    """SGLang's configuration of the draft model; None where no cache of one is carried."""
+    """Return SGLang's configuration of the draft model; None without one."""
     if kv_args.num_draft_entries == 0:
         return None
     return ModelConfig.from_server_args(
@@ -302,7 +300,7 @@ def _replica(host: str, *, is_prefill: bool) -> Replica:
 
 
 def _discovery() -> str:
-    """Where this server's bootstrap server listens."""
+    """Return the URL of this server's bootstrap server."""
     where = get_parallel().dist_init_addr
     host = NetworkAddress.parse(where).resolved().host if where else get_serving().host
     port = get_disagg().disaggregation_bootstrap_port
@@ -311,14 +309,14 @@ def _discovery() -> str:
 
 
 def _host(key: ClusterKey | None) -> str:
-    """Where peers reach this rank; without a key, nobody from another machine does."""
+    """Return the address where peers reach this rank; loopback without a cluster key."""
     if HOST in os.environ:
         return os.environ[HOST]
     return "127.0.0.1" if key is None else str(get_local_ip_auto())
 
 
 def _gpu() -> int | None:
-    """The GPU of this scheduler; None on a CPU."""
+    """Return this scheduler's GPU; None on a CPU."""
     device = get_device()
     return int(device.gpu_id) if str(device.device).startswith("cuda") else None
 
@@ -327,6 +325,6 @@ def _device(gpu: int | None) -> torch.device:
     return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
-def _settled() -> None:
-    """Whoever had the pages before may have left kernels in the queue that write them."""
+def _synchronize() -> None:
+    """Wait for kernels of earlier requests that may still write to the offered pages."""
     torch.cuda.current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""Settings of one scheduler rank: what SGLang and the environment say, as one value."""
+"""Settings of one scheduler rank, from SGLang and the environment."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from kvferry import (
 )
 from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
 from kvferry.connectors.sglang.instances import Replica
+from kvferry.connectors.sglang.metadata import MetadataRows
 from kvferry.connectors.sglang.pools import SglangCache
-from kvferry.connectors.sglang.rows import MetadataRows
 
 TRANSPORT = "KVFERRY_TRANSPORT"
 HOST = "KVFERRY_HOST"
-# A word of the user's for the checkpoint, where the two sides keep it in different forms.
+# The user's name for the checkpoint, if the two sides store it in different formats.
 MODEL = "KVFERRY_MODEL"
 DEFAULT_TRANSPORT = "auto"
 
 
-def nothing_computes() -> Waitable | None:
-    """On a CPU what was called for is done."""
+def no_pending_work() -> Waitable | None:
+    """Return None: on a CPU no work is pending."""
     return None
 
 
-def nothing_waits() -> None:
-    """And nobody has left anything in a queue."""
+def no_synchronization() -> None:
+    """Do nothing: on a CPU no kernels are queued."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
-    """All that an endpoint of one rank needs.
+    """Settings of one rank's endpoint.
 
-    ``model`` and ``dtype`` tell one cache from another. ``discovery`` is the bootstrap address
-    of a prefill server; a decode server learns each from requests. ``computed`` gives what has
-    happened once the GPU has done all that it was given, ``settled`` waits for it.
+    ``model`` and ``dtype`` identify the cache's contents. ``discovery`` is the bootstrap URL of a
+    prefill server; a decode server learns the URLs from requests. ``record_event`` returns an event
+    that completes after all work queued on the GPU; ``synchronize`` waits for that work.
     """
 
     cache: SglangCache
@@ -60,19 +60,19 @@ class RankSettings:
     config: EndpointConfig = field(default_factory=EndpointConfig)
     discovery: str | None = None
     key: ClusterKey | None = None
-    computed: Callable[[], Waitable | None] = nothing_computes
-    settled: Callable[[], None] = nothing_waits
+    record_event: Callable[[], Waitable | None] = no_pending_work
+    synchronize: Callable[[], None] = no_synchronization
 
 
 def dtype_of(model: Any) -> str:
-    """What a model is computed in; ``model`` is SGLang's ``ModelConfig``."""
+    """Return the dtype that a model computes in; ``model`` is SGLang's ``ModelConfig``."""
     return str(DType.parse(str(model.dtype)))
 
 
 def model_of(
     model: Any, server_args: Any, environment: Mapping[str, str], draft: Any = None
 ) -> str:
-    """What both sides must have in common, as SGLang serves it; a draft whose cache is carried."""
+    """Return the fingerprint of the model and of the draft whose cache is transferred, if any."""
     overrides = json.loads(server_args.json_model_override_args or "{}")
     if draft is not None:
         overrides["draft model"] = _fingerprint(draft, server_args, environment, {})
@@ -94,22 +94,22 @@ def _fingerprint(
 
 
 def transport_in(environment: Mapping[str, str]) -> str:
-    """The transport that is asked for."""
+    """Return the configured transport."""
     return environment.get(TRANSPORT) or DEFAULT_TRANSPORT
 
 
 def liveness_in(environment: Mapping[str, str]) -> ProtocolConfig:
-    """How long a peer may be silent, as the environment says it."""
+    """Return the liveness timeouts that the environment sets."""
     config = LIVENESS
     for name in LIVENESS_SETTINGS:
         variable = f"KVFERRY_{name.upper()}"
-        said = environment.get(variable)
-        if said:
+        text = environment.get(variable)
+        if text:
             try:
-                config = replace(config, **{name: float(said)})
+                config = replace(config, **{name: float(text)})
             except ValueError as error:
                 raise InputError(
-                    f"{variable} is a number of seconds, such as "
-                    f"{getattr(LIVENESS, name):g}, and {said!r:.80} can't be used: {error}"
+                    f"{variable} must be a number of seconds, such as "
+                    f"{getattr(LIVENESS, name):g}, not {text!r:.80}: {error}"
                 ) from None
     return config

@@ -1,7 +1,4 @@
-"""The state rows of SGLang's linear-attention layers: one buffer a layer for each kind of state.
-
-Pure.
-"""
+"""State rows of SGLang's linear-attention layers: a buffer per layer and kind of state. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +14,15 @@ from kvferry.connectors.states import StateForm, groups_of, parts_of
 
 @dataclass(frozen=True, kw_only=True)
 class StateBuffer(StateForm):
-    """One layer of one kind of state: rows of that form, one behind the other."""
+    """Consecutive rows of one layer and one kind of state."""
 
     address: int
     length: int
     layer: int
 
 
-def kinds_of(buffers: Sequence[StateBuffer]) -> list[list[StateBuffer]]:
-    """The buffers by kind: SGLang lists the layers of one kind, then those of the next."""
+def split_kinds(buffers: Sequence[StateBuffer]) -> list[list[StateBuffer]]:
+    """Split the buffers by kind; SGLang lists all layers of one kind before the next kind."""
     kinds: list[list[StateBuffer]] = []
     for buffer in buffers:
         if not kinds or buffer.layer in {known.layer for known in kinds[-1]}:
@@ -35,20 +32,20 @@ def kinds_of(buffers: Sequence[StateBuffer]) -> list[list[StateBuffer]]:
 
 
 def state_groups(buffers: Sequence[StateBuffer], tp: int) -> list[Group]:
-    """What the model keeps beside K and V, over all ranks."""
+    """Return the layout's groups of state, over all ranks."""
     return [
         group
-        for name, kind in _named(buffers)
-        for group in groups_of(name, _alike(kind), [buffer.layer for buffer in kind], tp)
+        for name, kind in _named_kinds(buffers)
+        for group in groups_of(name, _common_form(kind), [buffer.layer for buffer in kind], tp)
     ]
 
 
 def state_placements(buffers: Sequence[StateBuffer], tp: int, first_region: int) -> list[Placement]:
-    """Where it lies on this rank; each buffer is a region, from the given one on."""
+    """Return the placements on this rank; regions are numbered from ``first_region``."""
     regions = {buffer.address: first_region + place for place, buffer in enumerate(buffers)}
     placements = []
-    for name, kind in _named(buffers):
-        form = _alike(kind)
+    for name, kind in _named_kinds(buffers):
+        form = _common_form(kind)
         num_rows = min(buffer.length for buffer in kind) // form.row_bytes
         for part in parts_of(name, form, tp):
             bases = tuple(
@@ -63,26 +60,26 @@ def state_placements(buffers: Sequence[StateBuffer], tp: int, first_region: int)
     return placements
 
 
-def _named(buffers: Sequence[StateBuffer]) -> Iterator[tuple[str, list[StateBuffer]]]:
-    for number, kind in enumerate(kinds_of(buffers)):
+def _named_kinds(buffers: Sequence[StateBuffer]) -> Iterator[tuple[str, list[StateBuffer]]]:
+    for number, kind in enumerate(split_kinds(buffers)):
         yield f"state{number}", kind
 
 
-def _alike(kind: Sequence[StateBuffer]) -> StateBuffer:
+def _common_form(kind: Sequence[StateBuffer]) -> StateBuffer:
     first = kind[0]
     for buffer in kind:
         if (buffer.row_bytes, buffer.dim, buffer.outer, buffer.blocks) != (
             *(first.row_bytes, first.dim, first.outer, first.blocks),
         ):
             raise InputError(
-                f"state of layer {buffer.layer} has another form than that of layer "
-                f"{first.layer}; this model's state is not supported"
+                f"the state rows of layers {first.layer} and {buffer.layer} differ in shape; this "
+                f"model's state is not supported"
             )
     return first
 
 
 def row_of(indices: Sequence[Any] | None) -> int | None:
-    """A request's state row, as SGLang names it; None where there is none."""
+    """Return a request's state row; None without one."""
     if not indices:
         return None
     return int(np.asarray(indices[0]).reshape(-1)[0])

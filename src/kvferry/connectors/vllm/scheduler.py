@@ -54,7 +54,7 @@ class ConnectorScheduler:
             self._note_decode(request)
             self._note_prefill(request)
         except InputError as error:
-            log.warning("params-refused request=%s why=%r", request.request_id, str(error))
+            log.warning("params-refused request=%s reason=%r", request.request_id, str(error))
 
     def _note_decode(self, request: Any) -> None:
         asked = asked_of_decode(request.kv_transfer_params)
@@ -133,7 +133,7 @@ class ConnectorScheduler:
             if self._prefill is not None:
                 self._prefill.released(request)
         for request, reason in why.items():
-            log.warning("transfer-failed request=%s why=%r", request, reason)
+            log.warning("transfer-failed request=%s reason=%r", request, reason)
             if self._decode is not None:
                 self._decode.failed(request)
         for request in received:

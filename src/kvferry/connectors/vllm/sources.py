@@ -131,7 +131,7 @@ class PrefillRankRooms:
             handle = self._endpoint.open(order.room)
         except KvferryError as error:
             # Its request is computed all the same; who waits for the room hears nothing of it.
-            log.warning("room-refused room=%r why=%r", order.room, str(error))
+            log.warning("room-refused room=%r reason=%r", order.room, str(error))
         pages = PushedPages(self._tables, order.tokens)
         self._rooms[order.room] = RoomAtSource(order.request, pages, handle)
 

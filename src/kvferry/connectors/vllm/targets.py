@@ -98,7 +98,7 @@ class DecodeRankRooms:
         try:
             self._endpoint.decline(room, prefill=prefill)
         except KvferryError as error:
-            log.warning("not-declined room=%r why=%r", room, str(error))
+            log.warning("not-declined room=%r reason=%r", room, str(error))
 
     def _receive(self, order: ReceiveRoom) -> None:
         known = RoomAtTarget(order, None, time.monotonic())
@@ -110,7 +110,7 @@ class DecodeRankRooms:
         if order.blocks:
             self._rooms[order.request] = known
         elif known.refusal is not None:
-            log.warning("not-completed room=%r why=%r", order.room, known.refusal.message)
+            log.warning("not-completed room=%r reason=%r", order.room, known.refusal.message)
 
     def _begin(self, order: ReceiveRoom) -> Incoming:
         paging = self._tables.paging

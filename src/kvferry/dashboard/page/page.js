@@ -6,7 +6,7 @@
   const history = [];
   let token = readToken(), last = null, lastAt = 0, failedPolls = 0;
 
-  // ---------------------------------------------------------------- words
+  // ---------------------------------------------------------------- formatting
 
   const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   function bytes(n) {
@@ -25,7 +25,7 @@
   const short = (room) => (room.length > 14 ? `${room.slice(0, 6)}…${room.slice(-5)}` : room);
   const instanceOf = (endpoint) => endpoint.slice(0, endpoint.lastIndexOf("/"));
 
-  // ---------------------------------------------------------------- elements that stay
+  // ---------------------------------------------------------------- elements
 
   function text(node, value) { if (node.textContent !== value) node.textContent = value; }
   function element(name, className, content) {
@@ -39,7 +39,7 @@
     for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
     return made;
   }
-  // Elements are kept by key, so that focus and animations outlive an update.
+  // Reuse elements by key, so that focus and animations survive an update.
   function sync(parent, items, keyOf, make, update) {
     const old = new Map([...parent.children].filter((c) => c.dataset.key !== undefined).map((c) => [c.dataset.key, c]));
     let before = [...parent.children].filter((c) => c.dataset.key === undefined).pop() || null;
@@ -214,7 +214,7 @@
       pulse.setAttribute("stroke-width", Math.max(2, wide / 5).toFixed(1));
       const crowded = shown.length > 6;
       for (const [node, value, dy] of [[label, crowded ? "" : flowing ? rate(pair.rate) : "idle", -4], [sub, crowded ? "" : [pair.mode, pair.transport].filter(Boolean).join(" · "), 13]]) {
-        // Near the source, where ribbons have not crossed yet: a quarter along the curve.
+        // Label near the source, where ribbons have not crossed yet.
         node.setAttribute("x", x1 + 0.29 * (x2 - x1));
         node.setAttribute("y", y1 + 0.156 * (y2 - y1) + dy);
         text(node, value);
@@ -232,7 +232,7 @@
     sync($(id), rooms.slice(0, 12), (room) => room.room, (room) => row(cells(room)), (line, room) => {
       const values = cells(room);
       line.dataset.room = room.room;
-      openable(line.children[0], short(room.room), () => showStory(room.room)).title = room.room;
+      openable(line.children[0], short(room.room), () => showTrace(room.room)).title = room.room;
       values.slice(1).forEach(([className, value], place) => { line.children[place + 1].className = className; text(line.children[place + 1], value); });
     });
     $(none).hidden = rooms.length > 0;
@@ -252,14 +252,14 @@
       text(code, one.code);
       text(why, one.reason);
       text(about.firstChild, short(one.room));
-      about.firstChild.onclick = () => showStory(one.room);
+      about.firstChild.onclick = () => showTrace(one.room);
       text(about.lastChild, ` · ${one.endpoint} · ${seconds(one.ago_s)} ago${one.request ? ` · ${one.request}` : ""}`);
     });
     $("no-failures").hidden = view.failures.length > 0;
   }
   function showWorkers(view) {
     $("workers-section").hidden = view.workers.length === 0;
-    const cells = (one) => [["", one.name || one.url], ["", one.part], ["", one.model], ["n", String(one.in_flight)], [one.up ? "up" : "down", one.up ? "up" : one.problem || "down"]];
+    const cells = (one) => [["", one.name || one.url], ["", one.role], ["", one.model], ["n", String(one.in_flight)], [one.up ? "up" : "down", one.up ? "up" : one.problem || "down"]];
     sync($("workers"), view.workers, (one) => one.url, (one) => row(cells(one)), (line, one) => { fill(line, cells(one)); line.lastChild.className = one.up ? "up" : "down"; line.dataset.worker = one.url; });
   }
 
@@ -279,13 +279,13 @@
     $("picture").replaceChildren(document.importNode(picture, true));
   }
   async function showPlan(pair) {
-    showDetail(`${pair.source} → ${pair.target}`, [["transport", pair.transport], ["mode", pair.mode || "nothing was sent yet"], ["links", `${pair.up} of ${pair.links} up`],
-      ["now", rate(pair.rate)], ["in all", bytes(pair.bytes)]], "Drawing the plan…");
+    showDetail(`${pair.source} → ${pair.target}`, [["transport", pair.transport], ["mode", pair.mode || "nothing sent yet"], ["links", `${pair.up} of ${pair.links} up`],
+      ["now", rate(pair.rate)], ["total", bytes(pair.bytes)]], "Drawing the plan…");
     await putPicture(`kvferry/plan?source=${encodeURIComponent(pair.source)}&target=${encodeURIComponent(pair.target)}`);
   }
-  const STAGES = { prefill: "prefill", pages: "the wait for pages", wire: "the wire", gather: "the gather", scatter: "the scatter", control: "control" };
-  async function showStory(room) {
-    showDetail(`Room ${room}`, [], "Asking every endpoint for its half of the trace…");
+  const STAGES = { prefill: "prefill", pages: "wait for pages", wire: "wire", gather: "gather", scatter: "scatter", control: "control" };
+  async function showTrace(room) {
+    showDetail(`Room ${room}`, [], "Collecting the trace from every endpoint…");
     const where = `kvferry/traces/${encodeURIComponent(room)}`;
     const response = await ask(where);
     const body = await response.text();
@@ -293,16 +293,16 @@
     const trace = JSON.parse(body);
     const [worst, took] = Object.entries(trace.stages).sort((a, b) => b[1] - a[1])[0];
     const errors = trace.clocks.filter((one) => one.endpoint !== trace.clock).map((one) => one.error_s);
-    const facts = [["outcome", `${trace.outcome} after ${seconds(trace.seconds)}`], ["most of it", `${STAGES[worst]}, ${seconds(took)}`]];
-    if (trace.failure) facts.push(["why", trace.failure]);
+    const facts = [["outcome", `${trace.outcome} after ${seconds(trace.seconds)}`], ["longest stage", `${STAGES[worst]}, ${seconds(took)}`]];
+    if (trace.failure) facts.push(["reason", trace.failure]);
     if (trace.request) facts.push(["request", trace.request]);
-    facts.push(["clock", `${trace.clock}'s; ${errors.some((e) => e === null) ? "some of the others were not measured" : errors.length ? `others within ${seconds(Math.max(...errors))}` : "no other"}`]);
+    facts.push(["clocks", `times are ${trace.clock}'s; ${errors.some((e) => e === null) ? "some others were not measured" : errors.length ? `others within ${seconds(Math.max(...errors))}` : "no other"}`]);
     showDetail(`Room ${room}`, facts, "Drawing…");
     await putPicture(`${where}?as=svg`);
   }
-  function message(body) { try { return JSON.parse(body).error.message; } catch { return "It can't be had just now."; } }
+  function message(body) { try { return JSON.parse(body).error.message; } catch { return "Not available at the moment."; } }
 
-  // ---------------------------------------------------------------- asking
+  // ---------------------------------------------------------------- requests
 
   function readToken() {
     const given = new URLSearchParams(location.hash.slice(1)).get("token");
@@ -342,7 +342,7 @@
       failedPolls = 0;
     } catch (error) {
       failedPolls += 1;
-      if (failedPolls > 1) { $("problem").hidden = false; text($("problem"), `No news from ${location.host}: ${error.message}. What is shown is old.`); }
+      if (failedPolls > 1) { $("problem").hidden = false; text($("problem"), `No response from ${location.host}: ${error.message}. The data shown is old.`); }
     }
     const live = $("live"), age = (Date.now() - lastAt) / 1000;
     live.className = `live${failedPolls > 2 ? " off" : failedPolls ? " old" : ""}`;
@@ -350,7 +350,7 @@
   }
   async function run() { for (;;) { await poll(); await new Promise((resolve) => setTimeout(resolve, POLL_MS)); } }
 
-  // ---------------------------------------------------------------- the rest
+  // ---------------------------------------------------------------- theme and events
 
   const THEMES = ["auto", "light", "dark"];
   function setTheme(theme) {

@@ -86,7 +86,7 @@ class TargetLinkTable:
                 self._reached(news)
             case Unreached(session=session, problems=problems):
                 me, why = self._setup.member.peer, "; ".join(problems)
-                log.warning("not-connected endpoint=%s session=%s problem=%s", me, session, why)
+                log.warning("not-connected endpoint=%s session=%s error=%s", me, session, why)
                 self._answer(MemoryUnreached(session, problems))
             case Measured(session=session, link_cost=link_cost):
                 self._costs.measured(session, link_cost)

@@ -290,10 +290,12 @@ class EndpointLoop:
         stalled = self.rooms.stalled
         if not silent_s:
             stalled.pop(thread, None)
-            log.warning("thread-alive endpoint=%s thread=%s", self.me, thread)
+            log.warning("thread-recovered endpoint=%s thread=%s", self.me, thread)
             return
         if thread not in stalled:
-            log.error("thread-stalled endpoint=%s thread=%s for_s=%.1f", self.me, thread, silent_s)
+            log.error(
+                "thread-stalled endpoint=%s thread=%s seconds=%.1f", self.me, thread, silent_s
+            )
         stalled[thread] = silent_s
         if thread == "owner":
             why = f"the owner thread of {self.me} has shown no life for {silent_s:.0f} s"

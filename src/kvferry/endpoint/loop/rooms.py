@@ -20,8 +20,8 @@ from kvferry.protocol.events import Event, Received, Tick
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome, Status
 from kvferry.telemetry.logs.context import about
 from kvferry.telemetry.observer import Observer
-from kvferry.telemetry.steps import Moment
-from kvferry.telemetry.tags import NOBODYS
+from kvferry.telemetry.steps import StepKind
+from kvferry.telemetry.tags import NO_TAG
 
 log = logging.getLogger("kvferry.endpoint")
 
@@ -103,11 +103,11 @@ class RoomTable(Generic[H]):
 
     def _log(self, room: Room, failure: Failure) -> None:
         handle = self._handles.get(room)
-        with about(*(handle.tag if handle else NOBODYS)):
+        with about(*(handle.tag if handle else NO_TAG)):
             if failure.code is FailureCode.ABORTED:
                 # Somebody has changed their mind, which is nobody's fault.
                 log.info(
-                    "room-given-up endpoint=%s room=%r reason=%r", self._me, room, failure.message
+                    "room-aborted endpoint=%s room=%r reason=%r", self._me, room, failure.message
                 )
             else:
                 log.warning(
@@ -120,7 +120,7 @@ class RoomTable(Generic[H]):
         handle = self._handles.pop(room, None)
         if handle:
             if handle.failure is not None:
-                self._observer.step(room, Moment.RELEASED)
+                self._observer.step(room, StepKind.RELEASED)
             handle.release()
 
     def break_all(self, why: str) -> None:

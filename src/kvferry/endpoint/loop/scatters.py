@@ -27,7 +27,7 @@ from kvferry.plan.plan import Block
 from kvferry.protocol.events import Cancel, Connect, Event, Scatter, Scattered
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.telemetry.observer import Observer
-from kvferry.telemetry.steps import Moment
+from kvferry.telemetry.steps import StepKind
 
 log = logging.getLogger("kvferry.endpoint")
 
@@ -111,9 +111,9 @@ class StagedScatters:
     def copied(self, job: ScatterJob) -> None:
         """Well or not, it is over and touches nothing any more."""
         room, now = job.action.room, time.monotonic()
-        self._observer.copy(room, job.action.source, Moment.SCATTERED, now, now - job.begun)
+        self._observer.copy(room, job.action.source, StepKind.SCATTERED, now, now - job.begun)
         if job.problem:
-            log.error("scatter-failed room=%r problem=%r", room, job.problem)
+            log.error("scatter-failed room=%r error=%r", room, job.problem)
             failure = Failure.of(FailureCode.TRANSPORT, f"a scatter failed: {job.problem}")
             self._answer(Cancel(room, failure))
         self._answer(Scattered(job.op))

@@ -37,10 +37,10 @@ from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome
 from kvferry.protocol.target import TargetMachine
 from kvferry.telemetry.observer import Observer
-from kvferry.telemetry.steps import Moment
+from kvferry.telemetry.steps import StepKind
 
 # Members of an enumeration are slow to name.
-PUSHED = Moment.PUSHED
+PUSHED = StepKind.PUSHED
 
 # How long a push that waits for a GPU lets the owner sleep.
 AFTER_POLL_S = 100e-6

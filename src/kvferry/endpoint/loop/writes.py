@@ -39,8 +39,8 @@ from kvferry.protocol.events import (
 )
 from kvferry.telemetry.logs.context import about
 from kvferry.telemetry.observer import Observer
-from kvferry.telemetry.steps import Moment
-from kvferry.telemetry.tags import NOBODYS
+from kvferry.telemetry.steps import StepKind
+from kvferry.telemetry.tags import NO_TAG
 
 log = logging.getLogger("kvferry.endpoint")
 
@@ -247,12 +247,12 @@ class TransportWrites:
         assert job.asked is not None
         seconds, job.asked = at - job.asked, None
         room, peer = job.action.transfer.room, job.action.transfer.peer
-        self._observer.copy(room, peer, Moment.GATHERED, at, seconds, job.num_bytes)
+        self._observer.copy(room, peer, StepKind.GATHERED, at, seconds, job.num_bytes)
 
     def _log(self, job: WriteJob) -> None:
         room, peer = job.action.transfer.room, job.action.transfer.peer
         handle = self._rooms.get(room)
-        with about(*(handle.tag if handle else NOBODYS)):
+        with about(*(handle.tag if handle else NO_TAG)):
             log.warning(
                 "write-failed endpoint=%s room=%r peer=%s fate=%s detail=%r",
                 *(self._setup.member.peer, room, peer, job.fate, job.detail),

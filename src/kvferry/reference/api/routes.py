@@ -98,14 +98,14 @@ class Api:
         except ApiError as error:
             level = logging.INFO if error.status < 500 else logging.WARNING
             log.log(
-                level, "refused path=%s status=%d why=%r", request.path, error.status, str(error)
+                level, "refused path=%s status=%d reason=%r", request.path, error.status, str(error)
             )
             response = error.response()
         except web.HTTPException as error:
             response = of_refusal(error, MAX_BODY_BYTES).response()
         except (ConnectionError, web.RequestPayloadError) as error:
             # The caller has left in the middle, and nobody reads this.
-            log.info("client-left path=%s why=%r", request.path, error)
+            log.info("client-left path=%s reason=%r", request.path, error)
             response = web.Response(status=499)
         except Exception:
             log.exception("request-failed path=%s", request.path)

@@ -244,7 +244,7 @@ class ClusterLaunch:
             child.url = said.url
             log.warning("ready-again name=%s url=%s", child.name, child.url)
         if said.error:
-            log.warning("failed name=%s message=%r", child.name, said.error)
+            log.warning("failed name=%s error=%r", child.name, said.error)
         return True
 
     @staticmethod

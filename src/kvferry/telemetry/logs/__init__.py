@@ -1,1 +1,1 @@
-"""The log of a process of ours. The library installs nothing; commands and parts do."""
+"""Log format of kvferry's processes. The library installs no handler; commands do."""

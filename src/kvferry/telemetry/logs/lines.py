@@ -1,9 +1,9 @@
-"""The log of a process: one form for every line, and repetitions counted.
+"""Log lines of a process: one format, with repeated lines counted.
 
     2026-11-15 12:00:00,123 WARNING decode-0/1 room-failed room=17 code=deadline request=5f0c...
 
-Time, level, the endpoint that writes (an instance and its rank, or a part's name),
-the event, and what it is about (``context.py``).
+Time, level, the endpoint (an instance and its rank, or a part's name), the event, and its
+``key=value`` pairs with those of ``context.py``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvferry.telemetry.logs.context import annotated
 from kvferry.telemetry.logs.repeats import Hidden, Repeats
 
 WINDOW_S = 10.0
-# Of one and the same line, and of lines that differ in their values only.
+# Shown per window: of identical lines, and of lines with one format string.
 SAME_LINES, ALIKE_LINES = 5, 200
-# Longer than this no two lines are compared.
+# Length at which lines are cut before comparison.
 KEY_CHARS = 300
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
 class LogSettings(NamedTuple):
-    """Who writes (a part, or a rank of an instance), and from which level on."""
+    """The name in each line (a part, or an instance and its rank), and the lowest level shown."""
 
     name: str
     level: str
@@ -35,26 +35,26 @@ class LogSettings(NamedTuple):
 
     @property
     def endpoint(self) -> str:
-        """As it stands in every line."""
+        """The endpoint as each line shows it."""
         return self.name if self.rank is None else f"{self.name}/{self.rank}"
 
 
 class LineFormatter(logging.Formatter):
-    """One line for each event; what callers sent can't begin another."""
+    """Formats an event as one line; escapes line breaks that callers may have sent."""
 
     def __init__(self, settings: LogSettings) -> None:
         super().__init__("%(asctime)s %(levelname)s %(endpoint)s %(message)s")
         self.settings = settings
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        """The line, without a traceback that may follow it."""
+        """Return the line, without the traceback that may follow."""
         text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], record.getMessage())
         fields = {"endpoint": self.settings.endpoint, "message": annotated(text)}
         return super().formatMessage(logging.makeLogRecord(record.__dict__ | fields))
 
 
 class RepeatKey(NamedTuple):
-    """What makes two records the same, or alike."""
+    """Identity of a record, by its text or by its format string."""
 
     logger: str
     level: int
@@ -62,7 +62,7 @@ class RepeatKey(NamedTuple):
 
 
 class CountingHandler(logging.StreamHandler[TextIO]):
-    """Writes lines, and instead of the same line for ever how often it came."""
+    """Writes lines; replaces repeated lines by their number."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream)
@@ -71,22 +71,22 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         self._alike: Repeats[RepeatKey] = Repeats(ALIKE_LINES, WINDOW_S)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write it, unless it was written often enough."""
+        """Write a record, unless its line has been repeated too often."""
         now = self._clock()
         for hidden in (*self._same.over(now), *self._alike.over(now)):
-            self._tell(hidden)
+            self._report(hidden)
         line, form = record.getMessage()[:KEY_CHARS], str(record.msg)[:KEY_CHARS]
         same = self._same.shows(RepeatKey(record.name, record.levelno, line), now)
         if same and self._alike.shows(RepeatKey(record.name, record.levelno, form), now):
             super().emit(record)
 
     def close(self) -> None:
-        """Tell what was not told yet."""
+        """Report the repetitions that are not reported yet."""
         for hidden in (*self._same.rest(), *self._alike.rest()):
-            self._tell(hidden)
+            self._report(hidden)
         super().close()
 
-    def _tell(self, hidden: Hidden[RepeatKey]) -> None:
+    def _report(self, hidden: Hidden[RepeatKey]) -> None:
         key, times = hidden
         text = f"repeated times={times} seconds={WINDOW_S:g} line={key.text!r}"
         super().emit(
@@ -95,14 +95,14 @@ class CountingHandler(logging.StreamHandler[TextIO]):
 
 
 def install(settings: LogSettings, stream: TextIO | None = None) -> None:
-    """Write this process's log from now on, unless it is somebody else's already."""
+    """Install the handler on the root logger, unless the program has configured logging."""
     handler = CountingHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(settings))
     logging.basicConfig(level=settings.level, handlers=[handler])
 
 
 def installed() -> LogSettings | None:
-    """What ``install`` was told in this process; None where the log is somebody else's."""
+    """Return the settings of ``install`` in this process; None if it was not called."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, LineFormatter):
             return handler.formatter.settings

@@ -1,4 +1,4 @@
-"""The same thing over and over is written a few times and then counted. Pure: time is a value."""
+"""Rate limit for repeated events: show the first few, count the rest. Pure: time is passed in."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ class _Window:
 
 
 class Hidden(NamedTuple, Generic[K]):
-    """How often something was not shown in its window."""
+    """How often a key was suppressed in its window."""
 
     key: K
     times: int
 
 
 class Repeats(Generic[K]):
-    """Of each key the first ``burst`` are shown in a window of ``window_s``; the others count.
+    """Shows the first ``burst`` events of each key in a window of ``window_s``, counts the others.
 
-    At most ``most_keys`` are remembered; the oldest window ends early for a new one.
+    Remembers at most ``most_keys`` keys; a new key ends the oldest window early.
     """
 
     def __init__(self, burst: int, window_s: float, most_keys: int = 1024) -> None:
         self._burst, self.window_s, self._most_keys = burst, window_s, most_keys
-        # In the order in which they began, so that those which are over stand in front.
+        # In the order in which they began.
         self._windows: dict[K, _Window] = {}
 
     def over(self, now: float) -> list[Hidden[K]]:
-        """What was hidden in windows that have ended by now; each is told once."""
+        """Return what was suppressed in windows that have ended, once."""
         ended: list[K] = []
         for key, window in self._windows.items():
             crowded = len(self._windows) - len(ended) > self._most_keys
             if now - window.began < self.window_s and not crowded:
                 break
             ended.append(key)
-        return self._told(ended)
+        return self._pop(ended)
 
     def rest(self) -> list[Hidden[K]]:
-        """What is hidden and not told yet, because there is an end of it all."""
-        return self._told(list(self._windows))
+        """Return what was suppressed in all windows, and forget them."""
+        return self._pop(list(self._windows))
 
     def shows(self, key: K, now: float) -> bool:
-        """Count one; say whether it is shown. Call ``over`` first."""
+        """Count one event; return whether to show it. Call ``over`` first."""
         window = self._windows.setdefault(key, _Window(now))
         if window.num_shown < self._burst:
             window.num_shown += 1
@@ -57,6 +57,6 @@ class Repeats(Generic[K]):
         window.num_hidden += 1
         return False
 
-    def _told(self, keys: list[K]) -> list[Hidden[K]]:
+    def _pop(self, keys: list[K]) -> list[Hidden[K]]:
         windows = [(key, self._windows.pop(key)) for key in keys]
         return [Hidden(key, window.num_hidden) for key, window in windows if window.num_hidden]

@@ -140,7 +140,7 @@ class Insight:
         """Seconds that this process has computed, in all its threads."""
         return time.process_time()
 
-    def keep_stories(self, keep: bool) -> None:
+    def keep_traces(self, keep: bool) -> None:
         """Whether the traces of rooms are kept, from the next room on."""
         telemetry = self.endpoint._telemetry
         kept = (telemetry.meter, telemetry.traces) if keep else (telemetry.meter,)

@@ -1,4 +1,4 @@
-"""What becomes of a request when a worker fails it: the caller's choice, and always an answer."""
+"""Failing workers: the client's policy decides, and every request gets a response."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BROKEN = refuses(500, "internal", "a bug")
 @pytest.mark.parametrize("act", [dies, FULL, BROKEN])
 @pytest.mark.parametrize("stream", [True, False])
 @bounded
-async def test_retry_asks_another_prefill_worker_in_another_room(act: Act, stream: bool) -> None:
+async def test_retry_uses_another_prefill_worker_and_room(act: Act, stream: bool) -> None:
     async with site(2, 1, acts={"p0": act}, on_failure="retry") as here:
         status, _, data = await here.post({"model": MODEL, "stream": stream})
         assert status == 200
@@ -50,7 +50,7 @@ async def test_retry_asks_another_prefill_worker_in_another_room(act: Act, strea
 
 
 @bounded
-async def test_retry_ends_with_the_reason_when_there_is_no_other_prefill() -> None:
+async def test_retry_without_another_prefill_returns_the_reason() -> None:
     async with site(2, 1, acts={"p0": FULL, "p1": dies}, on_failure="retry") as here:
         status, answer = await here.ask()
         assert status in (502, 503)
@@ -62,7 +62,7 @@ async def test_retry_ends_with_the_reason_when_there_is_no_other_prefill() -> No
 
 @pytest.mark.parametrize("act", [dies, FULL])
 @bounded
-async def test_local_lets_decode_do_it_all(act: Act) -> None:
+async def test_local_lets_decode_compute_the_prompt(act: Act) -> None:
     async with site(2, 1, acts={"p0": act, "p1": act}) as here:
         status, answer = await here.ask()
         assert (status, answer["kvferry"]["source"]) == (200, "local")
@@ -71,7 +71,7 @@ async def test_local_lets_decode_do_it_all(act: Act) -> None:
 
 
 @bounded
-async def test_fail_says_why() -> None:
+async def test_fail_returns_the_reason() -> None:
     async with site(2, 2, acts={"p0": FULL, "p1": FULL}, on_failure="fail") as here:
         status, answer = await here.ask()
         assert (status, answer["error"]["message"]) == (503, "the cache is full")
@@ -79,7 +79,7 @@ async def test_fail_says_why() -> None:
 
 
 @bounded
-async def test_a_lost_cache_is_sent_again_also_where_there_is_one_prefill_worker() -> None:
+async def test_a_lost_cache_is_retried_at_the_only_prefill_worker() -> None:
     async with site(1, 1, acts={"d0": loses_the_cache_once}, on_failure="retry") as here:
         status, answer = await here.ask()
         assert (status, answer["kvferry"]["source"]) == (200, "transferred")
@@ -92,7 +92,7 @@ async def test_a_lost_cache_is_sent_again_also_where_there_is_one_prefill_worker
 )
 @pytest.mark.parametrize("by_header", [True, False])
 @bounded
-async def test_a_failed_transfer_is_handled_as_the_caller_asks(
+async def test_a_failed_transfer_follows_the_clients_policy(
     on_failure: str, status: int, asked: int, by_header: bool
 ) -> None:
     default = "fail" if on_failure != "fail" else "retry"
@@ -110,7 +110,7 @@ async def test_a_failed_transfer_is_handled_as_the_caller_asks(
 
 @pytest.mark.parametrize("act", [dies, FULL, BROKEN])
 @bounded
-async def test_another_decode_worker_answers_when_one_has_not_begun(act: Act) -> None:
+async def test_another_decode_worker_is_tried(act: Act) -> None:
     async with site(1, 2, acts={"d0": act}) as here:
         for _ in range(2):
             status, answer = await here.ask()
@@ -120,7 +120,7 @@ async def test_another_decode_worker_answers_when_one_has_not_begun(act: Act) ->
 
 @pytest.mark.parametrize("act", [dies, refuses(503, "worker_lost", "rank 1 has ended")])
 @bounded
-async def test_a_request_that_workers_vanish_with_is_tried_twice(act: Act) -> None:
+async def test_a_request_is_retried_once_after_lost_workers(act: Act) -> None:
     """A worker that vanishes may have been killed, so one more attempt is made, and no third."""
     acts = dict.fromkeys(("p0", "d0", "d1", "d2"), act)
     async with site(1, 3, acts=acts, attempts=4) as here:
@@ -132,7 +132,7 @@ async def test_a_request_that_workers_vanish_with_is_tried_twice(act: Act) -> No
 
 
 @bounded
-async def test_a_request_that_broke_a_worker_is_not_tried_again() -> None:
+async def test_a_request_that_broke_a_worker_is_not_retried() -> None:
     broke = refuses(500, "request_broke_worker", "the worker broke")
     for part in ("p0", "d0"):
         async with site(2, 2, acts={part: broke}) as here:
@@ -144,7 +144,7 @@ async def test_a_request_that_broke_a_worker_is_not_tried_again() -> None:
 
 
 @bounded
-async def test_prefill_is_asked_why_a_transfer_failed() -> None:
+async def test_prefills_error_explains_a_failed_transfer() -> None:
     """Decode hears that the room failed before the router hears that prefill broke."""
 
     async def breaks_later(
@@ -187,7 +187,7 @@ async def test_a_stream_that_breaks_ends_with_an_error(ending: bytes, abort: boo
 
 
 @bounded
-async def test_a_worker_that_says_why_its_stream_breaks_is_believed() -> None:
+async def test_a_workers_own_error_event_is_kept() -> None:
     why = b'data: {"error": {"message": "a rank was lost", "code": "x"}}\n\n'
     async with site(acts={"d0": begins_then(why, abort=False)}) as here:
         _, _, data = await here.post({"model": MODEL, "stream": True})
@@ -195,7 +195,7 @@ async def test_a_worker_that_says_why_its_stream_breaks_is_believed() -> None:
 
 
 @bounded
-async def test_a_room_that_nobody_will_use_is_given_up() -> None:
+async def test_an_unused_room_is_cancelled() -> None:
     """Prefill has answered and waits for a decode worker that will not come."""
     async with site(1, 2, acts={"d0": loses_the_cache, "d1": hangs}) as here:
         status, _ = await here.ask(kvferry={"on_failure": "fail"})
@@ -203,18 +203,18 @@ async def test_a_room_that_nobody_will_use_is_given_up() -> None:
         asking = asyncio.create_task(here.ask())
         await until(lambda: len(here["p0"].seen) == 2 and here["d1"].seen)
         asking.cancel()
-        await until(lambda: len(here["p0"].given_up) == 2)
+        await until(lambda: len(here["p0"].cancelled_rooms) == 2)
         rooms = [body["kvferry"]["room"] for body in here["p0"].seen]
-        assert here["p0"].given_up == rooms
+        assert here["p0"].cancelled_rooms == rooms
 
 
 @bounded
-async def test_a_room_that_was_used_is_left_alone() -> None:
+async def test_a_used_room_is_not_cancelled() -> None:
     async with site() as here:
         await here.ask()
         await here.ask(stream=False)
         await here.until_idle()
-        assert not here["p0"].given_up
+        assert not here["p0"].cancelled_rooms
 
 
 # ---------------------------------------------------------------- workers that are slow or silent
@@ -239,7 +239,7 @@ async def test_a_stream_has_a_deadline_too() -> None:
 
 
 @bounded
-async def test_a_prefill_worker_that_is_too_slow_has_failed() -> None:
+async def test_a_slow_prefill_worker_fails_the_attempt() -> None:
     async with site(2, 1, acts={"p0": hangs}, room_s=0.3, on_failure="retry") as here:
         status, _ = await here.ask()
         assert (status, len(here["p1"].seen)) == (200, 1)
@@ -247,7 +247,7 @@ async def test_a_prefill_worker_that_is_too_slow_has_failed() -> None:
 
 
 @bounded
-async def test_a_silent_worker_is_left_out_and_its_requests_go_elsewhere() -> None:
+async def test_a_silent_workers_requests_go_elsewhere() -> None:
     async with site(1, 2, acts={"d0": hangs}, lost_s=0.2) as here:
         asking = asyncio.create_task(here.ask())
         await until(lambda: here["d0"].seen)
@@ -260,7 +260,7 @@ async def test_a_silent_worker_is_left_out_and_its_requests_go_elsewhere() -> No
 
 
 @bounded
-async def test_a_dead_worker_is_left_out_and_taken_back() -> None:
+async def test_a_dead_worker_returns_after_restart() -> None:
     async with site(2, 2) as here:
         await here["p0"].stop()
         await here["d0"].stop()
@@ -278,7 +278,7 @@ async def test_a_dead_worker_is_left_out_and_taken_back() -> None:
 
 
 @bounded
-async def test_a_death_that_nobody_has_noticed_yet_costs_one_attempt() -> None:
+async def test_an_unnoticed_death_costs_one_attempt() -> None:
     """The request itself notices, and the next one does not try again."""
     async with site(2, 2, on_failure="retry") as here:
         await here["p0"].stop()
@@ -288,7 +288,7 @@ async def test_a_death_that_nobody_has_noticed_yet_costs_one_attempt() -> None:
 
 
 @bounded
-async def test_without_prefill_workers_it_depends_on_the_policy() -> None:
+async def test_without_prefill_workers_the_policy_decides() -> None:
     async with site(0, 1) as here:
         status, answer = await here.ask()
         assert (status, answer["kvferry"]["source"]) == (200, "local")
@@ -298,7 +298,7 @@ async def test_without_prefill_workers_it_depends_on_the_policy() -> None:
 
 
 @bounded
-async def test_without_decode_workers_there_is_no_answer() -> None:
+async def test_without_decode_workers_requests_fail() -> None:
     async with site(1, 1) as here:
         await here["d0"].stop()
         await here.until_up("d0", up=False)
@@ -307,8 +307,8 @@ async def test_without_decode_workers_there_is_no_answer() -> None:
 
 
 @bounded
-async def test_a_worker_at_the_wrong_address_is_not_used() -> None:
+async def test_a_worker_with_another_role_is_not_used() -> None:
     async with site(1, 1) as here:
-        here["p0"].part = "decode"
+        here["p0"].role = "decode"
         await here.until_up("p0", up=False)
         assert "it is a decode worker" in (await here.state())["p0"]["problem"]

@@ -1,4 +1,4 @@
-"""What lies beside K and V in the same pages: index keys, block scales, a draft's cache."""
+"""Pools that share the pages of K and V: index keys, block scales, a draft model's cache."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ from connectors.sglang.schedulers import (
 from numpy.typing import NDArray
 
 from kvferry import DiscoveryServer, DType, InputError, Span, Status, make_transport, reshard
-from kvferry.connectors.sglang.failures import RoomFailed
 from kvferry.connectors.sglang.geometry import layout_of, memory_of
-from kvferry.connectors.sglang.index_keys import demand_same_pages, filled
+from kvferry.connectors.sglang.index_keys import check_same_pages, with_index_keys
 from kvferry.connectors.sglang.instances import Replica
-from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager
-from kvferry.connectors.sglang.pools import BesidePool, Buffers, Heads, Place, SglangCache
+from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager, RoomFailed
+from kvferry.connectors.sglang.pools import (
+    AuxiliaryPool,
+    Buffers,
+    KvHeads,
+    RankPosition,
+    SglangCache,
+)
 from kvferry.connectors.sglang.receiver import RoomReceiver
 from kvferry.connectors.sglang.sender import RoomSender
 from kvferry.plan.prove import check
@@ -65,10 +70,10 @@ class Rank:
             num_layers=LAYERS,
             layers=(0, 1),
             stages=(LAYERS,),
-            place=Place(tp=tp, tp_rank=rank),
+            position=RankPosition(tp=tp, tp_rank=rank),
             heads=None,
             buffers=own,
-            beside=(BesidePool(name="draft", layers=(2,), heads=None, buffers=draft),),
+            auxiliary=(AuxiliaryPool(name="draft", layers=(2,), heads=None, buffers=draft),),
             index=index_buffers(self.index, INDEXED, self.page),
         )
 
@@ -113,14 +118,14 @@ class Ends:
     def receive(self, *, named: list[int]) -> RoomReceiver:
         receiver = RoomReceiver(self.target.manager, self.address, 9)
         receiver.init(0)
-        receiver.tell(request(self.num_tokens))
+        receiver.bind_request(request(self.num_tokens))
         receiver.send_metadata(self.incoming, 1, [np.array(named)], decode_prefix_len=0)
         return receiver
 
     def send(self, source: Rank, *, named: list[int]) -> RoomSender:
         """In two chunks; SGLang names the pages of index keys with the last."""
         sender = RoomSender(source.manager, "", 9)
-        sender.tell(request(self.num_tokens))
+        sender.bind_request(request(self.num_tokens))
         sender.init(len(self.outgoing), 1)
         source.rows.rooms[1, 0] = 9
         sender.send(self.outgoing[:1], None, num_kv_tokens=source.page)
@@ -130,7 +135,7 @@ class Ends:
 
 
 @pytest.mark.parametrize("pages", [(16, 16), (16, 4), (4, 16)], ids=str)
-def test_index_keys_and_a_draft_go_along(pages: tuple[int, int]) -> None:
+def test_index_keys_and_draft_cache_arrive(pages: tuple[int, int]) -> None:
     """Every rank has all of them, so two sources share the work of one target."""
     with ExitStack() as stack:
         ends = Ends(stack, 37, pages=pages)
@@ -157,24 +162,24 @@ def arrays(rank: Rank) -> list[Bytes]:
     return [*rank.latents, *rank.index]
 
 
-def test_a_room_whose_index_keys_are_in_other_pages_fails() -> None:
+def test_index_keys_in_other_pages_fail_the_room() -> None:
     with ExitStack() as stack:
         ends = Ends(stack, 37, pages=(16, 16))
         sender = ends.send(ends.sources[0], named=[1, 3, 2])
         receiver = ends.receive(named=[5, 6, 7])
         for end in (sender, receiver):
             assert end.poll() == Status.FAILED
-            with pytest.raises(RoomFailed, match="beside K and V"):
+            with pytest.raises(RoomFailed, match="index keys or block scales"):
                 end.failure_exception()
 
 
-def test_pages_behind_a_prefix_may_be_named_with_it() -> None:
-    demand_same_pages([3, 4], [3, 4])
-    demand_same_pages([3, 4], [1, 2, 3, 4])
-    demand_same_pages([], [1, 2])
+def test_index_key_pages_may_include_the_prefix() -> None:
+    check_same_pages([3, 4], [3, 4])
+    check_same_pages([3, 4], [1, 2, 3, 4])
+    check_same_pages([], [1, 2])
     for named in ([], [4], [3, 4, 5], [4, 3]):
-        with pytest.raises(InputError, match="not the last 2 of those"):
-            demand_same_pages([3, 4], named)
+        with pytest.raises(InputError, match="do not end with the 2 of K and V"):
+            check_same_pages([3, 4], named)
 
 
 def some_index(*, page: int = 64, page_bytes: int = 64 * 132, empty: int | None = None) -> Buffers:
@@ -196,42 +201,42 @@ def sparse(index: Buffers, *, pp: int = 1) -> SglangCache:
         num_layers=3 * pp,
         layers=tuple(range(3 * pp)),
         stages=(3,) * pp,
-        place=Place(tp=1, tp_rank=0, pp=pp),
+        position=RankPosition(tp=1, tp_rank=0, pp=pp),
         heads=None,
         buffers=latent,
         index=index,
     )
 
 
-def test_layers_without_index_keys_are_not_of_the_group() -> None:
-    kept = filled(some_index(empty=1), staged=False)
+def test_layers_without_index_keys_are_left_out() -> None:
+    kept = with_index_keys(some_index(empty=1), staged=False)
     assert (kept.layers, kept.addresses) == ((0, 2), [1 << 20, 3 << 20])
     with pytest.raises(InputError, match="use --pp-size 1"):
-        filled(some_index(empty=1), staged=True)
+        with_index_keys(some_index(empty=1), staged=True)
 
 
-def test_a_stage_has_index_keys_of_its_own_layers() -> None:
+def test_a_stage_places_its_own_index_keys() -> None:
     layout = layout_of(sparse(some_index(), pp=2))
     assert layout.spec.group("index").layers == tuple(range(6))
     held = [shard for shard in layout.rank_shards(1) if shard.group == "index"]
     assert [shard.layers for shard in held] == [Span(3, 6)]
 
 
-def test_keys_of_a_page_come_before_its_scales() -> None:
+def test_keys_precede_scales_within_a_page() -> None:
     pools = memory_of(sparse(some_index())).map
     key, scale = pools.of("index", "key"), pools.of("index", "scale")
     assert (key.page_stride, key.token_stride, key.bases[0].offset) == (64 * 132, 128, 0)
     assert (scale.page_stride, scale.token_stride, scale.bases[0].offset) == (64 * 132, 4, 64 * 128)
 
 
-def test_keys_of_several_tokens_in_one_are_refused() -> None:
-    with pytest.raises(InputError, match="index keys of several tokens in one"):
+def test_index_keys_shared_by_tokens_are_rejected() -> None:
+    with pytest.raises(InputError, match="index keys shared by several tokens"):
         memory_of(sparse(some_index(page_bytes=32 * 132)))
 
 
 def with_scales(tp: int, page: int) -> SglangCache:
     """Three heads of 64 entries, of which 32 have a scale in common, on a CPU that pads."""
-    heads = Heads(total=3, k_dim=64, v_dim=64, padded_for=tp)
+    heads = KvHeads(total=3, k_dim=64, v_dim=64, padded_for=tp)
     row = heads.with_padding // tp * 64
     buffers = Buffers(
         addresses=[1 << 20 << place for place in range(4)],
@@ -252,11 +257,11 @@ def with_scales(tp: int, page: int) -> SglangCache:
         num_layers=2,
         layers=(0, 1),
         stages=(2,),
-        place=Place(tp=tp, tp_rank=0),
+        position=RankPosition(tp=tp, tp_rank=0),
         heads=heads,
         buffers=buffers,
-        beside=(
-            BesidePool(
+        auxiliary=(
+            AuxiliaryPool(
                 name="scales",
                 layers=(0, 1),
                 heads=replace(heads, k_dim=2, v_dim=2),
@@ -267,7 +272,7 @@ def with_scales(tp: int, page: int) -> SglangCache:
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (2, 1), (3, 1)])
-def test_block_scales_follow_their_heads(source: int, target: int) -> None:
+def test_block_scales_are_sharded_with_their_heads(source: int, target: int) -> None:
     ours, theirs = with_scales(source, 4), with_scales(target, 16)
     check(reshard(layout_of(ours), layout_of(theirs)))
     scale = memory_of(ours).map.of("scales", "k")

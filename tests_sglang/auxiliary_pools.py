@@ -1,11 +1,11 @@
-"""SGLang's own pools of what lies beside K and V, carried without a server.
+"""SGLang's own auxiliary pools (index keys, scales, drafts), without a server.
 
 Pools and arguments as schedulers make them, in one process, one request after another, in two
 chunks: ``index`` keys beside a latent, with a draft's (TP2 to TP1; SGLang has pages of 64 only, and
 one layer that has none), block ``scales`` of K and V (TP2 in pages of 1 to TP1 in pages of 4), and
 a ``draft`` model's cache with other heads (the same). Prints a line of JSON for each: how it ended,
 how many rows are wrong, and how many others are not empty; and in the last line what else SGLang
-may have, and why it is refused. ``test_7_beside.py`` runs it.
+may have, and why it is refused. ``test_7_auxiliary_pools.py`` runs it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.runtime_context import get_spec
 
 from kvferry import InputError
-from kvferry.connectors.sglang.compat import demand_supported
+from kvferry.connectors.sglang.compat import check_supported
 
 LAYERS, HEADS, DRAFT_HEADS = 3, 4, 2
 # Of the index keys' layers the second looks where the first has looked.
@@ -222,7 +222,7 @@ def refusals() -> dict[str, str]:
     }
     for name, args in others.items():
         try:
-            demand_supported(SimpleNamespace(**{**usual, **args}), is_mla=False)
+            check_supported(SimpleNamespace(**{**usual, **args}), is_mla=False)
         except InputError as error:
             said[name] = str(error)
     return said

@@ -1,4 +1,4 @@
-"""Index keys, block scales and drafts' caches, between SGLang's own pools.
+"""Index keys, block scales and draft caches between SGLang's own pools.
 
 Without servers: on a CPU, SGLang 0.5.23 computes none of them.
 """
@@ -13,12 +13,12 @@ REFUSED = {
     "several kinds": "of the kinds dsa, dsa_tail: use another backend",
     "four bits": "--kv-cache-dtype nvfp4: use fp8_e4m3",
     "shuffled scales": "use another --page-size, or --kv-cache-dtype fp8_e4m3",
-    "draft and windows": "leave speculative decoding out",
+    "draft and windows": "disable speculative decoding",
 }
 
 
-def test_what_lies_beside_k_and_v_goes_along_or_is_refused(folder: Path) -> None:
-    *carried, refused = run(folder, "beside.py")
+def test_auxiliary_pools_arrive_or_are_rejected(folder: Path) -> None:
+    *carried, refused = run(folder, "auxiliary_pools.py")
     forms = [each["form"] for each in carried]
     assert {form: forms.count(form) for form in forms} == {"index": 4, "scales": 4, "draft": 4}
     assert are_done(carried)

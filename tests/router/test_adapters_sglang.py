@@ -1,4 +1,4 @@
-"""A router in front of SGLang: the same request to both workers, with one room for each answer."""
+"""A router in front of SGLang: one request to both workers, with a room per choice."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 
 from kvferry import InputError
 from kvferry.router.adapters import SglangAdapter, adapter_of
-from kvferry.router.bodies import ClientAsk
+from kvferry.router.bodies import ApiCall
 from kvferry.router.options import EngineName, OnFailure, RouterOptions
 
 BOOTSTRAP = "10.0.0.2:8998"
 
 
-def ask(**body: Any) -> ClientAsk:
-    return ClientAsk("/v1/completions", {"model": "m"} | body, "m", False, OnFailure.LOCAL)
+def ask(**body: Any) -> ApiCall:
+    return ApiCall("/v1/completions", {"model": "m"} | body, "m", False, OnFailure.LOCAL)
 
 
-def test_both_workers_get_the_request_and_decode_learns_where() -> None:
+def test_both_workers_get_the_request_and_decode_the_address() -> None:
     adapter, asked = adapter_of(EngineName.SGLANG), ask(prompt="p", max_tokens=9, stream=True)
     prompt = json.loads(adapter.for_prefill(asked, 7, 2.0))
     assert prompt == {"model": "m", "prompt": "p", "max_tokens": 9, "bootstrap_room": 7}
@@ -38,9 +38,9 @@ def test_both_workers_get_the_request_and_decode_learns_where() -> None:
         ({"messages": [], "n": 3}, [7, 8, 9]),
     ],
 )
-def test_each_answer_has_a_room(body: dict[str, Any], rooms: int | list[int]) -> None:
+def test_each_choice_has_a_room(body: dict[str, Any], rooms: int | list[int]) -> None:
     adapter, asked = SglangAdapter(), ask(**body)
-    assert adapter.splits(asked)
+    assert adapter.can_split(asked)
     assert json.loads(adapter.for_prefill(asked, 7, 2.0))["bootstrap_room"] == rooms
     answer = json.loads(adapter.for_decode(asked, 7, BOOTSTRAP, 2.0))
     assert answer["bootstrap_room"] == rooms
@@ -48,7 +48,7 @@ def test_each_answer_has_a_room(body: dict[str, Any], rooms: int | list[int]) ->
         assert answer["bootstrap_port"] == [8998] * len(rooms)
 
 
-def test_rooms_stay_within_their_bits() -> None:
+def test_room_ids_stay_within_63_bits() -> None:
     asked = ask(prompt=["p", "q"])
     body = json.loads(SglangAdapter().for_prefill(asked, (1 << 63) - 1, 2.0))
     assert body["bootstrap_room"] == [(1 << 63) - 2, (1 << 63) - 1]

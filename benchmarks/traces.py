@@ -1,8 +1,7 @@
-"""What keeping the traces of rooms costs: rooms of one page, with traces and without, in turns.
+"""Cost of tracing: rooms of one page, with and without traces, in turns.
 
-One pair of processes stays up for the whole run and keeps traces in every other turn, so that
-whatever else the machine does, and however the pair came to lie in memory, meets both. Ends in
-one JSON line.
+One pair of processes runs throughout and traces in every other turn, so that other load on the
+machine and the pair's memory layout affect both. Ends in one JSON line.
 
     python benchmarks/traces.py [ROUNDS] [ROOMS] [AT_ONCE] [TRANSPORT]
 """
@@ -28,8 +27,8 @@ def fleet(at_once: int, transport: str) -> Fleet:
 
 
 def turn(pair: Fleet, at_once: int, rooms: int, *, keep: bool) -> ControlLevel:
-    pair.all(pair.ranks, "keep_stories", keep)
-    # The first rooms still find the other way's things in the caches.
+    pair.all(pair.ranks, "keep_traces", keep)
+    # Warm the caches after the change.
     timed_level(pair, at_once, 2 * at_once)
     return timed_level(pair, at_once, rooms)
 

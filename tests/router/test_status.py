@@ -1,4 +1,4 @@
-"""The router's page: its workers, the discovery service's cluster, and nobody without a token."""
+"""The router's page: its workers, the cluster, and access by token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def got(here: Site, path: str, **headers: str) -> tuple[int, Any]:
 
 
 @bounded
-async def test_it_shows_the_discovery_s_cluster_and_its_own_workers() -> None:
+async def test_page_shows_the_cluster_and_the_routers_workers() -> None:
     with DiscoveryServer() as server:
         scene = Scene(server.url, {"p": 2}, {"d": 1})
         scene.tell()
@@ -39,7 +39,7 @@ async def test_it_shows_the_discovery_s_cluster_and_its_own_workers() -> None:
 
 
 @bounded
-async def test_without_a_discovery_it_says_so() -> None:
+async def test_page_reports_a_missing_discovery_service() -> None:
     async with site() as here:
         _, view = await got(here, "/kvferry/cluster")
         assert "no discovery service" in view["problem"]
@@ -48,7 +48,7 @@ async def test_without_a_discovery_it_says_so() -> None:
 
 
 @bounded
-async def test_with_a_key_one_needs_a_token_to_look_and_none_to_ask(tmp_path: Path) -> None:
+async def test_with_a_key_the_page_needs_a_token_and_the_api_none(tmp_path: Path) -> None:
     key = ClusterKey.new()
     key.write(tmp_path / "key")
     async with site(key=str(tmp_path / "key")) as here:

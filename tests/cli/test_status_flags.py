@@ -1,4 +1,4 @@
-"""Commands that look at a cluster: trace, top and tokens, against a real discovery."""
+"""Commands that query a running cluster: trace, top and tokens, against a real discovery."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvferry.security.tokens import token_problem
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """A cluster whose endpoints answer, for as long as the block lasts."""
+    """Run a cluster of simulated endpoints while the block lasts."""
     with DiscoveryServer() as server:
         made = Scene(server.url, {"prefill-0": 2}, {"decode-0": 1})
         made.flows, made.failures = True, failures()
@@ -44,14 +44,14 @@ def document(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_a_room_is_traced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_trace_prints_a_room(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "room.html"
     with scene() as here:
         words = ["trace", "17", "--url", here.url]
         assert main([*words, "--html", str(page)]) == 0
         printed = capsys.readouterr().out
         assert main([*words, "--json"]) == 0
-    for word in ("room 17", "most of it", "prefill-0/1", "gathered", "scattered", "done"):
+    for word in ("room 17", "longest stage", "prefill-0/1", "gathered", "scattered", "done"):
         assert word in printed
     assert "<svg" in page.read_text()
     trace = document(capsys)
@@ -59,7 +59,7 @@ def test_a_room_is_traced(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert sum(trace["stages"].values()) == pytest.approx(trace["seconds"])
 
 
-def test_the_slowest_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_lists_the_slowest_rooms(capsys: pytest.CaptureFixture[str]) -> None:
     with scene() as here:
         assert main(["trace", "--slow", "--num", "2", "--url", here.url]) == 0
         printed = capsys.readouterr().out
@@ -68,7 +68,7 @@ def test_the_slowest_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(document(capsys)["rooms"]) == 2
 
 
-def test_top_shows_what_the_api_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_prints_the_clusters_status(capsys: pytest.CaptureFixture[str]) -> None:
     with scene() as here:
         assert main(["top", "--once", "--url", here.url]) == 0
         printed = capsys.readouterr().out
@@ -84,29 +84,29 @@ def test_top_shows_what_the_api_says(capsys: pytest.CaptureFixture[str]) -> None
     ("words", "why"),
     [
         (["trace"], "give the id of a room"),
-        (["trace", "17", "--slow"], "and not both"),
-        (["trace", "17", "--num", "3"], "--num says how many rooms --slow shows"),
+        (["trace", "17", "--slow"], "exclude each other"),
+        (["trace", "17", "--num", "3"], "--num limits the rooms of --slow"),
         (["trace", "--slow", "--num", "many", "--url", "http://h"], "a whole number, not 'many'"),
         (["top", "--every", "0"], "--every must be a number from 0.1 to 3,600"),
         (["trace", "--slow", "--html", "x.html", "--url", "http://127.0.0.1:1"], "one room"),
-        (["top", "--url", "nonsense"], "no address"),
+        (["top", "--url", "nonsense"], "not the URL of a router"),
         (["trace", "1", "--token", "a", "--key", "b"], "give one of them"),
         (["key", "/nowhere/k", "--days", "3"], "--days is for a token"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_reported_in_one_sentence(
     words: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
     assert why in capsys.readouterr().err
 
 
-def test_nobody_there_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_url_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once", "--url", "http://127.0.0.1:1"]) == 1
-    assert "cannot ask" in capsys.readouterr().err
+    assert "cannot reach" in capsys.readouterr().err
 
 
-def test_a_key_makes_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_key_makes_tokens_that_expire(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = str(tmp_path / "cluster.key")
     assert main(["key", file]) == 0
     capsys.readouterr()

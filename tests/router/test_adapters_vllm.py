@@ -1,4 +1,4 @@
-"""A router in front of vLLM: both workers at once, one room, and what a failed one says."""
+"""A router in front of vLLM: requests to both workers, and failed transfers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from router.fakes import MODEL, FakeWorker, Site, Wire, bounded, completion, ref
 
 from kvferry import InputError
 from kvferry.router.adapters import REPLICA_HEADER, VllmAdapter
-from kvferry.router.bodies import ClientAsk
+from kvferry.router.bodies import ApiCall
 from kvferry.router.options import EngineName, OnFailure, RouterOptions
 from kvferry.router.serving import serving
 
 PARAMS = "kv_transfer_params"
 
 
-def ask(path: str = "/v1/completions", **body: Any) -> ClientAsk:
-    return ClientAsk(path, {"model": "m"} | body, "m", False, OnFailure.LOCAL)
+def ask(path: str = "/v1/completions", **body: Any) -> ApiCall:
+    return ApiCall(path, {"model": "m"} | body, "m", False, OnFailure.LOCAL)
 
 
-def test_prefill_is_asked_for_one_token_and_decode_for_the_rest() -> None:
+def test_prefill_gets_one_token_to_compute() -> None:
     adapter, asked = VllmAdapter(), ask(prompt="p", max_tokens=9, min_tokens=3, stream=True)
     prompt = json.loads(adapter.for_prefill(asked, 7, 2.0))
     assert prompt["max_tokens"] == 1
@@ -37,19 +37,19 @@ def test_prefill_is_asked_for_one_token_and_decode_for_the_rest() -> None:
     assert answer[PARAMS] == {"do_remote_prefill": True, "kvferry": own}
 
 
-def test_a_chat_has_another_limit() -> None:
+def test_chat_uses_max_completion_tokens() -> None:
     chat = ask("/v1/chat/completions", messages=[], max_completion_tokens=9)
     assert json.loads(VllmAdapter().for_prefill(chat, 7, 2.0))["max_completion_tokens"] == 1
 
 
-def test_rooms_are_not_the_clients_to_choose() -> None:
+def test_clients_cannot_choose_rooms() -> None:
     adapter, asked = VllmAdapter(), ask(prompt="p", kv_transfer_params={"kvferry": {"room": 1}})
     assert PARAMS not in json.loads(adapter.whole(asked))
     assert json.loads(adapter.for_decode(asked, 7, "p", 2.0))[PARAMS]["kvferry"]["room"] == 7
 
 
 @pytest.mark.parametrize(
-    ("body", "splits"),
+    ("body", "can_split"),
     [
         ({"prompt": "p"}, True),
         ({"prompt": [1, 2, 3]}, True),
@@ -59,8 +59,8 @@ def test_rooms_are_not_the_clients_to_choose() -> None:
         ({"prompt": [[1], [2]]}, False),
     ],
 )
-def test_several_requests_have_no_room(body: dict[str, Any], splits: bool) -> None:
-    assert VllmAdapter().splits(ask(**body)) is splits
+def test_batches_are_not_split(body: dict[str, Any], can_split: bool) -> None:
+    assert VllmAdapter().can_split(ask(**body)) is can_split
 
 
 def test_a_prefill_needs_its_instances_name() -> None:
@@ -69,7 +69,7 @@ def test_a_prefill_needs_its_instances_name() -> None:
     RouterOptions(engine=EngineName.VLLM, prefill_urls=("p=http://h:1",))
 
 
-def test_replicas_behind_one_address_are_chosen_by_the_room() -> None:
+def test_room_selects_the_replica_behind_one_url() -> None:
     adapter, asked = VllmAdapter(), ask(prompt="p")
     for room, replica in ((6, "0"), (7, "1"), (8, "2"), (9, "0")):
         assert adapter.headers("prefill-0*3", room) == {REPLICA_HEADER: replica}
@@ -79,7 +79,7 @@ def test_replicas_behind_one_address_are_chosen_by_the_room() -> None:
 
 
 @pytest.mark.parametrize("name", ["p*", "p*x", "*2", "p*1", "p*0", "p*-2", "p*99999"])
-def test_a_number_of_replicas_is_a_number(name: str) -> None:
+def test_an_invalid_number_of_replicas_is_rejected(name: str) -> None:
     with pytest.raises(InputError, match=r"write NAME\*N, such as prefill-0\*2"):
         RouterOptions(engine=EngineName.VLLM, prefill_urls=(f"{name}=http://h:1",))
 
@@ -149,7 +149,7 @@ async def asked(
 
 
 @bounded
-async def test_both_are_asked_at_once_with_one_room() -> None:
+async def test_both_workers_get_one_room() -> None:
     answers, (prefill, decode) = await asked(computes, {})
     assert [answer["choices"][0]["text"] for _, answer in answers] == ["transferred"]
     rooms = [worker.seen[0][PARAMS]["kvferry"]["room"] for worker in (prefill, decode)]
@@ -158,7 +158,7 @@ async def test_both_are_asked_at_once_with_one_room() -> None:
 
 
 @bounded
-async def test_a_prefill_hears_which_of_its_replicas_is_meant() -> None:
+async def test_a_header_names_the_prefill_replica() -> None:
     heard: list[str | None] = []
 
     async def replica(worker: FakeWorker, request: web.Request, body: Any) -> web.StreamResponse:
@@ -172,14 +172,14 @@ async def test_a_prefill_hears_which_of_its_replicas_is_meant() -> None:
 
 
 @bounded
-async def test_a_failed_transfer_is_computed_at_decode() -> None:
+async def test_after_a_failed_transfer_decode_computes_the_prompt() -> None:
     answers, (prefill, decode) = await asked(loses, {}, {"n": 2})
     assert [answer["choices"][0]["text"] for _, answer in answers] == ["local", "local"]
     assert (len(prefill.seen), len(decode.seen)) == (1, 3)
 
 
 @bounded
-async def test_a_failed_transfer_may_be_told() -> None:
+async def test_a_failed_transfer_may_be_reported() -> None:
     fails = {"kvferry": {"on_failure": "fail"}}
     answers, _ = await asked(loses, fails, fails | {"stream": True})
     assert [status for status, _ in answers] == [502, 502]

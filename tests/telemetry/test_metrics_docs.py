@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric, every refusal and every log event that the code has."""
+"""docs/metrics.md lists every metric, rejection reason and log event of the code."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from kvferry.reference.api.metrics import WorkerMetrics
 from kvferry.reference.worker.loop import Snapshot
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import BalancePolicy
-from kvferry.router.upstream import Opened
+from kvferry.router.upstream import OpenResponse
 from kvferry.router.worker_pool import Worker, WorkerPool, WorkerRole
-from kvferry.telemetry.metrics import LABELS, REFUSALS, EndpointMetrics
+from kvferry.telemetry.metrics import LABELS, REJECTED, EndpointMetrics
 from kvferry.telemetry.observer import LoopStatus
 
 ROOT = Path(__file__).parents[2]
@@ -41,12 +41,12 @@ LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 
 
 def words(cell: str) -> list[str]:
-    """What stands in backquotes."""
+    """Return the words in backquotes."""
     return re.findall(r"`([^`]+)`", cell)
 
 
 def rows(heading: str, num_cells: int) -> Iterator[list[str]]:
-    """The rows of the tables below a heading, without the head of each."""
+    """Yield the rows of the tables below a heading, without their heads."""
     _, found, section = TEXT.partition(f"\n{heading}\n")
     assert found, f"docs/metrics.md has no heading {heading!r}"
     section = re.split(r"^##", section, maxsplit=1, flags=re.MULTILINE)[0]
@@ -68,12 +68,12 @@ class Metric(NamedTuple):
 def documented(heading: str) -> set[Metric]:
     return {
         Metric(words(name)[0], kind, tuple(words(labels)))
-        for name, kind, labels, _, _ in rows(heading, 5)
+        for name, kind, labels, _ in rows(heading, 4)
     }
 
 
 def collected(registry: CollectorRegistry, common: tuple[str, ...] = ()) -> set[Metric]:
-    """Every metric of a registry, of which each must have a series to show its labels."""
+    """Return every metric of a registry; each needs a series to show its labels."""
     found = set()
     for family in registry.collect():
         samples = [one for one in family.samples if not one.name.endswith("_created")]
@@ -85,7 +85,7 @@ def collected(registry: CollectorRegistry, common: tuple[str, ...] = ()) -> set[
     return found
 
 
-def test_every_metric_of_an_endpoint_has_its_row() -> None:
+def test_every_endpoint_metric_has_a_row() -> None:
     registry = CollectorRegistry()
     meter = EndpointMetrics("prefill/0", "shm", registry)
     meter.room_ended(Handle(1), Done())
@@ -100,55 +100,57 @@ def test_every_metric_of_an_endpoint_has_its_row() -> None:
     assert all(f"`{label}`" in TEXT for label in LABELS)
 
 
-def test_every_metric_of_the_discovery_has_its_row() -> None:
+def test_every_discovery_metric_has_a_row() -> None:
     metrics = DiscoveryMetrics(InstanceRegistry("epoch"), Waiters())
     metrics.requests.labels("GET /healthz", "200").inc()
     assert collected(metrics.collection) == documented("## The discovery service")
 
 
-def test_every_metric_of_a_router_has_its_row() -> None:
+def test_every_router_metric_has_a_row() -> None:
     metrics = RouterMetrics(WorkerPool(BalancePolicy.LEAST_LOADED, 20.0))
     metrics.requests.labels("/healthz", "200").inc()
     metrics.seconds.labels("/healthz").observe(0.1)
-    metrics.attempt(Opened(Worker("", WorkerRole.DECODE, "", fixed=False), cast("Any", None), b""))
+    metrics.attempt(
+        OpenResponse(Worker("", WorkerRole.DECODE, "", fixed=False), cast("Any", None), b"")
+    )
     metrics.text()
     assert collected(metrics.registry) == documented("## The router")
 
 
-def test_every_metric_of_a_worker_has_its_row() -> None:
+def test_every_worker_metric_has_a_row() -> None:
     metrics = WorkerMetrics("decode-0")
     metrics.answered("/healthz", 200)
     metrics.text(Snapshot(carried_bytes={"runs": 1}))
     assert collected(metrics.registry, ("instance",)) == documented("## Workers")
 
 
-def test_every_metric_of_http_has_its_row() -> None:
+def test_every_http_metric_has_a_row() -> None:
     registry = CollectorRegistry()
     Connections(HttpLimits(), registry)
     assert collected(registry) == documented("## HTTP")
 
 
-def test_every_value_of_a_label_is_named() -> None:
-    served = {words(name)[0]: meaning for name, _, _, meaning, _ in rows("## HTTP", 5)}
-    assert set(Why) <= set(words(served["kvferry_http_refused_total"]))
-    cells = {words(name)[0]: meaning for name, _, _, meaning, _ in rows("## Endpoints", 5)}
+def test_every_label_value_is_listed() -> None:
+    served = {words(name)[0]: meaning for name, _, _, meaning in rows("## HTTP", 4)}
+    assert set(Why) <= set(words(served["kvferry_http_rejected_total"]))
+    cells = {words(name)[0]: meaning for name, _, _, meaning in rows("## Endpoints", 4)}
     assert set(TransferMode) <= set(words(cells["kvferry_writes_total"]))
     assert set(WriteFate) <= set(words(cells["kvferry_writes_failed_total"]))
     assert f"`silence_s` ({ProtocolConfig().silence_s:g} s by default)" in TEXT
 
 
-# ---------------------------------------------------------------- refusals
+# ---------------------------------------------------------------- rejections
 
 
 def syntax(*places: str) -> Iterator[ast.Module]:
-    """Of a module, or of all in a folder."""
+    """Parse modules, or all modules in folders."""
     for place in (SOURCE / place for place in places):
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
             yield ast.parse(path.read_text(), str(path))
 
 
 def calls(tree: ast.AST, *methods: str) -> Iterator[ast.Call]:
-    """Calls of methods of those names."""
+    """Yield calls of methods with those names."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -156,7 +158,7 @@ def calls(tree: ast.AST, *methods: str) -> Iterator[ast.Call]:
             yield node
 
 
-def link_cost(node: ast.AST) -> list[str]:
+def strings(node: ast.AST) -> list[str]:
     found = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
     return [value for value in found if isinstance(value, str)]
 
@@ -165,19 +167,19 @@ def to_observer(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and "observer" in ast.unparse(call.func.value)
 
 
-def refusals(tree: ast.Module) -> Iterator[str]:
-    """Return the refusals that a module reports to its observer."""
+def rejections(tree: ast.Module) -> Iterator[str]:
+    """Yield the rejection reasons that a module reports to its observer."""
     for call in filter(to_observer, calls(tree, "refused")):
         if isinstance(call.args[0], ast.Constant):
             yield str(call.args[0].value)
         elif isinstance(call.args[0], ast.JoinedStr):
-            assert link_cost(call.args[0]) == ["frame-"], ast.unparse(call)
+            assert strings(call.args[0]) == ["frame-"], ast.unparse(call)
             yield from (f"frame-{fault}" for fault in FrameFault)
 
 
-def test_every_refusal_has_its_row() -> None:
-    counted = {what for tree in syntax("endpoint") for what in refusals(tree)} | {*REFUSALS}
-    assert len(counted) > 5 + len(REFUSALS)
+def test_every_rejection_reason_has_a_row() -> None:
+    counted = {what for tree in syntax("endpoint") for what in rejections(tree)} | {*REJECTED}
+    assert len(counted) > 5 + len(REJECTED)
     assert {words(what)[0] for what, _ in rows("## Endpoints", 2)} == counted
 
 
@@ -192,8 +194,8 @@ class Event(NamedTuple):
 
 
 def logger_of(tree: ast.Module) -> str:
-    """The name that the module's ``log`` was made with."""
-    (name,) = {link_cost(call)[0] for call in calls(tree, "getLogger") if link_cost(call)}
+    """Return the name of the module's logger."""
+    (name,) = {strings(call)[0] for call in calls(tree, "getLogger") if strings(call)}
     return name
 
 
@@ -212,7 +214,7 @@ def events(tree: ast.Module) -> Iterator[Event]:
         yield Event(logger_of(tree), name, tuple(key[1] for key in keys if key), level)
 
 
-def test_every_log_event_has_its_row() -> None:
+def test_every_log_event_has_a_row() -> None:
     logged = {event for tree in syntax(*LOGGING) for event in events(tree)}
     assert len(logged) > 15
     written = {
