@@ -106,7 +106,7 @@ class Desk:
     def stop_probing(self, peer: Peer, incarnation: int) -> None:
         self.asked.append(("stop_probing", (peer, incarnation)))
 
-    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
         self.asked.append(("sign", (peer, incarnation, metadata)))
 
     def report(self, room: Room, outcome: Outcome) -> None:

@@ -28,7 +28,7 @@ from kvferry.endpoint.loop.inbox import Inbox, new_pipe
 from kvferry.endpoint.loop.poller import Poller
 from kvferry.endpoint.source import SourceEndpoint
 from kvferry.endpoint.target import TargetEndpoint
-from kvferry.endpoint.transport_thread import ThreadBroke
+from kvferry.endpoint.transport_thread import ThreadFailed
 from kvferry.endpoint.watchdog import ThreadHeartbeat, WatchedThreads
 from kvferry.errors import Misuse
 from kvferry.ids import Op
@@ -281,7 +281,7 @@ def test_a_bug_in_the_copier_is_told() -> None:
 
     copier.submit(scatter(1, bind))
     broke = told.get(WAIT_S)
-    assert isinstance(broke, ThreadBroke)
+    assert isinstance(broke, ThreadFailed)
     assert broke.thread == "copier"
     copier.close()
 

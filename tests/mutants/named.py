@@ -45,7 +45,7 @@ NAMED = (
     Named(
         "a liveness_port closes though memory is not free",
         f"{ENDPOINT}/loop/loop.py",
-        "if free and self.runner.may_leave:",
+        "if free and self.runner.holds_no_memory:",
         "if True:",
     ),
     Named(
@@ -53,9 +53,9 @@ NAMED = (
         f"{ENDPOINT}/runner/runner.py",
         """            for event in arrived:
                 self.take(event, now)
-            self.pass_time(now)
+            self.advance_time(now)
 """,
-        """            self.pass_time(now)
+        """            self.advance_time(now)
             for event in arrived:
                 self.take(event, now)
 """,
@@ -64,7 +64,7 @@ NAMED = (
         "an owner takes time before what has come",
         f"{ENDPOINT}/loop/loop.py",
         "        self.runner.turn(self._arrived(ready), now)\n",
-        "        self.runner.pass_time(now)\n        self.runner.turn(self._arrived(ready), now)\n",
+        "        self.runner.advance_time(now)\n        self.runner.turn(self._arrived(ready), now)\n",
     ),
     Named(
         "nobody asks after the process of a lost session",

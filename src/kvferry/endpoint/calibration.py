@@ -1,11 +1,9 @@
-"""What a link costs: a few writes into a peer's scratch memory, timed.
+"""Measurement of a link's cost from a few timed writes into the peer's scratch memory.
 
-Pure but for the numbers it is told. The transport_thread makes the writes one after another
-while a link is young; the chooser gets what comes out of it.
-
-Two sizes in one piece tell what a write costs at all and what its bytes do: over a GPU's links
-1 MiB takes hardly longer than 1 KiB, so that a single size would say that the link is slow.
-Pieces of two sizes tell what a descriptor costs, for slices and for the runs of whole pages.
+The transport thread makes the writes one after another when a link is new. Two sizes in one
+piece separate the fixed cost of a write from the cost of its bytes: over a GPU's links 1 MiB
+takes hardly longer than 1 KiB, so a single size would make the link look slow. Many pieces of
+two sizes give the cost of a descriptor for slices and for runs of whole pages.
 """
 
 from __future__ import annotations
@@ -20,60 +18,61 @@ from kvferry.plan.places import Base
 from kvferry.regions import Device
 
 SCRATCH_BYTES = 1 << 20
-# What a GPU moves in a time that can be told from that of a smaller write.
+# Large enough that a GPU's transfer time differs measurably from that of a smaller write.
 GPU_SCRATCH_BYTES = 4 << 20
 LITTLE_BYTES = 128 << 10
 PIECE_BYTES = SMALL_PIECE_BYTES
 NUM_PIECES, NUM_RUNS = 64, 8
-# Connecting, then each in turn: the best of each counts, because a busy machine only delays.
+# The first write pays for connecting. Of each kind the best time counts, because other load on
+# the machine only adds time.
 STEPS = ("first", *("bulk", "little", "pieces", "runs") * 4)
-# By how much bytes may be faster than a whole bulk write, and runs cheaper than small pieces:
-# differences of two times are as wrong as both times together.
-MOST_FASTER, MOST_CHEAPER = 16, 8
+# The bandwidth is a difference of two noisy times. Limit it to this multiple of the bandwidth of
+# a whole bulk write, and the cost of a run to this fraction of that of a small piece.
+MAX_SPEEDUP, MAX_DISCOUNT = 16, 8
 
 
 def scratch_bytes(device: Device) -> int:
-    """How much memory beside the slots is written to measure."""
+    """Return how many bytes of scratch memory an endpoint allocates beside its slots."""
     return SCRATCH_BYTES if device.is_host else GPU_SCRATCH_BYTES
 
 
 class Calibration:
-    """The writes that are still to be made, and how long the others took."""
+    """Sequence of writes that measures one link, with their durations."""
 
-    def __init__(self, ours: Base, theirs: Base, num_bytes: int = SCRATCH_BYTES) -> None:
-        self._ours = ours
-        self._theirs = theirs
+    def __init__(self, local: Base, remote: Base, num_bytes: int = SCRATCH_BYTES) -> None:
+        self._local = local
+        self._remote = remote
         self._num_bytes = num_bytes
         self._seconds: dict[str, list[float]] = {step: [] for step in STEPS}
-        self._left = list(STEPS)
+        self._remaining = list(STEPS)
 
     def next(self) -> Binding | None:
-        """The next write, or None when all were made."""
-        if not self._left:
+        """Return the next write, or None after the last one."""
+        if not self._remaining:
             return None
-        match self._left[0]:
+        match self._remaining[0]:
             case "pieces":
-                return scattered(self._ours, self._theirs, NUM_PIECES)
+                return scattered(self._local, self._remote, NUM_PIECES)
             case "runs":
-                return scattered(self._ours, self._theirs, NUM_RUNS, LARGE_PIECE_BYTES)
+                return scattered(self._local, self._remote, NUM_RUNS, LARGE_PIECE_BYTES)
             case "little":
-                return Binding.bulk(self._ours, self._theirs, LITTLE_BYTES)
+                return Binding.bulk(self._local, self._remote, LITTLE_BYTES)
             case _:
-                return Binding.bulk(self._ours, self._theirs, self._num_bytes)
+                return Binding.bulk(self._local, self._remote, self._num_bytes)
 
-    def took(self, seconds: float) -> None:
-        """The write that ``next`` gave has ended well."""
-        self._seconds[self._left.pop(0)].append(seconds)
+    def record(self, seconds: float) -> None:
+        """Store the duration of the write that ``next`` returned, and advance."""
+        self._seconds[self._remaining.pop(0)].append(seconds)
 
     def link_cost(self, before: LinkCost) -> LinkCost:
-        """What the link costs. What was not measured stays as it was."""
+        """Return ``before`` with the measured fields replaced."""
         bulk_s, little_s = min(self._seconds["bulk"]), min(self._seconds["little"])
-        bytes_per_s = _speed(self._num_bytes, bulk_s, little_s)
+        bytes_per_s = _bandwidth(self._num_bytes, bulk_s, little_s)
         write_s = max(little_s - LITTLE_BYTES / bytes_per_s, 0.0)
         pieces_s, runs_s = min(self._seconds["pieces"]), min(self._seconds["runs"])
         rest_s = pieces_s - write_s - NUM_PIECES * PIECE_BYTES / bytes_per_s
-        # If every bulk write was delayed, nothing would be left for the descriptors, and slices
-        # would seem to cost nothing.
+        # If every bulk write was delayed, the rest may be zero or negative; without a lower bound
+        # descriptors would then seem to cost nothing.
         descriptor_s = max(rest_s, pieces_s / 4, 1e-9) / NUM_PIECES
         run_s = (runs_s - write_s - NUM_RUNS * LARGE_PIECE_BYTES / bytes_per_s) / NUM_RUNS
         return replace(
@@ -81,22 +80,23 @@ class Calibration:
             descriptor_s=descriptor_s,
             bytes_per_s=bytes_per_s,
             write_s=write_s,
-            run_s=min(max(run_s, descriptor_s / MOST_CHEAPER), descriptor_s),
+            run_s=min(max(run_s, descriptor_s / MAX_DISCOUNT), descriptor_s),
         )
 
 
-def _speed(num_bytes: int, bulk_s: float, little_s: float) -> float:
-    """Bytes a second behind what any write costs; at least what the whole write did."""
-    least = num_bytes / bulk_s
+def _bandwidth(num_bytes: int, bulk_s: float, little_s: float) -> float:
+    """Bytes per second without the fixed cost; at least the bandwidth of the whole bulk write."""
+    minimum = num_bytes / bulk_s
     if bulk_s <= little_s:
-        return least
-    return min(max((num_bytes - LITTLE_BYTES) / (bulk_s - little_s), least), MOST_FASTER * least)
+        return minimum
+    marginal = (num_bytes - LITTLE_BYTES) / (bulk_s - little_s)
+    return min(max(marginal, minimum), MAX_SPEEDUP * minimum)
 
 
 def scattered(
     source: Base, target: Base, num_pieces: int, piece_bytes: int = PIECE_BYTES
 ) -> Binding:
-    """Every second stretch of either side, so that nothing can be merged."""
+    """Return a write of equal pieces with gaps between them, so that none can be merged."""
     offsets = np.arange(num_pieces, dtype=np.int64) * 2 * piece_bytes
     one = np.ones(num_pieces, dtype=np.int64)
     flat = Stride(piece_bytes, piece_bytes)

@@ -1,4 +1,4 @@
-"""The constants of an endpoint's transports before any link is measured."""
+"""Link costs that an endpoint assumes before it has measured a link."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from kvferry.transports.base import Transport
 
 
 def default_link_costs(config: EndpointConfig, setup: EndpointSetup) -> dict[str, LinkCost]:
-    """Return each transport's constants: those of the configuration, or else the assumed ones."""
+    """Return the cost of each transport: the configured one, or else the default."""
+    device, slots = setup.memory.device, setup.slots
 
-    def of(transport: Transport) -> LinkCost:
+    def cost_of(transport: Transport) -> LinkCost:
         if config.link_cost is not None:
             return replace(config.link_cost, maps_peer=transport.maps_peer)
-        device = setup.memory.device
         return default_link_cost(
             transport.name,
             device,
-            slot_bytes=setup.slots.pool.slot_bytes if setup.slots else None,
+            slot_bytes=slots.pool.slot_bytes if slots else None,
             copy_bytes_per_s=copy_speed() if device.is_host else None,
             maps_peer=transport.maps_peer,
         )
 
-    return {transport.name: of(transport) for transport in setup.transports}
+    return {transport.name: cost_of(transport) for transport in setup.transports}
 
 
 @cache
 def copy_speed() -> float:
-    """Bytes a second that the CPU gathers in small pieces, measured once for a process."""
-    from_, into = allocate(2 * SCRATCH_BYTES), allocate(2 * SCRATCH_BYTES)
+    """Return the CPU's bytes per second when gathering small pieces, measured once a process."""
+    source, target = allocate(2 * SCRATCH_BYTES), allocate(2 * SCRATCH_BYTES)
     pieces = scattered(Base(0, 0, 0), Base(0, 0, 0), SCRATCH_BYTES // PIECE_BYTES)
-    addresses = (from_.region.address,), (into.region.address,)
+    addresses = (source.region.address,), (target.region.address,)
     copy_binding(pieces, *addresses)
     seconds = []
     for _ in range(3):

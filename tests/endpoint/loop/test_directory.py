@@ -209,7 +209,7 @@ def role_of(
     taken: list[Event] | None = None,
 ) -> TargetSide:
     runner: Any = SimpleNamespace(
-        ask_after=(asked if asked is not None else []).append,
+        probe_links=(asked if asked is not None else []).append,
         machine=SimpleNamespace(rooms={}),
     )
     scatters: Any = SimpleNamespace(expect=lambda *_, **__: None)

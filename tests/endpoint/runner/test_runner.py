@@ -21,7 +21,7 @@ from kvferry.endpoint.runner.runner import (
     TargetPorts,
     TargetRunner,
     frame_event,
-    without_needless,
+    drop_redundant,
 )
 from kvferry.endpoint.runner.sessions import Sessions
 from kvferry.ids import Generation, Op, Peer, Serial, Session, SlotIndex, Ticket
@@ -188,7 +188,7 @@ def test_no_write_starts_in_a_session_that_was_cut_or_never_met(stage: Stage, cu
         stage.do(drop())
     assert stage.do(write(1)) == []
     assert stage.puppet.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
-    assert stage.runner.sessions.num_flying == 0
+    assert stage.runner.sessions.num_in_flight == 0
 
 
 def test_what_a_port_answers_at_once_is_the_next_event(stage: Stage) -> None:
@@ -236,11 +236,11 @@ def test_a_gather_is_in_flight_before_it_is_posted_and_its_note_leaves_at_its_en
 ) -> None:
     stage.meet()
     assert stage.do(gather(1)) == [("gather", 1)]
-    assert stage.runner.sessions.num_flying == 1
+    assert stage.runner.sessions.num_in_flight == 1
     assert stage.do(post(1)) == [("post", (1, 5))]
-    assert stage.runner.sessions.num_flying == 1
+    assert stage.runner.sessions.num_in_flight == 1
     assert stage.take(Sent(Op(1))) == [("send", note(1))]
-    assert stage.runner.sessions.num_flying == 0
+    assert stage.runner.sessions.num_in_flight == 0
 
 
 def test_what_was_discarded_is_in_flight_until_that_is_answered(stage: Stage) -> None:
@@ -367,9 +367,9 @@ def test_a_sign_of_death_is_followed_for_those_it_concerns(stage: Stage) -> None
     for session, peer in ((ONE, PEER), (TWO, OTHER), (THREE, OTHER)):
         stage.puppet.links[session] = Link(peer, session, LinkState.UP, PLAN, LIFE, 0.0, 0.0, 0.0)
     stage.desk.asked.clear()
-    stage.runner.ask_after(lambda link: link.peer == OTHER)
+    stage.runner.probe_links(lambda link: link.peer == OTHER)
     assert stage.desk.asked == [("sign", (OTHER, LIFE, b"card"))]
-    stage.runner.ask_after()
+    stage.runner.probe_links()
     assert [name for name, _ in stage.desk.asked] == ["sign"] * 3
 
 
@@ -382,13 +382,13 @@ def test_a_sign_of_death_is_followed_for_those_it_concerns(stage: Stage) -> None
     ids=["source", "target"],
 )
 def test_nobody_may_leave_while_memory_is_held(stage: Stage, event: Event) -> None:
-    may_leave = [stage.runner.may_leave]
+    holds_no_memory = [stage.runner.holds_no_memory]
     stage.take(event)
     stage.do(Report("r", Done(b"")))
-    may_leave.append(stage.runner.may_leave)
+    holds_no_memory.append(stage.runner.holds_no_memory)
     stage.do(Release("r"))
-    may_leave.append(stage.runner.may_leave)
-    assert may_leave == [True, False, True]
+    holds_no_memory.append(stage.runner.holds_no_memory)
+    assert holds_no_memory == [True, False, True]
 
 
 # ---------------------------------------------------------------- time
@@ -419,13 +419,13 @@ def test_time_is_told_when_a_timer_is_due_and_not_before(stage: Stage) -> None:
     stage.take(Open("r", 50.0), at=10.0)
     assert stage.runner.wakeup() == 10.0 + LEAST_S
     stage.puppet.timers = [20.0]
-    stage.runner.pass_time(10.0 + LEAST_S - 0.01)
+    stage.runner.advance_time(10.0 + LEAST_S - 0.01)
     assert Tick() not in stage.puppet.heard
-    stage.runner.pass_time(10.0 + LEAST_S)
+    stage.runner.advance_time(10.0 + LEAST_S)
     assert stage.puppet.heard[-1] == Tick()
     assert stage.runner.wakeup() == 20.0
     stage.puppet.timers = []
-    stage.runner.pass_time(20.0)
+    stage.runner.advance_time(20.0)
     assert stage.runner.wakeup() == inf
 
 
@@ -454,7 +454,7 @@ def test_no_driver_sleeps_past_a_timer(steps: list[tuple[float, bool, float]]) -
         while stage.runner.wakeup() <= until:
             now = max(now, stage.runner.wakeup())
             stage.puppet.timers = [timer for timer in stage.puppet.timers if timer > now]
-            stage.runner.pass_time(now)
+            stage.runner.advance_time(now)
         now = until
         if something:
             stage.puppet.timers.append(now + LEAST_S + takes)
@@ -499,12 +499,12 @@ DIRECT, STAGED = Arrived(*A, ()), Arrived(*A, (), Serial(0))
     ],
 )
 def test_only_what_a_later_frame_says_too_is_left_out(bodies: list[Body], left: str) -> None:
-    assert ", ".join(named(without_needless([say(body) for body in bodies]))) == left
+    assert ", ".join(named(drop_redundant([say(body) for body in bodies]))) == left
 
 
 def test_each_peer_hears_its_own() -> None:
     frames = [say(ACCEPT), say(ACCEPT, OTHER), say(CLOSE, OTHER)]
-    assert named(without_needless(frames)) == ["accept 0", "close 1"]
+    assert named(drop_redundant(frames)) == ["accept 0", "close 1"]
 
 
 def test_a_step_sends_nothing_needless(stage: Stage) -> None:
@@ -609,7 +609,7 @@ def test_the_book_of_sessions(steps: list[tuple[str, Session | int]], exposed: b
         expected = truth.settle()
         assert ({each.session for each in proven}, {each.session for each in dropped}) == expected
         assert len(book) == len(LIVES) - len(truth.dropped)
-        assert book.num_flying == len(truth.flying)
+        assert book.num_in_flight == len(truth.flying)
         assert {each.session for each in book.doubted()} == truth.doubtful - truth.dropped
         kept = truth.cut - truth.dropped
         assert {each.session for each in book.ending.values()} == kept

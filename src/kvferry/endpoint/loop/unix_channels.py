@@ -1,4 +1,4 @@
-"""Unix-socket lines of a channel (``endpoint/control/unix.py``), and who watches them."""
+"""The open Unix-socket channels of an endpoint (``endpoint/control/unix.py``)."""
 
 from __future__ import annotations
 
@@ -9,49 +9,50 @@ from kvferry.endpoint.loop.poller import Poller
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 from kvferry.telemetry.observer import Observer
 
-# Peers of one host are few. Whoever gets no line uses the control channel.
-MAX_LINES = 256
-# Bytes that all lines together may hold of frames whose rest has not come.
+# More peers of this host use the ZeroMQ control channel.
+MAX_CHANNELS = 256
+# Limit for the bytes of incomplete frames of all channels together.
 MAX_UNFINISHED_BYTES = 4 * MAX_FRAME_BYTES
 
 
 class UnixChannels:
-    """Lines to processes of this host, watched while they last.
+    """Polls Unix channels and bounds their number and the memory of incomplete frames.
 
-    A peer that was let in may still misbehave, so the number of lines and what they hold of
-    unfinished frames are bounded. Frames that a closed line loses are repeated by the protocol.
+    The bounds hold against an authenticated peer that misbehaves. The protocol repeats frames that
+    a closed channel loses.
     """
 
     def __init__(self, poller: Poller, observer: Observer) -> None:
         self._poller = poller
         self._observer = observer
-        self._lines: dict[object, UnixChannel] = {}
+        self._channels: dict[object, UnixChannel] = {}
+        # Channels with queued bytes, which wait to become writable.
         self._full: set[UnixChannel] = set()
         self._unfinished: dict[UnixChannel, int] = {}
 
-    def add(self, line: UnixChannel) -> None:
-        """Watch a line, or close it if there are too many."""
-        if len(self._lines) >= MAX_LINES:
+    def add(self, channel: UnixChannel) -> None:
+        """Watch a channel, or close it if there are too many."""
+        if len(self._channels) >= MAX_CHANNELS:
             self._observer.refused("too-many-lines")
-            line.close()
+            channel.close()
             return
-        self._lines[line.fileno()] = line
-        self._poller.watch(line.fileno())
+        self._channels[channel.fileno()] = channel
+        self._poller.watch(channel.fileno())
 
     def receive(self, ready: Iterable[object]) -> Iterator[tuple[UnixChannel, list[bytes]]]:
-        """Lines that have something to say, or are over."""
-        for line in [self._lines[one] for one in ready if one in self._lines]:
-            if line in self._full:
-                line.resume()
-                self._watch_room(line)
-            yield line, line.receive()
-            yield from self._over_limit(line)
+        """Return the frames of ready channels; also channels that are over, without frames."""
+        for channel in [self._channels[one] for one in ready if one in self._channels]:
+            if channel in self._full:
+                channel.resume()
+                self._update_writable(channel)
+            yield channel, channel.receive()
+            yield from self._enforce_limit(channel)
 
-    def _over_limit(self, line: UnixChannel) -> Iterator[tuple[UnixChannel, list[bytes]]]:
-        """End the lines with the longest unfinished frames until the rest is within the limit."""
-        self._unfinished.pop(line, None)
-        if line.num_unfinished and not line.over:
-            self._unfinished[line] = line.num_unfinished
+    def _enforce_limit(self, channel: UnixChannel) -> Iterator[tuple[UnixChannel, list[bytes]]]:
+        """End the channels with the longest incomplete frames until the rest is within bounds."""
+        self._unfinished.pop(channel, None)
+        if channel.num_unfinished and not channel.over:
+            self._unfinished[channel] = channel.num_unfinished
         while sum(self._unfinished.values()) > MAX_UNFINISHED_BYTES:
             longest = max(self._unfinished, key=lambda one: self._unfinished[one])
             del self._unfinished[longest]
@@ -59,32 +60,32 @@ class UnixChannels:
             self._observer.refused("unfinished-frames")
             yield longest, []
 
-    def send(self, line: UnixChannel, messages: Iterable[bytes]) -> None:
-        """Now, or when there is room."""
+    def send(self, channel: UnixChannel, messages: Iterable[bytes]) -> None:
+        """Send messages, now or when there is room."""
         for message in messages:
-            line.send(message)
-        if line.has_unsent:
-            self._watch_room(line)
+            channel.send(message)
+        if channel.has_unsent:
+            self._update_writable(channel)
 
-    def _watch_room(self, line: UnixChannel) -> None:
-        if line.has_unsent != (line in self._full) and line.fileno() in self._lines:
-            self._full ^= {line}
-            self._poller.watch_room(line.fileno(), wanted=line.has_unsent)
+    def _update_writable(self, channel: UnixChannel) -> None:
+        if channel.has_unsent != (channel in self._full) and channel.fileno() in self._channels:
+            self._full ^= {channel}
+            self._poller.watch_writable(channel.fileno(), wanted=channel.has_unsent)
 
-    def drop(self, line: UnixChannel) -> None:
-        """Hang up."""
-        if self._lines.pop(line.fileno(), None) is not None:
-            self._poller.unwatch(line.fileno())
-        self._full.discard(line)
-        self._unfinished.pop(line, None)
-        line.close()
+    def drop(self, channel: UnixChannel) -> None:
+        """Close a channel."""
+        if self._channels.pop(channel.fileno(), None) is not None:
+            self._poller.unwatch(channel.fileno())
+        self._full.discard(channel)
+        self._unfinished.pop(channel, None)
+        channel.close()
 
-    def sweep(self) -> None:
-        """Hang up on those that are over."""
-        for line in [line for line in self._lines.values() if line.over]:
-            self.drop(line)
+    def drop_ended(self) -> None:
+        """Close the channels that are over."""
+        for channel in [channel for channel in self._channels.values() if channel.over]:
+            self.drop(channel)
 
     def close(self) -> None:
-        """Hang up on all."""
-        for line in list(self._lines.values()):
-            self.drop(line)
+        """Close all channels."""
+        for channel in list(self._channels.values()):
+            self.drop(channel)

@@ -101,7 +101,7 @@ class Insight:
             "rooms": sum(room.known_to_engine for room in machine.rooms.values()),
             "writing": len(machine.inflight.writes),
             "gathered ahead": len(self._owner.role._writes._ahead),
-            "in flight": self._owner.runner.sessions.num_flying,
+            "in flight": self._owner.runner.sessions.num_in_flight,
             "slots": machine.config.local_slots - len(machine.local_slots),
         }
 
