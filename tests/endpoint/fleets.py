@@ -9,6 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvferry.config import ProtocolConfig
+from kvferry.discovery.records import InstanceView, RankRecord, RankView
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.layout.layout import Layout, Order, Parallel
 from kvferry.layout.spec import (
@@ -115,3 +116,10 @@ def eventually(what: Callable[[], bool], within_s: float = 10.0) -> None:
     while not what():
         assert time.monotonic() < give_up, f"not so within {within_s} s"
         time.sleep(0.005)
+
+
+def view_of(record: RankRecord) -> InstanceView:
+    """The instance that has this rank only."""
+    rank = RankView(record.rank, record.incarnation, record.control)
+    its = (record.fingerprint, record.layout, record.transport)
+    return InstanceView(record.instance, "", *its, (rank,))

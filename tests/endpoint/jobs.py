@@ -48,22 +48,22 @@ def bulk() -> Binding:
     return Binding.bulk(HERE, THERE, NUM_BYTES)
 
 
-def gather(op: int, bind: Callable[[], Binding] = bulk, *, ahead: bool = False) -> WriteJob:
+def gather(op: int, bind: Callable[[], Binding] = bulk, *, early: bool = False) -> WriteJob:
     """A write through a slot; made ahead, nobody has said where to."""
-    action: Any = gather_action(op) if ahead else write_action(op)
+    action: Any = gather_action(op) if early else write_action(op)
     job = WriteJob(action, bind=bind, sources=(0,), targets=(0, 0), mode=TransferMode.STAGED)
-    job.here, job.there = HERE, None if ahead else THERE
+    job.local, job.remote = HERE, None if early else THERE
     return job
 
 
 def scatter(
     op: int,
     bind: Callable[[], Binding] = bulk,
-    at_leisure: Callable[[], None] | None = None,
+    when_idle: Callable[[], None] | None = None,
 ) -> ScatterJob:
     """A copy of a slot into pages."""
     about = Op(op), "r", PEER, PLAN, Request(1), BLOCKS, SlotIndex(0), Serial(1)
-    return ScatterJob(Scatter(*about), bind, (0,), (0, 0), at_leisure)
+    return ScatterJob(Scatter(*about), bind, (0,), (0, 0), when_idle)
 
 
 def over(

@@ -36,7 +36,7 @@ def calibrated(
     while (binding := calibration.next()) is not None:
         sizes.append((binding.num_bytes, binding.num_pieces))
         # Connecting is slow and does not count.
-        calibration.took(seconds(binding) if len(sizes) > 1 else 1.0)
+        calibration.record(seconds(binding) if len(sizes) > 1 else 1.0)
     rounds = [(num_bytes, 1), (128 * KIB, 1), (64 * KIB, NUM_PIECES), (512 * KIB, 8)]
     assert sizes == [(num_bytes, 1), *rounds * 4]
     assert len(sizes) == len(STEPS)

@@ -478,9 +478,9 @@ def test_the_inbox_keeps_order_and_wakes_its_owner() -> None:
     poller = select.poll()
     poller.register(inbox.fileno(), select.POLLIN)
     while len(seen) < 1000:
-        if inbox.rest():
+        if inbox.prepare_sleep():
             assert poller.poll(10_000), "nobody woke the owner"
-        inbox.rise(called=bool(poller.poll(0)))
+        inbox.wake(signalled=bool(poller.poll(0)))
         seen += inbox.drain()
     thread.join()
     assert seen == list(range(1000))

@@ -127,7 +127,7 @@ def test_a_connection_stands_without_the_gil_and_ends_when_the_process_is_stoppe
 
         def stands() -> bool:
             client.receive()
-            return client.num_standing > 0
+            return client.num_open > 0
 
         eventually(stands)
         pipe.send(None)

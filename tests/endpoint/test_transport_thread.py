@@ -205,7 +205,7 @@ def test_a_transport_is_polled_once_a_peer_writes_by_it() -> None:
     closed, told = Closed(), Mailbox[TransportResult]()
     transport_thread = TransportThread([closed], told.put, "transport_thread")
     transport_thread.start()
-    transport_thread.let_write(ONE, "closed")
+    transport_thread.accept_writes(ONE, "closed")
     assert closed.polled.wait(WAIT_S)
     transport_thread.forget(ONE)
     transport_thread.close()

@@ -51,11 +51,11 @@ _PIECES = (
     "handles agreement memory threads closing static costs layer_push_tuner marks letting_go "
     "layers security"
 )
-_CARRIED = "tests/endpoint/test_carry.py::test_every_byte_arrives_and_no_other_is_touched"
+_CARRIED = "tests/endpoint/test_every_byte_arrives.py::test_every_byte_arrives_and_no_other_is_touched"
 _PROCESSES = (
     *(f"{_CARRIED}[tp3-tp2-{way}]" for way in ("shm", "nixl")),
-    "tests/endpoint/test_faults.py::test_a_failed_room_says_which_pages_are_bad",
-    "tests/endpoint/test_faults.py::test_a_short_stop_is_no_death",
+    "tests/endpoint/test_killed_and_stopped_ranks.py::test_a_failed_room_says_which_pages_are_bad",
+    "tests/endpoint/test_killed_and_stopped_ranks.py::test_a_short_stop_is_no_death",
 )
 
 DRIVEN = ("endpoint/runner", "protocol")

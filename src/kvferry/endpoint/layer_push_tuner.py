@@ -81,7 +81,10 @@ class LayerPushTuner:
             self._timing = self._timing._replace(ended=self._mark())
 
     def per_push(self, num_tokens: int, num_sent: int, link_cost: LinkCost) -> int:
-        """Return the layers per push for a step that computes ``num_tokens``, sends ``num_sent``."""
+        """Return the layers per push for a step that computes ``num_tokens`` and sends ``num_sent``.
+
+        ``link_cost``: cost of the link to the target.
+        """
         if self._layers == "all" or (self._layers == "auto" and self._token_s is None):
             return self.num_layers
         if self._layers != "auto":

@@ -189,7 +189,7 @@ def set_up(
     max_slots: int,
     listener: UnixListener | None = None,
 ) -> EndpointSetup:
-    """Set up an endpoint. Raises ``InputError`` or ``TransportError``, and then leaves nothing open."""
+    """Set up an endpoint. If it raises, nothing is left open."""
     _check_host(config.host)
     _check_member(member)
     transports = _transport_set(transport, config)

@@ -72,7 +72,7 @@ def test_what_a_turn_asked_for_is_one_launch() -> None:
 def test_what_nobody_waits_for_yet_waits_while_there_is_hurry() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
-    for job in (gather(1, ahead=True), scatter(2), gather(3)):
+    for job in (gather(1, early=True), scatter(2), gather(3)):
         copies.submit(job)
     copies.launch(urgent=True)
     assert [count for count, _ in gpu.launches] == [2]
@@ -82,19 +82,19 @@ def test_what_nobody_waits_for_yet_waits_while_there_is_hurry() -> None:
     assert [count for count, _ in gpu.launches] == [2, 1]
     for _, launched in gpu.launches:
         launched.over = True
-    assert [news.op for news in copies.ended()] == [2, 3, 1]
+    assert [news.op for news in copies.finished()] == [2, 3, 1]
 
 
 def test_what_can_be_done_at_leisure_is_done_once_when_nothing_runs() -> None:
     gpu, done = Gpu(), list[int]()
     copies = GpuCopies(gpu)
-    copies.submit(scatter(1, at_leisure=lambda: done.append(1)))
+    copies.submit(scatter(1, when_idle=lambda: done.append(1)))
     copies.submit(scatter(2))
     copies.launch()
     copies.launch()
     assert not done
     gpu.launches[0][1].over = True
-    assert len(list(copies.ended())) == 2
+    assert len(list(copies.finished())) == 2
     assert not done, "first others hear of the end"
     copies.launch()
     copies.launch()
@@ -119,11 +119,11 @@ def test_ends_are_told_once_and_when_the_gpu_is_done() -> None:
         copies.launch()
     first, second = (launched for _, launched in gpu.launches)
     second.over = True
-    assert list(copies.ended()) == [], "a stream ends its launches in their order"
+    assert list(copies.finished()) == [], "a stream ends its launches in their order"
     assert copies.wakeup() < 1e-3
     first.over = True
-    assert told(copies.ended()) == [(1, ""), (2, "")]
-    assert list(copies.ended()) == []
+    assert told(copies.finished()) == [(1, ""), (2, "")]
+    assert list(copies.finished()) == []
     assert copies.wakeup() == inf
 
 
@@ -134,18 +134,18 @@ def test_what_was_gathered_is_to_be_written() -> None:
     copies.submit(job)
     copies.launch()
     gpu.launches[0][1].over = True
-    assert list(copies.ended()) == [job]
+    assert list(copies.finished()) == [job]
     assert (job.binding, job.is_over) == (bulk(), False)
 
 
 def test_what_was_gathered_ahead_is_told_with_its_size() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
-    job = gather(7, ahead=True)
+    job = gather(7, early=True)
     copies.submit(job)
     copies.launch()
     gpu.launches[0][1].over = True
-    assert list(copies.ended()) == [job]
+    assert list(copies.finished()) == [job]
     assert (job.num_bytes, job.binding.parts, job.is_over) == (NUM_BYTES, (), False)
 
 
@@ -156,7 +156,7 @@ def test_pages_that_are_wrong_fail_one_copy_and_no_other() -> None:
     copies.submit(scatter(2))
     copies.launch()
     gpu.launches[0][1].over = True
-    assert sorted(told(copies.ended())) == [(1, "no such page"), (2, "")]
+    assert sorted(told(copies.finished())) == [(1, "no such page"), (2, "")]
 
 
 def test_a_gpu_that_has_failed() -> None:
@@ -165,7 +165,7 @@ def test_a_gpu_that_has_failed() -> None:
     copies.submit(gather(1))
     copies.launch()
     gpu.launches[0][1].problem = "an illegal address"
-    assert told(copies.ended()) == [(1, "the GPU failed: an illegal address")]
+    assert told(copies.finished()) == [(1, "the GPU failed: an illegal address")]
 
 
 def test_a_launch_that_is_refused_is_over_before_that_is_told() -> None:
@@ -175,7 +175,7 @@ def test_a_launch_that_is_refused_is_over_before_that_is_told() -> None:
     copies.submit(scatter(1))
     copies.launch()
     assert gpu.drained == 1
-    assert told(copies.ended()) == [(1, "the GPU took no copy")]
+    assert told(copies.finished()) == [(1, "the GPU took no copy")]
 
 
 def test_what_may_come_soon_is_told_to_the_gpu_and_launches_nothing() -> None:

@@ -8,20 +8,20 @@ from typing import Any
 
 import msgspec
 import pytest
-from endpoint.puppet import LAYOUT, ME, PLAN, TIMES, Desk, ExposedPuppet, Puppet
+from endpoint.scripted_machine import LAYOUT, ME, PLAN, TIMES, Desk, ExposedPuppet, Puppet
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.config import ProtocolConfig
 from kvferry.endpoint.runner.runner import (
-    MOST_UNSAID,
+    MAX_WAITING_FRAMES,
     PeerGone,
     SourcePorts,
     SourceRunner,
     TargetPorts,
     TargetRunner,
-    frame_event,
     drop_redundant,
+    frame_event,
 )
 from kvferry.endpoint.runner.sessions import Sessions
 from kvferry.ids import Generation, Op, Peer, Serial, Session, SlotIndex, Ticket
@@ -520,7 +520,7 @@ def test_a_turn_sends_nothing_needless(stage: Stage) -> None:
 
 def test_a_long_turn_is_not_silent_to_its_end(stage: Stage) -> None:
     def arrived() -> Iterator[Event]:
-        for number in range(2 * MOST_UNSAID):
+        for number in range(2 * MAX_WAITING_FRAMES):
             step = Cancel(number)
             stage.puppet.answers[step] = [say(Heartbeat())]
             yield step
@@ -529,7 +529,7 @@ def test_a_long_turn_is_not_silent_to_its_end(stage: Stage) -> None:
     said: list[int] = []
     stage.runner.turn(arrived(), 0.0)
     assert said == sorted(said)
-    assert set(said) == {0, MOST_UNSAID, 2 * MOST_UNSAID}
+    assert set(said) == {0, MAX_WAITING_FRAMES, 2 * MAX_WAITING_FRAMES}
 
 
 def test_what_a_turn_has_to_say_is_said_though_a_step_of_it_raises(stage: Stage) -> None:
@@ -565,7 +565,7 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("start"), st.sampled_from([ONE, TWO, THREE])),
         st.tuples(st.sampled_from(["end", "doubt"]), st.integers(0, 5)),
-        st.tuples(st.sampled_from(["cut", "unwant"]), st.sampled_from([ONE, TWO, THREE])),
+        st.tuples(st.sampled_from(["cut", "abandon"]), st.sampled_from([ONE, TWO, THREE])),
         st.tuples(st.just("confirm_dead"), st.sampled_from([LIFE, NEXT_LIFE])),
     ),
     max_size=25,
@@ -577,7 +577,7 @@ class Truth:
     """The same sessions, as sets of what has happened."""
 
     def __init__(self, exposed: bool) -> None:
-        self.flying: dict[Op, Session] = {}
+        self.in_flight: dict[Op, Session] = {}
         self.doubtful: set[Session] = set()
         self.exposed = set(LIVES) if exposed else set[Session]()
         self.cut: set[Session] = set()
@@ -586,13 +586,13 @@ class Truth:
         self.dropped: set[Session] = set()
 
     def is_over(self, session: Session) -> bool:
-        waits = session in self.flying.values() or session in self.doubtful | self.exposed
+        waits = session in self.in_flight.values() or session in self.doubtful | self.exposed
         return session in self.cut and not waits
 
     def settle(self) -> tuple[set[Session], set[Session]]:
         here = set(LIVES) - self.dropped
         proven = {each for each in here - self.proven if self.is_over(each)}
-        dropped = {each for each in here & self.unwanted if each not in self.flying.values()}
+        dropped = {each for each in here & self.unwanted if each not in self.in_flight.values()}
         self.proven |= proven
         self.dropped |= dropped
         return proven, dropped
@@ -609,13 +609,13 @@ def test_the_book_of_sessions(steps: list[tuple[str, Session | int]], exposed: b
         expected = truth.settle()
         assert ({each.session for each in proven}, {each.session for each in dropped}) == expected
         assert len(book) == len(LIVES) - len(truth.dropped)
-        assert book.num_in_flight == len(truth.flying)
-        assert {each.session for each in book.doubted()} == truth.doubtful - truth.dropped
+        assert book.num_in_flight == len(truth.in_flight)
+        assert {each.session for each in book.doubtful()} == truth.doubtful - truth.dropped
         kept = truth.cut - truth.dropped
         assert {each.session for each in book.ending.values()} == kept
         for life in (LIFE, NEXT_LIFE):
             waiting = [x for x in kept if LIVES[x] == life and not truth.is_over(x)]
-            assert book.awaits(PEER, life) == bool(waiting)
+            assert book.needs_proof(PEER, life) == bool(waiting)
 
 
 def _take(book: Sessions, truth: Truth, number: int, step: str, what: Session | int) -> None:
@@ -624,19 +624,19 @@ def _take(book: Sessions, truth: Truth, number: int, step: str, what: Session | 
             may = session not in truth.cut | truth.dropped
             assert book.start(Op(number), session) == may
             if may:
-                truth.flying[Op(number)] = session
+                truth.in_flight[Op(number)] = session
         case (("end" | "doubt"), int(nth)):
-            op = [*truth.flying, Op(99)][min(nth, len(truth.flying))]
-            found = truth.flying.pop(op, None)
-            record = book.flying(op)
+            op = [*truth.in_flight, Op(99)][min(nth, len(truth.in_flight))]
+            found = truth.in_flight.pop(op, None)
+            record = book.session_of(op)
             assert book.end(op, doubtful=step == "doubt") is record
             assert (record and record.session) == found
             if found and step == "doubt":
                 truth.doubtful.add(found)
-        case (("cut" | "unwant"), Session() as session) if session not in truth.dropped:
-            (book.cut if step == "cut" else book.unwant)(session)
+        case (("cut" | "abandon"), Session() as session) if session not in truth.dropped:
+            (book.cut if step == "cut" else book.abandon)(session)
             truth.cut.add(session)
-            truth.unwanted |= {session} if step == "unwant" else set()
+            truth.unwanted |= {session} if step == "abandon" else set()
         case "confirm_dead", int(life):
             lost = {each for each in LIVES if LIVES[each] == life} - truth.dropped
             assert {each.session for each in book.confirm_dead(PEER, life)} == lost

@@ -289,7 +289,7 @@ class ControlClient(_ControlSocket):
         return frames
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame, or queue it until the connection is open. Return False if the queue is full."""
+        """Send a frame, or queue it until connected. Return False if the queue is full."""
         return self._send(frame)
 
     def close(self, linger_ms: int = LINGER_MS) -> None:

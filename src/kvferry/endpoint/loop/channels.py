@@ -1,8 +1,8 @@
 """Channels: send the frames of a runner and receive those of its peers.
 
-A source answers along the route of a target's latest frame. A target has a ZeroMQ connection to each
-source, at the address in the source's latest instance view. To a source on the same host it also has
-a Unix channel, and prefers it while it is open.
+A source answers along the route of a target's latest frame. A target has a ZeroMQ connection to
+each source, at the address in the source's latest instance view. To a source on the same host it
+also has a Unix channel, and prefers it while it is open.
 
 The frames of one turn to one peer leave in one message. In a long turn, the first frames leave
 earlier, so that an idle peer can start.
@@ -39,8 +39,8 @@ from kvferry.telemetry.observer import Observer
 
 log = logging.getLogger("kvferry.endpoint")
 
-# Failed handshakes after which a source counts as unreachable. One may fail during a restart; with a
-# wrong key all do.
+# Failed handshakes after which a source counts as unreachable. One may fail during a restart; with
+# a wrong key all do.
 MAX_REFUSED = 3
 # Frames are sent before the end of a turn once so many wait, or once one waits for so long.
 MAX_WAITING = 8

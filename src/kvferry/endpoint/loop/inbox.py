@@ -1,8 +1,8 @@
 """The inbox: a queue through which other threads send items to the loop.
 
-Any thread may call ``put``, which never blocks. The loop polls ``fileno`` together with its sockets
-while it sleeps. Only a sleeping loop is woken, because writing to the pipe costs more than all else:
-a running loop checks the queue before it sleeps (``prepare_sleep``).
+Any thread may call ``put``, which never blocks. The loop polls ``fileno`` together with its
+sockets while it sleeps. Only a sleeping loop is woken, because writing to the pipe is the most
+expensive part: a running loop checks the queue before it sleeps (``prepare_sleep``).
 """
 
 from __future__ import annotations

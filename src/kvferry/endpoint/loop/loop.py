@@ -1,8 +1,8 @@
 """The loop: the thread that runs an endpoint's machine.
 
-Only this thread touches the machine. It takes frames from the control channel, items of other
-threads from the inbox, and then the time. It never waits for a copy or a transport, copies at most a
-few pages itself, and calls into the engine only through the callbacks of handles.
+Only this thread touches the machine. In each turn it takes items of other threads from the inbox,
+frames from the control channel, and then the time. It never waits for a copy or a transport,
+copies at most a few pages itself, and calls into the engine only through callbacks of handles.
 """
 
 from __future__ import annotations

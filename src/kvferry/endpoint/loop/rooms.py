@@ -46,7 +46,7 @@ class RoomTable(Generic[H]):
     # ------------------------------------------------------------ for any thread
 
     def add(self, handle: H) -> None:
-        """Add a room. Raises ``InputError`` for an invalid id, ``Misuse`` if it cannot be opened."""
+        """Add a room. Raises ``InputError`` for an invalid id, and ``Misuse`` if it is refused."""
         _check_room(handle.room)
         with self._lock:
             if self._refusal:

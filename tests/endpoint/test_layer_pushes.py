@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from endpoint.fleets import HEADS, eventually, layout
-from endpoint.test_pair import AT_ONCE, LAYOUT, MOVED, NUM_PAGES, WAIT_S, Means, Pair, pair_by
+from endpoint.test_pair_in_process import (
+    AT_ONCE,
+    LAYOUT,
+    MOVED,
+    NUM_PAGES,
+    WAIT_S,
+    Means,
+    Pair,
+    pair_by,
+)
 
 from kvferry.endpoint.loop.chooser import Chooser
 from kvferry.ids import Generation, Op, Peer, Session

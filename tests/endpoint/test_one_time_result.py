@@ -15,18 +15,18 @@ WAIT_S = 15.0
 def test_whoever_listens_hears_of_it_in_order_and_later_ones_at_once() -> None:
     once: OneTimeResult[str] = OneTimeResult()
     heard: list[tuple[int, str]] = []
-    once.then(lambda value: heard.append((1, value)))
-    once.then(lambda value: heard.append((2, value)))
+    once.add_callback(lambda value: heard.append((1, value)))
+    once.add_callback(lambda value: heard.append((2, value)))
     assert once.value is None
     assert once.set("end")
-    once.then(lambda value: heard.append((3, value)))
+    once.add_callback(lambda value: heard.append((3, value)))
     assert heard == [(1, "end"), (2, "end"), (3, "end")]
 
 
 def test_only_the_first_counts() -> None:
     once: OneTimeResult[str] = OneTimeResult()
     heard: list[str] = []
-    once.then(heard.append)
+    once.add_callback(heard.append)
     assert [once.set("one"), once.set("two")] == [True, False]
     assert (heard, once.value, once.wait(0)) == (["one"], "one", "one")
 
@@ -63,10 +63,10 @@ def test_a_wait_ends_in_time_and_leaves_nothing_behind(limit: float) -> None:
 def test_a_listeners_mistake_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
     once: OneTimeResult[str] = OneTimeResult()
     heard: list[str] = []
-    once.then(lambda _: 1 / 0)
-    once.then(heard.append)
+    once.add_callback(lambda _: 1 / 0)
+    once.add_callback(heard.append)
     with caplog.at_level(logging.ERROR):
         once.set("end")
-        once.then(lambda _: 1 / 0)
+        once.add_callback(lambda _: 1 / 0)
     assert heard == ["end"]
     assert caplog.text.count("callback-failed") == 2

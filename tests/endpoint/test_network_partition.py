@@ -31,7 +31,7 @@ def test_frames_come_through_soon_after_a_partition() -> None:
     if why:
         pytest.skip(why)
     done = subprocess.run(
-        ["unshare", "--net", sys.executable, "-m", "endpoint.partition", str(PARTITION_S)],
+        ["unshare", "--net", sys.executable, "-m", "endpoint.network_partition", str(PARTITION_S)],
         cwd=TESTS,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
         capture_output=True,

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import select
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from io import FileIO
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
-import zmq
-from endpoint.fleets import QUICK, eventually, layout
+from endpoint.fleets import QUICK, eventually, layout, view_of
 from endpoint.jobs import scatter
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from kvferry.discovery.records import InstanceView, RankRecord, RankView
+from kvferry.discovery.records import InstanceView
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.copy_thread import CopyThread
 from kvferry.endpoint.liveness.port import Liveness, probe
-from kvferry.endpoint.loop.inbox import Inbox, new_pipe
-from kvferry.endpoint.loop.poller import Poller
 from kvferry.endpoint.source import SourceEndpoint
 from kvferry.endpoint.target import TargetEndpoint
 from kvferry.endpoint.transport_thread import ThreadFailed
-from kvferry.endpoint.watchdog import ThreadHeartbeat, WatchedThreads
 from kvferry.errors import Misuse
 from kvferry.ids import Op
 from kvferry.layout.spec import attention
@@ -44,137 +36,6 @@ from kvferry.transports.shm import ShmTransport
 LAYOUT = layout(attention(layers=1, kv_heads=2, head_dim=8), 4)
 WAIT_S = 15.0
 ALERT = replace(QUICK, stalled_s=0.2)
-
-
-# ---------------------------------------------------------------- waiting
-
-
-class LateWriter(FileIO):
-    """The sending end of an inbox, whose byte leaves after the owner has taken the call."""
-
-    def before(self, drain: Callable[[], object]) -> None:
-        self._drain = drain
-
-    def write(self, signal: Any) -> int:
-        self._drain()
-        return super().write(signal)
-
-
-def test_a_byte_that_comes_after_its_call_does_not_keep_the_owner_awake() -> None:
-    reader, other = new_pipe()
-    writer = LateWriter(os.dup(other.fileno()), "w")
-    other.close()
-    inbox: Inbox[str] = Inbox((reader, writer))
-    taken: list[str] = []
-    writer.before(lambda: taken.extend(inbox.drain()))
-    inbox.put("a write has ended")
-    assert len(taken) == 1
-    assert inbox.rest()
-    assert select.select([inbox], [], [], 0)[0] == [inbox]
-    inbox.rise(called=True)
-    assert select.select([inbox], [], [], 0)[0] == []
-    inbox.close()
-
-
-def test_a_short_wait_is_not_rounded_up_to_a_millisecond() -> None:
-    inbox, context = Inbox[str](), zmq.Context()
-    listening = context.socket(zmq.PULL)
-    poller = Poller()
-    poller.watch(inbox.fileno())
-    poller.watch(listening)
-    seconds = []
-    for _ in range(200):
-        begin = time.perf_counter()
-        assert poller.wait(200e-6) == set()
-        seconds.append(time.perf_counter() - begin)
-    # The shortest of many: a busy machine only delays.
-    assert 150e-6 < min(seconds) < 900e-6
-    context.destroy(0)
-    inbox.close()
-
-
-@pytest.mark.parametrize("timeout_s", [5e-4, 5.0])
-def test_whatever_is_readable_ends_a_wait(timeout_s: float) -> None:
-    inbox, context = Inbox[str](), zmq.Context()
-    listening, saying = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    saying.connect(f"tcp://127.0.0.1:{listening.bind_to_random_port('tcp://127.0.0.1')}")
-    poller = Poller()
-    poller.watch(inbox.fileno())
-    poller.watch(listening)
-    saying.send(b"a")
-    saying.send(b"b")
-    eventually(lambda: poller.wait(timeout_s) == {listening})
-    listening.recv()
-    # The file of a ZeroMQ socket is quiet about what was there before.
-    eventually(lambda: poller.wait(timeout_s) == {listening})
-    listening.recv()
-    inbox.put("news")
-    assert poller.wait(timeout_s) == {inbox.fileno()}
-    poller.unwatch(listening)
-    context.destroy(0)
-    inbox.close()
-
-
-# ---------------------------------------------------------------- signs of life
-
-
-class Desk(NamedTuple):
-    """A thread's heartbeat, its work, and what was said of it."""
-
-    heartbeat: ThreadHeartbeat
-    work: list[str]
-    watched: WatchedThreads
-    told: list[tuple[str, float]]
-
-
-@pytest.fixture
-def desk() -> Desk:
-    work: list[str] = []
-    told: list[tuple[str, float]] = []
-    heartbeat = ThreadHeartbeat("transport_thread", lambda: bool(work))
-    watched = WatchedThreads([heartbeat], 5.0, lambda *what: told.append(what))
-    return Desk(heartbeat, work, watched, told)
-
-
-def test_a_thread_with_nothing_to_do_may_sleep_for_ever(desk: Desk) -> None:
-    desk.heartbeat.beat(float("inf"))
-    for now in (0.0, 100.0, 1e6):
-        desk.watched.look(now)
-    assert desk.told == []
-
-
-def test_a_thread_that_sleeps_past_its_own_time_is_told_of(desk: Desk) -> None:
-    desk.heartbeat.beat(10.0)
-    desk.watched.look(14.0)
-    assert desk.told == []
-    desk.watched.look(16.0)
-    assert desk.told == [("transport_thread", 6.0)]
-    desk.heartbeat.beat(20.0)
-    desk.watched.look(17.0)
-    assert desk.told == [("transport_thread", 6.0), ("transport_thread", 0.0)]
-    desk.watched.look(18.0)
-    assert len(desk.told) == 2
-
-
-def test_a_thread_that_does_not_touch_its_work_is_told_of(desk: Desk) -> None:
-    desk.heartbeat.beat(float("inf"))
-    desk.watched.look(100.0)
-    desk.work.append("a write")
-    desk.watched.look(104.0)
-    assert desk.told == []
-    desk.watched.look(105.5)
-    assert desk.told == [("transport_thread", 5.5)]
-
-
-def test_a_thread_that_always_has_work_and_does_it_is_well(desk: Desk) -> None:
-    desk.work.append("a write")
-    for now in range(0, 100, 4):
-        desk.heartbeat.beat(float(now))
-        desk.watched.look(float(now))
-    assert desk.told == []
-
-
-# ---------------------------------------------------------------- threads that fail us
 
 
 class Faulty(ShmTransport):
@@ -228,12 +89,6 @@ def pair_of(on_write: Callable[[], None], config: EndpointConfig) -> Iterator[Pa
         ) as target,
     ):
         yield Pair(source, target, view_of(source.record), registry)
-
-
-def view_of(record: RankRecord) -> InstanceView:
-    rank = RankView(record.rank, record.incarnation, record.control)
-    its = (record.fingerprint, record.layout, record.transport)
-    return InstanceView(record.instance, "", *its, (rank,))
 
 
 def wait_for(event: threading.Event) -> None:

@@ -37,10 +37,10 @@ class Trio(NamedTuple):
 
     def kept(self) -> dict[str, int]:
         """Return how many rooms and declines each endpoint still has, without zeros."""
-        machine = self.target._owner.runner.machine
+        machine = self.target._loop.runner.machine
         found = {"target": len(machine.rooms), "declines": len(machine.declines)}
         for rank, source in enumerate(self.sources):
-            found[f"source {rank}"] = len(source._owner.runner.machine.rooms)
+            found[f"source {rank}"] = len(source._loop.runner.machine.rooms)
         return {name: count for name, count in found.items() if count}
 
 
@@ -76,7 +76,7 @@ def test_the_same_room_again_after_an_abort_ends_as_soon_as_it_is_aborted(trio: 
     again = trio.target.receive("r", prefill="p", tokens=8, prefix=8, pages=[0, 1])
     again.abort()
     again.wait_released(WAIT_S)
-    eventually(lambda: not trio.target._owner.runner.machine.rooms)
+    eventually(lambda: not trio.target._loop.runner.machine.rooms)
 
 
 @pytest.mark.parametrize("opened", ["before", "after"])

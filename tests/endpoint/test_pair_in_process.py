@@ -11,8 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 import torch
-from endpoint.fleets import HEADS, QUICK, eventually, layout
-from endpoint.test_threads import view_of
+from endpoint.fleets import HEADS, QUICK, eventually, layout, view_of
 from prometheus_client import CollectorRegistry
 
 from kvferry.discovery.records import InstanceView
