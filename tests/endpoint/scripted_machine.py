@@ -107,7 +107,7 @@ class Desk:
         self.asked.append(("stop_probing", (peer, incarnation)))
 
     def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
-        self.asked.append(("sign", (peer, incarnation, metadata)))
+        self.asked.append(("hint_death", (peer, incarnation, metadata)))
 
     def report(self, room: Room, outcome: Outcome) -> None:
         self.asked.append(("report", room))

@@ -1,4 +1,4 @@
-"""Our own threads: what they wait with, and what is told when one of them fails us."""
+"""Threads of an endpoint that fail or hang: what happens to rooms, memory and the liveness port."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ ALERT = replace(QUICK, stalled_s=0.2)
 
 
 class Faulty(ShmTransport):
-    """Shared memory whose writes do what a test says."""
+    """Shared memory whose writes first call a function of the test."""
 
     name: ClassVar[str] = "shm"
-    # So that it is the transport_thread that writes.
+    # The transport thread must make the writes.
     writes_at_once: ClassVar[bool] = False
 
     def __init__(self, setup: TransportSetup, on_write: Callable[[], None]) -> None:
@@ -99,7 +99,7 @@ def raise_a_bug() -> None:
     raise ZeroDivisionError("a bug in a transport")
 
 
-def test_a_bug_in_the_mover_fails_the_rooms_with_its_words(
+def test_a_failed_transport_thread_fails_the_rooms_with_its_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pair_of(raise_a_bug, EndpointConfig(protocol=QUICK)) as pair:
@@ -109,16 +109,16 @@ def test_a_bug_in_the_mover_fails_the_rooms_with_its_words(
         ended = out.wait(WAIT_S), into.wait(WAIT_S)
         assert [end.code for end in ended if isinstance(end, Failure)] == [FailureCode.INTERNAL] * 2
         assert "a bug in a transport" in str(ended[0])
-        assert "transport_thread" in str(ended[1])
+        assert "transport thread" in str(ended[1])
         with pytest.raises(Misuse, match="a bug in a transport"):
             pair.source.open("another")
-        assert pair.source.stats.broken == {"transport_thread": 1}
-        labels = {"endpoint": "p/0", "transport": "shm", "thread": "transport_thread"}
+        assert pair.source.stats.broken == {"transport": 1}
+        labels = {"endpoint": "p/0", "transport": "shm", "thread": "transport"}
         assert pair.registry.get_sample_value("kvferry_broken_threads_total", labels) == 1
-        # Nobody knows what became of the write, so nobody gets its memory.
+        # The fate of the write is unknown, so its memory is not released.
         assert not out.released
         assert not pair.source.close(0.1)
-        # And a closed liveness_port would tell others that the write is over.
+        # A closed liveness port would prove to peers that the write is over.
         assert (
             probe(pair.source.liveness_port, pair.source.record.incarnation, 0.2)
             is Liveness.UNKNOWN
@@ -127,7 +127,7 @@ def test_a_bug_in_the_mover_fails_the_rooms_with_its_words(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_bug_in_the_copier_is_told() -> None:
+def test_a_failed_copy_thread_is_reported() -> None:
     told: Mailbox[object] = Mailbox()
     copier = CopyThread("copier", told.put, lambda _: None)
 
@@ -135,13 +135,13 @@ def test_a_bug_in_the_copier_is_told() -> None:
         raise ZeroDivisionError
 
     copier.submit(scatter(1, bind))
-    broke = told.get(WAIT_S)
-    assert isinstance(broke, ThreadFailed)
-    assert broke.thread == "copier"
+    failed = told.get(WAIT_S)
+    assert isinstance(failed, ThreadFailed)
+    assert failed.thread == "copy"
     copier.close()
 
 
-def test_a_mover_that_hangs_is_told_of_and_named_in_the_failure(
+def test_a_stalled_transport_thread_is_reported_and_named_in_the_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -154,26 +154,26 @@ def test_a_mover_that_hangs_is_told_of_and_named_in_the_failure(
         ended = out.wait(WAIT_S)
         assert isinstance(ended, Failure)
         assert ended.code is FailureCode.DEADLINE
-        assert "no life here of the transport_thread thread" in ended.message
-        assert pair.source.stats.stalled["transport_thread"] > 0.2
+        assert "stalled here: the transport thread" in ended.message
+        assert pair.source.stats.stalled["transport"] > 0.2
         go_on.set()
-        eventually(lambda: pair.source.stats.stalled["transport_thread"] == 0)
+        eventually(lambda: pair.source.stats.stalled["transport"] == 0)
         out.wait_released(WAIT_S)
-    assert "thread-stalled endpoint=p/0 thread=transport_thread" in caplog.text
-    assert "thread-alive endpoint=p/0 thread=transport_thread" in caplog.text
+    assert "thread-stalled endpoint=p/0 thread=transport" in caplog.text
+    assert "thread-alive endpoint=p/0 thread=transport" in caplog.text
 
 
-def test_an_owner_that_hangs_keeps_nobody_beyond_the_deadline() -> None:
+def test_rooms_of_a_stalled_loop_fail_at_their_deadline() -> None:
     go_on = threading.Event()
     config = EndpointConfig(protocol=ALERT, deadline_s=2.0)
     with pair_of(lambda: None, config) as pair:
         stuck = pair.source.open("stuck")
         other = pair.source.open("other")
-        # An engine's callback runs on the owner's thread, and must not wait.
+        # An engine's callback runs on the loop thread and must not wait.
         stuck.on_release(partial(wait_for, go_on))
         stuck.abort()
         ended = other.wait(WAIT_S)
         assert isinstance(ended, Failure)
         assert ended.code is FailureCode.INTERNAL
-        assert "the owner thread of p/0 has shown no life" in ended.message
+        assert "the loop thread of p/0 has stalled" in ended.message
         go_on.set()

@@ -1,4 +1,4 @@
-"""A transport_thread's thread with a transport that writes down what it is asked."""
+"""The transport thread with a transport that records its calls."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ CONSTANTS = LinkCost(descriptor_s=1.0, bytes_per_s=1.0, copy_bytes_per_s=1.0)
 WAIT_S = 15.0
 
 
-class Diary(Transport):
-    """Ends every write with the next poll, in the way that a test says."""
+class RecordingTransport(Transport):
+    """Ends each write at the next poll, with the fate that a test sets."""
 
     name: ClassVar[str] = "diary"
 
@@ -79,28 +79,28 @@ class Diary(Transport):
 
 
 class Desk(NamedTuple):
-    """A transport_thread, its transport, and what it tells."""
+    """A transport thread, its transport, and its results."""
 
     transport_thread: TransportThread
-    diary: Diary
-    told: Mailbox[TransportResult]
+    diary: RecordingTransport
+    results: Mailbox[TransportResult]
 
     def reach(self, session: Session = ONE) -> None:
         self.transport_thread.reach(session, [TransportOffer("diary", "")])
-        assert isinstance(self.told.get(WAIT_S), Reached)
+        assert isinstance(self.results.get(WAIT_S), Reached)
 
     def write(self, op: int, session: Session = ONE) -> WriteJob:
         job = direct(op, BULK, session)
         self.transport_thread.write(job)
-        assert self.told.get(WAIT_S) is job
+        assert self.results.get(WAIT_S) is job
         assert job.is_over
         return job
 
 
 @pytest.fixture
 def desk() -> Iterator[Desk]:
-    diary, told = Diary(), Mailbox[TransportResult]()
-    desk = Desk(TransportThread([diary], told.put, "transport_thread"), diary, told)
+    diary, results = RecordingTransport(), Mailbox[TransportResult]()
+    desk = Desk(TransportThread([diary], results.put, "transport_thread"), diary, results)
     desk.transport_thread.start()
     yield desk
     desk.transport_thread.close()
@@ -108,7 +108,7 @@ def desk() -> Iterator[Desk]:
 
 
 @pytest.mark.parametrize("fate", [None, *WriteFate])
-def test_a_write_is_told_of_with_its_fate_and_size(desk: Desk, fate: WriteFate | None) -> None:
+def test_the_result_of_a_write_has_its_fate_and_size(desk: Desk, fate: WriteFate | None) -> None:
     desk.reach()
     desk.diary.fate = fate
     end = desk.write(3)
@@ -116,7 +116,7 @@ def test_a_write_is_told_of_with_its_fate_and_size(desk: Desk, fate: WriteFate |
     assert (end.mode, end.num_bytes, end.num_pieces) == (TransferMode.RUNS, 4096, 1)
 
 
-def test_nothing_of_a_session_starts_after_it_was_cut(desk: Desk) -> None:
+def test_no_write_of_a_cut_session_starts(desk: Desk) -> None:
     for session in (ONE, TWO):
         desk.reach(session)
     desk.transport_thread.cut(ONE)
@@ -126,9 +126,9 @@ def test_nothing_of_a_session_starts_after_it_was_cut(desk: Desk) -> None:
     assert desk.diary.asked == ["write 2"]
 
 
-def test_a_peer_that_was_never_reached_says_why(desk: Desk) -> None:
+def test_a_write_to_an_unreached_peer_fails_with_the_reason(desk: Desk) -> None:
     desk.transport_thread.reach(ONE, [TransportOffer("diary", "", b"garbage")])
-    assert desk.told.get(WAIT_S) == Unreached(ONE, ("diary: that is garbage",))
+    assert desk.results.get(WAIT_S) == Unreached(ONE, ("diary: that is garbage",))
     refused = desk.write(1)
     assert (refused.fate, refused.detail) == (WriteFate.FAILED, "diary: that is garbage")
     desk.transport_thread.forget(ONE)
@@ -137,7 +137,7 @@ def test_a_peer_that_was_never_reached_says_why(desk: Desk) -> None:
     assert desk.diary.asked == []
 
 
-def test_a_peer_that_was_forgotten_is_let_go_and_may_be_reached_again(desk: Desk) -> None:
+def test_a_forgotten_peer_is_disconnected_and_can_be_reached_again(desk: Desk) -> None:
     desk.reach()
     desk.transport_thread.cut(ONE)
     desk.transport_thread.forget(ONE)
@@ -148,17 +148,17 @@ def test_a_peer_that_was_forgotten_is_let_go_and_may_be_reached_again(desk: Desk
     assert desk.write(1).fate is None
 
 
-def test_costs_are_measured_by_writes_of_its_own(desk: Desk) -> None:
+def test_a_link_is_measured_with_calibration_writes(desk: Desk) -> None:
     desk.reach()
     desk.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
-    measured = desk.told.get(WAIT_S)
+    measured = desk.results.get(WAIT_S)
     assert isinstance(measured, Measured)
     assert measured.link_cost.copy_bytes_per_s == CONSTANTS.copy_bytes_per_s
     assert desk.diary.asked == [f"write {-n}" for n in range(1, len(STEPS) + 1)]
     assert desk.write(1).fate is None
 
 
-def test_a_measure_that_fails_ends_and_is_not_told_of(desk: Desk) -> None:
+def test_a_failed_calibration_ends_silently(desk: Desk) -> None:
     desk.reach()
     desk.diary.fate = WriteFate.FAILED
     desk.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
@@ -166,8 +166,8 @@ def test_a_measure_that_fails_ends_and_is_not_told_of(desk: Desk) -> None:
     assert desk.diary.asked == ["write -1", "write 1"]
 
 
-class Closed(Diary):
-    """Reaches nobody, and must be polled."""
+class Closed(RecordingTransport):
+    """Cannot connect, and needs polling."""
 
     name: ClassVar[str] = "closed"
     needs_polling: ClassVar[bool] = True
@@ -186,24 +186,24 @@ class Closed(Diary):
         return super().poll()
 
 
-def test_the_first_transport_that_reaches_a_peer_carries_its_writes() -> None:
-    closed, diary, told = Closed(), Diary(), Mailbox[TransportResult]()
-    transport_thread = TransportThread([closed, diary], told.put, "transport_thread")
+def test_the_first_transport_that_connects_makes_the_writes() -> None:
+    closed, diary, results = Closed(), RecordingTransport(), Mailbox[TransportResult]()
+    transport_thread = TransportThread([closed, diary], results.put, "transport_thread")
     transport_thread.start()
     transport_thread.reach(ONE, [TransportOffer("closed", ""), TransportOffer("diary", "")])
-    reached = told.get(WAIT_S)
+    reached = results.get(WAIT_S)
     assert isinstance(reached, Reached)
     assert (reached.transport, reached.problems) == (diary, ("closed: no such memory",))
-    end = Desk(transport_thread, diary, told).write(1)
+    end = Desk(transport_thread, diary, results).write(1)
     assert (end.fate, end.transport) == (None, "diary")
     assert (diary.asked, closed.asked, closed.polls) == (["write 1"], [], 0)
     transport_thread.close()
     assert (diary.asked[-1], closed.asked) == ("close", ["close"])
 
 
-def test_a_transport_is_polled_once_a_peer_writes_by_it() -> None:
-    closed, told = Closed(), Mailbox[TransportResult]()
-    transport_thread = TransportThread([closed], told.put, "transport_thread")
+def test_a_transport_is_polled_while_a_peer_writes_by_it() -> None:
+    closed, results = Closed(), Mailbox[TransportResult]()
+    transport_thread = TransportThread([closed], results.put, "transport_thread")
     transport_thread.start()
     transport_thread.accept_writes(ONE, "closed")
     assert closed.polled.wait(WAIT_S)

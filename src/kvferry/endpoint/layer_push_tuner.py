@@ -81,8 +81,9 @@ class LayerPushTuner:
             self._timing = self._timing._replace(ended=self._mark())
 
     def per_push(self, num_tokens: int, num_sent: int, link_cost: LinkCost) -> int:
-        """Return the layers per push for a step that computes ``num_tokens`` and sends ``num_sent``.
+        """Return the layers per push of a step.
 
+        ``num_tokens``: tokens that the step computes. ``num_sent``: tokens of them that are sent.
         ``link_cost``: cost of the link to the target.
         """
         if self._layers == "all" or (self._layers == "auto" and self._token_s is None):

@@ -1,4 +1,4 @@
-"""The control channel over real sockets: frames, keys, strangers, and closing in time."""
+"""The control channel over real sockets: frames, keys, foreign connections, closing."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_each_client_has_its_route(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_the_largest_frame_passes_and_a_larger_one_does_not(
+def test_frames_above_the_limit_are_dropped(
     pairs: Callable[..., Pair], key: ClusterKey | None
 ) -> None:
     pair = pairs(key=key)
@@ -133,7 +133,7 @@ def test_the_largest_frame_passes_and_a_larger_one_does_not(
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(KEY, OTHER), (KEY, None), (None, KEY)], ids=["other", "none", "ours-none"]
 )
-def test_who_has_another_key_is_not_heard(
+def test_a_client_with_another_key_is_refused(
     pairs: Callable[..., Pair], ours: ClusterKey | None, theirs: ClusterKey | None
 ) -> None:
     pair = pairs(key=ours)
@@ -172,7 +172,7 @@ def test_knowing_the_servers_public_key_is_not_enough(pair: Pair) -> None:
     ],
     ids=["http", "version-1", "random", "greeting", "ff"],
 )
-def test_strangers_disturb_nobody(
+def test_foreign_connections_do_no_harm(
     pairs: Callable[..., Pair], key: ClusterKey | None, junk: bytes
 ) -> None:
     pair = pairs(key=key)
@@ -187,7 +187,7 @@ def test_strangers_disturb_nobody(
     assert [frame for _, frame in pair.at_server] == [b"before", b"after"]
 
 
-def test_more_than_one_part_is_malformed(pairs: Callable[..., Pair]) -> None:
+def test_messages_of_several_parts_are_malformed(pairs: Callable[..., Pair]) -> None:
     pair = pairs(key=None)
     client = pair.connect(None)
     client.socket.send_multipart([b"x"] * 100)
@@ -202,7 +202,7 @@ def test_more_than_one_part_is_malformed(pairs: Callable[..., Pair]) -> None:
     assert pair.at_clients == []
 
 
-def test_a_route_that_is_gone_takes_nothing(pair: Pair) -> None:
+def test_sending_to_a_dead_route_fails(pair: Pair) -> None:
     client = pair.connect()
     client.send(b"here")
     assert pair.run(lambda: len(pair.at_server) == 1)
@@ -214,7 +214,7 @@ def test_a_route_that_is_gone_takes_nothing(pair: Pair) -> None:
     assert pair.server.counts["unsent"] == 2
 
 
-def test_a_full_queue_takes_nothing_and_never_waits() -> None:
+def test_sending_to_a_full_queue_fails_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = ControlClient(f"tcp://127.0.0.1:{silent.getsockname()[1]}", KEY)
         taken = sum(client.send(b"x") for _ in range(MAX_QUEUED + 50))
@@ -225,7 +225,7 @@ def test_a_full_queue_takes_nothing_and_never_waits() -> None:
         assert time.monotonic() - begun < LINGER_MS / 1000 + ENOUGH_S / 4
 
 
-def test_a_call_takes_a_bounded_number_and_the_poller_says_that_there_is_more(
+def test_one_receive_call_is_bounded_and_the_rest_stays_readable(
     pairs: Callable[..., Pair],
 ) -> None:
     pair = pairs(key=None)
@@ -271,7 +271,7 @@ def test_clients_of_one_endpoint_share_a_context(pair: Pair) -> None:
     context.destroy(LINGER_MS)
 
 
-def test_what_was_just_sent_leaves_before_closing(pair: Pair) -> None:
+def test_frames_just_sent_leave_before_the_socket_closes(pair: Pair) -> None:
     client = pair.connect()
     client.send(b"first")
     assert pair.run(lambda: len(pair.at_server) == 1)
@@ -283,7 +283,7 @@ def test_what_was_just_sent_leaves_before_closing(pair: Pair) -> None:
     assert pair.run(lambda: len(pair.at_server) == 5)
 
 
-def test_closing_twice_is_once() -> None:
+def test_close_is_idempotent() -> None:
     server = ControlServer("127.0.0.1", 0, KEY)
     client = ControlClient(server.address, KEY)
     for _ in range(2):
@@ -296,7 +296,7 @@ def test_closing_twice_is_once() -> None:
     again.close()
 
 
-def test_those_who_knock_hold_up_neither_the_channel_nor_its_end() -> None:
+def test_many_connection_attempts_delay_neither_frames_nor_closing() -> None:
     server = ControlServer("127.0.0.1", 0, KEY)
     strangers = [ControlClient(server.address, OTHER) for _ in range(20)]
     deadline = time.monotonic() + ENOUGH_S
@@ -319,7 +319,7 @@ def test_without_a_key_only_loopback_can_be_bound() -> None:
     ControlServer("0.0.0.0", 0, KEY).close()
 
 
-def test_a_port_in_use_is_one_sentence(pair: Pair) -> None:
+def test_a_port_in_use_gives_one_sentence(pair: Pair) -> None:
     with pytest.raises(InputError, match="Address already in use; choose another"):
         ControlServer("127.0.0.1", pair.server.port, KEY)
     with pytest.raises(InputError, match=r"cannot listen on 192\.0\.2\.1"):
@@ -343,6 +343,6 @@ def test_a_port_in_use_is_one_sentence(pair: Pair) -> None:
         "tcp://\ud800:1",
     ],
 )
-def test_an_address_that_is_none_is_one_sentence(address: str) -> None:
-    with pytest.raises(InputError, match="a control address is such as"):
+def test_an_invalid_address_gives_one_sentence(address: str) -> None:
+    with pytest.raises(InputError, match="use an address like"):
         ControlClient(address, KEY)

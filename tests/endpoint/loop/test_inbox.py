@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from collections.abc import Callable
 from io import FileIO
 from typing import Any
@@ -12,7 +13,7 @@ from kvferry.endpoint.loop.inbox import Inbox, new_pipe
 
 
 class LateWriter(FileIO):
-    """The sending end of an inbox, whose byte leaves after the owner has taken the call."""
+    """Writing end of the pipe, which runs a function before it writes the signal."""
 
     def before(self, drain: Callable[[], object]) -> None:
         self._drain = drain
@@ -22,7 +23,7 @@ class LateWriter(FileIO):
         return super().write(signal)
 
 
-def test_a_byte_that_comes_after_its_call_does_not_keep_the_owner_awake() -> None:
+def test_a_late_signal_does_not_keep_the_loop_awake() -> None:
     reader, other = new_pipe()
     writer = LateWriter(os.dup(other.fileno()), "w")
     other.close()
@@ -35,4 +36,26 @@ def test_a_byte_that_comes_after_its_call_does_not_keep_the_owner_awake() -> Non
     assert select.select([inbox], [], [], 0)[0] == [inbox]
     inbox.wake(signalled=True)
     assert select.select([inbox], [], [], 0)[0] == []
+    inbox.close()
+
+
+def test_the_inbox_keeps_order_and_wakes_the_loop() -> None:
+    inbox: Inbox[int] = Inbox()
+    seen: list[int] = []
+
+    def put() -> None:
+        for number in range(1000):
+            inbox.put(number)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    poller = select.poll()
+    poller.register(inbox.fileno(), select.POLLIN)
+    while len(seen) < 1000:
+        if inbox.prepare_sleep():
+            assert poller.poll(10_000), "no signal"
+        inbox.wake(signalled=bool(poller.poll(0)))
+        seen += inbox.drain()
+    thread.join()
+    assert seen == list(range(1000))
     inbox.close()

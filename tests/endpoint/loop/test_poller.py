@@ -25,14 +25,14 @@ def test_a_short_wait_is_not_rounded_up_to_a_millisecond() -> None:
         begin = time.perf_counter()
         assert poller.wait(200e-6) == set()
         seconds.append(time.perf_counter() - begin)
-    # The shortest of many: a busy machine only delays.
+    # The shortest of many: other load on the machine only adds time.
     assert 150e-6 < min(seconds) < 900e-6
     context.destroy(0)
     inbox.close()
 
 
 @pytest.mark.parametrize("timeout_s", [5e-4, 5.0])
-def test_whatever_is_readable_ends_a_wait(timeout_s: float) -> None:
+def test_any_readable_source_ends_a_wait(timeout_s: float) -> None:
     inbox, context = Inbox[str](), zmq.Context()
     listening, saying = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     saying.connect(f"tcp://127.0.0.1:{listening.bind_to_random_port('tcp://127.0.0.1')}")
@@ -43,7 +43,7 @@ def test_whatever_is_readable_ends_a_wait(timeout_s: float) -> None:
     saying.send(b"b")
     eventually(lambda: poller.wait(timeout_s) == {listening})
     listening.recv()
-    # The file of a ZeroMQ socket is quiet about what was there before.
+    # The second message gave no signal.
     eventually(lambda: poller.wait(timeout_s) == {listening})
     listening.recv()
     inbox.put("news")
@@ -53,8 +53,8 @@ def test_whatever_is_readable_ends_a_wait(timeout_s: float) -> None:
     inbox.close()
 
 
-def test_a_message_whose_sign_was_swallowed_is_found_before_a_sleep() -> None:
-    """Whoever uses a ZeroMQ socket takes the sign of what has come out of its file."""
+def test_a_message_without_a_signal_is_found_before_a_wait() -> None:
+    """Any call on a ZeroMQ socket may consume the signal of a message."""
     context: Any = zmq.Context()
     listening, saying = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     saying.connect(f"tcp://127.0.0.1:{listening.bind_to_random_port('tcp://127.0.0.1')}")
@@ -65,7 +65,7 @@ def test_a_message_whose_sign_was_swallowed_is_found_before_a_sleep() -> None:
     eventually(lambda: has_message(listening))
     poller.mark_used(listening)
     assert poller.wait(5.0) == {listening}
-    # Not taken, and so still there.
+    # The message was not received, so it is still there.
     assert poller.wait(5.0) == {listening}
     listening.recv()
     assert poller.wait(0.0) == set()

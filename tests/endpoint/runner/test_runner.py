@@ -146,25 +146,25 @@ def proof(session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> Discon
 # ---------------------------------------------------------------- writes and their notes
 
 
-def test_a_note_leaves_when_its_data_is_there_before_what_builds_on_it(stage: Stage) -> None:
+def test_a_note_is_sent_after_its_write_and_before_dependent_frames(stage: Stage) -> None:
     stage.meet()
     assert stage.do(write(1)) == [("write", 1)]
     assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", note(1)), ("send", Heartbeat())]
     assert stage.take(Sent(Op(1))) == []
 
 
-def test_a_note_may_leave_before_the_end_of_its_write_is_taken(stage: Stage) -> None:
+def test_a_note_may_be_sent_before_the_machine_takes_the_result(stage: Stage) -> None:
     stage.meet()
     stage.fly(1)
     stage.desk.asked.clear()
-    stage.runner.tell(Op(1))
+    stage.runner.send_note(Op(1))
     assert stage.desk.asked == [("send", note(1))]
     assert Sent(Op(1)) not in stage.puppet.heard
     assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", Heartbeat())], "and once"
 
 
 @pytest.mark.parametrize("fate", WriteFate)
-def test_a_write_that_failed_has_no_note(stage: Stage, fate: WriteFate) -> None:
+def test_a_failed_write_sends_no_note(stage: Stage, fate: WriteFate) -> None:
     stage.meet()
     stage.fly(1)
     heard = stage.take(SendFailed(Op(1), fate)) + stage.take(Sent(Op(1)))
@@ -172,17 +172,17 @@ def test_a_write_that_failed_has_no_note(stage: Stage, fate: WriteFate) -> None:
     assert stage.puppet.heard[-2:] == [SendFailed(Op(1), fate), Sent(Op(1))]
 
 
-def test_only_a_busy_write_is_no_sign_of_death(stage: Stage) -> None:
+def test_every_failed_write_except_a_busy_one_hints_death(stage: Stage) -> None:
     stage.meet()
     for op, fate in enumerate(WriteFate):
         stage.fly(op)
         heard = stage.take(SendFailed(Op(op), fate))
-        assert heard == ([] if fate is WriteFate.BUSY else [("sign", (PEER, LIFE, b"card"))])
+        assert heard == ([] if fate is WriteFate.BUSY else [("hint_death", (PEER, LIFE, b"card"))])
     assert stage.take(SendFailed(Op(9), WriteFate.FAILED)) == []
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_no_write_starts_in_a_session_that_was_cut_or_never_met(stage: Stage, cut: bool) -> None:
+def test_no_write_starts_in_a_cut_or_unknown_session(stage: Stage, cut: bool) -> None:
     if cut:
         stage.meet()
         stage.do(drop())
@@ -191,7 +191,7 @@ def test_no_write_starts_in_a_session_that_was_cut_or_never_met(stage: Stage, cu
     assert stage.runner.sessions.num_in_flight == 0
 
 
-def test_what_a_port_answers_at_once_is_the_next_event(stage: Stage) -> None:
+def test_a_ports_immediate_answer_is_the_next_event(stage: Stage) -> None:
     stage.meet()
     stage.desk.on_write = lambda action: stage.runner.take(Sent(action.op), 0.0)
     stage.puppet.answers[Sent(Op(1))] = [say(Heartbeat())]
@@ -200,14 +200,14 @@ def test_what_a_port_answers_at_once_is_the_next_event(stage: Stage) -> None:
     assert heard == [("write", 1), ("report", "r"), ("send", note(1)), ("send", Heartbeat())]
 
 
-def test_a_step_that_raises_does_not_stop_the_driver(stage: Stage) -> None:
+def test_a_step_that_raises_does_not_stop_the_runner(stage: Stage) -> None:
     stage.puppet.breaks_at = Cancel("r")
     with pytest.raises(ZeroDivisionError):
         stage.take(Cancel("r"))
     assert stage.do(say(Heartbeat())) == [("send", Heartbeat())]
 
 
-def test_each_action_has_its_port(stage: Stage) -> None:
+def test_each_action_reaches_its_port(stage: Stage) -> None:
     stage.meet()
     choose = Choose(Ticket(4), transfer(3), ())
     assert stage.do(choose) == [("choose", 4)]
@@ -243,7 +243,7 @@ def test_a_gather_is_in_flight_before_it_is_posted_and_its_note_leaves_at_its_en
     assert stage.runner.sessions.num_in_flight == 0
 
 
-def test_what_was_discarded_is_in_flight_until_that_is_answered(stage: Stage) -> None:
+def test_a_discarded_gather_is_in_flight_until_it_is_answered(stage: Stage) -> None:
     stage.meet()
     stage.do(gather(1))
     assert stage.do(Discard(Op(1))) == [("discard", 1)]
@@ -254,7 +254,7 @@ def test_what_was_discarded_is_in_flight_until_that_is_answered(stage: Stage) ->
     assert stage.puppet.heard[-1] == proof()
 
 
-def test_a_gather_of_a_session_that_was_cut_fails_at_once(stage: Stage) -> None:
+def test_a_gather_in_a_cut_session_fails_at_once(stage: Stage) -> None:
     stage.meet()
     stage.do(drop())
     assert stage.do(gather(1)) == []
@@ -284,7 +284,7 @@ def test_nothing_that_is_gathered_is_posted_in_a_session_that_was_cut(
     assert stage.do(post(3, TWO)) == [("post", (3, 5))]
 
 
-def test_a_gather_that_has_failed_is_not_posted(stage: Stage) -> None:
+def test_a_failed_gather_is_not_posted(stage: Stage) -> None:
     stage.meet()
     stage.do(gather(1))
     stage.take(SendFailed(Op(1), WriteFate.FAILED))
@@ -295,7 +295,7 @@ def test_a_gather_that_has_failed_is_not_posted(stage: Stage) -> None:
 # ---------------------------------------------------------------- proof
 
 
-def test_a_quiet_session_is_proven_at_once_and_nobody_is_asked(stage: Stage) -> None:
+def test_an_idle_session_is_proven_over_without_a_probe(stage: Stage) -> None:
     stage.meet()
     assert stage.do(drop()) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
     assert stage.puppet.heard[-1] == proof()
@@ -313,7 +313,7 @@ def test_a_session_with_a_write_in_flight_waits_for_its_end(stage: Stage) -> Non
     assert stage.puppet.heard[-2:] == [Sent(Op(1)), proof()]
 
 
-def test_doubt_ends_only_with_that_life_of_the_peer(stage: Stage) -> None:
+def test_doubt_ends_only_with_that_incarnation_of_the_peer(stage: Stage) -> None:
     stage.meet()
     stage.fly(1)
     stage.take(SendFailed(Op(1), WriteFate.UNKNOWN))
@@ -326,7 +326,7 @@ def test_doubt_ends_only_with_that_life_of_the_peer(stage: Stage) -> None:
     assert not any(isinstance(event, PeerGone) for event in stage.puppet.heard)
 
 
-def test_whoever_can_be_written_into_waits_for_the_end_of_the_peer() -> None:
+def test_an_exposed_session_waits_for_the_peers_death() -> None:
     stage = Stage(ExposedPuppet())
     stage.meet()
     assert stage.do(drop()) == [("start_probing", (PEER, LIFE))]
@@ -334,7 +334,7 @@ def test_whoever_can_be_written_into_waits_for_the_end_of_the_peer() -> None:
     assert stage.puppet.heard[-1] == proof()
 
 
-def test_a_peers_end_cuts_a_session_that_nobody_has_given_up(stage: Stage) -> None:
+def test_a_peers_death_cuts_its_sessions(stage: Stage) -> None:
     stage.meet()
     stage.meet(TWO, PEER, NEXT_LIFE)
     assert ("cut", ONE) in stage.take(PeerGone(PEER, LIFE))
@@ -342,7 +342,7 @@ def test_a_peers_end_cuts_a_session_that_nobody_has_given_up(stage: Stage) -> No
     assert stage.do(write(1, TWO)) == [("write", 1)]
 
 
-def test_a_life_is_acquitted_when_its_last_session_is_proven(stage: Stage) -> None:
+def test_probing_stops_when_the_last_session_is_proven(stage: Stage) -> None:
     for session in (ONE, TWO):
         stage.meet(session)
         stage.fly(session.number, session)
@@ -351,7 +351,7 @@ def test_a_life_is_acquitted_when_its_last_session_is_proven(stage: Stage) -> No
     assert "stop_probing" in dict(stage.take(Sent(Op(2))))
 
 
-def test_a_session_is_kept_until_nobody_wants_it_and_nothing_flies(stage: Stage) -> None:
+def test_a_session_is_kept_until_it_is_abandoned_and_idle(stage: Stage) -> None:
     stage.meet()
     stage.fly(1)
     assert stage.do(Forget(ONE)) == []
@@ -361,16 +361,16 @@ def test_a_session_is_kept_until_nobody_wants_it_and_nothing_flies(stage: Stage)
     assert stage.do(drop()) == []
 
 
-def test_a_sign_of_death_is_followed_for_those_it_concerns(stage: Stage) -> None:
+def test_death_hints_reach_the_matching_links(stage: Stage) -> None:
     for session, peer in ((ONE, PEER), (TWO, OTHER)):
         stage.meet(session, peer)
     for session, peer in ((ONE, PEER), (TWO, OTHER), (THREE, OTHER)):
         stage.puppet.links[session] = Link(peer, session, LinkState.UP, PLAN, LIFE, 0.0, 0.0, 0.0)
     stage.desk.asked.clear()
     stage.runner.probe_links(lambda link: link.peer == OTHER)
-    assert stage.desk.asked == [("sign", (OTHER, LIFE, b"card"))]
+    assert stage.desk.asked == [("hint_death", (OTHER, LIFE, b"card"))]
     stage.runner.probe_links()
-    assert [name for name, _ in stage.desk.asked] == ["sign"] * 3
+    assert [name for name, _ in stage.desk.asked] == ["hint_death"] * 3
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_a_sign_of_death_is_followed_for_those_it_concerns(stage: Stage) -> None
     ],
     ids=["source", "target"],
 )
-def test_nobody_may_leave_while_memory_is_held(stage: Stage, event: Event) -> None:
+def test_memory_is_held_until_every_room_is_released(stage: Stage, event: Event) -> None:
     holds_no_memory = [stage.runner.holds_no_memory]
     stage.take(event)
     stage.do(Report("r", Done(b"")))
@@ -394,14 +394,14 @@ def test_nobody_may_leave_while_memory_is_held(stage: Stage, event: Event) -> No
 # ---------------------------------------------------------------- time
 
 
-def test_what_has_come_is_taken_before_time(stage: Stage) -> None:
+def test_events_are_taken_before_time(stage: Stage) -> None:
     stage.take(Open("r", 5.0))
     stage.puppet.heard.clear()
     stage.runner.turn([Cancel("r"), Cancel("s")], 5.0)
     assert stage.puppet.heard[-3:] == [Cancel("r"), Cancel("s"), Tick()]
 
 
-def test_a_turn_that_comes_late_says_by_how_much_first(stage: Stage) -> None:
+def test_a_late_turn_first_reports_by_how_much(stage: Stage) -> None:
     stage.take(Open("r", 500.0), at=10.0)
     due = stage.runner.wakeup()
     in_time, late = due + TIMES.heartbeat_s / 2, due + 30.0
@@ -414,7 +414,7 @@ def test_a_turn_that_comes_late_says_by_how_much_first(stage: Stage) -> None:
     assert stage.puppet.heard == [OwnStall(late - due), Cancel("s"), Tick()]
 
 
-def test_time_is_told_when_a_timer_is_due_and_not_before(stage: Stage) -> None:
+def test_the_machine_ticks_only_when_a_timer_is_due(stage: Stage) -> None:
     assert stage.runner.wakeup() == inf
     stage.take(Open("r", 50.0), at=10.0)
     assert stage.runner.wakeup() == 10.0 + LEAST_S
@@ -437,7 +437,7 @@ def test_a_deadline_may_be_sooner_than_any_timer(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("shortest", ["status_poll_s", "heartbeat_s", "credit_patience_s"])
-def test_the_shortest_timer_counts(shortest: str) -> None:
+def test_the_shortest_timer_sets_the_wakeup(shortest: str) -> None:
     config = ProtocolConfig(**{**msgspec.structs.asdict(TIMES), shortest: 0.5})
     stage = Stage(Puppet(config))
     stage.take(Cancel("r"), at=1.0)
@@ -445,7 +445,7 @@ def test_the_shortest_timer_counts(shortest: str) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.booleans(), st.floats(0, 30)), max_size=12))
-def test_no_driver_sleeps_past_a_timer(steps: list[tuple[float, bool, float]]) -> None:
+def test_no_runner_sleeps_past_a_timer(steps: list[tuple[float, bool, float]]) -> None:
     """Steps as (time that passes, whether something comes, how long its new timer takes)."""
     stage, now = Stage(), 0.0
     for passes, something, takes in steps:
@@ -498,27 +498,27 @@ DIRECT, STAGED = Arrived(*A, ()), Arrived(*A, (), Serial(0))
         ([], ""),
     ],
 )
-def test_only_what_a_later_frame_says_too_is_left_out(bodies: list[Body], left: str) -> None:
+def test_only_redundant_frames_are_dropped(bodies: list[Body], left: str) -> None:
     assert ", ".join(named(drop_redundant([say(body) for body in bodies]))) == left
 
 
-def test_each_peer_hears_its_own() -> None:
+def test_frames_to_other_peers_are_not_redundant() -> None:
     frames = [say(ACCEPT), say(ACCEPT, OTHER), say(CLOSE, OTHER)]
     assert named(drop_redundant(frames)) == ["accept 0", "close 1"]
 
 
-def test_a_step_sends_nothing_needless(stage: Stage) -> None:
+def test_a_step_sends_no_redundant_frame(stage: Stage) -> None:
     assert stage.do(say(ACCEPT), say(CLOSE)) == [("send", CLOSE)]
 
 
-def test_a_turn_sends_nothing_needless(stage: Stage) -> None:
+def test_a_turn_sends_no_redundant_frame(stage: Stage) -> None:
     push, finish = Cancel("push"), Cancel("finish")
     stage.puppet.answers = {push: [say(ACCEPT), say(DIRECT)], finish: [say(CLOSE)]}
     stage.runner.turn([push, finish], 0.0)
     assert stage.desk.asked == [("send", CLOSE)]
 
 
-def test_a_long_turn_is_not_silent_to_its_end(stage: Stage) -> None:
+def test_a_long_turn_sends_frames_before_its_end(stage: Stage) -> None:
     def arrived() -> Iterator[Event]:
         for number in range(2 * MAX_WAITING_FRAMES):
             step = Cancel(number)
@@ -532,7 +532,7 @@ def test_a_long_turn_is_not_silent_to_its_end(stage: Stage) -> None:
     assert set(said) == {0, MAX_WAITING_FRAMES, 2 * MAX_WAITING_FRAMES}
 
 
-def test_what_a_turn_has_to_say_is_said_though_a_step_of_it_raises(stage: Stage) -> None:
+def test_frames_are_sent_even_if_a_step_raises(stage: Stage) -> None:
     stage.puppet.breaks_at = Cancel("r")
     stage.puppet.answers[Cancel("before")] = [say(Heartbeat())]
     with pytest.raises(ZeroDivisionError):
@@ -554,11 +554,11 @@ def header(seq: int) -> Header:
         (BadFrame(FrameFault.MALFORMED, "", header(3)), None),
     ],
 )
-def test_what_a_frame_is_to_a_machine(message: Envelope | BadFrame, event: Event | None) -> None:
+def test_the_event_of_a_frame(message: Envelope | BadFrame, event: Event | None) -> None:
     assert frame_event(message) == event
 
 
-# ---------------------------------------------------------------- the book of sessions
+# ---------------------------------------------------------------- the sessions table
 
 
 STEPS = st.lists(
@@ -599,53 +599,53 @@ class Truth:
 
 
 @given(STEPS, st.booleans())
-def test_the_book_of_sessions(steps: list[tuple[str, Session | int]], exposed: bool) -> None:
-    book, truth = Sessions(exposed=exposed), Truth(exposed)
+def test_sessions_against_a_model(steps: list[tuple[str, Session | int]], exposed: bool) -> None:
+    sessions, truth = Sessions(exposed=exposed), Truth(exposed)
     for session, life in LIVES.items():
-        book.add(PEER, life, session, b"")
+        sessions.add(PEER, life, session, b"")
     for number, (step, what) in enumerate(steps):
-        _take(book, truth, number, step, what)
-        proven, dropped = book.settle()
+        _take(sessions, truth, number, step, what)
+        proven, dropped = sessions.settle()
         expected = truth.settle()
         assert ({each.session for each in proven}, {each.session for each in dropped}) == expected
-        assert len(book) == len(LIVES) - len(truth.dropped)
-        assert book.num_in_flight == len(truth.in_flight)
-        assert {each.session for each in book.doubtful()} == truth.doubtful - truth.dropped
+        assert len(sessions) == len(LIVES) - len(truth.dropped)
+        assert sessions.num_in_flight == len(truth.in_flight)
+        assert {each.session for each in sessions.doubtful()} == truth.doubtful - truth.dropped
         kept = truth.cut - truth.dropped
-        assert {each.session for each in book.ending.values()} == kept
+        assert {each.session for each in sessions.ending.values()} == kept
         for life in (LIFE, NEXT_LIFE):
             waiting = [x for x in kept if LIVES[x] == life and not truth.is_over(x)]
-            assert book.needs_proof(PEER, life) == bool(waiting)
+            assert sessions.needs_proof(PEER, life) == bool(waiting)
 
 
-def _take(book: Sessions, truth: Truth, number: int, step: str, what: Session | int) -> None:
+def _take(sessions: Sessions, truth: Truth, number: int, step: str, what: Session | int) -> None:
     match step, what:
         case "start", Session() as session:
             may = session not in truth.cut | truth.dropped
-            assert book.start(Op(number), session) == may
+            assert sessions.start(Op(number), session) == may
             if may:
                 truth.in_flight[Op(number)] = session
         case (("end" | "doubt"), int(nth)):
             op = [*truth.in_flight, Op(99)][min(nth, len(truth.in_flight))]
             found = truth.in_flight.pop(op, None)
-            record = book.session_of(op)
-            assert book.end(op, doubtful=step == "doubt") is record
+            record = sessions.session_of(op)
+            assert sessions.end(op, doubtful=step == "doubt") is record
             assert (record and record.session) == found
             if found and step == "doubt":
                 truth.doubtful.add(found)
         case (("cut" | "abandon"), Session() as session) if session not in truth.dropped:
-            (book.cut if step == "cut" else book.abandon)(session)
+            (sessions.cut if step == "cut" else sessions.abandon)(session)
             truth.cut.add(session)
             truth.unwanted |= {session} if step == "abandon" else set()
         case "confirm_dead", int(life):
             lost = {each for each in LIVES if LIVES[each] == life} - truth.dropped
-            assert {each.session for each in book.confirm_dead(PEER, life)} == lost
+            assert {each.session for each in sessions.confirm_dead(PEER, life)} == lost
             truth.cut |= lost
             truth.doubtful -= lost
             truth.exposed -= lost
 
 
-def test_what_a_port_answers_in_a_turn_is_taken_at_the_turns_time(stage: Stage) -> None:
+def test_an_answer_is_taken_at_the_time_of_its_turn(stage: Stage) -> None:
     times: list[float] = []
     handle = stage.puppet.handle
 
