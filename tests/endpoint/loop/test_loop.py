@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from endpoint.scripted_machine import PLAN, Desk, Puppet
+from endpoint.scripted_machine import PLAN, RecordingPorts, ScriptedMachine
 
 from kvferry.config import ProtocolConfig
 from kvferry.endpoint.copy_thread import CopyThread
@@ -100,7 +100,10 @@ class Script:
 
 
 def played(
-    puppet: Puppet, *turns: Turn, desk: Desk | None = None, inbox: Inbox[object] | None = None
+    scripted: ScriptedMachine,
+    *turns: Turn,
+    ports: RecordingPorts | None = None,
+    inbox: Inbox[object] | None = None,
 ) -> Address:
     """Run a loop through these turns, close it, and return its liveness port's address."""
     inbox = Inbox[object]() if inbox is None else inbox
@@ -110,8 +113,8 @@ def played(
     parts: dict[str, Any] = dict.fromkeys(("observer", "transport_thread"), rest)
     parts["copier"] = CopyThread("copier", inbox.put, lambda _: None)
     channel: Any = script
-    machine: Any = puppet
-    runner = SourceRunner(machine, SourcePorts(*[desk or Desk()] * 4))
+    machine: Any = scripted
+    runner = SourceRunner(machine, SourcePorts(*[ports or RecordingPorts()] * 4))
     side = IdleSide(runner, rest, channel, rest)
     loop = EndpointLoop(side, setup=setup, inbox=inbox, poller=channel, **parts)
     loop.start()
@@ -129,51 +132,53 @@ def looks_dead(address: Address) -> bool:
 
 
 def test_items_and_frames_are_taken_before_time() -> None:
-    puppet = Puppet(HASTY)
-    puppet.timers = [0.0]
-    played(puppet, ([Open("r", inf)], []), ([ITEM], [FRAME]))
-    taken = puppet.heard[: puppet.heard.index(FRAME) + 2]
+    scripted = ScriptedMachine(HASTY)
+    scripted.timers = [0.0]
+    played(scripted, ([Open("r", inf)], []), ([ITEM], [FRAME]))
+    taken = scripted.heard[: scripted.heard.index(FRAME) + 2]
     assert taken == [Open("r", inf), ITEM, FRAME, Tick()]
 
 
 def test_requests_made_at_the_end_of_a_room_are_taken_in_the_same_turn() -> None:
-    puppet, desk, inbox = Puppet(HASTY), Desk(), Inbox[object]()
-    puppet.timers = [0.0]
-    puppet.answers[FRAME] = [Report("r", Done())]
-    puppet.answers[ITEM] = [Report("next", Done())]
+    scripted, ports, inbox = ScriptedMachine(HASTY), RecordingPorts(), Inbox[object]()
+    scripted.timers = [0.0]
+    scripted.answers[FRAME] = [Report("r", Done())]
+    scripted.answers[ITEM] = [Report("next", Done())]
     asked: dict[Room, Event] = {"r": ITEM, "next": LATER}
-    desk.on_report = lambda room: inbox.put(asked[room])
-    played(puppet, ([Open("r", inf)], []), ([], [FRAME]), desk=desk, inbox=inbox)
-    taken = puppet.heard[: puppet.heard.index(LATER) + 1]
+    ports.on_report = lambda room: inbox.put(asked[room])
+    played(scripted, ([Open("r", inf)], []), ([], [FRAME]), ports=ports, inbox=inbox)
+    taken = scripted.heard[: scripted.heard.index(LATER) + 1]
     # A request made at the end of the next room waits for the next turn.
     assert taken == [Open("r", inf), FRAME, ITEM, Tick(), LATER]
 
 
 @pytest.mark.parametrize("free", [True, False])
 def test_the_liveness_port_closes_only_if_memory_is_free(free: bool) -> None:
-    puppet = Puppet(HASTY)
-    puppet.answers[ITEM] = [Release("r")] if free else []
-    address = played(puppet, ([Open("r", inf)], []), ([ITEM], []))
+    scripted = ScriptedMachine(HASTY)
+    scripted.answers[ITEM] = [Release("r")] if free else []
+    address = played(scripted, ([Open("r", inf)], []), ([ITEM], []))
     assert looks_dead(address) == free
 
 
 def test_the_liveness_port_of_a_failed_loop_stays_open() -> None:
     """Its transport thread may still be writing."""
-    puppet = Puppet(HASTY)
-    puppet.breaks_at = ITEM
-    assert not looks_dead(played(puppet, ([Open("r", inf)], []), ([ITEM], [])))
+    scripted = ScriptedMachine(HASTY)
+    scripted.breaks_at = ITEM
+    assert not looks_dead(played(scripted, ([Open("r", inf)], []), ([ITEM], [])))
 
 
 @pytest.mark.parametrize(("peer", "concerns"), [(PEER, [PEER]), (None, [PEER, OTHER])])
 def test_a_lost_connection_hints_at_the_death_of_its_peers(
     peer: Peer | None, concerns: list[Peer]
 ) -> None:
-    puppet, desk = Puppet(HASTY), Desk()
-    puppet.answers[ITEM] = []
+    scripted, ports = ScriptedMachine(HASTY), RecordingPorts()
+    scripted.answers[ITEM] = []
     for number, each in enumerate((PEER, OTHER)):
         session = Session(INCARNATION, number)
-        puppet.links[session] = Link(each, session, LinkState.UP, PLAN, INCARNATION, inf, inf, 0.0)
-        puppet.answers[ITEM].append(Connect(each, INCARNATION, session, b"card"))
-    played(puppet, ([ITEM], []), ([], [ConnectionLost(peer)]), desk=desk)
-    hints = [what for name, what in desk.asked if name == "hint_death"]
+        scripted.links[session] = Link(
+            each, session, LinkState.UP, PLAN, INCARNATION, inf, inf, 0.0
+        )
+        scripted.answers[ITEM].append(Connect(each, INCARNATION, session, b"card"))
+    played(scripted, ([ITEM], []), ([], [ConnectionLost(peer)]), ports=ports)
+    hints = [what for name, what in ports.asked if name == "hint_death"]
     assert hints == [(each, INCARNATION, b"card") for each in concerns]

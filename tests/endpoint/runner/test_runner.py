@@ -8,7 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from endpoint.scripted_machine import LAYOUT, ME, PLAN, TIMES, Desk, ExposedPuppet, Puppet
+from endpoint.scripted_machine import (
+    LAYOUT,
+    ME,
+    PLAN,
+    TIMES,
+    ExposedMachine,
+    RecordingPorts,
+    ScriptedMachine,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,31 +85,31 @@ REQUEST = Request(1)
 LEAST_S = 1.0
 
 
-# ---------------------------------------------------------------- a puppet on its stage
+# ---------------------------------------------------------------- a script on its stage
 
 
 class Stage:
-    """A puppet that is driven."""
+    """A script that is driven."""
 
-    def __init__(self, puppet: Puppet | None = None) -> None:
-        self.puppet = puppet or Puppet()
-        self.desk = Desk()
-        machine: Any = self.puppet
+    def __init__(self, script: ScriptedMachine | None = None) -> None:
+        self.script = script or ScriptedMachine()
+        self.ports = RecordingPorts()
+        machine: Any = self.script
         self.runner: Any = (
-            TargetRunner(machine, TargetPorts(*[self.desk] * 4))
+            TargetRunner(machine, TargetPorts(*[self.ports] * 4))
             if machine.exposed
-            else SourceRunner(machine, SourcePorts(*[self.desk] * 4))
+            else SourceRunner(machine, SourcePorts(*[self.ports] * 4))
         )
 
     def do(self, *actions: Action, at: float = 0.0) -> list[tuple[str, object]]:
-        """Have the puppet say this; what the ports hear of it."""
+        """Have the script say this; what the ports hear of it."""
         return self.take(Tick(), *actions, at=at)
 
     def take(self, event: Event, *answer: Action, at: float = 0.0) -> list[tuple[str, object]]:
-        self.puppet.answers[event] = list(answer)
-        self.desk.asked.clear()
+        self.script.answers[event] = list(answer)
+        self.ports.asked.clear()
         self.runner.take(event, at)
-        return list(self.desk.asked)
+        return list(self.ports.asked)
 
     def meet(self, session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> None:
         self.do(Connect(peer, life, session, b"card"))
@@ -156,10 +164,10 @@ def test_a_note_is_sent_after_its_write_and_before_dependent_frames(stage: Stage
 def test_a_note_may_be_sent_before_the_machine_takes_the_result(stage: Stage) -> None:
     stage.meet()
     stage.fly(1)
-    stage.desk.asked.clear()
+    stage.ports.asked.clear()
     stage.runner.send_note(Op(1))
-    assert stage.desk.asked == [("send", note(1))]
-    assert Sent(Op(1)) not in stage.puppet.heard
+    assert stage.ports.asked == [("send", note(1))]
+    assert Sent(Op(1)) not in stage.script.heard
     assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", Heartbeat())], "and once"
 
 
@@ -169,7 +177,7 @@ def test_a_failed_write_sends_no_note(stage: Stage, fate: WriteFate) -> None:
     stage.fly(1)
     heard = stage.take(SendFailed(Op(1), fate)) + stage.take(Sent(Op(1)))
     assert "send" not in dict(heard)
-    assert stage.puppet.heard[-2:] == [SendFailed(Op(1), fate), Sent(Op(1))]
+    assert stage.script.heard[-2:] == [SendFailed(Op(1), fate), Sent(Op(1))]
 
 
 def test_every_failed_write_except_a_busy_one_hints_death(stage: Stage) -> None:
@@ -187,21 +195,21 @@ def test_no_write_starts_in_a_cut_or_unknown_session(stage: Stage, cut: bool) ->
         stage.meet()
         stage.do(drop())
     assert stage.do(write(1)) == []
-    assert stage.puppet.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
+    assert stage.script.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
     assert stage.runner.sessions.num_in_flight == 0
 
 
 def test_a_ports_immediate_answer_is_the_next_event(stage: Stage) -> None:
     stage.meet()
-    stage.desk.on_write = lambda action: stage.runner.take(Sent(action.op), 0.0)
-    stage.puppet.answers[Sent(Op(1))] = [say(Heartbeat())]
+    stage.ports.on_write = lambda action: stage.runner.take(Sent(action.op), 0.0)
+    stage.script.answers[Sent(Op(1))] = [say(Heartbeat())]
     # The machine's second action comes before the end of the first is taken.
     heard = stage.do(write(1), Report("r", Done(b"")))
     assert heard == [("write", 1), ("report", "r"), ("send", note(1)), ("send", Heartbeat())]
 
 
 def test_a_step_that_raises_does_not_stop_the_runner(stage: Stage) -> None:
-    stage.puppet.breaks_at = Cancel("r")
+    stage.script.breaks_at = Cancel("r")
     with pytest.raises(ZeroDivisionError):
         stage.take(Cancel("r"))
     assert stage.do(say(Heartbeat())) == [("send", Heartbeat())]
@@ -212,11 +220,11 @@ def test_each_action_reaches_its_port(stage: Stage) -> None:
     choose = Choose(Ticket(4), transfer(3), ())
     assert stage.do(choose) == [("choose", 4)]
     scatter = Scatter(Op(3), "r", PEER, PLAN, REQUEST, (), SlotIndex(0), Serial(0))
-    assert Stage(ExposedPuppet()).do(scatter) == [("scatter", 3)]
+    assert Stage(ExposedMachine()).do(scatter) == [("scatter", 3)]
     assert stage.do(Report("r", Done(b""))) == [("report", "r")]
     assert stage.do(Release("r")) == [("release", "r")]
     assert stage.do(Connect(PEER, LIFE, TWO, b"")) == [("connect", TWO)]
-    with pytest.raises(AssertionError, match="nobody carries out"):
+    with pytest.raises(AssertionError, match="no port performs"):
         stage.do(Action())
 
 
@@ -249,16 +257,16 @@ def test_a_discarded_gather_is_in_flight_until_it_is_answered(stage: Stage) -> N
     assert stage.do(Discard(Op(1))) == [("discard", 1)]
     assert stage.do(Discard(Op(1)), post(1)) == [], "once"
     assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
-    assert proof() not in stage.puppet.heard
+    assert proof() not in stage.script.heard
     stage.take(SendFailed(Op(1), WriteFate.BUSY))
-    assert stage.puppet.heard[-1] == proof()
+    assert stage.script.heard[-1] == proof()
 
 
 def test_a_gather_in_a_cut_session_fails_at_once(stage: Stage) -> None:
     stage.meet()
     stage.do(drop())
     assert stage.do(gather(1)) == []
-    assert stage.puppet.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
+    assert stage.script.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
     assert stage.do(post(1), Discard(Op(1))) == []
 
 
@@ -298,19 +306,19 @@ def test_a_failed_gather_is_not_posted(stage: Stage) -> None:
 def test_an_idle_session_is_proven_over_without_a_probe(stage: Stage) -> None:
     stage.meet()
     assert stage.do(drop()) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
-    assert stage.puppet.heard[-1] == proof()
+    assert stage.script.heard[-1] == proof()
     assert stage.take(Cancel("r")) == []
-    assert stage.puppet.heard.count(proof()) == 1
+    assert stage.script.heard.count(proof()) == 1
 
 
 def test_a_session_with_a_write_in_flight_waits_for_its_end(stage: Stage) -> None:
     stage.meet()
     stage.fly(1)
     assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
-    assert proof() not in stage.puppet.heard
+    assert proof() not in stage.script.heard
     assert ("stop_probing", (PEER, LIFE)) in stage.take(Sent(Op(1)))
     # The end of the write comes before the proof that builds on it.
-    assert stage.puppet.heard[-2:] == [Sent(Op(1)), proof()]
+    assert stage.script.heard[-2:] == [Sent(Op(1)), proof()]
 
 
 def test_doubt_ends_only_with_that_incarnation_of_the_peer(stage: Stage) -> None:
@@ -320,25 +328,25 @@ def test_doubt_ends_only_with_that_incarnation_of_the_peer(stage: Stage) -> None
     assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
     assert stage.take(PeerGone(PEER, NEXT_LIFE)) == []
     assert stage.take(PeerGone(OTHER, LIFE)) == []
-    assert proof() not in stage.puppet.heard
+    assert proof() not in stage.script.heard
     assert stage.take(PeerGone(PEER, LIFE)) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
-    assert stage.puppet.heard[-1] == proof()
-    assert not any(isinstance(event, PeerGone) for event in stage.puppet.heard)
+    assert stage.script.heard[-1] == proof()
+    assert not any(isinstance(event, PeerGone) for event in stage.script.heard)
 
 
 def test_an_exposed_session_waits_for_the_peers_death() -> None:
-    stage = Stage(ExposedPuppet())
+    stage = Stage(ExposedMachine())
     stage.meet()
     assert stage.do(drop()) == [("start_probing", (PEER, LIFE))]
     stage.take(PeerGone(PEER, LIFE))
-    assert stage.puppet.heard[-1] == proof()
+    assert stage.script.heard[-1] == proof()
 
 
 def test_a_peers_death_cuts_its_sessions(stage: Stage) -> None:
     stage.meet()
     stage.meet(TWO, PEER, NEXT_LIFE)
     assert ("cut", ONE) in stage.take(PeerGone(PEER, LIFE))
-    assert stage.puppet.heard[-1] == proof()
+    assert stage.script.heard[-1] == proof()
     assert stage.do(write(1, TWO)) == [("write", 1)]
 
 
@@ -365,12 +373,12 @@ def test_death_hints_reach_the_matching_links(stage: Stage) -> None:
     for session, peer in ((ONE, PEER), (TWO, OTHER)):
         stage.meet(session, peer)
     for session, peer in ((ONE, PEER), (TWO, OTHER), (THREE, OTHER)):
-        stage.puppet.links[session] = Link(peer, session, LinkState.UP, PLAN, LIFE, 0.0, 0.0, 0.0)
-    stage.desk.asked.clear()
+        stage.script.links[session] = Link(peer, session, LinkState.UP, PLAN, LIFE, 0.0, 0.0, 0.0)
+    stage.ports.asked.clear()
     stage.runner.probe_links(lambda link: link.peer == OTHER)
-    assert stage.desk.asked == [("hint_death", (OTHER, LIFE, b"card"))]
+    assert stage.ports.asked == [("hint_death", (OTHER, LIFE, b"card"))]
     stage.runner.probe_links()
-    assert [name for name, _ in stage.desk.asked] == ["hint_death"] * 3
+    assert [name for name, _ in stage.ports.asked] == ["hint_death"] * 3
 
 
 @pytest.mark.parametrize(
@@ -396,9 +404,9 @@ def test_memory_is_held_until_every_room_is_released(stage: Stage, event: Event)
 
 def test_events_are_taken_before_time(stage: Stage) -> None:
     stage.take(Open("r", 5.0))
-    stage.puppet.heard.clear()
+    stage.script.heard.clear()
     stage.runner.turn([Cancel("r"), Cancel("s")], 5.0)
-    assert stage.puppet.heard[-3:] == [Cancel("r"), Cancel("s"), Tick()]
+    assert stage.script.heard[-3:] == [Cancel("r"), Cancel("s"), Tick()]
 
 
 def test_a_late_turn_first_reports_by_how_much(stage: Stage) -> None:
@@ -406,25 +414,25 @@ def test_a_late_turn_first_reports_by_how_much(stage: Stage) -> None:
     due = stage.runner.wakeup()
     in_time, late = due + TIMES.heartbeat_s / 2, due + 30.0
     stage.runner.turn([Cancel("r")], in_time)
-    assert OwnStall not in map(type, stage.puppet.heard)
+    assert OwnStall not in map(type, stage.script.heard)
     stage.take(Open("s", 500.0), at=in_time)
     due = stage.runner.wakeup()
-    stage.puppet.heard.clear()
+    stage.script.heard.clear()
     stage.runner.turn([Cancel("s")], late)
-    assert stage.puppet.heard == [OwnStall(late - due), Cancel("s"), Tick()]
+    assert stage.script.heard == [OwnStall(late - due), Cancel("s"), Tick()]
 
 
 def test_the_machine_ticks_only_when_a_timer_is_due(stage: Stage) -> None:
     assert stage.runner.wakeup() == inf
     stage.take(Open("r", 50.0), at=10.0)
     assert stage.runner.wakeup() == 10.0 + LEAST_S
-    stage.puppet.timers = [20.0]
+    stage.script.timers = [20.0]
     stage.runner.advance_time(10.0 + LEAST_S - 0.01)
-    assert Tick() not in stage.puppet.heard
+    assert Tick() not in stage.script.heard
     stage.runner.advance_time(10.0 + LEAST_S)
-    assert stage.puppet.heard[-1] == Tick()
+    assert stage.script.heard[-1] == Tick()
     assert stage.runner.wakeup() == 20.0
-    stage.puppet.timers = []
+    stage.script.timers = []
     stage.runner.advance_time(20.0)
     assert stage.runner.wakeup() == inf
 
@@ -439,7 +447,7 @@ def test_a_deadline_may_be_sooner_than_any_timer(stage: Stage) -> None:
 @pytest.mark.parametrize("shortest", ["status_poll_s", "heartbeat_s", "credit_patience_s"])
 def test_the_shortest_timer_sets_the_wakeup(shortest: str) -> None:
     config = ProtocolConfig(**{**msgspec.structs.asdict(TIMES), shortest: 0.5})
-    stage = Stage(Puppet(config))
+    stage = Stage(ScriptedMachine(config))
     stage.take(Cancel("r"), at=1.0)
     assert stage.runner.wakeup() == 1.5
 
@@ -453,13 +461,13 @@ def test_no_runner_sleeps_past_a_timer(steps: list[tuple[float, bool, float]]) -
         until = now + passes
         while stage.runner.wakeup() <= until:
             now = max(now, stage.runner.wakeup())
-            stage.puppet.timers = [timer for timer in stage.puppet.timers if timer > now]
+            stage.script.timers = [timer for timer in stage.script.timers if timer > now]
             stage.runner.advance_time(now)
         now = until
         if something:
-            stage.puppet.timers.append(now + LEAST_S + takes)
+            stage.script.timers.append(now + LEAST_S + takes)
             stage.runner.turn([Cancel("r")], now)
-        assert stage.runner.wakeup() <= min(stage.puppet.timers, default=inf)
+        assert stage.runner.wakeup() <= min(stage.script.timers, default=inf)
 
 
 # ---------------------------------------------------------------- frames
@@ -513,18 +521,18 @@ def test_a_step_sends_no_redundant_frame(stage: Stage) -> None:
 
 def test_a_turn_sends_no_redundant_frame(stage: Stage) -> None:
     push, finish = Cancel("push"), Cancel("finish")
-    stage.puppet.answers = {push: [say(ACCEPT), say(DIRECT)], finish: [say(CLOSE)]}
+    stage.script.answers = {push: [say(ACCEPT), say(DIRECT)], finish: [say(CLOSE)]}
     stage.runner.turn([push, finish], 0.0)
-    assert stage.desk.asked == [("send", CLOSE)]
+    assert stage.ports.asked == [("send", CLOSE)]
 
 
 def test_a_long_turn_sends_frames_before_its_end(stage: Stage) -> None:
     def arrived() -> Iterator[Event]:
         for number in range(2 * MAX_WAITING_FRAMES):
             step = Cancel(number)
-            stage.puppet.answers[step] = [say(Heartbeat())]
+            stage.script.answers[step] = [say(Heartbeat())]
             yield step
-            said.append(len(stage.desk.asked))
+            said.append(len(stage.ports.asked))
 
     said: list[int] = []
     stage.runner.turn(arrived(), 0.0)
@@ -533,11 +541,11 @@ def test_a_long_turn_sends_frames_before_its_end(stage: Stage) -> None:
 
 
 def test_frames_are_sent_even_if_a_step_raises(stage: Stage) -> None:
-    stage.puppet.breaks_at = Cancel("r")
-    stage.puppet.answers[Cancel("before")] = [say(Heartbeat())]
+    stage.script.breaks_at = Cancel("r")
+    stage.script.answers[Cancel("before")] = [say(Heartbeat())]
     with pytest.raises(ZeroDivisionError):
         stage.runner.turn([Cancel("before"), Cancel("r")], 0.0)
-    assert stage.desk.asked == [("send", Heartbeat())]
+    assert stage.ports.asked == [("send", Heartbeat())]
 
 
 def header(seq: int) -> Header:
@@ -647,14 +655,14 @@ def _take(sessions: Sessions, truth: Truth, number: int, step: str, what: Sessio
 
 def test_an_answer_is_taken_at_the_time_of_its_turn(stage: Stage) -> None:
     times: list[float] = []
-    handle = stage.puppet.handle
+    handle = stage.script.handle
 
     def timed(event: Event, now: float) -> list[Action]:
         if isinstance(event, Sent):
             times.append(now)
         return handle(event, now)
 
-    stage.puppet.handle = timed  # type: ignore[method-assign]
+    stage.script.handle = timed  # type: ignore[method-assign]
 
     def arrived() -> Iterator[Event]:
         stage.runner.answer(Sent(Op(1)))
