@@ -1,8 +1,8 @@
 """Mutants of a module: its source with one small bug, at places found in the syntax tree.
 
-Only code in functions is changed: a negated condition, a bound off by one, `or` for `and`, a missing
-call or assignment, a number one too large, a function that returns at once. Docstrings, logs,
-assertions and annotations are not changed.
+Only code in functions is changed: a negated condition, a bound off by one, `or` for `and`, a
+missing call or assignment, a number one too large, a function that returns at once. Docstrings,
+logs, assertions and annotations are not changed.
 """
 
 from __future__ import annotations

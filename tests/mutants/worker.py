@@ -1,8 +1,8 @@
 """A worker: judges one mutant at a time in a copy of the tree.
 
-It imports the modules that no mutant changes once. Each judge runs in a forked child, which imports
-the mutated packages. A child that takes much longer than the judge needs for the real code counts as
-hung, and the mutant as detected.
+It imports the modules that no mutant changes once. Each judge runs in a forked child, which
+imports the mutated packages. A child that takes much longer than the judge needs for the real
+code counts as hung, and the mutant as detected.
 """
 
 from __future__ import annotations
