@@ -76,7 +76,7 @@ NAMED = (
     Named(
         "the prober ignores requests to probe",
         f"{ENDPOINT}/liveness/prober.py",
-        "                self._probed[record.life] = metadata.address",
+        "                self._probed[record.life] = metadata.liveness_port",
         "                pass",
     ),
     Named(

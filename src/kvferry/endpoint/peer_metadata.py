@@ -7,7 +7,6 @@ from typing import Annotated
 import msgspec
 
 from kvferry.endpoint.control.unix import UnixListener
-from kvferry.endpoint.liveness.port import Address
 
 _Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
@@ -38,8 +37,3 @@ class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
             return msgspec.msgpack.decode(data, type=PeerMetadata)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
             return None
-
-    @property
-    def address(self) -> Address:
-        """Address of the liveness port."""
-        return self.liveness_port

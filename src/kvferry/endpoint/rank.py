@@ -192,7 +192,7 @@ class RankEndpoint(ABC, Generic[H]):
     @property
     def liveness_port(self) -> Address:
         """Address that peers probe to find out whether this incarnation is alive."""
-        return self._setup.metadata.address
+        return self._setup.metadata.liveness_port
 
     def statuses(self, rooms: Iterable[Room]) -> list[Status | None]:
         """Return the status of many rooms at once; None for a room that is released."""

@@ -636,8 +636,7 @@ def _take(sessions: Sessions, truth: Truth, number: int, step: str, what: Sessio
         case (("end" | "doubt"), int(nth)):
             op = [*truth.in_flight, Op(99)][min(nth, len(truth.in_flight))]
             found = truth.in_flight.pop(op, None)
-            record = sessions.session_of(op)
-            assert sessions.end(op, doubtful=step == "doubt") is record
+            record = sessions.end(op, doubtful=step == "doubt")
             assert (record and record.session) == found
             if found and step == "doubt":
                 truth.doubtful.add(found)

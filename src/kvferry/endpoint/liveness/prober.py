@@ -45,7 +45,7 @@ class Prober:
         metadata = PeerMetadata.decode(record.metadata)
         if metadata:
             with self._changed:
-                self._probed[record.life] = metadata.address
+                self._probed[record.life] = metadata.liveness_port
                 self._changed.notify()
 
     def stop_probing(self, peer: Peer, incarnation: int) -> None:
@@ -60,7 +60,7 @@ class Prober:
         if decoded:
             until = time.monotonic() + HINT_DURATION_S
             with self._changed:
-                self._hints[peer, incarnation] = decoded.address, until
+                self._hints[peer, incarnation] = decoded.liveness_port, until
                 self._changed.notify()
 
     def close(self) -> None:

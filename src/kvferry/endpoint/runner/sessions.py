@@ -60,10 +60,6 @@ class Sessions:
         """Return all records."""
         return list(self._records.values())
 
-    def session_of(self, op: Op) -> SessionRecord | None:
-        """Return the session of a write in flight."""
-        return self._by_op.get(op)
-
     @property
     def num_in_flight(self) -> int:
         """Number of writes in flight."""
