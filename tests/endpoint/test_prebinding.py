@@ -36,7 +36,7 @@ def block(first: int, end: int) -> Block:
     return replace(OWED, tokens=Span(first, end))
 
 
-class Desk:
+class Bench:
     """A target's scatters with a copier that records its jobs."""
 
     def __init__(self, pools: PoolMap = POOLS) -> None:
@@ -85,10 +85,10 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    desk = Desk()
-    desk.receive("r", list(range(NUM_PAGES)))
-    return desk
+def bench() -> Bench:
+    bench = Bench()
+    bench.receive("r", list(range(NUM_PAGES)))
+    return bench
 
 
 def copy(job: ScatterJob) -> None:
@@ -99,72 +99,72 @@ def copy(job: ScatterJob) -> None:
 
 
 def test_a_scatter_that_cannot_be_bound_fails_its_room() -> None:
-    desk = Desk(PoolMap(()))
-    desk.receive("r", list(range(NUM_PAGES)))
+    bench = Bench(PoolMap(()))
+    bench.receive("r", list(range(NUM_PAGES)))
     about = Op(7), "r", SOURCE, PLAN, REQUEST, (OWED,), SlotIndex(0), Serial(1)
-    desk.scatters.scatter(Scatter(*about))
-    assert not desk.jobs
-    cancel, scattered = desk.answers
+    bench.scatters.scatter(Scatter(*about))
+    assert not bench.jobs
+    cancel, scattered = bench.answers
     assert isinstance(cancel, Cancel)
     assert cancel.failure is not None
     assert "a scatter failed" in cancel.failure.message
     assert scattered == Scattered(Op(7))
 
 
-def test_the_next_scatter_is_bound_in_advance(desk: Desk) -> None:
-    copy(desk.scatter("r", block(0, 20)))
-    ((binding, *between),) = desk.prebound
-    job = desk.scatter("r", block(20, 40))
+def test_the_next_scatter_is_bound_in_advance(bench: Bench) -> None:
+    copy(bench.scatter("r", block(0, 20)))
+    ((binding, *between),) = bench.prebound
+    job = bench.scatter("r", block(20, 40))
     assert job.bind() is binding, "a copier recognizes the object"
     assert between == [job.sources, job.targets]
-    assert len(desk.prebound) == 1
-    desk.check(desk.scatter("r", block(20, 40)), "r", block(20, 40))
-    copy(desk.jobs[-1])
+    assert len(bench.prebound) == 1
+    bench.check(bench.scatter("r", block(20, 40)), "r", block(20, 40))
+    copy(bench.jobs[-1])
     # The last is shorter, and none follows it.
     last = block(40, REQUEST.num_tokens)
-    desk.check(desk.scatter("r", last), "r", last)
+    bench.check(bench.scatter("r", last), "r", last)
 
 
-def test_nothing_is_bound_for_a_released_room(desk: Desk) -> None:
-    job = desk.scatter("r", block(0, 20))
+def test_nothing_is_bound_for_a_released_room(bench: Bench) -> None:
+    job = bench.scatter("r", block(0, 20))
     job.bind()
-    desk.release("r")
+    bench.release("r")
     assert job.when_idle is not None
     job.when_idle()
-    assert not desk.prebound
+    assert not bench.prebound
 
 
-def test_nothing_is_bound_beyond_the_last_token(desk: Desk) -> None:
-    copy(desk.scatter("r", block(30, REQUEST.num_tokens)))
-    assert not desk.prebound
+def test_nothing_is_bound_beyond_the_last_token(bench: Bench) -> None:
+    copy(bench.scatter("r", block(30, REQUEST.num_tokens)))
+    assert not bench.prebound
 
 
 @pytest.mark.parametrize("blocks", [(block(24, 30),), (block(20, 30), block(40, 42))])
-def test_an_unexpected_scatter_is_bound_on_arrival(desk: Desk, blocks: tuple[Block, ...]) -> None:
-    copy(desk.scatter("r", block(0, 20)))
-    desk.check(desk.scatter("r", *blocks), "r", *blocks)
+def test_an_unexpected_scatter_is_bound_on_arrival(bench: Bench, blocks: tuple[Block, ...]) -> None:
+    copy(bench.scatter("r", block(0, 20)))
+    bench.check(bench.scatter("r", *blocks), "r", *blocks)
 
 
-def test_only_the_latest_scatter_predicts_the_next(desk: Desk) -> None:
-    first, second = desk.scatter("r", block(0, 10)), desk.scatter("r", block(10, 20))
+def test_only_the_latest_scatter_predicts_the_next(bench: Bench) -> None:
+    first, second = bench.scatter("r", block(0, 10)), bench.scatter("r", block(10, 20))
     first.bind()
     second.bind()
     assert first.when_idle is not None
     first.when_idle()
-    assert not desk.prebound
+    assert not bench.prebound
     copy(second)
-    desk.check(desk.scatter("r", block(20, 30)), "r", block(20, 30))
+    bench.check(bench.scatter("r", block(20, 30)), "r", block(20, 30))
 
 
-def test_a_new_room_with_the_same_id_is_bound_to_its_own_pages(desk: Desk) -> None:
-    copy(desk.scatter("r", block(0, 20)))
-    desk.release("r")
-    desk.receive("r", list(reversed(range(NUM_PAGES))))
-    desk.check(desk.scatter("r", block(20, 40)), "r", block(20, 40))
+def test_a_new_room_with_the_same_id_is_bound_to_its_own_pages(bench: Bench) -> None:
+    copy(bench.scatter("r", block(0, 20)))
+    bench.release("r")
+    bench.receive("r", list(reversed(range(NUM_PAGES))))
+    bench.check(bench.scatter("r", block(20, 40)), "r", block(20, 40))
 
 
-def test_wrong_pages_of_the_next_scatter_are_ignored(desk: Desk) -> None:
-    desk.receive("s", [0, 1, 2])
-    job = desk.scatter("s", block(0, 12))
+def test_wrong_pages_of_the_next_scatter_are_ignored(bench: Bench) -> None:
+    bench.receive("s", [0, 1, 2])
+    job = bench.scatter("s", block(0, 12))
     copy(job)
-    assert not desk.prebound
+    assert not bench.prebound

@@ -78,7 +78,7 @@ class RecordingTransport(Transport):
         self.asked.append("close")
 
 
-class Desk(NamedTuple):
+class Bench(NamedTuple):
     """A transport thread, its transport, and its results."""
 
     transport_thread: TransportThread
@@ -98,72 +98,72 @@ class Desk(NamedTuple):
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
+def bench() -> Iterator[Bench]:
     diary, results = RecordingTransport(), Mailbox[TransportResult]()
-    desk = Desk(TransportThread([diary], results.put, "transport_thread"), diary, results)
-    desk.transport_thread.start()
-    yield desk
-    desk.transport_thread.close()
+    bench = Bench(TransportThread([diary], results.put, "transport_thread"), diary, results)
+    bench.transport_thread.start()
+    yield bench
+    bench.transport_thread.close()
     assert diary.asked[-1] == "close"
 
 
 @pytest.mark.parametrize("fate", [None, *WriteFate])
-def test_the_result_of_a_write_has_its_fate_and_size(desk: Desk, fate: WriteFate | None) -> None:
-    desk.reach()
-    desk.diary.fate = fate
-    end = desk.write(3)
+def test_the_result_of_a_write_has_its_fate_and_size(bench: Bench, fate: WriteFate | None) -> None:
+    bench.reach()
+    bench.diary.fate = fate
+    end = bench.write(3)
     assert (end.op, end.fate, end.detail) == (3, fate, "as told")
     assert (end.mode, end.num_bytes, end.num_pieces) == (TransferMode.RUNS, 4096, 1)
 
 
-def test_no_write_of_a_cut_session_starts(desk: Desk) -> None:
+def test_no_write_of_a_cut_session_starts(bench: Bench) -> None:
     for session in (ONE, TWO):
-        desk.reach(session)
-    desk.transport_thread.cut(ONE)
-    assert desk.write(1).fate is WriteFate.FAILED
-    desk.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
-    assert desk.write(2, TWO).fate is None
-    assert desk.diary.asked == ["write 2"]
+        bench.reach(session)
+    bench.transport_thread.cut(ONE)
+    assert bench.write(1).fate is WriteFate.FAILED
+    bench.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
+    assert bench.write(2, TWO).fate is None
+    assert bench.diary.asked == ["write 2"]
 
 
-def test_a_write_to_an_unreached_peer_fails_with_the_reason(desk: Desk) -> None:
-    desk.transport_thread.reach(ONE, [TransportOffer("diary", "", b"garbage")])
-    assert desk.results.get(WAIT_S) == Unreached(ONE, ("diary: that is garbage",))
-    refused = desk.write(1)
+def test_a_write_to_an_unreached_peer_fails_with_the_reason(bench: Bench) -> None:
+    bench.transport_thread.reach(ONE, [TransportOffer("diary", "", b"garbage")])
+    assert bench.results.get(WAIT_S) == Unreached(ONE, ("diary: that is garbage",))
+    refused = bench.write(1)
     assert (refused.fate, refused.detail) == (WriteFate.FAILED, "diary: that is garbage")
-    desk.transport_thread.forget(ONE)
-    refused = desk.write(1)
+    bench.transport_thread.forget(ONE)
+    refused = bench.write(1)
     assert (refused.fate, refused.detail) == (WriteFate.FAILED, "the session is over")
-    assert desk.diary.asked == []
+    assert bench.diary.asked == []
 
 
-def test_a_forgotten_peer_is_disconnected_and_can_be_reached_again(desk: Desk) -> None:
-    desk.reach()
-    desk.transport_thread.cut(ONE)
-    desk.transport_thread.forget(ONE)
-    desk.transport_thread.forget(ONE)
-    assert desk.write(1).fate is WriteFate.FAILED
-    assert desk.diary.asked == ["disconnect"]
-    desk.reach()
-    assert desk.write(1).fate is None
+def test_a_forgotten_peer_is_disconnected_and_can_be_reached_again(bench: Bench) -> None:
+    bench.reach()
+    bench.transport_thread.cut(ONE)
+    bench.transport_thread.forget(ONE)
+    bench.transport_thread.forget(ONE)
+    assert bench.write(1).fate is WriteFate.FAILED
+    assert bench.diary.asked == ["disconnect"]
+    bench.reach()
+    assert bench.write(1).fate is None
 
 
-def test_a_link_is_measured_with_calibration_writes(desk: Desk) -> None:
-    desk.reach()
-    desk.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
-    measured = desk.results.get(WAIT_S)
+def test_a_link_is_measured_with_calibration_writes(bench: Bench) -> None:
+    bench.reach()
+    bench.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
+    measured = bench.results.get(WAIT_S)
     assert isinstance(measured, Measured)
     assert measured.link_cost.copy_bytes_per_s == CONSTANTS.copy_bytes_per_s
-    assert desk.diary.asked == [f"write {-n}" for n in range(1, len(STEPS) + 1)]
-    assert desk.write(1).fate is None
+    assert bench.diary.asked == [f"write {-n}" for n in range(1, len(STEPS) + 1)]
+    assert bench.write(1).fate is None
 
 
-def test_a_failed_calibration_ends_silently(desk: Desk) -> None:
-    desk.reach()
-    desk.diary.fate = WriteFate.FAILED
-    desk.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
-    assert desk.write(1).op == 1
-    assert desk.diary.asked == ["write -1", "write 1"]
+def test_a_failed_calibration_ends_silently(bench: Bench) -> None:
+    bench.reach()
+    bench.diary.fate = WriteFate.FAILED
+    bench.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
+    assert bench.write(1).op == 1
+    assert bench.diary.asked == ["write -1", "write 1"]
 
 
 class Closed(RecordingTransport):
@@ -194,7 +194,7 @@ def test_the_first_transport_that_connects_makes_the_writes() -> None:
     reached = results.get(WAIT_S)
     assert isinstance(reached, Reached)
     assert (reached.transport, reached.problems) == (diary, ("closed: no such memory",))
-    end = Desk(transport_thread, diary, results).write(1)
+    end = Bench(transport_thread, diary, results).write(1)
     assert (end.fate, end.transport) == (None, "diary")
     assert (diary.asked, closed.asked, closed.polls) == (["write 1"], [], 0)
     transport_thread.close()

@@ -9,7 +9,7 @@ import pytest
 from kvferry.endpoint.watchdog import ThreadHeartbeat, WatchedThreads
 
 
-class Desk(NamedTuple):
+class Bench(NamedTuple):
     """A thread's heartbeat, its pending work, and the reports about it."""
 
     heartbeat: ThreadHeartbeat
@@ -19,47 +19,47 @@ class Desk(NamedTuple):
 
 
 @pytest.fixture
-def desk() -> Desk:
+def bench() -> Bench:
     work: list[str] = []
     reports: list[tuple[str, float]] = []
     heartbeat = ThreadHeartbeat("transport", lambda: bool(work))
     watched = WatchedThreads([heartbeat], 5.0, lambda *what: reports.append(what))
-    return Desk(heartbeat, work, watched, reports)
+    return Bench(heartbeat, work, watched, reports)
 
 
-def test_a_thread_without_work_may_sleep_for_ever(desk: Desk) -> None:
-    desk.heartbeat.beat(float("inf"))
+def test_a_thread_without_work_may_sleep_for_ever(bench: Bench) -> None:
+    bench.heartbeat.beat(float("inf"))
     for now in (0.0, 100.0, 1e6):
-        desk.watched.check(now)
-    assert desk.reports == []
+        bench.watched.check(now)
+    assert bench.reports == []
 
 
-def test_a_thread_that_misses_its_due_time_is_reported(desk: Desk) -> None:
-    desk.heartbeat.beat(10.0)
-    desk.watched.check(14.0)
-    assert desk.reports == []
-    desk.watched.check(16.0)
-    assert desk.reports == [("transport", 6.0)]
-    desk.heartbeat.beat(20.0)
-    desk.watched.check(17.0)
-    assert desk.reports == [("transport", 6.0), ("transport", 0.0)]
-    desk.watched.check(18.0)
-    assert len(desk.reports) == 2
+def test_a_thread_that_misses_its_due_time_is_reported(bench: Bench) -> None:
+    bench.heartbeat.beat(10.0)
+    bench.watched.check(14.0)
+    assert bench.reports == []
+    bench.watched.check(16.0)
+    assert bench.reports == [("transport", 6.0)]
+    bench.heartbeat.beat(20.0)
+    bench.watched.check(17.0)
+    assert bench.reports == [("transport", 6.0), ("transport", 0.0)]
+    bench.watched.check(18.0)
+    assert len(bench.reports) == 2
 
 
-def test_a_thread_that_ignores_its_work_is_reported(desk: Desk) -> None:
-    desk.heartbeat.beat(float("inf"))
-    desk.watched.check(100.0)
-    desk.work.append("a write")
-    desk.watched.check(104.0)
-    assert desk.reports == []
-    desk.watched.check(105.5)
-    assert desk.reports == [("transport", 5.5)]
+def test_a_thread_that_ignores_its_work_is_reported(bench: Bench) -> None:
+    bench.heartbeat.beat(float("inf"))
+    bench.watched.check(100.0)
+    bench.work.append("a write")
+    bench.watched.check(104.0)
+    assert bench.reports == []
+    bench.watched.check(105.5)
+    assert bench.reports == [("transport", 5.5)]
 
 
-def test_a_busy_thread_that_beats_is_not_reported(desk: Desk) -> None:
-    desk.work.append("a write")
+def test_a_busy_thread_that_beats_is_not_reported(bench: Bench) -> None:
+    bench.work.append("a write")
     for now in range(0, 100, 4):
-        desk.heartbeat.beat(float(now))
-        desk.watched.check(float(now))
-    assert desk.reports == []
+        bench.heartbeat.beat(float(now))
+        bench.watched.check(float(now))
+    assert bench.reports == []

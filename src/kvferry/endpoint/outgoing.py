@@ -33,7 +33,7 @@ class Waitable(Protocol):
         """Return whether the event has happened. Called on the loop thread; must not wait."""
 
 
-class RoomStep(NamedTuple):
+class PendingStep(NamedTuple):
     """An engine's request for a room, with the pages that the loop thread adds before it."""
 
     event: Event
@@ -56,7 +56,7 @@ class Outgoing(Handle):
         room: Room,
         deadline: float,
         validator: PageTableValidator,
-        submit: Callable[[Outgoing, RoomStep], None],
+        submit: Callable[[Outgoing, PendingStep], None],
         abort: Callable[[Outgoing], None],
     ) -> None:
         super().__init__(room, deadline)
@@ -75,7 +75,7 @@ class Outgoing(Handle):
         self.num_writes = 0
         # For the loop thread: the room's pages, and steps that wait for their GPU event.
         self.tables = PageTableBuilder()
-        self.steps: deque[RoomStep] = deque()
+        self.steps: deque[PendingStep] = deque()
 
     @property
     def num_pages(self) -> int:
@@ -92,7 +92,7 @@ class Outgoing(Handle):
         span = span_of(tokens, "tokens")
         chunk = self._validator.chunk(span, pages, known=self._reach.latest)
         self._reach.extend(chunk)
-        self._submit(self, RoomStep(Prepare(self.room, span), None, chunk))
+        self._submit(self, PendingStep(Prepare(self.room, span), None, chunk))
 
     def push(
         self,
@@ -123,7 +123,7 @@ class Outgoing(Handle):
             self._rows |= rows
             self._pushed_states.add(some or self._all_layers)
             self._state_ends.add(span.end)
-        self._submit(self, RoomStep(Push(self.room, span, some, bool(rows)), after, chunk, rows))
+        self._submit(self, PendingStep(Push(self.room, span, some, bool(rows)), after, chunk, rows))
 
     def _check_not_pushed(self, tokens: Span, layers: Span, states: bool) -> None:
         if self._pushed.overlaps(layers, tokens):
@@ -171,7 +171,7 @@ class Outgoing(Handle):
             )
         finish = Finish(self.room, num_tokens, data, checked_digest(digest))
         self._closed = True
-        self._submit(self, RoomStep(finish, after, None, rows))
+        self._submit(self, PendingStep(finish, after, None, rows))
 
     def abort(self) -> None:
         """Fail the room with code ``aborted``. Its pages stay held until ``released``."""

@@ -21,7 +21,7 @@ from kvferry.endpoint.loop.links import TargetLinkTable
 from kvferry.endpoint.loop.loop import CLOSE_S
 from kvferry.endpoint.loop.sides import SourceSide
 from kvferry.endpoint.loop.writes import TransportWrites
-from kvferry.endpoint.outgoing import Outgoing, RoomStep
+from kvferry.endpoint.outgoing import Outgoing, PendingStep
 from kvferry.endpoint.rank import RankEndpoint
 from kvferry.endpoint.runner.runner import SourcePorts, SourceRunner
 from kvferry.endpoint.setup import EndpointSetup
@@ -138,10 +138,10 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         handle = Outgoing(room, deadline, self._validator, self._submit, self._abort)
         handle.tag = RoomTag.of(request, traceparent)
         self._rooms.add(handle)
-        self._submit(handle, RoomStep(Open(room, deadline)))
+        self._submit(handle, PendingStep(Open(room, deadline)))
         return handle
 
-    def _submit(self, handle: Outgoing, step: RoomStep) -> None:
+    def _submit(self, handle: Outgoing, step: PendingStep) -> None:
         self._loop.submit(partial(self._side.submit, handle, step))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:

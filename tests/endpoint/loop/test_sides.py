@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvferry.endpoint.loop.sides import EVENT_POLL_S, SourceSide
-from kvferry.endpoint.outgoing import RoomStep
+from kvferry.endpoint.outgoing import PendingStep
 from kvferry.protocol.events import Event, Open
 from kvferry.telemetry.observer import Observer
 
@@ -51,8 +51,8 @@ def handle() -> Any:
 def test_steps_keep_their_order_and_the_loop_polls_only_while_one_waits() -> None:
     side, taken = side_and_taken()
     room, event = handle(), GpuEvent()
-    side.submit(room, RoomStep(FIRST, event))
-    side.submit(room, RoomStep(SECOND))
+    side.submit(room, PendingStep(FIRST, event))
+    side.submit(room, PendingStep(SECOND))
     side.poll(0.0)
     assert (taken, side.wakeup(5.0)) == ([], 5.0 + EVENT_POLL_S)
     event.happened = True
@@ -63,7 +63,7 @@ def test_steps_keep_their_order_and_the_loop_polls_only_while_one_waits() -> Non
 def test_a_room_that_is_over_waits_for_no_event() -> None:
     side, taken = side_and_taken(held=False)
     room = handle()
-    side.submit(room, RoomStep(FIRST, GpuEvent()))
+    side.submit(room, PendingStep(FIRST, GpuEvent()))
     room.outcome = "failed"
     side.poll(0.0)
     assert (taken, side.wakeup(5.0)) == ([], inf)

@@ -16,7 +16,7 @@ from kvferry.endpoint.loop.links import TargetLinkTable
 from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.loop.scatters import StagedScatters
 from kvferry.endpoint.loop.writes import TransportWrites
-from kvferry.endpoint.outgoing import Outgoing, RoomStep, Waitable
+from kvferry.endpoint.outgoing import Outgoing, PendingStep, Waitable
 from kvferry.endpoint.runner.runner import MachineRunner, SourceRunner, TargetRunner
 from kvferry.endpoint.transport_thread import Measured, Reached, Unreached
 from kvferry.errors import Misuse
@@ -129,7 +129,7 @@ class SourceSide(LoopSide):
         else:
             self._links.handle(result)
 
-    def submit(self, handle: Outgoing, step: RoomStep) -> None:
+    def submit(self, handle: Outgoing, step: PendingStep) -> None:
         """Take a step of a room, after the steps submitted before it and after its event."""
         handle.steps.append(step)
         self._take_steps(handle)
@@ -147,7 +147,7 @@ class SourceSide(LoopSide):
                 self._take(handle, step)
         self._waiting.pop(handle, None)
 
-    def _take(self, handle: Outgoing, step: RoomStep) -> None:
+    def _take(self, handle: Outgoing, step: PendingStep) -> None:
         if step.chunk is not None:
             handle.tables.add(step.chunk)
         if step.rows:
