@@ -9,8 +9,8 @@ from typing import ClassVar, NamedTuple
 import pytest
 from endpoint.jobs import direct
 
-from kvferry.endpoint.calibration import STEPS, Calibration
 from kvferry.endpoint.jobs import WriteJob
+from kvferry.endpoint.link_costs import STEPS, Calibration
 from kvferry.endpoint.transport_thread import (
     Measured,
     Reached,

@@ -49,8 +49,8 @@ _PARTS = (
 _PIECES = (
     "loop/sides loop/directory loop/writes loop/rooms loop/inbox loop/poller loop/channels "
     "control/sockets control/unix liveness/port tables handles rank_agreement memory watchdog "
-    "failing_threads close static_discovery costs layer_push_tuner cleanup layer_pushes "
-    "hostile_peers"
+    "failing_threads close static_discovery same_costs_in_plan_and_doctor layer_push_tuner "
+    "cleanup layer_pushes hostile_peers link_costs"
 )
 _LOOP = "pair_in_process loop/loop transport_thread liveness/prober"
 _BYTES = "every_byte_arrives.py::test_every_byte_arrives_and_no_other_is_touched"

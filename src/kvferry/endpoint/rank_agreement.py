@@ -1,8 +1,8 @@
 """Combines the outcomes of one room at all ranks of an instance.
 
-Each rank has its own endpoint, and a room ends on each separately. Whoever drives the ranks
-collects their outcomes by its own means (a pipe, a collective, a scheduler) and passes them to
-``RankAgreement``.
+Each rank has its own endpoint, and a room ends on each separately. The program that drives the
+ranks collects their outcomes by its own means (a pipe, a collective, a scheduler) and passes them
+to ``RankAgreement``.
 """
 
 from __future__ import annotations

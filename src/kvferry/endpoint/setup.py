@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvferry.discovery.records import demand_name
-from kvferry.endpoint.calibration import scratch_bytes
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.unix import UnixListener
 from kvferry.endpoint.liveness.port import LivenessPort
@@ -31,6 +30,10 @@ from kvferry.transports.transport_set import AUTO, TransportSet, asked_for
 
 # A longer text does not fit the handshake.
 MAX_MODEL = 512
+# Scratch memory that peers write to measure their link.
+SCRATCH_BYTES = 1 << 20
+# Large enough that a GPU's transfer time differs measurably from that of a smaller write.
+GPU_SCRATCH_BYTES = 4 << 20
 
 
 def new_incarnation() -> int:
@@ -288,6 +291,7 @@ def _slots(
         # source may have as many slots as a target.
         most_slots=max_slots if memory.device.is_host else MAX_SLOTS,
     )
+    scratch_bytes = SCRATCH_BYTES if memory.device.is_host else GPU_SCRATCH_BYTES
     # Scratch memory is extra: taken from the budget, it would leave less than a power of two.
-    buffer = allocate(pool.num_bytes + scratch_bytes(memory.device), memory.device)
+    buffer = allocate(pool.num_bytes + scratch_bytes, memory.device)
     return StagingMemory(buffer.region, pool, buffer)

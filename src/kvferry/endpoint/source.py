@@ -14,7 +14,7 @@ from kvferry.discovery.records import RankRecord
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.sockets import ControlServer
 from kvferry.endpoint.control.unix import UnixListener, UnixServer
-from kvferry.endpoint.costs import default_link_costs
+from kvferry.endpoint.link_costs import default_link_costs
 from kvferry.endpoint.loop.channels import SourceChannel
 from kvferry.endpoint.loop.chooser import Chooser
 from kvferry.endpoint.loop.links import TargetLinkTable

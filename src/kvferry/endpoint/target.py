@@ -129,8 +129,8 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         """Tell a prefill instance that this rank will not receive a room. Returns at once.
 
         Its ranks then fail the room with ``aborted`` and release its pages at once instead of at
-        their deadline. Only for a room that was never received here: aborting a handle tells the
-        sources by itself. An instance that is not known yet is told when it is found, within
+        their deadline. Only for a room that was never received here: aborting a handle notifies
+        the sources too. If the instance is not known yet, it is notified when it is found, within
         ``deadline_s`` seconds (None takes the configured).
 
         Raises ``InputError`` for an invalid argument, and ``Misuse`` if the room is open here.

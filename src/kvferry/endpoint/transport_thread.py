@@ -16,8 +16,8 @@ from math import inf
 from queue import Empty
 from typing import NamedTuple
 
-from kvferry.endpoint.calibration import Calibration
 from kvferry.endpoint.jobs import WriteJob
+from kvferry.endpoint.link_costs import Calibration
 from kvferry.endpoint.poll_backoff import CORES_TO_SPARE, set_timer_slack
 from kvferry.endpoint.watchdog import ThreadHeartbeat
 from kvferry.errors import KvferryError

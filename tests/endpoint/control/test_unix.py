@@ -23,9 +23,15 @@ from kvferry.endpoint.control.unix import (
     UnixServer,
     connect,
 )
-from kvferry.endpoint.loop.channels import Channel, ConnectionLost, SourceChannel, TargetChannel
+from kvferry.endpoint.loop.channels import (
+    MAX_CHANNELS,
+    MAX_UNFINISHED_BYTES,
+    Channel,
+    ConnectionLost,
+    SourceChannel,
+    TargetChannel,
+)
 from kvferry.endpoint.loop.poller import Poller
-from kvferry.endpoint.loop.unix_channels import MAX_CHANNELS, MAX_UNFINISHED_BYTES
 from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.ids import Generation, Peer, Session
 from kvferry.protocol.codec import MAX_FRAME_BYTES

@@ -131,7 +131,7 @@ class GpuCopies(Copier):
         self._failed.append(job)
 
     def close(self) -> None:
-        """Wait until nothing runs. The loop has ended, so nobody takes the results."""
+        """Wait until nothing runs. The loop has ended, so no results are needed."""
         with suppress(RuntimeError):  # The GPU has failed, so nothing runs on it.
             self._engine.drain()
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.endpoint.calibration import SCRATCH_BYTES, Calibration
+from kvferry.endpoint.link_costs import Calibration
 from kvferry.endpoint.peer_metadata import PeerMetadata
-from kvferry.endpoint.setup import EndpointSetup
+from kvferry.endpoint.setup import SCRATCH_BYTES, EndpointSetup
 from kvferry.endpoint.transport_thread import Measured, Reached, TransportThread, Unreached
 from kvferry.ids import Peer, Session, SlotIndex
 from kvferry.plan.bind import Binding
@@ -44,7 +44,7 @@ class TargetLink:
 
 
 class TargetLinkTable:
-    """Links to all targets whose Hello was accepted, until nothing of theirs is in flight."""
+    """Links to all targets whose Hello was accepted, until no write to them is in flight."""
 
     def __init__(
         self,
@@ -72,7 +72,12 @@ class TargetLinkTable:
         assert action.hello is not None
         metadata = PeerMetadata.decode(action.metadata)
         if metadata is None:
-            self.handle(Unreached(action.session, ("the peer's metadata is invalid",)))
+            self.handle(
+                Unreached(
+                    action.session,
+                    ("the peer's metadata is invalid; run the same kvferry on both sides",),
+                )
+            )
         else:
             self._links[action.session] = TargetLink(action.peer, action.hello, metadata)
             self._transport_thread.reach(action.session, action.transports)

@@ -11,7 +11,7 @@ from kvferry.cli.doctor.checks import fit
 from kvferry.cli.doctor.checks.check import Asked
 from kvferry.cli.main import build_parser
 from kvferry.cli.plan.command import read_link
-from kvferry.endpoint.costs import copy_speed
+from kvferry.endpoint.link_costs import copy_speed
 from kvferry.endpoint.setup import make_transport
 from kvferry.memory.pools import Memory
 

@@ -7,13 +7,12 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from kvferry.endpoint.calibration import (
-    GPU_SCRATCH_BYTES,
+from kvferry.endpoint.link_costs import (
     NUM_PIECES,
-    SCRATCH_BYTES,
     STEPS,
     Calibration,
 )
+from kvferry.endpoint.setup import GPU_SCRATCH_BYTES, SCRATCH_BYTES
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import BlockShape, TransferMode, choose
 from kvferry.plan.cost import PRESETS, LinkCost

@@ -1,25 +1,29 @@
-"""Measurement of a link's cost from a few timed writes into the peer's scratch memory.
+"""Costs of links: the defaults, and their measurement with a few timed writes.
 
-The transport thread makes the writes one after another when a link is new. Two sizes in one
-piece separate the fixed cost of a write from the cost of its bytes: over a GPU's links 1 MiB
-takes hardly longer than 1 KiB, so a single size would make the link look slow. Many pieces of
-two sizes give the cost of a descriptor for slices and for runs of whole pages.
+The transport thread makes these writes, into the peer's scratch memory, one after another when a
+link is new. Two sizes in one piece separate the fixed cost of a write from the cost of its bytes:
+over a GPU's links 1 MiB takes hardly longer than 1 KiB, so a single size would make the link look
+slow. Many pieces of two sizes give the cost of a descriptor for slices and for runs of whole pages.
 """
 
 from __future__ import annotations
 
+import time
+from functools import cache
+
 import numpy as np
 from msgspec.structs import replace
 
+from kvferry.endpoint.config import EndpointConfig
+from kvferry.endpoint.setup import SCRATCH_BYTES, EndpointSetup
+from kvferry.memory.copy.cpu import copy_binding
+from kvferry.memory.staging import allocate
 from kvferry.plan.bind import Binding, Part
 from kvferry.plan.coalesce import Pieces, Stride
-from kvferry.plan.cost import LARGE_PIECE_BYTES, SMALL_PIECE_BYTES, LinkCost
+from kvferry.plan.cost import LARGE_PIECE_BYTES, SMALL_PIECE_BYTES, LinkCost, default_link_cost
 from kvferry.plan.places import Base
-from kvferry.regions import Device
+from kvferry.transports.base import Transport
 
-SCRATCH_BYTES = 1 << 20
-# Large enough that a GPU's transfer time differs measurably from that of a smaller write.
-GPU_SCRATCH_BYTES = 4 << 20
 LITTLE_BYTES = 128 << 10
 PIECE_BYTES = SMALL_PIECE_BYTES
 NUM_PIECES, NUM_RUNS = 64, 8
@@ -31,9 +35,37 @@ STEPS = ("first", *("bulk", "little", "pieces", "runs") * 4)
 MAX_SPEEDUP, MAX_DISCOUNT = 16, 8
 
 
-def scratch_bytes(device: Device) -> int:
-    """Return how many bytes of scratch memory an endpoint allocates beside its slots."""
-    return SCRATCH_BYTES if device.is_host else GPU_SCRATCH_BYTES
+def default_link_costs(config: EndpointConfig, setup: EndpointSetup) -> dict[str, LinkCost]:
+    """Return the cost of each transport: the configured one, or else the default."""
+    device, slots = setup.memory.device, setup.slots
+
+    def cost_of(transport: Transport) -> LinkCost:
+        if config.link_cost is not None:
+            return replace(config.link_cost, maps_peer=transport.maps_peer)
+        return default_link_cost(
+            transport.name,
+            device,
+            slot_bytes=slots.pool.slot_bytes if slots else None,
+            copy_bytes_per_s=copy_speed() if device.is_host else None,
+            maps_peer=transport.maps_peer,
+        )
+
+    return {transport.name: cost_of(transport) for transport in setup.transports}
+
+
+@cache
+def copy_speed() -> float:
+    """Return the CPU's bytes per second when gathering small pieces, measured once a process."""
+    source, target = allocate(2 * SCRATCH_BYTES), allocate(2 * SCRATCH_BYTES)
+    pieces = scattered(Base(0, 0, 0), Base(0, 0, 0), SCRATCH_BYTES // PIECE_BYTES)
+    addresses = (source.region.address,), (target.region.address,)
+    copy_binding(pieces, *addresses)
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        copy_binding(pieces, *addresses)
+        seconds.append(time.perf_counter() - begin)
+    return SCRATCH_BYTES / min(seconds)
 
 
 class Calibration:
