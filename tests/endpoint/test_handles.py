@@ -90,7 +90,7 @@ def test_the_states_of_a_room_from_open_to_release(pair: Pair) -> None:
     out.push((0, 4), [0])
     eventually(lambda: into.status is Status.MOVING)
     assert pair.target.statuses(["room", "never"]) == [Status.MOVING, None]
-    # Ranks agree by the minimum: one failure fails it, and all must be done.
+    # An engine combines ranks by the minimum: one failure fails the request.
     assert min(into.status, Status.FAILED) is Status.FAILED
     assert min(into.status, Status.DONE) is Status.MOVING
     out.push((4, 6), [1])
@@ -115,7 +115,7 @@ def test_callbacks_and_await(pair: Pair) -> None:
         into = pair.target.receive(1, prefill=pair.view, tokens=4, pages=[0])
         into.on_end(ends.append)
         into.on_release(released.set)
-        # A task that is given up leaves the room as it is.
+        # Cancelling the task does not affect the room.
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await into
@@ -156,7 +156,7 @@ def test_either_side_may_abort(pair: Pair, who: str) -> None:
         handle.wait_released(WAIT_S)
         assert handle.status is Status.FAILED
     assert into.bad_pages == {"kv": [1]}
-    # Calls that cross the failure are no error.
+    # Calls after the failure are no error: they may cross it.
     out.push((4, 8), [1])
     out.close()
     out.abort()

@@ -34,7 +34,7 @@ def test_only_the_first_value_counts() -> None:
 def test_all_waiters_are_woken() -> None:
     result: OneTimeResult[str] = OneTimeResult()
     waiting, woken = threading.Barrier(4), []
-    # Both kinds of wait.
+    # Waits without and with a timeout.
     limits = (None, WAIT_S, WAIT_S)
 
     def wait(limit: float | None) -> None:

@@ -26,12 +26,12 @@ from kvferry.security.keys import ClusterKey
 KEY = ClusterKey(bytes(range(32)))
 OTHER = ClusterKey(bytes(32))
 ENOUGH_S = 20.0
-# So long is waited for what must not happen.
+# How long a test waits for something that must not happen.
 WHILE_S = 0.3
 
 
 class Pair:
-    """A server and its clients, polled as an endpoint's owner polls them."""
+    """A server and its clients, polled like in an endpoint's loop."""
 
     def __init__(self, host: str = "127.0.0.1", key: ClusterKey | None = KEY) -> None:
         self.server = ControlServer(host, 0, key)
@@ -44,7 +44,7 @@ class Pair:
         return self.clients[-1]
 
     def run(self, until: Callable[[], bool], limit_s: float = ENOUGH_S) -> bool:
-        """Poll until something is so; False if it was not in time."""
+        """Poll until a condition holds. Return False if it does not in time."""
         poller = zmq.Poller()
         for channel in (self.server, *self.clients):
             for polled in channel.sockets:
@@ -92,10 +92,10 @@ def test_frames_travel_both_ways(
 ) -> None:
     pair = pairs(host, key)
     client = pair.connect(key)
-    assert client.send(b"before the connection stands")
+    assert client.send(b"before the connection is open")
     assert pair.run(lambda: len(pair.at_server) == 1)
     route, frame = pair.at_server[0]
-    assert frame == b"before the connection stands"
+    assert frame == b"before the connection is open"
     assert pair.server.send(route, b"answer")
     assert pair.run(lambda: pair.at_clients == [(0, b"answer")])
     assert not pair.server.counts
@@ -122,7 +122,7 @@ def test_frames_above_the_limit_are_dropped(
     assert pair.run(lambda: len(pair.at_server) == 1)
     assert len(pair.at_server[0][1]) == MAX_FRAME_BYTES
     client.send(bytes(MAX_FRAME_BYTES + WRAPPING_BYTES + 1))
-    # ZeroMQ ends that connection; frames that were under way are lost, and then it goes on.
+    # ZeroMQ ends that connection, loses the frames in flight, and reconnects.
     deadline = time.monotonic() + ENOUGH_S
     while len(pair.at_server) == 1 and time.monotonic() < deadline:
         client.send(b"after")
@@ -276,7 +276,7 @@ def test_frames_just_sent_leave_before_the_socket_closes(pair: Pair) -> None:
     client.send(b"first")
     assert pair.run(lambda: len(pair.at_server) == 1)
     for _ in range(4):
-        # More than the kernel takes at once.
+        # More than the kernel buffers.
         assert client.send(bytes(MAX_FRAME_BYTES))
     client.close(linger_ms=int(ENOUGH_S * 1000))
     pair.clients.clear()
@@ -289,7 +289,7 @@ def test_close_is_idempotent() -> None:
     for _ in range(2):
         client.close()
         server.close()
-    # And the port is free again.
+    # The port is free again.
     host, _, port = server.address.removeprefix("tcp://").rpartition(":")
     again = ControlServer(host, int(port), KEY)
     assert again.address == server.address
@@ -300,8 +300,7 @@ def test_many_connection_attempts_delay_neither_frames_nor_closing() -> None:
     server = ControlServer("127.0.0.1", 0, KEY)
     strangers = [ControlClient(server.address, OTHER) for _ in range(20)]
     deadline = time.monotonic() + ENOUGH_S
-    # Nobody calls the server's receive: the news of failed handshakes pile up, beyond what a
-    # queue of ZeroMQ's takes by default.
+    # Without calls of receive, events of failed handshakes exceed ZeroMQ's default queue size.
     while sum(stranger.counts["refused"] for stranger in strangers) < 1500:
         assert time.monotonic() < deadline
         for stranger in strangers:

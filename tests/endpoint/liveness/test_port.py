@@ -42,7 +42,7 @@ SHORT_S = 0.3
 
 
 class Process:
-    """A process with a liveness_port."""
+    """A process with a liveness port."""
 
     def __init__(self, incarnation: int, host: str = "127.0.0.1", port: int = 0) -> None:
         words = [sys.executable, "-c", SCRIPT, host, str(incarnation), str(port)]

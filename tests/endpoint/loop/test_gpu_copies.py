@@ -15,12 +15,12 @@ from kvferry.plan.bind import Binding
 
 
 def results_of(jobs: Iterable[CopyJob]) -> list[tuple[int, str]]:
-    """Which have ended, and what is to be said against them."""
+    """Return number and problem of each finished job."""
     return [(job.op, job.problem if isinstance(job, ScatterJob) else job.detail) for job in jobs]
 
 
 class Launched:
-    """A launch that is over when it is said to be."""
+    """A launch that ends when a test says so."""
 
     def __init__(self) -> None:
         self.over = False
@@ -33,7 +33,7 @@ class Launched:
 
 
 class Gpu:
-    """Takes launches, unless it refuses."""
+    """A GPU that records launches, or refuses them."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[int, Launched]] = []
@@ -63,7 +63,7 @@ def test_the_copies_of_a_turn_are_one_launch() -> None:
     copies = GpuCopies(gpu)
     for op in range(3):
         copies.submit(scatter(op))
-    assert not gpu.launches, "nothing starts before the turn's end"
+    assert not gpu.launches, "nothing starts before the end of the turn"
     copies.launch()
     copies.launch()
     assert [count for count, _ in gpu.launches] == [3]
@@ -95,7 +95,7 @@ def test_idle_work_is_done_once_while_nothing_runs() -> None:
     assert not done
     gpu.launches[0][1].over = True
     assert len(list(copies.finished())) == 2
-    assert not done, "first others hear of the end"
+    assert not done, "the end is reported first"
     copies.launch()
     copies.launch()
     assert done == [1]
@@ -119,7 +119,7 @@ def test_each_end_is_reported_once_after_the_gpu_is_done() -> None:
         copies.launch()
     first, second = (launched for _, launched in gpu.launches)
     second.over = True
-    assert list(copies.finished()) == [], "a stream ends its launches in their order"
+    assert list(copies.finished()) == [], "launches of a stream end in order"
     assert copies.wakeup() < 1e-3
     first.over = True
     assert results_of(copies.finished()) == [(1, ""), (2, "")]

@@ -1,4 +1,4 @@
-"""The runner without its thread: a machine on strings, ports that write down what they hear."""
+"""The runner with a scripted machine and ports that record their calls."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ LEAST_S = 1.0
 
 
 class Stage:
-    """A script that is driven."""
+    """A runner with its scripted machine and recording ports."""
 
     def __init__(self, script: ScriptedMachine | None = None) -> None:
         self.script = script or ScriptedMachine()
@@ -102,7 +102,7 @@ class Stage:
         )
 
     def do(self, *actions: Action, at: float = 0.0) -> list[tuple[str, object]]:
-        """Have the script say this; what the ports hear of it."""
+        """Let the machine perform these actions. Return the calls of the ports."""
         return self.take(Tick(), *actions, at=at)
 
     def take(self, event: Event, *answer: Action, at: float = 0.0) -> list[tuple[str, object]]:
@@ -168,7 +168,7 @@ def test_a_note_may_be_sent_before_the_machine_takes_the_result(stage: Stage) ->
     stage.runner.send_note(Op(1))
     assert stage.ports.asked == [("send", note(1))]
     assert Sent(Op(1)) not in stage.script.heard
-    assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", Heartbeat())], "and once"
+    assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", Heartbeat())], "sent once"
 
 
 @pytest.mark.parametrize("fate", WriteFate)
@@ -203,7 +203,7 @@ def test_a_ports_immediate_answer_is_the_next_event(stage: Stage) -> None:
     stage.meet()
     stage.ports.on_write = lambda action: stage.runner.take(Sent(action.op), 0.0)
     stage.script.answers[Sent(Op(1))] = [say(Heartbeat())]
-    # The machine's second action comes before the end of the first is taken.
+    # The machine's second action is performed before the end of the first is taken.
     heard = stage.do(write(1), Report("r", Done(b"")))
     assert heard == [("write", 1), ("report", "r"), ("send", note(1)), ("send", Heartbeat())]
 
@@ -317,7 +317,7 @@ def test_a_session_with_a_write_in_flight_waits_for_its_end(stage: Stage) -> Non
     assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
     assert proof() not in stage.script.heard
     assert ("stop_probing", (PEER, LIFE)) in stage.take(Sent(Op(1)))
-    # The end of the write comes before the proof that builds on it.
+    # The end of the write is taken before the proof that depends on it.
     assert stage.script.heard[-2:] == [Sent(Op(1)), proof()]
 
 
@@ -454,10 +454,10 @@ def test_the_shortest_timer_sets_the_wakeup(shortest: str) -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.booleans(), st.floats(0, 30)), max_size=12))
 def test_no_runner_sleeps_past_a_timer(steps: list[tuple[float, bool, float]]) -> None:
-    """Steps as (time that passes, whether something comes, how long its new timer takes)."""
+    """Each step: seconds that pass, whether an event arrives, seconds of the machine's new timer."""
     stage, now = Stage(), 0.0
     for passes, something, takes in steps:
-        # As its thread does: it sleeps no longer than it said.
+        # Like the loop, sleep until the announced wakeup at most.
         until = now + passes
         while stage.runner.wakeup() <= until:
             now = max(now, stage.runner.wakeup())
@@ -582,7 +582,7 @@ LIVES = {ONE: LIFE, TWO: LIFE, THREE: NEXT_LIFE}
 
 
 class Truth:
-    """The same sessions, as sets of what has happened."""
+    """Model of the sessions: sets of what has happened."""
 
     def __init__(self, exposed: bool) -> None:
         self.in_flight: dict[Op, Session] = {}
