@@ -178,7 +178,7 @@ def test_a_lost_connection_hints_at_the_death_of_its_peers(
         scripted.links[session] = Link(
             each, session, LinkState.UP, PLAN, INCARNATION, inf, inf, 0.0
         )
-        scripted.answers[ITEM].append(Connect(each, INCARNATION, session, b"card"))
+        scripted.answers[ITEM].append(Connect(each, INCARNATION, session, b"metadata"))
     played(scripted, ([ITEM], []), ([], [ConnectionLost(peer)]), ports=ports)
     hints = [what for name, what in ports.asked if name == "hint_death"]
-    assert hints == [(each, INCARNATION, b"card") for each in concerns]
+    assert hints == [(each, INCARNATION, b"metadata") for each in concerns]

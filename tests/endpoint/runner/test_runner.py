@@ -85,10 +85,10 @@ REQUEST = Request(1)
 LEAST_S = 1.0
 
 
-# ---------------------------------------------------------------- a script on its stage
+# ---------------------------------------------------------------- set-up
 
 
-class Stage:
+class Bench:
     """A runner with its scripted machine and recording ports."""
 
     def __init__(self, script: ScriptedMachine | None = None) -> None:
@@ -112,15 +112,15 @@ class Stage:
         return list(self.ports.asked)
 
     def meet(self, session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> None:
-        self.do(Connect(peer, life, session, b"card"))
+        self.do(Connect(peer, life, session, b"metadata"))
 
     def fly(self, op: int, session: Session = ONE) -> None:
         self.do(write(op, session))
 
 
 @pytest.fixture
-def stage() -> Stage:
-    return Stage()
+def bench() -> Bench:
+    return Bench()
 
 
 def frame(body: Body, session: Session = ONE) -> Envelope:
@@ -154,78 +154,80 @@ def proof(session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> Discon
 # ---------------------------------------------------------------- writes and their notes
 
 
-def test_a_note_is_sent_after_its_write_and_before_dependent_frames(stage: Stage) -> None:
-    stage.meet()
-    assert stage.do(write(1)) == [("write", 1)]
-    assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", note(1)), ("send", Heartbeat())]
-    assert stage.take(Sent(Op(1))) == []
+def test_a_note_is_sent_after_its_write_and_before_dependent_frames(bench: Bench) -> None:
+    bench.meet()
+    assert bench.do(write(1)) == [("write", 1)]
+    assert bench.take(Sent(Op(1)), say(Heartbeat())) == [("send", note(1)), ("send", Heartbeat())]
+    assert bench.take(Sent(Op(1))) == []
 
 
-def test_a_note_may_be_sent_before_the_machine_takes_the_result(stage: Stage) -> None:
-    stage.meet()
-    stage.fly(1)
-    stage.ports.asked.clear()
-    stage.runner.send_note(Op(1))
-    assert stage.ports.asked == [("send", note(1))]
-    assert Sent(Op(1)) not in stage.script.heard
-    assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", Heartbeat())], "sent once"
+def test_a_note_may_be_sent_before_the_machine_takes_the_result(bench: Bench) -> None:
+    bench.meet()
+    bench.fly(1)
+    bench.ports.asked.clear()
+    bench.runner.send_note(Op(1))
+    assert bench.ports.asked == [("send", note(1))]
+    assert Sent(Op(1)) not in bench.script.heard
+    assert bench.take(Sent(Op(1)), say(Heartbeat())) == [("send", Heartbeat())], "sent once"
 
 
 @pytest.mark.parametrize("fate", WriteFate)
-def test_a_failed_write_sends_no_note(stage: Stage, fate: WriteFate) -> None:
-    stage.meet()
-    stage.fly(1)
-    heard = stage.take(SendFailed(Op(1), fate)) + stage.take(Sent(Op(1)))
+def test_a_failed_write_sends_no_note(bench: Bench, fate: WriteFate) -> None:
+    bench.meet()
+    bench.fly(1)
+    heard = bench.take(SendFailed(Op(1), fate)) + bench.take(Sent(Op(1)))
     assert "send" not in dict(heard)
-    assert stage.script.heard[-2:] == [SendFailed(Op(1), fate), Sent(Op(1))]
+    assert bench.script.heard[-2:] == [SendFailed(Op(1), fate), Sent(Op(1))]
 
 
-def test_every_failed_write_except_a_busy_one_hints_death(stage: Stage) -> None:
-    stage.meet()
+def test_every_failed_write_except_a_busy_one_hints_death(bench: Bench) -> None:
+    bench.meet()
     for op, fate in enumerate(WriteFate):
-        stage.fly(op)
-        heard = stage.take(SendFailed(Op(op), fate))
-        assert heard == ([] if fate is WriteFate.BUSY else [("hint_death", (PEER, LIFE, b"card"))])
-    assert stage.take(SendFailed(Op(9), WriteFate.FAILED)) == []
+        bench.fly(op)
+        heard = bench.take(SendFailed(Op(op), fate))
+        assert heard == (
+            [] if fate is WriteFate.BUSY else [("hint_death", (PEER, LIFE, b"metadata"))]
+        )
+    assert bench.take(SendFailed(Op(9), WriteFate.FAILED)) == []
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_no_write_starts_in_a_cut_or_unknown_session(stage: Stage, cut: bool) -> None:
+def test_no_write_starts_in_a_cut_or_unknown_session(bench: Bench, cut: bool) -> None:
     if cut:
-        stage.meet()
-        stage.do(drop())
-    assert stage.do(write(1)) == []
-    assert stage.script.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
-    assert stage.runner.sessions.num_in_flight == 0
+        bench.meet()
+        bench.do(drop())
+    assert bench.do(write(1)) == []
+    assert bench.script.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
+    assert bench.runner.sessions.num_in_flight == 0
 
 
-def test_a_ports_immediate_answer_is_the_next_event(stage: Stage) -> None:
-    stage.meet()
-    stage.ports.on_write = lambda action: stage.runner.take(Sent(action.op), 0.0)
-    stage.script.answers[Sent(Op(1))] = [say(Heartbeat())]
+def test_a_ports_immediate_answer_is_the_next_event(bench: Bench) -> None:
+    bench.meet()
+    bench.ports.on_write = lambda action: bench.runner.take(Sent(action.op), 0.0)
+    bench.script.answers[Sent(Op(1))] = [say(Heartbeat())]
     # The machine's second action is performed before the end of the first is taken.
-    heard = stage.do(write(1), Report("r", Done(b"")))
+    heard = bench.do(write(1), Report("r", Done(b"")))
     assert heard == [("write", 1), ("report", "r"), ("send", note(1)), ("send", Heartbeat())]
 
 
-def test_a_step_that_raises_does_not_stop_the_runner(stage: Stage) -> None:
-    stage.script.breaks_at = Cancel("r")
+def test_a_step_that_raises_does_not_stop_the_runner(bench: Bench) -> None:
+    bench.script.breaks_at = Cancel("r")
     with pytest.raises(ZeroDivisionError):
-        stage.take(Cancel("r"))
-    assert stage.do(say(Heartbeat())) == [("send", Heartbeat())]
+        bench.take(Cancel("r"))
+    assert bench.do(say(Heartbeat())) == [("send", Heartbeat())]
 
 
-def test_each_action_reaches_its_port(stage: Stage) -> None:
-    stage.meet()
+def test_each_action_reaches_its_port(bench: Bench) -> None:
+    bench.meet()
     choose = Choose(Ticket(4), transfer(3), ())
-    assert stage.do(choose) == [("choose", 4)]
+    assert bench.do(choose) == [("choose", 4)]
     scatter = Scatter(Op(3), "r", PEER, PLAN, REQUEST, (), SlotIndex(0), Serial(0))
-    assert Stage(ExposedMachine()).do(scatter) == [("scatter", 3)]
-    assert stage.do(Report("r", Done(b""))) == [("report", "r")]
-    assert stage.do(Release("r")) == [("release", "r")]
-    assert stage.do(Connect(PEER, LIFE, TWO, b"")) == [("connect", TWO)]
+    assert Bench(ExposedMachine()).do(scatter) == [("scatter", 3)]
+    assert bench.do(Report("r", Done(b""))) == [("report", "r")]
+    assert bench.do(Release("r")) == [("release", "r")]
+    assert bench.do(Connect(PEER, LIFE, TWO, b"")) == [("connect", TWO)]
     with pytest.raises(AssertionError, match="no port performs"):
-        stage.do(Action())
+        bench.do(Action())
 
 
 # ---------------------------------------------------------------- gathers ahead
@@ -240,145 +242,145 @@ def post(op: int, session: Session = ONE) -> Post:
 
 
 def test_a_gather_is_in_flight_before_it_is_posted_and_its_note_leaves_at_its_end(
-    stage: Stage,
+    bench: Bench,
 ) -> None:
-    stage.meet()
-    assert stage.do(gather(1)) == [("gather", 1)]
-    assert stage.runner.sessions.num_in_flight == 1
-    assert stage.do(post(1)) == [("post", (1, 5))]
-    assert stage.runner.sessions.num_in_flight == 1
-    assert stage.take(Sent(Op(1))) == [("send", note(1))]
-    assert stage.runner.sessions.num_in_flight == 0
+    bench.meet()
+    assert bench.do(gather(1)) == [("gather", 1)]
+    assert bench.runner.sessions.num_in_flight == 1
+    assert bench.do(post(1)) == [("post", (1, 5))]
+    assert bench.runner.sessions.num_in_flight == 1
+    assert bench.take(Sent(Op(1))) == [("send", note(1))]
+    assert bench.runner.sessions.num_in_flight == 0
 
 
-def test_a_discarded_gather_is_in_flight_until_it_is_answered(stage: Stage) -> None:
-    stage.meet()
-    stage.do(gather(1))
-    assert stage.do(Discard(Op(1))) == [("discard", 1)]
-    assert stage.do(Discard(Op(1)), post(1)) == [], "once"
-    assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
-    assert proof() not in stage.script.heard
-    stage.take(SendFailed(Op(1), WriteFate.BUSY))
-    assert stage.script.heard[-1] == proof()
+def test_a_discarded_gather_is_in_flight_until_it_is_answered(bench: Bench) -> None:
+    bench.meet()
+    bench.do(gather(1))
+    assert bench.do(Discard(Op(1))) == [("discard", 1)]
+    assert bench.do(Discard(Op(1)), post(1)) == [], "once"
+    assert bench.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
+    assert proof() not in bench.script.heard
+    bench.take(SendFailed(Op(1), WriteFate.BUSY))
+    assert bench.script.heard[-1] == proof()
 
 
-def test_a_gather_in_a_cut_session_fails_at_once(stage: Stage) -> None:
-    stage.meet()
-    stage.do(drop())
-    assert stage.do(gather(1)) == []
-    assert stage.script.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
-    assert stage.do(post(1), Discard(Op(1))) == []
+def test_a_gather_in_a_cut_session_fails_at_once(bench: Bench) -> None:
+    bench.meet()
+    bench.do(drop())
+    assert bench.do(gather(1)) == []
+    assert bench.script.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
+    assert bench.do(post(1), Discard(Op(1))) == []
 
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_nothing_that_is_gathered_is_posted_in_a_session_that_was_cut(
-    stage: Stage, gone: bool
+    bench: Bench, gone: bool
 ) -> None:
-    stage.meet(ONE)
-    stage.meet(TWO)
+    bench.meet(ONE)
+    bench.meet(TWO)
     for op, session in ((1, ONE), (2, ONE), (3, TWO)):
-        stage.do(gather(op, session))
-    stage.do(post(1))
+        bench.do(gather(op, session))
+    bench.do(post(1))
     if gone:
-        stage.meet(THREE, OTHER)
-        stage.do(gather(4, THREE))
-        heard = stage.take(PeerGone(OTHER, LIFE))
+        bench.meet(THREE, OTHER)
+        bench.do(gather(4, THREE))
+        heard = bench.take(PeerGone(OTHER, LIFE))
         assert heard == [("cut", THREE), ("discard", 4)]
-        assert stage.do(post(4)) == []
+        assert bench.do(post(4)) == []
         return
-    heard = stage.do(drop())
+    heard = bench.do(drop())
     assert heard == [("cut", ONE), ("discard", 2), ("start_probing", (PEER, LIFE))]
-    assert stage.do(post(2), Discard(Op(2))) == []
-    assert stage.do(post(3, TWO)) == [("post", (3, 5))]
+    assert bench.do(post(2), Discard(Op(2))) == []
+    assert bench.do(post(3, TWO)) == [("post", (3, 5))]
 
 
-def test_a_failed_gather_is_not_posted(stage: Stage) -> None:
-    stage.meet()
-    stage.do(gather(1))
-    stage.take(SendFailed(Op(1), WriteFate.FAILED))
-    assert stage.do(post(1), Discard(Op(1))) == []
-    assert stage.take(Sent(Op(1))) == []
+def test_a_failed_gather_is_not_posted(bench: Bench) -> None:
+    bench.meet()
+    bench.do(gather(1))
+    bench.take(SendFailed(Op(1), WriteFate.FAILED))
+    assert bench.do(post(1), Discard(Op(1))) == []
+    assert bench.take(Sent(Op(1))) == []
 
 
 # ---------------------------------------------------------------- proof
 
 
-def test_an_idle_session_is_proven_over_without_a_probe(stage: Stage) -> None:
-    stage.meet()
-    assert stage.do(drop()) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
-    assert stage.script.heard[-1] == proof()
-    assert stage.take(Cancel("r")) == []
-    assert stage.script.heard.count(proof()) == 1
+def test_an_idle_session_is_proven_over_without_a_probe(bench: Bench) -> None:
+    bench.meet()
+    assert bench.do(drop()) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
+    assert bench.script.heard[-1] == proof()
+    assert bench.take(Cancel("r")) == []
+    assert bench.script.heard.count(proof()) == 1
 
 
-def test_a_session_with_a_write_in_flight_waits_for_its_end(stage: Stage) -> None:
-    stage.meet()
-    stage.fly(1)
-    assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
-    assert proof() not in stage.script.heard
-    assert ("stop_probing", (PEER, LIFE)) in stage.take(Sent(Op(1)))
+def test_a_session_with_a_write_in_flight_waits_for_its_end(bench: Bench) -> None:
+    bench.meet()
+    bench.fly(1)
+    assert bench.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
+    assert proof() not in bench.script.heard
+    assert ("stop_probing", (PEER, LIFE)) in bench.take(Sent(Op(1)))
     # The end of the write is taken before the proof that depends on it.
-    assert stage.script.heard[-2:] == [Sent(Op(1)), proof()]
+    assert bench.script.heard[-2:] == [Sent(Op(1)), proof()]
 
 
-def test_doubt_ends_only_with_that_incarnation_of_the_peer(stage: Stage) -> None:
-    stage.meet()
-    stage.fly(1)
-    stage.take(SendFailed(Op(1), WriteFate.UNKNOWN))
-    assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
-    assert stage.take(PeerGone(PEER, NEXT_LIFE)) == []
-    assert stage.take(PeerGone(OTHER, LIFE)) == []
-    assert proof() not in stage.script.heard
-    assert stage.take(PeerGone(PEER, LIFE)) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
-    assert stage.script.heard[-1] == proof()
-    assert not any(isinstance(event, PeerGone) for event in stage.script.heard)
+def test_doubt_ends_only_with_that_incarnation_of_the_peer(bench: Bench) -> None:
+    bench.meet()
+    bench.fly(1)
+    bench.take(SendFailed(Op(1), WriteFate.UNKNOWN))
+    assert bench.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
+    assert bench.take(PeerGone(PEER, NEXT_LIFE)) == []
+    assert bench.take(PeerGone(OTHER, LIFE)) == []
+    assert proof() not in bench.script.heard
+    assert bench.take(PeerGone(PEER, LIFE)) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
+    assert bench.script.heard[-1] == proof()
+    assert not any(isinstance(event, PeerGone) for event in bench.script.heard)
 
 
 def test_an_exposed_session_waits_for_the_peers_death() -> None:
-    stage = Stage(ExposedMachine())
-    stage.meet()
-    assert stage.do(drop()) == [("start_probing", (PEER, LIFE))]
-    stage.take(PeerGone(PEER, LIFE))
-    assert stage.script.heard[-1] == proof()
+    bench = Bench(ExposedMachine())
+    bench.meet()
+    assert bench.do(drop()) == [("start_probing", (PEER, LIFE))]
+    bench.take(PeerGone(PEER, LIFE))
+    assert bench.script.heard[-1] == proof()
 
 
-def test_a_peers_death_cuts_its_sessions(stage: Stage) -> None:
-    stage.meet()
-    stage.meet(TWO, PEER, NEXT_LIFE)
-    assert ("cut", ONE) in stage.take(PeerGone(PEER, LIFE))
-    assert stage.script.heard[-1] == proof()
-    assert stage.do(write(1, TWO)) == [("write", 1)]
+def test_a_peers_death_cuts_its_sessions(bench: Bench) -> None:
+    bench.meet()
+    bench.meet(TWO, PEER, NEXT_LIFE)
+    assert ("cut", ONE) in bench.take(PeerGone(PEER, LIFE))
+    assert bench.script.heard[-1] == proof()
+    assert bench.do(write(1, TWO)) == [("write", 1)]
 
 
-def test_probing_stops_when_the_last_session_is_proven(stage: Stage) -> None:
+def test_probing_stops_when_the_last_session_is_proven(bench: Bench) -> None:
     for session in (ONE, TWO):
-        stage.meet(session)
-        stage.fly(session.number, session)
-        stage.do(drop(session))
-    assert "stop_probing" not in dict(stage.take(Sent(Op(1))))
-    assert "stop_probing" in dict(stage.take(Sent(Op(2))))
+        bench.meet(session)
+        bench.fly(session.number, session)
+        bench.do(drop(session))
+    assert "stop_probing" not in dict(bench.take(Sent(Op(1))))
+    assert "stop_probing" in dict(bench.take(Sent(Op(2))))
 
 
-def test_a_session_is_kept_until_it_is_abandoned_and_idle(stage: Stage) -> None:
-    stage.meet()
-    stage.fly(1)
-    assert stage.do(Forget(ONE)) == []
-    assert len(stage.runner.sessions) == 1
-    assert ("forget", ONE) in stage.take(Sent(Op(1)))
-    assert len(stage.runner.sessions) == 0
-    assert stage.do(drop()) == []
+def test_a_session_is_kept_until_it_is_abandoned_and_idle(bench: Bench) -> None:
+    bench.meet()
+    bench.fly(1)
+    assert bench.do(Forget(ONE)) == []
+    assert len(bench.runner.sessions) == 1
+    assert ("forget", ONE) in bench.take(Sent(Op(1)))
+    assert len(bench.runner.sessions) == 0
+    assert bench.do(drop()) == []
 
 
-def test_death_hints_reach_the_matching_links(stage: Stage) -> None:
+def test_death_hints_reach_the_matching_links(bench: Bench) -> None:
     for session, peer in ((ONE, PEER), (TWO, OTHER)):
-        stage.meet(session, peer)
+        bench.meet(session, peer)
     for session, peer in ((ONE, PEER), (TWO, OTHER), (THREE, OTHER)):
-        stage.script.links[session] = Link(peer, session, LinkState.UP, PLAN, LIFE, 0.0, 0.0, 0.0)
-    stage.ports.asked.clear()
-    stage.runner.probe_links(lambda link: link.peer == OTHER)
-    assert stage.ports.asked == [("hint_death", (OTHER, LIFE, b"card"))]
-    stage.runner.probe_links()
-    assert [name for name, _ in stage.ports.asked] == ["hint_death"] * 3
+        bench.script.links[session] = Link(peer, session, LinkState.UP, PLAN, LIFE, 0.0, 0.0, 0.0)
+    bench.ports.asked.clear()
+    bench.runner.probe_links(lambda link: link.peer == OTHER)
+    assert bench.ports.asked == [("hint_death", (OTHER, LIFE, b"metadata"))]
+    bench.runner.probe_links()
+    assert [name for name, _ in bench.ports.asked] == ["hint_death"] * 3
 
 
 @pytest.mark.parametrize(
@@ -389,85 +391,85 @@ def test_death_hints_reach_the_matching_links(stage: Stage) -> None:
     ],
     ids=["source", "target"],
 )
-def test_memory_is_held_until_every_room_is_released(stage: Stage, event: Event) -> None:
-    holds_no_memory = [stage.runner.holds_no_memory]
-    stage.take(event)
-    stage.do(Report("r", Done(b"")))
-    holds_no_memory.append(stage.runner.holds_no_memory)
-    stage.do(Release("r"))
-    holds_no_memory.append(stage.runner.holds_no_memory)
+def test_memory_is_held_until_every_room_is_released(bench: Bench, event: Event) -> None:
+    holds_no_memory = [bench.runner.holds_no_memory]
+    bench.take(event)
+    bench.do(Report("r", Done(b"")))
+    holds_no_memory.append(bench.runner.holds_no_memory)
+    bench.do(Release("r"))
+    holds_no_memory.append(bench.runner.holds_no_memory)
     assert holds_no_memory == [True, False, True]
 
 
 # ---------------------------------------------------------------- time
 
 
-def test_events_are_taken_before_time(stage: Stage) -> None:
-    stage.take(Open("r", 5.0))
-    stage.script.heard.clear()
-    stage.runner.turn([Cancel("r"), Cancel("s")], 5.0)
-    assert stage.script.heard[-3:] == [Cancel("r"), Cancel("s"), Tick()]
+def test_events_are_taken_before_time(bench: Bench) -> None:
+    bench.take(Open("r", 5.0))
+    bench.script.heard.clear()
+    bench.runner.turn([Cancel("r"), Cancel("s")], 5.0)
+    assert bench.script.heard[-3:] == [Cancel("r"), Cancel("s"), Tick()]
 
 
-def test_a_late_turn_first_reports_by_how_much(stage: Stage) -> None:
-    stage.take(Open("r", 500.0), at=10.0)
-    due = stage.runner.wakeup()
+def test_a_late_turn_first_reports_by_how_much(bench: Bench) -> None:
+    bench.take(Open("r", 500.0), at=10.0)
+    due = bench.runner.wakeup()
     in_time, late = due + TIMES.heartbeat_s / 2, due + 30.0
-    stage.runner.turn([Cancel("r")], in_time)
-    assert OwnStall not in map(type, stage.script.heard)
-    stage.take(Open("s", 500.0), at=in_time)
-    due = stage.runner.wakeup()
-    stage.script.heard.clear()
-    stage.runner.turn([Cancel("s")], late)
-    assert stage.script.heard == [OwnStall(late - due), Cancel("s"), Tick()]
+    bench.runner.turn([Cancel("r")], in_time)
+    assert OwnStall not in map(type, bench.script.heard)
+    bench.take(Open("s", 500.0), at=in_time)
+    due = bench.runner.wakeup()
+    bench.script.heard.clear()
+    bench.runner.turn([Cancel("s")], late)
+    assert bench.script.heard == [OwnStall(late - due), Cancel("s"), Tick()]
 
 
-def test_the_machine_ticks_only_when_a_timer_is_due(stage: Stage) -> None:
-    assert stage.runner.wakeup() == inf
-    stage.take(Open("r", 50.0), at=10.0)
-    assert stage.runner.wakeup() == 10.0 + LEAST_S
-    stage.script.timers = [20.0]
-    stage.runner.advance_time(10.0 + LEAST_S - 0.01)
-    assert Tick() not in stage.script.heard
-    stage.runner.advance_time(10.0 + LEAST_S)
-    assert stage.script.heard[-1] == Tick()
-    assert stage.runner.wakeup() == 20.0
-    stage.script.timers = []
-    stage.runner.advance_time(20.0)
-    assert stage.runner.wakeup() == inf
+def test_the_machine_ticks_only_when_a_timer_is_due(bench: Bench) -> None:
+    assert bench.runner.wakeup() == inf
+    bench.take(Open("r", 50.0), at=10.0)
+    assert bench.runner.wakeup() == 10.0 + LEAST_S
+    bench.script.timers = [20.0]
+    bench.runner.advance_time(10.0 + LEAST_S - 0.01)
+    assert Tick() not in bench.script.heard
+    bench.runner.advance_time(10.0 + LEAST_S)
+    assert bench.script.heard[-1] == Tick()
+    assert bench.runner.wakeup() == 20.0
+    bench.script.timers = []
+    bench.runner.advance_time(20.0)
+    assert bench.runner.wakeup() == inf
 
 
-def test_a_deadline_may_be_sooner_than_any_timer(stage: Stage) -> None:
-    stage.take(Open("r", 10.25), at=10.0)
-    assert stage.runner.wakeup() == 10.25
-    stage.take(Cancel("r"), at=10.1)
-    assert stage.runner.wakeup() == 10.25
+def test_a_deadline_may_be_sooner_than_any_timer(bench: Bench) -> None:
+    bench.take(Open("r", 10.25), at=10.0)
+    assert bench.runner.wakeup() == 10.25
+    bench.take(Cancel("r"), at=10.1)
+    assert bench.runner.wakeup() == 10.25
 
 
 @pytest.mark.parametrize("shortest", ["status_poll_s", "heartbeat_s", "credit_patience_s"])
 def test_the_shortest_timer_sets_the_wakeup(shortest: str) -> None:
     config = ProtocolConfig(**{**msgspec.structs.asdict(TIMES), shortest: 0.5})
-    stage = Stage(ScriptedMachine(config))
-    stage.take(Cancel("r"), at=1.0)
-    assert stage.runner.wakeup() == 1.5
+    bench = Bench(ScriptedMachine(config))
+    bench.take(Cancel("r"), at=1.0)
+    assert bench.runner.wakeup() == 1.5
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.booleans(), st.floats(0, 30)), max_size=12))
 def test_no_runner_sleeps_past_a_timer(steps: list[tuple[float, bool, float]]) -> None:
-    """Each step: seconds that pass, whether an event arrives, seconds of the machine's new timer."""
-    stage, now = Stage(), 0.0
+    """Each step: seconds that pass, whether an event arrives, seconds of the new timer."""
+    bench, now = Bench(), 0.0
     for passes, something, takes in steps:
         # Like the loop, sleep until the announced wakeup at most.
         until = now + passes
-        while stage.runner.wakeup() <= until:
-            now = max(now, stage.runner.wakeup())
-            stage.script.timers = [timer for timer in stage.script.timers if timer > now]
-            stage.runner.advance_time(now)
+        while bench.runner.wakeup() <= until:
+            now = max(now, bench.runner.wakeup())
+            bench.script.timers = [timer for timer in bench.script.timers if timer > now]
+            bench.runner.advance_time(now)
         now = until
         if something:
-            stage.script.timers.append(now + LEAST_S + takes)
-            stage.runner.turn([Cancel("r")], now)
-        assert stage.runner.wakeup() <= min(stage.script.timers, default=inf)
+            bench.script.timers.append(now + LEAST_S + takes)
+            bench.runner.turn([Cancel("r")], now)
+        assert bench.runner.wakeup() <= min(bench.script.timers, default=inf)
 
 
 # ---------------------------------------------------------------- frames
@@ -515,37 +517,37 @@ def test_frames_to_other_peers_are_not_redundant() -> None:
     assert named(drop_redundant(frames)) == ["accept 0", "close 1"]
 
 
-def test_a_step_sends_no_redundant_frame(stage: Stage) -> None:
-    assert stage.do(say(ACCEPT), say(CLOSE)) == [("send", CLOSE)]
+def test_a_step_sends_no_redundant_frame(bench: Bench) -> None:
+    assert bench.do(say(ACCEPT), say(CLOSE)) == [("send", CLOSE)]
 
 
-def test_a_turn_sends_no_redundant_frame(stage: Stage) -> None:
+def test_a_turn_sends_no_redundant_frame(bench: Bench) -> None:
     push, finish = Cancel("push"), Cancel("finish")
-    stage.script.answers = {push: [say(ACCEPT), say(DIRECT)], finish: [say(CLOSE)]}
-    stage.runner.turn([push, finish], 0.0)
-    assert stage.ports.asked == [("send", CLOSE)]
+    bench.script.answers = {push: [say(ACCEPT), say(DIRECT)], finish: [say(CLOSE)]}
+    bench.runner.turn([push, finish], 0.0)
+    assert bench.ports.asked == [("send", CLOSE)]
 
 
-def test_a_long_turn_sends_frames_before_its_end(stage: Stage) -> None:
+def test_a_long_turn_sends_frames_before_its_end(bench: Bench) -> None:
     def arrived() -> Iterator[Event]:
         for number in range(2 * MAX_WAITING_FRAMES):
             step = Cancel(number)
-            stage.script.answers[step] = [say(Heartbeat())]
+            bench.script.answers[step] = [say(Heartbeat())]
             yield step
-            said.append(len(stage.ports.asked))
+            said.append(len(bench.ports.asked))
 
     said: list[int] = []
-    stage.runner.turn(arrived(), 0.0)
+    bench.runner.turn(arrived(), 0.0)
     assert said == sorted(said)
     assert set(said) == {0, MAX_WAITING_FRAMES, 2 * MAX_WAITING_FRAMES}
 
 
-def test_frames_are_sent_even_if_a_step_raises(stage: Stage) -> None:
-    stage.script.breaks_at = Cancel("r")
-    stage.script.answers[Cancel("before")] = [say(Heartbeat())]
+def test_frames_are_sent_even_if_a_step_raises(bench: Bench) -> None:
+    bench.script.breaks_at = Cancel("r")
+    bench.script.answers[Cancel("before")] = [say(Heartbeat())]
     with pytest.raises(ZeroDivisionError):
-        stage.runner.turn([Cancel("before"), Cancel("r")], 0.0)
-    assert stage.ports.asked == [("send", Heartbeat())]
+        bench.runner.turn([Cancel("before"), Cancel("r")], 0.0)
+    assert bench.ports.asked == [("send", Heartbeat())]
 
 
 def header(seq: int) -> Header:
@@ -652,21 +654,21 @@ def _take(sessions: Sessions, truth: Truth, number: int, step: str, what: Sessio
             truth.exposed -= lost
 
 
-def test_an_answer_is_taken_at_the_time_of_its_turn(stage: Stage) -> None:
+def test_an_answer_is_taken_at_the_time_of_its_turn(bench: Bench) -> None:
     times: list[float] = []
-    handle = stage.script.handle
+    handle = bench.script.handle
 
     def timed(event: Event, now: float) -> list[Action]:
         if isinstance(event, Sent):
             times.append(now)
         return handle(event, now)
 
-    stage.script.handle = timed  # type: ignore[method-assign]
+    bench.script.handle = timed  # type: ignore[method-assign]
 
     def arrived() -> Iterator[Event]:
-        stage.runner.answer(Sent(Op(1)))
+        bench.runner.answer(Sent(Op(1)))
         yield from ()
 
-    stage.runner.turn(arrived(), 5.0)
-    stage.runner.turn(arrived(), 9.0)
+    bench.runner.turn(arrived(), 5.0)
+    bench.runner.turn(arrived(), 9.0)
     assert times == [5.0, 9.0]
