@@ -149,7 +149,7 @@ class Outgoing(Handle):
         """Declare that everything was pushed.
 
         ``metadata``: bytes for the target's engine, such as the first token. The lead source's
-        reach ``Incoming.metadata``.
+        metadata becomes ``Incoming.metadata``.
         ``states``: state rows that no push sent.
         ``tokens``: the request's length, if its last tokens were not pushed (a cached prefix of
         the target may cover them).

@@ -198,14 +198,14 @@ class RankEndpoint(ABC, Generic[H]):
         """Return the status of many rooms at once; None for a room that is released."""
         return self._rooms.statuses(rooms)
 
-    def view(self, wishes: ReportRequest = ReportRequest()) -> Future[EndpointView]:  # noqa: B008 - frozen
+    def view(self, request: ReportRequest = ReportRequest()) -> Future[EndpointView]:  # noqa: B008 - frozen
         """Return a view of the endpoint, made on its loop thread, with the requested traces."""
         loop = self._loop
 
         def make() -> EndpointView:
             machine, rooms = loop.runner.machine, list(loop.rooms)
             tables = machine.num_quarantined, machine.links.values()
-            return self._telemetry.view(ViewedLoop(rooms, *tables, loop.clocks.offset), wishes)
+            return self._telemetry.view(ViewedLoop(rooms, *tables, loop.clocks.offset), request)
 
         return self._on_loop(make)
 

@@ -28,7 +28,7 @@ PeerIncarnation = tuple[Peer, int]
 
 
 class Prober:
-    """Peers port of a runner. Any thread may call it; ``on_gone`` is called on its own."""
+    """Peers port of a runner. Any thread may call it; ``on_gone`` is called on its own thread."""
 
     def __init__(self, on_gone: Callable[[PeerGone], None], name: str) -> None:
         self._on_gone = on_gone

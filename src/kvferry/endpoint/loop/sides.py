@@ -90,7 +90,7 @@ class LoopSide(ABC):
 
     @abstractmethod
     def poll(self, now: float) -> None:
-        """Look at what gives no event, at the end of a turn."""
+        """Poll what sends no event by itself. Called at the end of a turn."""
 
     @abstractmethod
     def wakeup(self, now: float) -> float:
