@@ -63,7 +63,7 @@ def public(owner: type) -> set[str]:
 
 
 # Between the owner's thread and the handle; no engine calls these.
-INNER = {"know_bad", "end", "release"}
+INNER = {"set_missing", "end", "release"}
 
 
 def test_every_call_of_an_engine_is_told() -> None:

@@ -1,4 +1,4 @@
-"""The tool that looks for what no test would notice: its mutants, its judges, its named list."""
+"""The mutation tool: its mutants, its judges and its named mutants."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ break
 """
 
 
-def test_each_place_gets_its_mistakes_and_what_is_only_said_gets_none() -> None:
+def test_code_is_mutated_and_prose_is_not() -> None:
     found = mutants("till.py", SOURCE)
     assert [each.after for each in found] == EXPECTED.split("\n")[1:-1]
     lines = SOURCE.splitlines()
     assert all(each.before == lines[each.line - 1].strip() for each in found)
 
 
-def test_letters_of_any_width_stay_where_they_are() -> None:
+def test_wide_characters_keep_their_place() -> None:
     (mutant,) = mutants("a.py", "def f() -> int:\n    return g('→') and 'é'\n")
     assert mutant.source == "def f() -> int:\n    return g('→') or 'é'\n"
 
 
-def test_what_is_no_python_is_no_mutant() -> None:
+def test_invalid_python_is_no_mutant() -> None:
     assert mutant_of("a.py", "x = 1\n", "broken", "x = = 1\n") is None
 
 
-def test_every_mistake_with_a_name_can_still_be_made() -> None:
+def test_every_named_mutant_still_applies() -> None:
     assert [each.kind for each in named_mutants(ROOT)] == [each.name for each in NAMED]
 
 
-def test_every_module_has_its_judges_and_every_judge_its_tests() -> None:
+def test_every_module_has_judges_and_every_judge_has_tests() -> None:
     names = {
         path: [judge.name for judge in judges_of(f"src/kvferry/{path}")]
         for path in ("endpoint/runner/runner.py", "endpoint/loop/loop.py", "protocol/source.py")

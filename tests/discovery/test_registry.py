@@ -257,7 +257,7 @@ class Registrations(RuleBasedStateMachine):
             del self.model[name, rank]
 
     @rule(seconds=st.integers(0, 4))
-    def pass_time(self, seconds: int) -> None:
+    def advance_time(self, seconds: int) -> None:
         self.now += seconds
         ended = {place for place, (_, until) in self.model.items() if until <= self.now}
         assert set(self.registry.expire(self.now)) == ended

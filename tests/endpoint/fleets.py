@@ -1,4 +1,4 @@
-"""What the tests with real processes have in common: small caches, ways to carry them, waiting."""
+"""Helpers of the endpoint tests: small caches, transports with their settings, waiting."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvferry.config import ProtocolConfig
+from kvferry.discovery.records import InstanceView, RankRecord, RankView
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.layout.layout import Layout, Order, Parallel
 from kvferry.layout.spec import (
@@ -24,7 +25,7 @@ from kvferry.layout.spec import (
 )
 from kvferry.plan.choose import TransferMode
 
-# K and V differ in width, so that one can't pass for the other.
+# K and V differ in width, so that a mix-up is noticed.
 HEADS = attention(layers=3, kv_heads=12, head_dim=8, v_head_dim=6)
 FEW_HEADS = attention(layers=2, kv_heads=2, head_dim=48)
 LATENT = CacheSpec(
@@ -34,7 +35,7 @@ LATENT = CacheSpec(
         Group("index", Paged(), (0, 2), 1, (Tensor("k", DType.UINT8, 5),)),
     ),
 )
-# Attention over everything, over a window, and recurrent state; each in some layers.
+# Full attention, window attention and recurrent state, each in some layers.
 HYBRID = CacheSpec(
     num_layers=4,
     groups=(
@@ -46,7 +47,7 @@ HYBRID = CacheSpec(
 )
 
 
-# Times for tests that wait for a silence: short, but not so short that a busy machine is one.
+# Timers for tests that wait for a silence: short, but long enough for a busy machine.
 QUICK = ProtocolConfig(
     heartbeat_s=0.2,
     silence_s=2.0,
@@ -58,7 +59,7 @@ QUICK = ProtocolConfig(
 
 
 class Way(NamedTuple):
-    """A transport, how its endpoints are told to use it, and where their memory is."""
+    """A transport with the endpoints' configuration and device."""
 
     transport: str
     config: EndpointConfig
@@ -72,24 +73,24 @@ class Way(NamedTuple):
 
     @property
     def maps_peer(self) -> bool:
-        """Whether a source writes a target's memory by itself."""
+        """Whether a source maps a target's memory."""
         return self.transport in ("shm", "cuda")
 
 
-# Few slots of the least size, so that a room goes through each of them several times.
+# Few slots of the smallest size, so that a room uses each several times.
 NUM_SLOTS = 4
 STAGED = EndpointConfig(mode=TransferMode.STAGED, slot_bytes=4096, staging_bytes=NUM_SLOTS * 4096)
 DIRECT = EndpointConfig(mode=TransferMode.SLICES, staging_bytes=0)
-# The same, gathering ahead.
+# The same with early gathers.
 AHEAD = replace(STAGED, protocol=ProtocolConfig(early_gather_slots=2, local_slots=NUM_SLOTS))
-# With one slot, which whoever waits for a credit gives back to who has one.
+# With one slot, which a transfer without a credit gives back to one that has it.
 ONE_AHEAD = replace(
     AHEAD, staging_bytes=4096, protocol=ProtocolConfig(early_gather_slots=2, local_slots=1)
 )
 PLAIN = [Way(name, EndpointConfig()) for name in ("shm", "nixl", "mooncake")]
 STAGING = [Way(name, STAGED) for name in ("nixl", "mooncake")]
 UNSTAGED = [Way(name, DIRECT) for name in ("nixl", "mooncake")]
-# Between pools on a GPU, where a outbound gathers ahead unless it is told not to.
+# Between pools on a GPU, where transfers gather early by default.
 ON_GPU = [
     Way("cuda", EndpointConfig(), "cuda"),
     *(Way("nixl", config, "cuda") for config in (STAGED, ONE_AHEAD)),
@@ -105,13 +106,20 @@ def layout(
     pp: int = 1,
     cp: int = 1,
 ) -> Layout:
-    """A layout in one line."""
+    """Return a layout."""
     return Layout(spec, Parallel(tp=tp, pp=pp, cp=cp), page_tokens=page, order=order)
 
 
 def eventually(what: Callable[[], bool], within_s: float = 10.0) -> None:
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     give_up = time.monotonic() + within_s
     while not what():
-        assert time.monotonic() < give_up, f"not so within {within_s} s"
+        assert time.monotonic() < give_up, f"still false after {within_s} s"
         time.sleep(0.005)
+
+
+def view_of(record: RankRecord) -> InstanceView:
+    """The instance that has this rank only."""
+    rank = RankView(record.rank, record.incarnation, record.control)
+    its = (record.fingerprint, record.layout, record.transport)
+    return InstanceView(record.instance, "", *its, (rank,))

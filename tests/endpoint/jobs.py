@@ -1,4 +1,4 @@
-"""Jobs for tests that look at one part of a write's way."""
+"""Sample jobs for tests of one part of a write."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gather_action(op: int = 1, session: Session = SESSION) -> Gather:
 
 
 def direct(op: int, binding: Binding, session: Session = SESSION) -> WriteJob:
-    """A write straight into pages."""
+    """Return a direct write."""
     return WriteJob(write_action(op, session), binding)
 
 
@@ -48,28 +48,28 @@ def bulk() -> Binding:
     return Binding.bulk(HERE, THERE, NUM_BYTES)
 
 
-def gather(op: int, bind: Callable[[], Binding] = bulk, *, ahead: bool = False) -> WriteJob:
-    """A write through a slot; made ahead, nobody has said where to."""
-    action: Any = gather_action(op) if ahead else write_action(op)
+def gather(op: int, bind: Callable[[], Binding] = bulk, *, early: bool = False) -> WriteJob:
+    """Return a staged write; if ``early``, without its remote slot."""
+    action: Any = gather_action(op) if early else write_action(op)
     job = WriteJob(action, bind=bind, sources=(0,), targets=(0, 0), mode=TransferMode.STAGED)
-    job.here, job.there = HERE, None if ahead else THERE
+    job.local, job.remote = HERE, None if early else THERE
     return job
 
 
 def scatter(
     op: int,
     bind: Callable[[], Binding] = bulk,
-    at_leisure: Callable[[], None] | None = None,
+    when_idle: Callable[[], None] | None = None,
 ) -> ScatterJob:
-    """A copy of a slot into pages."""
+    """Return a copy of a slot into pages."""
     about = Op(op), "r", PEER, PLAN, Request(1), BLOCKS, SlotIndex(0), Serial(1)
-    return ScatterJob(Scatter(*about), bind, (0,), (0, 0), at_leisure)
+    return ScatterJob(Scatter(*about), bind, (0,), (0, 0), when_idle)
 
 
 def over(
     mode: TransferMode, fate: WriteFate | None = None, num_bytes: int = 4096, seconds: float = 0.5
 ) -> WriteJob:
-    """A write that has ended."""
+    """Return a write that has ended."""
     job = WriteJob(write_action(), mode=mode, num_bytes=num_bytes, num_pieces=2)
     job.end(WriteEnded(job.op, fate, "as told"))
     job.seconds = seconds

@@ -1,9 +1,8 @@
-"""What an engine does with its end of a room: both ends in this process, over shared memory."""
+"""Handles and the arguments of an engine's calls: both endpoints in this process, over shm."""
 
 from __future__ import annotations
 
 import asyncio
-import select
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 from kvferry.digest import digest_of
 from kvferry.discovery.records import InstanceView, RankRecord, RankView
 from kvferry.endpoint.config import EndpointConfig
-from kvferry.endpoint.loop.inbox import Inbox
 from kvferry.endpoint.setup import make_transport
 from kvferry.endpoint.source import SourceEndpoint
 from kvferry.endpoint.target import TargetEndpoint
@@ -84,7 +82,7 @@ def carry(pair: Pair, room: Room) -> None:
 # ---------------------------------------------------------------- ends and statuses
 
 
-def test_a_room_from_its_start_to_its_end(pair: Pair) -> None:
+def test_the_states_of_a_room_from_open_to_release(pair: Pair) -> None:
     into = pair.target.receive("room", prefill=pair.view, tokens=6, pages=[3, 1])
     assert (into.outcome, into.metadata, into.released) == (None, b"", False)
     out = pair.source.open("room")
@@ -92,7 +90,7 @@ def test_a_room_from_its_start_to_its_end(pair: Pair) -> None:
     out.push((0, 4), [0])
     eventually(lambda: into.status is Status.MOVING)
     assert pair.target.statuses(["room", "never"]) == [Status.MOVING, None]
-    # Ranks agree by the minimum: one failure fails it, and all must be done.
+    # An engine combines ranks by the minimum: one failure fails the request.
     assert min(into.status, Status.FAILED) is Status.FAILED
     assert min(into.status, Status.DONE) is Status.MOVING
     out.push((4, 6), [1])
@@ -117,7 +115,7 @@ def test_callbacks_and_await(pair: Pair) -> None:
         into = pair.target.receive(1, prefill=pair.view, tokens=4, pages=[0])
         into.on_end(ends.append)
         into.on_release(released.set)
-        # A task that is given up leaves the room as it is.
+        # Cancelling the task does not affect the room.
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await into
@@ -132,7 +130,7 @@ def test_callbacks_and_await(pair: Pair) -> None:
     assert ends == [Done()]
 
 
-def test_a_callback_that_is_late_is_called_at_once(pair: Pair) -> None:
+def test_a_late_callback_is_called_at_once(pair: Pair) -> None:
     into = pair.target.receive("room", prefill=pair.view, tokens=4, pages=[0])
     into.abort()
     outcome = into.wait(WAIT_S)
@@ -145,7 +143,7 @@ def test_a_callback_that_is_late_is_called_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("who", ["source", "target"])
-def test_either_side_may_give_up(pair: Pair, who: str) -> None:
+def test_either_side_may_abort(pair: Pair, who: str) -> None:
     into = pair.target.receive("room", prefill=pair.view, tokens=8, pages=[0, 1])
     out = pair.source.open("room")
     out.push((0, 4), [0])
@@ -158,14 +156,14 @@ def test_either_side_may_give_up(pair: Pair, who: str) -> None:
         handle.wait_released(WAIT_S)
         assert handle.status is Status.FAILED
     assert into.bad_pages == {"kv": [1]}
-    # Calls that cross the failure are no error.
+    # Calls after the failure are no error: they may cross it.
     out.push((4, 8), [1])
     out.close()
     out.abort()
     carry(pair, "next")
 
 
-def test_nobody_comes(pair: Pair) -> None:
+def test_a_room_without_a_peer_fails_at_its_deadline(pair: Pair) -> None:
     into = pair.target.receive("a", prefill=pair.view, tokens=4, pages=[0], deadline_s=0.3)
     out = pair.source.open("b", deadline_s=0.3)
     for handle in (into, out):
@@ -175,7 +173,7 @@ def test_nobody_comes(pair: Pair) -> None:
         handle.wait_released(WAIT_S)
 
 
-def test_the_sides_disagree_about_the_length(pair: Pair) -> None:
+def test_different_lengths_fail_the_room(pair: Pair) -> None:
     into = pair.target.receive("room", prefill=pair.view, tokens=8, pages=[0, 1])
     out = pair.source.open("room")
     out.push((0, 8), [0, 1])
@@ -185,8 +183,8 @@ def test_the_sides_disagree_about_the_length(pair: Pair) -> None:
     assert outcome.code is FailureCode.TOKENS_DIFFER
 
 
-def test_the_sides_mean_different_requests(pair: Pair) -> None:
-    """Same room, same length, other tokens: nothing of it is used, also if a rank has it all."""
+def test_different_digests_fail_the_room(pair: Pair) -> None:
+    """Same room and length but other tokens: no page is good, even if all bytes have arrived."""
     into = pair.target.receive("room", prefill=pair.view, tokens=8, pages=[0, 1], digest=b"B")
     out = pair.source.open("room")
     out.push((0, 8), [0, 1])
@@ -201,7 +199,7 @@ def test_the_sides_mean_different_requests(pair: Pair) -> None:
     carry(pair, "next")
 
 
-def test_the_sides_mean_the_same_request(pair: Pair) -> None:
+def test_equal_digests_complete_the_room(pair: Pair) -> None:
     digest = digest_of([5, 6, 7, 8], model="m", dtype="bf16")
     into = pair.target.receive("room", prefill=pair.view, tokens=4, pages=[0], digest=digest)
     out = pair.source.open("room")
@@ -214,7 +212,7 @@ def test_the_sides_mean_the_same_request(pair: Pair) -> None:
         pair.source.open("long").close(digest=bytes(65))
 
 
-def test_less_was_pushed_than_asked_for(pair: Pair) -> None:
+def test_a_room_fails_if_less_is_pushed_than_requested(pair: Pair) -> None:
     into = pair.target.receive("room", prefill=pair.view, tokens=8, pages=[0, 1])
     out = pair.source.open("room")
     out.push((0, 4), [0])
@@ -226,7 +224,7 @@ def test_less_was_pushed_than_asked_for(pair: Pair) -> None:
 
 
 class Later:
-    """Stands for a GPU's event."""
+    """A GPU event that happens when a test says so."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -235,20 +233,20 @@ class Later:
         return self.happened
 
 
-def test_a_push_waits_for_what_it_is_after(pair: Pair) -> None:
+def test_a_push_waits_for_its_event(pair: Pair) -> None:
     into = pair.target.receive("room", prefill=pair.view, tokens=8, pages=[0, 1])
     out, computed = pair.source.open("room"), Later()
     out.push((0, 4), [0], after=computed)
     out.push((4, 8), [1])
     out.close(b"last")
-    # Others are not held up by it, and what comes after it waits with it.
+    # Other rooms go on, and later steps of this room wait too.
     carry(pair, "other")
     assert into.status is Status.WAITING
     computed.happened = True
     assert into.wait(WAIT_S) == Done(b"last")
 
 
-def test_a_room_that_fails_waits_for_nothing(pair: Pair) -> None:
+def test_a_failed_room_waits_for_no_event(pair: Pair) -> None:
     out = pair.source.open("room")
     out.push((0, 4), [0], after=Later())
     out.abort()
@@ -263,7 +261,7 @@ class Broken:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_a_push_whose_event_fails_ends_its_room_alone(pair: Pair) -> None:
+def test_a_failing_event_fails_its_room_only(pair: Pair) -> None:
     into = pair.target.receive("room", prefill=pair.view, tokens=8, pages=[0, 1])
     out = pair.source.open("room")
     out.push((0, 4), [0], after=Broken())
@@ -272,7 +270,7 @@ def test_a_push_whose_event_fails_ends_its_room_alone(pair: Pair) -> None:
     failure = out.wait(WAIT_S)
     assert isinstance(failure, Failure)
     assert failure.code is FailureCode.INTERNAL
-    assert "what a push waited for has failed" in failure.message
+    assert "the event that a push waits for has failed" in failure.message
     assert "illegal memory access" in failure.message
     assert isinstance(into.wait(WAIT_S), Failure)
     assert not pair.pages.any()
@@ -283,44 +281,44 @@ def test_a_push_whose_event_fails_ends_its_room_alone(pair: Pair) -> None:
 # ---------------------------------------------------------------- misuse
 
 
-NO_NUMBERS = ["4", None, 1.5, float("nan")]
+NOT_INTEGERS = ["4", None, 1.5, float("nan")]
 
 
 @pytest.mark.parametrize("seconds", ["1", float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_deadline(pair: Pair, seconds: float) -> None:
-    """By one that never comes, a room would never end."""
-    with pytest.raises(InputError, match="deadline_s is a finite number of seconds"):
+def test_invalid_deadlines_are_refused(pair: Pair, seconds: float) -> None:
+    """With an infinite deadline, a room might never end."""
+    with pytest.raises(InputError, match="deadline_s must be a finite number of seconds"):
         pair.source.open("room", deadline_s=seconds)
-    with pytest.raises(InputError, match="deadline_s is a finite number of seconds"):
+    with pytest.raises(InputError, match="deadline_s must be a finite number of seconds"):
         pair.target.receive("room", prefill=pair.view, tokens=4, pages=[0], deadline_s=seconds)
     carry(pair, "room")
 
 
 @pytest.mark.parametrize("prefill", [None, 7, {}, ["p"]])
-def test_what_is_no_prefill(pair: Pair, prefill: InstanceView) -> None:
-    with pytest.raises(InputError, match="prefill is an instance's name or view"):
+def test_invalid_instances_are_refused(pair: Pair, prefill: InstanceView) -> None:
+    with pytest.raises(InputError, match="prefill must be an instance's name or view"):
         pair.target.receive("room", prefill=prefill, tokens=4, pages=[0])
     carry(pair, "room")
 
 
-@pytest.mark.parametrize("count", [*NO_NUMBERS, -1, 1 << 31, 1 << 70])
-def test_what_is_no_number_of_tokens(pair: Pair, count: int) -> None:
-    with pytest.raises(InputError, match=r"tokens is a whole number from 0 to \d+, not"):
+@pytest.mark.parametrize("count", [*NOT_INTEGERS, -1, 1 << 31, 1 << 70])
+def test_invalid_token_counts_are_refused(pair: Pair, count: int) -> None:
+    with pytest.raises(InputError, match=r"tokens must be an integer from 0 to \d+, not"):
         pair.target.receive("room", prefill=pair.view, tokens=count, pages=[0])
-    with pytest.raises(InputError, match=r"prefix is a whole number from 0 to \d+, not"):
+    with pytest.raises(InputError, match=r"prefix must be an integer from 0 to \d+, not"):
         pair.target.receive("room", prefill=pair.view, tokens=4, prefix=count, pages=[0])
-    with pytest.raises(InputError, match=r"tokens are \(first, end\)"):
+    with pytest.raises(InputError, match=r"tokens must be \(first, end\)"):
         pair.source.open("pushed").push((0, count), [0])
     if count is not None:
-        with pytest.raises(InputError, match=r"tokens is a whole number from 0 to \d+, not"):
+        with pytest.raises(InputError, match=r"tokens must be an integer from 0 to \d+, not"):
             pair.source.open("closed").close(tokens=count)
     carry(pair, "room")
 
 
 @pytest.mark.parametrize("text", ["text", 7, None])
-def test_what_is_no_bytes(pair: Pair, text: bytes) -> None:
+def test_values_that_are_not_bytes_are_refused(pair: Pair, text: bytes) -> None:
     out = pair.source.open("other")
-    with pytest.raises(InputError, match=r"metadata is bytes, not \w+; encode it"):
+    with pytest.raises(InputError, match=r"metadata must be bytes, not \w+; encode it"):
         out.close(text)
     with pytest.raises(InputError, match="a digest is bytes, not"):
         out.close(digest=text)
@@ -330,26 +328,26 @@ def test_what_is_no_bytes(pair: Pair, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("after", [7, "event", object()])
-def test_what_is_no_event(pair: Pair, after: Later) -> None:
+def test_invalid_events_are_refused(pair: Pair, after: Later) -> None:
     out = pair.source.open("other")
-    with pytest.raises(InputError, match=r"after is an event with query\(\)"):
+    with pytest.raises(InputError, match=r"after must be an event with query\(\)"):
         out.push((0, 4), [0], after=after)
-    with pytest.raises(InputError, match=r"after is an event with query\(\)"):
+    with pytest.raises(InputError, match=r"after must be an event with query\(\)"):
         out.close(after=after)
     carry(pair, "room")
 
 
 @pytest.mark.parametrize("room", [-1, MAX_ID + 1, "", "x" * 257, "\ud800", 1.5, None, b"bytes"])
-def test_what_is_no_room(pair: Pair, room: Room) -> None:
-    with pytest.raises(InputError, match="a room's id is a whole number"):
+def test_invalid_room_ids_are_refused(pair: Pair, room: Room) -> None:
+    with pytest.raises(InputError, match="a room's id must be an integer"):
         pair.source.open(room)
-    with pytest.raises(InputError, match="a room's id is a whole number"):
+    with pytest.raises(InputError, match="a room's id must be an integer"):
         pair.target.receive(room, prefill=pair.view, tokens=4, pages=[0])
     carry(pair, "room")
 
 
 @pytest.mark.parametrize("text", ["x" * 513, "\ud800", 7])
-def test_what_is_no_tag(pair: Pair, text: str) -> None:
+def test_invalid_tags_are_refused(pair: Pair, text: str) -> None:
     with pytest.raises(InputError, match="request and traceparent are texts"):
         pair.source.open("room", request=text)
     with pytest.raises(InputError, match="request and traceparent are texts"):
@@ -357,7 +355,7 @@ def test_what_is_no_tag(pair: Pair, text: str) -> None:
     carry(pair, "room")
 
 
-def test_the_same_room_twice(pair: Pair) -> None:
+def test_an_open_room_cannot_be_opened_again(pair: Pair) -> None:
     pair.source.open("room")
     with pytest.raises(Misuse, match="'room' is open already; use another id"):
         pair.source.open("room")
@@ -366,15 +364,15 @@ def test_the_same_room_twice(pair: Pair) -> None:
         pair.target.receive("room", prefill=pair.view, tokens=4, pages=[0])
 
 
-def test_a_room_may_have_the_id_of_one_that_is_over(pair: Pair) -> None:
+def test_the_id_of_a_released_room_can_be_reused(pair: Pair) -> None:
     for _ in range(3):
         carry(pair, "room")
 
 
-def test_pushes_are_checked_where_they_are_made(pair: Pair) -> None:
+def test_wrong_pushes_raise_at_the_caller(pair: Pair) -> None:
     out = pair.source.open("room")
     out.push((0, 4), [0])
-    with pytest.raises(Misuse, match="has had some of the tokens"):
+    with pytest.raises(Misuse, match=r"some of the tokens .* were pushed before"):
         out.push((3, 6), [0, 1])
     with pytest.raises(InputError, match="touch 1 pages of group 'kv', and 2 were given"):
         out.push((4, 6), [1, 2])
@@ -383,18 +381,18 @@ def test_pushes_are_checked_where_they_are_made(pair: Pair) -> None:
     for tokens in [(4, 4), (6, 4), (-4, 0)]:
         with pytest.raises(InputError, match="0 <= first < end"):
             out.push(tokens, [1])
-    with pytest.raises(InputError, match="metadata has at most"):
+    with pytest.raises(InputError, match="metadata must have at most"):
         out.close(bytes(MAX_METADATA + 1))
     out.close()
-    with pytest.raises(Misuse, match="was closed; it can't push"):
+    with pytest.raises(Misuse, match="is closed; push"):
         out.push((4, 6), [1])
-    with pytest.raises(Misuse, match="was closed; it can't prepare"):
+    with pytest.raises(Misuse, match="is closed; prepare"):
         out.prepare((4, 6), [1])
-    with pytest.raises(Misuse, match="was closed; it can't close"):
+    with pytest.raises(Misuse, match="is closed; close"):
         out.close()
 
 
-def test_chunks_may_come_in_any_order(pair: Pair) -> None:
+def test_chunks_may_be_pushed_in_any_order(pair: Pair) -> None:
     into = pair.target.receive("room", prefill=pair.view, tokens=18, pages=[3, 1, 4, 0, 6])
     out = pair.source.open("room")
     out.push((14, 18), [5, 0])
@@ -406,23 +404,23 @@ def test_chunks_may_come_in_any_order(pair: Pair) -> None:
     assert into.wait(WAIT_S) == Done(b"token")
 
 
-def test_layers_are_checked_where_they_are_pushed(pair: Pair) -> None:
+def test_wrong_layers_raise_at_the_caller(pair: Pair) -> None:
     out = pair.source.open("room")
     for layers in [(0, 2), (1, 1), (-1, 1)]:
         with pytest.raises(InputError, match="0 <= first < end <= 1, not"):
             out.push((0, 4), [0], layers=layers)
     out.push((0, 4), [0], layers=(0, 1))
-    with pytest.raises(Misuse, match=r"has had some of the tokens \[0, 4\) of layers \[0, 1\)"):
+    with pytest.raises(Misuse, match=r"some of the tokens \[0, 4\) of layers \[0, 1\) were pushed"):
         out.push((0, 4), [0])
 
 
-def test_a_name_needs_a_discovery(pair: Pair) -> None:
+def test_receiving_by_name_needs_a_discovery_service(pair: Pair) -> None:
     with pytest.raises(InputError, match="takes a discovery service"):
         pair.target.receive("room", prefill="p", tokens=4, pages=[0])
 
 
 @pytest.mark.parametrize("name", ["", " ", "-x", "ü", "x" * 257])
-def test_a_name_that_nobody_could_read(name: str) -> None:
+def test_invalid_instance_names_are_refused(name: str) -> None:
     transport = make_transport("shm")
     memory = Memory.allocate(LAYOUT, 0, 1, transport.allocate)
     for kind in (SourceEndpoint, TargetEndpoint):
@@ -430,7 +428,7 @@ def test_a_name_that_nobody_could_read(name: str) -> None:
             kind(LAYOUT, memory, name=name, model="m", transport=transport)
 
 
-def test_other_models_and_other_caches_are_refused_with_a_reason(pair: Pair) -> None:
+def test_another_model_or_layout_is_refused(pair: Pair) -> None:
     for view in (
         replace(pair.view, fingerprint="another model"),
         replace(pair.view, layout=layout(HYBRID)),
@@ -443,45 +441,20 @@ def test_other_models_and_other_caches_are_refused_with_a_reason(pair: Pair) -> 
     carry(pair, "good")
 
 
-def test_a_closed_endpoint_takes_no_rooms_and_ends_those_it_has(pair: Pair) -> None:
+def test_a_closed_endpoint_fails_its_rooms_and_refuses_new_ones(pair: Pair) -> None:
     out = pair.source.open("room")
     assert pair.source.close()
     assert isinstance(out.outcome, Failure)
     assert out.released
-    with pytest.raises(Misuse, match="can't begin: this endpoint is closing"):
+    with pytest.raises(Misuse, match="can't be opened: this endpoint is closing"):
         pair.source.open("late")
     assert pair.source.close()
 
 
-# ---------------------------------------------------------------- small parts
-
-
-def test_a_room_that_never_began_has_no_good_page(pair: Pair) -> None:
+def test_all_pages_of_a_room_that_never_started_are_bad(pair: Pair) -> None:
     into = pair.target.receive(
         "too-late", prefill=pair.view, tokens=10, prefix=4, pages=[5, 3, 1], deadline_s=1e-9
     )
     assert isinstance(into.wait(WAIT_S), Failure)
-    # The first page holds the prefix, which was here before.
+    # The first page holds the cached prefix.
     assert into.bad_pages == {"kv": [3, 1]}
-
-
-def test_the_inbox_keeps_order_and_wakes_its_owner() -> None:
-    inbox: Inbox[int] = Inbox()
-    seen: list[int] = []
-
-    def put() -> None:
-        for number in range(1000):
-            inbox.put(number)
-
-    thread = threading.Thread(target=put)
-    thread.start()
-    poller = select.poll()
-    poller.register(inbox.fileno(), select.POLLIN)
-    while len(seen) < 1000:
-        if inbox.rest():
-            assert poller.poll(10_000), "nobody woke the owner"
-        inbox.rise(called=bool(poller.poll(0)))
-        seen += inbox.drain()
-    thread.join()
-    assert seen == list(range(1000))
-    inbox.close()

@@ -1,7 +1,7 @@
-"""A peer that runs and can't speak is not silent; one that is stopped is.
+"""Silent peers that still run keep their links; stopped peers lose them.
 
-A process may get no GIL for seconds, because a thread of its engine holds it, or no processor,
-because others spin. Its links must outlive that.
+A process may get no GIL for seconds because a thread of its engine holds it, or no CPU time
+because other processes spin. Its links must survive that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAIT_S = 20.0
 
 
 def hold_the_gil(seconds: float) -> None:
-    """No other thread of this process runs Python meanwhile."""
+    """Keep all other threads of this process from running Python."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
@@ -63,7 +63,7 @@ def described(name: str, url: str) -> dict[str, Any]:
 
 
 def prefill(pipe: Connection, url: str) -> None:
-    """Serve one room after another, shard the GIL for a given time before each push."""
+    """Serve one room after another; hold the GIL for a given time before each push."""
     with kvferry.SourceEndpoint(**described("p", url)) as source:
         while room := pipe.recv():
             out = source.open(room)
@@ -87,7 +87,7 @@ def linked_pair() -> Iterator[tuple[Connection, BaseProcess, kvferry.TargetEndpo
             yield pipe, process, target
 
 
-def test_a_room_outlives_a_source_that_gets_no_gil() -> None:
+def test_a_room_survives_a_source_without_the_gil() -> None:
     with linked_pair() as (pipe, _, target):
         pipe.send("starved")
         assert pipe.recv() == "open"
@@ -96,7 +96,7 @@ def test_a_room_outlives_a_source_that_gets_no_gil() -> None:
         assert isinstance(into.wait(WAIT_S), Done)
 
 
-def test_a_source_that_is_stopped_is_noticed_in_time() -> None:
+def test_a_stopped_source_is_noticed_in_time() -> None:
     with linked_pair() as (_, process, target):
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
@@ -108,11 +108,11 @@ def test_a_source_that_is_stopped_is_noticed_in_time() -> None:
         assert time.monotonic() - stopped < 3 * SILENCE_S
 
 
-# ---------------------------------------------------------------- how it is seen
+# ---------------------------------------------------------------- signs that a process runs
 
 
 def serve_control(pipe: Connection) -> None:
-    """A control channel whose Python stops to run: ZeroMQ's threads answer for it."""
+    """Serve a control channel, then hold the GIL: only ZeroMQ's threads still answer."""
     server = ControlServer("127.0.0.1", silence_s=SILENCE_S)
     pipe.send(server.address)
     while not pipe.poll(0.01):
@@ -121,29 +121,29 @@ def serve_control(pipe: Connection) -> None:
     hold_the_gil(60.0)
 
 
-def test_a_connection_stands_without_the_gil_and_ends_when_the_process_is_stopped() -> None:
+def test_a_connection_survives_without_the_gil_and_ends_when_the_process_is_stopped() -> None:
     with child(serve_control) as (pipe, process):
         client = ControlClient(pipe.recv(), silence_s=SILENCE_S)
 
-        def stands() -> bool:
+        def is_open() -> bool:
             client.receive()
-            return client.num_standing > 0
+            return client.num_open > 0
 
-        eventually(stands)
+        eventually(is_open)
         pipe.send(None)
         end = time.monotonic() + 2 * SILENCE_S
         while time.monotonic() < end:
-            assert stands()
+            assert is_open()
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         stopped = time.monotonic()
-        eventually(lambda: not stands())
+        eventually(lambda: not is_open())
         assert time.monotonic() - stopped < client.lag_s + 1.0
         client.close()
 
 
-def test_a_way_that_takes_nothing_is_no_sign_of_life() -> None:
-    """A source knows by its own heartbeats whether a target's connection stands."""
+def test_sending_to_a_closed_connection_fails() -> None:
+    """A source learns by sending that a target's connection is closed."""
     server = ControlServer("127.0.0.1")
     client = ControlClient(server.address)
     client.send(b"hello")
@@ -162,27 +162,27 @@ def test_a_way_that_takes_nothing_is_no_sign_of_life() -> None:
 
 
 def sleep_in(pipe: Connection, listener: UnixListener) -> None:
-    line = connect(listener)
-    pipe.send(line is not None)
+    channel = connect(listener)
+    pipe.send(channel is not None)
     hold_the_gil(60.0)
 
 
-def test_the_kernel_tells_who_runs_at_the_other_end_of_a_line() -> None:
+def test_a_unix_channel_reports_whether_its_peer_runs() -> None:
     server = UnixServer.open()
     assert server is not None
     with child(sleep_in, server.listener) as (pipe, process):
         assert pipe.recv()
-        (line,) = server.accept()
-        eventually(lambda: line.peer_runs)
+        (channel,) = server.accept()
+        eventually(lambda: channel.peer_runs)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
-        eventually(lambda: not line.peer_runs)
+        eventually(lambda: not channel.peer_runs)
         os.kill(process.pid, signal.SIGCONT)
-        eventually(lambda: line.peer_runs)
+        eventually(lambda: channel.peer_runs)
         process.kill()
         process.join()
-        eventually(lambda: not line.peer_runs)
-        line.close()
+        eventually(lambda: not channel.peer_runs)
+        channel.close()
     server.close()
 
 

@@ -1,4 +1,4 @@
-"""A transport_thread's thread with a transport that writes down what it is asked."""
+"""The transport thread with a transport that records its calls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import ClassVar, NamedTuple
 import pytest
 from endpoint.jobs import direct
 
-from kvferry.endpoint.calibration import STEPS, Calibration
 from kvferry.endpoint.jobs import WriteJob
+from kvferry.endpoint.link_costs import STEPS, Calibration
 from kvferry.endpoint.transport_thread import (
     Measured,
     Reached,
@@ -38,8 +38,8 @@ CONSTANTS = LinkCost(descriptor_s=1.0, bytes_per_s=1.0, copy_bytes_per_s=1.0)
 WAIT_S = 15.0
 
 
-class Diary(Transport):
-    """Ends every write with the next poll, in the way that a test says."""
+class RecordingTransport(Transport):
+    """Ends each write at the next poll, with the fate that a test sets."""
 
     name: ClassVar[str] = "diary"
 
@@ -78,96 +78,96 @@ class Diary(Transport):
         self.asked.append("close")
 
 
-class Desk(NamedTuple):
-    """A transport_thread, its transport, and what it tells."""
+class Bench(NamedTuple):
+    """A transport thread, its transport, and its results."""
 
     transport_thread: TransportThread
-    diary: Diary
-    told: Mailbox[TransportResult]
+    diary: RecordingTransport
+    results: Mailbox[TransportResult]
 
     def reach(self, session: Session = ONE) -> None:
         self.transport_thread.reach(session, [TransportOffer("diary", "")])
-        assert isinstance(self.told.get(WAIT_S), Reached)
+        assert isinstance(self.results.get(WAIT_S), Reached)
 
     def write(self, op: int, session: Session = ONE) -> WriteJob:
         job = direct(op, BULK, session)
         self.transport_thread.write(job)
-        assert self.told.get(WAIT_S) is job
+        assert self.results.get(WAIT_S) is job
         assert job.is_over
         return job
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    diary, told = Diary(), Mailbox[TransportResult]()
-    desk = Desk(TransportThread([diary], told.put, "transport_thread"), diary, told)
-    desk.transport_thread.start()
-    yield desk
-    desk.transport_thread.close()
+def bench() -> Iterator[Bench]:
+    diary, results = RecordingTransport(), Mailbox[TransportResult]()
+    bench = Bench(TransportThread([diary], results.put, "transport_thread"), diary, results)
+    bench.transport_thread.start()
+    yield bench
+    bench.transport_thread.close()
     assert diary.asked[-1] == "close"
 
 
 @pytest.mark.parametrize("fate", [None, *WriteFate])
-def test_a_write_is_told_of_with_its_fate_and_size(desk: Desk, fate: WriteFate | None) -> None:
-    desk.reach()
-    desk.diary.fate = fate
-    end = desk.write(3)
+def test_the_result_of_a_write_has_its_fate_and_size(bench: Bench, fate: WriteFate | None) -> None:
+    bench.reach()
+    bench.diary.fate = fate
+    end = bench.write(3)
     assert (end.op, end.fate, end.detail) == (3, fate, "as told")
     assert (end.mode, end.num_bytes, end.num_pieces) == (TransferMode.RUNS, 4096, 1)
 
 
-def test_nothing_of_a_session_starts_after_it_was_cut(desk: Desk) -> None:
+def test_no_write_of_a_cut_session_starts(bench: Bench) -> None:
     for session in (ONE, TWO):
-        desk.reach(session)
-    desk.transport_thread.cut(ONE)
-    assert desk.write(1).fate is WriteFate.FAILED
-    desk.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
-    assert desk.write(2, TWO).fate is None
-    assert desk.diary.asked == ["write 2"]
+        bench.reach(session)
+    bench.transport_thread.cut(ONE)
+    assert bench.write(1).fate is WriteFate.FAILED
+    bench.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
+    assert bench.write(2, TWO).fate is None
+    assert bench.diary.asked == ["write 2"]
 
 
-def test_a_peer_that_was_never_reached_says_why(desk: Desk) -> None:
-    desk.transport_thread.reach(ONE, [TransportOffer("diary", "", b"garbage")])
-    assert desk.told.get(WAIT_S) == Unreached(ONE, ("diary: that is garbage",))
-    refused = desk.write(1)
+def test_a_write_to_an_unreached_peer_fails_with_the_reason(bench: Bench) -> None:
+    bench.transport_thread.reach(ONE, [TransportOffer("diary", "", b"garbage")])
+    assert bench.results.get(WAIT_S) == Unreached(ONE, ("diary: that is garbage",))
+    refused = bench.write(1)
     assert (refused.fate, refused.detail) == (WriteFate.FAILED, "diary: that is garbage")
-    desk.transport_thread.forget(ONE)
-    refused = desk.write(1)
+    bench.transport_thread.forget(ONE)
+    refused = bench.write(1)
     assert (refused.fate, refused.detail) == (WriteFate.FAILED, "the session is over")
-    assert desk.diary.asked == []
+    assert bench.diary.asked == []
 
 
-def test_a_peer_that_was_forgotten_is_let_go_and_may_be_reached_again(desk: Desk) -> None:
-    desk.reach()
-    desk.transport_thread.cut(ONE)
-    desk.transport_thread.forget(ONE)
-    desk.transport_thread.forget(ONE)
-    assert desk.write(1).fate is WriteFate.FAILED
-    assert desk.diary.asked == ["disconnect"]
-    desk.reach()
-    assert desk.write(1).fate is None
+def test_a_forgotten_peer_is_disconnected_and_can_be_reached_again(bench: Bench) -> None:
+    bench.reach()
+    bench.transport_thread.cut(ONE)
+    bench.transport_thread.forget(ONE)
+    bench.transport_thread.forget(ONE)
+    assert bench.write(1).fate is WriteFate.FAILED
+    assert bench.diary.asked == ["disconnect"]
+    bench.reach()
+    assert bench.write(1).fate is None
 
 
-def test_costs_are_measured_by_writes_of_its_own(desk: Desk) -> None:
-    desk.reach()
-    desk.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
-    measured = desk.told.get(WAIT_S)
+def test_a_link_is_measured_with_calibration_writes(bench: Bench) -> None:
+    bench.reach()
+    bench.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
+    measured = bench.results.get(WAIT_S)
     assert isinstance(measured, Measured)
     assert measured.link_cost.copy_bytes_per_s == CONSTANTS.copy_bytes_per_s
-    assert desk.diary.asked == [f"write {-n}" for n in range(1, len(STEPS) + 1)]
-    assert desk.write(1).fate is None
+    assert bench.diary.asked == [f"write {-n}" for n in range(1, len(STEPS) + 1)]
+    assert bench.write(1).fate is None
 
 
-def test_a_measure_that_fails_ends_and_is_not_told_of(desk: Desk) -> None:
-    desk.reach()
-    desk.diary.fate = WriteFate.FAILED
-    desk.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
-    assert desk.write(1).op == 1
-    assert desk.diary.asked == ["write -1", "write 1"]
+def test_a_failed_calibration_ends_silently(bench: Bench) -> None:
+    bench.reach()
+    bench.diary.fate = WriteFate.FAILED
+    bench.transport_thread.measure(ONE, Calibration(*BASES), CONSTANTS)
+    assert bench.write(1).op == 1
+    assert bench.diary.asked == ["write -1", "write 1"]
 
 
-class Closed(Diary):
-    """Reaches nobody, and must be polled."""
+class Closed(RecordingTransport):
+    """Cannot connect, and needs polling."""
 
     name: ClassVar[str] = "closed"
     needs_polling: ClassVar[bool] = True
@@ -186,26 +186,26 @@ class Closed(Diary):
         return super().poll()
 
 
-def test_the_first_transport_that_reaches_a_peer_carries_its_writes() -> None:
-    closed, diary, told = Closed(), Diary(), Mailbox[TransportResult]()
-    transport_thread = TransportThread([closed, diary], told.put, "transport_thread")
+def test_the_first_transport_that_connects_makes_the_writes() -> None:
+    closed, diary, results = Closed(), RecordingTransport(), Mailbox[TransportResult]()
+    transport_thread = TransportThread([closed, diary], results.put, "transport_thread")
     transport_thread.start()
     transport_thread.reach(ONE, [TransportOffer("closed", ""), TransportOffer("diary", "")])
-    reached = told.get(WAIT_S)
+    reached = results.get(WAIT_S)
     assert isinstance(reached, Reached)
     assert (reached.transport, reached.problems) == (diary, ("closed: no such memory",))
-    end = Desk(transport_thread, diary, told).write(1)
+    end = Bench(transport_thread, diary, results).write(1)
     assert (end.fate, end.transport) == (None, "diary")
     assert (diary.asked, closed.asked, closed.polls) == (["write 1"], [], 0)
     transport_thread.close()
     assert (diary.asked[-1], closed.asked) == ("close", ["close"])
 
 
-def test_a_transport_is_polled_once_a_peer_writes_by_it() -> None:
-    closed, told = Closed(), Mailbox[TransportResult]()
-    transport_thread = TransportThread([closed], told.put, "transport_thread")
+def test_a_transport_is_polled_while_a_peer_writes_by_it() -> None:
+    closed, results = Closed(), Mailbox[TransportResult]()
+    transport_thread = TransportThread([closed], results.put, "transport_thread")
     transport_thread.start()
-    transport_thread.let_write(ONE, "closed")
+    transport_thread.accept_writes(ONE, "closed")
     assert closed.polled.wait(WAIT_S)
     transport_thread.forget(ONE)
     transport_thread.close()

@@ -1,4 +1,4 @@
-"""`make mutants`: which small mistakes in endpoint/ and protocol/ would no test notice?
+"""`make mutants`: finds small bugs in endpoint/, memory/ and protocol/ that no test detects.
 
 make mutants ARGS="--only endpoint/runner"
 make mutants ARGS="--sample 100 --seed 7 --jobs 2"
@@ -30,42 +30,42 @@ Verdict = tuple[Mutant, str | None]
 
 @dataclass
 class Tally:
-    """Who noticed how many, and what nobody did."""
+    """Counts of detected mutants by judge, and the survivors."""
 
     num_mutants: int
-    noticed: Counter[str] = field(default_factory=Counter)
+    detected: Counter[str] = field(default_factory=Counter)
     survivors: list[Mutant] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
     @property
     def num_judged(self) -> int:
-        """How many have been judged."""
-        return self.noticed.total() + len(self.survivors)
+        """Number of judged mutants."""
+        return self.detected.total() + len(self.survivors)
 
     def add(self, mutant: Mutant, judge: str | None) -> None:
-        """Take in a verdict, and tell of it."""
+        """Add and print a verdict."""
         if judge is None:
             self.survivors.append(mutant)
             print(f"SURVIVES {mutant}", flush=True)
         else:
-            self.noticed[judge] += 1
+            self.detected[judge] += 1
         text = f"{self.num_judged}/{self.num_mutants} judged, {len(self.survivors)} survive"
         print(f"\r{text} ", end="", file=sys.stderr, flush=True)
 
     def document(self) -> dict[str, Any]:
-        """The last line."""
+        """Return the JSON document of the last line."""
         return {
             "mutants": self.num_mutants,
             "judged": self.num_judged,
-            "noticed": self.noticed.total(),
-            "by": dict(self.noticed),
+            "detected": self.detected.total(),
+            "by": dict(self.detected),
             "survivors": [f"{each.path}:{each.line} {each.kind}" for each in self.survivors],
             "seconds": round(time.monotonic() - self.began, 1),
         }
 
 
 def main(words: list[str]) -> int:
-    """Judge mutants; 1 if one survives."""
+    """Judge mutants. Return 1 if one survives."""
     args = _parser().parse_args(words)
     tree = Path.cwd()
     chosen = list(named_mutants(tree)) if args.named else _drawn(tree, args)
@@ -77,7 +77,7 @@ def main(words: list[str]) -> int:
         for mutant, judge in _judged(tree, chosen, args):
             tally.add(mutant, judge)
             if args.named and judge:
-                print(f"{mutant.kind}: noticed by {judge}", flush=True)
+                print(f"{mutant.kind}: detected by {judge}", flush=True)
     except Unfit as error:
         print(f"\n{error}", file=sys.stderr)
         return 2
@@ -93,13 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", nargs="+", default=[""], help="modules whose path has one of these"
+        "--only", nargs="+", default=[""], help="only modules whose path contains one of these"
     )
-    parser.add_argument("--sample", type=int, help="judge this many, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="what to draw the sample with")
-    parser.add_argument("--jobs", type=int, default=1, help="how many are judged at once")
-    parser.add_argument("--nice", type=int, default=10, help="how much to give way to others")
-    parser.add_argument("--named", action="store_true", help="only the mistakes with a name")
+    parser.add_argument("--sample", type=int, help="judge a random sample of this many")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--jobs", type=int, default=1, help="number of workers")
+    parser.add_argument("--nice", type=int, default=10, help="niceness of the workers")
+    parser.add_argument("--named", action="store_true", help="judge only the named mutants")
     return parser
 
 
@@ -114,13 +114,13 @@ def _drawn(tree: Path, args: argparse.Namespace) -> list[Mutant]:
     ]
     if args.sample is None or args.sample >= len(chosen):
         return chosen
-    # In no order, so that one that was stopped is a smaller sample.
+    # Shuffled, so that an interrupted run is a smaller sample.
     return random.Random(args.seed).sample(chosen, args.sample)
 
 
 def _judged(tree: Path, chosen: list[Mutant], args: argparse.Namespace) -> Iterator[Verdict]:
-    """Verdicts, as they are given."""
-    # A worker imports from its own copy, so it must not begin with what this process knows.
+    """Yield verdicts as they arrive."""
+    # A worker imports from its own copy, so it must not inherit this process's modules.
     context = multiprocessing.get_context("spawn")
     waiting = chosen[::-1]
     at: dict[Connection, Mutant] = {}

@@ -1,24 +1,24 @@
-"""Judges: what is asked, in the order of its cost, whether it notices a mutant."""
+"""Judges: test selections that may detect a mutant, cheapest first."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
 
-# Enough for most mistakes in a few seconds; a seed that is needed is worth a scenario.
+# Detects most mutants within seconds. If one needs more seeds, write a scenario for it.
 NUM_SEEDS = 100
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Which modules it may know about, and its tests; without any it is the simulator."""
+    """A selection of tests for some modules. Without tests, it runs the simulator."""
 
     name: str
     concerns: tuple[str, ...]
     tests: tuple[str, ...] = ()
 
     def is_content(self) -> bool:
-        """Ask it, in this process."""
+        """Return whether all tests pass, run in this process."""
         return _passes(self.tests) if self.tests else _simulates()
 
 
@@ -47,15 +47,17 @@ _PARTS = (
     "credits digests ledger cutting spanset handshake transports layers checks config codec docs"
 )
 _PIECES = (
-    "loop/roles loop/directory loop/writes control/sockets control/unix liveness/lifeline tables "
-    "handles agreement memory threads closing static costs layer_push_tuner marks letting_go "
-    "layers security"
+    "loop/sides loop/directory loop/writes loop/rooms loop/inbox loop/poller loop/channels "
+    "control/sockets control/unix liveness/port tables handles rank_agreement memory watchdog "
+    "failing_threads close static_discovery same_costs_in_plan_and_doctor layer_push_tuner "
+    "cleanup layer_pushes hostile_peers link_costs"
 )
-_CARRIED = "tests/endpoint/test_carry.py::test_every_byte_arrives_and_no_other_is_touched"
+_LOOP = "pair_in_process loop/loop transport_thread liveness/prober"
+_BYTES = "every_byte_arrives.py::test_every_byte_arrives_and_no_other_is_touched"
 _PROCESSES = (
-    *(f"{_CARRIED}[tp3-tp2-{way}]" for way in ("shm", "nixl")),
-    "tests/endpoint/test_faults.py::test_a_failed_room_says_which_pages_are_bad",
-    "tests/endpoint/test_faults.py::test_a_short_stop_is_no_death",
+    *(f"tests/endpoint/test_{_BYTES}[tp3-tp2-{way}]" for way in ("shm", "nixl")),
+    "tests/endpoint/test_killed_and_stopped_ranks.py::test_a_failed_room_says_which_pages_are_bad",
+    "tests/endpoint/test_killed_and_stopped_ranks.py::test_a_short_stop_is_no_death",
 )
 
 DRIVEN = ("endpoint/runner", "protocol")
@@ -66,14 +68,14 @@ JUDGES = (
     Judge("sim", DRIVEN),
     Judge("machines", DRIVEN, _tests("protocol", _MACHINES)),
     Judge("parts", ("protocol",), _tests("protocol", _PARTS)),
-    Judge("pair", THREADS, _tests("endpoint", "pair loop/loop transport_thread liveness/prober")),
+    Judge("pair", THREADS, _tests("endpoint", _LOOP)),
     Judge("pieces", THREADS, _tests("endpoint", _PIECES)),
     Judge("processes", THREADS, _PROCESSES),
 )
 
 
 def judges_of(path: str) -> list[Judge]:
-    """Who may notice a mistake in that module."""
+    """Return the judges that may detect a mutant of that module."""
     runner = "endpoint/runner" in path
     return [
         judge

@@ -1,8 +1,8 @@
-"""Mutants of a module: its text with one small mistake, made at places that the syntax tree names.
+"""Mutants of a module: its source with one small bug, at places found in the syntax tree.
 
-Pure. Only what stands in functions is changed: a condition is negated, a bound moved by one,
-`and` taken for `or`, a call or an assignment left out, a number one too large, a function left
-at once. What is only said (docstrings, logs, assertions, annotations) is left alone.
+Only code in functions is changed: a negated condition, a bound off by one, `or` for `and`, a
+missing call or assignment, a number one too large, a function that returns at once. Docstrings,
+logs, assertions and annotations are not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST = 16
 
 @dataclass(frozen=True)
 class Edit:
-    """Bytes of a source that are something else."""
+    """Replacement of some bytes of a source."""
 
     kind: str
     start: int
@@ -35,13 +35,13 @@ class Edit:
     text: str
 
     def apply(self, source: bytes) -> bytes:
-        """The source with this mistake."""
+        """Return the source with this replacement."""
         return source[: self.start] + self.text.encode() + source[self.end :]
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A module with one mistake, and how it differs."""
+    """A module with one bug, and its first changed line."""
 
     path: str
     line: int
@@ -55,7 +55,7 @@ class Mutant:
 
 
 def mutants(path: str, source: str) -> list[Mutant]:
-    """Every mutant of a module that is still Python, each once."""
+    """Return all distinct mutants of a module that are valid Python."""
     found: dict[str, Mutant] = {}
     for edit in _Finder(source).edits():
         mutant = mutant_of(path, source, edit.kind, edit.apply(source.encode()).decode())
@@ -65,7 +65,7 @@ def mutants(path: str, source: str) -> list[Mutant]:
 
 
 def mutant_of(path: str, source: str, kind: str, mutated: str) -> Mutant | None:
-    """What a changed text is, by the first line that differs; None if it is not Python."""
+    """Return the mutant for a changed source, or None if it is not valid Python."""
     try:
         ast.parse(mutated)
     except SyntaxError:
@@ -76,7 +76,7 @@ def mutant_of(path: str, source: str, kind: str, mutated: str) -> Mutant | None:
 
 
 class _Finder:
-    """Finds the places of one module."""
+    """Finds all edits of one module."""
 
     def __init__(self, source: str) -> None:
         self._source = source.encode()
@@ -84,7 +84,7 @@ class _Finder:
         self._lines = [0]
         for line in self._source.splitlines(keepends=True):
             self._lines.append(self._lines[-1] + len(line))
-        # Their negation is a mutant already.
+        # Conditions whose negation is a mutant already.
         self._tests: set[ast.expr] = set()
         self._is_maker = False
 
@@ -134,7 +134,7 @@ class _Finder:
             case ast.Break():
                 yield self._replace("loop not left", node, "pass")
             case ast.Assign() if self._is_maker:
-                pass  # an attribute that is missing is noticed by anybody
+                pass  # any use reveals a missing attribute
             case ast.stmt() if _is_droppable(node):
                 yield self._replace("left out", node, "pass")
 
@@ -198,7 +198,7 @@ class _Finder:
 
 
 def _body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
-    """What a function does: all but its docstring."""
+    """Return a function's statements without its docstring."""
     has_doc = ast.get_docstring(node, clean=False) is not None
     return node.body[1:] if has_doc else node.body
 
@@ -215,7 +215,7 @@ def _is_only_said(node: ast.AST) -> bool:
 
 
 def _is_droppable(node: ast.AST) -> bool:
-    """A statement without which a function still makes sense."""
+    """Return whether a function still makes sense without this statement."""
     match node:
         case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Delete():
             return True

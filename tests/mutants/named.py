@@ -1,6 +1,6 @@
-"""Mistakes with a name: each was once made in a line of the driving code, and not noticed.
+"""Named mutants: single-line bugs of the runner and the loop that tests once missed.
 
-They are texts, so that they follow the code only if somebody looks after them; a test does.
+Each is a text replacement in a module. A test checks that the text still occurs in the module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ENDPOINT = "src/kvferry/endpoint"
 
 
 class Named(NamedTuple):
-    """A mistake: what stands in a module, and what stands there instead."""
+    """A bug, as the replacement of a text in a module."""
 
     name: str
     path: str
@@ -31,55 +31,56 @@ NAMED = (
         "doubtful=False",
     ),
     Named(
-        "a peer's end buries the sessions of its other lives",
+        "a peer's death ends the sessions of its other incarnations",
         f"{ENDPOINT}/runner/sessions.py",
         "if each.life == (peer, incarnation)]",
         "if each.peer == peer]",
     ),
     Named(
-        "a runner that holds memory says that it may leave",
+        "a runner reports that it holds no memory while it does",
         f"{ENDPOINT}/runner/runner.py",
         "return not self._held",
         "return True",
     ),
     Named(
-        "a liveness_port closes though memory is not free",
+        "the liveness port closes while memory is not free",
         f"{ENDPOINT}/loop/loop.py",
-        "if free and self.runner.may_leave:",
+        "if free and self.runner.holds_no_memory:",
         "if True:",
     ),
     Named(
-        "a runner takes time before what has come",
+        "a runner takes time before the events of the turn",
         f"{ENDPOINT}/runner/runner.py",
         """            for event in arrived:
                 self.take(event, now)
-            self.pass_time(now)
+            self.advance_time(now)
 """,
-        """            self.pass_time(now)
+        """            self.advance_time(now)
             for event in arrived:
                 self.take(event, now)
 """,
     ),
     Named(
-        "an owner takes time before what has come",
+        "the loop takes time before the events of the turn",
         f"{ENDPOINT}/loop/loop.py",
         "        self.runner.turn(self._arrived(ready), now)\n",
-        "        self.runner.pass_time(now)\n        self.runner.turn(self._arrived(ready), now)\n",
+        "        self.runner.advance_time(now)\n"
+        "        self.runner.turn(self._arrived(ready), now)\n",
     ),
     Named(
-        "nobody asks after the process of a lost session",
+        "the peer of a cut session is not probed",
         f"{ENDPOINT}/runner/runner.py",
         "if not record.is_over:",
         "if False:",
     ),
     Named(
-        "the owner's port asks nobody",
-        f"{ENDPOINT}/loop/probes.py",
-        "            self._prober.start_probing(record.peer, record.incarnation, told.address)",
-        "            pass",
+        "the prober ignores requests to probe",
+        f"{ENDPOINT}/liveness/prober.py",
+        "                self._probed[record.life] = metadata.liveness_port",
+        "                pass",
     ),
     Named(
-        "a busy write raises suspicion",
+        "a busy write hints at a death",
         f"{ENDPOINT}/runner/runner.py",
         "if record is not None and fate is not WriteFate.BUSY:",
         "if record is not None:",
@@ -88,10 +89,10 @@ NAMED = (
 
 
 def named_mutants(tree: Path) -> Iterator[Mutant]:
-    """Each mistake, made in the code as it is."""
+    """Yield each bug, applied to the tree's code."""
     for each in NAMED:
         source = (tree / each.path).read_text()
-        assert source.count(each.before) == 1, f"{each.path} has no longer {each.before!r}"
+        assert source.count(each.before) == 1, f"{each.path} no longer contains {each.before!r}"
         mutated = source.replace(each.before, each.after)
         mutant = mutant_of(each.path, source, each.name, mutated)
         assert mutant is not None, each.name

@@ -1,8 +1,8 @@
-"""A worker: a copy of the tree in which one mutant at a time is judged.
+"""A worker: judges one mutant at a time in a copy of the tree.
 
-What no mutant changes is imported once; each judge runs in a child of this process, which
-imports the mutated rows anew. A child that goes on for much longer than the same judge needs
-for the real code has hung, and that is noticing too.
+It imports the modules that no mutant changes once. Each judge runs in a forked child, which
+imports the mutated packages. A child that takes much longer than the judge needs for the real
+code counts as hung, and the mutant as detected.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from mutants.mutate import Mutant
 
 COPIED = ("src", "tests", "docs", "pyproject.toml", "ARCHITECTURE.md", "README.md", "examples")
 UNMUTATED = "pytest hypothesis numpy msgspec zmq aiohttp prometheus_client kvferry.plan.bind"
-MUTATED = tuple(f"kvferry.{row}" for row in ["protocol", "memory", "control", "runtime", "testing"])
-# A hang is told from a slow machine by CPU seconds, or by very many seconds of waiting.
+MUTATED = tuple(f"kvferry.{row}" for row in ["protocol", "memory", "endpoint", "testing"])
+# Limits that tell a hang from a slow machine: CPU seconds, and much longer wall seconds.
 CPU_FACTOR, WALL_FACTOR, LEAST_S = 2.5, 4.0, 10.0
 POLL_S = 0.02
 
 
 class Unfit(Exception):
-    """The real code does not satisfy a judge, so that judge can say nothing of mutants."""
+    """A judge fails on the real code, so it cannot judge mutants."""
 
 
 @dataclass
 class Worker:
-    """A copy of the tree, and how long each judge needs."""
+    """A copy of the tree, and the time limits of each judge."""
 
     root: Path
     nice: int
     limits: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def judge(self, mutant: Mutant) -> str | None:
-        """Who notices it; None if nobody does."""
+        """Return which judge detects a mutant; None if it survives."""
         judges = judges_of(mutant.path)
         for judge in judges:
             self._learn(judge)
@@ -65,13 +65,15 @@ class Worker:
             return
         begin, used = time.monotonic(), _children_cpu_s()
         if self._ask(judge, 600.0, 600.0):
-            raise Unfit(f"the tests of judge {judge.name!r} fail on the code as it is; mend that")
+            raise Unfit(
+                f"the tests of judge {judge.name!r} fail on the unchanged code; fix that first"
+            )
         cpu_s, wall_s = _children_cpu_s() - used, time.monotonic() - begin
         limits = CPU_FACTOR * cpu_s + LEAST_S / 4, WALL_FACTOR * wall_s + LEAST_S
         self.limits[judge.name] = limits
 
     def _ask(self, judge: Judge, cpu_s: float, wall_s: float) -> str | None:
-        """What it has noticed, by its name; None if nothing."""
+        """Run a judge. Return its name if it detects the mutant, or else None."""
         child = os.fork()
         if not child:
             self._be_child(judge, int(cpu_s) + 1)
@@ -81,7 +83,7 @@ class Worker:
                 return f"{judge.name} (hung)"
             return judge.name if status else None
         finally:
-            # With all that it has started.
+            # Also end the processes that it has started.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
 
@@ -107,7 +109,7 @@ def _children_cpu_s() -> float:
 
 
 def _wait(child: int, until: float) -> int | None:
-    """How it ended; None if it had to be ended."""
+    """Return a child's exit status; None if it was killed at the limit."""
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -120,7 +122,7 @@ def _wait(child: int, until: float) -> int | None:
 
 @contextlib.contextmanager
 def worker(tree: Path, nice: int) -> Iterator[Worker]:
-    """A copy of the tree, and this process made ready to judge in it."""
+    """Copy the tree and prepare this process to judge in it."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         root = Path(folder)
         _copy(tree, root)
@@ -135,13 +137,13 @@ def _copy(tree: Path, root: Path) -> None:
             shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.exists():
             shutil.copy(source, root / name)
-    # A mutant may have the size and the second of its original: only its content tells.
+    # A mutant may have the size and the time stamp of the original, so compare contents.
     mode = py_compile.PycInvalidationMode.CHECKED_HASH
     compileall.compile_dir(root / "src", quiet=2, invalidation_mode=mode)
 
 
 def _prepare(root: Path) -> None:
-    """Import from the copy, and whatever no mutant changes at once."""
+    """Import from the copy, and import unmutated modules now."""
     paths = [str(root / "src"), str(root / "tests")]
     sys.path[:0] = paths
     sys.dont_write_bytecode = True
@@ -154,8 +156,8 @@ def _prepare(root: Path) -> None:
 
 
 def work(tree: Path, nice: int, pipe: Connection) -> None:
-    """Answer each mutant with who has noticed it, until there are no more."""
-    # What it has begun and copied goes with it.
+    """Judge the mutants that arrive through the pipe, until it closes."""
+    # Clean up the copy on SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with worker(tree, nice) as judging:
         while True:

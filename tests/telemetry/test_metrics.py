@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from endpoint.jobs import over
-from endpoint.puppet import PLAN
+from endpoint.scripted_machine import PLAN
 from prometheus_client import CollectorRegistry
 
 from kvferry.endpoint.handles import Handle

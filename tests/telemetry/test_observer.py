@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from endpoint.test_pair import AT_ONCE, NUM_PAGES, WAIT_S, Means, Pair, pair_by
+from endpoint.test_pair_in_process import AT_ONCE, NUM_PAGES, WAIT_S, Means, Pair, pair_by
 from msgspec.structs import replace
 
 from kvferry.plan.choose import TransferMode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from endpoint.test_pair import AT_ONCE, WAIT_S, pair_by
+from endpoint.test_pair_in_process import AT_ONCE, WAIT_S, pair_by
 from telemetry.recorded import failed, source, target
 
 from kvferry.protocol.outcome import Done
@@ -72,7 +72,7 @@ def test_an_endpoint_exports_ended_rooms() -> None:
     collector = Collector()
     spans = SpanExporter(collector.tracer, max_rooms=100)
     with pair_by(AT_ONCE, (spans, None)) as pair:
-        spans.start(pair.source._traced, "kvferry-spans-test", every_s=WAIT_S)
+        spans.start(pair.source._traces_of, "kvferry-spans-test", every_s=WAIT_S)
         out = pair.source.open(7, request="req-7", traceparent=PARENT)
         into = pair.target.receive(7, prefill=pair.view, tokens=8, pages=[1, 2])
         out.push((0, 8), [3, 4])

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from endpoint.jobs import over as ended_write
 from endpoint.jobs import write_action
-from endpoint.test_pair import AT_ONCE, WAIT_S, pair_by
+from endpoint.test_pair_in_process import AT_ONCE, WAIT_S, pair_by
 
 from kvferry.endpoint.handles import Handle
 from kvferry.ids import Generation, Peer, Room, Session
@@ -457,7 +457,7 @@ def test_a_cancelled_status_request_is_ignored() -> None:
             going.set()
             held.wait(WAIT_S)
 
-        pair.source._owner.tell(hold)
+        pair.source._loop.submit(hold)
         assert going.wait(WAIT_S)
         given_up = pair.source.view()
         assert given_up.cancel()

@@ -1,4 +1,4 @@
-"""What an endpoint may be told: frozen, keyword-only, checked when made."""
+"""Configuration of an endpoint."""
 
 from __future__ import annotations
 
@@ -12,21 +12,30 @@ from kvferry.errors import InputError
 from kvferry.plan.choose import TransferMode
 from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, LinkCost
 
-# A step has some 150 bytes, and a room of one chunk some ten steps at each rank.
-MAX_KEPT_STEPS = 1 << 22
+# A trace event takes some 150 bytes, and a room of one chunk has some ten events at each rank.
+MAX_TRACE_EVENTS = 1 << 22
 
 
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an endpoint listens, how much it stages, and which mode it takes.
+    """Settings of one endpoint. Raises ``InputError`` for a value that makes no sense.
 
-    ``staging_bytes`` is what is staged through, beside 1 MiB (4 on a GPU) to measure links; 0 is
-    neither. It is cut into slots of ``slot_bytes``, or of what suits the pools' device.
-    ``mode`` overrides the chooser and ``link_cost`` what it would measure.
-    ``options`` are the transport's own. A room waits ``discovery_timeout_s`` for an instance that
-    discovery
-    says is not complete; None is until its deadline. ``trace_events`` is how many steps of its last
-    rooms are kept; 0 is none, and then discovery gets no status reports from this endpoint.
-    ``metrics`` says whether it counts anything, for Prometheus and for ``stats``.
+    ``host``, ``port``: the numeric address that peers reach this endpoint at, and the port of a
+    source's control channel. Port 0 takes any free port.
+    ``staging_bytes``: budget for staging slots. The endpoint allocates 1 MiB more (4 MiB on a
+    GPU) to measure links. 0 turns staging and measuring off.
+    ``slot_bytes``: size of a slot. None chooses one that suits the pools' device.
+    ``mode``: always use this transfer mode instead of the fastest one by the cost model.
+    ``link_cost``: use this cost model and do not measure links.
+    ``deadline_s``: seconds that a room may take, unless the call that opens it says otherwise.
+    ``lease_s``: a source's registration in the discovery service expires after so many seconds
+    without renewal.
+    ``discovery_timeout_s``: seconds that a room waits for an instance that the discovery service
+    reports as incomplete. None waits until the room's deadline.
+    ``trace_events``: number of trace events kept in memory. 0 turns tracing and the status
+    reports to the discovery service off.
+    ``metrics``: whether to count anything, for Prometheus and for ``stats``.
+    ``protocol``: timers and limits of the protocol.
+    ``options``: the transport's own options.
     """
 
     host: str = "127.0.0.1"
@@ -45,11 +54,13 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
-            raise InputError(f"a port is a number from 0 to 65535, not {self.port}")
+            raise InputError(f"port must be from 0 to 65535, not {self.port}")
         if self.staging_bytes < 0 or (self.slot_bytes is not None and self.slot_bytes <= 0):
-            raise InputError("staging_bytes is 0 or more, and slot_bytes above 0")
-        if not 0 <= self.trace_events <= MAX_KEPT_STEPS:
-            raise InputError(f"trace_events is from 0 to {MAX_KEPT_STEPS}, not {self.trace_events}")
+            raise InputError("staging_bytes must be 0 or more, and slot_bytes above 0")
+        if not 0 <= self.trace_events <= MAX_TRACE_EVENTS:
+            raise InputError(
+                f"trace_events must be from 0 to {MAX_TRACE_EVENTS}, not {self.trace_events}"
+            )
         for name in ("deadline_s", "lease_s", "discovery_timeout_s"):
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds < inf:

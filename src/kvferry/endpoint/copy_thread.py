@@ -1,9 +1,8 @@
-"""Copiers: who gathers into slots and scatters out of them.
+"""Copiers gather pages into staging slots and scatter slots into pages.
 
-The owner never waits for a copy. On the host a thread copies, one job after another, and a
-gather that has ended goes straight on to the transport_thread, unless it was made ahead. A GPU
-copies by
-itself and needs no thread (``owner.gpu_copies``).
+The loop never waits for a copy. On the host, ``CopyThread`` copies one job after another and
+passes a filled slot straight to the transport thread. A GPU copies asynchronously and needs no
+thread (``loop/gpu_copies.py``).
 """
 
 from __future__ import annotations
@@ -15,100 +14,100 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 from kvferry.endpoint.jobs import CopyJob, WriteJob
-from kvferry.endpoint.transport_thread import ThreadBroke
+from kvferry.endpoint.transport_thread import ThreadFailed
 from kvferry.endpoint.watchdog import ThreadHeartbeat
 from kvferry.errors import KvferryError
 from kvferry.memory.copy.cpu import copy_binding
 from kvferry.plan.bind import Binding
 from kvferry.transports.mailbox import Mailbox
 
-CopierNews = CopyJob | ThreadBroke
+CopyResult = CopyJob | ThreadFailed
 
 
 class Copier(ABC):
-    """Who does the copies of one endpoint. Called by the owner."""
+    """Performs the copies of one endpoint. The loop thread calls every method."""
 
     heartbeat: ThreadHeartbeat
 
     @abstractmethod
     def submit(self, job: CopyJob) -> None:
-        """Do this after what was submitted before. Never waits."""
+        """Queue a job behind those submitted before. Never waits."""
 
-    def ended(self) -> Iterable[CopyJob]:
-        """Every turn: what is over, where no thread tells of it."""
+    def finished(self) -> Iterable[CopyJob]:
+        """Return finished jobs. Empty for a copier that delivers results to the inbox."""
         return ()
 
-    def launch(self, *, urgent: bool = False) -> None:  # noqa: B027 - a thread needs no telling
-        """At the end of every turn: start what it asked for; if ``urgent``, nothing ahead."""
+    def launch(self, *, urgent: bool = False) -> None:  # noqa: B027 - only a GPU needs it
+        """Start the jobs submitted in this turn; if ``urgent``, postpone early gathers."""
 
-    def prebind(  # noqa: B027 - a core has nothing to get ready
+    def prebind(  # noqa: B027 - only a GPU needs it
         self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]
     ) -> None:
-        """This may be copied soon, from there or elsewhere. Raises as the copy itself would."""
+        """Prepare a copy that is likely to be submitted soon. Raises what the copy would raise."""
 
     def wakeup(self) -> float:
-        """After how many seconds at most to turn again although nothing comes."""
+        """Return after how many seconds the loop must call ``finished`` again."""
         return inf
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what was begun, and end."""
+        """Finish all started copies, then stop."""
 
 
 class CopyThread(Copier):
-    """Copies with the CPU, on a thread of its own, where it calls ``tell`` and ``post``.
+    """Copies with the CPU, on its own thread.
 
+    It calls ``on_result`` with finished jobs and ``write`` with jobs whose slot is filled.
     Neither may wait.
     """
 
     def __init__(
-        self, name: str, tell: Callable[[CopierNews], None], post: Callable[[WriteJob], None]
+        self, name: str, on_result: Callable[[CopyResult], None], write: Callable[[WriteJob], None]
     ) -> None:
         self._jobs: Mailbox[CopyJob | None] = Mailbox()
-        self._tell = tell
-        self._post = post
-        self.heartbeat = ThreadHeartbeat("copier", lambda: len(self._jobs) > 0)
-        self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
+        self._on_result = on_result
+        self._write = write
+        self.heartbeat = ThreadHeartbeat("copy", lambda: len(self._jobs) > 0)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: CopyJob) -> None:
-        """Do this after what was submitted before. Never waits."""
+        """Queue a job behind those submitted before. Never waits."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Finish what was submitted, and end."""
+        """Finish the submitted jobs and join the thread."""
         self._jobs.put(None)
         self._thread.join()
 
-    def _guarded(self) -> None:
+    def _run(self) -> None:
         try:
-            self._run()
+            while (job := self._next_job()) is not None:
+                self._copy(job)
         except Exception as error:
-            self._tell(ThreadBroke("copier", error))
+            self._on_result(ThreadFailed("copy", error))
         finally:
             self.heartbeat.beat(inf)
 
-    def _run(self) -> None:
-        while (job := self._next()) is not None:
-            try:
-                binding = job.bind()
-                # The gathered bytes will be read again at once.
-                keep = isinstance(job, WriteJob)
-                copy_binding(binding, job.sources, job.targets, keep=keep)
-            except KvferryError as error:
-                job.fail(str(error))
-                self._tell(job)
-                continue
-            if isinstance(job, WriteJob):
-                job.fill(binding)
-                if not job.is_ahead:
-                    self._post(job)
-                    continue
-            self._tell(job)
-
-    def _next(self) -> CopyJob | None:
-        """Wait for a job, and show that somebody does."""
+    def _next_job(self) -> CopyJob | None:
         self.heartbeat.beat(inf)
         job = self._jobs.get()
         self.heartbeat.beat(time.monotonic())
         return job
+
+    def _copy(self, job: CopyJob) -> None:
+        is_gather = isinstance(job, WriteJob)
+        try:
+            binding = job.bind()
+            # The transport reads gathered bytes at once, so keep them in the CPU's cache.
+            copy_binding(binding, job.sources, job.targets, keep=is_gather)
+        except KvferryError as error:
+            job.fail(str(error))
+            self._on_result(job)
+            return
+        if isinstance(job, WriteJob):
+            job.slot_filled(binding)
+            if not job.is_early:
+                self._write(job)
+                return
+        self._on_result(job)

@@ -1,4 +1,4 @@
-"""Garbage: what a process has once it is ready need not be looked through again and again."""
+"""Excludes a process's long-lived objects from garbage collection."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import gc
 
 
 def freeze_gc() -> None:
-    """Let collections look only at what is made from now on. For a process that is all set up.
+    """Make the garbage collector skip all objects that exist now. Call it after start-up.
 
-    A full one looks through everything, and holds up every thread of the process meanwhile:
-    where torch is loaded for a tenth of a second, in the middle of a transfer.
+    A full collection visits every object and blocks every thread of the process: with torch
+    loaded for a tenth of a second, possibly in the middle of a transfer.
     """
     gc.collect()
     gc.freeze()

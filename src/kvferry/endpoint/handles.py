@@ -1,7 +1,7 @@
-"""Handles: what an engine keeps of a room. Written by the owner, read by anyone.
+"""Base class of the handles that an engine keeps for its rooms.
 
-Reading ``status`` costs an attribute, so a scheduler may look at thousands in
-each of its turns. Callbacks run on the owner's thread and must not wait.
+The loop thread updates a handle; any thread may read it. Reading ``status`` costs one attribute
+access, so a scheduler can poll thousands of handles in each of its steps.
 """
 
 from __future__ import annotations
@@ -20,75 +20,84 @@ from kvferry.telemetry.tags import NO_TAG
 
 
 class Handle:
-    """One room of one rank: where it stands, how it ended, whether its memory is free."""
+    """State of one room at one rank: its status, its outcome, and whether its memory is free."""
 
     def __init__(self, room: Room, deadline: float = inf) -> None:
         self.room = room
         self.deadline = deadline
         self.status = Status.CONNECTING
         self.begun = monotonic()
-        # When a source's engine had pushed everything.
+        # Source only: when the engine closed the room. Observers read it.
         self.finished: float | None = None
-        # Whose room it is, where its engine says so.
-        self.tag = NO_TAG
+        # The engine's request, for logs and traces.
+        self.tag = NOBODYS
         self._outcome: OneTimeResult[Outcome] = OneTimeResult()
         self._released: OneTimeResult[Literal[True]] = OneTimeResult()
 
     @property
     def num_pages(self) -> int:
-        """Pages that are held for the room, of the group that has most."""
+        """Number of pages held for the room, in the group that has the most."""
         return 0
 
     # ------------------------------------------------------------ for the engine
 
     @property
     def outcome(self) -> Outcome | None:
-        """Done or the failure; None while the room goes on."""
+        """``Done`` or a ``Failure``; None while the transfer runs."""
         return self._outcome.value
 
     @property
     def failure(self) -> Failure | None:
-        """Why the room failed; None if it did not."""
+        """The failure; None if the room is done or still running."""
         outcome = self.outcome
         return outcome if isinstance(outcome, Failure) else None
 
     @property
     def released(self) -> bool:
-        """Whether the room's pages are the engine's again."""
+        """Whether the engine may reuse the room's pages."""
         return self._released.value is not None
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Wait for the end. Raises ``TimeoutError``; the room's own deadline is no error."""
+        """Wait for the outcome and return it. Raises ``TimeoutError`` after ``timeout_s`` seconds.
+
+        A room that misses its own deadline does not raise; its outcome is a ``Failure``.
+        """
         return self._outcome.wait(timeout_s)
 
     def wait_released(self, timeout_s: float | None = None) -> None:
-        """Wait until the pages may be reused. Raises ``TimeoutError``."""
+        """Wait until the pages may be reused. Raises ``TimeoutError`` after ``timeout_s`` s."""
         self._released.wait(timeout_s)
 
     def on_end(self, callback: Callable[[Outcome], None]) -> None:
-        """Call this with the outcome, at once if the room has ended."""
-        self._outcome.then(callback)
+        """Call ``callback`` with the outcome: on the loop thread, or at once if there is one.
+
+        The callback must not wait. An exception that it raises is logged.
+        """
+        self._outcome.add_callback(callback)
 
     def on_release(self, callback: Callable[[], None]) -> None:
-        """Call this when the pages may be reused, at once if they may."""
-        self._released.then(lambda _: callback())
+        """Call ``callback`` when the pages may be reused: on the loop thread, or at once.
+
+        The callback must not wait. An exception that it raises is logged.
+        """
+        self._released.add_callback(lambda _: callback())
 
     def __await__(self) -> Generator[Any, None, Outcome]:
-        """The outcome. A task that is cancelled while it waits leaves the room as it is."""
+        """Await the outcome. Cancelling the awaiting task does not affect the room."""
         future: Future[Outcome] = Future()
-        self._outcome.then(future.set_result)
+        self._outcome.add_callback(future.set_result)
         return asyncio.shield(asyncio.wrap_future(future)).__await__()
 
-    # ------------------------------------------------------------ for the owner
+    # ------------------------------------------------------------ for the loop
 
     def end(self, outcome: Outcome) -> None:
-        """The room has ended. Whoever says so first is right: an owner or, if it hangs, another."""
+        """Set the outcome. The first call wins: the watchdog calls it too when the loop hangs."""
         if self._outcome.value is None:
             self.status = Status.DONE if isinstance(outcome, Done) else Status.FAILED
             self._outcome.set(outcome)
 
     def release(self) -> None:
-        """The room's memory is free."""
+        """Mark the room's memory as free."""
         self._released.set(True)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A room at its target, as the engine sees it."""
+"""Handle of a room at its target."""
 
 from __future__ import annotations
 
@@ -11,84 +11,98 @@ from kvferry.layout.layout import Layout, find_shard
 from kvferry.layout.pages import local_pages
 from kvferry.plan.plan import Block
 from kvferry.protocol.events import ReceiveRequest
+from kvferry.protocol.inbound import TargetRoom
 from kvferry.protocol.messages import PageTableMessage
 from kvferry.protocol.outcome import Done
 
 
 class Incoming(Handle):
-    """One room of one rank."""
+    """One room at one decode rank: a transfer into this rank's pages. For any thread.
+
+    ``TargetEndpoint.receive`` makes it. See ``Handle`` for how to learn of its end.
+    """
 
     def __init__(
         self,
-        wanted: ReceiveRequest,
+        request: ReceiveRequest,
         prefill: str | InstanceView,
+        layout: Layout,
+        rank: int,
         abort: Callable[[Incoming], None],
-        everything: Callable[[], dict[str, list[int]]],
     ) -> None:
-        super().__init__(wanted.room, wanted.deadline)
-        self._abort = abort
-        self._everything = everything
-        self.wanted = wanted
-        # By name, or as the engine knows it.
+        super().__init__(request.room, request.deadline)
+        self.request = request
+        # The instance's name, or the view that the engine gave.
         self.prefill = prefill
+        self._layout = layout
+        self._rank = rank
+        self._abort = abort
         self._bad: dict[str, list[int]] | None = None
-        # The owner's: the last scatter of what each source has sent.
-        self.latest: dict[Peer, Op] = {}
+        # For the loop thread: the machine's state of the room, and each source's last scatter.
+        self.machine_room: TargetRoom | None = None
+        self.last_scatter: dict[Peer, Op] = {}
 
     @property
     def num_pages(self) -> int:
-        """Pages that are held for the room, of the group that has most."""
-        return max((len(table.pages) for table in self.wanted.tables), default=0)
+        """Number of pages held for the room, in the group that has the most."""
+        return max((len(table.pages) for table in self.request.tables), default=0)
 
     @property
     def bad_pages(self) -> dict[str, list[int]]:
-        """After a failure, what must not be used: all that was asked for, unless more is known."""
+        """Pages per group that must not be used after a failure; empty if the room did not fail.
+
+        All requested pages, unless the endpoint knows which of them lack data.
+        """
         if self.failure is None:
             return {}
-        return self._everything() if self._bad is None else self._bad
+        return (
+            requested_pages(self._layout, self._rank, self.request)
+            if self._bad is None
+            else self._bad
+        )
 
-    def know_bad(self, pages: dict[str, list[int]]) -> None:
-        """For the owner, before the end: just these pages lack something."""
-        self._bad = pages
+    def set_missing(self, missing: list[Block]) -> None:
+        """Record, before the room fails, that only these blocks lack data. Loop thread only."""
+        self._bad = pages_of(self._layout, self._rank, self.request.tables, missing)
 
     @property
     def metadata(self) -> bytes:
-        """What the lead source said at the close; empty before the end."""
+        """Metadata that the lead source passed to ``close``; empty before the room is done."""
         outcome = self.outcome
         return outcome.metadata if isinstance(outcome, Done) else b""
 
     def abort(self) -> None:
-        """Give the room up. Its pages stay held until ``released``."""
+        """Fail the room with code ``aborted``. Its pages stay held until ``released``."""
         self._abort(self)
 
 
-def wanted_pages(layout: Layout, rank: int, wanted: ReceiveRequest) -> dict[str, list[int]]:
-    """Per group, every page that was to be written: those behind the prefix."""
-    tokens, prefix = wanted.request.num_tokens, wanted.request.prefix
+def requested_pages(layout: Layout, rank: int, request: ReceiveRequest) -> dict[str, list[int]]:
+    """Return per group every page to be written, which excludes the cached prefix."""
+    tokens, prefix = request.request.num_tokens, request.request.prefix
     owed = [
-        Block(held.group, held.layers, layout.spec.group(held.group).owed(tokens, prefix))
-        for held in layout.rank_shards(rank)
+        Block(shard.group, shard.layers, layout.spec.group(shard.group).owed(tokens, prefix))
+        for shard in layout.rank_shards(rank)
     ]
-    return bad_pages(layout, rank, wanted.tables, [block for block in owed if len(block.tokens)])
+    return pages_of(layout, rank, request.tables, [block for block in owed if len(block.tokens)])
 
 
-def bad_pages(
-    layout: Layout, rank: int, tables: tuple[PageTableMessage, ...], missing: list[Block]
+def pages_of(
+    layout: Layout, rank: int, tables: tuple[PageTableMessage, ...], blocks: list[Block]
 ) -> dict[str, list[int]]:
-    """Per group, the pages that lack something, in the order of their tokens."""
+    """Return per group the pages that hold any of the blocks, in token order."""
     shards = layout.rank_shards(rank)
     by_group = {table.group: table for table in tables}
-    places: dict[str, set[int]] = {}
-    for block in missing:
+    indices: dict[str, set[int]] = {}
+    for block in blocks:
         first = by_group[block.group].first_page
         group = layout.spec.group(block.group)
-        held = find_shard(shards, block.group, group.layers_in(block.layers)[0])
-        lacking = local_pages(layout, group, held, block.tokens)
-        places.setdefault(block.group, set()).update(
-            page - first for page in range(lacking.first, lacking.end)
+        shard = find_shard(shards, block.group, group.layers_in(block.layers)[0])
+        pages = local_pages(layout, group, shard, block.tokens)
+        indices.setdefault(block.group, set()).update(
+            page - first for page in range(pages.first, pages.end)
         )
     return {
-        group: [by_group[group].pages[place] for place in sorted(bad)]
-        for group, bad in places.items()
-        if bad
+        group: [by_group[group].pages[index] for index in sorted(found)]
+        for group, found in indices.items()
+        if found
     }

@@ -1,9 +1,8 @@
-"""Jobs: one write, or one scatter, that the threads of an endpoint pass on and complete.
+"""Jobs: one write or one scatter, passed between the threads of an endpoint.
 
-A job belongs to the thread that holds it, and to nobody else: the owner makes it, the copier
-fills its slot, the transport_thread or the owner has it written, and the owner hears how it went.
-Of a
-gather that is made ahead the owner may note where it goes while the copier still has it.
+A job belongs to the thread that holds it. The loop makes it, the copier fills its slot, the
+transport thread or the loop writes it, and the loop takes its result. One exception: the loop
+may set ``remote`` and ``discarded`` of an early gather while the copier holds it.
 """
 
 from __future__ import annotations
@@ -19,33 +18,37 @@ from kvferry.plan.places import Base
 from kvferry.protocol.events import Gather, Scatter, Write, WriteFate
 from kvferry.transports.base import Transport, WriteEnded
 
-# Largest write that the owner thread makes itself: some 50 µs.
-AT_ONCE_BYTES, AT_ONCE_PIECES = 128 << 10, 64
+# Largest write that the loop makes itself with the CPU: some 50 µs.
+INLINE_BYTES, INLINE_PIECES = 128 << 10, 64
 
 
-def _bound() -> Binding:
+def _no_gather() -> Binding:
     raise AssertionError("a direct write fills no slot")
 
 
 @dataclass(slots=True, eq=False)
 class WriteJob:
-    """One write, from its submission to its result."""
+    """One write, from its submission to its result.
+
+    A staged write gathers into the local slot first. An early gather (``is_early``) starts
+    before the machine knows which remote slot it goes to.
+    """
 
     action: Write | Gather
-    # Bytes to write. Of a write through a slot: once the slot is filled, and its target known.
+    # The bytes to write. Of a staged write: set when the slot is filled and ``remote`` is known.
     binding: Binding = Binding(())  # noqa: RUF009 - immutable
-    # Of one through a slot: what fills it, from pages into the slot, at those addresses.
-    bind: Callable[[], Binding] = _bound
+    # Staged only: the copy from pages into the slot, and the base addresses of both.
+    bind: Callable[[], Binding] = _no_gather
     sources: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
-    # Our slot, and the target's. The owner's alone: ``there`` and ``discarded`` of one ahead.
-    here: Base | None = None
-    there: Base | None = None
+    # Staged only: the local and the remote slot.
+    local: Base | None = None
+    remote: Base | None = None
     discarded: bool = False
     filled: bool = False
-    # When its gather was asked for, until that was told.
-    asked: float | None = None
-    # Its size and its result.
+    # When the gather was submitted; None once observers have seen it.
+    gather_began: float | None = None
+    # Size and result.
     mode: TransferMode = TransferMode.SLICES
     transport: str = ""
     started: float = 0.0
@@ -58,82 +61,85 @@ class WriteJob:
 
     @property
     def op(self) -> Op:
-        """Its number."""
+        """The operation's number."""
         return self.action.op
 
     @property
     def session(self) -> Session:
-        """In which it is written."""
+        """Session of the target that is written to."""
         return self.action.transfer.session
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether its slot is filled before it is known where that goes."""
+    def is_early(self) -> bool:
+        """Whether the gather started before its remote slot was known."""
         return isinstance(self.action, Gather)
 
-    def fill(self, gathered: Binding) -> None:
-        """Its slot is filled. The owner hears of it before it goes on, if it was made ahead."""
+    def slot_filled(self, gathered: Binding) -> None:
+        """Note that the local slot is filled, and bind the bulk write if its target is known."""
         self.num_bytes = gathered.num_bytes
-        if not self.is_ahead:
-            self.aim()
+        if not self.is_early:
+            self.bind_bulk()
 
-    def aim(self) -> None:
-        """Write what is in the slot, in one piece."""
-        assert self.here is not None
-        assert self.there is not None
-        self.binding = Binding.bulk(self.here, self.there, self.num_bytes)
+    def bind_bulk(self) -> None:
+        """Bind one contiguous write from the local slot to the remote slot."""
+        assert self.local is not None
+        assert self.remote is not None
+        self.binding = Binding.bulk(self.local, self.remote, self.num_bytes)
 
     def is_small(self) -> bool:
-        """Whether the owner may make it itself, by a core."""
+        """Return whether the loop may make this write itself with the CPU."""
         self.num_bytes, self.num_pieces = self.binding.size
-        return self.num_bytes <= AT_ONCE_BYTES and self.num_pieces <= AT_ONCE_PIECES
+        return self.num_bytes <= INLINE_BYTES and self.num_pieces <= INLINE_PIECES
 
     def start(self, transport: Transport) -> Binding:
-        """It begins now; what that transport is to write."""
+        """Note the start time and return the binding that the transport is to write."""
         binding, self.transport = self.binding, transport.name
-        if self.here is None and not transport.maps_peer:
+        if self.local is None and not transport.maps_peer:
             binding = binding.merged()
         self.started = time.monotonic()
         return binding
 
     def describe(self, written: Binding) -> None:
-        """Work out what it is, which may take as long as starting it."""
+        """Compute size and mode for observers. May take as long as starting the write did."""
         if written is not self.binding or not self.num_pieces:
             self.num_bytes, self.num_pieces = written.size
-        if self.here is None:
+        if self.local is None:
             self.mode = TransferMode.RUNS if self.binding.contiguous else TransferMode.SLICES
 
     def end(self, ended: WriteEnded) -> None:
-        """The transport says how it went."""
+        """Store the transport's result."""
         self.is_over, self.fate, self.detail = True, ended.fate, ended.detail
         self.seconds = time.monotonic() - self.started
 
     def fail(self, detail: str) -> None:
-        """It is over before it began."""
+        """Store the failure of a write that was never started."""
         self.is_over, self.fate, self.detail = True, WriteFate.FAILED, detail
 
 
 @dataclass(slots=True, eq=False)
 class ScatterJob:
-    """One copy of a slot into its pages. ``at_leisure``: what the owner can do when none runs."""
+    """One copy of a slot into its pages.
+
+    ``when_idle`` prepares the next copy. A GPU copier calls it while nothing else runs.
+    """
 
     action: Scatter
     bind: Callable[[], Binding]
     sources: tuple[int, ...]
     targets: tuple[int, ...]
-    at_leisure: Callable[[], None] | None = None
+    when_idle: Callable[[], None] | None = None
     begun: float = field(default_factory=time.monotonic)
     problem: str = ""
 
     @property
     def op(self) -> Op:
-        """Its number."""
+        """The operation's number."""
         return self.action.op
 
     def fail(self, detail: str) -> None:
-        """It is over, and touches nothing any more."""
+        """Store why the copy failed. It touches no memory any more."""
         self.problem = detail
 
 
-# Jobs of a copier. A gather is the first part of a write.
+# Jobs of a copier. A gather is the first half of a staged write.
 CopyJob = WriteJob | ScatterJob

@@ -1,4 +1,4 @@
-"""The pace of a rank: what a layer takes to compute, and so how many to push at a time."""
+"""Chooses how many layers an engine pushes at a time, from the measured time of its steps."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from kvferry.layout.pages import touched_pages
 from kvferry.plan.cost import LinkCost
 from kvferry.plan.layers import layers_per_push
 
-# How many layers are pushed at a time: what is best, so many, or all.
+# Layers per push: the best by the cost model, a fixed number, or all.
 Layers = Annotated[int, Meta(ge=1)] | Literal["auto", "all"]
 
 
 class TimedEvent(Protocol):
-    """A GPU's event that keeps the time, such as torch's."""
+    """A GPU event with timing, such as ``torch.cuda.Event(enable_timing=True)``."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Return whether the event has happened."""
         ...
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this one to that one."""
+        """Return the milliseconds from this event to ``end_event``."""
         ...
 
 
 class LayerTiming(NamedTuple):
-    """A step that is being timed: events of a GPU, or the clock."""
+    """Begin and end of one engine step: GPU events, or seconds of ``time.perf_counter``."""
 
     num_tokens: int
     began: TimedEvent | float
@@ -40,10 +40,10 @@ class LayerTiming(NamedTuple):
 
 
 class LayerPushTuner:
-    """How many layers one rank pushes at a time. Used by the rank's thread alone.
+    """Chooses the layers per push for one rank. For the engine's thread only.
 
-    ``mark`` gives the time by what computes: an event behind what a GPU was given, or else
-    the clock.
+    ``mark`` returns the current time of the device that computes: a GPU event behind the work
+    queued so far (``EventRecorder.now``), or the clock.
     """
 
     def __init__(
@@ -56,32 +56,36 @@ class LayerPushTuner:
         self._layers = layers
         self._mark = mark
         self._page_tokens = layout.page_tokens
-        spec, held = layout.spec, layout.rank_shards(rank)
-        numbers = {n for one in held for n in spec.group(one.group).layers_in(one.layers)}
+        spec, shards = layout.spec, layout.rank_shards(rank)
+        numbers = {n for one in shards for n in spec.group(one.group).layers_in(one.layers)}
         self.first, self.end = min(numbers), max(numbers) + 1
-        self._num_tensors = max(len(spec.group(one.group).tensors) for one in held)
-        self._token_bytes = max(len(one.units) * spec.group(one.group).unit_bytes for one in held)
-        # Seconds for one token of one layer; None before the first step was timed.
+        self._num_tensors = max(len(spec.group(one.group).tensors) for one in shards)
+        self._token_bytes = max(len(one.units) * spec.group(one.group).unit_bytes for one in shards)
+        # Seconds per token and layer; None before the first timed step.
         self._token_s: float | None = None
-        self._measure: LayerTiming | None = None
+        self._timing: LayerTiming | None = None
 
     @property
     def num_layers(self) -> int:
-        """The layers of this rank."""
+        """Number of layers that this rank holds."""
         return self.end - self.first
 
     def begin(self, num_tokens: int) -> None:
-        """A step of so many tokens begins."""
-        self._learn()
-        self._measure = LayerTiming(num_tokens, self._mark())
+        """Start timing a step that computes ``num_tokens`` tokens."""
+        self._update()
+        self._timing = LayerTiming(num_tokens, self._mark())
 
     def finish(self) -> None:
-        """Its last layer is computed, or queued."""
-        if self._measure is not None and self._measure.ended is None:
-            self._measure = self._measure._replace(ended=self._mark())
+        """Stop timing: the step's last layer is computed, or queued on the GPU."""
+        if self._timing is not None and self._timing.ended is None:
+            self._timing = self._timing._replace(ended=self._mark())
 
     def per_push(self, num_tokens: int, num_sent: int, link_cost: LinkCost) -> int:
-        """How many layers to push at a time in a step of which so many tokens are sent."""
+        """Return the layers per push of a step.
+
+        ``num_tokens``: tokens that the step computes. ``num_sent``: tokens of them that are sent.
+        ``link_cost``: cost of the link to the target.
+        """
         if self._layers == "all" or (self._layers == "auto" and self._token_s is None):
             return self.num_layers
         if self._layers != "auto":
@@ -96,18 +100,18 @@ class LayerPushTuner:
             link_cost=link_cost,
         ).layers
 
-    def _learn(self) -> None:
-        """From the step before, if it is over: nobody waits for a GPU here."""
-        measure, self._measure = self._measure, None
-        if measure is None or measure.ended is None:
+    def _update(self) -> None:
+        """Use the previous step's time, if its events have happened. Never waits for a GPU."""
+        timing, self._timing = self._timing, None
+        if timing is None or timing.ended is None:
             return
-        seconds = _between(measure.began, measure.ended)
+        seconds = _elapsed_s(timing.began, timing.ended)
         if seconds is not None:
-            found = seconds / (measure.num_tokens * self.num_layers)
-            self._token_s = found if self._token_s is None else (self._token_s + found) / 2
+            latest = seconds / (timing.num_tokens * self.num_layers)
+            self._token_s = latest if self._token_s is None else (self._token_s + latest) / 2
 
 
-def _between(began: TimedEvent | float, ended: TimedEvent | float) -> float | None:
+def _elapsed_s(began: TimedEvent | float, ended: TimedEvent | float) -> float | None:
     if isinstance(began, float) and isinstance(ended, float):
         return ended - began
     assert not isinstance(began, float)
@@ -116,21 +120,20 @@ def _between(began: TimedEvent | float, ended: TimedEvent | float) -> float | No
 
 
 class EventRecorder:
-    """Marks behind what a device, a ``torch.device``, was given to compute.
+    """Records events behind the work queued on ``device``, a ``torch.device``.
 
-    On a CPU what was called for is done. Needs torch only where the device is a GPU. For the
-    engine's own thread, whose stream counts.
+    For the engine's thread: events go to its current stream. Imports torch only for a GPU.
     """
 
     def __init__(self, device: Any) -> None:
         self._device = device
 
     def computed(self) -> Waitable | None:
-        """Return an event behind all work queued on the device; None where there is none."""
+        """Return an event behind all work queued on the device; None on a CPU."""
         return self._event(timing=False) if self._on_gpu else None
 
     def now(self) -> TimedEvent | float:
-        """The time by the device: an event behind all that it was given, or the clock."""
+        """Return a timed event behind all work queued on the device; on a CPU, the clock."""
         return self._event(timing=True) if self._on_gpu else time.perf_counter()
 
     @property
@@ -138,7 +141,7 @@ class EventRecorder:
         return bool(self._device.type == "cuda")
 
     def _event(self, *, timing: bool) -> Any:
-        import torch  # noqa: PLC0415 - installed where there is a GPU
+        import torch  # noqa: PLC0415 - not installed everywhere
 
         event = torch.cuda.Event(enable_timing=timing)
         event.record(torch.cuda.current_stream(self._device))

@@ -1,8 +1,7 @@
-"""Something that happens once: set by one thread, awaited and listened for by any.
+"""A result that is set once, by any thread, and waited for or observed by others.
 
-``concurrent.futures.Future`` can do the same and more, such as being cancelled, and takes a
-condition and several locks for it. A room has two of these on either side, and an owner looks
-at them with every frame.
+``concurrent.futures.Future`` does the same with a condition and several locks. Each room has two
+results at each end, and the loop reads them with every frame, so this class is lighter.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ T = TypeVar("T")
 
 
 class OneTimeResult(Generic[T]):
-    """What has happened, when it has: ``value`` is None before, and never after."""
+    """A value that is None until ``set``, and does not change afterwards."""
 
     __slots__ = ("_callbacks", "_lock", "value")
 
@@ -28,7 +27,7 @@ class OneTimeResult(Generic[T]):
         self.value: T | None = None
 
     def set(self, value: T) -> bool:
-        """It happens now; False if it has before. Whoever listens is called on this thread."""
+        """Set the value and run the callbacks on this thread. Return False if it was set before."""
         with self._lock:
             if self.value is not None:
                 return False
@@ -38,8 +37,8 @@ class OneTimeResult(Generic[T]):
             _call(callback, value)
         return True
 
-    def then(self, callback: Callable[[T], object]) -> None:
-        """Call this when it happens, at once if it has."""
+    def add_callback(self, callback: Callable[[T], object]) -> None:
+        """Call ``callback`` with the value when it is set, or now if it is."""
         with self._lock:
             if self.value is None:
                 self._callbacks.append(callback)
@@ -48,35 +47,30 @@ class OneTimeResult(Generic[T]):
         _call(callback, value)
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Wait for it. Raises ``TimeoutError``."""
-        value = self.value
-        if value is None:
-            value = self._waited(timeout_s)
-        if value is None:
+        """Wait for the value and return it. Raises ``TimeoutError``."""
+        if self.value is None:
+            self._block(timeout_s)
+        # Read the value rather than trust the wait: it may have been set as the time ran out.
+        if self.value is None:
             raise TimeoutError
-        return value
-
-    def _waited(self, timeout_s: float | None) -> T | None:
-        bell = threading.Lock()
-        bell.acquire()
-
-        def ring(_: T) -> None:
-            bell.release()
-
-        self.then(ring)
-        if not bell.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
-            self._forget(ring)
-        # Not what the bell says: it may have happened as the time ran out.
         return self.value
 
-    def _forget(self, callback: Callable[[T], object]) -> None:
-        with self._lock:
-            if callback in self._callbacks:
-                self._callbacks.remove(callback)
+    def _block(self, timeout_s: float | None) -> None:
+        is_set = threading.Lock()
+        is_set.acquire()
+
+        def wake(_: T) -> None:
+            is_set.release()
+
+        self.add_callback(wake)
+        if not is_set.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            with self._lock:
+                if wake in self._callbacks:
+                    self._callbacks.remove(wake)
 
 
 def _call(callback: Callable[[T], object], value: T) -> None:
-    """A listener's mistake is its own."""
+    """Run a callback and log what it raises, so that it cannot stop the loop."""
     try:
         callback(value)
     except Exception:

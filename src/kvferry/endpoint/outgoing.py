@@ -1,14 +1,13 @@
-"""A room at its source, as the engine sees it. Checks what it is told before anything happens."""
+"""Handle of a room at its source."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvferry.digest import checked_digest
-from kvferry.endpoint.arguments import bytes_of, demand_waitable, span_of, token_count
+from kvferry.endpoint.arguments import bytes_of, check_event, span_of, token_count
 from kvferry.endpoint.handles import Handle
 from kvferry.errors import InputError, Misuse
 from kvferry.ids import Room
@@ -28,61 +27,72 @@ from kvferry.protocol.messages import MAX_METADATA
 
 
 class Waitable(Protocol):
-    """Something that a push may wait for, such as a ``torch.cuda.Event``."""
+    """An event that a push can wait for, such as a ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Return whether the event has happened. Called on the loop thread; must not wait."""
 
 
-class RoomStep(Protocol):
-    """What a handle asks its owner for."""
+class PendingStep(NamedTuple):
+    """An engine's request for a room, with the pages that the loop thread adds before it."""
 
-    def __call__(
-        self, handle: Outgoing, after: Waitable | None, learn: Callable[[], None], event: Event
-    ) -> None:
-        """After what was asked before and after ``after``: learn, then take the step."""
+    event: Event
+    after: Waitable | None = None
+    chunk: Chunk | None = None
+    rows: dict[str, int] | None = None
 
 
 class Outgoing(Handle):
-    """One room, for one thread at a time. Each token of each layer is pushed once, in any order."""
+    """One room at one prefill rank: a transfer out of this rank's pages.
+
+    ``SourceEndpoint.open`` makes it. The engine pushes each token of each layer once, in any
+    order, and then calls ``close``. Only one thread at a time may use it. See ``Handle`` for how
+    to learn of its end. Methods return at once; they raise ``InputError`` for a wrong argument
+    and ``Misuse`` for a call out of order, and then have no effect.
+    """
 
     def __init__(
         self,
         room: Room,
         deadline: float,
         validator: PageTableValidator,
-        step: RoomStep,
+        submit: Callable[[Outgoing, PendingStep], None],
         abort: Callable[[Outgoing], None],
     ) -> None:
         super().__init__(room, deadline)
         self._validator = validator
-        self._step = step
+        self._submit = submit
         self._abort = abort
-        self._all = Span(0, validator.num_layers)
+        self._all_layers = Span(0, validator.num_layers)
         self._pushed = Coverage()
         self._reach = TableReach()
         self._rows: dict[str, int] = {}
-        self._states = SpanSet()
+        self._pushed_states = SpanSet()
         self._state_ends: set[int] = set()
         self._closed = False
-        # What was written for the room, and in how many writes; complete when it is released.
+        # Bytes written for the room by mode, and number of writes; final once it is released.
         self.carried: dict[TransferMode, int] = {}
         self.num_writes = 0
-        # The owner's, from here on.
+        # For the loop thread: the room's pages, and steps that wait for their GPU event.
         self.tables = PageTableBuilder()
-        self.steps: deque[tuple[Waitable | None, Callable[[], None], Event]] = deque()
+        self.steps: deque[PendingStep] = deque()
 
     @property
     def num_pages(self) -> int:
-        """Pages that are held for the room, of the group that has most."""
+        """Number of pages held for the room, in the group that has the most."""
         return self.tables.num_pages
 
     def prepare(self, tokens: tuple[int, int], pages: Pages) -> None:
-        """These tokens are about to be computed into these pages: ask for credits now."""
-        span = self._span(tokens, "prepare")
+        """Announce that the tokens ``(first, end)`` will be computed into these pages.
+
+        Optional. The endpoint binds the pages and asks the target for staging credits while the
+        engine computes.
+        """
+        self._check_open("prepare")
+        span = span_of(tokens, "tokens")
         chunk = self._validator.chunk(span, pages, known=self._reach.latest)
         self._reach.extend(chunk)
-        self._step(self, None, lambda: self.tables.add(chunk), Prepare(self.room, span))
+        self._submit(self, PendingStep(Prepare(self.room, span), None, chunk))
 
     def push(
         self,
@@ -92,38 +102,40 @@ class Outgoing(Handle):
         layers: tuple[int, int] | None = None,
         states: Rows | None = None,
     ) -> None:
-        """These tokens of these layers are in these pages, now or when ``after`` has happened.
+        """Send the tokens ``(first, end)`` of the given layers.
 
-        ``pages`` are the ones that the tokens touch, in the order of the tokens. ``layers`` are
-        numbered over the whole model; without them it is all. With ``states``, the state rows of
-        these layers go too: then the tokens are the request's last.
+        ``pages``: the pages that the tokens touch, in token order.
+        ``after``: the bytes are in the pages once this event has happened; None if they are now.
+        ``layers``: ``(first, end)``, numbered over the whole model; None for all.
+        ``states``: also send the state rows of these layers. The tokens must then be the
+        request's last.
         """
-        span = self._span(tokens, "push")
-        demand_waitable(after)
-        some = None if layers is None else span_of(layers, "layers", self._all.end)
+        self._check_open("push")
+        span = span_of(tokens, "tokens")
+        check_event(after)
+        some = None if layers is None else span_of(layers, "layers", self._all_layers.end)
         chunk = self._validator.chunk(span, pages, some, self._reach.latest)
         rows = {} if states is None else self._validator.rows(states, some, self._rows)
-        self._demand_new(span, some or self._all, bool(rows))
+        self._check_not_pushed(span, some or self._all_layers, bool(rows))
         self._reach.extend(chunk)
-        self._pushed.add(some or self._all, span)
+        self._pushed.add(some or self._all_layers, span)
         if rows:
             self._rows |= rows
-            self._states.add(some or self._all)
+            self._pushed_states.add(some or self._all_layers)
             self._state_ends.add(span.end)
-        learn = partial(self._learn, chunk, rows)
-        self._step(self, after, learn, Push(self.room, span, some, bool(rows)))
+        self._submit(self, PendingStep(Push(self.room, span, some, bool(rows)), after, chunk, rows))
 
-    def _learn(self, chunk: Chunk, rows: dict[str, int]) -> None:
-        """On the owner's thread, when the step is taken."""
-        self.tables.add(chunk)
-        self.tables.add_rows(rows)
-
-    def _demand_new(self, tokens: Span, layers: Span, states: bool) -> None:
+    def _check_not_pushed(self, tokens: Span, layers: Span, states: bool) -> None:
         if self._pushed.overlaps(layers, tokens):
-            which = f"the tokens {tokens} of layers {layers}"
-            raise Misuse(f"room {self.room!r} has had some of {which} pushed; push each once")
-        if states and self._states.overlaps(layers):
-            raise Misuse(f"room {self.room!r} has had state rows of layers {layers} pushed")
+            raise Misuse(
+                f"room {self.room!r}: some of the tokens {tokens} of layers {layers} were pushed "
+                f"before; push each once"
+            )
+        if states and self._pushed_states.overlaps(layers):
+            raise Misuse(
+                f"room {self.room!r}: state rows of layers {layers} were pushed before; "
+                f"push each once"
+            )
 
     def close(
         self,
@@ -134,36 +146,37 @@ class Outgoing(Handle):
         after: Waitable | None = None,
         digest: bytes = b"",
     ) -> None:
-        """Everything was pushed. ``tokens`` is the request's length if the last were not pushed.
+        """Declare that everything was pushed.
 
-        ``digest`` says what was computed (``kvferry.digest_of``); every rank gives the same. A
-        target that was given another, or none, fails the room and uses nothing of it.
+        ``metadata``: bytes for the target's engine, such as the first token. The lead source's
+        metadata becomes ``Incoming.metadata``.
+        ``states``: state rows that no push sent.
+        ``tokens``: the request's length, if its last tokens were not pushed (a cached prefix of
+        the target may cover them).
+        ``after``: the state rows are in memory once this event has happened.
+        ``digest``: what was computed (``kvferry.digest_of``), the same at every rank. A target
+        that was given another digest, or none, fails the room and uses none of its bytes.
         """
-        self._demand_open("close")
-        demand_waitable(after)
+        self._check_open("close")
+        check_event(after)
         data = bytes_of(metadata, "metadata")
         if len(data) > MAX_METADATA:
-            raise InputError(f"metadata has at most {MAX_METADATA} bytes, not {len(data)}")
+            raise InputError(f"metadata must have at most {MAX_METADATA} bytes, not {len(data)}")
         rows = self._validator.rows(states, known=self._rows)
         num_tokens = self._pushed.end if tokens is None else token_count(tokens)
         if self._state_ends - {num_tokens}:
-            early = f"tokens up to {min(self._state_ends)} of {num_tokens}"
             raise InputError(
-                f"state rows were pushed with {early}; push them with the last tokens, or give "
-                f"them at the close"
+                f"state rows were pushed with tokens up to {min(self._state_ends)} of "
+                f"{num_tokens}; push them with the last tokens, or pass them to close()"
             )
         finish = Finish(self.room, num_tokens, data, checked_digest(digest))
         self._closed = True
-        self._step(self, after, lambda: self.tables.add_rows(rows), finish)
+        self._submit(self, PendingStep(finish, after, None, rows))
 
     def abort(self) -> None:
-        """Give the room up. Its pages stay held until ``released``."""
+        """Fail the room with code ``aborted``. Its pages stay held until ``released``."""
         self._abort(self)
 
-    def _span(self, tokens: tuple[int, int], what: str) -> Span:
-        self._demand_open(what)
-        return span_of(tokens, "tokens")
-
-    def _demand_open(self, what: str) -> None:
+    def _check_open(self, call: str) -> None:
         if self._closed:
-            raise Misuse(f"room {self.room!r} was closed; it can't {what}")
+            raise Misuse(f"room {self.room!r} is closed; {call}() must come before close()")

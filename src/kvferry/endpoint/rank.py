@@ -1,4 +1,4 @@
-"""One rank's endpoint: what sources and targets have in common, as an engine sees them."""
+"""Base class of source and target endpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -16,20 +16,20 @@ from kvferry.discovery.base import Discovery
 from kvferry.discovery.client import DiscoveryClient
 from kvferry.discovery.http_backend import HttpDiscovery
 from kvferry.discovery.reporting import StatusReporter
+from kvferry.endpoint.arguments import deadline_in
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.unix import UnixListener
 from kvferry.endpoint.copy_thread import Copier, CopyThread
 from kvferry.endpoint.handles import Handle
 from kvferry.endpoint.liveness.port import Address
 from kvferry.endpoint.liveness.prober import Prober
-from kvferry.endpoint.loop.channels import Channel
 from kvferry.endpoint.loop.gpu_copies import GpuCopies
 from kvferry.endpoint.loop.inbox import Inbox
 from kvferry.endpoint.loop.loop import CLOSE_S, EndpointLoop
 from kvferry.endpoint.loop.poller import Poller
 from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.loop.sides import LoopSide
-from kvferry.endpoint.runner.runner import MachineRunner, PeerGone
+from kvferry.endpoint.runner.runner import PeerGone
 from kvferry.endpoint.setup import EndpointSetup, Member, set_up
 from kvferry.endpoint.transport_thread import TransportThread
 from kvferry.ids import Peer, Room
@@ -38,7 +38,6 @@ from kvferry.layout.spec import StateRow
 from kvferry.memory.copy.devices import copier_on
 from kvferry.memory.page_tables import PageTableValidator
 from kvferry.memory.pools import Memory, PoolArrays
-from kvferry.protocol.events import Event
 from kvferry.protocol.outcome import Status
 from kvferry.security.keys import ClusterKey
 from kvferry.telemetry.endpoint import EndpointTelemetry, LoopSnapshot
@@ -56,21 +55,26 @@ T = TypeVar("T")
 
 
 class RankEndpoint(ABC, Generic[H]):
-    """One rank's end of every transfer that it takes part in. For any thread.
+    """Endpoint of one rank. Any thread may call it; also a context manager that closes it.
 
-    ``pools`` are arrays by group, tensor and layer, or a ``Memory``. ``model`` is
-    what both sides must agree on beside the layout, such as a checkpoint's hash.
-    ``transport`` is ``auto``, for the best that each peer can be reached by; one or several by
-    name; or what pools were allocated from (``make_transports``). ``observer`` receives the
-    endpoint's events beside its own metrics and traces.
+    ``layout``: how the instance shards and pages its cache, the same at each of its ranks.
+    ``pools``: this rank's cache: arrays by group, tensor and layer, or a ``Memory``.
+    ``name``, ``rank``: the instance's name, unique in the cluster, and the rank's index.
+    ``model``: what peers must have in common beside the layout, such as a checkpoint's hash.
+    ``transport``: ``"auto"`` for the best transport to each peer, one or several names with commas,
+    or the transports that the pools were allocated from (``make_transports``).
+    ``discovery``: the discovery service, or its URL. ``key``: the cluster's key.
+    ``registry``: where Prometheus metrics are registered. ``observer``: receives the endpoint's
+    events, beside its own metrics and traces.
+
+    Raises ``InputError`` or ``TransportError`` if the arguments or the environment do not fit.
     """
 
     # Whether peers write into the pools.
     writable: ClassVar[bool]
-    # As views and traces name it.
     role: ClassVar[str]
 
-    def __init__(  # noqa: PLR0913 - what an engine has to say, by keyword
+    def __init__(  # noqa: PLR0913 - settings of an endpoint, by keyword
         self,
         layout: Layout,
         pools: Memory | PoolArrays,
@@ -92,7 +96,7 @@ class RankEndpoint(ABC, Generic[H]):
             setup = set_up(
                 *(member, pools, transport, config),
                 writable=self.writable,
-                most_slots=self._most_slots(config),
+                max_slots=self._max_slots(config),
                 listener=listener,
             )
             undo.callback(setup.close)
@@ -107,117 +111,112 @@ class RankEndpoint(ABC, Generic[H]):
             client = DiscoveryClient(discovery, key) if discovery else None
             if client:
                 undo.callback(client.close)
-            self._announce(setup, config, client)
+            self._register(setup, config, client)
             undo.pop_all()
         self._setup = setup
         self._client = client
-        self._deadline_s = config.deadline_s
+        self._config = config
         self._validator = PageTableValidator(layout, rank, setup.memory.map)
         held, lacked = setup.transports.names, setup.transports.lacked
         log.info(
             "transports endpoint=%s held=%s lacked=%r",
             *(member.peer, ",".join(held), "; ".join(f"{a}: {b}" for a, b in lacked.items())),
         )
-        self._observer = self._telemetry.observer
-        me, self._inbox, self._poller = member.peer, Inbox[object](), Poller()
-        self._rooms: RoomTable[H] = RoomTable(me, self._observer)
-        self._transport_thread = TransportThread(
-            setup.transports, self._inbox.put, f"kvferry-transport-{me}"
-        )
-        self._copier = self._make_copier()
-        self._prober = Prober(self._inbox.put, f"kvferry-prober-{me}")
-        self._owner = self._make_owner(config, key)
-        self._transport_thread.start()
-        self._owner.start()
-        self._telemetry.start(self._traced)
+        self._start_threads(key)
         self._reporter: StatusReporter | None = None
         if client and config.trace_events and isinstance(client.discovery, HttpDiscovery):
-            url, life = str(client.discovery), setup.incarnation
-            self._reporter = StatusReporter(url, key, member.peer, life, self.view)
+            url, incarnation = str(client.discovery), setup.incarnation
+            self._reporter = StatusReporter(url, key, member.peer, incarnation, self.view)
 
     @abstractmethod
     def _listen(
         self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack
     ) -> UnixListener | None:
-        """Start the listeners that peers connect to; return the one for this host."""
+        """Start the sockets that peers connect to. Return the one for this host."""
 
-    def _announce(
+    def _register(
         self, setup: EndpointSetup, config: EndpointConfig, client: DiscoveryClient | None
     ) -> None:
-        """Register where others look for this rank, if they do."""
+        """Register this rank in the discovery service, where it has one and peers look it up."""
 
     @abstractmethod
-    def _most_slots(self, config: EndpointConfig) -> int:
-        """How many slots may be handed out."""
+    def _max_slots(self, config: EndpointConfig) -> int:
+        """Return the limit for the number of staging slots."""
 
-    def _make_copier(self) -> Copier:
-        device, me = self._setup.memory.device, self._setup.member.peer
-        if device.is_host:
-            return CopyThread(f"kvferry-copy-{me}", self._inbox.put, self._transport_thread.write)
-        return GpuCopies(copier_on(device))
-
-    @abstractmethod
-    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> EndpointLoop:
-        """Join the parts to a runner that has not begun."""
-
-    def _owner_of(
-        self, runner: MachineRunner[Any, Any], role: LoopSide, channel: Channel[Any]
-    ) -> EndpointLoop:
-        return EndpointLoop(
-            *(runner, role, channel),
-            setup=self._setup,
-            rooms=self._rooms,
+    def _start_threads(self, key: ClusterKey | None) -> None:
+        setup, me = self._setup, self._setup.member.peer
+        self._observer = self._telemetry.observer
+        self._inbox, self._poller = Inbox[object](), Poller()
+        put = self._inbox.put
+        self._rooms: RoomTable[H] = RoomTable(me, self._observer)
+        self._transport_thread = TransportThread(setup.transports, put, f"kvferry-transport-{me}")
+        device = setup.memory.device
+        self._copier: Copier = (
+            CopyThread(f"kvferry-copy-{me}", put, self._transport_thread.write)
+            if device.is_host
+            else GpuCopies(copier_on(device))
+        )
+        self._prober = Prober(put, f"kvferry-prober-{me}")
+        self._side = self._make_side(key)
+        self._loop = EndpointLoop(
+            self._side,
+            setup=setup,
             inbox=self._inbox,
             poller=self._poller,
             transport_thread=self._transport_thread,
             copier=self._copier,
             observer=self._observer,
         )
+        self._transport_thread.start()
+        self._loop.start()
+        self._telemetry.start(self._traces_of)
 
-    def _step_machine(self, event: Event) -> None:
-        """Let the machine take an engine's event, on the owner's thread."""
-        self._owner.step(event)
+    @abstractmethod
+    def _make_side(self, key: ClusterKey | None) -> LoopSide:
+        """Make the machine, its runner and its ports."""
+
+    def _deadline(self, deadline_s: float | None) -> float:
+        return deadline_in(self._config.deadline_s if deadline_s is None else deadline_s)
 
     @property
     def stats(self) -> EndpointStats:
-        """What was carried and how, since the start."""
+        """Counts since the start: rooms, bytes and writes by mode and transport, failures."""
         return self._telemetry.stats
 
     @property
     def staging_bytes(self) -> int:
-        """What its staging slots take."""
+        """Size of all staging slots together."""
         return self._setup.staging_bytes
 
     @property
     def liveness_port(self) -> Address:
-        """Where peers ask whether this life of the endpoint goes on."""
-        return self._setup.metadata.address
+        """Address that peers probe to find out whether this incarnation is alive."""
+        return self._setup.metadata.liveness_port
 
     def statuses(self, rooms: Iterable[Room]) -> list[Status | None]:
-        """Where many rooms stand, for a scheduler's loop; None once they are released."""
-        return self._owner.rooms.statuses(rooms)
+        """Return the status of many rooms at once; None for a room that is released."""
+        return self._rooms.statuses(rooms)
 
-    def view(self, wishes: ReportRequest = ReportRequest()) -> Future[EndpointStatus]:  # noqa: B008 - frozen
-        """How the endpoint is, made on its owner's thread; with the traces that are wished for."""
-        owner = self._owner
+    def view(self, request: ReportRequest = ReportRequest()) -> Future[EndpointView]:  # noqa: B008 - frozen
+        """Return a view of the endpoint, made on its loop thread, with the requested traces."""
+        loop = self._loop
 
-        def make() -> EndpointStatus:
-            machine, rooms = owner.runner.machine, list(owner.rooms)
+        def make() -> EndpointView:
+            machine, rooms = loop.runner.machine, list(loop.rooms)
             tables = machine.num_quarantined, machine.links.values()
-            return self._telemetry.view(LoopSnapshot(rooms, *tables, owner.clocks.offset), wishes)
+            return self._telemetry.view(ViewedLoop(rooms, *tables, loop.clocks.offset), request)
 
-        return self._looked(make)
+        return self._on_loop(make)
 
-    def _traced(self, rooms: list[Room]) -> Future[list[RoomTrace]]:
-        """The traces of rooms, made on the owner's thread."""
+    def _traces_of(self, rooms: list[Room]) -> Future[list[RoomTrace]]:
         traces = self._telemetry.traces
-        return self._looked(lambda: traces.traces(rooms) if traces else [])
+        return self._on_loop(lambda: traces.of(rooms) if traces else [])
 
-    def _looked(self, make: Callable[[], T]) -> Future[T]:
-        """What is made on the owner's thread, which nobody who leaves meanwhile may disturb."""
+    def _on_loop(self, make: Callable[[], T]) -> Future[T]:
+        """Call ``make`` on the loop thread. The future may be cancelled."""
         made: Future[T] = Future()
 
-        def look() -> None:
+        def call() -> None:
             if not made.set_running_or_notify_cancel():
                 return
             try:
@@ -225,37 +224,42 @@ class RankEndpoint(ABC, Generic[H]):
             except Exception as error:
                 made.set_exception(error)
 
-        self._owner.tell(look)
+        self._loop.submit(call)
         return made
 
     def trace(self, room: Room, timeout_s: float = 5.0) -> RoomTrace | None:
-        """The steps of one of the last rooms, by this process's monotonic clock."""
+        """Return the trace of a recent room, with times of ``time.monotonic``; None if unknown.
+
+        Waits for the loop thread. Raises ``TimeoutError`` after ``timeout_s`` seconds.
+        """
         traces = self.view(ReportRequest(rooms=(str(room),))).result(timeout_s).traces
         return traces[0] if traces else None
 
     def declare_dead(self, peer: Peer, incarnation: int) -> None:
-        """The caller knows that this life of a peer is over, such as after a power cut.
+        """State that an incarnation of a peer is dead, such as after a power cut.
 
-        Releases what waits for it. Never say this of a process that may only be stopped.
+        The endpoint then releases memory that waits for this proof. A wrong statement corrupts
+        memory: never make it about a process that may only be stopped.
         """
-        self._owner.tell(PeerGone(peer, incarnation))
+        self._loop.submit(PeerGone(peer, incarnation))
 
     def _abort(self, handle: H) -> None:
-        self._owner.tell(lambda: self._owner.cancel(handle))
+        self._loop.submit(lambda: self._loop.cancel(handle))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Abort what goes on, end the threads, and say whether all memory is free.
+        """Abort all rooms, stop the threads, and return whether all memory is free.
 
-        False: a peer may still write or read the pools. Keep them until the process ends.
+        Waits at most ``timeout_s`` seconds for the rooms to be released. False: a peer may still
+        read or write the pools, so keep them until the process ends.
         """
         self._telemetry.close_spans()
-        free = self._owner.close(timeout_s)
+        free = self._loop.close(timeout_s)
         self._prober.close()
         self._telemetry.close()
         if self._reporter:
             self._reporter.close()
         if self._client:
-            # Last: until then the owner may want to stop watching an instance.
+            # Last: the loop unwatches instances until it ends.
             self._client.close()
         return free
 
@@ -271,8 +275,8 @@ class RankEndpoint(ABC, Generic[H]):
         self.close()
 
 
-def _fixed_view(setup: EndpointSetup, role: str) -> EndpointStatus:
-    """Constant part of an endpoint's view."""
+def _fixed_view(setup: EndpointSetup, role: str) -> EndpointView:
+    """Return the part of an endpoint's view that does not change."""
     member = setup.member
     return EndpointStatus(
         instance=member.name,
@@ -291,7 +295,7 @@ def _fixed_view(setup: EndpointSetup, role: str) -> EndpointStatus:
 
 
 def num_pages(setup: EndpointSetup) -> int:
-    """How many pages the pools have."""
+    """Return the number of pages of the largest paged pool."""
     groups = {group.name: group for group in setup.member.layout.spec.groups}
     paged = [
         placement.num_pages

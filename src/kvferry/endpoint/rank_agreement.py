@@ -1,11 +1,8 @@
-"""An agreement: how a room stands on all ranks of one instance, from what each has said.
+"""Combines the outcomes of one room at all ranks of an instance.
 
-Every rank has an endpoint of its own, and a room ends on each by itself. Whoever drives
-the ranks gathers their words by the means that they have anyway (a pipe, a collective, a
-scheduler) and asks here. One failure fails the room, all must be done for it to be done,
-and its pages are free when they are free on every rank. A rank's first word counts.
-
-Pure: no threads, clocks or transports. Belongs to whoever made it.
+Each rank has its own endpoint, and a room ends on each separately. The program that drives the
+ranks collects their outcomes by its own means (a pipe, a collective, a scheduler) and passes them
+to ``RankAgreement``.
 """
 
 from __future__ import annotations
@@ -18,42 +15,43 @@ from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
 
 
 class RankAgreement:
-    """What the ranks of this instance have said of one room.
+    """State of one room over ``num_ranks`` ranks. Not thread-safe; does nothing by itself.
 
-    ``carried`` are the bytes that they have written for it, by mode: complete once all
-    have released it, and empty on targets, which write nothing.
+    One failure fails the room; it is done when all ranks are done; its pages are free when they
+    are free on every rank. Only the first outcome of a rank counts. ``carried`` has the bytes
+    written by mode: final once all ranks have released the room, and empty on targets.
     """
 
     def __init__(self, num_ranks: int) -> None:
         if num_ranks < 1:
-            raise InputError(f"an instance has at least 1 rank, not {num_ranks}")
+            raise InputError(f"num_ranks must be at least 1, not {num_ranks}")
         self._num_ranks = num_ranks
         self._outcomes: dict[int, Outcome] = {}
         self._released: set[int] = set()
         self.carried: Counter[str] = Counter()
 
     def end(self, rank: int, outcome: Outcome) -> None:
-        """The rank's part of the room is done, or failed: its handle's ``outcome``."""
-        self._demand(rank)
+        """Add the outcome of a rank's handle. Raises ``InputError`` for an unknown rank."""
+        self._check_rank(rank)
         self._outcomes.setdefault(rank, outcome)
 
     def release(self, rank: int, carried: Mapping[str, int] | None = None) -> None:
-        """No transfer touches the rank's pages any more: its handle is ``released``."""
-        self._demand(rank)
+        """Note that a rank's handle is ``released``, and add the bytes that it carried."""
+        self._check_rank(rank)
         if rank not in self._released:
             self._released.add(rank)
             self.carried.update(carried or {})
 
     @property
     def status(self) -> Status:
-        """Failed as soon as one rank has, done when all are."""
+        """Failed as soon as one rank has failed, done when all are done, else moving."""
         if self.failure is not None:
             return Status.FAILED
         return Status.DONE if len(self._outcomes) == self._num_ranks else Status.MOVING
 
     @property
     def failure(self) -> Failure | None:
-        """Why it failed. Ranks that only followed another's failure say less, so they come last."""
+        """The most specific failure: ``aborted`` ranks often only followed another's failure."""
         failures = [end for end in self._outcomes.values() if isinstance(end, Failure)]
         return min(failures, key=lambda f: f.code is FailureCode.ABORTED, default=None)
 
@@ -64,10 +62,10 @@ class RankAgreement:
 
     @property
     def metadata(self) -> bytes:
-        """What the lead source said; only the targets that it writes to have heard it."""
-        said = (end.metadata for end in self._outcomes.values() if isinstance(end, Done))
-        return max(said, key=len, default=b"")
+        """The lead source's metadata, which reaches only the targets that it writes to."""
+        found = (end.metadata for end in self._outcomes.values() if isinstance(end, Done))
+        return max(found, key=len, default=b"")
 
-    def _demand(self, rank: int) -> None:
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self._num_ranks:
-            raise InputError(f"ranks here are 0 to {self._num_ranks - 1}; there is no rank {rank}")
+            raise InputError(f"rank must be from 0 to {self._num_ranks - 1}, not {rank}")

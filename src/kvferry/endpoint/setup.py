@@ -1,4 +1,4 @@
-"""What both endpoints set up alike: memory, staging, transports, liveness_port, metadata."""
+"""Set-up of what an endpoint needs before it starts threads: memory, transports, sockets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvferry.discovery.records import demand_name
-from kvferry.endpoint.calibration import scratch_bytes
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.unix import UnixListener
 from kvferry.endpoint.liveness.port import LivenessPort
@@ -29,19 +28,27 @@ from kvferry.transports.base import Transport, TransportSetup
 from kvferry.transports.registry import load, transport_class
 from kvferry.transports.transport_set import AUTO, TransportSet, asked_for
 
-# It must fit a frame's text.
+# A longer text does not fit the handshake.
 MAX_MODEL = 512
+# Scratch memory that peers write to measure their link.
+SCRATCH_BYTES = 1 << 20
+# Large enough that a GPU's transfer time differs measurably from that of a smaller write.
+GPU_SCRATCH_BYTES = 4 << 20
 
 
 def new_incarnation() -> int:
-    """A random id for one life of an endpoint."""
+    """Return a random incarnation id."""
     return secrets.randbelow(MAX_ID) + 1
 
 
 def make_transport(
     name: str, host: str = "127.0.0.1", options: Mapping[str, str] | None = None
 ) -> Transport:
-    """A transport by name. Pools may be allocated from it before an endpoint is made with it."""
+    """Return a transport by name. Pools may be allocated from it before it goes to an endpoint.
+
+    ``host``: numeric address that peers reach this process at. ``options``: the transport's own.
+    Raises ``TransportError`` if the transport is unknown or does not work here.
+    """
     setup = TransportSetup(
         agent=f"kvferry-{secrets.token_hex(8)}",
         copy=copy_binding,
@@ -55,34 +62,36 @@ def make_transport(
 def make_transports(
     name: str = "auto", host: str = "127.0.0.1", options: Mapping[str, str] | None = None
 ) -> TransportSet:
-    """Transports: all that work here (``auto``), one, or several with commas between them.
+    """Return transports: all that work here (``auto``), or those named, separated by commas.
 
-    Pools may be allocated from them before an endpoint is made. An option goes to whoever knows it.
+    Pools may be allocated from them before they go to an endpoint. Each option goes to the
+    transports that have it. Raises ``TransportError`` if no transport works here, a named one does
+    not, or none has an option.
     """
     given = dict(options or {})
     names = asked_for(name)
     if len(names) == 1:
         return TransportSet.make(name, lambda each: make_transport(each, host, given))
     known = {each: _options_of(each) for each in names}
-    strange = sorted(set(given).difference(*known.values()))
-    if strange:
-        raise TransportError(f"none of {', '.join(names)} has an option {strange[0]!r:.80}")
+    unknown = sorted(set(given).difference(*known.values()))
+    if unknown:
+        raise TransportError(f"none of {', '.join(names)} has an option {unknown[0]!r:.80}")
 
     def make(each: str) -> Transport:
         if name == AUTO:
-            _demand_confined(each, host)
-        theirs = {key: value for key, value in given.items() if key in known[each]}
-        return make_transport(each, host, theirs)
+            _check_loopback(each, host)
+        own = {key: value for key, value in given.items() if key in known[each]}
+        return make_transport(each, host, own)
 
     return TransportSet.make(name, make)
 
 
-def _demand_confined(name: str, host: str) -> None:
-    """Nobody who asked for loopback, and for no transport, gets a port that is open to all."""
+def _check_loopback(name: str, host: str) -> None:
+    """Refuse a transport that listens on all addresses if the endpoint's host is loopback."""
     if load(name).listens_everywhere and ipaddress.ip_address(host).is_loopback:
         raise TransportError(
-            f"{name} listens on every address, and this endpoint's host is {host}; name it, or "
-            f"another host, to have it"
+            f"{name} listens on every address, but this endpoint's host is {host}; name the "
+            f"transport, or set another host, to use it"
         )
 
 
@@ -90,11 +99,11 @@ def _options_of(name: str) -> tuple[str, ...]:
     try:
         return load(name).option_names
     except TransportError:
-        return ()  # Making it will tell.
+        return ()  # Making the transport reports the problem.
 
 
 class StagingMemory(NamedTuple):
-    """Staging memory: slots one after another, then scratch memory for measuring."""
+    """Staging memory: consecutive slots, then scratch memory for measuring links."""
 
     region: Region
     pool: SlotPool
@@ -102,21 +111,21 @@ class StagingMemory(NamedTuple):
 
     @property
     def scratch_offset(self) -> int:
-        """Where the scratch memory begins."""
+        """Offset of the scratch memory."""
         return self.pool.num_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """How large it is."""
+        """Size of the scratch memory."""
         return self.region.num_bytes - self.pool.num_bytes
 
     def address(self, slot: int) -> int:
-        """Of a slot."""
+        """Return the address of a slot."""
         return self.region.address + self.pool.offset(slot)
 
 
 class Member(NamedTuple):
-    """Which rank of which instance an endpoint is, and of which model."""
+    """The rank, instance and model that an endpoint belongs to."""
 
     name: str
     rank: int
@@ -125,12 +134,12 @@ class Member(NamedTuple):
 
     @property
     def peer(self) -> Peer:
-        """As others call it."""
+        """The endpoint's id in the cluster."""
         return Peer(self.name, self.rank)
 
 
 class EndpointSetup(NamedTuple):
-    """Everything an endpoint stands on."""
+    """Parts of an endpoint that need no thread."""
 
     member: Member
     memory: Memory
@@ -140,12 +149,12 @@ class EndpointSetup(NamedTuple):
     incarnation: int
     liveness_port: LivenessPort
     metadata: PeerMetadata
-    # Of the pools' regions. One object for all copies: whoever has seen it knows it again.
+    # Base addresses of the pools' regions. Copiers recognize this object, so share it.
     addresses: tuple[int, ...]
 
     @property
     def identity(self) -> Identity:
-        """As its machine shows itself."""
+        """Identity that the machine sends in the handshake."""
         return Identity(
             self.member.peer,
             self.incarnation,
@@ -157,18 +166,18 @@ class EndpointSetup(NamedTuple):
 
     @property
     def staging_bytes(self) -> int:
-        """What the slots take."""
+        """Size of all staging slots together."""
         return self.slots.pool.num_bytes if self.slots else 0
 
     @property
     def staging(self) -> Staging:
-        """As a peer is told."""
+        """Size and number of slots, for the handshake."""
         if self.slots is None:
             return Staging()
         return Staging(self.slots.pool.slot_bytes, self.slots.pool.num_slots)
 
     def close(self) -> None:
-        """Give everything back, before anybody was told of it."""
+        """Close everything, if the endpoint does not start."""
         self.transports.close()
         self.liveness_port.close()
 
@@ -180,16 +189,16 @@ def set_up(
     config: EndpointConfig,
     *,
     writable: bool,
-    most_slots: int,
+    max_slots: int,
     listener: UnixListener | None = None,
 ) -> EndpointSetup:
-    """Set everything up that has no thread. Raises errors that say what to change."""
-    _demand_reachable(config.host)
-    _demand_sayable(member)
-    transports = _several(transport, config)
+    """Set up an endpoint. If it raises, nothing is left open."""
+    _check_host(config.host)
+    _check_member(member)
+    transports = _transport_set(transport, config)
     try:
         memory = _memory(member, pools, transports, writable=writable)
-        slots = _slots(config, member.layout, memory, transports, most_slots)
+        slots = _slots(config, member.layout, memory, transports, max_slots)
         transports.register(memory.regions, slots.region if slots else None, writable=writable)
         offers = transports.offers(writable=writable)
         if memory.device.is_host:
@@ -200,7 +209,7 @@ def set_up(
         transports.close()
         raise
     if slots and not transports.stages:
-        slots = None  # Whoever would have staged could not take the pools.
+        slots = None  # The transports that stage could not register the pools.
     staging_region = len(memory.regions) if slots else None
     scratch = (slots.scratch_offset, slots.scratch_bytes) if slots else (0, 0)
     metadata = PeerMetadata(liveness_port.address, staging_region, *scratch, listener)
@@ -217,7 +226,9 @@ def set_up(
     )
 
 
-def _several(transport: str | Transport | TransportSet, config: EndpointConfig) -> TransportSet:
+def _transport_set(
+    transport: str | Transport | TransportSet, config: EndpointConfig
+) -> TransportSet:
     if isinstance(transport, str):
         return make_transports(transport, config.host, config.options)
     return TransportSet.of(transport) if isinstance(transport, Transport) else transport
@@ -226,13 +237,13 @@ def _several(transport: str | Transport | TransportSet, config: EndpointConfig) 
 def _memory(
     member: Member, pools: Memory | PoolArrays, transports: TransportSet, *, writable: bool
 ) -> Memory:
-    """This rank's memory, looked at only when it lies where it will stay."""
+    """Return this rank's memory. A transport may move arrays into memory that peers can write."""
     layout, rank = member.layout, member.rank
     if isinstance(pools, Memory):
         memory = pools
     else:
         if writable:
-            Memory.of(layout, rank, pools)  # What does not fit is refused before it is moved.
+            Memory.of(layout, rank, pools)  # Refuse pools that do not fit before moving them.
             transports.adopt([*arrays_of(pools)])
         memory = Memory.of(layout, rank, pools)
     problem = pools_problem(layout, rank, memory.map)
@@ -241,21 +252,23 @@ def _memory(
     return memory
 
 
-def _demand_reachable(host: str) -> None:
+def _check_host(host: str) -> None:
     try:
         unspecified = ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        raise InputError(f"host is a resolve_ip address, not {host!r:.200}") from None
+        raise InputError(f"host must be a numeric address, not {host!r:.200}") from None
     if unspecified:
-        raise InputError(f"host {host} says nothing; name the address that peers reach this by")
+        raise InputError(
+            f"host {host} is no address of one machine; use the one that peers reach this by"
+        )
 
 
-def _demand_sayable(member: Member) -> None:
-    """What others could not read must not be sent to them."""
+def _check_member(member: Member) -> None:
+    """Refuse what does not fit the handshake."""
     demand_name(member.name)
     if len(member.model) > MAX_MODEL:
         raise InputError(
-            f"model has {len(member.model)} characters, and {MAX_MODEL} at most; use a hash"
+            f"model must have at most {MAX_MODEL} characters, not {len(member.model)}; use a hash"
         )
 
 
@@ -264,7 +277,7 @@ def _slots(
     layout: Layout,
     memory: Memory,
     transports: TransportSet,
-    most_slots: int,
+    max_slots: int,
 ) -> StagingMemory | None:
     if not transports.stages or not config.staging_bytes:
         return None
@@ -274,10 +287,11 @@ def _slots(
         budget_bytes=config.staging_bytes,
         slot_bytes=config.slot_bytes,
         rule=slots_on(memory.device),
-        # A GPU gathers all slots that wait in one launch and needs no core for their writes, so
-        # a source has as many there as a target.
-        most_slots=most_slots if memory.device.is_host else MAX_SLOTS,
+        # A GPU gathers all waiting slots in one launch and needs no core for their writes, so a
+        # source may have as many slots as a target.
+        most_slots=max_slots if memory.device.is_host else MAX_SLOTS,
     )
-    # Beside the slots, which would hold less than a power of two of what comes in powers of two.
-    buffer = allocate(pool.num_bytes + scratch_bytes(memory.device), memory.device)
+    scratch_bytes = SCRATCH_BYTES if memory.device.is_host else GPU_SCRATCH_BYTES
+    # Scratch memory is extra: taken from the budget, it would leave less than a power of two.
+    buffer = allocate(pool.num_bytes + scratch_bytes, memory.device)
     return StagingMemory(buffer.region, pool, buffer)

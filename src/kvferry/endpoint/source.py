@@ -1,8 +1,7 @@
-"""A source endpoint: one prefill rank, as an engine holds it. For any thread."""
+"""The source endpoint: one prefill rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import ClassVar
@@ -12,19 +11,17 @@ from msgspec.structs import replace
 from kvferry.config import ProtocolConfig
 from kvferry.discovery.client import DiscoveryClient
 from kvferry.discovery.records import RankRecord
-from kvferry.endpoint.arguments import deadline_in
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.sockets import ControlServer
 from kvferry.endpoint.control.unix import UnixListener, UnixServer
-from kvferry.endpoint.costs import default_link_costs
+from kvferry.endpoint.link_costs import default_link_costs
 from kvferry.endpoint.loop.channels import SourceChannel
 from kvferry.endpoint.loop.chooser import Chooser
 from kvferry.endpoint.loop.links import TargetLinkTable
-from kvferry.endpoint.loop.loop import CLOSE_S, EndpointLoop
-from kvferry.endpoint.loop.probes import PeerProbes
-from kvferry.endpoint.loop.sides import SourceRoomEnds, SourceSide
+from kvferry.endpoint.loop.loop import CLOSE_S
+from kvferry.endpoint.loop.sides import SourceSide
 from kvferry.endpoint.loop.writes import TransportWrites
-from kvferry.endpoint.outgoing import Outgoing, Waitable
+from kvferry.endpoint.outgoing import Outgoing, PendingStep
 from kvferry.endpoint.rank import RankEndpoint
 from kvferry.endpoint.runner.runner import SourcePorts, SourceRunner
 from kvferry.endpoint.setup import EndpointSetup
@@ -35,16 +32,21 @@ from kvferry.protocol.source import SourceMachine
 from kvferry.security.keys import ClusterKey
 from kvferry.telemetry.tags import RoomTag
 
-# Slots that a outbound gathers on a GPU before it has credits for them: one that is posted with the
-# next credit, and one that is being filled meanwhile.
-GPU_AHEAD_SLOTS = 2
+# Slots per transfer that a GPU gathers before there are credits for them: one to post with the next
+# credit, and one to fill meanwhile.
+GPU_EARLY_SLOTS = 2
 
 
 class SourceEndpoint(RankEndpoint[Outgoing]):
-    """One prefill rank."""
+    """Endpoint of one prefill rank: sends rooms to the targets that ask for them.
+
+    It listens on ``config.host`` and registers in the discovery service. See ``RankEndpoint`` for
+    its arguments. ``record`` is its registration.
+    """
 
     writable: ClassVar[bool] = False
     role: ClassVar[str] = "source"
+    _side: SourceSide
 
     def _listen(
         self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack
@@ -52,28 +54,34 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         silence_s = config.protocol.silence_s
         self._server = ControlServer(config.host, config.port, key, silence_s)
         undo.callback(self._server.close)
-        self._local = UnixServer.open()
-        if self._local is None:
+        self._unix_server = UnixServer.open()
+        if self._unix_server is None:
             return None
-        undo.callback(self._local.close)
-        return self._local.listener
+        undo.callback(self._unix_server.close)
+        return self._unix_server.listener
 
-    def _announce(
+    def _register(
         self, setup: EndpointSetup, config: EndpointConfig, client: DiscoveryClient | None
     ) -> None:
-        self.record = _record(setup, self._server.address)
+        self.record = RankRecord(
+            instance=setup.member.name,
+            rank=setup.member.rank,
+            incarnation=setup.incarnation,
+            fingerprint=setup.member.model,
+            layout=setup.member.layout,
+            transport=setup.transports.name,
+            control=self._server.address,
+        )
         if client:
             client.register(self.record, config.lease_s)
 
-    def _most_slots(self, config: EndpointConfig) -> int:
+    def _max_slots(self, config: EndpointConfig) -> int:
         return config.protocol.local_slots
 
-    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> EndpointLoop:
-        setup, rooms, observer = self._setup, self._rooms, self._observer
-        me = setup.member.peer
+    def _make_side(self, key: ClusterKey | None) -> SourceSide:
+        setup, config, rooms, observer = self._setup, self._config, self._rooms, self._observer
 
         def answer(event: Event) -> None:
-            """Take the answer of a port."""
             runner.answer(event)
 
         self._costs = costs = LinkCostTable(default_link_costs(config, setup))
@@ -82,14 +90,16 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
             setup, self._transport_thread, observer, costs, answer, measures=measures
         )
         chooser = Chooser(setup.memory.map, rooms, links, costs, config.mode)
-        machine = SourceMachine(setup.identity, _with_slots(config, setup))
-        listeners = self._server, self._local
-        channel = SourceChannel(me, self._poller, observer, answer, *listeners)
+        rooms.before_release = chooser.forget
+        machine = SourceMachine(setup.identity, _protocol_config(config, setup))
+        channel = SourceChannel(
+            *(setup.member.peer, self._poller, observer, answer, self._server, self._unix_server)
+        )
 
-        def tell(op: Op) -> None:
-            """In the middle of a turn: a target waits to empty its slot, so all else can wait."""
+        def send_note(op: Op) -> None:
+            """Send a note in the middle of a turn if the target waits to reuse its slot."""
             if machine.writes.is_followed(op):
-                runner.tell(op)
+                runner.send_note(op)
                 channel.flush()
 
         writes = TransportWrites(
@@ -101,13 +111,10 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
             chooser=chooser,
             observer=observer,
             answer=answer,
-            tell=tell,
+            send_note=send_note,
         )
-        probes, ends = PeerProbes(self._prober), SourceRoomEnds(rooms, chooser)
-        runner = SourceRunner(machine, SourcePorts(channel, writes, probes, ends))
-        role = SourceSide(runner, self._step_machine, rooms, links, writes, channel, observer)
-        self._role = role
-        return self._owner_of(runner, role, channel)
+        runner = SourceRunner(machine, SourcePorts(channel, writes, self._prober, rooms))
+        return SourceSide(runner, rooms, channel, observer, links, writes)
 
     def open(
         self,
@@ -117,60 +124,51 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         request: str = "",
         traceparent: str = "",
     ) -> Outgoing:
-        """A request begins here. Its pages must stay as they are until it is released.
+        """Open a room and return its handle. Returns at once.
 
-        ``request`` and ``traceparent`` name whose room it is in logs and in its trace.
+        ``room``: the id that the target's engine has for the same transfer.
+        ``deadline_s``: seconds from now after which the room fails; None takes the configured.
+        ``request``, ``traceparent``: the request's id and W3C trace context, for logs and traces.
+
+        The engine must not change pages that it pushes until the handle is ``released``.
+        Raises ``InputError`` for an invalid argument, and ``Misuse`` if the room is open already or
+        the endpoint is closing.
         """
-        deadline = deadline_in(self._deadline_s if deadline_s is None else deadline_s)
-        handle = Outgoing(room, deadline, self._validator, self._step, self._abort)
+        deadline = self._deadline(deadline_s)
+        handle = Outgoing(room, deadline, self._validator, self._submit, self._abort)
         handle.tag = RoomTag.of(request, traceparent)
-        self._owner.rooms.add(handle)
-        self._step(handle, None, _nothing, Open(room, deadline))
+        self._rooms.add(handle)
+        self._submit(handle, PendingStep(Open(room, deadline)))
         return handle
 
-    def _step(
-        self, handle: Outgoing, after: Waitable | None, learn: Callable[[], None], event: Event
-    ) -> None:
-        """Take this step for a room when what was asked before it is done."""
-        self._owner.tell(partial(self._role.ask, handle, after, learn, event))
+    def _submit(self, handle: Outgoing, step: PendingStep) -> None:
+        self._loop.submit(partial(self._side.submit, handle, step))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Leave the discovery service, so that nobody comes any more, and end."""
+        """Leave the discovery service, abort all rooms, stop the threads.
+
+        Waits at most ``timeout_s`` seconds. Returns whether all memory is free, as
+        ``RankEndpoint.close`` does.
+        """
         if self._client:
+            # First, so that no new target comes.
             self._client.close()
         return super().close(timeout_s)
 
     @property
     def link_cost(self) -> LinkCost:
-        """What the link that was measured last costs; before that, what is assumed."""
+        """Cost of the link that was measured last; the assumed cost before any was."""
         return self._costs.latest
 
 
-def _nothing() -> None:
-    """Nothing is to be learnt before a room opens."""
-
-
-def _record(setup: EndpointSetup, control: str) -> RankRecord:
-    """As the discovery service shows it to targets."""
-    return RankRecord(
-        instance=setup.member.name,
-        rank=setup.member.rank,
-        incarnation=setup.incarnation,
-        fingerprint=setup.member.model,
-        layout=setup.member.layout,
-        transport=setup.transports.name,
-        control=control,
-    )
-
-
-def _with_slots(config: EndpointConfig, setup: EndpointSetup) -> ProtocolConfig:
-    """The machine hands out the slots that there are."""
+def _protocol_config(config: EndpointConfig, setup: EndpointSetup) -> ProtocolConfig:
+    """Return the machine's configuration with the actual number of slots."""
     slots, early_gather_slots = setup.slots, config.protocol.early_gather_slots
     if slots is None:
         return config.protocol
     if early_gather_slots is None:
-        # A slot of host memory that waits goes cold in the CPU's cache.
-        early_gather_slots = 0 if setup.memory.device.is_host else GPU_AHEAD_SLOTS
+        # On the host, a slot that waits falls out of the CPU's cache.
+        early_gather_slots = 0 if setup.memory.device.is_host else GPU_EARLY_SLOTS
     return replace(
         config.protocol,
         local_slots=slots.pool.num_slots,

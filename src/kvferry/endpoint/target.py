@@ -1,4 +1,4 @@
-"""A target endpoint: one decode rank, as an engine holds it. For any thread."""
+"""The target endpoint: one decode rank."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import ClassVar
 
 from kvferry.digest import checked_digest
 from kvferry.discovery.records import InstanceView, demand_name
-from kvferry.endpoint.arguments import deadline_in, token_count
+from kvferry.endpoint.arguments import token_count
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.unix import UnixListener
-from kvferry.endpoint.incoming import Incoming, wanted_pages
+from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.loop.channels import TargetChannel
 from kvferry.endpoint.loop.directory import Directory
-from kvferry.endpoint.loop.loop import EndpointLoop
-from kvferry.endpoint.loop.probes import PeerProbes
 from kvferry.endpoint.loop.scatters import StagedScatters
-from kvferry.endpoint.loop.sides import TargetRoomEnds, TargetSide
+from kvferry.endpoint.loop.sides import TargetSide
 from kvferry.endpoint.rank import RankEndpoint
 from kvferry.endpoint.runner.runner import TargetPorts, TargetRunner
 from kvferry.errors import InputError
@@ -33,10 +31,14 @@ from kvferry.telemetry.tags import RoomTag
 
 
 class TargetEndpoint(RankEndpoint[Incoming]):
-    """One decode rank."""
+    """Endpoint of one decode rank: receives rooms from prefill instances.
+
+    Sources write into its pools. See ``RankEndpoint`` for its arguments.
+    """
 
     writable: ClassVar[bool] = True
     role: ClassVar[str] = "target"
+    _side: TargetSide
 
     def _listen(
         self, config: EndpointConfig, key: ClusterKey | None, undo: ExitStack
@@ -44,29 +46,20 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         checked_bind_address(config.host, 0, key)
         return None
 
-    def _most_slots(self, config: EndpointConfig) -> int:
+    def _max_slots(self, config: EndpointConfig) -> int:
         return MAX_SLOTS
 
-    def _make_owner(self, config: EndpointConfig, key: ClusterKey | None) -> EndpointLoop:
-        setup, rooms, observer = self._setup, self._rooms, self._observer
+    def _make_side(self, key: ClusterKey | None) -> TargetSide:
+        setup, config, rooms, observer = self._setup, self._config, self._rooms, self._observer
 
         def answer(event: Event) -> None:
-            """Take the answer of a port."""
             runner.answer(event)
 
-        machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
-        discovery_timeout_s = (
-            inf if config.discovery_timeout_s is None else config.discovery_timeout_s
-        )
-        directory = Directory(self._client, self._learn, discovery_timeout_s)
+        timeout_s = config.discovery_timeout_s
+        directory = Directory(self._client, self._on_view, inf if timeout_s is None else timeout_s)
         channel = TargetChannel(
-            setup.member.peer,
-            self._poller,
-            observer,
-            answer,
-            key,
-            directory.address_of,
-            config.protocol.silence_s,
+            *(setup.member.peer, self._poller, observer, answer),
+            *(key, directory.address_of, config.protocol.silence_s),
         )
         scatters = StagedScatters(
             setup=setup,
@@ -75,19 +68,20 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             copier=self._copier,
             observer=observer,
             answer=answer,
-            join=channel.join,
+            connect_unix=channel.connect_unix,
         )
-        probes, ends = PeerProbes(self._prober), TargetRoomEnds(rooms, machine, scatters)
-        runner = TargetRunner(machine, TargetPorts(channel, scatters, probes, ends))
-        role = TargetSide(runner, self._step_machine, ends, scatters, channel, directory, observer)
-        self._role = role
-        return self._owner_of(runner, role, channel)
+        machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
+        runner = TargetRunner(machine, TargetPorts(channel, scatters, self._prober, rooms))
+        side = TargetSide(runner, rooms, channel, observer, scatters, directory)
+        rooms.before_failure = side.note_missing
+        rooms.before_release = side.forget_room
+        return side
 
-    def _learn(self, name: str, view: InstanceView | None) -> None:
-        """On the discovery client's thread: an instance is complete, has changed, or has ended."""
-        self._owner.tell(partial(self._role.learn, name, view))
+    def _on_view(self, name: str, view: InstanceView | None) -> None:
+        """Pass a view to the loop. On the discovery client's thread."""
+        self._loop.submit(partial(self._side.update_instance, name, view))
 
-    def receive(  # noqa: PLR0913 - what an engine has to say, by keyword
+    def receive(  # noqa: PLR0913 - arguments of a request, by keyword
         self,
         room: Room,
         *,
@@ -101,43 +95,52 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         request: str = "",
         traceparent: str = "",
     ) -> Incoming:
-        """Have a request's cache written into these pages by that prefill instance.
+        """Ask a prefill instance for a request's cache, and return the room's handle at once.
 
-        ``pages`` are all of the request's, or only those behind the ``prefix``
-        that is cached here already. They are held until the room is released.
-        ``digest`` is that of the request (``kvferry.digest_of``): the room is done only if
-        every source says that it has computed just that. ``request`` and ``traceparent`` name
-        whose room it is in logs and in its trace.
+        ``room``: the id that the source's engine has for the same transfer.
+        ``prefill``: the instance's name, which takes a discovery service, or a view of it.
+        ``tokens``: the request's length. ``prefix``: its first tokens that are cached here already.
+        ``pages``: all pages of the request, or only those behind the prefix.
+        ``states``: the request's state rows by group.
+        ``deadline_s``: seconds from now after which the room fails; None takes the configured.
+        ``digest``: the request's digest (``kvferry.digest_of``). The room is done only if every
+        source has computed a request with the same digest.
+        ``request``, ``traceparent``: the request's id and W3C trace context, for logs and traces.
+
+        The engine must not use the pages until the handle is done, nor reuse them until it is
+        ``released``. Raises ``InputError`` for an invalid argument, and ``Misuse`` if the room is
+        open already or the endpoint is closing.
         """
-        self._demand_instance(prefill)
-        asked = Request(token_count(tokens), token_count(prefix, "prefix"))
-        tables = self._validator.tables(asked, pages, states)
-        deadline = deadline_in(self._deadline_s if deadline_s is None else deadline_s)
-        wanted = ReceiveRequest(room, asked, tables, deadline, checked_digest(digest))
+        self._check_prefill(prefill)
+        length = Request(token_count(tokens), token_count(prefix, "prefix"))
+        tables = self._validator.tables(length, pages, states)
+        deadline = self._deadline(deadline_s)
+        wanted = ReceiveRequest(room, length, tables, deadline, checked_digest(digest))
         member = self._setup.member
-        everything = partial(wanted_pages, member.layout, member.rank, wanted)
-        handle = Incoming(wanted, prefill, self._abort, everything)
+        handle = Incoming(wanted, prefill, member.layout, member.rank, self._abort)
         handle.tag = RoomTag.of(request, traceparent)
-        self._owner.rooms.add(handle)
-        self._owner.tell(partial(self._role.receive, handle))
+        self._rooms.add(handle)
+        self._loop.submit(partial(self._side.receive, handle))
         return handle
 
     def decline(
         self, room: Room, *, prefill: str | InstanceView, deadline_s: float | None = None
     ) -> None:
-        """Tell a prefill instance that this rank will not receive a room.
+        """Tell a prefill instance that this rank will not receive a room. Returns at once.
 
-        Its ranks then let go of the room's pages at once instead of at their deadline; the room
-        fails there with ``aborted``. For a room that was never received here: ``abort`` of a
-        handle tells them by itself. Returns at once. An instance that is not known yet is told
-        when it is found, within ``deadline_s``.
+        Its ranks then fail the room with ``aborted`` and release its pages at once instead of at
+        their deadline. Only for a room that was never received here: aborting a handle notifies
+        the sources too. If the instance is not known yet, it is notified when it is found, within
+        ``deadline_s`` seconds (None takes the configured).
+
+        Raises ``InputError`` for an invalid argument, and ``Misuse`` if the room is open here.
         """
-        self._demand_instance(prefill)
-        self._owner.rooms.demand_unknown(room)
-        deadline = deadline_in(self._deadline_s if deadline_s is None else deadline_s)
-        self._owner.tell(partial(self._role.decline, room, prefill, deadline))
+        self._check_prefill(prefill)
+        self._rooms.check_unused(room)
+        deadline = self._deadline(deadline_s)
+        self._loop.submit(partial(self._side.decline, room, prefill, deadline))
 
-    def _demand_instance(self, prefill: object) -> None:
+    def _check_prefill(self, prefill: object) -> None:
         if isinstance(prefill, str):
             if self._client is None:
                 raise InputError(
@@ -145,4 +148,4 @@ class TargetEndpoint(RankEndpoint[Incoming]):
                 )
             demand_name(prefill)
         elif not isinstance(prefill, InstanceView):
-            raise InputError(f"prefill is an instance's name or view, not {prefill!r:.200}")
+            raise InputError(f"prefill must be an instance's name or view, not {prefill!r:.200}")

@@ -1,4 +1,4 @@
-"""The control channel over real sockets: frames, keys, strangers, and closing in time."""
+"""The control channel over real sockets: frames, keys, foreign connections, closing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from kvferry.security.keys import ClusterKey
 KEY = ClusterKey(bytes(range(32)))
 OTHER = ClusterKey(bytes(32))
 ENOUGH_S = 20.0
-# So long is waited for what must not happen.
+# How long a test waits for something that must not happen.
 WHILE_S = 0.3
 
 
 class Pair:
-    """A server and its clients, polled as an endpoint's owner polls them."""
+    """A server and its clients, polled like in an endpoint's loop."""
 
     def __init__(self, host: str = "127.0.0.1", key: ClusterKey | None = KEY) -> None:
         self.server = ControlServer(host, 0, key)
@@ -44,7 +44,7 @@ class Pair:
         return self.clients[-1]
 
     def run(self, until: Callable[[], bool], limit_s: float = ENOUGH_S) -> bool:
-        """Poll until something is so; False if it was not in time."""
+        """Poll until a condition holds. Return False if it does not in time."""
         poller = zmq.Poller()
         for channel in (self.server, *self.clients):
             for polled in channel.sockets:
@@ -92,10 +92,10 @@ def test_frames_travel_both_ways(
 ) -> None:
     pair = pairs(host, key)
     client = pair.connect(key)
-    assert client.send(b"before the connection stands")
+    assert client.send(b"before the connection is open")
     assert pair.run(lambda: len(pair.at_server) == 1)
     route, frame = pair.at_server[0]
-    assert frame == b"before the connection stands"
+    assert frame == b"before the connection is open"
     assert pair.server.send(route, b"answer")
     assert pair.run(lambda: pair.at_clients == [(0, b"answer")])
     assert not pair.server.counts
@@ -113,7 +113,7 @@ def test_each_client_has_its_route(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-def test_the_largest_frame_passes_and_a_larger_one_does_not(
+def test_frames_above_the_limit_are_dropped(
     pairs: Callable[..., Pair], key: ClusterKey | None
 ) -> None:
     pair = pairs(key=key)
@@ -122,7 +122,7 @@ def test_the_largest_frame_passes_and_a_larger_one_does_not(
     assert pair.run(lambda: len(pair.at_server) == 1)
     assert len(pair.at_server[0][1]) == MAX_FRAME_BYTES
     client.send(bytes(MAX_FRAME_BYTES + WRAPPING_BYTES + 1))
-    # ZeroMQ ends that connection; frames that were under way are lost, and then it goes on.
+    # ZeroMQ ends that connection, loses the frames in flight, and reconnects.
     deadline = time.monotonic() + ENOUGH_S
     while len(pair.at_server) == 1 and time.monotonic() < deadline:
         client.send(b"after")
@@ -133,7 +133,7 @@ def test_the_largest_frame_passes_and_a_larger_one_does_not(
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(KEY, OTHER), (KEY, None), (None, KEY)], ids=["other", "none", "ours-none"]
 )
-def test_who_has_another_key_is_not_heard(
+def test_a_client_with_another_key_is_refused(
     pairs: Callable[..., Pair], ours: ClusterKey | None, theirs: ClusterKey | None
 ) -> None:
     pair = pairs(key=ours)
@@ -172,7 +172,7 @@ def test_knowing_the_servers_public_key_is_not_enough(pair: Pair) -> None:
     ],
     ids=["http", "version-1", "random", "greeting", "ff"],
 )
-def test_strangers_disturb_nobody(
+def test_foreign_connections_do_no_harm(
     pairs: Callable[..., Pair], key: ClusterKey | None, junk: bytes
 ) -> None:
     pair = pairs(key=key)
@@ -187,7 +187,7 @@ def test_strangers_disturb_nobody(
     assert [frame for _, frame in pair.at_server] == [b"before", b"after"]
 
 
-def test_more_than_one_part_is_malformed(pairs: Callable[..., Pair]) -> None:
+def test_messages_of_several_parts_are_malformed(pairs: Callable[..., Pair]) -> None:
     pair = pairs(key=None)
     client = pair.connect(None)
     client.socket.send_multipart([b"x"] * 100)
@@ -202,7 +202,7 @@ def test_more_than_one_part_is_malformed(pairs: Callable[..., Pair]) -> None:
     assert pair.at_clients == []
 
 
-def test_a_route_that_is_gone_takes_nothing(pair: Pair) -> None:
+def test_sending_to_a_dead_route_fails(pair: Pair) -> None:
     client = pair.connect()
     client.send(b"here")
     assert pair.run(lambda: len(pair.at_server) == 1)
@@ -214,7 +214,7 @@ def test_a_route_that_is_gone_takes_nothing(pair: Pair) -> None:
     assert pair.server.counts["unsent"] == 2
 
 
-def test_a_full_queue_takes_nothing_and_never_waits() -> None:
+def test_sending_to_a_full_queue_fails_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = ControlClient(f"tcp://127.0.0.1:{silent.getsockname()[1]}", KEY)
         taken = sum(client.send(b"x") for _ in range(MAX_QUEUED + 50))
@@ -225,7 +225,7 @@ def test_a_full_queue_takes_nothing_and_never_waits() -> None:
         assert time.monotonic() - begun < LINGER_MS / 1000 + ENOUGH_S / 4
 
 
-def test_a_call_takes_a_bounded_number_and_the_poller_says_that_there_is_more(
+def test_one_receive_call_is_bounded_and_the_rest_stays_readable(
     pairs: Callable[..., Pair],
 ) -> None:
     pair = pairs(key=None)
@@ -271,37 +271,36 @@ def test_clients_of_one_endpoint_share_a_context(pair: Pair) -> None:
     context.destroy(LINGER_MS)
 
 
-def test_what_was_just_sent_leaves_before_closing(pair: Pair) -> None:
+def test_frames_just_sent_leave_before_the_socket_closes(pair: Pair) -> None:
     client = pair.connect()
     client.send(b"first")
     assert pair.run(lambda: len(pair.at_server) == 1)
     for _ in range(4):
-        # More than the kernel takes at once.
+        # More than the kernel buffers.
         assert client.send(bytes(MAX_FRAME_BYTES))
     client.close(linger_ms=int(ENOUGH_S * 1000))
     pair.clients.clear()
     assert pair.run(lambda: len(pair.at_server) == 5)
 
 
-def test_closing_twice_is_once() -> None:
+def test_close_is_idempotent() -> None:
     server = ControlServer("127.0.0.1", 0, KEY)
     client = ControlClient(server.address, KEY)
     for _ in range(2):
         client.close()
         server.close()
-    # And the port is free again.
+    # The port is free again.
     host, _, port = server.address.removeprefix("tcp://").rpartition(":")
     again = ControlServer(host, int(port), KEY)
     assert again.address == server.address
     again.close()
 
 
-def test_those_who_knock_hold_up_neither_the_channel_nor_its_end() -> None:
+def test_many_connection_attempts_delay_neither_frames_nor_closing() -> None:
     server = ControlServer("127.0.0.1", 0, KEY)
     strangers = [ControlClient(server.address, OTHER) for _ in range(20)]
     deadline = time.monotonic() + ENOUGH_S
-    # Nobody calls the server's receive: the news of failed handshakes pile up, beyond what a
-    # queue of ZeroMQ's takes by default.
+    # Without calls of receive, events of failed handshakes exceed ZeroMQ's default queue size.
     while sum(stranger.counts["refused"] for stranger in strangers) < 1500:
         assert time.monotonic() < deadline
         for stranger in strangers:
@@ -319,7 +318,7 @@ def test_without_a_key_only_loopback_can_be_bound() -> None:
     ControlServer("0.0.0.0", 0, KEY).close()
 
 
-def test_a_port_in_use_is_one_sentence(pair: Pair) -> None:
+def test_a_port_in_use_gives_one_sentence(pair: Pair) -> None:
     with pytest.raises(InputError, match="Address already in use; choose another"):
         ControlServer("127.0.0.1", pair.server.port, KEY)
     with pytest.raises(InputError, match=r"cannot listen on 192\.0\.2\.1"):
@@ -343,6 +342,6 @@ def test_a_port_in_use_is_one_sentence(pair: Pair) -> None:
         "tcp://\ud800:1",
     ],
 )
-def test_an_address_that_is_none_is_one_sentence(address: str) -> None:
-    with pytest.raises(InputError, match="a control address is such as"):
+def test_an_invalid_address_gives_one_sentence(address: str) -> None:
+    with pytest.raises(InputError, match="use an address like"):
         ControlClient(address, KEY)

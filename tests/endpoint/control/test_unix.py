@@ -1,4 +1,4 @@
-"""Lines between processes of one host: frames both ways, nobody without the secret, and ends."""
+"""Unix channels: frames both ways, the secret, limits, and the fallback to ZeroMQ."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ from kvferry.endpoint.control.unix import (
     UnixServer,
     connect,
 )
-from kvferry.endpoint.loop.channels import Channel, Dropped, SourceChannel, TargetChannel
+from kvferry.endpoint.loop.channels import (
+    MAX_CHANNELS,
+    MAX_UNFINISHED_BYTES,
+    Channel,
+    ConnectionLost,
+    SourceChannel,
+    TargetChannel,
+)
 from kvferry.endpoint.loop.poller import Poller
-from kvferry.endpoint.loop.unix_channels import MAX_LINES, MAX_UNFINISHED_BYTES
 from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.ids import Generation, Peer, Session
 from kvferry.protocol.codec import MAX_FRAME_BYTES
@@ -46,19 +52,19 @@ def server() -> Iterator[UnixServer]:
 
 
 def joined(server: UnixServer) -> tuple[UnixChannel, UnixChannel]:
-    """A line, by its two ends."""
+    """Both ends of a connection."""
     ours = connect(server.listener)
     (theirs,) = server.accept()
     assert ours is not None
     return ours, theirs
 
 
-def received(line: UnixChannel, num_frames: int, other: UnixChannel) -> list[bytes]:
-    """So many frames, while the other end goes on sending what was left."""
+def received(channel: UnixChannel, num_frames: int, other: UnixChannel) -> list[bytes]:
+    """Receive a number of frames while the other end sends what it has queued."""
     frames: list[bytes] = []
-    while len(frames) < num_frames and not line.over:
+    while len(frames) < num_frames and not channel.over:
         other.resume()
-        frames += line.receive()
+        frames += channel.receive()
     return frames
 
 
@@ -67,31 +73,31 @@ def message(*frames: bytes) -> bytes:
     return one
 
 
-def test_frames_come_whole_and_in_order_both_ways(server: UnixServer) -> None:
+def test_frames_arrive_whole_and_in_order_both_ways(server: UnixServer) -> None:
     ours, theirs = joined(server)
-    # Larger than a socket holds, so that it comes in parts.
+    # Larger than a socket buffer, so that it arrives in parts.
     frames = [b"a", b"", b"b" * 3_000_000, b"c" * 70_000, b"d"]
-    for line, other in ((ours, theirs), (theirs, ours)):
-        assert line.send(message(*frames[:2]))
-        assert line.send(message(*frames[2:4]))
-        assert line.send(message(frames[4]))
-        assert line.has_unsent
-        got = received(other, len(frames), line)
-        # Never compared as a whole: the difference would be printed.
+    for channel, other in ((ours, theirs), (theirs, ours)):
+        assert channel.send(message(*frames[:2]))
+        assert channel.send(message(*frames[2:4]))
+        assert channel.send(message(frames[4]))
+        assert channel.has_unsent
+        got = received(other, len(frames), channel)
+        # Compare lengths and first bytes only: pytest would print a difference of megabytes.
         assert [(len(frame), frame[:1]) for frame in got] == [(len(f), f[:1]) for f in frames]
-        assert not line.has_unsent
+        assert not channel.has_unsent
     ours.close()
     theirs.close()
 
 
-def test_what_a_peer_does_not_read_is_bounded(server: UnixServer) -> None:
+def test_the_queue_for_a_peer_that_does_not_read_is_bounded(server: UnixServer) -> None:
     ours, theirs = joined(server)
     large = message(bytes(MAX_FRAME_BYTES))
     sent = 0
     while ours.send(large):
         sent += 1
         assert sent <= MAX_UNSENT_BYTES // len(large) + 1
-    # What was taken comes whole, and the line goes on.
+    # What was queued arrives whole, and the channel goes on.
     assert len(received(theirs, sent, ours)) == sent
     assert ours.send(message(b"next"))
     assert received(theirs, 1, ours) == [b"next"]
@@ -99,18 +105,18 @@ def test_what_a_peer_does_not_read_is_bounded(server: UnixServer) -> None:
     theirs.close()
 
 
-@pytest.mark.parametrize("said", [bytes(SECRET_BYTES), b"x" * 1000], ids=["zeros", "noise"])
-def test_who_does_not_know_the_secret_is_not_heard(server: UnixServer, said: bytes) -> None:
-    ours = connect(UnixListener(server.listener.name, said[:SECRET_BYTES]))
+@pytest.mark.parametrize("secret", [bytes(SECRET_BYTES), b"x" * 1000], ids=["zeros", "noise"])
+def test_frames_behind_a_wrong_secret_are_ignored(server: UnixServer, secret: bytes) -> None:
+    ours = connect(UnixListener(server.listener.name, secret[:SECRET_BYTES]))
     assert ours is not None
     (theirs,) = server.accept()
-    ours.send(said + message(b"frame"))
+    ours.send(secret + message(b"frame"))
     assert (theirs.receive(), theirs.is_proven, theirs.over) == ([], False, True)
     ours.close()
     theirs.close()
 
 
-def test_half_a_secret_proves_nothing_yet(server: UnixServer) -> None:
+def test_a_secret_may_arrive_in_parts(server: UnixServer) -> None:
     plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     plain.connect(f"\0{server.listener.name}")
     (theirs,) = server.accept()
@@ -125,7 +131,7 @@ def test_half_a_secret_proves_nothing_yet(server: UnixServer) -> None:
     theirs.close()
 
 
-def test_those_who_prove_nothing_are_few(server: UnixServer) -> None:
+def test_connections_without_the_secret_are_limited(server: UnixServer) -> None:
     proven, heard = joined(server)
     proven.send(message(b"frame"))
     assert heard.receive() == [b"frame"]
@@ -133,17 +139,17 @@ def test_those_who_prove_nothing_are_few(server: UnixServer) -> None:
     for _ in range(MAX_UNPROVEN + 3):
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         plain.connect(f"\0{server.listener.name}")
-        came += [(plain, line) for line in server.accept()]
-    assert [line.over for _, line in came] == [True] * 3 + [False] * MAX_UNPROVEN
+        came += [(plain, channel) for channel in server.accept()]
+    assert [channel.over for _, channel in came] == [True] * 3 + [False] * MAX_UNPROVEN
     assert not heard.over
-    for plain, line in came:
+    for plain, channel in came:
         plain.close()
-        line.close()
+        channel.close()
     proven.close()
     heard.close()
 
 
-def test_a_length_that_no_frame_has_ends_the_line(server: UnixServer) -> None:
+def test_an_impossible_length_ends_the_channel(server: UnixServer) -> None:
     ours, theirs = joined(server)
     ours.send(message(b"frame") + struct.pack(">I", MAX_FRAME_BYTES + 1) + b"more")
     assert (theirs.receive(), theirs.over) == ([b"frame"], True)
@@ -151,16 +157,17 @@ def test_a_length_that_no_frame_has_ends_the_line(server: UnixServer) -> None:
     theirs.close()
 
 
-def test_nobody_at_the_door() -> None:
+def test_connecting_where_nobody_listens_returns_none() -> None:
     assert connect(UnixListener("kvferry-nobody-is-here", bytes(SECRET_BYTES))) is None
 
 
-def test_a_door_is_part_of_what_peers_are_told_and_earlier_ones_have_none() -> None:
+def test_the_listener_is_optional_in_the_metadata_and_its_secret_hidden() -> None:
     listener = UnixListener("kvferry-x", bytes(SECRET_BYTES))
     metadata = PeerMetadata(("127.0.0.1", 1), listener=listener)
-    assert PeerMetadata.decode(metadata.encode()).listener == listener
-    assert PeerMetadata.decode(replace(metadata, listener=None).encode()).listener is None
-    assert PeerMetadata.read(b"\xc1") is None
+    assert PeerMetadata.decode(metadata.encode()) == metadata
+    without = replace(metadata, listener=None)
+    assert PeerMetadata.decode(without.encode()) == without
+    assert PeerMetadata.decode(b"\xc1") is None
     assert listener.secret.hex() not in repr(metadata)
     assert repr(listener.secret) not in repr(metadata)
 
@@ -169,7 +176,7 @@ def test_a_door_is_part_of_what_peers_are_told_and_earlier_ones_have_none() -> N
 
 
 class Seen(Observer):
-    """An observer of a channel that counts refusals."""
+    """An observer that records frames and counts refusals."""
 
     def __init__(self) -> None:
         self.frames: list[tuple[str, Peer, object]] = []
@@ -186,7 +193,7 @@ class Seen(Observer):
 
 
 class Two(NamedTuple):
-    """Both sides' channels, with what each waits in, and the source's listener."""
+    """Both sides' channels with their pollers, and the source's listener."""
 
     source: SourceChannel
     target: TargetChannel
@@ -196,16 +203,16 @@ class Two(NamedTuple):
     seen: tuple[Seen, Seen]
 
 
-def nobody(event: Event) -> None:
-    """Hears of nothing."""
+def ignore(event: Event) -> None:
+    """Ignore an event."""
 
 
 @pytest.fixture
 def two(server: UnixServer) -> Iterator[Two]:
     control = ControlServer("127.0.0.1")
     pollers, seen = (Poller(), Poller()), (Seen(), Seen())
-    source = SourceChannel(SOURCE, pollers[0], seen[0], nobody, control, server)
-    target = TargetChannel(TARGET, pollers[1], seen[1], nobody, None, lambda _: control.address)
+    source = SourceChannel(SOURCE, pollers[0], seen[0], ignore, control, server)
+    target = TargetChannel(TARGET, pollers[1], seen[1], ignore, None, lambda _: control.address)
     yield Two(source, target, *pollers, server.listener, seen)
     target.close()
     source.close()
@@ -216,7 +223,7 @@ def frame(sender: Peer, seq: int) -> Envelope:
 
 
 def taken(channel: Channel[Any], poller: Poller) -> list[object]:
-    """The numbers of the frames that have come, and what became of connections."""
+    """Receive: the sequence numbers of frames, and lost connections."""
     found = channel.receive(poller.wait(0.0))
     return [one.envelope.seq if isinstance(one, Received) else one for one in found]
 
@@ -230,24 +237,24 @@ def awaited(channel: Channel[Any], poller: Poller, wanted: object) -> None:
     eventually(lambda: wanted in taken(channel, poller))
 
 
-def test_who_has_joined_talks_on_the_line_and_is_answered_there(two: Two) -> None:
+def test_a_target_uses_the_unix_channel_and_is_answered_there(two: Two) -> None:
     say(two.target, SOURCE, TARGET, 1)
     awaited(two.source, two.source_poller, 1)
-    two.target.join(SOURCE, two.listener)
+    two.target.connect_unix(SOURCE, two.listener)
     assert taken(two.source, two.source_poller) == []
     say(two.target, SOURCE, TARGET, 2)
-    # No thread between them: what was said is there.
+    # No thread in between: the frame is there at once.
     assert taken(two.source, two.source_poller) == [2]
     say(two.source, TARGET, SOURCE, 1)
     assert taken(two.target, two.target_poller) == [1]
 
 
-def test_when_the_line_ends_the_control_channel_is_still_there(two: Two) -> None:
-    two.target.join(SOURCE, two.listener)
+def test_frames_fall_back_to_the_control_channel(two: Two) -> None:
+    two.target.connect_unix(SOURCE, two.listener)
     say(two.target, SOURCE, TARGET, 1)
     awaited(two.source, two.source_poller, 1)
-    two.source._lines.close()
-    awaited(two.target, two.target_poller, Dropped(SOURCE))
+    two.source._unix_channels.close()
+    awaited(two.target, two.target_poller, ConnectionLost(SOURCE))
     say(two.target, SOURCE, TARGET, 2)
     awaited(two.source, two.source_poller, 2)
     say(two.source, TARGET, SOURCE, 1)
@@ -264,19 +271,19 @@ def test_every_frame_is_observed_on_both_sides(two: Two) -> None:
     assert there == [("in", TARGET, accept), ("in", TARGET, Heartbeat())]
 
 
-def test_a_second_session_replaces_the_line(two: Two) -> None:
+def test_a_new_connection_replaces_the_former(two: Two) -> None:
     for seq in (1, 2):
-        two.target.join(SOURCE, two.listener)
+        two.target.connect_unix(SOURCE, two.listener)
         say(two.target, SOURCE, TARGET, seq)
         awaited(two.source, two.source_poller, seq)
     say(two.source, TARGET, SOURCE, 1)
     assert taken(two.target, two.target_poller) == [1]
     two.target.drop(SOURCE)
-    awaited(two.source, two.source_poller, Dropped(None))
+    awaited(two.source, two.source_poller, ConnectionLost(None))
 
 
-def test_a_peer_that_reads_slowly_gets_everything(two: Two) -> None:
-    two.target.join(SOURCE, two.listener)
+def test_a_slow_reader_gets_every_frame(two: Two) -> None:
+    two.target.connect_unix(SOURCE, two.listener)
     num_frames = 4000
     for seq in range(1, num_frames + 1):
         two.target.send(SOURCE, replace(frame(TARGET, seq), sender=Peer("d" * 200, 0)))
@@ -284,49 +291,51 @@ def test_a_peer_that_reads_slowly_gets_everything(two: Two) -> None:
     found: list[object] = []
     while len(found) < num_frames:
         found += taken(two.source, two.source_poller)
-        # Woken for there is room, and nothing has come.
+        # Woken because there is room to write; no frame has arrived.
         assert taken(two.target, two.target_poller) == []
     assert found == list(range(1, num_frames + 1))
 
 
 def held_bytes(two: Two) -> int:
-    return sum(line.num_unfinished for line in two.source._lines._lines.values())
+    return sum(channel.num_unfinished for channel in two.source._unix_channels._channels.values())
 
 
-def test_unfinished_frames_of_those_who_know_the_secret_are_bounded(two: Two) -> None:
-    """Twelve lines that each send all but the last byte of the longest frame there is."""
-    lines = [connect(two.listener) for _ in range(12)]
+def test_incomplete_frames_of_authenticated_peers_are_bounded(two: Two) -> None:
+    """Twelve channels each send all but the last byte of a frame of maximum length."""
+    channels = [connect(two.listener) for _ in range(12)]
     half_frame = struct.pack(">I", MAX_FRAME_BYTES) + bytes(MAX_FRAME_BYTES - 1)
-    for line in lines:
-        assert line is not None
-        line.send(half_frame)
-    while any(line is not None and line.has_unsent and not line.over for line in lines):
+    for channel in channels:
+        assert channel is not None
+        channel.send(half_frame)
+    while any(
+        channel is not None and channel.has_unsent and not channel.over for channel in channels
+    ):
         assert held_bytes(two) <= MAX_UNFINISHED_BYTES
-        for line in lines:
-            assert line is not None
-            line.resume()
+        for channel in channels:
+            assert channel is not None
+            channel.resume()
         taken(two.source, two.source_poller)
     assert two.seen[0].refusals["unfinished-frames"] >= 8
-    for line in lines:
-        assert line is not None
-        line.close()
-    # Whoever behaves is heard as before.
-    two.target.join(SOURCE, two.listener)
+    for channel in channels:
+        assert channel is not None
+        channel.close()
+    # A peer that behaves is served as before.
+    two.target.connect_unix(SOURCE, two.listener)
     say(two.target, SOURCE, TARGET, 1)
     awaited(two.source, two.source_poller, 1)
 
 
-def test_lines_are_so_many_at_most_and_others_use_the_control_channel(two: Two) -> None:
-    lines = []
-    for _ in range(MAX_LINES + 8):
-        lines.append(connect(two.listener))
+def test_further_channels_are_closed_and_use_the_control_channel(two: Two) -> None:
+    channels = []
+    for _ in range(MAX_CHANNELS + 8):
+        channels.append(connect(two.listener))
         taken(two.source, two.source_poller)
     assert two.seen[0].refusals["too-many-lines"] == 8
-    two.target.join(SOURCE, two.listener)
+    two.target.connect_unix(SOURCE, two.listener)
     taken(two.source, two.source_poller)
-    eventually(lambda: Dropped(SOURCE) in taken(two.target, two.target_poller))
+    eventually(lambda: ConnectionLost(SOURCE) in taken(two.target, two.target_poller))
     say(two.target, SOURCE, TARGET, 1)
     awaited(two.source, two.source_poller, 1)
-    for line in lines:
-        assert line is not None
-        line.close()
+    for channel in channels:
+        assert channel is not None
+        channel.close()

@@ -1,4 +1,4 @@
-"""Asking after peers on a thread of its own: who is gone is told of, once, and nobody else."""
+"""The liveness prober: reports each dead peer once, and nobody else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from kvferry.endpoint.liveness.port import Address
 from kvferry.endpoint.liveness.prober import Prober
-from kvferry.endpoint.loop.probes import PeerProbes
 from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.endpoint.runner.runner import PeerGone
 from kvferry.endpoint.runner.sessions import SessionRecord
@@ -18,24 +17,24 @@ from kvferry.ids import Peer, Session
 from kvferry.transports.mailbox import Mailbox
 
 GONE, STUCK, OTHER = Peer("gone", 0), Peer("stuck", 0), Peer("other", 0)
-LIFE = 7
+INCARNATION = 7
 WAIT_S = 15.0
 
 
 @pytest.fixture
-def told() -> Mailbox[PeerGone]:
+def reported() -> Mailbox[PeerGone]:
     return Mailbox()
 
 
 @pytest.fixture
-def prober(told: Mailbox[PeerGone]) -> Iterator[Prober]:
-    prober = Prober(told.put, "prober")
+def prober(reported: Mailbox[PeerGone]) -> Iterator[Prober]:
+    prober = Prober(reported.put, "prober")
     yield prober
     prober.close()
 
 
 def refusing() -> Address:
-    """Where nobody listens."""
+    """An address where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address: Address = server.getsockname()
         return address
@@ -43,95 +42,92 @@ def refusing() -> Address:
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """A process that takes connections and has something to say only if a test says it."""
+    """A socket that accepts connections but answers nothing by itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(WAIT_S)
         yield server
 
 
-def asked(server: socket.socket) -> None:
-    """Wait until somebody asks, and say nothing."""
+def accept_probe(server: socket.socket) -> None:
+    """Wait for a probe, and close it without an answer."""
     server.accept()[0].close()
 
 
-def test_a_suspect_that_is_gone_is_told_of(prober: Prober, told: Mailbox[PeerGone]) -> None:
-    prober.start_probing(GONE, LIFE, refusing())
-    assert told.get(WAIT_S) == PeerGone(GONE, LIFE)
-
-
-def test_a_suspect_is_asked_after_until_it_is_gone(
-    prober: Prober, told: Mailbox[PeerGone], listener: socket.socket
-) -> None:
-    prober.start_probing(STUCK, LIFE, listener.getsockname())
-    asked(listener)
-    asked(listener)
-    assert len(told) == 0
-    listener.close()
-    assert told.get(WAIT_S) == PeerGone(STUCK, LIFE)
-
-
-def a_round_goes_by(prober: Prober, told: Mailbox[PeerGone]) -> None:
-    """One that has begun after this was called."""
-    prober.start_probing(GONE, LIFE, refusing())
-    assert told.get(WAIT_S) == PeerGone(GONE, LIFE)
-
-
-def test_nobody_asks_after_the_acquitted(
-    prober: Prober, told: Mailbox[PeerGone], listener: socket.socket
-) -> None:
-    prober.start_probing(STUCK, LIFE, listener.getsockname())
-    asked(listener)
-    prober.stop_probing(OTHER, LIFE)
-    asked(listener)
-    prober.stop_probing(STUCK, LIFE)
-    nobody_asks(listener, prober, told)
-
-
-def nobody_asks(listener: socket.socket, prober: Prober, told: Mailbox[PeerGone]) -> None:
-    listener.setblocking(False)
-    # The one that goes on may have begun before.
-    a_round_goes_by(prober, told)
-    with contextlib.suppress(BlockingIOError):
-        asked(listener)
-    a_round_goes_by(prober, told)
-    with pytest.raises(BlockingIOError):
-        asked(listener)
-
-
-def test_a_sign_is_followed_until_there_is_an_answer(
-    prober: Prober, told: Mailbox[PeerGone], listener: socket.socket
-) -> None:
-    prober.sign(STUCK, LIFE, listener.getsockname())
-    # What is no answer proves nothing, and it asks again.
-    asked(listener)
-    asked(listener)
-    listener.close()
-    assert told.get(WAIT_S) == PeerGone(STUCK, LIFE)
-    # Told of once: the next word is about the next.
-    prober.sign(GONE, LIFE, refusing())
-    assert told.get(WAIT_S).peer == GONE
-    assert len(told) == 0
-
-
 def record_of(peer: Peer, metadata: bytes) -> SessionRecord:
-    return SessionRecord(peer, LIFE, Session(LIFE, 1), metadata, exposed=True)
+    return SessionRecord(peer, INCARNATION, Session(INCARNATION, 1), metadata, exposed=True)
 
 
 def metadata_with(address: Address) -> bytes:
     return PeerMetadata(address).encode()
 
 
-def test_a_driver_asks_through_what_it_was_told_by_its_peers(
-    prober: Prober, told: Mailbox[PeerGone], listener: socket.socket
+def start_probing(prober: Prober, peer: Peer, address: Address) -> None:
+    prober.start_probing(record_of(peer, metadata_with(address)))
+
+
+def test_a_dead_peer_is_reported(prober: Prober, reported: Mailbox[PeerGone]) -> None:
+    start_probing(prober, GONE, refusing())
+    assert reported.get(WAIT_S) == PeerGone(GONE, INCARNATION)
+
+
+def test_a_peer_is_probed_until_it_is_dead(
+    prober: Prober, reported: Mailbox[PeerGone], listener: socket.socket
 ) -> None:
-    probes = PeerProbes(prober)
-    probes.start_probing(record_of(OTHER, b"no card"))
-    probes.sign(OTHER, LIFE, b"no card")
-    probes.start_probing(record_of(STUCK, metadata_with(listener.getsockname())))
-    asked(listener)
-    probes.stop_probing(STUCK, LIFE)
-    nobody_asks(listener, prober, told)
-    probes.start_probing(record_of(GONE, metadata_with(refusing())))
-    assert told.get(WAIT_S) == PeerGone(GONE, LIFE)
-    probes.sign(GONE, LIFE + 1, metadata_with(refusing()))
-    assert told.get(WAIT_S) == PeerGone(GONE, LIFE + 1)
+    start_probing(prober, STUCK, listener.getsockname())
+    accept_probe(listener)
+    accept_probe(listener)
+    assert len(reported) == 0
+    listener.close()
+    assert reported.get(WAIT_S) == PeerGone(STUCK, INCARNATION)
+
+
+def wait_for_round(prober: Prober, reported: Mailbox[PeerGone]) -> None:
+    """Wait for a round of probes that starts after this call."""
+    start_probing(prober, GONE, refusing())
+    assert reported.get(WAIT_S) == PeerGone(GONE, INCARNATION)
+
+
+def test_probing_stops_on_request(
+    prober: Prober, reported: Mailbox[PeerGone], listener: socket.socket
+) -> None:
+    start_probing(prober, STUCK, listener.getsockname())
+    accept_probe(listener)
+    prober.stop_probing(OTHER, INCARNATION)
+    accept_probe(listener)
+    prober.stop_probing(STUCK, INCARNATION)
+    check_not_probed(listener, prober, reported)
+
+
+def check_not_probed(listener: socket.socket, prober: Prober, reported: Mailbox[PeerGone]) -> None:
+    listener.setblocking(False)
+    # A round that started before may still probe.
+    wait_for_round(prober, reported)
+    with contextlib.suppress(BlockingIOError):
+        accept_probe(listener)
+    wait_for_round(prober, reported)
+    with pytest.raises(BlockingIOError):
+        accept_probe(listener)
+
+
+def test_a_death_hint_is_followed_until_there_is_an_answer(
+    prober: Prober, reported: Mailbox[PeerGone], listener: socket.socket
+) -> None:
+    prober.hint_death(STUCK, INCARNATION, metadata_with(listener.getsockname()))
+    # A connection without a valid answer proves nothing, so it probes again.
+    accept_probe(listener)
+    accept_probe(listener)
+    listener.close()
+    assert reported.get(WAIT_S) == PeerGone(STUCK, INCARNATION)
+    # A death is reported once: the next report is about the next hint.
+    prober.hint_death(GONE, INCARNATION + 1, metadata_with(refusing()))
+    assert reported.get(WAIT_S) == PeerGone(GONE, INCARNATION + 1)
+    assert len(reported) == 0
+
+
+def test_peers_with_invalid_metadata_are_not_probed(
+    prober: Prober, reported: Mailbox[PeerGone]
+) -> None:
+    prober.start_probing(record_of(OTHER, b"not metadata"))
+    prober.hint_death(OTHER, INCARNATION, b"not metadata")
+    wait_for_round(prober, reported)
+    assert len(reported) == 0

@@ -1,4 +1,4 @@
-"""What a channel keeps until a turn is over, and what it does not."""
+"""Channels: when queued frames are sent, and where a target's frames go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import pytest
 
 from kvferry.endpoint.control.bundles import unbundle
 from kvferry.endpoint.loop import channels
-from kvferry.endpoint.loop.channels import MOST_S, MOST_WAITING, Channel, Dropped
+from kvferry.endpoint.loop.channels import (
+    MAX_WAIT_S,
+    MAX_WAITING,
+    Channel,
+    ConnectionLost,
+    TargetChannel,
+)
 from kvferry.ids import Peer, Session
 from kvferry.protocol.events import Event
 from kvferry.protocol.messages import Envelope, Heartbeat
@@ -21,20 +27,20 @@ SESSION = Session(1, 2)
 
 
 class Mail(Channel[str]):
-    """Sends into a list: how many frames each message had."""
+    """Channel that records the number of frames of each message."""
 
     def __init__(self) -> None:
         nobody: Any = None
         super().__init__(ME, nobody, Observer(), nobody)
         self.sent: list[int] = []
 
-    def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
+    def receive(self, ready: Collection[object]) -> Iterator[Event | ConnectionLost]:
         yield from ()
 
-    def _way_to(self, peer: Peer, session: Session) -> str:
+    def _route_to(self, peer: Peer, session: Session) -> str:
         return "way"
 
-    def _answered_at(self, way: str, now: float) -> None:
+    def _last_answered_at(self, way: str, now: float) -> None:
         return None
 
     def _send(self, way: str, messages: Iterable[bytes]) -> None:
@@ -47,7 +53,7 @@ class Mail(Channel[str]):
 
 
 class Clock:
-    """Time as a test has it."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 1.0
@@ -61,7 +67,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.usefixtures("clock")
-def test_what_a_turn_says_leaves_together() -> None:
+def test_the_frames_of_a_turn_leave_together() -> None:
     mail = Mail()
     for _ in range(3):
         mail.say()
@@ -72,23 +78,50 @@ def test_what_a_turn_says_leaves_together() -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_much_does_not_wait_for_the_end() -> None:
+def test_many_frames_do_not_wait_for_the_end_of_a_turn() -> None:
     mail = Mail()
-    for _ in range(MOST_WAITING):
+    for _ in range(MAX_WAITING):
         mail.say()
-    assert sum(mail.sent) == MOST_WAITING
+    assert sum(mail.sent) == MAX_WAITING
 
 
-def test_in_a_long_turn_what_waits_is_let_out_now_and_then(clock: Clock) -> None:
+def test_waiting_frames_leave_at_intervals_in_a_long_turn(clock: Clock) -> None:
     mail = Mail()
     mail.say()
-    mail.let_out()
+    mail.flush_if_due()
     assert mail.sent == [1]
     for _ in range(2):
         mail.say()
-        mail.let_out()
-    assert mail.sent == [1], "it was but a moment ago"
-    clock.now += 2 * MOST_S
-    mail.let_out()
-    mail.let_out()
+        mail.flush_if_due()
+    assert mail.sent == [1], "frames were sent just before"
+    clock.now += 2 * MAX_WAIT_S
+    mail.flush_if_due()
+    mail.flush_if_due()
     assert mail.sent == [1, 2]
+
+
+class Watch:
+    """A poller that records what it watches."""
+
+    def __init__(self) -> None:
+        self.watched: set[object] = set()
+        self.watch = self.watched.add
+        self.unwatch = self.watched.remove
+
+    def mark_used(self, socket: object) -> None: ...
+
+
+def test_a_source_that_has_moved_is_reached_at_its_new_address_only() -> None:
+    address = "tcp://127.0.0.1:1"
+    watch: Any = Watch()
+    channel = TargetChannel(ME, watch, Observer(), lambda _: None, None, lambda _: address)
+    watched = []
+    for address in ("tcp://127.0.0.1:1", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"):  # noqa: B007
+        channel.send(PEER, Envelope(ME, 1, SESSION, 1, Heartbeat()))
+        watched.append(set(watch.watched))
+    assert watched[0] == watched[1]
+    assert len(watched[2]) == len(watched[0])
+    assert not watched[2] & watched[0]
+    assert channel.peers == {PEER}
+    channel.close()
+    assert not watch.watched

@@ -1,4 +1,4 @@
-"""A target's directory: who waits for which instance, and what is kept when nobody does."""
+"""A target's directory: rooms that wait for an instance, and when instances are dropped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.loop.directory import Directory
-from kvferry.endpoint.loop.sides import TargetRoomEnds, TargetSide
+from kvferry.endpoint.loop.sides import TargetSide
 from kvferry.ids import Peer, Room
 from kvferry.plan.plan import Request
 from kvferry.protocol.events import Event, PeerRestarted, Receive, ReceiveRequest
@@ -20,7 +20,7 @@ from kvferry.telemetry.observer import Observer
 
 
 def view_of(*lives: int) -> Any:
-    """An instance at the discovery service, as far as these look at it."""
+    """An instance's view with one incarnation per rank."""
     ranks = [SimpleNamespace(rank=rank, incarnation=life) for rank, life in enumerate(lives)]
     return SimpleNamespace(name="prefill", ranks=ranks, fingerprint="m", layout=None)
 
@@ -29,7 +29,7 @@ VIEW = view_of(7, 8)
 
 
 class Client:
-    """A discovery service' client that only remembers who watches what."""
+    """A discovery client that records its watches."""
 
     def __init__(self) -> None:
         self.watched: set[str] = set()
@@ -46,7 +46,7 @@ class Client:
 
 
 class Rooms:
-    """How rooms ended."""
+    """A room table that records how rooms end."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Room, FailureCode]] = []
@@ -63,14 +63,18 @@ class Rooms:
     def get(self, room: Room) -> None:
         return None
 
+    def refresh(self, event: Event, status: object) -> None: ...
+
     def __len__(self) -> int:
         return 0
 
 
 def handle(room: Room, deadline: float = inf) -> Incoming:
-    made = Incoming(ReceiveRequest(room, Request(4), (), deadline), "prefill", lambda _: None, dict)
-    made.begun = 0.0
-    return made
+    request = ReceiveRequest(room, Request(4), (), deadline)
+    layout: Any = None
+    handle = Incoming(request, "prefill", layout, 0, lambda _: None)
+    handle.begun = 0.0
+    return handle
 
 
 @pytest.fixture
@@ -80,141 +84,140 @@ def client() -> Client:
 
 @pytest.fixture
 def directory(client: Client) -> Directory:
-    knows: Any = client
-    return Directory(knows, lambda *_: None)
+    any_client: Any = client
+    return Directory(any_client, lambda *_: None)
 
 
-def test_an_instance_is_watched_while_somebody_waits_for_it(
+def test_an_instance_is_watched_while_a_room_waits_for_it(
     directory: Directory, client: Client
 ) -> None:
     first, second = handle("1", 5.0), handle("2", 3.0)
     assert directory.find(first) is directory.find(second) is None
     assert (client.watched, directory.wakeup()) == ({"prefill"}, 3.0)
-    assert directory.give_up(second)
-    assert not directory.give_up(second)
+    assert directory.remove_waiting(second)
+    assert not directory.remove_waiting(second)
     assert directory.wakeup() == 5.0
-    assert directory.forget_ended(set()) == {"prefill"}
-    assert directory.give_up(first)
+    assert directory.drop_unused(set()) == {"prefill"}
+    assert directory.remove_waiting(first)
     assert directory.wakeup() == inf
-    assert directory.forget_ended(set()) == set()
+    assert directory.drop_unused(set()) == set()
     assert (client.watched, directory.names) == (set(), set())
 
 
-def test_who_waits_goes_on_when_the_instance_is_there(directory: Directory) -> None:
+def test_rooms_open_when_their_instance_is_known(directory: Directory) -> None:
     first, second = handle("1"), handle("2")
     directory.find(first)
     directory.find(second)
-    assert directory.learn("prefill", None) == []
-    assert directory.learn("prefill", VIEW) == [first, second]
-    assert directory.learn("prefill", VIEW) == []
+    assert directory.update("prefill", None) == []
+    assert directory.update("prefill", VIEW) == [first, second]
+    assert directory.update("prefill", VIEW) == []
     assert directory.find(handle("3")) is VIEW
-    assert not directory.give_up(first)
+    assert not directory.remove_waiting(first)
 
 
 @pytest.mark.parametrize(("now", "overdue"), [(2.9, []), (3.0, ["2"]), (9.0, ["1", "2"])])
-def test_a_room_ends_at_its_deadline_if_its_instance_does_not_come(
+def test_a_room_fails_at_its_deadline_without_its_instance(
     directory: Directory, now: float, overdue: list[Room]
 ) -> None:
     rooms = Rooms()
-    role = role_of(directory, rooms)
+    side = side_of(directory, rooms)
     for each in (handle("1", 5.0), handle("2", 3.0)):
         directory.find(each)
-    role.advance(now)
-    role.advance(now)
+    side.poll(now)
+    side.poll(now)
     assert rooms.told == [(room, FailureCode.UNREACHABLE) for room in overdue]
     assert rooms.released == overdue
 
 
-def test_a_room_does_not_wait_long_for_what_the_discovery_does_not_know(client: Client) -> None:
-    knows: Any = client
-    directory, rooms = Directory(knows, lambda *_: None, discovery_timeout_s=2.0), Rooms()
-    role, early = role_of(directory, rooms), handle("1", 9.0)
+def test_a_room_waits_briefly_for_an_instance_that_does_not_exist(client: Client) -> None:
+    any_client: Any = client
+    directory, rooms = Directory(any_client, lambda *_: None, discovery_timeout_s=2.0), Rooms()
+    side, early = side_of(directory, rooms), handle("1", 9.0)
     directory.find(early)
-    assert directory.wakeup() == 9.0  # the discovery service has not answered, and may be away
-    role.learn("prefill", None)
+    assert directory.wakeup() == 9.0  # The discovery service has not answered.
+    side.update_instance("prefill", None)
     late = handle("2", 9.0)
     late.begun = 1.5
     directory.find(late)
     assert directory.wakeup() == 2.0
-    role.advance(3.4)
+    side.poll(3.4)
     assert rooms.told == [("1", FailureCode.UNREACHABLE)]
     assert rooms.messages == [
         "the prefill instance is not there: nobody has registered as 'prefill'"
     ]
     assert directory.wakeup() == 3.5
-    assert directory.learn("prefill", VIEW) == [late]
-    assert directory.learn("prefill", None) == []
-    # Who is not waited for is not kept in mind.
-    assert directory.forget_ended(set()) == set()
+    assert directory.update("prefill", VIEW) == [late]
+    assert directory.update("prefill", None) == []
+    # An instance that no room waits for is forgotten.
+    assert directory.drop_unused(set()) == set()
     again = handle("3", 9.0)
     directory.find(again)
     assert directory.wakeup() == 9.0
 
 
-def test_a_room_can_be_given_up_while_it_waits(directory: Directory) -> None:
+def test_a_waiting_room_can_be_aborted(directory: Directory) -> None:
     rooms = Rooms()
-    role, room = role_of(directory, rooms), handle("1", 5.0)
+    side, room = side_of(directory, rooms), handle("1", 5.0)
     directory.find(room)
-    assert role.cancel(room)
-    assert not role.cancel(room)
+    assert side.cancel_waiting(room)
+    assert not side.cancel_waiting(room)
     assert rooms.told == [("1", FailureCode.ABORTED)]
-    assert (rooms.released, role.wakeup(0.0)) == (["1"], inf)
+    assert (rooms.released, side.wakeup(0.0)) == (["1"], inf)
 
 
-def test_lives_are_asked_after_only_where_the_discovery_has_spoken_of_their_instance(
+def test_only_incarnations_missing_from_the_updated_instance_are_probed(
     directory: Directory,
 ) -> None:
     asked: list[Callable[[Any], bool]] = []
-    role = role_of(directory, Rooms(), asked)
+    side = side_of(directory, Rooms(), asked)
     links = [
         SimpleNamespace(peer=Peer(name, rank), incarnation=life)
         for name, rank, life in [("prefill", 0, 7), ("prefill", 1, 9), ("other", 0, 7)]
     ]
-    role.learn("prefill", VIEW)
-    role.learn("prefill", None)
+    side.update_instance("prefill", VIEW)
+    side.update_instance("prefill", None)
     one_changed, all_left = ([look(link) for link in links] for look in asked)
     assert one_changed == [False, True, False]
     assert all_left == [True, True, False]
 
 
-def test_the_machine_hears_of_new_lives_before_rooms_that_waited_for_them_begin(
+def test_restarts_reach_the_machine_before_waiting_rooms_open(
     directory: Directory,
 ) -> None:
     taken: list[Event] = []
-    role = role_of(directory, Rooms(), taken=taken)
-    role.receive(handle("1"))
+    side = side_of(directory, Rooms(), taken=taken)
+    side.receive(handle("1"))
     assert taken == []
-    role.learn("prefill", VIEW)
+    side.update_instance("prefill", VIEW)
     *news, begun = taken
     assert news == [PeerRestarted(Peer("prefill", 0), 7), PeerRestarted(Peer("prefill", 1), 8)]
     assert isinstance(begun, Receive)
 
 
-def test_nothing_is_concluded_from_lives_that_are_not_known(directory: Directory) -> None:
+def test_an_unknown_incarnation_proves_nothing(directory: Directory) -> None:
     asked: list[Callable[[Any], bool]] = []
     taken: list[Event] = []
-    role = role_of(directory, Rooms(), asked, taken)
+    side = side_of(directory, Rooms(), asked, taken)
     unknown: Any = SimpleNamespace(
         name="prefill", ranks=[SimpleNamespace(rank=0, incarnation=None)]
     )
-    role.learn("prefill", unknown)
+    side.update_instance("prefill", unknown)
     link = SimpleNamespace(peer=Peer("prefill", 0), incarnation=7)
     assert (taken, [look(link) for look in asked]) == ([], [False])
 
 
-def role_of(
+def side_of(
     directory: Directory,
     rooms: Rooms,
     asked: list[Callable[[Any], bool]] | None = None,
     taken: list[Event] | None = None,
 ) -> TargetSide:
     runner: Any = SimpleNamespace(
-        ask_after=(asked if asked is not None else []).append,
-        machine=SimpleNamespace(rooms={}),
+        answer=(taken if taken is not None else []).append,
+        probe_links=(asked if asked is not None else []).append,
+        machine=SimpleNamespace(rooms={}, status=None),
     )
-    scatters: Any = SimpleNamespace(expect=lambda *_, **__: None)
-    held: Any = rooms
-    nothing: Any = None
-    take = (taken if taken is not None else []).append
-    ends = TargetRoomEnds(held, runner.machine, scatters)
-    return TargetSide(runner, take, ends, scatters, nothing, directory, Observer())
+    scatters: Any = SimpleNamespace(expect_writes=lambda *_, **__: None)
+    table: Any = rooms
+    channel: Any = None
+    return TargetSide(runner, table, channel, Observer(), scatters, directory)

@@ -1,4 +1,4 @@
-"""Copies on a GPU as the owner sees them, with a GPU that does what a test says."""
+"""GPU copies as the loop sees them, with a scripted GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvferry.memory.copy.gpu_tables import GpuCopy
 from kvferry.plan.bind import Binding
 
 
-def told(jobs: Iterable[CopyJob]) -> list[tuple[int, str]]:
-    """Which have ended, and what is to be said against them."""
+def results_of(jobs: Iterable[CopyJob]) -> list[tuple[int, str]]:
+    """Return number and problem of each finished job."""
     return [(job.op, job.problem if isinstance(job, ScatterJob) else job.detail) for job in jobs]
 
 
 class Launched:
-    """A launch that is over when it is said to be."""
+    """A launch that ends when a test says so."""
 
     def __init__(self) -> None:
         self.over = False
@@ -33,7 +33,7 @@ class Launched:
 
 
 class Gpu:
-    """Takes launches, unless it refuses."""
+    """A GPU that records launches, or refuses them."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[int, Launched]] = []
@@ -58,21 +58,21 @@ def unbindable() -> Binding:
     raise InputError("no such page")
 
 
-def test_what_a_turn_asked_for_is_one_launch() -> None:
+def test_the_copies_of_a_turn_are_one_launch() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
     for op in range(3):
         copies.submit(scatter(op))
-    assert not gpu.launches, "nothing starts before the turn's end"
+    assert not gpu.launches, "nothing starts before the end of the turn"
     copies.launch()
     copies.launch()
     assert [count for count, _ in gpu.launches] == [3]
 
 
-def test_what_nobody_waits_for_yet_waits_while_there_is_hurry() -> None:
+def test_early_gathers_are_postponed_while_urgent() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
-    for job in (gather(1, ahead=True), scatter(2), gather(3)):
+    for job in (gather(1, early=True), scatter(2), gather(3)):
         copies.submit(job)
     copies.launch(urgent=True)
     assert [count for count, _ in gpu.launches] == [2]
@@ -82,26 +82,26 @@ def test_what_nobody_waits_for_yet_waits_while_there_is_hurry() -> None:
     assert [count for count, _ in gpu.launches] == [2, 1]
     for _, launched in gpu.launches:
         launched.over = True
-    assert [news.op for news in copies.ended()] == [2, 3, 1]
+    assert [news.op for news in copies.finished()] == [2, 3, 1]
 
 
-def test_what_can_be_done_at_leisure_is_done_once_when_nothing_runs() -> None:
+def test_idle_work_is_done_once_while_nothing_runs() -> None:
     gpu, done = Gpu(), list[int]()
     copies = GpuCopies(gpu)
-    copies.submit(scatter(1, at_leisure=lambda: done.append(1)))
+    copies.submit(scatter(1, when_idle=lambda: done.append(1)))
     copies.submit(scatter(2))
     copies.launch()
     copies.launch()
     assert not done
     gpu.launches[0][1].over = True
-    assert len(list(copies.ended())) == 2
-    assert not done, "first others hear of the end"
+    assert len(list(copies.finished())) == 2
+    assert not done, "the end is reported first"
     copies.launch()
     copies.launch()
     assert done == [1]
 
 
-def test_no_launch_is_too_large() -> None:
+def test_a_launch_has_at_most_the_maximum_batch() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
     for op in range(MAX_BATCH + 1):
@@ -110,7 +110,7 @@ def test_no_launch_is_too_large() -> None:
     assert [count for count, _ in gpu.launches] == [MAX_BATCH, 1]
 
 
-def test_ends_are_told_once_and_when_the_gpu_is_done() -> None:
+def test_each_end_is_reported_once_after_the_gpu_is_done() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
     assert copies.wakeup() == inf
@@ -119,66 +119,66 @@ def test_ends_are_told_once_and_when_the_gpu_is_done() -> None:
         copies.launch()
     first, second = (launched for _, launched in gpu.launches)
     second.over = True
-    assert list(copies.ended()) == [], "a stream ends its launches in their order"
+    assert list(copies.finished()) == [], "launches of a stream end in order"
     assert copies.wakeup() < 1e-3
     first.over = True
-    assert told(copies.ended()) == [(1, ""), (2, "")]
-    assert list(copies.ended()) == []
+    assert results_of(copies.finished()) == [(1, ""), (2, "")]
+    assert list(copies.finished()) == []
     assert copies.wakeup() == inf
 
 
-def test_what_was_gathered_is_to_be_written() -> None:
+def test_a_gathered_slot_is_bound_for_its_write() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
     job = gather(7)
     copies.submit(job)
     copies.launch()
     gpu.launches[0][1].over = True
-    assert list(copies.ended()) == [job]
+    assert list(copies.finished()) == [job]
     assert (job.binding, job.is_over) == (bulk(), False)
 
 
-def test_what_was_gathered_ahead_is_told_with_its_size() -> None:
+def test_an_early_gather_ends_with_its_size() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
-    job = gather(7, ahead=True)
+    job = gather(7, early=True)
     copies.submit(job)
     copies.launch()
     gpu.launches[0][1].over = True
-    assert list(copies.ended()) == [job]
+    assert list(copies.finished()) == [job]
     assert (job.num_bytes, job.binding.parts, job.is_over) == (NUM_BYTES, (), False)
 
 
-def test_pages_that_are_wrong_fail_one_copy_and_no_other() -> None:
+def test_wrong_pages_fail_one_copy_only() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
     copies.submit(scatter(1, unbindable))
     copies.submit(scatter(2))
     copies.launch()
     gpu.launches[0][1].over = True
-    assert sorted(told(copies.ended())) == [(1, "no such page"), (2, "")]
+    assert sorted(results_of(copies.finished())) == [(1, "no such page"), (2, "")]
 
 
-def test_a_gpu_that_has_failed() -> None:
+def test_a_failed_gpu_fails_its_copies() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
     copies.submit(gather(1))
     copies.launch()
     gpu.launches[0][1].problem = "an illegal address"
-    assert told(copies.ended()) == [(1, "the GPU failed: an illegal address")]
+    assert results_of(copies.finished()) == [(1, "the GPU failed: an illegal address")]
 
 
-def test_a_launch_that_is_refused_is_over_before_that_is_told() -> None:
+def test_a_refused_launch_is_drained_before_it_fails() -> None:
     gpu = Gpu()
     copies = GpuCopies(gpu)
     gpu.refuses = "the GPU took no copy"
     copies.submit(scatter(1))
     copies.launch()
     assert gpu.drained == 1
-    assert told(copies.ended()) == [(1, "the GPU took no copy")]
+    assert results_of(copies.finished()) == [(1, "the GPU took no copy")]
 
 
-def test_what_may_come_soon_is_told_to_the_gpu_and_launches_nothing() -> None:
+def test_prebinding_launches_nothing() -> None:
     gpu, binding = Gpu(), bulk()
     copies = GpuCopies(gpu)
     copies.prebind(binding, (7,), (0, 0))

@@ -1,4 +1,4 @@
-"""The runner without its thread: a machine on strings, ports that write down what they hear."""
+"""The runner with a scripted machine and ports that record their calls."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from typing import Any
 
 import msgspec
 import pytest
-from endpoint.puppet import LAYOUT, ME, PLAN, TIMES, Desk, ExposedPuppet, Puppet
+from endpoint.scripted_machine import (
+    LAYOUT,
+    ME,
+    PLAN,
+    TIMES,
+    ExposedMachine,
+    RecordingPorts,
+    ScriptedMachine,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.config import ProtocolConfig
 from kvferry.endpoint.runner.runner import (
-    MOST_UNSAID,
+    MAX_WAITING_FRAMES,
     PeerGone,
     SourcePorts,
     SourceRunner,
     TargetPorts,
     TargetRunner,
+    drop_redundant,
     frame_event,
-    without_needless,
 )
 from kvferry.endpoint.runner.sessions import Sessions
 from kvferry.ids import Generation, Op, Peer, Serial, Session, SlotIndex, Ticket
@@ -77,42 +85,42 @@ REQUEST = Request(1)
 LEAST_S = 1.0
 
 
-# ---------------------------------------------------------------- a puppet on its stage
+# ---------------------------------------------------------------- set-up
 
 
-class Stage:
-    """A puppet that is driven."""
+class Bench:
+    """A runner with its scripted machine and recording ports."""
 
-    def __init__(self, puppet: Puppet | None = None) -> None:
-        self.puppet = puppet or Puppet()
-        self.desk = Desk()
-        machine: Any = self.puppet
+    def __init__(self, script: ScriptedMachine | None = None) -> None:
+        self.script = script or ScriptedMachine()
+        self.ports = RecordingPorts()
+        machine: Any = self.script
         self.runner: Any = (
-            TargetRunner(machine, TargetPorts(*[self.desk] * 4))
+            TargetRunner(machine, TargetPorts(*[self.ports] * 4))
             if machine.exposed
-            else SourceRunner(machine, SourcePorts(*[self.desk] * 4))
+            else SourceRunner(machine, SourcePorts(*[self.ports] * 4))
         )
 
     def do(self, *actions: Action, at: float = 0.0) -> list[tuple[str, object]]:
-        """Have the puppet say this; what the ports hear of it."""
+        """Let the machine perform these actions. Return the calls of the ports."""
         return self.take(Tick(), *actions, at=at)
 
     def take(self, event: Event, *answer: Action, at: float = 0.0) -> list[tuple[str, object]]:
-        self.puppet.answers[event] = list(answer)
-        self.desk.asked.clear()
+        self.script.answers[event] = list(answer)
+        self.ports.asked.clear()
         self.runner.take(event, at)
-        return list(self.desk.asked)
+        return list(self.ports.asked)
 
     def meet(self, session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> None:
-        self.do(Connect(peer, life, session, b"card"))
+        self.do(Connect(peer, life, session, b"metadata"))
 
     def fly(self, op: int, session: Session = ONE) -> None:
         self.do(write(op, session))
 
 
 @pytest.fixture
-def stage() -> Stage:
-    return Stage()
+def bench() -> Bench:
+    return Bench()
 
 
 def frame(body: Body, session: Session = ONE) -> Envelope:
@@ -146,78 +154,80 @@ def proof(session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> Discon
 # ---------------------------------------------------------------- writes and their notes
 
 
-def test_a_note_leaves_when_its_data_is_there_before_what_builds_on_it(stage: Stage) -> None:
-    stage.meet()
-    assert stage.do(write(1)) == [("write", 1)]
-    assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", note(1)), ("send", Heartbeat())]
-    assert stage.take(Sent(Op(1))) == []
+def test_a_note_is_sent_after_its_write_and_before_dependent_frames(bench: Bench) -> None:
+    bench.meet()
+    assert bench.do(write(1)) == [("write", 1)]
+    assert bench.take(Sent(Op(1)), say(Heartbeat())) == [("send", note(1)), ("send", Heartbeat())]
+    assert bench.take(Sent(Op(1))) == []
 
 
-def test_a_note_may_leave_before_the_end_of_its_write_is_taken(stage: Stage) -> None:
-    stage.meet()
-    stage.fly(1)
-    stage.desk.asked.clear()
-    stage.runner.tell(Op(1))
-    assert stage.desk.asked == [("send", note(1))]
-    assert Sent(Op(1)) not in stage.puppet.heard
-    assert stage.take(Sent(Op(1)), say(Heartbeat())) == [("send", Heartbeat())], "and once"
+def test_a_note_may_be_sent_before_the_machine_takes_the_result(bench: Bench) -> None:
+    bench.meet()
+    bench.fly(1)
+    bench.ports.asked.clear()
+    bench.runner.send_note(Op(1))
+    assert bench.ports.asked == [("send", note(1))]
+    assert Sent(Op(1)) not in bench.script.heard
+    assert bench.take(Sent(Op(1)), say(Heartbeat())) == [("send", Heartbeat())], "sent once"
 
 
 @pytest.mark.parametrize("fate", WriteFate)
-def test_a_write_that_failed_has_no_note(stage: Stage, fate: WriteFate) -> None:
-    stage.meet()
-    stage.fly(1)
-    heard = stage.take(SendFailed(Op(1), fate)) + stage.take(Sent(Op(1)))
+def test_a_failed_write_sends_no_note(bench: Bench, fate: WriteFate) -> None:
+    bench.meet()
+    bench.fly(1)
+    heard = bench.take(SendFailed(Op(1), fate)) + bench.take(Sent(Op(1)))
     assert "send" not in dict(heard)
-    assert stage.puppet.heard[-2:] == [SendFailed(Op(1), fate), Sent(Op(1))]
+    assert bench.script.heard[-2:] == [SendFailed(Op(1), fate), Sent(Op(1))]
 
 
-def test_only_a_busy_write_is_no_sign_of_death(stage: Stage) -> None:
-    stage.meet()
+def test_every_failed_write_except_a_busy_one_hints_death(bench: Bench) -> None:
+    bench.meet()
     for op, fate in enumerate(WriteFate):
-        stage.fly(op)
-        heard = stage.take(SendFailed(Op(op), fate))
-        assert heard == ([] if fate is WriteFate.BUSY else [("sign", (PEER, LIFE, b"card"))])
-    assert stage.take(SendFailed(Op(9), WriteFate.FAILED)) == []
+        bench.fly(op)
+        heard = bench.take(SendFailed(Op(op), fate))
+        assert heard == (
+            [] if fate is WriteFate.BUSY else [("hint_death", (PEER, LIFE, b"metadata"))]
+        )
+    assert bench.take(SendFailed(Op(9), WriteFate.FAILED)) == []
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_no_write_starts_in_a_session_that_was_cut_or_never_met(stage: Stage, cut: bool) -> None:
+def test_no_write_starts_in_a_cut_or_unknown_session(bench: Bench, cut: bool) -> None:
     if cut:
-        stage.meet()
-        stage.do(drop())
-    assert stage.do(write(1)) == []
-    assert stage.puppet.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
-    assert stage.runner.sessions.num_flying == 0
+        bench.meet()
+        bench.do(drop())
+    assert bench.do(write(1)) == []
+    assert bench.script.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
+    assert bench.runner.sessions.num_in_flight == 0
 
 
-def test_what_a_port_answers_at_once_is_the_next_event(stage: Stage) -> None:
-    stage.meet()
-    stage.desk.on_write = lambda action: stage.runner.take(Sent(action.op), 0.0)
-    stage.puppet.answers[Sent(Op(1))] = [say(Heartbeat())]
-    # The machine's second action comes before the end of the first is taken.
-    heard = stage.do(write(1), Report("r", Done(b"")))
+def test_a_ports_immediate_answer_is_the_next_event(bench: Bench) -> None:
+    bench.meet()
+    bench.ports.on_write = lambda action: bench.runner.take(Sent(action.op), 0.0)
+    bench.script.answers[Sent(Op(1))] = [say(Heartbeat())]
+    # The machine's second action is performed before the end of the first is taken.
+    heard = bench.do(write(1), Report("r", Done(b"")))
     assert heard == [("write", 1), ("report", "r"), ("send", note(1)), ("send", Heartbeat())]
 
 
-def test_a_step_that_raises_does_not_stop_the_driver(stage: Stage) -> None:
-    stage.puppet.breaks_at = Cancel("r")
+def test_a_step_that_raises_does_not_stop_the_runner(bench: Bench) -> None:
+    bench.script.breaks_at = Cancel("r")
     with pytest.raises(ZeroDivisionError):
-        stage.take(Cancel("r"))
-    assert stage.do(say(Heartbeat())) == [("send", Heartbeat())]
+        bench.take(Cancel("r"))
+    assert bench.do(say(Heartbeat())) == [("send", Heartbeat())]
 
 
-def test_each_action_has_its_port(stage: Stage) -> None:
-    stage.meet()
+def test_each_action_reaches_its_port(bench: Bench) -> None:
+    bench.meet()
     choose = Choose(Ticket(4), transfer(3), ())
-    assert stage.do(choose) == [("choose", 4)]
+    assert bench.do(choose) == [("choose", 4)]
     scatter = Scatter(Op(3), "r", PEER, PLAN, REQUEST, (), SlotIndex(0), Serial(0))
-    assert Stage(ExposedPuppet()).do(scatter) == [("scatter", 3)]
-    assert stage.do(Report("r", Done(b""))) == [("report", "r")]
-    assert stage.do(Release("r")) == [("release", "r")]
-    assert stage.do(Connect(PEER, LIFE, TWO, b"")) == [("connect", TWO)]
-    with pytest.raises(AssertionError, match="nobody carries out"):
-        stage.do(Action())
+    assert Bench(ExposedMachine()).do(scatter) == [("scatter", 3)]
+    assert bench.do(Report("r", Done(b""))) == [("report", "r")]
+    assert bench.do(Release("r")) == [("release", "r")]
+    assert bench.do(Connect(PEER, LIFE, TWO, b"")) == [("connect", TWO)]
+    with pytest.raises(AssertionError, match="no port performs"):
+        bench.do(Action())
 
 
 # ---------------------------------------------------------------- gathers ahead
@@ -232,145 +242,145 @@ def post(op: int, session: Session = ONE) -> Post:
 
 
 def test_a_gather_is_in_flight_before_it_is_posted_and_its_note_leaves_at_its_end(
-    stage: Stage,
+    bench: Bench,
 ) -> None:
-    stage.meet()
-    assert stage.do(gather(1)) == [("gather", 1)]
-    assert stage.runner.sessions.num_flying == 1
-    assert stage.do(post(1)) == [("post", (1, 5))]
-    assert stage.runner.sessions.num_flying == 1
-    assert stage.take(Sent(Op(1))) == [("send", note(1))]
-    assert stage.runner.sessions.num_flying == 0
+    bench.meet()
+    assert bench.do(gather(1)) == [("gather", 1)]
+    assert bench.runner.sessions.num_in_flight == 1
+    assert bench.do(post(1)) == [("post", (1, 5))]
+    assert bench.runner.sessions.num_in_flight == 1
+    assert bench.take(Sent(Op(1))) == [("send", note(1))]
+    assert bench.runner.sessions.num_in_flight == 0
 
 
-def test_what_was_discarded_is_in_flight_until_that_is_answered(stage: Stage) -> None:
-    stage.meet()
-    stage.do(gather(1))
-    assert stage.do(Discard(Op(1))) == [("discard", 1)]
-    assert stage.do(Discard(Op(1)), post(1)) == [], "once"
-    assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
-    assert proof() not in stage.puppet.heard
-    stage.take(SendFailed(Op(1), WriteFate.BUSY))
-    assert stage.puppet.heard[-1] == proof()
+def test_a_discarded_gather_is_in_flight_until_it_is_answered(bench: Bench) -> None:
+    bench.meet()
+    bench.do(gather(1))
+    assert bench.do(Discard(Op(1))) == [("discard", 1)]
+    assert bench.do(Discard(Op(1)), post(1)) == [], "once"
+    assert bench.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
+    assert proof() not in bench.script.heard
+    bench.take(SendFailed(Op(1), WriteFate.BUSY))
+    assert bench.script.heard[-1] == proof()
 
 
-def test_a_gather_of_a_session_that_was_cut_fails_at_once(stage: Stage) -> None:
-    stage.meet()
-    stage.do(drop())
-    assert stage.do(gather(1)) == []
-    assert stage.puppet.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
-    assert stage.do(post(1), Discard(Op(1))) == []
+def test_a_gather_in_a_cut_session_fails_at_once(bench: Bench) -> None:
+    bench.meet()
+    bench.do(drop())
+    assert bench.do(gather(1)) == []
+    assert bench.script.heard[-1] == SendFailed(Op(1), WriteFate.FAILED)
+    assert bench.do(post(1), Discard(Op(1))) == []
 
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_nothing_that_is_gathered_is_posted_in_a_session_that_was_cut(
-    stage: Stage, gone: bool
+    bench: Bench, gone: bool
 ) -> None:
-    stage.meet(ONE)
-    stage.meet(TWO)
+    bench.meet(ONE)
+    bench.meet(TWO)
     for op, session in ((1, ONE), (2, ONE), (3, TWO)):
-        stage.do(gather(op, session))
-    stage.do(post(1))
+        bench.do(gather(op, session))
+    bench.do(post(1))
     if gone:
-        stage.meet(THREE, OTHER)
-        stage.do(gather(4, THREE))
-        heard = stage.take(PeerGone(OTHER, LIFE))
+        bench.meet(THREE, OTHER)
+        bench.do(gather(4, THREE))
+        heard = bench.take(PeerGone(OTHER, LIFE))
         assert heard == [("cut", THREE), ("discard", 4)]
-        assert stage.do(post(4)) == []
+        assert bench.do(post(4)) == []
         return
-    heard = stage.do(drop())
+    heard = bench.do(drop())
     assert heard == [("cut", ONE), ("discard", 2), ("start_probing", (PEER, LIFE))]
-    assert stage.do(post(2), Discard(Op(2))) == []
-    assert stage.do(post(3, TWO)) == [("post", (3, 5))]
+    assert bench.do(post(2), Discard(Op(2))) == []
+    assert bench.do(post(3, TWO)) == [("post", (3, 5))]
 
 
-def test_a_gather_that_has_failed_is_not_posted(stage: Stage) -> None:
-    stage.meet()
-    stage.do(gather(1))
-    stage.take(SendFailed(Op(1), WriteFate.FAILED))
-    assert stage.do(post(1), Discard(Op(1))) == []
-    assert stage.take(Sent(Op(1))) == []
+def test_a_failed_gather_is_not_posted(bench: Bench) -> None:
+    bench.meet()
+    bench.do(gather(1))
+    bench.take(SendFailed(Op(1), WriteFate.FAILED))
+    assert bench.do(post(1), Discard(Op(1))) == []
+    assert bench.take(Sent(Op(1))) == []
 
 
 # ---------------------------------------------------------------- proof
 
 
-def test_a_quiet_session_is_proven_at_once_and_nobody_is_asked(stage: Stage) -> None:
-    stage.meet()
-    assert stage.do(drop()) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
-    assert stage.puppet.heard[-1] == proof()
-    assert stage.take(Cancel("r")) == []
-    assert stage.puppet.heard.count(proof()) == 1
+def test_an_idle_session_is_proven_over_without_a_probe(bench: Bench) -> None:
+    bench.meet()
+    assert bench.do(drop()) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
+    assert bench.script.heard[-1] == proof()
+    assert bench.take(Cancel("r")) == []
+    assert bench.script.heard.count(proof()) == 1
 
 
-def test_a_session_with_a_write_in_flight_waits_for_its_end(stage: Stage) -> None:
-    stage.meet()
-    stage.fly(1)
-    assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
-    assert proof() not in stage.puppet.heard
-    assert ("stop_probing", (PEER, LIFE)) in stage.take(Sent(Op(1)))
-    # The end of the write comes before the proof that builds on it.
-    assert stage.puppet.heard[-2:] == [Sent(Op(1)), proof()]
+def test_a_session_with_a_write_in_flight_waits_for_its_end(bench: Bench) -> None:
+    bench.meet()
+    bench.fly(1)
+    assert bench.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
+    assert proof() not in bench.script.heard
+    assert ("stop_probing", (PEER, LIFE)) in bench.take(Sent(Op(1)))
+    # The end of the write is taken before the proof that depends on it.
+    assert bench.script.heard[-2:] == [Sent(Op(1)), proof()]
 
 
-def test_doubt_ends_only_with_that_life_of_the_peer(stage: Stage) -> None:
-    stage.meet()
-    stage.fly(1)
-    stage.take(SendFailed(Op(1), WriteFate.UNKNOWN))
-    assert stage.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
-    assert stage.take(PeerGone(PEER, NEXT_LIFE)) == []
-    assert stage.take(PeerGone(OTHER, LIFE)) == []
-    assert proof() not in stage.puppet.heard
-    assert stage.take(PeerGone(PEER, LIFE)) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
-    assert stage.puppet.heard[-1] == proof()
-    assert not any(isinstance(event, PeerGone) for event in stage.puppet.heard)
+def test_doubt_ends_only_with_that_incarnation_of_the_peer(bench: Bench) -> None:
+    bench.meet()
+    bench.fly(1)
+    bench.take(SendFailed(Op(1), WriteFate.UNKNOWN))
+    assert bench.do(drop()) == [("cut", ONE), ("start_probing", (PEER, LIFE))]
+    assert bench.take(PeerGone(PEER, NEXT_LIFE)) == []
+    assert bench.take(PeerGone(OTHER, LIFE)) == []
+    assert proof() not in bench.script.heard
+    assert bench.take(PeerGone(PEER, LIFE)) == [("cut", ONE), ("stop_probing", (PEER, LIFE))]
+    assert bench.script.heard[-1] == proof()
+    assert not any(isinstance(event, PeerGone) for event in bench.script.heard)
 
 
-def test_whoever_can_be_written_into_waits_for_the_end_of_the_peer() -> None:
-    stage = Stage(ExposedPuppet())
-    stage.meet()
-    assert stage.do(drop()) == [("start_probing", (PEER, LIFE))]
-    stage.take(PeerGone(PEER, LIFE))
-    assert stage.puppet.heard[-1] == proof()
+def test_an_exposed_session_waits_for_the_peers_death() -> None:
+    bench = Bench(ExposedMachine())
+    bench.meet()
+    assert bench.do(drop()) == [("start_probing", (PEER, LIFE))]
+    bench.take(PeerGone(PEER, LIFE))
+    assert bench.script.heard[-1] == proof()
 
 
-def test_a_peers_end_cuts_a_session_that_nobody_has_given_up(stage: Stage) -> None:
-    stage.meet()
-    stage.meet(TWO, PEER, NEXT_LIFE)
-    assert ("cut", ONE) in stage.take(PeerGone(PEER, LIFE))
-    assert stage.puppet.heard[-1] == proof()
-    assert stage.do(write(1, TWO)) == [("write", 1)]
+def test_a_peers_death_cuts_its_sessions(bench: Bench) -> None:
+    bench.meet()
+    bench.meet(TWO, PEER, NEXT_LIFE)
+    assert ("cut", ONE) in bench.take(PeerGone(PEER, LIFE))
+    assert bench.script.heard[-1] == proof()
+    assert bench.do(write(1, TWO)) == [("write", 1)]
 
 
-def test_a_life_is_acquitted_when_its_last_session_is_proven(stage: Stage) -> None:
+def test_probing_stops_when_the_last_session_is_proven(bench: Bench) -> None:
     for session in (ONE, TWO):
-        stage.meet(session)
-        stage.fly(session.number, session)
-        stage.do(drop(session))
-    assert "stop_probing" not in dict(stage.take(Sent(Op(1))))
-    assert "stop_probing" in dict(stage.take(Sent(Op(2))))
+        bench.meet(session)
+        bench.fly(session.number, session)
+        bench.do(drop(session))
+    assert "stop_probing" not in dict(bench.take(Sent(Op(1))))
+    assert "stop_probing" in dict(bench.take(Sent(Op(2))))
 
 
-def test_a_session_is_kept_until_nobody_wants_it_and_nothing_flies(stage: Stage) -> None:
-    stage.meet()
-    stage.fly(1)
-    assert stage.do(Forget(ONE)) == []
-    assert len(stage.runner.sessions) == 1
-    assert ("forget", ONE) in stage.take(Sent(Op(1)))
-    assert len(stage.runner.sessions) == 0
-    assert stage.do(drop()) == []
+def test_a_session_is_kept_until_it_is_abandoned_and_idle(bench: Bench) -> None:
+    bench.meet()
+    bench.fly(1)
+    assert bench.do(Forget(ONE)) == []
+    assert len(bench.runner.sessions) == 1
+    assert ("forget", ONE) in bench.take(Sent(Op(1)))
+    assert len(bench.runner.sessions) == 0
+    assert bench.do(drop()) == []
 
 
-def test_a_sign_of_death_is_followed_for_those_it_concerns(stage: Stage) -> None:
+def test_death_hints_reach_the_matching_links(bench: Bench) -> None:
     for session, peer in ((ONE, PEER), (TWO, OTHER)):
-        stage.meet(session, peer)
+        bench.meet(session, peer)
     for session, peer in ((ONE, PEER), (TWO, OTHER), (THREE, OTHER)):
-        stage.puppet.links[session] = Link(peer, session, LinkState.UP, PLAN, LIFE, 0.0, 0.0, 0.0)
-    stage.desk.asked.clear()
-    stage.runner.ask_after(lambda link: link.peer == OTHER)
-    assert stage.desk.asked == [("sign", (OTHER, LIFE, b"card"))]
-    stage.runner.ask_after()
-    assert [name for name, _ in stage.desk.asked] == ["sign"] * 3
+        bench.script.links[session] = Link(peer, session, LinkState.UP, PLAN, LIFE, 0.0, 0.0, 0.0)
+    bench.ports.asked.clear()
+    bench.runner.probe_links(lambda link: link.peer == OTHER)
+    assert bench.ports.asked == [("hint_death", (OTHER, LIFE, b"metadata"))]
+    bench.runner.probe_links()
+    assert [name for name, _ in bench.ports.asked] == ["hint_death"] * 3
 
 
 @pytest.mark.parametrize(
@@ -381,85 +391,85 @@ def test_a_sign_of_death_is_followed_for_those_it_concerns(stage: Stage) -> None
     ],
     ids=["source", "target"],
 )
-def test_nobody_may_leave_while_memory_is_held(stage: Stage, event: Event) -> None:
-    may_leave = [stage.runner.may_leave]
-    stage.take(event)
-    stage.do(Report("r", Done(b"")))
-    may_leave.append(stage.runner.may_leave)
-    stage.do(Release("r"))
-    may_leave.append(stage.runner.may_leave)
-    assert may_leave == [True, False, True]
+def test_memory_is_held_until_every_room_is_released(bench: Bench, event: Event) -> None:
+    holds_no_memory = [bench.runner.holds_no_memory]
+    bench.take(event)
+    bench.do(Report("r", Done(b"")))
+    holds_no_memory.append(bench.runner.holds_no_memory)
+    bench.do(Release("r"))
+    holds_no_memory.append(bench.runner.holds_no_memory)
+    assert holds_no_memory == [True, False, True]
 
 
 # ---------------------------------------------------------------- time
 
 
-def test_what_has_come_is_taken_before_time(stage: Stage) -> None:
-    stage.take(Open("r", 5.0))
-    stage.puppet.heard.clear()
-    stage.runner.turn([Cancel("r"), Cancel("s")], 5.0)
-    assert stage.puppet.heard[-3:] == [Cancel("r"), Cancel("s"), Tick()]
+def test_events_are_taken_before_time(bench: Bench) -> None:
+    bench.take(Open("r", 5.0))
+    bench.script.heard.clear()
+    bench.runner.turn([Cancel("r"), Cancel("s")], 5.0)
+    assert bench.script.heard[-3:] == [Cancel("r"), Cancel("s"), Tick()]
 
 
-def test_a_turn_that_comes_late_says_by_how_much_first(stage: Stage) -> None:
-    stage.take(Open("r", 500.0), at=10.0)
-    due = stage.runner.wakeup()
+def test_a_late_turn_first_reports_by_how_much(bench: Bench) -> None:
+    bench.take(Open("r", 500.0), at=10.0)
+    due = bench.runner.wakeup()
     in_time, late = due + TIMES.heartbeat_s / 2, due + 30.0
-    stage.runner.turn([Cancel("r")], in_time)
-    assert OwnStall not in map(type, stage.puppet.heard)
-    stage.take(Open("s", 500.0), at=in_time)
-    due = stage.runner.wakeup()
-    stage.puppet.heard.clear()
-    stage.runner.turn([Cancel("s")], late)
-    assert stage.puppet.heard == [OwnStall(late - due), Cancel("s"), Tick()]
+    bench.runner.turn([Cancel("r")], in_time)
+    assert OwnStall not in map(type, bench.script.heard)
+    bench.take(Open("s", 500.0), at=in_time)
+    due = bench.runner.wakeup()
+    bench.script.heard.clear()
+    bench.runner.turn([Cancel("s")], late)
+    assert bench.script.heard == [OwnStall(late - due), Cancel("s"), Tick()]
 
 
-def test_time_is_told_when_a_timer_is_due_and_not_before(stage: Stage) -> None:
-    assert stage.runner.wakeup() == inf
-    stage.take(Open("r", 50.0), at=10.0)
-    assert stage.runner.wakeup() == 10.0 + LEAST_S
-    stage.puppet.timers = [20.0]
-    stage.runner.pass_time(10.0 + LEAST_S - 0.01)
-    assert Tick() not in stage.puppet.heard
-    stage.runner.pass_time(10.0 + LEAST_S)
-    assert stage.puppet.heard[-1] == Tick()
-    assert stage.runner.wakeup() == 20.0
-    stage.puppet.timers = []
-    stage.runner.pass_time(20.0)
-    assert stage.runner.wakeup() == inf
+def test_the_machine_ticks_only_when_a_timer_is_due(bench: Bench) -> None:
+    assert bench.runner.wakeup() == inf
+    bench.take(Open("r", 50.0), at=10.0)
+    assert bench.runner.wakeup() == 10.0 + LEAST_S
+    bench.script.timers = [20.0]
+    bench.runner.advance_time(10.0 + LEAST_S - 0.01)
+    assert Tick() not in bench.script.heard
+    bench.runner.advance_time(10.0 + LEAST_S)
+    assert bench.script.heard[-1] == Tick()
+    assert bench.runner.wakeup() == 20.0
+    bench.script.timers = []
+    bench.runner.advance_time(20.0)
+    assert bench.runner.wakeup() == inf
 
 
-def test_a_deadline_may_be_sooner_than_any_timer(stage: Stage) -> None:
-    stage.take(Open("r", 10.25), at=10.0)
-    assert stage.runner.wakeup() == 10.25
-    stage.take(Cancel("r"), at=10.1)
-    assert stage.runner.wakeup() == 10.25
+def test_a_deadline_may_be_sooner_than_any_timer(bench: Bench) -> None:
+    bench.take(Open("r", 10.25), at=10.0)
+    assert bench.runner.wakeup() == 10.25
+    bench.take(Cancel("r"), at=10.1)
+    assert bench.runner.wakeup() == 10.25
 
 
 @pytest.mark.parametrize("shortest", ["status_poll_s", "heartbeat_s", "credit_patience_s"])
-def test_the_shortest_timer_counts(shortest: str) -> None:
+def test_the_shortest_timer_sets_the_wakeup(shortest: str) -> None:
     config = ProtocolConfig(**{**msgspec.structs.asdict(TIMES), shortest: 0.5})
-    stage = Stage(Puppet(config))
-    stage.take(Cancel("r"), at=1.0)
-    assert stage.runner.wakeup() == 1.5
+    bench = Bench(ScriptedMachine(config))
+    bench.take(Cancel("r"), at=1.0)
+    assert bench.runner.wakeup() == 1.5
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.booleans(), st.floats(0, 30)), max_size=12))
-def test_no_driver_sleeps_past_a_timer(steps: list[tuple[float, bool, float]]) -> None:
-    """Steps as (time that passes, whether something comes, how long its new timer takes)."""
-    stage, now = Stage(), 0.0
+def test_no_runner_sleeps_past_a_timer(steps: list[tuple[float, bool, float]]) -> None:
+    """Each step: seconds that pass, whether an event arrives, seconds of the new timer."""
+    bench, now = Bench(), 0.0
     for passes, something, takes in steps:
-        # As its thread does: it sleeps no longer than it said.
+        # Like the loop, sleep until the announced wakeup at most.
         until = now + passes
-        while stage.runner.wakeup() <= until:
-            now = max(now, stage.runner.wakeup())
-            stage.puppet.timers = [timer for timer in stage.puppet.timers if timer > now]
-            stage.runner.pass_time(now)
+        while bench.runner.wakeup() <= until:
+            now = max(now, bench.runner.wakeup())
+            bench.script.timers = [timer for timer in bench.script.timers if timer > now]
+            bench.runner.advance_time(now)
         now = until
         if something:
-            stage.puppet.timers.append(now + LEAST_S + takes)
-            stage.runner.turn([Cancel("r")], now)
-        assert stage.runner.wakeup() <= min(stage.puppet.timers, default=inf)
+            bench.script.timers.append(now + LEAST_S + takes)
+            bench.runner.turn([Cancel("r")], now)
+        assert bench.runner.wakeup() <= min(bench.script.timers, default=inf)
 
 
 # ---------------------------------------------------------------- frames
@@ -498,46 +508,46 @@ DIRECT, STAGED = Arrived(*A, ()), Arrived(*A, (), Serial(0))
         ([], ""),
     ],
 )
-def test_only_what_a_later_frame_says_too_is_left_out(bodies: list[Body], left: str) -> None:
-    assert ", ".join(named(without_needless([say(body) for body in bodies]))) == left
+def test_only_redundant_frames_are_dropped(bodies: list[Body], left: str) -> None:
+    assert ", ".join(named(drop_redundant([say(body) for body in bodies]))) == left
 
 
-def test_each_peer_hears_its_own() -> None:
+def test_frames_to_other_peers_are_not_redundant() -> None:
     frames = [say(ACCEPT), say(ACCEPT, OTHER), say(CLOSE, OTHER)]
-    assert named(without_needless(frames)) == ["accept 0", "close 1"]
+    assert named(drop_redundant(frames)) == ["accept 0", "close 1"]
 
 
-def test_a_step_sends_nothing_needless(stage: Stage) -> None:
-    assert stage.do(say(ACCEPT), say(CLOSE)) == [("send", CLOSE)]
+def test_a_step_sends_no_redundant_frame(bench: Bench) -> None:
+    assert bench.do(say(ACCEPT), say(CLOSE)) == [("send", CLOSE)]
 
 
-def test_a_turn_sends_nothing_needless(stage: Stage) -> None:
+def test_a_turn_sends_no_redundant_frame(bench: Bench) -> None:
     push, finish = Cancel("push"), Cancel("finish")
-    stage.puppet.answers = {push: [say(ACCEPT), say(DIRECT)], finish: [say(CLOSE)]}
-    stage.runner.turn([push, finish], 0.0)
-    assert stage.desk.asked == [("send", CLOSE)]
+    bench.script.answers = {push: [say(ACCEPT), say(DIRECT)], finish: [say(CLOSE)]}
+    bench.runner.turn([push, finish], 0.0)
+    assert bench.ports.asked == [("send", CLOSE)]
 
 
-def test_a_long_turn_is_not_silent_to_its_end(stage: Stage) -> None:
+def test_a_long_turn_sends_frames_before_its_end(bench: Bench) -> None:
     def arrived() -> Iterator[Event]:
-        for number in range(2 * MOST_UNSAID):
+        for number in range(2 * MAX_WAITING_FRAMES):
             step = Cancel(number)
-            stage.puppet.answers[step] = [say(Heartbeat())]
+            bench.script.answers[step] = [say(Heartbeat())]
             yield step
-            said.append(len(stage.desk.asked))
+            said.append(len(bench.ports.asked))
 
     said: list[int] = []
-    stage.runner.turn(arrived(), 0.0)
+    bench.runner.turn(arrived(), 0.0)
     assert said == sorted(said)
-    assert set(said) == {0, MOST_UNSAID, 2 * MOST_UNSAID}
+    assert set(said) == {0, MAX_WAITING_FRAMES, 2 * MAX_WAITING_FRAMES}
 
 
-def test_what_a_turn_has_to_say_is_said_though_a_step_of_it_raises(stage: Stage) -> None:
-    stage.puppet.breaks_at = Cancel("r")
-    stage.puppet.answers[Cancel("before")] = [say(Heartbeat())]
+def test_frames_are_sent_even_if_a_step_raises(bench: Bench) -> None:
+    bench.script.breaks_at = Cancel("r")
+    bench.script.answers[Cancel("before")] = [say(Heartbeat())]
     with pytest.raises(ZeroDivisionError):
-        stage.runner.turn([Cancel("before"), Cancel("r")], 0.0)
-    assert stage.desk.asked == [("send", Heartbeat())]
+        bench.runner.turn([Cancel("before"), Cancel("r")], 0.0)
+    assert bench.ports.asked == [("send", Heartbeat())]
 
 
 def header(seq: int) -> Header:
@@ -554,18 +564,18 @@ def header(seq: int) -> Header:
         (BadFrame(FrameFault.MALFORMED, "", header(3)), None),
     ],
 )
-def test_what_a_frame_is_to_a_machine(message: Envelope | BadFrame, event: Event | None) -> None:
+def test_the_event_of_a_frame(message: Envelope | BadFrame, event: Event | None) -> None:
     assert frame_event(message) == event
 
 
-# ---------------------------------------------------------------- the book of sessions
+# ---------------------------------------------------------------- the sessions table
 
 
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("start"), st.sampled_from([ONE, TWO, THREE])),
         st.tuples(st.sampled_from(["end", "doubt"]), st.integers(0, 5)),
-        st.tuples(st.sampled_from(["cut", "unwant"]), st.sampled_from([ONE, TWO, THREE])),
+        st.tuples(st.sampled_from(["cut", "abandon"]), st.sampled_from([ONE, TWO, THREE])),
         st.tuples(st.just("confirm_dead"), st.sampled_from([LIFE, NEXT_LIFE])),
     ),
     max_size=25,
@@ -574,10 +584,10 @@ LIVES = {ONE: LIFE, TWO: LIFE, THREE: NEXT_LIFE}
 
 
 class Truth:
-    """The same sessions, as sets of what has happened."""
+    """Model of the sessions: sets of what has happened."""
 
     def __init__(self, exposed: bool) -> None:
-        self.flying: dict[Op, Session] = {}
+        self.in_flight: dict[Op, Session] = {}
         self.doubtful: set[Session] = set()
         self.exposed = set(LIVES) if exposed else set[Session]()
         self.cut: set[Session] = set()
@@ -586,80 +596,79 @@ class Truth:
         self.dropped: set[Session] = set()
 
     def is_over(self, session: Session) -> bool:
-        waits = session in self.flying.values() or session in self.doubtful | self.exposed
+        waits = session in self.in_flight.values() or session in self.doubtful | self.exposed
         return session in self.cut and not waits
 
     def settle(self) -> tuple[set[Session], set[Session]]:
         here = set(LIVES) - self.dropped
         proven = {each for each in here - self.proven if self.is_over(each)}
-        dropped = {each for each in here & self.unwanted if each not in self.flying.values()}
+        dropped = {each for each in here & self.unwanted if each not in self.in_flight.values()}
         self.proven |= proven
         self.dropped |= dropped
         return proven, dropped
 
 
 @given(STEPS, st.booleans())
-def test_the_book_of_sessions(steps: list[tuple[str, Session | int]], exposed: bool) -> None:
-    book, truth = Sessions(exposed=exposed), Truth(exposed)
+def test_sessions_against_a_model(steps: list[tuple[str, Session | int]], exposed: bool) -> None:
+    sessions, truth = Sessions(exposed=exposed), Truth(exposed)
     for session, life in LIVES.items():
-        book.add(PEER, life, session, b"")
+        sessions.add(PEER, life, session, b"")
     for number, (step, what) in enumerate(steps):
-        _take(book, truth, number, step, what)
-        proven, dropped = book.settle()
+        _take(sessions, truth, number, step, what)
+        proven, dropped = sessions.settle()
         expected = truth.settle()
         assert ({each.session for each in proven}, {each.session for each in dropped}) == expected
-        assert len(book) == len(LIVES) - len(truth.dropped)
-        assert book.num_flying == len(truth.flying)
-        assert {each.session for each in book.doubted()} == truth.doubtful - truth.dropped
+        assert len(sessions) == len(LIVES) - len(truth.dropped)
+        assert sessions.num_in_flight == len(truth.in_flight)
+        assert {each.session for each in sessions.doubtful()} == truth.doubtful - truth.dropped
         kept = truth.cut - truth.dropped
-        assert {each.session for each in book.ending.values()} == kept
+        assert {each.session for each in sessions.ending.values()} == kept
         for life in (LIFE, NEXT_LIFE):
             waiting = [x for x in kept if LIVES[x] == life and not truth.is_over(x)]
-            assert book.awaits(PEER, life) == bool(waiting)
+            assert sessions.needs_proof(PEER, life) == bool(waiting)
 
 
-def _take(book: Sessions, truth: Truth, number: int, step: str, what: Session | int) -> None:
+def _take(sessions: Sessions, truth: Truth, number: int, step: str, what: Session | int) -> None:
     match step, what:
         case "start", Session() as session:
             may = session not in truth.cut | truth.dropped
-            assert book.start(Op(number), session) == may
+            assert sessions.start(Op(number), session) == may
             if may:
-                truth.flying[Op(number)] = session
+                truth.in_flight[Op(number)] = session
         case (("end" | "doubt"), int(nth)):
-            op = [*truth.flying, Op(99)][min(nth, len(truth.flying))]
-            found = truth.flying.pop(op, None)
-            record = book.flying(op)
-            assert book.end(op, doubtful=step == "doubt") is record
+            op = [*truth.in_flight, Op(99)][min(nth, len(truth.in_flight))]
+            found = truth.in_flight.pop(op, None)
+            record = sessions.end(op, doubtful=step == "doubt")
             assert (record and record.session) == found
             if found and step == "doubt":
                 truth.doubtful.add(found)
-        case (("cut" | "unwant"), Session() as session) if session not in truth.dropped:
-            (book.cut if step == "cut" else book.unwant)(session)
+        case (("cut" | "abandon"), Session() as session) if session not in truth.dropped:
+            (sessions.cut if step == "cut" else sessions.abandon)(session)
             truth.cut.add(session)
-            truth.unwanted |= {session} if step == "unwant" else set()
+            truth.unwanted |= {session} if step == "abandon" else set()
         case "confirm_dead", int(life):
             lost = {each for each in LIVES if LIVES[each] == life} - truth.dropped
-            assert {each.session for each in book.confirm_dead(PEER, life)} == lost
+            assert {each.session for each in sessions.confirm_dead(PEER, life)} == lost
             truth.cut |= lost
             truth.doubtful -= lost
             truth.exposed -= lost
 
 
-def test_what_a_port_answers_in_a_turn_is_taken_at_the_turns_time(stage: Stage) -> None:
+def test_an_answer_is_taken_at_the_time_of_its_turn(bench: Bench) -> None:
     times: list[float] = []
-    handle = stage.puppet.handle
+    handle = bench.script.handle
 
     def timed(event: Event, now: float) -> list[Action]:
         if isinstance(event, Sent):
             times.append(now)
         return handle(event, now)
 
-    stage.puppet.handle = timed  # type: ignore[method-assign]
+    bench.script.handle = timed  # type: ignore[method-assign]
 
     def arrived() -> Iterator[Event]:
-        stage.runner.answer(Sent(Op(1)))
+        bench.runner.answer(Sent(Op(1)))
         yield from ()
 
-    stage.runner.turn(arrived(), 5.0)
-    stage.runner.turn(arrived(), 9.0)
+    bench.runner.turn(arrived(), 5.0)
+    bench.runner.turn(arrived(), 9.0)
     assert times == [5.0, 9.0]

@@ -1,7 +1,7 @@
-"""Several frames in one message: each preceded by its length.
+"""Bundles: several frames in one message, each preceded by its length.
 
-Sending costs a change of threads each time, far more than the bytes, so what one
-turn of an owner has to say to a peer goes out together.
+Handing a message to another thread costs far more than its bytes, so the frames that one turn
+of a loop sends to a peer go out together.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 
 _LENGTH = struct.Struct(">I")
-# A few thousand frames keep an owner busy for as long as it may be.
+# Bounds how long one message keeps the receiving loop busy.
 MAX_FRAMES = 1024
 MAX_BUNDLE_BYTES = MAX_FRAME_BYTES + _LENGTH.size
 
 
 def bundle(frames: Iterable[bytes]) -> list[bytes]:
-    """As few messages as the limit allows."""
+    """Pack frames into as few messages as the limits allow."""
     messages: list[bytes] = []
     parts: list[bytes] = []
     size = 0
@@ -33,7 +33,7 @@ def bundle(frames: Iterable[bytes]) -> list[bytes]:
 
 
 def unbundle(message: bytes) -> list[bytes] | None:
-    """The frames of a message; None if it is no bundle."""
+    """Return the frames of a message, or None if it is not a bundle."""
     frames: list[bytes] = []
     at = 0
     while at < len(message):

@@ -1,16 +1,13 @@
 """The control channel: frames between a target and its sources, over ZeroMQ.
 
-A source binds a ``ControlServer``; a target connects one ``ControlClient`` to
-each of its sources. With a cluster key both sides prove that they have it (CURVE)
-before a frame of theirs is seen. Frames may be lost, and the protocol repeats
-what matters, so nothing here waits: what can't be sent now is counted and dropped.
+A source binds a ``ControlServer``; a target connects one ``ControlClient`` to each of its
+sources. With a cluster key, both sides authenticate (CURVE) before either sees a frame. Frames
+may be lost and the protocol repeats what matters, so nothing here blocks: a frame that cannot be
+sent now is counted and dropped.
 
-A channel belongs to one thread, the endpoint's owner, which polls ``sockets``
-for input and calls ``receive`` when any of them has some. There is no thread of
-our own: the questions of ZeroMQ's security layer (ZAP) and its news of
-connections are taken inside ``receive``.
-
-This module knows frames as bytes. It does not know what they mean.
+The loop thread owns a channel. It polls ``sockets`` and calls ``receive`` when one of them is
+readable. ``receive`` also answers ZeroMQ's authentication requests (ZAP) and reads its connection
+events. This module treats frames as opaque bytes.
 """
 
 from __future__ import annotations
@@ -34,19 +31,19 @@ from kvferry.security.keys import ClusterKey, checked_bind_address
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
 ZmqSocket = zmq.Socket[bytes]
 
-# What one call of ``receive`` takes at most, so that the owner gets to its other work.
+# Limits of one ``receive`` call, so that the loop gets to its other work.
 MAX_BATCH = 256
 MAX_BATCH_BYTES = 64 << 20
 MAX_QUEUED = 1024
-# CURVE and bundles wrap a frame in a few bytes more.
+# Room for what CURVE and bundles add to a frame.
 WRAPPING_BYTES = 128
 LINGER_MS = 200
 HANDSHAKE_MS = 10_000
-# During a network partition the kernel repeats lost packets ever more rarely: after 30 s it waits
-# for 20 s more. So a connection is given up before that, and connecting is tried again often.
+# In a network partition the kernel's retransmission interval doubles, up to tens of seconds. End
+# the connection before that and reconnect at short intervals.
 UNACKNOWLEDGED_MS = 4_000
 CONNECT_MS = 1_000
-# Three sockets a client; the default of about a thousand is too few for many sources.
+# A client takes three sockets, so ZeroMQ's default of 1,023 limits the number of sources.
 MAX_SOCKETS = 1 << 14
 
 SILENCE_S = LivenessConfig().silence_s
@@ -58,7 +55,7 @@ FAILED_HANDSHAKES = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-# Addresses come from other machines, and ZeroMQ knows stranger ways to connect than TCP.
+# Addresses come from peers. Allow no ZeroMQ transport but TCP.
 ADDRESS = re.compile(
     r"tcp://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})", re.ASCII
 )
@@ -67,42 +64,41 @@ _numbers = itertools.count()
 
 
 def new_context() -> ZmqContext:
-    """A context for one endpoint's channels. ``destroy`` it with ``linger=LINGER_MS``."""
+    """Return a context for an endpoint's channels. ``destroy`` it with ``linger=LINGER_MS``."""
     context: ZmqContext = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     return context
 
 
-class _Channel:
-    """What a server and a client have in common.
+class _ControlSocket:
+    """A ZeroMQ socket with its monitor: the common part of server and client.
 
-    ``counts`` has ``refused`` (connections whose handshake failed: another key,
-    or not ZeroMQ at all), ``dropped`` (connections that ended: a sign that a peer
-    may be gone, and no proof), ``unsent`` and ``malformed``.
+    ``counts`` has ``refused`` (failed handshakes: another key, or not ZeroMQ), ``dropped``
+    (connections that ended, which hints that a peer may be dead), ``unsent`` and ``malformed``.
 
-    ZeroMQ's own threads exchange heartbeats, without Python and its GIL, and end a connection
-    whose other end does not answer them. So the process at a connection that stands has run
-    within the last ``lag_s``.
+    ZeroMQ's own threads exchange heartbeats without Python's GIL, and end a connection whose
+    other end does not answer. So while a connection is open, the process at its other end has run
+    within the last ``lag_s`` seconds.
     """
 
     def __init__(self, context: ZmqContext, kind: int, silence_s: float) -> None:
         self.counts: Counter[str] = Counter()
-        self.num_standing = 0
+        self.num_open = 0
         self.socket: ZmqSocket = context.socket(kind)
-        ask_s, patience_s = silence_s / 8, silence_s / 2
-        self.lag_s = ask_s + patience_s
-        _configure(self.socket, ask_s, patience_s)
+        interval_s, timeout_s = silence_s / 8, silence_s / 2
+        self.lag_s = interval_s + timeout_s
+        _configure(self.socket, interval_s, timeout_s)
         self._monitor = _monitor(context, self.socket)
 
     @property
     def sockets(self) -> tuple[ZmqSocket, ...]:
-        """What to poll for input."""
+        """Sockets to poll for input."""
         return (self.socket, self._monitor)
 
     def _drain(self, ready: Container[object] | None) -> list[list[bytes]]:
-        """The messages that are there, up to a limit, and the news of connections."""
+        """Return waiting messages, up to a limit, and count connection events."""
         if ready is None or self._monitor in ready:
-            self._count_news()
+            self._count_connections()
         messages: list[list[bytes]] = []
         if ready is not None and self.socket not in ready:
             return messages
@@ -115,16 +111,16 @@ class _Channel:
             num_bytes += sum(map(len, message))
         return messages
 
-    def _count_news(self) -> None:
+    def _count_connections(self) -> None:
         for _ in range(MAX_BATCH):
             message = _take(self._monitor)
             if message is None:
                 return
             event = parse_monitor_message(message)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.num_standing += 1
+                self.num_open += 1
             elif event == zmq.EVENT_DISCONNECTED:
-                self.num_standing = max(0, self.num_standing - 1)
+                self.num_open = max(0, self.num_open - 1)
                 self.counts["dropped"] += 1
             else:
                 self.counts["refused"] += 1
@@ -146,11 +142,11 @@ class _Channel:
             self.socket.close(linger_ms)
 
 
-class ControlServer(_Channel):
-    """A source's end: bound for its whole life, spoken to by many targets.
+class ControlServer(_ControlSocket):
+    """A source's end: bound for the endpoint's whole life, with many targets connected.
 
-    A ``route`` names a connection. It dies with the connection, and a target that
-    reconnects has another; the route of a peer is the one of its latest frame.
+    A ``route`` identifies a connection. A target that reconnects has a new route, so the valid
+    route of a peer is that of its latest frame.
     """
 
     def __init__(
@@ -164,7 +160,7 @@ class ControlServer(_Channel):
         self._key = key
         self._context = new_context()
         try:
-            # The guard stands before the listener opens: without one, ZeroMQ lets everybody in.
+            # Bind the authenticator before the listener: without one, ZeroMQ admits everybody.
             self._zap: ZmqSocket = self._context.socket(zmq.REP)
             self._zap.bind(ZAP_ADDRESS)
             super().__init__(self._context, zmq.ROUTER, silence_s)
@@ -175,8 +171,8 @@ class ControlServer(_Channel):
 
     def _listen(self, host: str, port: int) -> None:
         self.socket.router_mandatory = True
-        # Set also without a key, because then ZeroMQ refuses peers of its first version,
-        # for which any bytes are a message.
+        # Set it even without a key: ZeroMQ then refuses peers of protocol version 1, which would
+        # take any bytes for a message.
         self.socket.zap_domain = ZAP_DOMAIN
         if self._key is not None:
             self.socket.curve_server = True
@@ -194,16 +190,16 @@ class ControlServer(_Channel):
 
     @property
     def sockets(self) -> tuple[ZmqSocket, ...]:
-        """What to poll for input."""
+        """Sockets to poll for input."""
         return (*super().sockets, self._zap)
 
     def receive(self, ready: Container[object] | None = None) -> list[tuple[bytes, bytes]]:
-        """The frames that are there, each with its route. Never waits.
+        """Return the waiting frames with their routes. Never blocks.
 
-        ``ready`` are those of the sockets that have something, where that is known.
+        ``ready`` has the readable ones of ``sockets``; None checks them all.
         """
         if ready is None or self._zap in ready:
-            self._judge()
+            self._authenticate()
         frames = []
         for message in self._drain(ready):
             if len(message) == 2:
@@ -213,31 +209,31 @@ class ControlServer(_Channel):
         return frames
 
     def send(self, route: bytes, frame: bytes) -> bool:
-        """Send if it can be sent now. A route that is gone or full takes nothing."""
+        """Send a frame now. Return False if the route is gone or its queue is full."""
         return self._send(route, frame)
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
-        """Stop listening; what was just sent has a moment to leave. Idempotent."""
+        """Stop listening. Frames just sent get ``linger_ms`` to leave. Idempotent."""
         if not self._context.closed:
             self._close(linger_ms)
             self._context.destroy(linger_ms)
 
-    def _judge(self) -> None:
-        """Answer ZeroMQ's questions whether a connection may go on (RFC 27)."""
+    def _authenticate(self) -> None:
+        """Answer ZeroMQ's authentication requests (RFC 27)."""
         for _ in range(MAX_BATCH):
             request = _take(self._zap)
             if request is None:
                 return
             if len(request) < 6:
-                # Only this process can ask, so this is for a future version's questions.
+                # Only this process can send requests: one of a future protocol version.
                 self._zap.send_multipart([b"1.0", b"", b"500", b"malformed", b"", b""])
                 continue
-            version, asked, _domain, _address, _identity, mechanism, *proof = request
-            may = self._may_enter(mechanism, proof)
-            verdict = [b"200", b"OK"] if may else [b"400", b"not the key of this cluster"]
-            self._zap.send_multipart([version, asked, *verdict, b"", b""])
+            version, request_id, _domain, _address, _identity, mechanism, *proof = request
+            allowed = self._is_allowed(mechanism, proof)
+            verdict = [b"200", b"OK"] if allowed else [b"400", b"not the key of this cluster"]
+            self._zap.send_multipart([version, request_id, *verdict, b"", b""])
 
-    def _may_enter(self, mechanism: bytes, proof: list[bytes]) -> bool:
+    def _is_allowed(self, mechanism: bytes, proof: list[bytes]) -> bool:
         if self._key is None:
             return mechanism == b"NULL"
         if mechanism != b"CURVE" or len(proof) != 1 or len(proof[0]) != 32:
@@ -245,12 +241,11 @@ class ControlServer(_Channel):
         return hmac.compare_digest(z85.encode(proof[0]), self._key.client.public)
 
 
-class ControlClient(_Channel):
-    """A target's end of the channel to one source. Reconnects by itself for as long as it lives.
+class ControlClient(_ControlSocket):
+    """A target's connection to one source. Reconnects by itself until it is closed.
 
-    Frames sent before the connection stands wait for it, up to a limit: a first
-    greeting must not be lost to the time that connecting takes. The channels of
-    one endpoint share its ``context``; without one, a client has its own.
+    Frames sent before the connection is open are queued, up to a limit, so that a first Hello is
+    not lost. The clients of one endpoint share its ``context``; None makes a new one.
     """
 
     def __init__(
@@ -260,9 +255,9 @@ class ControlClient(_Channel):
         context: ZmqContext | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        made = new_context() if context is None else context
-        self._own = made if context is None else None
-        super().__init__(made, zmq.DEALER, silence_s)
+        used = new_context() if context is None else context
+        self._own_context = used if context is None else None
+        super().__init__(used, zmq.DEALER, silence_s)
         try:
             self._connect(address, key)
         except BaseException:
@@ -276,15 +271,15 @@ class ControlClient(_Channel):
             self.socket.curve_secretkey = key.client.secret
         parts = ADDRESS.fullmatch(address)
         if parts is None or not 0 < int(parts[2]) < 1 << 16:
-            raise _no_address(address)
+            raise _bad_address(address)
         self.socket.ipv6 = "[" in address
         try:
             self.socket.connect(address)
         except zmq.ZMQError:
-            raise _no_address(address) from None
+            raise _bad_address(address) from None
 
     def receive(self, ready: Container[object] | None = None) -> list[bytes]:
-        """The frames that are there. Never waits. ``ready`` is as for a server."""
+        """Return the waiting frames. Never blocks. ``ready`` is as for a server."""
         frames = []
         for message in self._drain(ready):
             if len(message) == 1:
@@ -294,17 +289,17 @@ class ControlClient(_Channel):
         return frames
 
     def send(self, frame: bytes) -> bool:
-        """Send, or queue until the connection stands. A full queue takes nothing."""
+        """Send a frame, or queue it until connected. Return False if the queue is full."""
         return self._send(frame)
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
-        """Disconnect; what was just sent has a moment to leave. Idempotent."""
+        """Disconnect. Frames just sent get ``linger_ms`` to leave. Idempotent."""
         self._close(linger_ms)
-        if self._own is not None:
-            self._own.destroy(linger_ms)
+        if self._own_context is not None:
+            self._own_context.destroy(linger_ms)
 
 
-def _configure(channel: ZmqSocket, ask_s: float, patience_s: float) -> None:
+def _configure(channel: ZmqSocket, interval_s: float, timeout_s: float) -> None:
     options: dict[int, int] = {
         zmq.MAXMSGSIZE: MAX_FRAME_BYTES + WRAPPING_BYTES,
         zmq.SNDHWM: MAX_QUEUED,
@@ -315,8 +310,8 @@ def _configure(channel: ZmqSocket, ask_s: float, patience_s: float) -> None:
         zmq.RECONNECT_IVL_MAX: 500,
         zmq.CONNECT_TIMEOUT: CONNECT_MS,
         zmq.TCP_MAXRT: UNACKNOWLEDGED_MS,
-        zmq.HEARTBEAT_IVL: int(1000 * ask_s),
-        zmq.HEARTBEAT_TIMEOUT: int(1000 * patience_s),
+        zmq.HEARTBEAT_IVL: int(1000 * interval_s),
+        zmq.HEARTBEAT_TIMEOUT: int(1000 * timeout_s),
         zmq.TCP_KEEPALIVE: 1,
         zmq.TCP_KEEPALIVE_IDLE: 10,
         zmq.TCP_KEEPALIVE_INTVL: 5,
@@ -327,27 +322,26 @@ def _configure(channel: ZmqSocket, ask_s: float, patience_s: float) -> None:
 
 
 def _monitor(context: ZmqContext, watched: ZmqSocket) -> ZmqSocket:
-    """A socket that has a message for each failed handshake and each connection that ended."""
+    """Return a socket that receives the connection events of ``watched``."""
     address = f"inproc://kvferry-monitor-{next(_numbers)}"
     watched.monitor(address, WATCHED)
     listener: ZmqSocket = context.socket(zmq.PAIR)
-    # Without a limit: ZeroMQ would wait for a full one inside its own thread, and closing
-    # would wait for that thread.
+    # Unlimited: ZeroMQ's thread would block on a full queue, and closing would wait for it.
     listener.rcvhwm = 0
     listener.connect(address)
     return listener
 
 
 def has_message(source: ZmqSocket) -> bool:
-    """Whether something can be received from a socket."""
+    """Return whether a socket has a message to receive."""
     events = source.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
     return bool(events & zmq.POLLIN)
 
 
 def _take(source: ZmqSocket) -> list[bytes] | None:
-    """One message, or None. Of a message with too many parts, only the first few are kept."""
-    # Asking first: an exception for every empty socket costs more than the messages do.
+    """Receive one message, or None. Keeps at most the first 16 parts of a message."""
+    # Check first: an exception for each empty socket would cost more than the messages.
     if not has_message(source):
         return None
     parts: list[bytes] = [source.recv(zmq.DONTWAIT)]
@@ -358,10 +352,8 @@ def _take(source: ZmqSocket) -> list[bytes] | None:
     return parts
 
 
-def _no_address(text: str) -> InputError:
-    return InputError(
-        f"cannot connect to {text!r:.200}; a control address is such as tcp://10.0.0.1:5000"
-    )
+def _bad_address(text: str) -> InputError:
+    return InputError(f"cannot connect to {text!r:.200}; use an address like tcp://10.0.0.1:5000")
 
 
 def _bracketed(host: str) -> str:

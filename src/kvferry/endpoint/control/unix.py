@@ -1,18 +1,16 @@
-"""Local lines: frames between processes of one host and user, without the threads of ZeroMQ.
+"""Unix-socket channels: frames between processes of one host and user, without ZeroMQ's threads.
 
-A frame over ZeroMQ passes a thread of its own on either side, and waking them takes longer
-than all else. So a source also listens on a Unix socket, and tells every target that it
-welcomes where (``UnixListener``), in the handshake, which travels on the control channel: with a
-cluster key, only who has it learns of the listener. A target that can connect talks there from
-then on; one that can't, on another host or as another user, stays where it is. When a line
-ends, the control channel is still there.
+A frame over ZeroMQ passes through a thread at each end, and waking these threads takes longer than
+everything else. So a source also listens on a Unix socket, and sends its address (``UnixListener``)
+to each target in the handshake, over the control channel: with a cluster key, only its holders
+learn the address. A target on the same host and of the same user connects, and sends its frames
+there from then on. When the Unix channel ends, both use the control channel again.
 
-A line is a stream of frames, each preceded by its length, and before the first of them the
-listener's secret. Both ends look who the other is: another user's process is not talked to. Names
-are of Linux's abstract kind: no file is left behind, and no folder is needed.
+The stream is the listener's secret, then frames, each preceded by its length. Both ends check that
+the other process runs as the same user. Names are in Linux's abstract namespace, so no file is left
+behind.
 
-Belongs to one thread, the endpoint's owner, and never waits: what a peer has no room for is
-kept for a while, up to a limit.
+For the loop thread. Nothing blocks: bytes that a peer has no room for are queued, up to a limit.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from kvferry.protocol.codec import MAX_FRAME_BYTES
 
 SECRET_BYTES = 32
 BACKLOG = 128
-# Lines that have not said the secret; of more, the oldest is closed.
+# Connections that have not sent the secret yet. Of more, the oldest is closed.
 MAX_UNPROVEN = 64
-# What one call reads, so that the owner gets to its other work.
+# Limit of one read, so that the loop gets to its other work.
 READ_BYTES = 256 << 10
-# What is kept for a peer that reads nothing. More is lost, and the protocol repeats it.
+# Bytes queued for a peer that does not read. Further frames are lost; the protocol repeats them.
 MAX_UNSENT_BYTES = 32 << 20
 
-# Running or ready to, sleeping, waiting for a device, idle.
+# Linux process states: running or runnable, sleeping, in a device wait, idle.
 RUNNING = ("R", "S", "D", "I")
 
 _LENGTH = struct.Struct(">I")
@@ -47,7 +45,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class UnixListener(msgspec.Struct, frozen=True, array_like=True):
-    """Where a source listens, and what whoever comes has to say first."""
+    """Address of a source's Unix socket, and the secret that a connection must send first."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
     secret: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
@@ -57,47 +55,47 @@ class UnixListener(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UnixChannel:
-    """One connection. ``over`` says that nothing more will come; then it is to be closed."""
+    """One connection. Once ``over`` is set, nothing more arrives and its user must close it."""
 
-    def __init__(self, connected: socket.socket, expects: bytes = b"") -> None:
+    def __init__(self, connected: socket.socket, secret: bytes = b"") -> None:
         connected.setblocking(False)
         self._socket = connected
         self._peer_pid, _ = _credentials(connected)
-        self._expects = expects
-        # The beginning of a frame, and how long it will be if that is known.
-        self._in, self._awaited = bytearray(), 0
+        self._secret = secret
+        # An incomplete frame, and its length once that is known.
+        self._in, self._expected_bytes = bytearray(), 0
         self._out = bytearray()
         self.over = False
 
     def fileno(self) -> int:
-        """For a poller."""
+        """Return the file descriptor, for a poller."""
         return self._socket.fileno()
 
     @property
     def is_proven(self) -> bool:
-        """Whether the peer has said what was expected."""
-        return not self._expects
+        """Whether the peer has sent the secret, or needs none."""
+        return not self._secret
 
     @property
     def peer_runs(self) -> bool:
-        """Whether the kernel says that the other end's process is not stopped. It may be starved.
+        """Whether the kernel says that the peer's process is not stopped. It may be starved of CPU.
 
-        That needs nothing of the peer, neither a turn of its loop nor its GIL.
+        This needs no action by the peer: neither a turn of its loop nor its GIL.
         """
         return not self.over and process_state(self._peer_pid) in RUNNING
 
     @property
     def num_unfinished(self) -> int:
-        """Bytes of a frame whose rest has not come."""
+        """Number of bytes held of an incomplete frame."""
         return len(self._in)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the peer had no room for all: call ``resume`` when it is writable."""
+        """Whether bytes are queued: call ``resume`` when the socket is writable."""
         return bool(self._out)
 
     def send(self, message: bytes) -> bool:
-        """Send all of it now or later, or nothing if too much waits already."""
+        """Send or queue a message. Return False, sending nothing, if the queue is full."""
         if self.over or len(self._out) + len(message) > MAX_UNSENT_BYTES:
             return False
         if self._out:
@@ -107,7 +105,7 @@ class UnixChannel:
         return not self.over
 
     def resume(self) -> None:
-        """Send what the peer had no room for."""
+        """Send queued bytes."""
         if self._out:
             del self._out[: self._send(self._out)]
 
@@ -121,7 +119,7 @@ class UnixChannel:
             return 0
 
     def receive(self) -> list[bytes]:
-        """The whole frames that have come. Never waits."""
+        """Return the complete frames that have arrived. Never blocks."""
         try:
             data = self._socket.recv(READ_BYTES)
         except BlockingIOError:
@@ -133,41 +131,41 @@ class UnixChannel:
             return []
         if self._in or not self.is_proven:
             self._in += data
-            if not self._prove() or len(self._in) < self._awaited:
+            if not self._check_secret() or len(self._in) < self._expected_bytes:
                 return []
             data = bytes(self._in)
-        frames, at = _cut(data)
+        frames, at = _split(data)
         self._keep(data[at:])
         return frames
 
     def _keep(self, rest: bytes) -> None:
-        """The beginning of a frame, which is looked at again when all of it has come."""
-        self._in, self._awaited = bytearray(rest), 0
+        """Store an incomplete frame, which is parsed again only when all of it has arrived."""
+        self._in, self._expected_bytes = bytearray(rest), 0
         if len(rest) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(rest)
-            self._awaited = _LENGTH.size + length
-            # Longer than any frame: not one of ours.
+            self._expected_bytes = _LENGTH.size + length
+            # Longer than any valid frame.
             self.over = length > MAX_FRAME_BYTES
 
-    def _prove(self) -> bool:
-        """Whether the peer has said what was expected; another word ends the line."""
-        if self._expects and len(self._in) >= len(self._expects):
-            said = bytes(self._in[: len(self._expects)])
-            if hmac.compare_digest(said, self._expects):
-                del self._in[: len(said)]
-                self._expects = b""
+    def _check_secret(self) -> bool:
+        """Return whether the peer has sent the secret. A wrong one ends the connection."""
+        if self._secret and len(self._in) >= len(self._secret):
+            received = bytes(self._in[: len(self._secret)])
+            if hmac.compare_digest(received, self._secret):
+                del self._in[: len(received)]
+                self._secret = b""
             else:
                 self.over = True
         return self.is_proven
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.over = True
         self._socket.close()
 
 
-def _cut(data: bytes) -> tuple[list[bytes], int]:
-    """The whole frames in a stretch of a stream, and where they end."""
+def _split(data: bytes) -> tuple[list[bytes], int]:
+    """Return the complete frames at the start of ``data``, and where they end."""
     frames: list[bytes] = []
     at = 0
     while at + _LENGTH.size <= len(data):
@@ -181,7 +179,7 @@ def _cut(data: bytes) -> tuple[list[bytes], int]:
 
 
 class UnixServer:
-    """A source's listener."""
+    """A source's listening socket."""
 
     def __init__(self) -> None:
         self.listener = UnixListener(
@@ -194,91 +192,93 @@ class UnixServer:
 
     @staticmethod
     def open() -> UnixServer | None:
-        """A listener, where this system has such."""
+        """Return a listening server, or None where the system has no abstract Unix sockets."""
         if sys.platform != "linux":
             return None
         try:
             return UnixServer()
         except OSError:
-            # Sockets of this kind are forbidden here; the control channel is enough.
+            # Such sockets are forbidden here. The control channel is enough.
             return None
 
     def fileno(self) -> int:
-        """For a poller: readable when somebody knocks."""
+        """Return the file descriptor, which is readable when a connection waits."""
         return self._socket.fileno()
 
     def accept(self) -> list[UnixChannel]:
-        """Who has come. Those who came before and have proven nothing may be closed for them."""
-        lines: list[UnixChannel] = []
-        while len(lines) < MAX_UNPROVEN:
+        """Accept waiting connections. May close the oldest ones that have not sent the secret."""
+        accepted: list[UnixChannel] = []
+        while len(accepted) < MAX_UNPROVEN:
             try:
-                came, _ = self._socket.accept()
+                connection, _ = self._socket.accept()
             except OSError:
-                # Nobody, or somebody who has left already.
+                # None waits, or it has left already.
                 break
-            if _is_ours(came):
-                lines.append(UnixChannel(came, self.listener.secret))
+            if _is_same_user(connection):
+                accepted.append(UnixChannel(connection, self.listener.secret))
             else:
-                came.close()
+                connection.close()
         self._unproven = {
-            line: None for line in (*self._unproven, *lines) if not (line.over or line.is_proven)
+            channel: None
+            for channel in (*self._unproven, *accepted)
+            if not (channel.over or channel.is_proven)
         }
         while len(self._unproven) > MAX_UNPROVEN:
             oldest = next(iter(self._unproven))
             del self._unproven[oldest]
             oldest.over = True
-        return lines
+        return accepted
 
     def close(self) -> None:
-        """Nobody comes any more."""
+        """Stop listening."""
         self._socket.close()
 
 
 def connect(listener: UnixListener) -> UnixChannel | None:
-    """A line to who listens at that listener; None if nobody of ours does."""
+    """Connect to a listener. Return None if no process of this host and user listens there."""
     if sys.platform != "linux":
         return None
-    going = _unix_socket()
+    connection = _unix_socket()
     try:
-        going.connect(_address(listener))
-        if _is_ours(going):
-            line = UnixChannel(going)
-            line.send(listener.secret)
-            return line
+        connection.connect(_address(listener))
+        if _is_same_user(connection):
+            channel = UnixChannel(connection)
+            channel.send(listener.secret)
+            return channel
     except OSError:
-        # Another host, or another network namespace of this one, or too many at the listener.
+        # Another host or network namespace, or the listener's backlog is full.
         pass
-    going.close()
+    connection.close()
     return None
 
 
 def _unix_socket() -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    made.setblocking(False)
-    return made
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    return connection
 
 
 def _address(listener: UnixListener) -> str:
     return f"\0{listener.name}"
 
 
-def _is_ours(connected: socket.socket) -> bool:
-    """Whether the other end is a process of this user. The kernel says so."""
+def _is_same_user(connected: socket.socket) -> bool:
+    """Return whether the other end runs as this user, according to the kernel."""
     _, user = _credentials(connected)
     return user == os.geteuid()
 
 
 def _credentials(connected: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end."""
-    said = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(said)
+    """Return the process id and the user id of the other end."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(credentials)
     return pid, user
 
 
 def process_state(pid: int) -> str:
-    """The letter that Linux has for a process's state; empty if there is none to be seen."""
+    """Return Linux's letter for a process's state; empty if it cannot be read."""
     try:
-        # The name in parentheses may hold anything.
+        # The process name in parentheses may contain anything, so look behind it.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""

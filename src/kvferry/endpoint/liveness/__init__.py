@@ -1,1 +1,1 @@
-"""Life of processes: how it is shown, asked after, and how its end is proven."""
+"""Liveness ports and probes: how an endpoint proves that a peer's process is dead."""

@@ -1,24 +1,23 @@
-"""The liveness_port: proof that a process is gone.
+"""The liveness port: proof that a process is gone.
 
-Memory that a peer may still write is released only on proof, and silence is no
-proof: a stopped process goes on one day. So every endpoint listens on a TCP port
-of its own for its whole life, and whoever lost it asks there.
+Memory that a peer may still write is released only on proof, and silence proves nothing: a
+stopped process may resume at any time. So each endpoint listens on a TCP port for its whole
+life, and a peer that has lost contact probes this port.
 
-Why a refused connection is proof: the listening socket is the process's, opened
-at its start and closed by nothing but its end, and a kernel refuses a connection
-exactly when nobody listens. On Linux, a process that ends gives up its memory
-(each thread its own hold on it) before its files, so once the port refuses, none
-of its threads will touch memory again. A stopped, swapped or busy process still
-listens: its kernel takes the connection and nobody answers, which proves nothing.
+A refused connection is proof because the listening socket belongs to the process: it opens at
+start-up, only the end of the process closes it, and the kernel refuses a connection exactly if
+nobody listens. On Linux, an ending process gives up its memory (each thread its own reference)
+before its files, so once the port refuses, no thread of it touches memory again. A stopped,
+swapped or busy process still listens: its kernel accepts the connection and nobody answers, which
+proves nothing.
 
-What this assumes: that the address stays with that machine while the process
-lives, and that nothing in between (a proxy, a load balancer, a firewall set to
-reject instead of drop) refuses on behalf of the machine. A network card that
-writes memory by itself may have its last packets under way for a moment longer;
-a transport that uses one waits for them.
+Assumptions: the address stays with that machine while the process lives, and nothing in between
+(a proxy, a load balancer, a firewall set to reject instead of drop) refuses on behalf of the
+machine. A network card that writes memory by itself may have packets in flight for a moment
+longer; transports that use one wait for them.
 
-A child made by fork without exec keeps the socket open. Then the port stops
-answering only when the child has ended as well, which errs on the safe side.
+A child made by fork without exec keeps the socket open. The port then refuses only after the child
+has ended as well, which is the safe direction.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ Address = tuple[str, int]
 MAGIC = b"kvflife1"
 ANSWER = struct.Struct(">8sQ")
 BACKLOG = 128
-# What one call answers at most, so that the owner gets to its other work.
+# Probes that one call answers, so that the loop gets to its other work.
 MAX_BATCH = 64
 
 
 class Liveness(StrEnum):
-    """What is known of a process."""
+    """Result of a probe."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -49,13 +48,13 @@ class Liveness(StrEnum):
 
 
 class LivenessPort:
-    """A port that answers with the incarnation of its owner. Belongs to the owner's thread."""
+    """Port that answers probes with this endpoint's incarnation. For the loop thread."""
 
     def __init__(self, host: str, incarnation: int, port: int = 0) -> None:
         self._answer = ANSWER.pack(MAGIC, incarnation)
         self._socket = socket.socket(_family(host), socket.SOCK_STREAM)
         try:
-            # A successor may take the port at once; two that live never share one.
+            # A successor may bind the port at once. Two live processes never share it.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.setblocking(False)
             self._socket.bind((host, port))
@@ -69,51 +68,49 @@ class LivenessPort:
         self.address: Address = self._socket.getsockname()[:2]
 
     def fileno(self) -> int:
-        """For a poller: readable when somebody asks."""
+        """Return the file descriptor, which is readable when a probe waits."""
         return self._socket.fileno()
 
     def answer(self) -> None:
-        """Answer those who asked, up to a limit. Never waits."""
+        """Answer waiting probes, up to a limit. Never blocks."""
         for _ in range(MAX_BATCH):
             try:
-                asker, _ = self._socket.accept()
-            except BlockingIOError:
-                return
+                connection, _ = self._socket.accept()
             except OSError:
-                # The asker has left already, or there is no free file number just now.
+                # None waits, it has left already, or the process is out of file descriptors.
                 return
-            with asker:
-                _reply(asker, self._answer)
+            with connection:
+                _reply(connection, self._answer)
 
     def leave_open(self) -> None:
-        """Never say that it is over while the process lives, even if nobody refers to this."""
+        """Keep listening until the process ends, even if this object is garbage-collected."""
         self._socket.detach()
 
     def close(self) -> None:
-        """Say that this life is over. Whoever asks from now on takes it for gone."""
+        """Stop listening: from now on, peers take this incarnation for dead."""
         self._socket.close()
 
     def __repr__(self) -> str:
         return f"<LivenessPort {self.address[0]} port {self.address[1]}>"
 
 
-def _reply(asker: socket.socket, answer: bytes) -> None:
+def _reply(connection: socket.socket, answer: bytes) -> None:
     try:
-        asker.setblocking(False)
-        asker.send(answer)
+        connection.setblocking(False)
+        connection.send(answer)
     except OSError:
-        # The asker has left, and asks again if it still wants to know.
+        # The other side has left. It probes again if it still needs to know.
         return
 
 
 def probe(address: Address, incarnation: int, timeout_s: float) -> Liveness:
-    """Ask whether that life of the process at that address goes on. Waits, never raises."""
+    """Return whether that incarnation of the process at ``address`` is alive. Blocks."""
     deadline = time.monotonic() + timeout_s
     try:
-        with socket.socket(_family(address[0]), socket.SOCK_STREAM) as asking:
-            asking.settimeout(timeout_s)
-            asking.connect(address)
-            answer = _read(asking, deadline)
+        with socket.socket(_family(address[0]), socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(address)
+            answer = _read(connection, deadline)
     except ConnectionRefusedError:
         return Liveness.GONE
     except (OSError, OverflowError, InputError):
@@ -122,23 +119,23 @@ def probe(address: Address, incarnation: int, timeout_s: float) -> Liveness:
 
 
 def judge(answer: bytes, incarnation: int) -> Liveness:
-    """What an answer says of that life. A stranger's answer says nothing."""
+    """Return what an answer proves. An answer that is not from kvferry proves nothing."""
     if len(answer) != ANSWER.size or not answer.startswith(MAGIC):
         return Liveness.UNKNOWN
     answered: int = ANSWER.unpack(answer)[1]
-    # Another life holds the port, and no two sockets can.
+    # If another incarnation holds the port, the one asked for is dead: they cannot share it.
     return Liveness.ALIVE if answered == incarnation else Liveness.GONE
 
 
-def _read(asking: socket.socket, deadline: float) -> bytes:
-    """An answer and one byte, if so much comes before the deadline."""
+def _read(connection: socket.socket, deadline: float) -> bytes:
+    """Read until the end of the stream, or one byte more than an answer has."""
     answer = b""
     while len(answer) <= ANSWER.size:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError
-        asking.settimeout(remaining_s)
-        part = asking.recv(ANSWER.size + 1 - len(answer))
+        connection.settimeout(remaining_s)
+        part = connection.recv(ANSWER.size + 1 - len(answer))
         if not part:
             break
         answer += part
@@ -146,10 +143,13 @@ def _read(asking: socket.socket, deadline: float) -> bytes:
 
 
 def _family(host: str) -> socket.AddressFamily:
-    """Numeric addresses only: a name may stand for several machines, and one that refuses
-    would prove nothing about the others."""
+    """Return the family of a numeric address.
+
+    A name is refused: it may stand for several machines, and a refusal by one of them proves
+    nothing about the others.
+    """
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
-        raise InputError(f"a liveness_port needs a resolve_ip address, not {host!r:.200}") from None
+        raise InputError(f"a liveness port needs a numeric address, not {host!r:.200}") from None
     return socket.AF_INET6 if version == 6 else socket.AF_INET

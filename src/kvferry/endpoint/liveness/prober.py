@@ -1,7 +1,7 @@
-"""The prober: asks lifelines until a process is proven gone.
+"""The liveness prober: a thread that probes peers until they are proven dead.
 
-One thread for all of an endpoint's lost peers, because asking waits. What it
-finds it tells the owner; what nobody needs any more is forgotten.
+Probing blocks, so one thread per endpoint probes all lost peers. It passes each proof to the
+loop as a ``PeerGone`` event.
 """
 
 from __future__ import annotations
@@ -11,52 +11,60 @@ import time
 from collections.abc import Callable
 
 from kvferry.endpoint.liveness.port import Address, Liveness, probe
+from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.endpoint.runner.runner import PeerGone
+from kvferry.endpoint.runner.sessions import SessionRecord
 from kvferry.ids import Peer
 
-PROBE_S = 0.5
-REPEAT_S = 0.5
-# A sign of death may come before the process has quite gone: ask again soon, for a while.
-SIGN_S = 3.0
-SIGN_REPEAT_S = 0.05
-# What a process had handed to the network before it died may still come in.
+PROBE_TIMEOUT_S = 0.5
+PROBE_INTERVAL_S = 0.5
+# A connection may end shortly before its process does: after a hint, probe often for a while.
+HINT_DURATION_S = 3.0
+HINT_INTERVAL_S = 0.05
+# Data that a process gave to the network before it died may still arrive for this long.
 GRACE_S = 0.25
 
-Suspect = tuple[Peer, int]
+PeerIncarnation = tuple[Peer, int]
 
 
 class Prober:
-    """Asks after probes until they are gone or acquitted."""
+    """Peers port of a runner. Any thread may call it; ``on_gone`` is called on its own thread."""
 
     def __init__(self, on_gone: Callable[[PeerGone], None], name: str) -> None:
         self._on_gone = on_gone
-        self._suspects: dict[Suspect, Address] = {}
-        self._signs: dict[Suspect, tuple[Address, float]] = {}
+        self._probed: dict[PeerIncarnation, Address] = {}
+        # Peers that may be dead, and until when to probe them.
+        self._hints: dict[PeerIncarnation, tuple[Address, float]] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def start_probing(self, peer: Peer, incarnation: int, address: Address) -> None:
-        """Ask after that life until it is proven gone or nobody cares any more."""
-        with self._changed:
-            self._suspects[peer, incarnation] = address
-            self._changed.notify()
-
-    def sign(self, peer: Peer, incarnation: int, address: Address) -> None:
-        """There was a sign that it may be gone: ask until it answers, for a short while."""
-        with self._changed:
-            self._signs[peer, incarnation] = address, time.monotonic() + SIGN_S
-            self._changed.notify()
+    def start_probing(self, record: SessionRecord) -> None:
+        """Probe a session's peer until it is proven dead, or ``stop_probing``."""
+        metadata = PeerMetadata.decode(record.metadata)
+        if metadata:
+            with self._changed:
+                self._probed[record.life] = metadata.liveness_port
+                self._changed.notify()
 
     def stop_probing(self, peer: Peer, incarnation: int) -> None:
-        """Nobody waits for that proof any more."""
-        if self._suspects:
+        """Stop probing a peer."""
+        if self._probed:
             with self._changed:
-                self._suspects.pop((peer, incarnation), None)
+                self._probed.pop((peer, incarnation), None)
+
+    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+        """Probe a peer that may be dead until it answers, for a short while."""
+        decoded = PeerMetadata.decode(metadata)
+        if decoded:
+            until = time.monotonic() + HINT_DURATION_S
+            with self._changed:
+                self._hints[peer, incarnation] = decoded.liveness_port, until
+                self._changed.notify()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -65,27 +73,25 @@ class Prober:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._suspects or self._signs or self._closing)
+                self._changed.wait_for(lambda: self._probed or self._hints or self._closing)
                 if self._closing:
                     return
-                signs = {
-                    start_probing: address for start_probing, (address, _) in self._signs.items()
-                }
-                asked = self._suspects | signs
-            for start_probing, address in asked.items():
-                self._ask(start_probing, address)
+                hinted = {life: address for life, (address, _) in self._hints.items()}
+                addresses = self._probed | hinted
+            for life, address in addresses.items():
+                self._probe(life, address)
             with self._changed:
                 if not self._closing:
-                    self._changed.wait(SIGN_REPEAT_S if self._signs else REPEAT_S)
+                    self._changed.wait(HINT_INTERVAL_S if self._hints else PROBE_INTERVAL_S)
 
-    def _ask(self, start_probing: Suspect, address: Address) -> None:
-        life = probe(address, start_probing[1], PROBE_S)
+    def _probe(self, life: PeerIncarnation, address: Address) -> None:
+        liveness = probe(address, life[1], PROBE_TIMEOUT_S)
         with self._changed:
-            expired = time.monotonic() >= self._signs.get(start_probing, (address, 0.0))[1]
-            if life is not Liveness.UNKNOWN or expired:
-                self._signs.pop(start_probing, None)
-            if life is Liveness.GONE:
-                self._suspects.pop(start_probing, None)
-        if life is Liveness.GONE:
+            expired = time.monotonic() >= self._hints.get(life, (address, 0.0))[1]
+            if liveness is not Liveness.UNKNOWN or expired:
+                self._hints.pop(life, None)
+            if liveness is Liveness.GONE:
+                self._probed.pop(life, None)
+        if liveness is Liveness.GONE:
             time.sleep(GRACE_S)
-            self._on_gone(PeerGone(*start_probing))
+            self._on_gone(PeerGone(*life))

@@ -1,1 +1,1 @@
-"""What runs on the owner's thread: the loop, the runner's ports, and rooms."""
+"""The loop: one thread per endpoint that runs the machine, and the ports that it calls."""

@@ -1,10 +1,11 @@
-"""Channels: to a runner, the port where frames go out; to the loop, where they come in.
+"""Channels: send the frames of a runner and receive those of its peers.
 
-A source answers along the route of a target's latest frame. A target has a connection to
-each source, at the address that the source's instance gave last, and to one that has a listener
-on this host a line beside it, which it talks on while it lasts. What a turn has to say
-to one peer leaves in one message, or in a few: a peer that has nothing to do meanwhile can
-begin with the first of many.
+A source answers along the route of a target's latest frame. A target has a ZeroMQ connection to
+each source, at the address in the source's latest instance view. To a source on the same host it
+also has a Unix channel, and prefers it while it is open.
+
+The frames of one turn to one peer leave in one message. In a long turn, the first frames leave
+earlier, so that an idle peer can start.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from kvferry.endpoint.control.sockets import (
 )
 from kvferry.endpoint.control.unix import UnixChannel, UnixListener, UnixServer, connect
 from kvferry.endpoint.loop.poller import Poller
-from kvferry.endpoint.loop.unix_channels import UnixChannels
 from kvferry.endpoint.runner.runner import frame_event
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer, Room, Session
-from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
+from kvferry.protocol.codec import MAX_FRAME_BYTES, BadFrame, FrameFault, decode, encode
 from kvferry.protocol.events import Cancel, Event, RoomBarred
 from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.security.keys import ClusterKey
@@ -38,22 +38,107 @@ from kvferry.telemetry.observer import Observer
 
 log = logging.getLogger("kvferry.endpoint")
 
-# A connection may fail once in the middle of a restart; a wrong key fails every time.
-SHUT_AFTER = 3
-W = TypeVar("W")
-# So many frames leave before the turn is over, and so does what has waited for longer than this.
-MOST_WAITING = 8
-MOST_S = 100e-6
+# Failed handshakes after which a source counts as unreachable. One may fail during a restart; with
+# a wrong key all do.
+MAX_REFUSED = 3
+# Frames are sent before the end of a turn once so many wait, or once one waits for so long.
+MAX_WAITING = 8
+MAX_WAIT_S = 100e-6
+# Limit for Unix channels. More peers of this host use the ZeroMQ control channel.
+MAX_CHANNELS = 256
+# Limit for the bytes of incomplete frames of all channels together.
+MAX_UNFINISHED_BYTES = 4 * MAX_FRAME_BYTES
+
+R = TypeVar("R")
 
 
-class Dropped(NamedTuple):
-    """Connections have ended, to ``peer`` or to somebody: a sign, and no proof."""
+class ConnectionLost(NamedTuple):
+    """Connections to ``peer`` have ended, or to an unknown peer. A hint of a death, not proof."""
 
     peer: Peer | None
 
 
-class Channel(ABC, Generic[W]):
-    """What both sides' channels have in common. ``W`` are the ways that lead to peers."""
+class UnixChannels:
+    """Polls Unix channels and bounds their number and the memory of incomplete frames.
+
+    The bounds hold against an authenticated peer that misbehaves. The protocol repeats frames that
+    a closed channel loses.
+    """
+
+    def __init__(self, poller: Poller, observer: Observer) -> None:
+        self._poller = poller
+        self._observer = observer
+        self._channels: dict[object, UnixChannel] = {}
+        # Channels with queued bytes, which wait to become writable.
+        self._full: set[UnixChannel] = set()
+        self._unfinished: dict[UnixChannel, int] = {}
+
+    def add(self, channel: UnixChannel) -> None:
+        """Watch a channel, or close it if there are too many."""
+        if len(self._channels) >= MAX_CHANNELS:
+            self._observer.refused("too-many-lines")
+            channel.close()
+            return
+        self._channels[channel.fileno()] = channel
+        self._poller.watch(channel.fileno())
+
+    def receive(self, ready: Iterable[object]) -> Iterator[tuple[UnixChannel, list[bytes]]]:
+        """Return the frames of ready channels; also channels that are over, without frames."""
+        for channel in [self._channels[one] for one in ready if one in self._channels]:
+            if channel in self._full:
+                channel.resume()
+                self._update_writable(channel)
+            yield channel, channel.receive()
+            yield from self._enforce_limit(channel)
+
+    def _enforce_limit(self, channel: UnixChannel) -> Iterator[tuple[UnixChannel, list[bytes]]]:
+        """End the channels with the longest incomplete frames until the rest is within bounds."""
+        self._unfinished.pop(channel, None)
+        if channel.num_unfinished and not channel.over:
+            self._unfinished[channel] = channel.num_unfinished
+        while sum(self._unfinished.values()) > MAX_UNFINISHED_BYTES:
+            longest = max(self._unfinished, key=lambda one: self._unfinished[one])
+            del self._unfinished[longest]
+            longest.over = True
+            self._observer.refused("unfinished-frames")
+            yield longest, []
+
+    def send(self, channel: UnixChannel, messages: Iterable[bytes]) -> None:
+        """Send messages, now or when there is room."""
+        for message in messages:
+            channel.send(message)
+        if channel.has_unsent:
+            self._update_writable(channel)
+
+    def _update_writable(self, channel: UnixChannel) -> None:
+        if channel.has_unsent != (channel in self._full) and channel.fileno() in self._channels:
+            self._full ^= {channel}
+            self._poller.watch_writable(channel.fileno(), wanted=channel.has_unsent)
+
+    def drop(self, channel: UnixChannel) -> None:
+        """Close a channel."""
+        if self._channels.pop(channel.fileno(), None) is not None:
+            self._poller.unwatch(channel.fileno())
+        self._full.discard(channel)
+        self._unfinished.pop(channel, None)
+        channel.close()
+
+    def drop_ended(self) -> None:
+        """Close the channels that are over."""
+        for channel in [channel for channel in self._channels.values() if channel.over]:
+            self.drop(channel)
+
+    def close(self) -> None:
+        """Close all channels."""
+        for channel in list(self._channels.values()):
+            self.drop(channel)
+
+
+class Channel(ABC, Generic[R]):
+    """Common part of both channels. ``R`` is the type of a ZeroMQ route to a peer.
+
+    ``answer`` gets the event that fails a room whose frame cannot be sent.
+    """
 
     def __init__(
         self, me: Peer, poller: Poller, observer: Observer, answer: Callable[[Event], None]
@@ -61,93 +146,92 @@ class Channel(ABC, Generic[W]):
         self._me = me
         self._poller = poller
         self._observer = observer
-        # Hears of a frame that can't be sent.
         self._answer = answer
-        self._lines = UnixChannels(poller, observer)
-        # Frames that wait to be sent.
-        self._outboxes: dict[W | UnixChannel, list[bytes]] = {}
+        self._unix_channels = UnixChannels(poller, observer)
+        # Encoded frames that wait to be sent.
+        self._outboxes: dict[R | UnixChannel, list[bytes]] = {}
         self._num_waiting = 0
-        self._flushed = 0.0
+        self._flushed_at = 0.0
 
     @abstractmethod
-    def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
-        """What has come, from those that are ready."""
+    def receive(self, ready: Collection[object]) -> Iterator[Event | ConnectionLost]:
+        """Return what has arrived at the ready sockets."""
 
     @abstractmethod
-    def _way_to(self, peer: Peer, session: Session) -> W | UnixChannel | None:
-        """Where frames of that session go; None if nobody knows."""
+    def _route_to(self, peer: Peer, session: Session) -> R | UnixChannel | None:
+        """Return where frames of a session go; None if that is unknown."""
 
-    def ran_at(self, peer: Peer, session: Session, now: float) -> float | None:
-        """When a peer's process was last seen to run, whether it speaks or not; None if unseen."""
-        way = self._way_to(peer, session)
-        if isinstance(way, UnixChannel):
-            return now if way.peer_runs else None
-        return None if way is None else self._answered_at(way, now)
-
-    @abstractmethod
-    def _answered_at(self, way: W, now: float) -> float | None:
-        """Since when at the latest a connection's other end has answered ZeroMQ's heartbeats."""
+    def last_ran_at(self, peer: Peer, session: Session, now: float) -> float | None:
+        """Return when a peer's process was last known to run, silent or not; None if unknown."""
+        route = self._route_to(peer, session)
+        if isinstance(route, UnixChannel):
+            return now if route.peer_runs else None
+        return None if route is None else self._last_answered_at(route, now)
 
     @abstractmethod
-    def _send(self, way: W, messages: Iterable[bytes]) -> None:
-        """Not on a line of this host."""
+    def _last_answered_at(self, route: R, now: float) -> float | None:
+        """Return when the other end last answered ZeroMQ's heartbeats, at the earliest."""
+
+    @abstractmethod
+    def _send(self, route: R, messages: Iterable[bytes]) -> None:
+        """Send messages over ZeroMQ."""
 
     @abstractmethod
     def close(self) -> None:
-        """Say nothing more."""
+        """Close all sockets."""
 
-    def let_out(self) -> None:
-        """In the middle of a turn: send what waits, unless something has just been sent."""
-        if self._num_waiting and time.monotonic() >= self._flushed + MOST_S:
+    def flush_if_due(self) -> None:
+        """Send waiting frames in the middle of a turn, unless frames have just been sent."""
+        if self._num_waiting and time.monotonic() >= self._flushed_at + MAX_WAIT_S:
             self.flush()
 
     def flush(self) -> None:
-        """Send what this turn had to say."""
+        """Send all waiting frames."""
         if self._num_waiting:
             self._num_waiting = 0
-            self._flushed = time.monotonic()
+            self._flushed_at = time.monotonic()
             outboxes, self._outboxes = self._outboxes, {}
-            for way, frames in outboxes.items():
+            for route, frames in outboxes.items():
                 messages = bundle(frames)
-                if isinstance(way, UnixChannel):
-                    self._lines.send(way, messages)
+                if isinstance(route, UnixChannel):
+                    self._unix_channels.send(route, messages)
                 else:
-                    self._send(way, messages)
+                    self._send(route, messages)
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
-        """Have a frame sent at the end of this turn, or before. It may be lost."""
+        """Queue a frame, which is sent at the end of this turn or before. It may be lost."""
         try:
-            self._put(peer, envelope)
+            self._queue(peer, envelope)
             self._num_waiting += 1
-            if self._num_waiting >= MOST_WAITING:
+            if self._num_waiting >= MAX_WAITING:
                 self.flush()
         except KvferryError as error:
-            # A frame that can't be made concerns one room, and fails that room alone.
+            # A frame that cannot be encoded fails its own room only.
             log.warning("unsendable endpoint=%s peer=%s error=%s", self._me, peer, error)
             self._observer.refused("unsendable")
             if isinstance(envelope.body, RoomMessage):
                 room: Room = envelope.body.room
                 self._answer(Cancel(room))
 
-    def _put(self, peer: Peer, envelope: Envelope) -> None:
-        way = self._way_to(peer, envelope.session)
-        if way is None:
+    def _queue(self, peer: Peer, envelope: Envelope) -> None:
+        route = self._route_to(peer, envelope.session)
+        if route is None:
             return
         frame = encode(envelope)
-        frames = self._outboxes.get(way)
+        frames = self._outboxes.get(route)
         if frames is None:
-            frames = self._outboxes[way] = []
+            frames = self._outboxes[route] = []
         frames.append(frame)
         self._observer.frame_out(peer, envelope)
 
-    def _opened(self, message: bytes) -> list[bytes]:
+    def _unbundle(self, message: bytes) -> list[bytes]:
         frames = unbundle(message)
         if frames is None:
             self._observer.refused("frame-foreign")
         return frames or []
 
     def _events(self, frames: list[bytes]) -> Iterator[tuple[Session, Event]]:
-        """What frames mean, and in which session each was said."""
+        """Decode frames. Yield the event of each with its session."""
         for decoded in [decode(frame) for frame in frames]:
             event = frame_event(decoded)
             if isinstance(decoded, BadFrame):
@@ -163,7 +247,7 @@ class Channel(ABC, Generic[W]):
 
 
 class SourceChannel(Channel[bytes]):
-    """A source's: a bound socket and, for this host, a listener; spoken to by many targets."""
+    """Channel of a source: a bound ZeroMQ socket and, for targets of this host, a Unix socket."""
 
     def __init__(
         self,
@@ -172,82 +256,82 @@ class SourceChannel(Channel[bytes]):
         observer: Observer,
         answer: Callable[[Event], None],
         server: ControlServer,
-        local: UnixServer | None = None,
+        unix_server: UnixServer | None = None,
     ) -> None:
         super().__init__(me, poller, observer, answer)
         self._server = server
-        self._local = local
+        self._unix_server = unix_server
         self._routes: dict[Session, bytes | UnixChannel] = {}
-        # Ways that took nothing when they were last tried.
+        # Routes whose last send failed.
         self._dead: set[bytes] = set()
         for one in server.sockets:
             poller.watch(one)
-        if local is not None:
-            poller.watch(local.fileno())
+        if unix_server is not None:
+            poller.watch(unix_server.fileno())
 
-    def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
-        """Frames, and the routes along which they would be answered."""
-        for line, heard in self._lines.receive(ready):
-            yield from self._routed(line, heard)
-            if line.over:
-                self._lines.drop(line)
-                yield Dropped(None)
-        if self._local is not None and self._local.fileno() in ready:
-            for line in self._local.accept():
-                self._lines.add(line)
-            self._lines.sweep()
+    def receive(self, ready: Collection[object]) -> Iterator[Event | ConnectionLost]:
+        """Return what has arrived at the ready sockets, and store the route of each frame."""
+        for channel, frames in self._unix_channels.receive(ready):
+            yield from self._routed(channel, frames)
+            if channel.over:
+                self._unix_channels.drop(channel)
+                yield ConnectionLost(None)
+        if self._unix_server is not None and self._unix_server.fileno() in ready:
+            for channel in self._unix_server.accept():
+                self._unix_channels.add(channel)
+            self._unix_channels.drop_ended()
         server = self._server
         if not any(one in ready for one in server.sockets):
             return
         for route, message in server.receive(ready):
-            yield from self._routed(route, self._opened(message))
+            yield from self._routed(route, self._unbundle(message))
         if refused := server.counts.pop("refused", 0):
             self._observer.refused("connection", refused)
         if server.counts.pop("dropped", 0):
-            yield Dropped(None)
+            yield ConnectionLost(None)
 
     def _routed(self, route: bytes | UnixChannel, frames: list[bytes]) -> Iterator[Event]:
         for session, event in self._events(frames):
             self._routes[session.greeting] = route
             yield event
 
-    def _way_to(self, peer: Peer, session: Session) -> bytes | UnixChannel | None:
-        """Along which that session was last heard."""
+    def _route_to(self, peer: Peer, session: Session) -> bytes | UnixChannel | None:
+        """Return the route of the session's latest frame."""
         return self._routes.get(session.greeting)
 
-    def _answered_at(self, way: bytes, now: float) -> float | None:
-        """Our own heartbeats find a way that does not stand any more."""
-        return None if way in self._dead else now - self._server.lag_s
+    def _last_answered_at(self, route: bytes, now: float) -> float | None:
+        """Return None for a dead route. The protocol's heartbeats find those, by sending."""
+        return None if route in self._dead else now - self._server.lag_s
 
-    def _send(self, way: bytes, messages: Iterable[bytes]) -> None:
+    def _send(self, route: bytes, messages: Iterable[bytes]) -> None:
         for message in messages:
-            if self._server.send(way, message):
-                self._dead.discard(way)
+            if self._server.send(route, message):
+                self._dead.discard(route)
             else:
-                self._dead.add(way)
-        self._poller.used(self._server.socket)
+                self._dead.add(route)
+        self._poller.mark_used(self._server.socket)
 
-    def keep(self, sessions: Iterable[Session]) -> None:
+    def keep_routes(self, sessions: Iterable[Session]) -> None:
         """Forget the routes of all other sessions."""
         known = {session.greeting for session in sessions}
         self._routes = {s: route for s, route in self._routes.items() if s in known}
         self._dead &= set(self._routes.values())
 
     def close(self) -> None:
-        """Close the socket and the listener."""
-        self._lines.close()
-        if self._local is not None:
-            self._poller.unwatch(self._local.fileno())
-            self._local.close()
+        """Close all sockets."""
+        self._unix_channels.close()
+        if self._unix_server is not None:
+            self._poller.unwatch(self._unix_server.fileno())
+            self._unix_server.close()
         for one in self._server.sockets:
             self._poller.unwatch(one)
         self._server.close()
 
 
 class TargetChannel(Channel[ControlClient]):
-    """A target's: a connection to each source, and lines to those on this host.
+    """Channel of a target: a connection to each source, and Unix channels to those of this host.
 
-    ``address_of`` knows where a source is, if anybody.
+    ``address_of`` returns a source's control address, or None if it is unknown.
     """
 
     def __init__(
@@ -267,66 +351,67 @@ class TargetChannel(Channel[ControlClient]):
         self._context = new_context()
         self._clients: dict[Peer, tuple[str, ControlClient]] = {}
         self._by_socket: dict[ZmqSocket, Peer] = {}
-        self._line_to: dict[Peer, UnixChannel] = {}
+        self._unix_channel_of: dict[Peer, UnixChannel] = {}
 
     @property
     def peers(self) -> set[Peer]:
-        """To whom there is a connection."""
+        """Sources with a connection."""
         return set(self._clients)
 
-    def receive(self, ready: Collection[object]) -> Iterator[Event | Dropped]:
-        """Frames, and what became of connections."""
-        for line, heard in self._lines.receive(ready):
-            yield from (event for _, event in self._events(heard))
-            if line.over:
-                yield from map(Dropped, self._hang_up(line))
+    def receive(self, ready: Collection[object]) -> Iterator[Event | ConnectionLost]:
+        """Return what has arrived at the ready sockets."""
+        for channel, frames in self._unix_channels.receive(ready):
+            yield from (event for _, event in self._events(frames))
+            if channel.over:
+                yield from map(ConnectionLost, self._drop_unix(channel))
         peers = {self._by_socket[one] for one in ready if one in self._by_socket}
         for peer in peers:
             _, client = self._clients[peer]
             for message in client.receive(ready):
-                for _, event in self._events(self._opened(message)):
+                for _, event in self._events(self._unbundle(message)):
                     yield event
             if client.counts.pop("dropped", 0):
-                yield Dropped(peer)
-            if client.counts["refused"] >= SHUT_AFTER:
+                yield ConnectionLost(peer)
+            if client.counts["refused"] >= MAX_REFUSED:
                 client.counts.clear()
                 yield RoomBarred(peer, f"{peer} has another cluster key; give both the same")
 
-    def join(self, peer: Peer, listener: UnixListener) -> None:
-        """Talk to a source on a line of its own from now on, if it is on this host."""
-        line = connect(listener)
-        if line is None:
+    def connect_unix(self, peer: Peer, listener: UnixListener) -> None:
+        """Use a Unix channel to a source from now on, if it is on this host."""
+        channel = connect(listener)
+        if channel is None:
             return
-        former = self._line_to.get(peer)
+        former = self._unix_channel_of.get(peer)
         if former is not None:
-            self._hang_up(former)
-        self._lines.add(line)
-        if not line.over:
-            self._line_to[peer] = line
+            self._drop_unix(former)
+        self._unix_channels.add(channel)
+        if not channel.over:
+            self._unix_channel_of[peer] = channel
 
-    def _hang_up(self, line: UnixChannel) -> list[Peer]:
-        """Whom the line led to. They are talked to as all others are."""
-        led_to = [peer for peer, one in self._line_to.items() if one is line]
-        for peer in led_to:
-            del self._line_to[peer]
-        self._outboxes.pop(line, None)
-        self._lines.drop(line)
-        return led_to
+    def _drop_unix(self, channel: UnixChannel) -> list[Peer]:
+        """Close a Unix channel. Return its peers, which use their connection from now on."""
+        peers = [peer for peer, one in self._unix_channel_of.items() if one is channel]
+        for peer in peers:
+            del self._unix_channel_of[peer]
+        self._outboxes.pop(channel, None)
+        self._unix_channels.drop(channel)
+        return peers
 
-    def _way_to(self, peer: Peer, session: Session) -> ControlClient | UnixChannel | None:
-        """A line if there is one; a connection stands behind it."""
+    def _route_to(self, peer: Peer, session: Session) -> ControlClient | UnixChannel | None:
+        """Return the Unix channel if there is one, or else the connection."""
         client = self._client_for(peer)
-        return None if client is None else self._line_to.get(peer, client)
+        return None if client is None else self._unix_channel_of.get(peer, client)
 
-    def _answered_at(self, way: ControlClient, now: float) -> float | None:
-        return now - way.lag_s if way.num_standing else None
+    def _last_answered_at(self, route: ControlClient, now: float) -> float | None:
+        return now - route.lag_s if route.num_open else None
 
-    def _send(self, way: ControlClient, messages: Iterable[bytes]) -> None:
+    def _send(self, route: ControlClient, messages: Iterable[bytes]) -> None:
         for message in messages:
-            way.send(message)
-        self._poller.used(way.socket)
+            route.send(message)
+        self._poller.mark_used(route.socket)
 
     def _client_for(self, peer: Peer) -> ControlClient | None:
+        """Return the connection to a source, made or replaced if its address is new."""
         address, known = self._address_of(peer), self._clients.get(peer)
         if address is None or (known and known[0] == address):
             return known[1] if known else None
@@ -340,18 +425,18 @@ class TargetChannel(Channel[ControlClient]):
         return client
 
     def drop(self, peer: Peer) -> None:
-        """Nobody there is needed any more."""
+        """Close the connection to a source."""
         _, client = self._clients.pop(peer)
         self._outboxes.pop(client, None)
-        if peer in self._line_to:
-            self._hang_up(self._line_to[peer])
+        if peer in self._unix_channel_of:
+            self._drop_unix(self._unix_channel_of[peer])
         for one in client.sockets:
             self._poller.unwatch(one)
             del self._by_socket[one]
         client.close(0)
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close all sockets."""
         for peer in list(self._clients):
             self.drop(peer)
         self._context.destroy(LINGER_MS)

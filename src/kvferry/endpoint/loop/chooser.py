@@ -1,8 +1,8 @@
-"""The chooser of a source: which blocks go through staging, and what each of them copies.
+"""The chooser of a source: binds blocks to pages, and decides which go through staging.
 
-A chunk is bound once: what was bound to choose its mode is written with the same binding, and
-what of it comes layer by layer is cut out of it. A block of a few layers is looked at as what
-it is: it may go another way than the whole chunk would.
+A chunk is bound once. The binding that chose its mode also writes it, and pushes of a few layers
+are cut out of it. The mode of such a push is chosen for the cut alone, so it may differ from the
+mode of the whole chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvferry.protocol.events import TransferRequest, Write
 
 
 class Chooser:
-    """Binder and chooser of a source. The costs of a link change as it is measured."""
+    """Binds and chooses for one source, with the current cost of each link."""
 
     def __init__(
         self,
@@ -42,22 +42,22 @@ class Chooser:
         self._links = links
         self._costs = costs
         self._override = override
-        # Whole chunks are kept in it while something of them is not yet written.
+        # Holds a whole chunk until all of it is written.
         self._cache = BindingCache()
 
     def choose(self, transfer: TransferRequest, blocks: Sequence[Block]) -> tuple[bool, ...]:
-        """Whether each block goes through staging. Binds them, so that a write finds them bound."""
-        return tuple(self._stages(transfer, block) for block in blocks)
+        """Return for each block whether it goes through staging. Binds blocks on the way."""
+        return tuple(self._is_staged(transfer, block) for block in blocks)
 
-    def _stages(self, transfer: TransferRequest, block: Block) -> bool:
+    def _is_staged(self, transfer: TransferRequest, block: Block) -> bool:
         link_cost = self._costs.of(transfer.session)
         if self._override is not None and not link_cost.maps_peer:
             return self._override is TransferMode.STAGED
         try:
-            ((part, whole),) = _within(transfer, block)
-            binding = self._part(transfer, part, whole)
+            ((part, whole),) = _chunks_of(transfer, block)
+            binding = self._bind(transfer, part, whole)
         except InputError:
-            # Its pages are not all known yet, or wrong; writing it will tell.
+            # Some pages are unknown or wrong. If they still are when it is written, that fails.
             return False
         if part == whole:
             self._links[transfer.session].prebind(binding)
@@ -66,35 +66,35 @@ class Chooser:
         return choose(shape_of(binding), link_cost).mode is TransferMode.STAGED
 
     def binding(self, action: Write) -> Binding:
-        """Return the binding of a direct write. Raises ``InputError`` where the pages are wrong."""
+        """Return the binding of a direct write. Raises ``InputError`` if the pages are wrong."""
         transfer = action.transfer
         found: list[Binding] = []
         for block in action.blocks:
-            for part, whole in _within(transfer, block):
-                found.append(self._part(transfer, part, whole))
+            for part, whole in _chunks_of(transfer, block):
+                found.append(self._bind(transfer, part, whole))
                 if part == whole:
                     self._cache.drop(transfer.room, _key(transfer, whole))
-        # The very one that was prebound, if there is one.
+        # A single binding must be the object that was prebound: the transport recognizes it.
         return found[0] if len(found) == 1 else Binding(tuple(p for b in found for p in b.parts))
 
-    def gathering(
+    def gather_binder(
         self, transfer: TransferRequest, blocks: Sequence[Block]
     ) -> Callable[[], Binding]:
-        """Return a function that binds blocks to a slot, on any thread."""
-        made = self._outline(transfer, None, blocks)
-        return partial(made.on, self._tables(transfer.room), None)
+        """Return a function that binds blocks to a slot. Any thread may call it."""
+        outline = self._outline(transfer, None, blocks)
+        return partial(outline.on, self._tables(transfer.room), None)
 
     def forget(self, room: Room) -> None:
-        """A room is over."""
+        """Drop what is cached for a room."""
         self._cache.forget(room)
 
-    def _part(self, transfer: TransferRequest, block: Block, whole: Block) -> Binding:
-        """Return the binding of a block, cut out of its chunk."""
+    def _bind(self, transfer: TransferRequest, block: Block, whole: Block) -> Binding:
+        """Return the binding of a block, cut out of that of its whole chunk."""
         room, key = transfer.room, _key(transfer, whole)
         binding = self._cache.get(room, key)
         if binding is None:
-            made = self._outline(transfer, self._links[transfer.session].hello.pools, (whole,))
-            binding = made.on(self._tables(room), transfer.page_tables)
+            outline = self._outline(transfer, self._links[transfer.session].hello.pools, (whole,))
+            binding = outline.on(self._tables(room), transfer.page_tables)
             self._cache.keep(room, key, binding)
         return binding if block == whole else binding.of_layers(block.layers)
 
@@ -110,14 +110,14 @@ class Chooser:
         return handle.tables.tables() if handle else {}
 
 
-def _within(transfer: TransferRequest, block: Block) -> list[tuple[Block, Block]]:
-    """The chunks that a block has a part of, each as all layers that are owed alike."""
+def _chunks_of(transfer: TransferRequest, block: Block) -> list[tuple[Block, Block]]:
+    """Return the parts of a block, each with its chunk: the same tokens of all owed layers."""
     owed = transfer.plan.blocks(transfer.source, transfer.peer.rank, transfer.request)
     if block in owed:
         return [(block, block)]
-    mine = [replace(b, tokens=block.tokens) for b in owed if b.group == block.group]
-    parts = [(replace(b, layers=b.layers.intersect(block.layers)), b) for b in mine]
-    return [(part, whole) for part, whole in parts if len(part.layers)]
+    chunks = [replace(b, tokens=block.tokens) for b in owed if b.group == block.group]
+    parts = [(replace(b, layers=b.layers.intersect(block.layers)), b) for b in chunks]
+    return [(part, chunk) for part, chunk in parts if len(part.layers)]
 
 
 def _key(transfer: TransferRequest, whole: Block) -> object:

@@ -1,7 +1,6 @@
-"""Clocks of peers, measured with heartbeats: a question with our time, an answer with theirs.
+"""Offsets of peers' clocks, measured with heartbeats that carry times.
 
-The machines know nothing of it: these heartbeats have no number, and any of them may be lost.
-Belongs to the owner's thread.
+The machines do not see these heartbeats; any of them may be lost. For the loop thread.
 """
 
 from __future__ import annotations
@@ -10,64 +9,58 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 
-from kvferry.ids import Peer
+from kvferry.ids import Peer, Session
 from kvferry.protocol.links import Link
 from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import Envelope, Heartbeat
 from kvferry.protocol.states import LinkState
 from kvferry.telemetry.clocks import Offset, better, offset_of
 
-# Often enough that drift adds half a millisecond at most.
-ASK_S = 5.0
-
-SendFrame = Callable[[Peer, Envelope], None]
+# Short enough that drift adds half a millisecond at most.
+INTERVAL_S = 5.0
 
 
 class PeerClocks:
-    """How far the clocks of peers are ahead of ours, in the life that we know of each."""
+    """How far each peer's clock is ahead of the local one, for its current incarnation."""
 
-    def __init__(self, machine: Machine, send: SendFrame) -> None:
+    def __init__(self, machine: Machine, send: Callable[[Peer, Envelope], None]) -> None:
         self._machine = machine
         self._send = send
-        self._asked: dict[Peer, float] = {}
+        self._requested_at: dict[Peer, float] = {}
         self._offsets: dict[Peer, tuple[int, Offset]] = {}
 
-    def heard(self, envelope: Envelope, beat: Heartbeat) -> None:
-        """A heartbeat has come: answer a question, take an answer."""
+    def handle(self, envelope: Envelope, beat: Heartbeat) -> None:
+        """Answer a clock request, or use the answer to one."""
         now = time.monotonic()
         if beat.asked is None:
             return
         if beat.heard is None or beat.said is None:
             answer = Heartbeat(beat.asked, now, time.monotonic())
-            self._say(envelope.sender, envelope, answer)
+            self._send_beat(envelope.sender, envelope.session, answer)
             return
+        # The times in an answer may be nonsense; they come from another machine.
         with contextlib.suppress(ValueError):
-            # A stranger's answer, or one to another life of ours, may be nonsense.
             new = offset_of(beat.asked, beat.heard, beat.said, now)
-            life, known = self._offsets.get(envelope.sender, (None, None))
-            best = better(known if life == envelope.incarnation else None, new)
+            incarnation, known = self._offsets.get(envelope.sender, (None, None))
+            best = better(known if incarnation == envelope.incarnation else None, new)
             self._offsets[envelope.sender] = envelope.incarnation, best
 
-    def _say(self, peer: Peer, about: Envelope, beat: Heartbeat) -> None:
-        machine = self._machine
-        self._send(peer, Envelope(machine.me, machine.incarnation, about.session, 0, beat))
-
-    def ask(self, links: Iterable[Link], now: float) -> None:
-        """Ask whoever has not been asked for a while, and forget who is gone."""
+    def request(self, links: Iterable[Link], now: float) -> None:
+        """Send the clock requests that are due, and forget peers without a link."""
         up = [link for link in links if link.state is LinkState.UP]
-        known = {link.peer for link in up}
-        for peer in self._asked.keys() - known:
-            del self._asked[peer]
+        for peer in self._requested_at.keys() - {link.peer for link in up}:
+            del self._requested_at[peer]
             self._offsets.pop(peer, None)
-        machine = self._machine
         for link in up:
-            if now >= self._asked.get(link.peer, -ASK_S) + ASK_S:
-                self._asked[link.peer] = now
-                beat = Heartbeat(time.monotonic())
-                frame = Envelope(machine.me, machine.incarnation, link.session, 0, beat)
-                self._send(link.peer, frame)
+            if now >= self._requested_at.get(link.peer, -INTERVAL_S) + INTERVAL_S:
+                self._requested_at[link.peer] = now
+                self._send_beat(link.peer, link.session, Heartbeat(time.monotonic()))
+
+    def _send_beat(self, peer: Peer, session: Session, beat: Heartbeat) -> None:
+        machine = self._machine
+        self._send(peer, Envelope(machine.me, machine.incarnation, session, 0, beat))
 
     def offset(self, peer: Peer, now: float) -> Offset | None:
-        """How far a peer's clock is ahead, as sure as that is by now."""
+        """Return the offset of a peer's clock, with the uncertainty that it has by ``now``."""
         found = self._offsets.get(peer)
         return found[1].aged(now) if found is not None else None

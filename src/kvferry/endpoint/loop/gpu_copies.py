@@ -1,9 +1,8 @@
-"""Copies on a GPU: launched by the owner itself, and looked after turn by turn.
+"""A copier that launches copies on a GPU from the loop thread and polls for their end.
 
-A GPU copies by itself, so no thread of ours need wait for it: what a turn asked for is
-launched at its end, as one copy, and its end is seen in one of the next turns. Handing it
-to a thread took up to a millisecond each time, because two threads of one process share
-Python's lock (ADR 21).
+The copies submitted in one turn are launched at its end as one kernel, and a later turn sees that
+they are finished. A separate thread took up to a millisecond per hand-off, because the threads of a
+process share Python's GIL (ADR 21).
 """
 
 from __future__ import annotations
@@ -17,93 +16,96 @@ from typing import Protocol
 
 from kvferry.endpoint.copy_thread import Copier
 from kvferry.endpoint.jobs import CopyJob, ScatterJob, WriteJob
-from kvferry.endpoint.poll_backoff import pause
+from kvferry.endpoint.poll_backoff import backoff_s
 from kvferry.endpoint.watchdog import ThreadHeartbeat
 from kvferry.errors import KvferryError
 from kvferry.memory.copy.gpu_tables import GpuCopy
 from kvferry.plan.bind import Binding
 
-# Copies that are launched as one.
+# Copies per launch.
 MAX_BATCH = 32
 
 _Bound = tuple[CopyJob, Binding]
 
 
 class GpuEvent(Protocol):
-    """When a launch is over."""
+    """Event behind a launch."""
 
     def query(self) -> bool:
-        """Whether it is. Raises ``RuntimeError`` where the GPU has failed."""
+        """Return whether the launch has finished. Raises ``RuntimeError`` if the GPU failed."""
 
 
 class GpuEngine(Protocol):
-    """What launches: ``copy.gpu.GpuCopier``."""
+    """Launches copies: ``memory.copy.gpu.GpuCopier``."""
 
     def copy(self, jobs: Sequence[GpuCopy]) -> GpuEvent:
-        """Queue the jobs as one copy."""
+        """Queue the jobs as one launch."""
 
     def prebind(self, job: GpuCopy) -> None:
-        """This may be copied soon, from here or elsewhere."""
+        """Prepare a copy that is likely to come soon, from these sources or others."""
 
     def drain(self) -> None:
-        """Wait until nothing that was queued still runs."""
+        """Wait until nothing that was queued runs."""
 
 
 class GpuCopies(Copier):
-    """The copies of one endpoint, all on its owner's thread."""
+    """Copies of one endpoint on a GPU, all from its loop thread."""
 
     def __init__(self, engine: GpuEngine) -> None:
-        self.heartbeat = ThreadHeartbeat("copies")
+        self.heartbeat = ThreadHeartbeat("copy")
         self._engine = engine
         self._waiting: deque[CopyJob] = deque()
-        # When each was launched, when it is over, and what it is.
+        # Launch time, event and jobs of each launch.
         self._running: deque[tuple[float, GpuEvent, list[_Bound]]] = deque()
         self._failed: list[CopyJob] = []
-        # What can be done when nothing runs.
-        self._leisurely: deque[Callable[[], None]] = deque(maxlen=MAX_BATCH)
+        # Preparations to make while nothing runs.
+        self._idle_work: deque[Callable[[], None]] = deque(maxlen=MAX_BATCH)
 
     def submit(self, job: CopyJob) -> None:
-        """Launch this at the end of the turn."""
+        """Launch this job at the end of the turn."""
         self._waiting.append(job)
 
     def prebind(self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
-        """Have made what the GPU will be told."""
+        """Prepare a copy that is likely to be submitted soon. Raises what the copy would raise."""
         self._engine.prebind(GpuCopy(binding, sources, targets))
 
     def wakeup(self) -> float:
-        """Soon, while something runs."""
+        """Return after how many seconds the loop must call ``finished`` again."""
         if self._failed:
             return 0.0
         if not self._running:
             return inf
-        # It may have to wait for what an engine computes, and then takes long.
-        launched, _, _ = self._running[0]
-        return pause(time.monotonic() - launched)
+        # The launch may wait for an engine's computation, so back off.
+        launched_at, _, _ = self._running[0]
+        return backoff_s(time.monotonic() - launched_at)
 
-    def ended(self) -> Iterator[CopyJob]:
-        """Copies that are over. Launches end in their order."""
-        while self._running and (problem := _end_of(self._running[0][1])) is not None:
+    def finished(self) -> Iterator[CopyJob]:
+        """Return finished jobs. Launches finish in their order."""
+        while self._running and (problem := _result(self._running[0][1])) is not None:
             *_, bound = self._running.popleft()
             for job, binding in bound:
                 if problem:
                     job.fail(problem)
                 elif isinstance(job, WriteJob):
-                    job.fill(binding)
+                    job.slot_filled(binding)
                 yield job
         failed, self._failed = self._failed, []
         yield from failed
 
     def launch(self, *, urgent: bool = False) -> None:
-        """Start what this turn asked for, or use that there is nothing to wait for."""
+        """Start the jobs submitted in this turn; if ``urgent``, postpone early gathers.
+
+        With nothing to start and nothing running, prepare the next copies.
+        """
         if self._waiting:
-            jobs = [job for job in self._waiting if not (urgent and _is_ahead(job))]
-            self._waiting = deque(job for job in self._waiting if urgent and _is_ahead(job))
+            jobs = [job for job in self._waiting if not (urgent and _is_early(job))]
+            self._waiting = deque(job for job in self._waiting if urgent and _is_early(job))
             for first in range(0, len(jobs), MAX_BATCH):
                 self._start(jobs[first : first + MAX_BATCH])
             scatters = [job for job in jobs if isinstance(job, ScatterJob)]
-            self._leisurely.extend(job.at_leisure for job in scatters if job.at_leisure is not None)
-        while self._leisurely and not self._running:
-            self._leisurely.popleft()()
+            self._idle_work.extend(job.when_idle for job in scatters if job.when_idle is not None)
+        while self._idle_work and not self._running:
+            self._idle_work.popleft()()
 
     def _start(self, jobs: list[CopyJob]) -> None:
         bound: list[_Bound] = []
@@ -118,7 +120,7 @@ class GpuCopies(Copier):
             copies = [GpuCopy(binding, job.sources, job.targets) for job, binding in bound]
             self._running.append((time.monotonic(), self._engine.copy(copies), bound))
         except KvferryError as error:
-            # Some of it may have been launched: it is over after that, or the GPU is.
+            # Part of it may have been launched. After the drain, nothing runs or the GPU failed.
             with suppress(RuntimeError):
                 self._engine.drain()
             for job, _ in bound:
@@ -129,19 +131,18 @@ class GpuCopies(Copier):
         self._failed.append(job)
 
     def close(self) -> None:
-        """Let what runs end. The owner is gone by now, and nobody is told."""
-        with suppress(RuntimeError):  # Of a GPU that has failed, on which nothing runs any more.
+        """Wait until nothing runs. The loop has ended, so no results are needed."""
+        with suppress(RuntimeError):  # The GPU has failed, so nothing runs on it.
             self._engine.drain()
 
 
-def _is_ahead(job: CopyJob) -> bool:
-    """Whether nobody waits for it yet."""
-    return isinstance(job, WriteJob) and job.is_ahead
+def _is_early(job: CopyJob) -> bool:
+    return isinstance(job, WriteJob) and job.is_early
 
 
-def _end_of(event: GpuEvent) -> str | None:
-    """What is to be said against a copy that is over; None while it runs."""
+def _result(event: GpuEvent) -> str | None:
+    """Return the problem of a finished launch, empty if there is none; None while it runs."""
     try:
         return "" if event.query() else None
-    except RuntimeError as error:  # After which nothing runs on the device.
+    except RuntimeError as error:  # Nothing runs on the device after this.
         return f"the GPU failed: {error}"

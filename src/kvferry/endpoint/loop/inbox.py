@@ -1,8 +1,8 @@
-"""An inbox: how other threads talk to an owner, in values and in order.
+"""The inbox: a queue through which other threads send items to the loop.
 
-``put`` may be called from any thread and never waits. The owner polls ``fileno`` beside its
-sockets while it sleeps. Only then is it woken, because waking it costs more than all else:
-an owner that is awake looks before it lies down (``rest``).
+Any thread may call ``put``, which never blocks. The loop polls ``fileno`` together with its
+sockets while it sleeps. Only a sleeping loop is woken, because writing to the pipe is the most
+expensive part: a running loop checks the queue before it sleeps (``prepare_sleep``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def new_pipe() -> tuple[FileIO, FileIO]:
-    """Two ends that never wait. A signal costs a third of what it does in a pair of sockets."""
+    """Return a non-blocking pipe. A signal costs a third of one through a socket pair."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -25,44 +25,44 @@ def new_pipe() -> tuple[FileIO, FileIO]:
 
 
 class Inbox(Generic[T]):
-    """A queue with a file number that becomes readable when there is something for a sleeper."""
+    """A queue with a file descriptor that becomes readable when an item arrives during a sleep."""
 
     def __init__(self, pipe: tuple[FileIO, FileIO] | None = None) -> None:
         self._items: deque[T] = deque()
         self._reader, self._writer = pipe or new_pipe()
-        # Whether the owner will look by itself, or was called.
+        # Whether the loop will look by itself, or was signalled.
         self._awake = False
 
     def fileno(self) -> int:
-        """For a poller."""
+        """Return the file descriptor to poll."""
         return self._reader.fileno()
 
     def put(self, item: T) -> None:
-        """Give the owner something."""
+        """Queue an item, and wake the loop if it sleeps."""
         self._items.append(item)
         if not self._awake:
             self._awake = True
-            # Closed: the owner has gone, and nobody is left to wake.
+            # The pipe is closed once the loop has ended.
             with contextlib.suppress(OSError, ValueError):
                 self._writer.write(b"\0")
 
-    def rest(self) -> bool:
-        """Be woken from now on; whether nothing came before, so that the owner may sleep."""
+    def prepare_sleep(self) -> bool:
+        """Request a signal for the next item. Return False if items wait: then do not sleep."""
         self._awake = False
         return not self._items
 
-    def rise(self, *, called: bool) -> None:
-        """The owner is awake. ``called``: the file is readable, also if what it told of is taken.
+    def wake(self, *, signalled: bool) -> None:
+        """Note that the loop runs. ``signalled``: the file descriptor is readable.
 
-        A byte may be sent after its item was taken, and left unread it would keep the poller
-        awake.
+        A signal may arrive after its item was taken. It must be read all the same, or it would keep
+        the poller from sleeping.
         """
         self._awake = True
-        if called:
+        if signalled:
             self._reader.read(64)
 
     def drain(self) -> list[T]:
-        """Everything that is there."""
+        """Remove and return all items."""
         items: list[T] = []
         while self._items:
             items.append(self._items.popleft())
@@ -72,6 +72,6 @@ class Inbox(Generic[T]):
         return len(self._items)
 
     def close(self) -> None:
-        """Give the pipe back."""
+        """Close the pipe."""
         self._reader.close()
         self._writer.close()

@@ -1,8 +1,4 @@
-"""The rooms of an endpoint: handles by room, and what callers are told of them.
-
-To a runner, the port that hears how rooms end. ``add`` and ``statuses`` are for any
-thread, everything else for the owner's.
-"""
+"""The table of an endpoint's rooms, and the port through which a runner reports their ends."""
 
 from __future__ import annotations
 
@@ -29,53 +25,59 @@ H = TypeVar("H", bound=Handle)
 
 
 class RoomTable(Generic[H]):
-    """Every room whose memory is held, and why there may be no more."""
+    """Handles of the rooms whose memory is held.
+
+    ``before_failure`` is called with a handle before its failure is reported, and
+    ``before_release`` with a room before its memory is released. The side sets them at start-up.
+    """
 
     def __init__(self, me: Peer, observer: Observer) -> None:
         self._me = me
         self._observer = observer
         self._handles: dict[Room, H] = {}
         self._lock = threading.Lock()
-        # Why no room can begin.
-        self._shut = ""
-        # Threads of ours that show no life, and for how long.
+        # Why no room can be opened any more.
+        self._refusal = ""
+        # Threads of this endpoint that are overdue, and by how many seconds.
         self.stalled: dict[str, float] = {}
+        self.before_failure: Callable[[H], None] = _ignore
+        self.before_release: Callable[[Room], None] = _ignore
 
     # ------------------------------------------------------------ for any thread
 
     def add(self, handle: H) -> None:
-        """Take a room on. Raises ``Misuse``, and ``InputError`` for what is no room's id."""
-        _demand_room(handle.room)
+        """Add a room. Raises ``InputError`` for an invalid id, and ``Misuse`` if it is refused."""
+        _check_room(handle.room)
         with self._lock:
-            if self._shut:
-                raise Misuse(f"room {handle.room!r} can't begin: {self._shut}")
+            if self._refusal:
+                raise Misuse(f"room {handle.room!r} can't be opened: {self._refusal}")
             if handle.room in self._handles:
                 raise Misuse(f"room {handle.room!r} is open already; use another id")
             self._handles[handle.room] = handle
 
-    def demand_unknown(self, room: Room) -> None:
-        """Raise ``Misuse`` if a room's memory is held here."""
-        _demand_room(room)
+    def check_unused(self, room: Room) -> None:
+        """Raise ``Misuse`` if a room is in the table."""
+        _check_room(room)
         if room in self._handles:
             raise Misuse(f"room {room!r} is being received here; abort its handle instead")
 
     def statuses(self, rooms: Iterable[Room]) -> list[Status | None]:
-        """Where rooms stand; None for those whose memory was released long ago."""
+        """Return the status of each room; None for a room that is not in the table."""
         found = (self._handles.get(room) for room in rooms)
         return [handle.status if handle else None for handle in found]
 
-    def shut(self, why: str) -> None:
-        """No more rooms."""
+    def refuse_new(self, reason: str) -> None:
+        """Let ``add`` raise from now on."""
         with self._lock:
-            self._shut = self._shut or why
+            self._refusal = self._refusal or reason
 
-    def end_overdue(self, now: float, why: str) -> None:
-        """Nobody waits longer than a deadline, not even for an owner that hangs."""
+    def fail_overdue(self, now: float, reason: str) -> None:
+        """Fail rooms that are past their deadline. For the watchdog, when the loop hangs."""
         for handle in list(self._handles.values()):
             if now >= handle.deadline:
-                handle.end(Failure.of(FailureCode.INTERNAL, why))
+                handle.end(Failure.of(FailureCode.INTERNAL, reason))
 
-    # ------------------------------------------------------------ for the owner
+    # ------------------------------------------------------------ for the loop
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -84,28 +86,29 @@ class RoomTable(Generic[H]):
         return iter(list(self._handles.values()))
 
     def get(self, room: Room) -> H | None:
-        """A room whose memory is held."""
+        """Return the handle of a room, if its memory is held."""
         return self._handles.get(room)
 
     def holds(self, handle: H) -> bool:
-        """Whether the handle is the one of its room."""
+        """Return whether this handle is the current one of its room."""
         return self._handles.get(handle.room) is handle
 
     def report(self, room: Room, outcome: Outcome) -> None:
-        """A room has ended for its caller."""
+        """Give a room's outcome to its handle."""
+        handle = self._handles.get(room)
         if isinstance(outcome, Failure):
             outcome = with_stalls(outcome, self.stalled)
-            self._log(room, outcome)
-        handle = self._handles.get(room)
+            self._log(room, handle, outcome)
+            if handle:
+                self.before_failure(handle)
         if handle:
             self._observer.room_ended(handle, outcome)
             handle.end(outcome)
 
-    def _log(self, room: Room, failure: Failure) -> None:
-        handle = self._handles.get(room)
-        with about(*(handle.tag if handle else NO_TAG)):
+    def _log(self, room: Room, handle: H | None, failure: Failure) -> None:
+        with about(*(handle.tag if handle else NOBODYS)):
             if failure.code is FailureCode.ABORTED:
-                # Somebody has changed their mind, which is nobody's fault.
+                # An engine changed its mind, which is not a fault.
                 log.info(
                     "room-aborted endpoint=%s room=%r reason=%r", self._me, room, failure.message
                 )
@@ -116,26 +119,27 @@ class RoomTable(Generic[H]):
                 )
 
     def release(self, room: Room) -> None:
-        """A room's memory is the caller's again."""
+        """Remove a room and tell its handle that the memory is free."""
+        self.before_release(room)
         handle = self._handles.pop(room, None)
         if handle:
             if handle.failure is not None:
                 self._observer.step(room, StepKind.RELEASED)
             handle.release()
 
-    def break_all(self, why: str) -> None:
-        """A bug of ours: nobody may wait for ever because of it. No memory is released."""
-        self.shut(why)
+    def fail_all(self, reason: str) -> None:
+        """Fail all rooms after a bug, and refuse new ones. Releases no memory."""
+        self.refuse_new(reason)
         for handle in self:
-            handle.end(Failure.of(FailureCode.INTERNAL, why))
+            handle.end(Failure.of(FailureCode.INTERNAL, reason))
 
     def refresh(self, event: Event, status: Callable[[Room], Status | None]) -> None:
-        """Bring the handles of the rooms that a step was about up to date."""
+        """Update the status of the handles that an event may have changed."""
         body = event.envelope.body if isinstance(event, Received) else event
         room = getattr(body, "room", None)
         if room is not None:
             handle = self._handles.get(room)
-            # One that moves goes on to its end, which is reported.
+            # After MOVING comes the end, which is reported.
             if handle is not None and handle.status is not Status.MOVING:
                 self._refresh(handle, status)
         elif isinstance(event, Received | Tick):
@@ -149,23 +153,27 @@ class RoomTable(Generic[H]):
             handle.status = handle.status if now is None else now
 
 
+def _ignore(_: object) -> None:
+    """Do nothing."""
+
+
 def with_stalls(failure: Failure, stalled: Mapping[str, float]) -> Failure:
-    """A hang of ours must not look like a slow peer."""
+    """Name stalled local threads in a failure, so that a local hang does not blame the peer."""
     if not stalled:
         return failure
-    ours = " and ".join(f"the {thread} thread for {s:.0f} s" for thread, s in stalled.items())
-    return Failure.of(failure.code, f"{failure.message}; no life here of {ours}")
+    threads = " and ".join(f"the {thread} thread for {s:.0f} s" for thread, s in stalled.items())
+    return Failure.of(failure.code, f"{failure.message}; stalled here: {threads}")
 
 
-def _demand_room(room: Room) -> None:
-    """What no frame could carry would never be answered."""
+def _check_room(room: Room) -> None:
+    """Raise ``InputError`` for an id that no frame can carry."""
     try:
         msgspec.convert(room, Room)
         if isinstance(room, str):
-            # Half a surrogate is a character to Python and nothing to any encoding.
+            # Python strings may hold lone surrogates, which UTF-8 can't encode.
             room.encode()
     except (msgspec.ValidationError, UnicodeEncodeError):
         raise InputError(
-            f"a room's id is a whole number from 0 to {MAX_ID} or 1 to {MAX_NAME} characters, "
-            f"not {room!r:.300}"
+            f"a room's id must be an integer from 0 to {MAX_ID} or a string of 1 to {MAX_NAME} "
+            f"characters, not {room!r:.300}"
         ) from None

@@ -1,4 +1,4 @@
-"""StagedScatters: to a target's runner, the ports to the copier and to memory that others write."""
+"""Data port of a target's runner: scatters staging slots into pages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ log = logging.getLogger("kvferry.endpoint")
 
 
 class StagedScatters:
-    """Staging slots whose bytes are on their way into pages, and the sources that write here."""
+    """Scatters of one target, and the sources that write into its memory.
+
+    ``connect_unix`` opens a Unix channel to a source's listener if it is on this host.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class StagedScatters:
         copier: Copier,
         observer: Observer,
         answer: Callable[[Event], None],
-        join: Callable[[Peer, UnixListener], None],
+        connect_unix: Callable[[Peer, UnixListener], None],
     ) -> None:
         self._setup = setup
         self._rooms = rooms
@@ -52,9 +55,8 @@ class StagedScatters:
         self._copier = copier
         self._observer = observer
         self._answer = answer
-        # Goes to listeners on this host.
-        self._join = join
-        # Also holds the binding that a source will probably need next.
+        self._connect_unix = connect_unix
+        # Includes bindings made in advance for the scatter that a source probably sends next.
         self._cache = BindingCache()
 
     def scatter(self, action: Scatter) -> None:
@@ -62,11 +64,11 @@ class StagedScatters:
         slots, handle = self._setup.slots, self._rooms.get(action.room)
         assert slots is not None
         assert handle is not None
-        from_, into = (slots.address(action.slot),), self._setup.addresses
-        handle.latest[action.source] = action.op
-        then = partial(self._prebind, handle, action, from_)
+        sources, targets = (slots.address(action.slot),), self._setup.addresses
+        handle.last_scatter[action.source] = action.op
+        when_idle = partial(self._prebind, handle, action, sources)
         prebound = self._cache.drop(action.room, (action.source, action.blocks))
-        job = ScatterJob(action, lambda: prebound or Binding(()), from_, into, then)
+        job = ScatterJob(action, lambda: prebound or Binding(()), sources, targets, when_idle)
         if prebound is None:
             try:
                 outline = self._outline(action, action.blocks)
@@ -74,7 +76,7 @@ class StagedScatters:
                 job.fail(str(error))
                 self.copied(job)
                 return
-            job.bind = partial(outline.on, None, handle.wanted.page_tables)
+            job.bind = partial(outline.on, None, handle.request.page_tables)
         self._copier.submit(job)
 
     def _outline(self, action: Scatter, blocks: tuple[Block, ...]) -> Outline:
@@ -82,34 +84,35 @@ class StagedScatters:
         between = Between(action.plan, pair, None, self._setup.memory.map)
         return self._cache.outline(between, action.request, blocks)
 
-    def _prebind(self, handle: Incoming, action: Scatter, from_: tuple[int, ...]) -> None:
-        """Bind what the same source will probably send next: as many tokens, behind these."""
-        if self._rooms.get(action.room) is not handle or handle.latest[action.source] != action.op:
+    def _prebind(self, handle: Incoming, action: Scatter, sources: tuple[int, ...]) -> None:
+        """Bind what the source probably sends next: as many tokens, behind the last ones."""
+        is_last = handle.last_scatter[action.source] == action.op
+        if self._rooms.get(action.room) is not handle or not is_last:
             return
-        following = self._after(action)
-        if following:
-            with suppress(KvferryError):  # What is wrong with it is told when it has come.
-                binding = self._outline(action, following).on(None, handle.wanted.page_tables)
-                self._copier.prebind(binding, from_, self._setup.addresses)
-                self._cache.keep(action.room, (action.source, following), binding)
+        blocks = self._next_blocks(action)
+        if blocks:
+            with suppress(KvferryError):  # If the blocks do come, scattering them reports it.
+                binding = self._outline(action, blocks).on(None, handle.request.page_tables)
+                self._copier.prebind(binding, sources, self._setup.addresses)
+                self._cache.keep(action.room, (action.source, blocks), binding)
 
-    def _after(self, action: Scatter) -> tuple[Block, ...]:
+    def _next_blocks(self, action: Scatter) -> tuple[Block, ...]:
         if len(action.blocks) != 1:
             return ()
-        (block,), me = action.blocks, self._setup.member.rank
+        (block,), rank = action.blocks, self._setup.member.rank
         tokens = block.tokens
-        for owed in action.plan.blocks(action.source.rank, me, action.request):
+        for owed in action.plan.blocks(action.source.rank, rank, action.request):
             if owed.group == block.group and owed.layers.covers(block.layers):
                 behind = Span(tokens.end, tokens.end + len(tokens)).intersect(owed.tokens)
                 return (replace(block, tokens=behind),) if len(behind) else ()
         return ()
 
-    def release(self, room: Room) -> None:
-        """A room's memory is its engine's again."""
+    def forget_room(self, room: Room) -> None:
+        """Drop what is cached for a room."""
         self._cache.forget(room)
 
     def copied(self, job: ScatterJob) -> None:
-        """Well or not, it is over and touches nothing any more."""
+        """Answer with the result of a scatter, which touches no memory any more."""
         room, now = job.action.room, time.monotonic()
         self._observer.copy(room, job.action.source, StepKind.SCATTERED, now, now - job.begun)
         if job.problem:
@@ -118,25 +121,25 @@ class StagedScatters:
             self._answer(Cancel(room, failure))
         self._answer(Scattered(job.op))
 
-    # ------------------------------------------------------------ memory of others
+    # ------------------------------------------------------------ sources
 
     def connect(self, action: Connect) -> None:
-        """Sources write here, by what they chose; nothing of theirs is reached."""
+        """Note that a source writes here, by the transport that it chose."""
         (offer,) = action.transports
         log.info(
             "written-by endpoint=%s peer=%s transport=%s",
             *(self._setup.member.peer, action.peer, offer.name),
         )
         self._observer.link_up(action.peer, offer.name)
-        self._transport_thread.let_write(action.session, offer.name)
-        told = PeerMetadata.read(action.metadata)
-        if told is not None and told.listener is not None:
-            self._join(action.peer, told.listener)
+        self._transport_thread.accept_writes(action.session, offer.name)
+        metadata = PeerMetadata.decode(action.metadata)
+        if metadata is not None and metadata.listener is not None:
+            self._connect_unix(action.peer, metadata.listener)
 
-    def expect(self, expecting: bool, *, soon: bool = False) -> None:
-        """Whether sources may write here, so that helping them along is worth a little time."""
-        self._transport_thread.expect(expecting, soon=soon)
+    def expect_writes(self, expected: bool, *, soon: bool = False) -> None:
+        """Set whether sources may write here, which makes frequent polling worthwhile."""
+        self._transport_thread.expect_writes(expected, soon=soon)
 
     def forget(self, session: Session) -> None:
-        """It is written by nobody any more."""
+        """Release the resources of a session whose source writes nothing here any more."""
         self._transport_thread.forget(session)

@@ -1,25 +1,25 @@
-"""Roles: what a source and a target each do on their owner's thread, beside being driven."""
+"""What the loop does for a source and for a target, beside running the machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from abc import ABC, abstractmethod
 from math import inf
-from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from kvferry.discovery.records import InstanceView
-from kvferry.endpoint.incoming import Incoming, bad_pages
+from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.jobs import ScatterJob, WriteJob
-from kvferry.endpoint.loop.channels import SourceChannel, TargetChannel
-from kvferry.endpoint.loop.chooser import Chooser
+from kvferry.endpoint.loop.channels import Channel, SourceChannel, TargetChannel
 from kvferry.endpoint.loop.directory import Directory
 from kvferry.endpoint.loop.links import TargetLinkTable
 from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.loop.scatters import StagedScatters
 from kvferry.endpoint.loop.writes import TransportWrites
-from kvferry.endpoint.outgoing import Outgoing, Waitable
-from kvferry.endpoint.runner.runner import SourceRunner, TargetRunner
+from kvferry.endpoint.outgoing import Outgoing, PendingStep, Waitable
+from kvferry.endpoint.runner.runner import MachineRunner, SourceRunner, TargetRunner
 from kvferry.endpoint.transport_thread import Measured, Reached, Unreached
+from kvferry.errors import Misuse
 from kvferry.ids import Peer, Room
 from kvferry.protocol.events import (
     Cancel,
@@ -32,313 +32,300 @@ from kvferry.protocol.events import (
     Push,
     Receive,
 )
-from kvferry.protocol.inbound import TargetRoom
 from kvferry.protocol.links import Link
-from kvferry.protocol.outcome import Failure, FailureCode, Outcome
-from kvferry.protocol.target import TargetMachine
+from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.telemetry.observer import Observer
 from kvferry.telemetry.steps import StepKind
 
-# Members of an enumeration are slow to name.
-PUSHED = StepKind.PUSHED
+# A global is faster than an enumeration's attribute.
+PUSHED = Moment.PUSHED
 
-# How long a push that waits for a GPU lets the owner sleep.
-AFTER_POLL_S = 100e-6
-
-
-class LoopSide(Protocol):
-    """What the loop turns beside the runner."""
-
-    @property
-    def urgent(self) -> bool:
-        """Whether something that others wait for is about to end."""
-
-    def hear(self, news: Any) -> None:
-        """Take news from the transport_thread or the copier."""
-
-    def cancel(self, handle: Any) -> bool:
-        """Give up a room that has not come to the machine; False if it has."""
-
-    def advance(self, now: float) -> None:
-        """At the end of a turn: what was waiting for something else than an event."""
-
-    def wakeup(self, now: float) -> float:
-        """When to look again although nothing came."""
-
-    def tidy(self) -> None:
-        """Now and then: let go of what nobody needs."""
-
-    @property
-    def num_free_slots(self) -> int:
-        """Staging slots that are not in use."""
+# Poll interval for the GPU events that pushes wait for.
+EVENT_POLL_S = 100e-6
 
 
-class SourceRoomEnds:
-    """To a source's runner, how rooms end: what was bound for one is let go of with it."""
-
-    def __init__(self, rooms: RoomTable[Outgoing], chooser: Chooser) -> None:
-        self._rooms = rooms
-        self._chooser = chooser
-
-    def report(self, room: Room, outcome: Outcome) -> None:
-        """A room has ended for its caller."""
-        self._rooms.report(room, outcome)
-
-    def release(self, room: Room) -> None:
-        """A room's memory is the caller's again."""
-        self._chooser.forget(room)
-        self._rooms.release(room)
-
-
-class TargetRoomEnds:
-    """To a target's runner, how rooms end: a failed one tells which of its pages are no use."""
+class LoopSide(ABC):
+    """Source or target half of an endpoint. For the loop thread."""
 
     def __init__(
-        self, rooms: RoomTable[Incoming], machine: TargetMachine, scatters: StagedScatters
+        self,
+        runner: MachineRunner[Any, Any],
+        rooms: RoomTable[Any],
+        channel: Channel[Any],
+        observer: Observer,
     ) -> None:
-        self.table = rooms
-        self._machine = machine
-        self._scatters = scatters
-        # As the machine has them, for a last look after it has forgotten one.
-        self._received: dict[Room, TargetRoom] = {}
+        self.runner = runner
+        self.rooms = rooms
+        self.channel = channel
+        self._observer = observer
 
-    def begun(self, room: Room) -> None:
-        """The machine has heard of a room."""
-        received = self._machine.rooms.get(room)
-        if received is not None:
-            self._received[room] = received
+    def step(self, event: Event) -> None:
+        """Let the machine handle an event. ``Misuse`` fails the event's room and nothing else."""
+        try:
+            self.runner.answer(event)
+        except Misuse as error:
+            room = getattr(event, "room", None)
+            if room is None:
+                raise
+            self.runner.answer(Cancel(room, Failure.of(FailureCode.INTERNAL, str(error))))
+        self.rooms.refresh(event, self.runner.machine.status)
 
-    def report(self, room: Room, outcome: Outcome) -> None:
-        """A room has ended for its caller."""
-        handle, received = self.table.get(room), self._received.get(room)
-        if handle is not None and received is not None and isinstance(outcome, Failure):
-            layout, rank = self._machine.layout, self._machine.me.rank
-            handle.know_bad(bad_pages(layout, rank, handle.wanted.tables, received.unusable()))
-        self.table.report(room, outcome)
+    @property
+    @abstractmethod
+    def urgent(self) -> bool:
+        """Whether a result that a peer waits for is about to come."""
 
-    def release(self, room: Room) -> None:
-        """A room's memory is the caller's again."""
-        self._received.pop(room, None)
-        self._scatters.release(room)
-        self.table.release(room)
+    @property
+    @abstractmethod
+    def num_free_slots(self) -> int:
+        """Number of staging slots that are not in use."""
+
+    @abstractmethod
+    def handle_result(self, result: Any) -> None:
+        """Handle a result of the transport thread or the copier."""
+
+    def cancel_waiting(self, handle: Any) -> bool:
+        """Cancel a room that has not reached the machine yet. Return False if it has."""
+        return False
+
+    @abstractmethod
+    def poll(self, now: float) -> None:
+        """Poll what sends no event by itself. Called at the end of a turn."""
+
+    @abstractmethod
+    def wakeup(self, now: float) -> float:
+        """Return when ``poll`` must be called again."""
+
+    @abstractmethod
+    def clean_up(self) -> None:
+        """Drop what is not needed any more. Called a few times a second at most."""
 
 
-class SourceSide:
-    """A prefill rank."""
+class SourceSide(LoopSide):
+    """Source half: steps that wait for GPU events, writes, and links to targets."""
+
+    runner: SourceRunner
+    channel: SourceChannel
 
     def __init__(
         self,
         runner: SourceRunner,
-        step: Callable[[Event], None],
         rooms: RoomTable[Outgoing],
-        links: TargetLinkTable,
-        writes: TransportWrites,
         channel: SourceChannel,
         observer: Observer,
+        links: TargetLinkTable,
+        writes: TransportWrites,
     ) -> None:
-        self._runner = runner
-        self._step = step
-        self._rooms = rooms
+        super().__init__(runner, rooms, channel, observer)
         self._links = links
-        self._writes = writes
-        self._channel = channel
-        self._observer = observer
+        self.writes = writes
+        # Rooms whose next step waits for a GPU event.
         self._waiting: dict[Outgoing, None] = {}
 
-    def hear(self, news: WriteJob | Reached | Unreached | Measured) -> None:
-        """Take news from the transport_thread or the copier."""
-        if isinstance(news, WriteJob):
-            self._writes.go_on(news)
+    def handle_result(self, result: WriteJob | Reached | Unreached | Measured) -> None:
+        """Handle a result of the transport thread or the copier."""
+        if isinstance(result, WriteJob):
+            self.writes.resume(result)
         else:
-            self._links.hear(news)
+            self._links.handle(result)
 
-    def ask(
-        self, handle: Outgoing, after: Waitable | None, learn: Callable[[], None], event: Event
-    ) -> None:
-        """An engine asks for a step of a room: after ``after``, with what is learnt first."""
-        handle.steps.append((after, learn, event))
-        self._advance(handle)
+    def submit(self, handle: Outgoing, step: PendingStep) -> None:
+        """Take a step of a room, after the steps submitted before it and after its event."""
+        handle.steps.append(step)
+        self._take_steps(handle)
 
-    def cancel(self, handle: Outgoing) -> bool:
-        """Every room of a source comes to the machine."""
-        return False
-
-    def _advance(self, handle: Outgoing) -> None:
-        """Take the steps that a room was asked for, as far as the GPU has come."""
+    def _take_steps(self, handle: Outgoing) -> None:
+        """Take the steps of a room whose GPU events have happened."""
         while handle.steps:
-            after, learn, event = handle.steps[0]
-            if after is not None and handle.outcome is None and not self._is_past(after, handle):
+            step = handle.steps[0]
+            after = step.after
+            if after is not None and handle.outcome is None and not self._happened(after, handle):
                 self._waiting[handle] = None
                 return
             handle.steps.popleft()
-            if self._rooms.holds(handle):
-                learn()
-                if isinstance(event, Push):
-                    self._observer.step(event.room, PUSHED, event.tokens)
-                elif isinstance(event, Finish):
-                    handle.finished = monotonic()
-                elif isinstance(event, Open):
-                    self._observer.room_opened(handle)
-                self._step(event)
+            if self.rooms.holds(handle):
+                self._take(handle, step)
         self._waiting.pop(handle, None)
 
-    def _is_past(self, after: Waitable, handle: Outgoing) -> bool:
+    def _take(self, handle: Outgoing, step: PendingStep) -> None:
+        if step.chunk is not None:
+            handle.tables.add(step.chunk)
+        if step.rows:
+            handle.tables.add_rows(step.rows)
+        event = step.event
+        if isinstance(event, Push):
+            self._observer.step(event.room, PUSHED, event.tokens)
+        elif isinstance(event, Finish):
+            handle.finished = time.monotonic()
+        elif isinstance(event, Open):
+            self._observer.room_opened(handle)
+        self.step(event)
+
+    def _happened(self, after: Waitable, handle: Outgoing) -> bool:
         try:
             return bool(after.query())
         except Exception as error:
-            why = f"what a push waited for has failed: {error!r:.500}"
-            self._step(Cancel(handle.room, Failure.of(FailureCode.INTERNAL, why)))
-            # Nothing more can come of the room, so nothing need wait.
+            message = f"the event that a push waits for has failed: {error!r:.500}"
+            self.step(Cancel(handle.room, Failure.of(FailureCode.INTERNAL, message)))
+            # The room has failed, so its steps need not wait.
             return True
 
-    def advance(self, now: float) -> None:
-        """Look at the pushes that wait for a GPU, and at writes that go on."""
+    def poll(self, now: float) -> None:
+        """Poll GPU events that steps wait for, and writes that the loop has made."""
         for handle in list(self._waiting):
-            self._advance(handle)
-        for _ in self._writes.ends(now):
-            self._channel.let_out()
+            self._take_steps(handle)
+        for _ in self.writes.poll(now):
+            self.channel.flush_if_due()
 
     @property
     def urgent(self) -> bool:
-        """Whether a write has just begun: its end is news for a target that waits."""
-        return self._writes.has_fresh
+        """Whether a write has just started: a target waits for its end."""
+        return self.writes.inline.has_recent(time.monotonic())
 
     def wakeup(self, now: float) -> float:
-        """Soon, while a push waits."""
-        return min(now + AFTER_POLL_S if self._waiting else inf, self._writes.wakeup())
+        """Return when ``poll`` must be called again: soon, while a step waits."""
+        return min(now + EVENT_POLL_S if self._waiting else inf, self.writes.inline.wakeup())
 
-    def tidy(self) -> None:
-        """Routes."""
-        self._channel.keep(self._runner.machine.links)
+    def clean_up(self) -> None:
+        """Forget the routes of ended sessions."""
+        self.channel.keep_routes(self.runner.machine.links)
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that no gather has."""
-        return len(self._runner.machine.local_slots)
+        """Number of slots that no gather uses."""
+        return len(self.runner.machine.local_slots)
 
 
-class TargetSide:
-    """A decode rank."""
+class TargetSide(LoopSide):
+    """Target half: scatters, and rooms that wait for their prefill instance."""
+
+    runner: TargetRunner
+    channel: TargetChannel
 
     def __init__(
         self,
         runner: TargetRunner,
-        step: Callable[[Event], None],
-        ends: TargetRoomEnds,
-        scatters: StagedScatters,
+        rooms: RoomTable[Incoming],
         channel: TargetChannel,
-        directory: Directory,
         observer: Observer,
+        scatters: StagedScatters,
+        directory: Directory,
     ) -> None:
-        self._runner = runner
-        self._step = step
-        self._rooms = ends.table
-        self._ends = ends
+        super().__init__(runner, rooms, channel, observer)
         self._scatters = scatters
-        self._channel = channel
-        self._directory = directory
-        self._observer = observer
+        self.directory = directory
 
-    def hear(self, news: ScatterJob) -> None:
-        """Take news from the copier."""
-        self._scatters.copied(news)
+    def handle_result(self, result: ScatterJob) -> None:
+        """Handle a result of the copier."""
+        self._scatters.copied(result)
 
     def receive(self, handle: Incoming) -> None:
-        """An engine wants a room's cache."""
+        """Open a room, when its instance is known."""
         self._observer.room_opened(handle)
-        self._scatters.expect(True, soon=True)
-        view = self._directory.find(handle)
+        self._scatters.expect_writes(True, soon=True)
+        view = self.directory.find(handle)
         if view is not None:
-            self._begin(handle, view)
+            self._open(handle, view)
 
     def decline(self, room: Room, prefill: str | InstanceView, until: float) -> None:
-        """An engine will not receive a room: tell its prefill instance, until then at most."""
-        if self._rooms.get(room) is not None:
-            # The engine has asked for it meanwhile.
-            return
+        """Tell an instance that a room will not be received, once it is known, before ``until``."""
+        if self.rooms.get(room) is not None:
+            return  # The engine has asked for the room meanwhile.
         view: InstanceView | None
         if isinstance(prefill, str):
-            view = self._directory.find_for_unwanted(room, prefill, until)
+            view = self.directory.find_for_declined(room, prefill, until)
         else:
             view = prefill
-            self._directory.keep(view)
+            self.directory.add(view)
         if view is not None:
-            self._step(Decline(room, self._instance(view)))
+            self.step(Decline(room, self._instance(view)))
 
-    def _begin(self, handle: Incoming, view: InstanceView) -> None:
-        self._step(Receive(self._instance(view), handle.wanted))
-        self._ends.begun(handle.room)
+    def _open(self, handle: Incoming, view: InstanceView) -> None:
+        self.step(Receive(self._instance(view), handle.request))
+        handle.machine_room = self.runner.machine.rooms.get(handle.room)
 
-    def learn(self, name: str, view: InstanceView | None) -> None:
-        """Take the view of an instance from discovery: None if it is not complete."""
+    def update_instance(self, name: str, view: InstanceView | None) -> None:
+        """Handle an instance's view from discovery; None if the instance is not complete."""
         lives = {Peer(view.name, one.rank): one.incarnation for one in view.ranks} if view else {}
-        # Ask after ranks that the discovery service no longer has in the life that we know.
-        self._runner.ask_after(lambda link: link.peer.instance == name and _differs(link, lives))
-        # Before any room begins: an offer to a life that has ended would fail it.
+        # Discovery no longer lists these incarnations, so they may be dead.
+        self.runner.probe_links(lambda link: link.peer.instance == name and _differs(link, lives))
+        # Before any room opens: an offer to a dead incarnation would fail it.
         for peer, incarnation in lives.items():
             if incarnation is not None:
-                self._step(PeerRestarted(peer, incarnation))
-        for handle in self._directory.learn(name, view):
+                self.step(PeerRestarted(peer, incarnation))
+        for handle in self.directory.update(name, view):
             assert view is not None
-            self._begin(handle, view)
+            self._open(handle, view)
         if view is not None:
-            for room in self._directory.unwanted_at(view.name):
+            for room in self.directory.take_declined(view.name):
                 self.decline(room, view, 0.0)
 
     def _instance(self, view: InstanceView) -> Instance:
         fingerprint = view.fingerprint
         if fingerprint is None:
-            # The handshake alone compares it.
-            fingerprint = self._runner.machine.peers.identity.fingerprint
+            # Unknown here. The handshake compares it.
+            fingerprint = self.runner.machine.peers.identity.fingerprint
         return Instance(view.name, fingerprint, view.layout)
 
-    # ------------------------------------------------------------ rooms that never began
-
-    def cancel(self, handle: Incoming) -> bool:
-        """Give up a room that still waits for its instance."""
-        waited = self._directory.give_up(handle)
+    def cancel_waiting(self, handle: Incoming) -> bool:
+        """Cancel a room that still waits for its instance. Return False if it does not."""
+        waited = self.directory.remove_waiting(handle)
         if waited:
-            self._never_began(handle, FailureCode.ABORTED, "given up at decode")
+            self._fail_unopened(handle, FailureCode.ABORTED, "given up at decode")
             self.decline(handle.room, handle.prefill, handle.deadline)
         return waited
 
-    def _never_began(self, handle: Incoming, code: FailureCode, text: str) -> None:
-        self._rooms.report(handle.room, Failure.of(code, text))
-        self._rooms.release(handle.room)
+    def _fail_unopened(self, handle: Incoming, code: FailureCode, message: str) -> None:
+        self.rooms.report(handle.room, Failure.of(code, message))
+        self.rooms.release(handle.room)
 
-    def advance(self, now: float) -> None:
-        """End the rooms whose instance did not come."""
-        for handle in self._directory.overdue(now):
-            self._directory.give_up(handle)
-            why = self._directory.problem(str(handle.prefill))
-            text = f"the prefill instance is not there: {why}"
-            self._never_began(handle, FailureCode.UNREACHABLE, text)
+    def poll(self, now: float) -> None:
+        """Fail the rooms whose instance was not found in time."""
+        for handle in self.directory.overdue(now):
+            self.directory.remove_waiting(handle)
+            problem = self.directory.problem(str(handle.prefill))
+            message = f"the prefill instance is not there: {problem}"
+            self._fail_unopened(handle, FailureCode.UNREACHABLE, message)
 
     @property
     def urgent(self) -> bool:
-        """A target launches only what its sources wait for."""
+        """False: a target only launches copies that its sources wait for."""
         return False
 
     def wakeup(self, now: float) -> float:
-        """When the first of these has to end."""
-        return max(self._directory.wakeup(), now + AFTER_POLL_S)
+        """Return when the first waiting room becomes overdue."""
+        return max(self.directory.wakeup(), now + EVENT_POLL_S)
 
-    def tidy(self) -> None:
-        """Instances and connections."""
-        machine = self._runner.machine
+    def clean_up(self) -> None:
+        """Drop instances and connections that no room needs."""
+        machine = self.runner.machine
         linked = {link.peer.instance for link in machine.links.values()}
-        needed = self._directory.forget_ended(linked)
-        for peer in self._channel.peers:
+        needed = self.directory.drop_unused(linked)
+        for peer in self.channel.peers:
             if peer.instance not in needed:
-                self._channel.drop(peer)
-        self._scatters.expect(len(self._rooms) > 0)
+                self.channel.drop(peer)
+        self._scatters.expect_writes(len(self.rooms) > 0)
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that no source may write into."""
-        return len(self._runner.machine.credits.free)
+        """Number of slots that no source may write into."""
+        return len(self.runner.machine.credits.free)
+
+    # ------------------------------------------------------------ callbacks of the room table
+
+    def note_missing(self, handle: Incoming) -> None:
+        """Record which pages of a failing room lack data."""
+        if handle.machine_room is not None:
+            handle.set_missing(handle.machine_room.unusable())
+
+    def forget_room(self, room: Room) -> None:
+        """Drop what is kept for a room whose memory is released."""
+        handle = self.rooms.get(room)
+        if handle is not None:
+            handle.machine_room = None
+        self._scatters.forget_room(room)
 
 
 def _differs(link: Link, lives: dict[Peer, int | None]) -> bool:
-    """Whether a peer is gone, or in another life; a life that is not known says nothing."""
+    """Return whether a view lacks a link's peer or has another incarnation of it."""
     return link.peer not in lives or lives[link.peer] not in (None, link.incarnation)

@@ -1,9 +1,8 @@
-"""TransportWrites: to a source's runner, the port to its peers' memory, whatever transport each
-has.
+"""Data port of a source's runner: makes writes into targets' memory, or has them made.
 
-A small write into mapped memory is made here and now, because handing it to another
-thread would cost more, and so is one of any size that a GPU makes. Everything else goes to
-the transport_thread, or to the copier first, which fills a slot and passes it on.
+The loop itself makes small writes into mapped memory, because passing them to another thread would
+cost more, and writes of any size that a GPU makes. The transport thread makes all others. A staged
+write first goes to the copier, which fills its slot.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 
 from kvferry.endpoint.copy_thread import Copier
 from kvferry.endpoint.jobs import WriteJob
 from kvferry.endpoint.loop.chooser import Chooser
-from kvferry.endpoint.loop.in_flight import WritesInFlight
 from kvferry.endpoint.loop.links import TargetLinkTable
 from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.outgoing import Outgoing
+from kvferry.endpoint.poll_backoff import MIN_SLEEP_S, backoff_s
 from kvferry.endpoint.setup import EndpointSetup
 from kvferry.endpoint.transport_thread import Reached, TransportThread
 from kvferry.errors import KvferryError
@@ -39,19 +39,60 @@ from kvferry.protocol.events import (
 )
 from kvferry.telemetry.logs.context import about
 from kvferry.telemetry.observer import Observer
-from kvferry.telemetry.steps import StepKind
-from kvferry.telemetry.tags import NO_TAG
+from kvferry.telemetry.steps import Moment
+from kvferry.telemetry.tags import NOBODYS
+from kvferry.transports.base import Transport
 
 log = logging.getLogger("kvferry.endpoint")
 
+# A GPU writes a slot of some ten megabytes in less.
+RECENT_S = 300e-6
 
-class TransportWrites:
-    """TransportWrites of a source, by the thread that makes each.
 
-    ``answer`` hears how writes ended, and ``tell``, before all else, of each that ended well.
+class InlineWrites:
+    """Asynchronous writes that the loop has started itself, and polls until they are over.
+
+    Each is polled often at first and then less often (``poll_backoff``). Another thread would need
+    two hand-offs, each longer than most writes take.
     """
 
-    def __init__(  # noqa: PLR0913 - all that it uses, by keyword
+    def __init__(self) -> None:
+        # The transport of each write, and when to poll it next.
+        self._writes: dict[WriteJob, tuple[Transport, float]] = {}
+
+    def add(self, job: WriteJob, transport: Transport) -> None:
+        """Poll this write from now on."""
+        self._writes[job] = transport, job.started + MIN_SLEEP_S
+
+    def ended(self, now: float) -> Iterator[WriteJob]:
+        """Poll the writes that are due, and yield those that have ended."""
+        for job, (transport, due) in list(self._writes.items()):
+            if due > now:
+                continue
+            ended = transport.look(job.op)
+            if ended is None:
+                self._writes[job] = transport, now + backoff_s(now - job.started)
+            else:
+                del self._writes[job]
+                job.end(ended)
+                yield job
+
+    def has_recent(self, now: float) -> bool:
+        """Return whether a write has started so recently that it will be over soon."""
+        return any(now < job.started + RECENT_S for job in self._writes)
+
+    def wakeup(self) -> float:
+        """Return when the next poll is due."""
+        return min((due for _, due in self._writes.values()), default=inf)
+
+
+class TransportWrites:
+    """Writes of one source.
+
+    ``answer`` gets the end of each write. ``send_note`` is called first for each that succeeded.
+    """
+
+    def __init__(  # noqa: PLR0913 - parts of an endpoint, by keyword
         self,
         *,
         setup: EndpointSetup,
@@ -62,7 +103,7 @@ class TransportWrites:
         chooser: Chooser,
         observer: Observer,
         answer: Callable[[Event], None],
-        tell: Callable[[Op], None],
+        send_note: Callable[[Op], None],
     ) -> None:
         self._setup = setup
         self._rooms = rooms
@@ -72,38 +113,38 @@ class TransportWrites:
         self._chooser = chooser
         self._observer = observer
         self._answer = answer
-        self._tell = tell
-        self._underway = WritesInFlight()
-        # Gathers that have not ended, or of which nobody has said what becomes of them.
-        self._ahead: dict[Op, WriteJob] = {}
+        self._send_note = send_note
+        self.inline = InlineWrites()
+        # Early gathers that are not finished, or were neither posted nor discarded.
+        self.early: dict[Op, WriteJob] = {}
 
     # ------------------------------------------------------------ peers
 
     def connect(self, action: Connect) -> None:
-        """Reach a target's memory."""
+        """Connect to a target's memory."""
         self._links.connect(action)
 
     def cut(self, session: Session) -> None:
-        """Let nothing more of a session start."""
+        """Fail writes of a session that have not started, and all later ones."""
         self._links.cut(session)
 
     def forget(self, session: Session) -> None:
-        """Nothing of a session is in flight."""
+        """Release the resources of a session that has no write in flight."""
         self._links.forget(session)
 
     def choose(self, action: Choose) -> None:
-        """Bind the blocks with the room's own pages, and answer with the faster mode of each."""
+        """Bind blocks to the room's pages, and answer with the faster mode of each."""
         staged = self._chooser.choose(action.transfer, action.blocks)
         self._answer(Chosen(action.ticket, staged))
 
     # ------------------------------------------------------------ writes
 
     def write(self, action: Write) -> None:
-        """Make a write, or have it made."""
+        """Start a write."""
         job, link = WriteJob(action), self._links[action.transfer.session]
         if action.slot is not None:
             assert action.local_slot is not None
-            job.there = link.slot(action.slot)
+            job.remote = link.slot(action.slot)
             self._gather(job, action.local_slot)
             return
         try:
@@ -111,42 +152,44 @@ class TransportWrites:
         except KvferryError as error:
             self._fail(job, str(error))
             return
-        reached = link.at_once
+        reached = link.inline
         if reached is not None and (reached.transport.writes_elsewhere or job.is_small()):
-            self._write_now(job, reached)
+            self._write_inline(job, reached)
         else:
             self._transport_thread.write(job)
 
     def _post(self, job: WriteJob) -> None:
-        """A slot is filled: have it written. A GPU, if it filled the slot, writes it too."""
-        slots, reached = self._setup.slots, self._links[job.session].at_once
+        """Write a filled slot. If a GPU has filled it, the same GPU writes it."""
+        slots, reached = self._setup.slots, self._links[job.session].inline
         assert slots is not None
         if reached is None or slots.region.device.is_host:
             self._transport_thread.write(job)
         else:
-            self._write_now(job, reached)
+            self._write_inline(job, reached)
 
-    def _write_now(self, job: WriteJob, reached: Reached) -> None:
+    def _write_inline(self, job: WriteJob, reached: Reached) -> None:
         transport = reached.transport
         binding = job.start(transport)
         ended = transport.write_now(reached.remote, job.op, binding)
-        # What it was is worked out while it goes on.
+        # Describe the job while the write runs.
         job.describe(binding)
         if ended is None:
-            self._underway.add(job, transport)
+            self.inline.add(job, transport)
         elif ended.fate is WriteFate.BUSY:
             self._transport_thread.write(job)
         else:
             job.end(ended)
             self._ended(job)
 
-    def go_on(self, job: WriteJob) -> None:
-        """The transport_thread or the copier has done its part of a job."""
+    def resume(self, job: WriteJob) -> None:
+        """Go on with a job that the transport thread or the copier has returned."""
         if job.is_over:
-            self._ahead.pop(job.op, None)
+            self.early.pop(job.op, None)
             self._ended(job)
-        elif job.is_ahead:
-            self._filled(job)
+        elif job.is_early:
+            job.filled = True
+            self._observe_gather(job, time.monotonic())
+            self._settle(job)
         else:
             self._post(job)
 
@@ -154,102 +197,89 @@ class TransportWrites:
         job.fail(problem)
         self._ended(job)
 
-    def ends(self, now: float) -> Iterator[Op]:
-        """Take the ends of what was begun here, one by one."""
-        for job in self._underway.ended(now):
+    def poll(self, now: float) -> Iterator[Op]:
+        """Take the ends of writes that the loop has made, one at a time."""
+        for job in self.inline.ended(now):
             self._ended(job)
             yield job.op
 
-    @property
-    def has_fresh(self) -> bool:
-        """Whether one of these has just begun."""
-        return self._underway.has_fresh(time.monotonic())
-
-    def wakeup(self) -> float:
-        """When to look at these again."""
-        return self._underway.wakeup()
-
     def _gather(self, job: WriteJob, slot: SlotIndex) -> None:
-        """Have the local slot filled. What becomes of it is in the job, or will be said."""
+        """Have a local slot filled with the job's blocks."""
         action, transfer, slots = job.action, job.action.transfer, self._setup.slots
         assert slots is not None
         if self._links[transfer.session].slot(SlotIndex(0)) is None:
             self._fail(job, f"{transfer.peer} granted a slot that it does not have")
             return
         try:
-            job.bind = self._chooser.gathering(transfer, action.blocks)
+            job.bind = self._chooser.gather_binder(transfer, action.blocks)
         except KvferryError as error:
             self._fail(job, str(error))
             return
-        job.mode, job.asked = TransferMode.STAGED, time.monotonic()
+        job.mode, job.gather_began = TransferMode.STAGED, time.monotonic()
         job.sources, job.targets = self._setup.addresses, (slots.address(slot),)
-        job.here = Base(0, len(self._setup.memory.regions), slots.pool.offset(slot))
-        if job.is_ahead:
-            self._ahead[job.op] = job
+        job.local = Base(0, len(self._setup.memory.regions), slots.pool.offset(slot))
+        if job.is_early:
+            self.early[job.op] = job
         self._copier.submit(job)
 
-    # ------------------------------------------------------------ gathers ahead
+    # ------------------------------------------------------------ early gathers
 
     def gather(self, action: Gather) -> None:
-        """Fill the local slot; where it is written will be said."""
+        """Fill a local slot. ``post_gathered`` or ``discard`` follows, once."""
         self._gather(WriteJob(action), action.local_slot)
 
     def post_gathered(self, action: Post) -> None:
-        """Write a slot, when it is filled."""
-        job = self._ahead.get(action.op)
-        if job is not None:  # Or else its gather has failed, which is being told.
-            job.there = self._links[job.session].slot(action.slot)
+        """Write a gathered slot as soon as it is filled."""
+        job = self.early.get(action.op)
+        if job is not None:  # Else the gather has failed, and that answer is on its way.
+            job.remote = self._links[job.session].slot(action.slot)
             self._settle(job)
 
     def discard(self, op: Op) -> None:
-        """Write nothing; say so when the gather has ended."""
-        job = self._ahead.get(op)
+        """Do not write a gathered slot. Answer ``BUSY`` when the gather has ended."""
+        job = self.early.get(op)
         if job is not None:
             job.discarded = True
             self._settle(job)
 
-    def _filled(self, job: WriteJob) -> None:
-        """A gather has ended that was made ahead."""
-        job.filled = True
-        self._tell_gathered(job, time.monotonic())
-        self._settle(job)
-
     def _settle(self, job: WriteJob) -> None:
-        """Go on with a slot that is filled, if it is known what becomes of it."""
-        if not job.filled or not (job.discarded or job.there):
+        """Post or discard an early gather once it is filled and its use is known."""
+        if not job.filled or not (job.discarded or job.remote):
             return
-        del self._ahead[job.op]
+        del self.early[job.op]
         if job.discarded:
             self._answer(SendFailed(job.op, WriteFate.BUSY))
         else:
-            job.aim()
+            job.bind_bulk()
             self._post(job)
 
+    # ------------------------------------------------------------ results
+
     def _ended(self, job: WriteJob) -> None:
-        """A write has ended, or nobody knows whether."""
+        """Answer with a job's result; its fate may be unknown."""
         now = time.monotonic()
         if job.fate is not None:
             self._observer.write(job, now)
-            self._log(job)
+            self._log_failure(job)
             self._answer(SendFailed(job.op, job.fate))
             return
-        self._tell(job.op)
+        self._send_note(job.op)
         self._observer.write(job, now)
-        if job.asked is not None:
-            self._tell_gathered(job, now - job.seconds)
+        if job.gather_began is not None:
+            self._observe_gather(job, now - job.seconds)
         handle = self._rooms.get(job.action.transfer.room)
         if handle is not None:
             handle.carried[job.mode] = handle.carried.get(job.mode, 0) + job.num_bytes
             handle.num_writes += 1
         self._answer(Sent(job.op))
 
-    def _tell_gathered(self, job: WriteJob, at: float) -> None:
-        assert job.asked is not None
-        seconds, job.asked = at - job.asked, None
+    def _observe_gather(self, job: WriteJob, at: float) -> None:
+        assert job.gather_began is not None
+        seconds, job.gather_began = at - job.gather_began, None
         room, peer = job.action.transfer.room, job.action.transfer.peer
         self._observer.copy(room, peer, StepKind.GATHERED, at, seconds, job.num_bytes)
 
-    def _log(self, job: WriteJob) -> None:
+    def _log_failure(self, job: WriteJob) -> None:
         room, peer = job.action.transfer.room, job.action.transfer.peer
         handle = self._rooms.get(room)
         with about(*(handle.tag if handle else NO_TAG)):

@@ -1,1 +1,1 @@
-"""What drives a machine, without a thread: the same in endpoints, simulator and explorer."""
+"""Runs a protocol machine against its ports: the same code in endpoints, simulator, explorer."""

@@ -1,16 +1,14 @@
-"""The runner: one machine, its ports, and the order in which things are taken.
+"""The runner: feeds events to a machine, and passes the machine's actions to its ports.
 
-An event goes to the machine, the machine's actions go to the ports, and what a port
-answers at once is taken as the next event. The runner adds what no machine can know:
-which sessions have something in flight (``sessions``), and therefore when a connection
-that was given up is proven to be quiet.
+What a port answers at once is the next event. The runner also tracks which sessions have writes
+in flight (``sessions``), and so when a session that was given up is proven to be over.
 
-Frames and answers are taken before time is: whoever was stopped for a while must hear
-what others said meanwhile before it concludes that they were silent. A turn that comes late
-tells the machine by how much, so that silence counts only the time in which we ran.
+In each turn, frames and results come before time: after a pause, the machine must see what peers
+sent meanwhile before it may conclude that they were silent. If a turn comes late, the runner
+tells the machine by how much, so that only time in which this process ran counts as silence.
 
-No thread, no clock, no socket. The endpoints, the simulator and the explorer run this
-same runner, each with its own ports; its broken versions are in ``testing/sim``.
+No thread, clock or socket. Endpoints, simulator and explorer use this class with their own ports;
+``testing/sim`` has versions of it that break a rule.
 """
 
 from __future__ import annotations
@@ -66,93 +64,93 @@ from kvferry.protocol.target import TargetMachine
 
 M = TypeVar("M", bound=Machine)
 
-# So many frames are said before a turn is over: peers need not wait for the end of a long one.
-MOST_UNSAID = 16
+# Frames that may wait for the end of a long turn. More are sent in the middle of it.
+MAX_WAITING_FRAMES = 16
 
 
 class PeerGone(Event, frozen=True):
-    """Proof: that life of a peer is over, and its process writes and reads nothing."""
+    """Proof that an incarnation of a peer is dead: its process reads and writes nothing."""
 
     peer: Peer
     incarnation: int
 
 
 class ControlPort(Protocol):
-    """Where frames go out."""
+    """Sends frames."""
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
-        """It may be lost."""
+        """Send a frame. It may be lost."""
 
 
 class SourceDataPort(Protocol):
-    """Targets' memory, and how to write into it.
+    """Writes into targets' memory.
 
-    Answers each write, and each gather, with ``Sent`` or ``SendFailed``, once.
+    Answers each write, and each gather, once with ``Sent`` or ``SendFailed``.
     """
 
     def connect(self, action: Connect) -> None:
-        """Reach a target's memory."""
+        """Connect to a target's memory."""
 
     def choose(self, action: Choose) -> None:
-        """Say with ``Chosen`` which blocks go through staging."""
+        """Answer with ``Chosen`` which blocks go through staging."""
 
     def write(self, action: Write) -> None:
-        """Write, and say how it ended."""
+        """Start a write."""
 
     def gather(self, action: Gather) -> None:
-        """Fill a local slot. What becomes of it is said by one of the next two, once."""
+        """Fill a local slot. ``post_gathered`` or ``discard`` follows, once."""
 
     def post_gathered(self, action: Post) -> None:
-        """Write what was gathered, when it is, and say how that ended."""
+        """Write a gathered slot as soon as it is filled."""
 
     def discard(self, op: Op) -> None:
-        """Say ``BUSY`` when the gather has ended, and write nothing."""
+        """Do not write a gathered slot. Answer ``BUSY`` when the gather has ended."""
 
     def cut(self, session: Session) -> None:
-        """Let nothing more of a session start; what has not begun fails."""
+        """Fail writes of a session that have not started, and all later ones."""
 
     def forget(self, session: Session) -> None:
-        """Nothing of a session is in flight: give up what it took."""
+        """Release the resources of a session that has no write in flight."""
 
 
 class TargetDataPort(Protocol):
     """Local memory that sources write into."""
 
     def connect(self, action: Connect) -> None:
-        """A source writes here."""
+        """Note that a source writes here."""
 
     def scatter(self, action: Scatter) -> None:
-        """Copy a slot into its pages, and say ``Scattered``."""
+        """Copy a slot into its pages, and answer ``Scattered``."""
 
     def forget(self, session: Session) -> None:
-        """Nothing of a session is written here any more: give up what it took."""
+        """Release the resources of a session whose source writes nothing here any more."""
 
 
 class PeersPort(Protocol):
-    """Who asks whether peers live. Answers with ``PeerGone``, when that is proven."""
+    """Finds out whether peers are dead. Answers with ``PeerGone`` when that is proven."""
 
     def start_probing(self, record: SessionRecord) -> None:
-        """Ask after that life until it is proven gone, or acquitted."""
+        """Probe the session's peer until it is proven dead, or ``stop_probing``."""
 
     def stop_probing(self, peer: Peer, incarnation: int) -> None:
-        """Nobody waits for that proof any more."""
+        """Stop probing; the proof is not needed any more."""
 
-    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
-        """There was a sign that it may be gone: ask for a short while."""
+    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+        """Probe the peer for a short while: there was a sign that it may be dead."""
 
 
 class RoomsPort(Protocol):
-    """Who hears how rooms end."""
+    """Tells the engine how rooms end."""
 
     def report(self, room: Room, outcome: Outcome) -> None:
-        """A room has ended for its caller."""
+        """Report a room's outcome."""
 
     def release(self, room: Room) -> None:
-        """A room's memory is the caller's again."""
+        """Report that the engine may reuse a room's memory."""
 
 
 class SourcePorts(NamedTuple):
-    """Everything that a source machine can ask for."""
+    """Ports of a source machine."""
 
     control: ControlPort
     data: SourceDataPort
@@ -161,7 +159,7 @@ class SourcePorts(NamedTuple):
 
 
 class TargetPorts(NamedTuple):
-    """Everything that a target machine can ask for."""
+    """Ports of a target machine."""
 
     control: ControlPort
     data: TargetDataPort
@@ -173,7 +171,7 @@ P = TypeVar("P", bound=SourcePorts | TargetPorts)
 
 
 class MachineRunner(ABC, Generic[M, P]):
-    """A machine that is turned by somebody else's hand."""
+    """Runs one machine. Called by one thread."""
 
     def __init__(self, machine: M, ports: P, sessions: Sessions | None = None) -> None:
         self.machine = machine
@@ -181,87 +179,81 @@ class MachineRunner(ABC, Generic[M, P]):
         self.sessions = Sessions(exposed=machine.exposed) if sessions is None else sessions
         self._events: deque[Event] = deque()
         self._frames: list[Send] = []
+        # Rooms whose memory is not released.
         self._held: set[Room] = set()
-        self._turning = False
+        self._taking = False
         self._in_turn = False
         self._now = 0.0
         self._tick_at = inf
         self._turned_at = -inf
         times = machine.config
-        # No timer of a machine begins with less, but for deadlines.
-        self._least_s = min(
+        # Every timer of the machine starts with at least this, except deadlines.
+        self._shortest_timer_s = min(
             times.resend_s / 4, times.status_poll_s, times.heartbeat_s, times.credit_patience_s
         )
 
     # ------------------------------------------------------------ events
 
     def take(self, event: Event, now: float) -> None:
-        """Let the machine take a step, and carry out what it says.
+        """Let the machine handle an event, and carry out its actions.
 
-        While something is carried out: take this next.
+        Called from inside an action, the event is queued and handled next.
         """
         self._events.append(event)
-        if self._turning:
+        if self._taking:
             return
         self._now = now
-        self._turning = True
+        self._taking = True
         try:
             while self._events:
                 self._step(self._events.popleft(), now)
         finally:
-            self._turning = False
-            if not self._in_turn or len(self._frames) >= MOST_UNSAID:
-                self._say()
+            self._taking = False
+            if not self._in_turn or len(self._frames) >= MAX_WAITING_FRAMES:
+                self._send_frames()
 
     def answer(self, event: Event) -> None:
-        """Take what a port answers, at the time of what it was asked."""
-        if self._turning:
-            self._events.append(event)
-        else:
-            self.take(event, self._now)
+        """Take an event of this turn, such as a port's answer, at the time of the turn."""
+        self.take(event, self._now)
 
     def turn(self, arrived: Iterable[Event], now: float) -> None:
-        """Take all that has come, and then the time. What is to be said is said at the end.
+        """Take all events that have arrived, and then the time. Frames are sent at the end.
 
-        An engine that pushes and closes does so in two steps, and the second says it all.
+        So the frames of several steps leave together, such as those of a push and a close.
         """
         self._now = now
         self._in_turn = True
         try:
-            self._count_stall(now)
+            self._report_stall(now)
             for event in arrived:
                 self.take(event, now)
-            self.pass_time(now)
+            self.advance_time(now)
         finally:
             self._in_turn = False
-            self._say()
+            self._send_frames()
 
-    def _count_stall(self, now: float) -> None:
-        """A turn that comes late was not run in time; others were not silent meanwhile."""
+    def _report_stall(self, now: float) -> None:
+        """Tell the machine if this turn is late: its peers were not silent meanwhile."""
         late_s = now - max(self._tick_at, self._turned_at)
         self._turned_at = now
         if late_s > self.machine.config.heartbeat_s / 2:
             self.take(OwnStall(late_s), now)
 
-    def pass_time(self, now: float) -> None:
+    def advance_time(self, now: float) -> None:
         """Tick if a timer may be due."""
         if now < self._tick_at:
             return
         self.take(Tick(), now)
-        self._tick_at = self._exact_wakeup()
+        wakeup = self.machine.wakeup()
+        self._tick_at = inf if wakeup is None else wakeup
 
     def wakeup(self) -> float:
-        """When to turn again although nothing comes.
+        """Return when the next turn is due if nothing arrives.
 
-        It may be earlier than the machine's own wakeup, and later by no more than the
-        shortest of its timers takes. Asking every room after every event would cost more
-        than a tick now and then that finds nothing to do.
+        It may be earlier than the machine's own wakeup, and later by at most the shortest timer.
+        Asking every room after every event would cost more than an occasional useless tick.
         """
         return self._tick_at
-
-    def _exact_wakeup(self) -> float:
-        wakeup = self.machine.wakeup()
-        return inf if wakeup is None else wakeup
 
     # ------------------------------------------------------------ one step
 
@@ -275,7 +267,7 @@ class MachineRunner(ABC, Generic[M, P]):
             self._settle()
 
     def _handle(self, event: Event, now: float) -> None:
-        due = now + self._least_s
+        due = now + self._shortest_timer_s
         if isinstance(event, Open | Receive):
             self._held.add(event.room)
             due = min(due, event.deadline)
@@ -300,16 +292,16 @@ class MachineRunner(ABC, Generic[M, P]):
             case Disconnect(session=session):
                 self._disconnect(session)
             case Forget(session=session):
-                self.sessions.unwant(session)
+                self.sessions.abandon(session)
             case _:
-                raise AssertionError(f"nobody carries out {action!r}")
+                raise AssertionError(f"no port performs {action!r}")
 
-    def _say(self) -> None:
-        """Send what these steps had to say, without what is said again by what follows it."""
+    def _send_frames(self) -> None:
+        """Send the frames of the steps since the last call, except redundant ones."""
         if not self._frames:
             return
         frames, self._frames = self._frames, []
-        for frame in without_needless(frames) if len(frames) > 1 else frames:
+        for frame in drop_redundant(frames) if len(frames) > 1 else frames:
             self.ports.control.send(frame.peer, frame.envelope)
 
     # ------------------------------------------------------------ proof
@@ -319,57 +311,57 @@ class MachineRunner(ABC, Generic[M, P]):
         if record is not None:
             self._cut(session)
             if not record.is_over:
-                # Where a write's fate is unknown, or the peer writes here, only the end of its
-                # process settles it.
+                # A write of unknown fate, or the peer's access to local memory, ends only with
+                # the peer's process.
                 self.ports.peers.start_probing(record)
 
     @abstractmethod
     def _cut(self, session: Session) -> None:
-        """Let nothing more of a session start."""
+        """Let no more writes of a session start."""
 
     def _settle(self) -> None:
-        """Say what is proven, and let go of what nobody waits for."""
+        """Tell the machine which sessions are proven over, and drop those it has forgotten."""
         proven, dropped = self.sessions.settle()
         for record in proven:
             self._events.append(Disconnected(record.peer, record.incarnation, record.session))
         for record in dropped:
             self.ports.data.forget(record.session)
         for record in (*proven, *dropped):
-            if not self.sessions.awaits(record.peer, record.incarnation):
+            if not self.sessions.needs_proof(record.peer, record.incarnation):
                 self.ports.peers.stop_probing(record.peer, record.incarnation)
 
-    def _sign(self, record: SessionRecord) -> None:
-        self.ports.peers.sign(record.peer, record.incarnation, record.metadata)
+    def _hint_death(self, record: SessionRecord) -> None:
+        self.ports.peers.hint_death(record.peer, record.incarnation, record.metadata)
 
-    def ask_after(self, whom: Callable[[Link], bool] = lambda _: True) -> None:
-        """There was a sign that some peer may be gone: ask, rather than wait for its silence."""
+    def probe_links(self, condition: Callable[[Link], bool] = lambda _: True) -> None:
+        """Probe the peers of these links now, after a sign that some peer may be dead."""
         for link in list(self.machine.links.values()):
             record = self.sessions.get(link.session)
-            if record is not None and whom(link):
-                self._sign(record)
+            if record is not None and condition(link):
+                self._hint_death(record)
 
     @property
-    def may_leave(self) -> bool:
-        """Whether no memory is held for anybody, so that others may be told of our end."""
+    def holds_no_memory(self) -> bool:
+        """Whether all rooms are released, so that peers may take this endpoint for dead."""
         return not self._held
 
 
 class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
-    """The runner of a source: knows its writes, and sends each note after its data."""
+    """Runner of a source: tracks its writes, and sends the note of each after its data."""
 
     def __init__(
         self, machine: SourceMachine, ports: SourcePorts, sessions: Sessions | None = None
     ) -> None:
         super().__init__(machine, ports, sessions)
-        # Notes that leave when their writes have ended well.
+        # Frames that are sent when their write has succeeded.
         self._notes: dict[Op, Send] = {}
         # Gathers that were neither posted nor discarded.
         self._gathers: dict[Op, Gather] = {}
 
-    def tell(self, op: Op) -> None:
-        """A write has ended well: say so before its end is taken, if somebody waits for that."""
-        self._note(op)
-        self._say()
+    def send_note(self, op: Op) -> None:
+        """Send the note of a successful write at once, before the machine takes its result."""
+        self._queue_note(op)
+        self._send_frames()
 
     def _handle(self, event: Event, now: float) -> None:
         if isinstance(event, Sent | SendFailed):
@@ -381,11 +373,11 @@ class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
         self._gathers.pop(op, None)
         record = self.sessions.end(op, doubtful=fate is WriteFate.UNKNOWN)
         if fate is None:
-            self._note(op)
+            self._queue_note(op)
             return
         self._notes.pop(op, None)
         if record is not None and fate is not WriteFate.BUSY:
-            self._sign(record)
+            self._hint_death(record)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -409,12 +401,12 @@ class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
     def _start(self, op: Op, session: Session) -> bool:
         starts = self.sessions.start(op, session)
         if not starts:
-            # Whoever has proof that nothing is in flight must also let nothing start.
+            # The session may be proven over already, so nothing may start in it.
             self._events.append(SendFailed(op, WriteFate.FAILED))
         return starts
 
     def _post(self, action: Post) -> None:
-        # If it has ended or its session was cut, an answer is on its way.
+        # If the gather has ended or its session was cut, an answer is on its way.
         gather = self._gathers.pop(action.op, None)
         if gather is not None:
             self._notes[action.op] = Send(gather.transfer.peer, action.note)
@@ -424,14 +416,14 @@ class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
         if self._gathers.pop(op, None) is not None:
             self.ports.data.discard(op)
 
-    def _note(self, op: Op) -> None:
-        """The data is there: now its note may leave, before anything that builds on it."""
+    def _queue_note(self, op: Op) -> None:
+        """Queue the note of a write that has succeeded, before frames that depend on it."""
         note = self._notes.pop(op, None)
         if note is not None:
             self._frames.append(note)
 
     def _cut(self, session: Session) -> None:
-        """Let nothing more of a session start: what was gathered for it will never be written."""
+        """Let no more writes of a session start, and discard what was gathered for it."""
         self.ports.data.cut(session)
         gathers = self._gathers.items()
         for op in [op for op, gather in gathers if gather.transfer.session == session]:
@@ -439,7 +431,7 @@ class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
 
 
 class TargetRunner(MachineRunner[TargetMachine, TargetPorts]):
-    """The runner of a target, which starts no writes."""
+    """Runner of a target, which starts no writes."""
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Scatter):
@@ -448,14 +440,14 @@ class TargetRunner(MachineRunner[TargetMachine, TargetPorts]):
             super()._perform(action)
 
     def _cut(self, session: Session) -> None:
-        """Only the end of its process stops a source's writes."""
+        """Do nothing: only the end of a source's process stops its writes."""
 
 
-def without_needless(frames: list[Send]) -> list[Send]:
-    """Leave out what a later frame of the same room to the same peer says too.
+def drop_redundant(frames: list[Send]) -> list[Send]:
+    """Remove frames whose content a later frame of the same room to the same peer repeats.
 
-    A Close names all that was written without credits, unless that is more than it holds, and
-    accepts the offer that it answers; so does anything else about the room.
+    Any later frame of a room implies its Accept. A Close names all writes that used no credit, so
+    it implies their Arrived messages, unless it is full.
     """
     later: set[tuple[Peer, Room, int]] = set()
     closed: set[tuple[Peer, Room, int]] = set()
@@ -475,7 +467,7 @@ def without_needless(frames: list[Send]) -> list[Send]:
 
 
 def frame_event(message: Envelope | BadFrame) -> Event | None:
-    """What a decoded frame is to a machine; None if it is nothing."""
+    """Return the event for a decoded frame, or None if the machine must not see it."""
     if not isinstance(message, BadFrame):
         return Received(message)
     header = message.header

@@ -1,11 +1,9 @@
-"""The book of sessions: what is in flight in each, and when that is provably nothing.
+"""Sessions table: which writes are in flight in each session, and when provably none is.
 
-A session that was cut is over when every write that we started in it has ended, none of
-them is of unknown fate, and, where the peer writes into our memory, the peer is gone.
-Doubt and exposure end only with the peer's process: ``confirm_dead`` takes that proof, for one
-incarnation and no other.
-
-Pure. Belongs to a runner.
+A session that was cut is over when all writes that this endpoint started in it have ended with a
+known fate, and no peer can write into local memory through it. A write of unknown fate, and a
+peer's access to local memory, end only with the peer's process: ``confirm_dead`` takes that
+proof, for one incarnation only.
 """
 
 from __future__ import annotations
@@ -17,14 +15,14 @@ from kvferry.ids import Op, Peer, Session
 
 @dataclass(slots=True, eq=False)
 class SessionRecord:
-    """One session. ``metadata`` is what the peer says of itself."""
+    """State of one session. ``exposed``: the peer can write into local memory."""
 
     peer: Peer
     incarnation: int
     session: Session
     metadata: bytes
     exposed: bool
-    flying: set[Op] = field(default_factory=set)
+    in_flight: set[Op] = field(default_factory=set)
     doubtful: bool = False
     cut: bool = False
     proven: bool = False
@@ -32,68 +30,67 @@ class SessionRecord:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is in flight, or ever will be."""
-        return self.cut and not (self.flying or self.doubtful or self.exposed)
+        """Whether nothing is in flight in this session, now or later."""
+        return self.cut and not (self.in_flight or self.doubtful or self.exposed)
 
     @property
     def life(self) -> tuple[Peer, int]:
-        """Whose session it is."""
+        """The peer and its incarnation."""
         return self.peer, self.incarnation
 
 
 class Sessions:
-    """Every session whose peer has been reached, until nobody waits for it."""
+    """Every session whose peer has been reached, until the machine has no use for it."""
 
     def __init__(self, *, exposed: bool) -> None:
         self._exposed = exposed
         self._records: dict[Session, SessionRecord] = {}
         self._by_op: dict[Op, SessionRecord] = {}
-        # Those that were cut and are still kept: few, and only these can be over.
+        # Sessions that were cut and are still kept. Only these can be over.
         self.ending: dict[Session, SessionRecord] = {}
 
     def get(self, session: Session) -> SessionRecord | None:
-        """What is known of a session."""
+        """Return the record of a session, if it is kept."""
         return self._records.get(session)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def records(self) -> list[SessionRecord]:
-        """Every session that is kept."""
+        """Return all records."""
         return list(self._records.values())
 
-    def flying(self, op: Op) -> SessionRecord | None:
-        """The session of a write that has begun and not ended."""
-        return self._by_op.get(op)
-
     @property
-    def num_flying(self) -> int:
-        """Writes that have begun and not ended."""
+    def num_in_flight(self) -> int:
+        """Number of writes in flight."""
         return len(self._by_op)
 
     def add(self, peer: Peer, incarnation: int, session: Session, metadata: bytes) -> None:
-        """A peer was reached."""
+        """Add the session of a peer that was reached."""
         self._records[session] = SessionRecord(peer, incarnation, session, metadata, self._exposed)
 
     def start(self, op: Op, session: Session) -> bool:
-        """A write begins, if it still may."""
+        """Note that a write starts. Return False if the session allows no more writes."""
         record = self._records.get(session)
         if record is None or record.cut:
             return False
-        record.flying.add(op)
+        record.in_flight.add(op)
         self._by_op[op] = record
         return True
 
     def end(self, op: Op, *, doubtful: bool) -> SessionRecord | None:
-        """A write has ended, or nobody knows whether; None if it was not in flight."""
+        """Note that a write has ended, or that its fate is unknown (``doubtful``).
+
+        Return its session, or None if the write was not in flight.
+        """
         record = self._by_op.pop(op, None)
         if record is not None:
-            record.flying.discard(op)
+            record.in_flight.discard(op)
             record.doubtful |= doubtful
         return record
 
     def cut(self, session: Session) -> SessionRecord | None:
-        """Nothing more of a session may start."""
+        """Allow no more writes in a session. Return its record, if it is kept."""
         record = self._records.get(session)
         if record is not None:
             record.cut = True
@@ -101,35 +98,35 @@ class Sessions:
         return record
 
     def confirm_dead(self, peer: Peer, incarnation: int) -> list[SessionRecord]:
-        """That life of a peer is over: its sessions have nothing left to doubt."""
+        """Cut the sessions of a dead incarnation, and clear their doubt and exposure."""
         found = [each for each in self._records.values() if each.life == (peer, incarnation)]
         for record in found:
             self.cut(record.session)
             record.doubtful = record.exposed = False
         return found
 
-    def unwant(self, session: Session) -> None:
-        """Nobody waits for it any more. It is kept until its last write has ended."""
+    def abandon(self, session: Session) -> None:
+        """Cut a session that the machine has forgotten, and drop it after its last write."""
         record = self.cut(session)
         if record is not None:
             record.wanted = False
 
     def settle(self) -> tuple[list[SessionRecord], list[SessionRecord]]:
-        """Sessions that have just been proven over, and those that are dropped with this."""
+        """Return the sessions that are newly proven over, and those that are now dropped."""
         ending = list(self.ending.values())
         proven = [each for each in ending if each.is_over and not each.proven]
-        dropped = [each for each in ending if not (each.wanted or each.flying)]
+        dropped = [each for each in ending if not (each.wanted or each.in_flight)]
         for record in proven:
             record.proven = True
         for record in dropped:
             del self._records[record.session], self.ending[record.session]
         return proven, dropped
 
-    def doubted(self) -> list[SessionRecord]:
-        """Sessions in which a write of unknown fate waits for the peer's end."""
+    def doubtful(self) -> list[SessionRecord]:
+        """Return the sessions with a write of unknown fate."""
         return [record for record in self._records.values() if record.doubtful]
 
-    def awaits(self, peer: Peer, incarnation: int) -> bool:
-        """Whether a session waits for proof that this life of a peer is over."""
+    def needs_proof(self, peer: Peer, incarnation: int) -> bool:
+        """Return whether a session waits for proof that this incarnation is dead."""
         ending = self.ending.values()
         return any(each.life == (peer, incarnation) and not each.is_over for each in ending)

@@ -223,7 +223,7 @@ class Recorder:
     def forget(self, session: Session) -> None:
         """Nothing is kept of a session here."""
 
-    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
         """The world tells of deaths at any time, asked or not."""
 
 

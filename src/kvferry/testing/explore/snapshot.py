@@ -28,7 +28,9 @@ _SHARED = (
     *(int, float, str, bytes, type(None), Enum, msgspec.Struct, Plan, FunctionType, type),
     *(SourcePorts, TargetPorts),
 )
-_UNREAD = frozenset({"counts", "_plans", "actions", "ports", "_now", "_tick_at", "_least_s"})
+_UNREAD = frozenset(
+    {"counts", "_plans", "actions", "ports", "_now", "_tick_at", "_shortest_timer_s"}
+)
 _shared_types: dict[type, bool] = {}
 
 

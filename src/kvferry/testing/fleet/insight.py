@@ -27,20 +27,20 @@ class Insight:
         self._rooms = rooms
 
     @property
-    def _owner(self) -> Any:
-        return self.endpoint._owner
+    def _loop(self) -> Any:
+        return self.endpoint._loop
 
     def _look(self, look: Callable[[Any], T]) -> T:
-        """Look at the machine on its owner's thread, where nothing changes meanwhile."""
+        """Look at the machine on its loop thread, where nothing changes meanwhile."""
         found: Future[T] = Future()
 
         def call() -> None:
             try:
-                found.set_result(look(self._owner.runner.machine))
+                found.set_result(look(self._loop.runner.machine))
             except Exception as error:
                 found.set_exception(error)
 
-        self._owner.tell(call)
+        self._loop.submit(call)
         return found.result(LOOK_S)
 
     # ------------------------------------------------------------ a room
@@ -84,9 +84,9 @@ class Insight:
 
     def instances(self) -> set[str]:
         """The prefill instances of which a target keeps anything."""
-        role = self._owner.role
+        side = self._loop.side
         return self._look(
-            lambda _: {peer.instance for peer in role._channel.peers} | role._directory.names
+            lambda _: {peer.instance for peer in side.channel.peers} | side.directory.names
         )
 
     def tables(self) -> dict[str, int]:
@@ -96,21 +96,21 @@ class Insight:
 
     def _source_tables(self, machine: Any) -> dict[str, int]:
         return {
-            "handles": len(self._owner.rooms),
+            "handles": len(self._loop.rooms),
             # Not counting notes of failed rooms, which are kept for a while.
             "rooms": sum(room.known_to_engine for room in machine.rooms.values()),
             "writing": len(machine.inflight.writes),
-            "gathered ahead": len(self._owner.role._writes._ahead),
-            "in flight": self._owner.runner.sessions.num_flying,
+            "gathered ahead": len(self._loop.side.writes.early),
+            "in flight": self._loop.runner.sessions.num_in_flight,
             "slots": machine.config.local_slots - len(machine.local_slots),
         }
 
     def _target_tables(self, machine: Any) -> dict[str, int]:
         return {
-            "handles": len(self._owner.rooms),
+            "handles": len(self._loop.rooms),
             "rooms": len(machine.rooms),
             "scattering": len(machine.scatters),
-            "unresolved": len(self._owner.role._directory._waiting),
+            "unresolved": len(self._loop.side.directory._waiting),
             "slots": machine.staging.num_slots - len(machine.credits.free),
             "accounts": len(machine.credits.accounts),
         }

@@ -242,7 +242,7 @@ class SimCluster:
     def restart_doubted(self) -> None:
         """What an operator does about quarantined memory: end the process that may write it."""
         for node in self.nodes:
-            for record in node.runner.sessions.doubted():
+            for record in node.runner.sessions.doubtful():
                 other = self.world.nodes[record.peer]
                 if other.process.alive and other.incarnation == record.incarnation:
                     self.kill(other, 0.05)
@@ -252,7 +252,7 @@ class SimCluster:
 
         def hint() -> None:
             if other.process.serves:
-                other.runner.ask_after(lambda link: link.peer == dead.peer)
+                other.runner.probe_links(lambda link: link.peer == dead.peer)
 
         return hint
 

@@ -57,7 +57,7 @@ class SimPeers:
         """Nobody waits for that proof."""
         self.probes.discard((peer, incarnation))
 
-    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
         """Ask after a peer for a while."""
         taking = self._node.promises.taking
         if isinstance(taking, SendFailed) and taking.fate is WriteFate.BUSY:
@@ -200,14 +200,14 @@ class Node(ABC):
     def _close(self) -> None:
         """A closed liveness_port is proof for others, so it closes only when all memory is free."""
         process = self.process
-        process.has_left = process.alive and not process.stalled_for and self.runner.may_leave
+        process.has_left = process.alive and not process.stalled_for and self.runner.holds_no_memory
 
     def tables(self) -> dict[str, int]:
         """Sizes of the machine's tables, all 0 when nothing is going on."""
         lost = [link for link in self.machine.links.values() if link.state is LinkState.LOST]
         return {
             "lost links": len(lost),
-            "writes in flight": self.runner.sessions.num_flying,
+            "writes in flight": self.runner.sessions.num_in_flight,
             "dead sessions": len(self.runner.sessions) - len(self.machine.links),
             "probes": len(self.peers.probes),
         }

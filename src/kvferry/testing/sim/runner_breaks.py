@@ -41,7 +41,7 @@ class ProvesTooEarly(Sessions):
 
     def settle(self) -> tuple[list[SessionRecord], list[SessionRecord]]:  # noqa: D102
         for record in self.ending.values():
-            record.flying.clear()
+            record.in_flight.clear()
         return super().settle()
 
 
@@ -91,7 +91,7 @@ class _LeavesInTheMiddle(MachineRunner[Any, Any]):
     """Tells others of its end although its memory is not free."""
 
     @property
-    def may_leave(self) -> bool:
+    def holds_no_memory(self) -> bool:
         """At any time."""
         return True
 
@@ -109,7 +109,7 @@ class _TakesTimeFirst(MachineRunner[Any, Any]):
 
     def turn(self, arrived: Iterable[Event], now: float) -> None:
         """Time, then frames."""
-        self.pass_time(now)
+        self.advance_time(now)
         super().turn(arrived, now)
 
 
@@ -144,7 +144,7 @@ class SuspectsTheBusy(SourceRunner):
         """Ask after everybody when a write was not submitted."""
         super().take(event, now)
         if isinstance(event, SendFailed) and event.fate is WriteFate.BUSY:
-            self.ask_after()
+            self.probe_links()
 
 
 # ---------------------------------------------------------------- what machines are told

@@ -1,8 +1,8 @@
 """Ranks that are killed or stopped at every state of a room, with real processes and signals.
 
-Each test brings a room to a state, hurts one rank, and asks of the others: does the room end
-there in time, for the right reason; does a room that has nothing to do with it go on; is memory
-released when there is proof and not before; and is everything well once the rank is back.
+Each test brings a room to a state, kills or stops one rank, and checks the others: the room ends in
+time and with the right reason, an unrelated room goes on, memory is released with proof and not
+before, and rooms work again once the rank is back.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from kvferry.testing.fleet import Fleet, FleetSide, RankError, RankProcess
 REQUEST = Request(60, prefix=5)
 FIRST = (0, 20)
 REST = (20, 60)
-# Nothing here ends by its deadline: whoever notices a death too late fails with that reason.
+# Longer than anything here may take, so that no room may end by its deadline.
 DEADLINE_S = 30.0
-# From a death to its consequences: a sign, a question, a moment of grace, and a busy machine.
+# From a death to its consequences: hint, probe, grace period, and a busy machine.
 NOTICED_S = 5.0
-# How long memory is watched that must not be released.
+# How long a test watches memory that must not be released.
 WATCHED_S = 0.7
 
 
 class Stage(StrEnum):
-    """How far the room has come when something happens."""
+    """State of the room when a rank is killed or stopped."""
 
-    UNMET = "unmet"  # the two have never spoken
-    EARLY = "early"  # offered, and not opened by the source's engine
+    UNMET = "unmet"  # the two have no link
+    EARLY = "early"  # offered, not opened by the source's engine
     OPEN = "open"  # opened, and nothing pushed
     MOVING = "moving"  # a part has arrived
-    CLOSED = "closed"  # all of it was written; the other side has not said Complete
+    CLOSED = "closed"  # all is written; the target has not sent Complete
 
 
-class Blow(StrEnum):
+class Signal(StrEnum):
     KILL = "kill"
     STOP = "stop"
 
@@ -64,30 +64,30 @@ def on_gpu(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.gpu) for case in cases]
 
 
-# Where a process is killed, only the proof of that may end a room, however busy the machine is.
-TIMES = {Blow.KILL: replace(QUICK, silence_s=60.0), Blow.STOP: QUICK}
+# If a process is killed, only the proof of its death may end a room, not its silence.
+TIMES = {Signal.KILL: replace(QUICK, silence_s=60.0), Signal.STOP: QUICK}
 
 
-def side(name: str, way: Way, tp: int, page: int, blow: Blow) -> FleetSide:
-    config = replace(way.config, protocol=TIMES[blow], lease_s=1.0)
+def side(name: str, way: Way, tp: int, page: int, signal: Signal) -> FleetSide:
+    config = replace(way.config, protocol=TIMES[signal], lease_s=1.0)
     return FleetSide(name, layout(HEADS, page, tp=tp), 64, config)
 
 
-def hurt(rank: RankProcess, blow: Blow) -> None:
-    if blow is Blow.KILL:
+def send_signal(rank: RankProcess, signal: Signal) -> None:
+    if signal is Signal.KILL:
         rank.kill()
     else:
         rank.stop()
 
 
-def expected(stage: Stage, blow: Blow) -> FailureCode:
+def expected(stage: Stage, signal: Signal) -> FailureCode:
     if stage is Stage.UNMET:
         return FailureCode.UNREACHABLE
-    return FailureCode.PEER_GONE if blow is Blow.KILL else FailureCode.PEER_SILENT
+    return FailureCode.PEER_GONE if signal is Signal.KILL else FailureCode.PEER_SILENT
 
 
 def bring_to(fleet: Fleet, stage: Stage, room: str, *, closing: list[RankProcess]) -> None:
-    """Bring a room that its sources have filled to a state."""
+    """Bring a room whose pages are filled to a state."""
     sources, targets = fleet.sources, fleet.targets["decode"]
     everyone = list(range(len(targets)))
     fleet.receive(room, "decode", REQUEST, DEADLINE_S)
@@ -115,7 +115,7 @@ def failure(rank: RankProcess, room: str) -> FailureCode:
 
 
 def begin_other(fleet: Fleet, decode: str, prefill: str) -> None:
-    """A room between two ranks that nothing will happen to."""
+    """Start a room between two ranks that are neither killed nor stopped."""
     fleet.fill("other", 7, REQUEST.num_tokens, prefill)
     fleet.receive("other", decode, REQUEST, prefill=prefill)
     fleet.all(fleet.members[prefill], "open", "other", DEADLINE_S)
@@ -138,65 +138,65 @@ def demand_held(rank: RankProcess, room: str) -> None:
 # ---------------------------------------------------------------- a source
 
 
-def source_fleet(way: Way, blow: Blow = Blow.STOP) -> Fleet:
+def source_fleet(way: Way, signal: Signal = Signal.STOP) -> Fleet:
     return Fleet(
-        side("prefill", way, 2, 4, blow),
-        side("decode", way, 1, 8, blow),
-        spares=[side("spare", way, 1, 4, blow)],
+        side("prefill", way, 2, 4, signal),
+        side("decode", way, 1, 8, signal),
+        spares=[side("spare", way, 1, 4, signal)],
         transport=way.transport,
         device=way.device,
     )
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("blow", Blow)
+@pytest.mark.parametrize("signal", Signal)
 @pytest.mark.parametrize(("way", "stage"), [*STAGES, *on_gpu(GPU_STAGES)], ids=str)
-def test_a_source_is_lost(way: Way, stage: Stage, blow: Blow) -> None:
-    with source_fleet(way, blow) as fleet:
+def test_a_source_is_lost(way: Way, stage: Stage, signal: Signal) -> None:
+    with source_fleet(way, signal) as fleet:
         victim, sibling = fleet.sources
         (target,) = fleet.targets["decode"]
         fleet.fill("room", 1, REQUEST.num_tokens)
         begin_other(fleet, "decode", "spare")
         if stage is Stage.UNMET:
-            hurt(victim, blow)
+            send_signal(victim, signal)
             fleet.receive("room", "decode", REQUEST, DEADLINE_S)
         else:
             bring_to(fleet, stage, "room", closing=[victim])
             if stage is Stage.CLOSED:
                 eventually(lambda: target.ask("closed_sources", "room") == [0])
-            hurt(victim, blow)
+            send_signal(victim, signal)
         if stage is Stage.CLOSED:
-            # Nothing is missing from it, so its end changes nothing.
+            # The victim has sent everything, so the room completes.
             finish(fleet, [sibling], "room")
             fleet.demand_done("room", [target, sibling], DEADLINE_S)
             assert target.ask("room_problem", "room", 1, REQUEST) is None
-            if blow is Blow.KILL:
+            if signal is Signal.KILL:
                 eventually(lambda: "prefill/0" not in target.ask("peers"), NOTICED_S)
         else:
-            assert failure(target, "room") is expected(stage, blow)
-            _demand_known_at_sibling(sibling, stage, blow)
+            assert failure(target, "room") is expected(stage, signal)
+            _demand_known_at_sibling(sibling, stage, signal)
         finish_other(fleet, "decode", "spare")
-        _demand_release(fleet, victim, target, stage, blow)
+        _demand_release(fleet, victim, target, stage, signal)
         sibling.ask("wait_released", "room", NOTICED_S)
-        _recover(fleet, victim, "room", blow)
+        _recover(fleet, victim, "room", signal)
 
 
-def _demand_known_at_sibling(sibling: RankProcess, stage: Stage, blow: Blow) -> None:
-    """The source that lives is told by the target, also if its engine opens the room later."""
+def _demand_known_at_sibling(sibling: RankProcess, stage: Stage, signal: Signal) -> None:
+    """The target tells the live source, even if its engine opens the room later."""
     if stage in (Stage.UNMET, Stage.EARLY):
         sibling.ask("open", "room", 2.0)
     if stage is Stage.UNMET:
-        # Its offer may have come and gone before it opened the room.
+        # The offer may have expired before the engine opened the room.
         assert failure(sibling, "room") in (FailureCode.UNREACHABLE, FailureCode.DEADLINE)
     else:
-        assert failure(sibling, "room") is expected(stage, blow)
+        assert failure(sibling, "room") is expected(stage, signal)
 
 
 def _demand_release(
-    fleet: Fleet, victim: RankProcess, target: RankProcess, stage: Stage, blow: Blow
+    fleet: Fleet, victim: RankProcess, target: RankProcess, stage: Stage, signal: Signal
 ) -> None:
-    """Pages that a stopped source may write stay held until it goes on, or is dead."""
-    if blow is Blow.STOP and stage in (Stage.EARLY, Stage.OPEN, Stage.MOVING):
+    """Pages that a stopped source may write stay held until it resumes or is dead."""
+    if signal is Signal.STOP and stage in (Stage.EARLY, Stage.OPEN, Stage.MOVING):
         demand_held(target, "room")
         if stage is Stage.OPEN:
             victim.kill()
@@ -205,17 +205,17 @@ def _demand_release(
     target.ask("wait_released", "room", NOTICED_S)
 
 
-def _recover(fleet: Fleet, victim: RankProcess, room: str, blow: Blow) -> None:
-    """The rank comes back, under the same name, and carries a good room."""
+def _recover(fleet: Fleet, victim: RankProcess, room: str, signal: Signal) -> None:
+    """Bring the rank back under its name, and check that a room succeeds."""
     if not victim.process.is_alive():
         victim = fleet.restart(victim)
-    elif blow is Blow.STOP:
+    elif signal is Signal.STOP:
         victim.resume()
         if room in victim.ask("rooms"):
             victim.ask("outcome", room, DEADLINE_S)
             victim.ask("wait_released", room, NOTICED_S)
         if victim.spec.role == "target":
-            # It learns from its next heartbeat that its session is over.
+            # Its next heartbeat tells it that its session is over.
             eventually(lambda: "prefill/0" not in victim.ask("peers"), NOTICED_S)
     fleet.forget(room, "decode")
     fleet.carry("good", Request(50, prefix=3), seed=9)
@@ -225,18 +225,18 @@ def _recover(fleet: Fleet, victim: RankProcess, room: str, blow: Blow) -> None:
 # ---------------------------------------------------------------- a target
 
 
-def target_fleet(way: Way, blow: Blow) -> Fleet:
+def target_fleet(way: Way, signal: Signal) -> Fleet:
     return Fleet(
-        side("prefill", way, 1, 4, blow),
-        side("decode", way, 2, 8, blow),
-        side("decode-2", way, 1, 16, blow),
+        side("prefill", way, 1, 4, signal),
+        side("decode", way, 2, 8, signal),
+        side("decode-2", way, 1, 16, signal),
         transport=way.transport,
         device=way.device,
     )
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("blow", Blow)
+@pytest.mark.parametrize("signal", Signal)
 @pytest.mark.parametrize(
     ("way", "stage"),
     [
@@ -245,42 +245,42 @@ def target_fleet(way: Way, blow: Blow) -> Fleet:
     ],
     ids=str,
 )
-def test_a_target_is_lost(way: Way, stage: Stage, blow: Blow) -> None:
-    with target_fleet(way, blow) as fleet:
+def test_a_target_is_lost(way: Way, stage: Stage, signal: Signal) -> None:
+    with target_fleet(way, signal) as fleet:
         (source,) = fleet.sources
         victim, sibling = fleet.targets["decode"]
         fleet.fill("room", 1, REQUEST.num_tokens)
         begin_other(fleet, "decode-2", "prefill")
         bring_to(fleet, Stage.MOVING if stage is Stage.CLOSED else stage, "room", closing=[])
-        hurt(victim, blow)
+        send_signal(victim, signal)
         if stage is Stage.CLOSED:
             finish(fleet, [source], "room")
         if stage is Stage.EARLY:
             eventually(lambda: "decode/0" not in source.ask("peers"))
             source.ask("open", "room", DEADLINE_S)
-        assert failure(source, "room") is expected(stage, blow)
+        assert failure(source, "room") is expected(stage, signal)
         if stage is Stage.CLOSED:
-            # All of its own was written and closed. The engine's ranks agree by the minimum.
+            # Its own part is complete, so either outcome is right.
             outcome = sibling.ask("outcome", "room", DEADLINE_S)
-            assert isinstance(outcome, Done) or outcome.code is expected(stage, blow)
+            assert isinstance(outcome, Done) or outcome.code is expected(stage, signal)
         else:
-            assert failure(sibling, "room") is expected(stage, blow)
+            assert failure(sibling, "room") is expected(stage, signal)
         finish_other(fleet, "decode-2", "prefill")
-        if blow is Blow.STOP and not way.maps_peer:
-            # A network may still read what is on its way to a process that stands still.
+        if signal is Signal.STOP and not way.maps_peer:
+            # A network may still read pages whose bytes go to a stopped process.
             victim.resume()
         source.ask("wait_released", "room", NOTICED_S)
         sibling.ask("wait_released", "room", NOTICED_S)
-        _recover(fleet, victim, "room", blow)
+        _recover(fleet, victim, "room", signal)
 
 
-# ---------------------------------------------------------------- in the middle of it
+# ---------------------------------------------------------------- in the middle of staging
 
 LONG = Request(1500)
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("blow", Blow)
+@pytest.mark.parametrize("signal", Signal)
 @pytest.mark.parametrize("victim_is", ["source", "target"])
 @pytest.mark.parametrize(
     ("way", "ahead"),
@@ -290,11 +290,11 @@ LONG = Request(1500)
     ],
     ids=str,
 )
-def test_while_slots_are_gathered_written_and_scattered(
-    way: Way, ahead: int, victim_is: str, blow: Blow
+def test_a_rank_is_lost_while_slots_are_gathered_written_and_scattered(
+    way: Way, ahead: int, victim_is: str, signal: Signal
 ) -> None:
     config = replace(
-        way.config, protocol=replace(TIMES[blow], early_gather_slots=ahead), lease_s=1.0
+        way.config, protocol=replace(TIMES[signal], early_gather_slots=ahead), lease_s=1.0
     )
     sides = [FleetSide(name, layout(HEADS, 8), 400, config) for name in ("prefill", "decode")]
     with Fleet(*sides, transport=way.transport, device=way.device) as fleet:
@@ -304,23 +304,23 @@ def test_while_slots_are_gathered_written_and_scattered(
         fleet.receive("room", "decode", LONG, DEADLINE_S)
         fleet.send("room", LONG.num_tokens, chunk=500, deadline_s=DEADLINE_S)
         eventually(lambda: bool(target.ask("status", "room") == Status.MOVING))
-        hurt(victim, blow)
-        # Whichever is noticed first: that the process is gone, or that a write to it fails.
-        assert failure(other, "room") in (expected(Stage.MOVING, blow), FailureCode.TRANSPORT)
-        if blow is Blow.STOP:
+        send_signal(victim, signal)
+        # The reason depends on what is noticed first: the dead process, or a failed write to it.
+        assert failure(other, "room") in (expected(Stage.MOVING, signal), FailureCode.TRANSPORT)
+        if signal is Signal.STOP:
             if victim is source:
                 demand_held(target, "room")
             victim.resume()
             victim.ask("outcome", "room", DEADLINE_S)
             victim.ask("wait_released", "room", NOTICED_S)
         other.ask("wait_released", "room", NOTICED_S)
-        _recover(fleet, victim, "room", blow)
+        _recover(fleet, victim, "room", signal)
 
 
-# 2.1 GB: a GPU works on it for milliseconds.
+# 2.1 GB: a GPU takes milliseconds for it.
 HUGE, HUGE_PAGE = Request(32768), 64
 HUGE_HEADS = attention(layers=16, kv_heads=8, head_dim=128)
-# What a GPU would need for all of it, many times over.
+# Much longer than a GPU takes for all of it.
 SETTLED_S = 1.0
 
 
@@ -328,10 +328,10 @@ SETTLED_S = 1.0
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("way", [MAPPED_GPU, STAGED_GPU._replace(config=EndpointConfig())], ids=str)
 @pytest.mark.parametrize("lives_ms", [1, 2, 4])
-def test_the_gpu_of_a_dead_source_writes_nothing_into_what_was_released(
+def test_the_gpu_of_a_dead_source_writes_nothing_into_released_memory(
     way: Way, lives_ms: int
 ) -> None:
-    config = replace(way.config, protocol=TIMES[Blow.KILL], lease_s=1.0)
+    config = replace(way.config, protocol=TIMES[Signal.KILL], lease_s=1.0)
     pages = HUGE.num_tokens // HUGE_PAGE
     sides = [
         FleetSide(name, layout(HUGE_HEADS, HUGE_PAGE), pages, config)
@@ -345,12 +345,12 @@ def test_the_gpu_of_a_dead_source_writes_nothing_into_what_was_released(
         source.ask("open", "room", DEADLINE_S)
         source.begin("push_all", "room", HUGE.num_tokens, 4096, b"")
         time.sleep(lives_ms / 1000)
-        # Its end is not waited for: that would be the end of its work on the GPU as well.
+        # Do not wait for the process to end: its work on the GPU would have ended too.
         source.process.kill()
         outcome = target.ask("outcome", "room", DEADLINE_S)
-        assert way.maps_peer or isinstance(outcome, Failure), "it takes longer than that"
+        assert way.maps_peer or isinstance(outcome, Failure), "the transfer takes longer than that"
         target.ask("wait_released", "room", NOTICED_S)
-        # It is another room's now.
+        # From here on, the memory may belong to another room.
         target.ask("clear")
         time.sleep(SETTLED_S)
         assert target.ask("problem_among", []) is None
@@ -382,7 +382,7 @@ def test_a_failed_room_says_which_pages_are_bad() -> None:
         where = target.ask("pages_of", "room")
         fleet.sources[1].kill()
         assert failure(target, "room") is FailureCode.PEER_GONE
-        # Tokens from 20 on never came: from the middle of the third page of eight.
+        # Tokens from 20 on are missing: from the middle of the third of eight pages.
         assert target.ask("bad_pages", "room") == {"kv": list(where.pages[2:])}
 
 
@@ -390,19 +390,19 @@ def test_a_failed_room_says_which_pages_are_bad() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_the_discovery_goes_away_and_comes_back() -> None:
+def test_an_outage_of_the_discovery_service() -> None:
     with source_fleet(SHM) as fleet:
         (target,) = fleet.targets["decode"]
         fleet.carry("before", REQUEST, seed=1)
         fleet.fill("during", 2, REQUEST.num_tokens)
         bring_to(fleet, Stage.MOVING, "during", closing=[])
         fleet.discovery.stop()
-        # Who knows each other needs it no more.
+        # Linked peers do not need it.
         finish(fleet, fleet.sources, "during")
         fleet.demand_done("during", fleet.parties("decode"), DEADLINE_S)
         fleet.finish("during", "decode")
         fleet.carry("without", REQUEST, seed=3)
-        # Who does not, waits for it, until the deadline at the latest.
+        # Others wait for it, until their deadline.
         fleet.receive("too-short", "decode", REQUEST, 0.5, prefill="spare")
         assert failure(target, "too-short") is FailureCode.UNREACHABLE
         fleet.fill("waits", 4, REQUEST.num_tokens, "spare")
@@ -417,7 +417,7 @@ def test_the_discovery_goes_away_and_comes_back() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_prefill_may_start_after_it_was_asked_for() -> None:
+def test_a_prefill_instance_may_start_after_a_room_needs_it() -> None:
     ended = threading.Event()
     with source_fleet(SHM) as fleet, DiscoveryClient(fleet.url) as client:
         client.watch("spare", lambda view: None if view else ended.set())
@@ -436,7 +436,7 @@ def test_a_prefill_may_start_after_it_was_asked_for() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_nothing_is_kept_of_an_instance_that_is_gone() -> None:
+def test_nothing_is_kept_of_a_dead_instance() -> None:
     with source_fleet(SHM) as fleet:
         (target,) = fleet.targets["decode"]
         fleet.carry("room", REQUEST, seed=1, prefill="spare")
@@ -445,10 +445,10 @@ def test_nothing_is_kept_of_an_instance_that_is_gone() -> None:
         (spare,) = fleet.members["spare"]
         spare.kill()
         eventually(lambda: target.ask("instances") == {"prefill"})
-        # It may come back.
+        # It comes back.
         fleet.restart(spare)
         fleet.carry("again", REQUEST, seed=3, prefill="spare")
-        # Nothing is kept of one that never was, either.
+        # Nothing is kept of an instance that never existed.
         fleet.receive("nobody", "decode", REQUEST, 0.3, prefill="nobody")
         assert failure(target, "nobody") is FailureCode.UNREACHABLE
         eventually(lambda: target.ask("instances") == {"prefill", "spare"})

@@ -1,4 +1,4 @@
-"""Garbage: what a process holds when it is set up is not looked through again."""
+"""Freezing the heap after start-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ del lost
 kvferry.freeze_gc()
 assert gc.get_freeze_count() > 100_000
 assert len(gc.get_objects()) < 1_000, len(gc.get_objects())
-# What is made from now on is looked after as before.
+# New objects are collected as before.
 found = gc.collect()
 one = []
 one.append(one)
@@ -28,14 +28,14 @@ assert gc.collect() == found + 1
 """
 
 
-def test_what_is_there_is_not_looked_at_again() -> None:
+def test_existing_objects_are_not_collected_again() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
     )
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_fleets_ranks_have_done_so() -> None:
+def test_the_ranks_of_a_fleet_freeze_their_heaps() -> None:
     layout = Layout(attention(layers=1, kv_heads=1, head_dim=8), Parallel(), page_tokens=4)
     sides = [FleetSide(name, layout, 4) for name in ("prefill", "decode")]
     with Fleet(*sides, transport="shm") as fleet:

@@ -1,4 +1,4 @@
-"""A source's name that another life has taken, while the life before still answers."""
+"""A restarted source under the same name, while its former incarnation still answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.protocol.outcome import Done
 
 LAYOUT = layout(HEADS, 4)
 WAIT_S = 15.0
-# Nobody finds out by a heartbeat that nobody answers.
+# Long timers, so that heartbeats cannot reveal the restart.
 CONFIG = EndpointConfig(protocol=replace(QUICK, heartbeat_s=60.0, silence_s=120.0))
 
 
@@ -48,7 +48,7 @@ def is_linked(target: TargetEndpoint) -> bool:
 
 
 @pytest.mark.timeout(90)
-def test_the_next_room_goes_to_whoever_has_the_name_now() -> None:
+def test_the_next_room_goes_to_the_new_incarnation() -> None:
     with (
         DiscoveryServer() as discovery,
         target_at(discovery.url) as target,

@@ -1,4 +1,4 @@
-"""The ranks of one instance agree on a room, whatever the order of their words."""
+"""The combined state of a room at all ranks, in any order of their outcomes."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def test_a_room_is_done_when_all_are_and_free_when_all_have_released() -> None:
     assert agreement.metadata == b"first"
 
 
-def test_a_release_alone_ends_nothing() -> None:
+def test_a_release_does_not_end_a_room() -> None:
     agreement = RankAgreement(1)
     agreement.release(0)
     assert (agreement.status, agreement.is_released) == (Status.MOVING, True)
 
 
 @pytest.mark.parametrize("outcomes", [*permutations([Done(b"first"), FOLLOWED, CAUSE])])
-def test_one_failure_fails_the_room_and_its_cause_is_told(outcomes: tuple[Outcome, ...]) -> None:
+def test_one_failure_fails_the_room_with_its_cause(outcomes: tuple[Outcome, ...]) -> None:
     agreement = RankAgreement(3)
     for rank, outcome in enumerate(outcomes):
         agreement.end(rank, outcome)
     assert (agreement.status, agreement.failure) == (Status.FAILED, CAUSE)
 
 
-def test_a_failure_is_told_before_the_others_have_spoken() -> None:
+def test_a_failure_counts_before_other_ranks_have_ended() -> None:
     agreement = RankAgreement(3)
     agreement.end(1, FOLLOWED)
     assert (agreement.status, agreement.failure) == (Status.FAILED, FOLLOWED)
 
 
-def test_what_is_said_twice_is_said_once() -> None:
+def test_only_the_first_outcome_and_release_of_a_rank_count() -> None:
     agreement = RankAgreement(2)
     agreement.end(0, CAUSE)
     agreement.end(0, Done())
@@ -62,11 +62,11 @@ def test_bytes_of_all_ranks_add_up() -> None:
     assert agreement.carried == {"runs": 9, "staged": 2}
 
 
-def test_a_rank_that_is_not_there_has_no_word() -> None:
+def test_unknown_ranks_are_refused() -> None:
     agreement = RankAgreement(2)
-    with pytest.raises(InputError, match="ranks here are 0 to 1; there is no rank 2"):
+    with pytest.raises(InputError, match="rank must be from 0 to 1, not 2"):
         agreement.end(2, Done())
-    with pytest.raises(InputError, match="there is no rank -1"):
+    with pytest.raises(InputError, match="rank must be from 0 to 1, not -1"):
         agreement.release(-1)
-    with pytest.raises(InputError, match="at least 1 rank, not 0"):
+    with pytest.raises(InputError, match="num_ranks must be at least 1, not 0"):
         RankAgreement(0)

@@ -1,4 +1,4 @@
-"""Two endpoints in one process, with all their threads: every byte, every way a room ends."""
+"""Two endpoints in one process with all their threads: every byte, every way a room ends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 import torch
-from endpoint.fleets import HEADS, QUICK, eventually, layout
-from endpoint.test_threads import view_of
+from endpoint.fleets import HEADS, QUICK, eventually, layout, view_of
 from prometheus_client import CollectorRegistry
 
 from kvferry.discovery.records import InstanceView
@@ -36,15 +35,15 @@ NUM_PAGES = 16
 WAIT_S = 15.0
 
 
-class Moving(ShmTransport):
-    """Shared memory that leaves its writes to the transport_thread."""
+class ViaThread(ShmTransport):
+    """Shared memory whose writes the transport thread makes."""
 
     name: ClassVar[str] = "shm"
     writes_at_once: ClassVar[bool] = False
 
 
-class Occupied(ShmTransport):
-    """Shared memory whose own thread is always at work when a write is to be made at once."""
+class AlwaysBusy(ShmTransport):
+    """Shared memory whose inline writes are always refused as busy."""
 
     name: ClassVar[str] = "shm"
 
@@ -56,8 +55,8 @@ class Occupied(ShmTransport):
         return WriteEnded(op, WriteFate.BUSY)
 
 
-class GoingOn(Occupied):
-    """Shared memory whose writes go on when they were begun at once."""
+class Asynchronous(AlwaysBusy):
+    """Shared memory whose inline writes end only after several polls."""
 
     def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
@@ -85,9 +84,9 @@ class Means(NamedTuple):
 
 
 AT_ONCE = Means("at-once", ShmTransport, EndpointConfig(protocol=QUICK))
-MOVED = Means("moved", Moving, EndpointConfig(protocol=QUICK))
-BUSY = Means("busy", Occupied, EndpointConfig(protocol=QUICK))
-GOING_ON = Means("going-on", GoingOn, EndpointConfig(protocol=QUICK))
+MOVED = Means("moved", ViaThread, EndpointConfig(protocol=QUICK))
+BUSY = Means("busy", AlwaysBusy, EndpointConfig(protocol=QUICK))
+ASYNCHRONOUS = Means("asynchronous", Asynchronous, EndpointConfig(protocol=QUICK))
 NUMBERS = itertools.count()
 
 
@@ -141,7 +140,7 @@ def pair_by(
         yield Pair(source, target, view_of(source.record), (pools[0], pools[1]), registry)
 
 
-@pytest.mark.parametrize("means", [AT_ONCE, MOVED, BUSY, GOING_ON], ids=str)
+@pytest.mark.parametrize("means", [AT_ONCE, MOVED, BUSY, ASYNCHRONOUS], ids=str)
 def test_every_byte_arrives(means: Means) -> None:
     with pair_by(means) as pair:
         ours, theirs = pair.pools
@@ -166,7 +165,7 @@ def test_every_byte_arrives(means: Means) -> None:
         num_bytes = sum(pool.nbytes for pool in ours)
         assert sum(pair.of("bytes_total", mode=mode) for mode in TransferMode) == num_bytes
         assert pair.of("rooms_total", outcome="done", reason="") == 1
-        # The next room finds everything as the first one did.
+        # The next room works like the first.
         again = pair.target.receive("s", prefill=pair.view, tokens=4, pages=[0])
         next_out = pair.source.open("s")
         next_out.push((0, 4), [1])
@@ -178,8 +177,8 @@ def test_every_byte_arrives(means: Means) -> None:
     assert pair.target.close()
 
 
-def test_an_engine_that_allocated_its_cache_itself() -> None:
-    """Its tensors are moved into shared memory, and what it holds are views of them."""
+def test_arrays_of_the_engine_are_moved_into_shared_memory() -> None:
+    """The engine's tensors become views of the shared memory."""
     kept, given = (torch.rand(3, NUM_PAGES, 4, 12, 14).to(torch.bfloat16) for _ in range(2))
     ours, theirs = ({"kv": {"k": each[..., :8], "v": each[..., 8:]}} for each in (given, kept))
     config = AT_ONCE.config
@@ -205,7 +204,7 @@ def code(outcome: object) -> FailureCode | None:
 
 
 @pytest.mark.parametrize("who", ["source", "target"])
-def test_either_side_may_give_a_room_up(who: str) -> None:
+def test_either_side_may_abort_a_room(who: str) -> None:
     with pair_by(MOVED) as pair:
         into = pair.target.receive("r", prefill=pair.view, tokens=8, pages=[0, 1])
         out = pair.source.open("r")
@@ -218,7 +217,7 @@ def test_either_side_may_give_a_room_up(who: str) -> None:
             assert handle.status is Status.FAILED
 
 
-def test_a_room_whose_sides_differ_fails_alone() -> None:
+def test_a_room_whose_sides_disagree_fails_alone() -> None:
     with pair_by(AT_ONCE) as pair:
         both = [pair.target.receive(r, prefill=pair.view, tokens=4, pages=[0]) for r in "ab"]
         wrong, right = pair.source.open("a"), pair.source.open("b")
@@ -232,7 +231,7 @@ def test_a_room_whose_sides_differ_fails_alone() -> None:
         assert isinstance(right.wait(WAIT_S), Done)
 
 
-def test_a_room_that_nobody_fills_ends_with_its_deadline() -> None:
+def test_a_room_that_is_never_filled_fails_at_its_deadline() -> None:
     with pair_by(AT_ONCE) as pair:
         into = pair.target.receive("r", prefill=pair.view, tokens=4, pages=[0], deadline_s=0.3)
         out = pair.source.open("r", deadline_s=0.3)
@@ -245,7 +244,7 @@ def test_a_room_that_nobody_fills_ends_with_its_deadline() -> None:
             pair.source.open("twice")
 
 
-def test_whoever_has_closed_is_gone_for_the_other() -> None:
+def test_closing_one_endpoint_fails_the_rooms_of_the_other() -> None:
     with pair_by(MOVED) as pair:
         into = pair.target.receive("r", prefill=pair.view, tokens=4, pages=[0])
         out = pair.source.open("r")
@@ -258,7 +257,7 @@ def test_whoever_has_closed_is_gone_for_the_other() -> None:
 
 
 class Computing:
-    """A GPU's event that has happened when it was asked for often enough."""
+    """A GPU event that happens after a number of queries."""
 
     def __init__(self, times: int) -> None:
         self.left = times
@@ -271,7 +270,7 @@ class Computing:
         return self.left <= 0
 
 
-def test_a_push_that_waits_is_looked_at_often_and_not_only_when_something_comes() -> None:
+def test_the_event_of_a_waiting_push_is_polled_without_other_activity() -> None:
     with pair_by(AT_ONCE) as pair:
         after = Computing(300)
         pair.source.open("r").push((0, 4), [0], after)

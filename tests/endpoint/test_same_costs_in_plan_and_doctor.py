@@ -1,4 +1,4 @@
-"""Endpoints, ``kvferry plan`` and ``kvferry doctor`` reckon with the same costs."""
+"""Endpoints, ``kvferry plan`` and ``kvferry doctor`` use the same link costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.cli.doctor.checks import fit
 from kvferry.cli.doctor.checks.check import Asked
 from kvferry.cli.main import build_parser
 from kvferry.cli.plan.command import read_link
-from kvferry.endpoint.costs import copy_speed
+from kvferry.endpoint.link_costs import copy_speed
 from kvferry.endpoint.setup import make_transport
 from kvferry.memory.pools import Memory
 
@@ -20,7 +20,7 @@ SIDES = "--prefill tp=4 --decode tp=1 --layers 2 --kv-heads 4 --head-dim 64"
 
 
 def at_start(transport: str, config: EndpointConfig) -> LinkCost:
-    """The constants of a real endpoint that has no peer yet."""
+    """The link cost of a real endpoint without a peer."""
     made = make_transport(transport)
     memory = Memory.allocate(LAYOUT, 0, 4, made.allocate)
     with SourceEndpoint(
@@ -32,15 +32,15 @@ def at_start(transport: str, config: EndpointConfig) -> LinkCost:
 @pytest.mark.parametrize(
     ("transport", "link"), [("nixl", "nixl-host"), ("mooncake", "mooncake"), ("shm", "shm")]
 )
-def test_plan_predicts_with_what_an_endpoint_starts_with(transport: str, link: str) -> None:
-    """All but the speed of copies, which an endpoint measures as it starts."""
+def test_plan_uses_the_default_costs_of_an_endpoint(transport: str, link: str) -> None:
+    """All but the copy speed, which an endpoint measures at its start."""
     planned = read_link(link)
     started = at_start(transport, EndpointConfig())
     assert started.copy_bytes_per_s == copy_speed()
     assert replace(started, copy_bytes_per_s=planned.copy_bytes_per_s) == planned
 
 
-def test_an_endpoint_may_be_told_its_constants() -> None:
+def test_costs_can_be_configured() -> None:
     told = LinkCost(descriptor_s=1e-3, bytes_per_s=1e6, copy_bytes_per_s=1e6, slot_bytes=4096)
     config = EndpointConfig(link_cost=told)
     assert at_start("nixl", config) == told
@@ -57,7 +57,7 @@ def test_an_endpoint_may_be_told_its_constants() -> None:
         ("auto", "cuda", "cuda"),
     ],
 )
-def test_doctor_predicts_as_plan_does(transport: str, device: str, link: str) -> None:
+def test_doctor_uses_the_same_costs_as_plan(transport: str, device: str, link: str) -> None:
     args = build_parser().parse_args(["doctor", *SIDES.split()])
     pairing = fit.read_pairing(args, Asked(transport=transport, device=device))
     assert isinstance(pairing, fit.Pairing)

@@ -1,4 +1,4 @@
-"""Rooms that decode gives up, or never wants: prefill lets go of them at once."""
+"""Rooms that decode aborts or declines: prefill releases their pages at once."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Trio(NamedTuple):
 
     def kept(self) -> dict[str, int]:
         """Return how many rooms and declines each endpoint still has, without zeros."""
-        machine = self.target._owner.runner.machine
+        machine = self.target._loop.runner.machine
         found = {"target": len(machine.rooms), "declines": len(machine.declines)}
         for rank, source in enumerate(self.sources):
-            found[f"source {rank}"] = len(source._owner.runner.machine.rooms)
+            found[f"source {rank}"] = len(source._loop.runner.machine.rooms)
         return {name: count for name, count in found.items() if count}
 
 
@@ -62,8 +62,8 @@ def trio() -> Iterator[Trio]:
         yield Trio(sources, made(TargetEndpoint, DECODE, "d"))
 
 
-def test_the_same_room_again_after_an_abort_ends_as_soon_as_it_is_aborted(trio: Trio) -> None:
-    """An engine that asks for a room twice does what it must not; nothing stays all the same."""
+def test_a_room_received_again_after_an_abort_leaves_nothing(trio: Trio) -> None:
+    """Receiving a room twice is an error of the engine, but must not leak."""
     outs = [source.open("r") for source in trio.sources]
     into = trio.target.receive("r", prefill="p", tokens=8, pages=[0, 1])
     for out in outs:
@@ -76,14 +76,14 @@ def test_the_same_room_again_after_an_abort_ends_as_soon_as_it_is_aborted(trio: 
     again = trio.target.receive("r", prefill="p", tokens=8, prefix=8, pages=[0, 1])
     again.abort()
     again.wait_released(WAIT_S)
-    eventually(lambda: not trio.target._owner.runner.machine.rooms)
+    eventually(lambda: not trio.target._loop.runner.machine.rooms)
 
 
 @pytest.mark.parametrize("opened", ["before", "after"])
-def test_a_room_that_is_never_received_is_let_go_of(trio: Trio, opened: str) -> None:
+def test_a_declined_room_is_released_at_once(trio: Trio, opened: str) -> None:
     if opened == "after":
         trio.target.decline("r", prefill="p")
-        eventually(lambda: len(trio.kept()) == 2)  # both sources know, and the target is done
+        eventually(lambda: len(trio.kept()) == 2)  # both sources
     outs = [source.open("r") for source in trio.sources]
     for out in outs:
         out.push((0, 8), [0, 1])
@@ -98,8 +98,8 @@ def test_a_room_that_is_never_received_is_let_go_of(trio: Trio, opened: str) -> 
     eventually(lambda: trio.kept() == {})
 
 
-def test_an_abort_before_the_instance_is_even_found_reaches_it(trio: Trio) -> None:
-    """The discovery service has not answered yet when the engine gives up."""
+def test_an_abort_reaches_an_instance_that_is_found_later(trio: Trio) -> None:
+    """The engine aborts before the discovery service has answered."""
     outs = [source.open("r") for source in trio.sources]
     trio.target.receive("r", prefill="p", tokens=8, pages=[0, 1]).abort()
     for out in outs:
@@ -107,7 +107,7 @@ def test_an_abort_before_the_instance_is_even_found_reaches_it(trio: Trio) -> No
     eventually(lambda: trio.kept() == {})
 
 
-def test_what_is_being_received_is_not_declined(trio: Trio) -> None:
+def test_an_open_room_cannot_be_declined(trio: Trio) -> None:
     into = trio.target.receive("r", prefill="p", tokens=4, pages=[0])
     with pytest.raises(Misuse, match="abort its handle"):
         trio.target.decline("r", prefill="p")
@@ -121,7 +121,7 @@ def test_what_is_being_received_is_not_declined(trio: Trio) -> None:
 
 
 def test_thousands_of_aborts_leave_nothing(trio: Trio) -> None:
-    """5,000 requests that their clients abandon, at every state of a room."""
+    """5,000 requests whose clients disconnect, in every state of a room."""
     handles: list[Any] = [trio.target.receive("first", prefill="p", tokens=4, pages=[0])]
     for source in trio.sources:
         handles.append(source.open("first"))
@@ -153,5 +153,5 @@ def test_thousands_of_aborts_leave_nothing(trio: Trio) -> None:
     for handle in handles:
         handle.wait_released(WAIT_S)
     eventually(lambda: trio.kept() == {})
-    # A second after the last, on a machine that has nothing else to do.
+    # It takes a second on an idle machine.
     assert time.monotonic() - last < WAIT_S

@@ -1,4 +1,4 @@
-"""The liveness_port, asked about real processes that live, are stopped, are killed, come back."""
+"""The liveness port, probed for real processes that run, are stopped, killed and restarted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHORT_S = 0.3
 
 
 class Process:
-    """A process with a liveness_port."""
+    """A process with a liveness port."""
 
     def __init__(self, incarnation: int, host: str = "127.0.0.1", port: int = 0) -> None:
         words = [sys.executable, "-c", SCRIPT, host, str(incarnation), str(port)]
@@ -79,7 +79,7 @@ def wait_stopped(pid: int) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_alive_until_it_is_killed(start: Callable[..., Process], host: str) -> None:
+def test_a_process_is_alive_until_it_is_killed(start: Callable[..., Process], host: str) -> None:
     process = start(7, host)
     assert probe(process.address, 7, ENOUGH_S) is Liveness.ALIVE
     process.signal(signal.SIGKILL)
@@ -101,7 +101,7 @@ def test_a_stopped_process_is_not_gone(start: Callable[..., Process]) -> None:
     assert probe(process.address, 7, ENOUGH_S) is Liveness.GONE
 
 
-def test_another_life_on_the_same_port_proves_the_first_gone(
+def test_another_incarnation_on_the_port_proves_the_first_dead(
     start: Callable[..., Process],
 ) -> None:
     first = start(7)
@@ -111,7 +111,7 @@ def test_another_life_on_the_same_port_proves_the_first_gone(
     assert probe(second.address, 8, ENOUGH_S) is Liveness.ALIVE
 
 
-def test_two_that_live_never_share_a_port(start: Callable[..., Process]) -> None:
+def test_two_live_processes_never_share_a_port(start: Callable[..., Process]) -> None:
     process = start(7)
     with pytest.raises(InputError, match=r"cannot listen on 127\.0\.0\.1 port"):
         LivenessPort("127.0.0.1", 8, process.address[1])
@@ -120,7 +120,7 @@ def test_two_that_live_never_share_a_port(start: Callable[..., Process]) -> None
 @pytest.mark.parametrize(
     "says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", MAGIC, ANSWER.pack(MAGIC, 8) + b"x"]
 )
-def test_a_stranger_on_the_port_proves_nothing(says: bytes) -> None:
+def test_an_unknown_answer_proves_nothing(says: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def serve() -> None:
@@ -134,7 +134,7 @@ def test_a_stranger_on_the_port_proves_nothing(says: bytes) -> None:
         thread.join(ENOUGH_S)
 
 
-def test_a_slow_answer_ends_with_the_time_that_was_given() -> None:
+def test_a_slow_answer_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         stop = threading.Event()
 
@@ -157,11 +157,11 @@ def test_a_slow_answer_ends_with_the_time_that_was_given() -> None:
     "address",
     [("localhost", 9), ("", 9), ("999.1.1.1", 9), ("127.0.0.1", 70000), ("127.0.0.1", -1)],
 )
-def test_an_address_that_is_none_proves_nothing(address: Address) -> None:
+def test_an_invalid_address_proves_nothing(address: Address) -> None:
     assert probe(address, 7, SHORT_S) is Liveness.UNKNOWN
 
 
-def test_those_who_ask_and_leave_disturb_nobody() -> None:
+def test_probes_that_hang_up_do_no_harm() -> None:
     line = LivenessPort("127.0.0.1", 7)
     askers = [socket.create_connection(line.address) for _ in range(20)]
     for asker in askers[::2]:
@@ -182,8 +182,8 @@ def test_those_who_ask_and_leave_disturb_nobody() -> None:
     assert probe(line.address, 7, ENOUGH_S) is Liveness.GONE
 
 
-def test_a_lifeline_needs_a_numeric_address() -> None:
-    with pytest.raises(InputError, match="resolve_ip address"):
+def test_a_liveness_port_needs_a_numeric_address() -> None:
+    with pytest.raises(InputError, match="numeric address"):
         LivenessPort("localhost", 7)
     with pytest.raises(InputError, match=r"cannot listen on 192\.0\.2\.1"):
         LivenessPort("192.0.2.1", 7)
@@ -192,7 +192,7 @@ def test_a_lifeline_needs_a_numeric_address() -> None:
 
 
 @given(st.binary(max_size=40), st.integers(0, (1 << 63) - 1))
-def test_only_a_whole_answer_proves_anything(answer: bytes, incarnation: int) -> None:
+def test_only_a_complete_answer_is_proof(answer: bytes, incarnation: int) -> None:
     whole = len(answer) == ANSWER.size and answer.startswith(MAGIC)
     assert (judge(answer, incarnation) is Liveness.UNKNOWN) == (not whole)
     assert judge(ANSWER.pack(MAGIC, incarnation), incarnation) is Liveness.ALIVE

@@ -31,7 +31,7 @@ NUM_TOKENS = 75
 
 
 class Case(NamedTuple):
-    """Two layouts of one cache."""
+    """Source and target layout of one cache."""
 
     name: str
     source: Layout
@@ -58,7 +58,7 @@ MORE_CASES = [
     Case("cp2-tp2", layout(HEADS, 4, cp=2), layout(HEADS, 8, Order.HND, tp=2)),
     Case("tp2-cp2-state", layout(HYBRID, 8, tp=2), layout(HYBRID, 4, cp=2)),
 ]
-# Every case over every transport as it likes; some of them staged, over one that stages.
+# Every case over every transport with its chosen mode; some of them forced through staging.
 COMBINATIONS = [
     *((case, way) for case in CASES for way in PLAIN),
     *((case, PLAIN[0]) for case in MORE_CASES),
@@ -71,8 +71,8 @@ COMBINATIONS = [
         for way in ON_GPU
     ),
 ]
-# A whole prompt in one piece, a prefix that ends inside a page, one that ends with a page, a
-# prompt that is all cached (only its metadata travels), and the shortest.
+# A whole prompt, a cached prefix that ends inside a page, one that ends with a page, a prompt that
+# is all cached (only its metadata is sent), and the shortest prompt.
 WHOLE, INSIDE, AT_END, CACHED, SHORTEST = (
     Request(NUM_TOKENS),
     Request(NUM_TOKENS, 21),

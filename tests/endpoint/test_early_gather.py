@@ -1,4 +1,4 @@
-"""Slots that are gathered before their credits come: the port alone, and endpoints over NIXL."""
+"""Early gathers, which start before their credit: the data port alone, and endpoints over NIXL."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
-from endpoint.fleets import HEADS, QUICK, eventually, layout
+from endpoint.fleets import HEADS, QUICK, eventually, layout, view_of
 from endpoint.jobs import gather
-from endpoint.puppet import LAYOUT as ONE_TOKEN
-from endpoint.puppet import ME, PLAN
-from endpoint.test_threads import view_of
+from endpoint.scripted_machine import LAYOUT as ONE_TOKEN
+from endpoint.scripted_machine import ME, PLAN
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvferry.discovery.records import InstanceView
 from kvferry.endpoint.config import EndpointConfig
-from kvferry.endpoint.copy_thread import CopierNews, CopyThread
+from kvferry.endpoint.copy_thread import CopyResult, CopyThread
 from kvferry.endpoint.jobs import WriteJob
 from kvferry.endpoint.loop.chooser import Chooser
 from kvferry.endpoint.loop.links import TargetLinkTable
@@ -30,7 +29,7 @@ from kvferry.endpoint.loop.writes import TransportWrites
 from kvferry.endpoint.outgoing import Outgoing
 from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.endpoint.setup import StagingMemory
-from kvferry.endpoint.source import GPU_AHEAD_SLOTS, SourceEndpoint, _with_slots
+from kvferry.endpoint.source import GPU_EARLY_SLOTS, SourceEndpoint, _protocol_config
 from kvferry.endpoint.target import TargetEndpoint
 from kvferry.ids import Generation, Op, Peer, Session, SlotIndex
 from kvferry.layout.intervals import Span
@@ -107,7 +106,7 @@ class Bench:
             chooser=Chooser(pools, rooms, links, costs),
             observer=meter,
             answer=self.heard.append,
-            tell=lambda _: None,
+            send_note=lambda _: None,
         )
         hello: Any = SimpleNamespace(staging=Staging(8192, 4))
         card = PeerMetadata(("127.0.0.1", 1), staging_region).encode()
@@ -123,13 +122,13 @@ class Bench:
 
     def fill(self) -> None:
         (job,) = self.jobs
-        job.fill(Binding.bulk(Base(0, 0, 0), Base(0, 0, 0), 100))
-        self.writes.go_on(job)
+        job.slot_filled(Binding.bulk(Base(0, 0, 0), Base(0, 0, 0), 100))
+        self.writes.resume(job)
 
     def fail(self) -> None:
         (job,) = self.jobs
         job.fail("no such page")
-        self.writes.go_on(job)
+        self.writes.resume(job)
 
     @property
     def num_gathers(self) -> float | None:
@@ -137,36 +136,36 @@ class Bench:
         return self.registry.get_sample_value("kvferry_stage_seconds_count", labels)
 
 
-def test_a_gather_fills_its_slot_and_goes_nowhere() -> None:
+def test_an_early_gather_fills_its_slot_and_is_not_written() -> None:
     bench = Bench()
     bench.gather()
     (job,) = bench.jobs
     assert (job.op, job.targets) == (OP, ((1 << 20) + POOL.offset(1),))
-    assert (job.session, job.here, job.there) == (SESSION, Base(0, 2, POOL.offset(1)), None)
+    assert (job.session, job.local, job.remote) == (SESSION, Base(0, 2, POOL.offset(1)), None)
     bench.fill()
     assert (bench.posted, bench.heard) == ([], [])
     assert bench.num_gathers == 1
 
 
 @pytest.mark.parametrize("order", ["fill post", "post fill"])
-def test_it_is_written_once_it_is_filled_and_posted(order: str) -> None:
+def test_an_early_gather_is_written_once_filled_and_posted(order: str) -> None:
     bench = Bench()
     bench.gather()
     first, second = order.split()
     getattr(bench, first)()
     assert not bench.posted
     getattr(bench, second)()
-    here, there = Base(0, 2, POOL.offset(1)), Base(0, STAGING_REGION, 2 * 8192)
+    local, remote = Base(0, 2, POOL.offset(1)), Base(0, STAGING_REGION, 2 * 8192)
     (job,) = bench.posted
-    assert (job.binding, job.mode) == (Binding.bulk(here, there, 100), TransferMode.STAGED)
+    assert (job.binding, job.mode) == (Binding.bulk(local, remote, 100), TransferMode.STAGED)
     job.end(WriteEnded(OP, None))
-    bench.writes.go_on(job)
+    bench.writes.resume(job)
     assert bench.heard == [Sent(OP)]
-    assert bench.num_gathers == 1, "the wait for a credit is no part of it"
+    assert bench.num_gathers == 1, "the wait for a credit does not count"
 
 
 @pytest.mark.parametrize("filled_first", [True, False])
-def test_what_was_discarded_is_answered_when_its_gather_has_ended(filled_first: bool) -> None:
+def test_a_discarded_gather_is_answered_when_its_copy_has_ended(filled_first: bool) -> None:
     bench = Bench()
     bench.gather()
     if filled_first:
@@ -174,18 +173,18 @@ def test_what_was_discarded_is_answered_when_its_gather_has_ended(filled_first: 
     assert not bench.heard
     bench.writes.discard(OP)
     if not filled_first:
-        assert not bench.heard, "pages are still read"
+        assert not bench.heard, "the copier still reads the pages"
         bench.fill()
     assert (bench.posted, bench.heard) == ([], [SendFailed(OP, WriteFate.BUSY)])
 
 
-@pytest.mark.parametrize("said", ["post", "discard", None])
-def test_a_gather_that_fails_is_answered_once(said: str | None) -> None:
+@pytest.mark.parametrize("asked", ["post", "discard", None])
+def test_a_failed_gather_is_answered_once(asked: str | None) -> None:
     bench = Bench()
     bench.gather()
-    if said == "post":
+    if asked == "post":
         bench.post()
-    elif said == "discard":
+    elif asked == "discard":
         bench.writes.discard(OP)
     bench.fail()
     bench.post()
@@ -193,19 +192,19 @@ def test_a_gather_that_fails_is_answered_once(said: str | None) -> None:
     assert (bench.posted, bench.heard) == ([], [SendFailed(OP, WriteFate.FAILED)])
 
 
-def test_a_target_without_slots_is_gathered_nothing_for() -> None:
+def test_nothing_is_gathered_for_a_target_without_slots() -> None:
     bench = Bench(staging_region=None)
     bench.gather()
     assert (bench.jobs, bench.heard) == ([], [SendFailed(OP, WriteFate.FAILED)])
 
 
-def test_a_copier_with_a_thread_tells_of_a_gather_ahead_and_posts_nothing() -> None:
-    told: Mailbox[CopierNews] = Mailbox()
+def test_the_copy_thread_returns_an_early_gather_to_the_loop() -> None:
+    told: Mailbox[CopyResult] = Mailbox()
     posted: list[WriteJob] = []
     copier = CopyThread("copier", told.put, posted.append)
     page, slot = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     here = Base(0, 0, 0)
-    job = gather(1, lambda: Binding.bulk(here, here, 100), ahead=True)
+    job = gather(1, lambda: Binding.bulk(here, here, 100), early=True)
     job.sources, job.targets = (page.ctypes.data,), (slot.ctypes.data,)
     copier.submit(job)
     assert told.get(WAIT_S) is job
@@ -219,45 +218,45 @@ def test_a_copier_with_a_thread_tells_of_a_gather_ahead_and_posts_nothing() -> N
 
 
 class Gated(NixlTransport):
-    """NIXL whose writes begin when a test says so."""
+    """NIXL whose writes start when a test opens the gate."""
 
     name: ClassVar[str] = "nixl"
     writes_at_once: ClassVar[bool] = False
 
     def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
-        self.shut = True
+        self.closed = True
         self.waiting: list[tuple[RemoteMemory, Op, Binding]] = []
 
     def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
         self.waiting.append((remote, op, pieces))
 
     def poll(self) -> list[WriteEnded]:
-        while self.waiting and not self.shut:
+        while self.waiting and not self.closed:
             super().write(*self.waiting.pop(0))
         return super().poll()
 
 
 LAYOUT = layout(HEADS, 4)
-NUM_PAGES, NUM_SLOTS, AHEAD = 16, 2, 2
+NUM_PAGES, NUM_SLOTS, EARLY = 16, 2, 2
 TOKENS = 4 * NUM_PAGES
 PAGES = list(range(NUM_PAGES))
 NUMBERS = itertools.count()
 
 
 def config(num_slots: int) -> EndpointConfig:
-    """A slot holds a page of all layers. Nobody loses patience, and nothing is measured."""
+    """A slot holds a page of all layers. Credits never time out, and no link is measured."""
     return EndpointConfig(
         mode=TransferMode.STAGED,
         slot_bytes=4096,
         staging_bytes=num_slots * 4096,
         link_cost=PRESETS["nixl-host"],
-        protocol=replace(QUICK, credit_patience_s=60.0, early_gather_slots=AHEAD, local_slots=8),
+        protocol=replace(QUICK, credit_patience_s=60.0, early_gather_slots=EARLY, local_slots=8),
     )
 
 
 class Pair(NamedTuple):
-    """A source and a target, which has few slots."""
+    """A source, and a target with few slots."""
 
     source: SourceEndpoint
     target: TargetEndpoint
@@ -267,21 +266,21 @@ class Pair(NamedTuple):
 
     @property
     def machine(self) -> SourceMachine:
-        machine: SourceMachine = self.source._owner.runner.machine
+        machine: SourceMachine = self.source._loop.runner.machine
         return machine
 
     @property
-    def num_ahead(self) -> int:
+    def num_early(self) -> int:
         return sum(write.is_ahead for write in list(self.machine.inflight.writes.values()))
 
     def is_holding(self) -> bool:
-        """Whether every slot of the target is being written, and more is gathered."""
-        return (len(self.gate.waiting), self.num_ahead) == (NUM_SLOTS, AHEAD)
+        """Whether every slot of the target is being written, and all early slots are gathered."""
+        return (len(self.gate.waiting), self.num_early) == (NUM_SLOTS, EARLY)
 
 
 @contextlib.contextmanager
 def pair() -> Iterator[Pair]:
-    setups = [TransportSetup(agent=f"ahead-{next(NUMBERS)}", copy=copy_binding) for _ in range(2)]
+    setups = [TransportSetup(agent=f"early-{next(NUMBERS)}", copy=copy_binding) for _ in range(2)]
     gate, theirs = Gated(setups[0]), NixlTransport(setups[1])
     memories = [Memory.allocate(LAYOUT, 0, NUM_PAGES, each.allocate) for each in (gate, theirs)]
     owners: list[Any] = [memory.owners for memory in memories]
@@ -301,7 +300,7 @@ def pair() -> Iterator[Pair]:
 
 
 def begin(both: Pair) -> tuple[Any, Any]:
-    """A room whose slots are all in use, with two more gathered."""
+    """Open a room, and wait until all slots are in use and two more are gathered."""
     into = both.target.receive("r", prefill=both.view, tokens=TOKENS, pages=PAGES)
     out = both.source.open("r")
     out.push((0, TOKENS), PAGES)
@@ -309,11 +308,11 @@ def begin(both: Pair) -> tuple[Any, Any]:
     return out, into
 
 
-def test_what_was_gathered_ahead_arrives_byte_by_byte() -> None:
+def test_early_gathers_arrive_intact() -> None:
     with pair() as both:
         out, into = begin(both)
         out.close(b"first token")
-        both.gate.shut = False
+        both.gate.closed = False
         assert into.wait(WAIT_S) == Done(b"first token")
         assert isinstance(out.wait(WAIT_S), Done)
         for handle in (out, into):
@@ -321,11 +320,11 @@ def test_what_was_gathered_ahead_arrives_byte_by_byte() -> None:
         for sent, got in zip(*both.pools, strict=True):
             assert np.array_equal(sent, got)
         used = {mode for mode, stats in both.source.stats.modes.items() if stats.writes}
-        assert used == {TransferMode.STAGED}, "all of it went through slots"
+        assert used == {TransferMode.STAGED}, "every byte went through a slot"
         assert not both.machine.inflight.writes
 
 
-def test_a_room_that_is_given_up_lets_go_of_what_it_holds() -> None:
+def test_an_aborted_room_frees_its_early_slots() -> None:
     with pair() as both:
         out, into = begin(both)
         into.abort()
@@ -333,20 +332,20 @@ def test_a_room_that_is_given_up_lets_go_of_what_it_holds() -> None:
             outcome = handle.wait(WAIT_S)
             assert isinstance(outcome, Failure)
             assert outcome.code is FailureCode.ABORTED
-        eventually(lambda: both.num_ahead == 0)
-        assert len(both.machine.inflight.writes) == NUM_SLOTS, "what was posted is still under way"
-        both.gate.shut = False
+        eventually(lambda: both.num_early == 0)
+        assert len(both.machine.inflight.writes) == NUM_SLOTS, "posted writes are still in flight"
+        both.gate.closed = False
         for handle in (out, into):
             handle.wait_released(WAIT_S)
         assert len(both.machine.local_slots) == both.machine.config.local_slots
 
 
-def test_a_gpu_gathers_ahead_unless_that_is_said_otherwise() -> None:
-    def ahead(is_host: bool, said: int | None) -> int | None:
+def test_a_gpu_gathers_early_unless_configured_otherwise() -> None:
+    def early(is_host: bool, configured: int | None) -> int | None:
         memory = SimpleNamespace(device=SimpleNamespace(is_host=is_host))
         setup: Any = SimpleNamespace(slots=SimpleNamespace(pool=POOL), memory=memory)
-        protocol = replace(QUICK, early_gather_slots=said)
-        return _with_slots(EndpointConfig(protocol=protocol), setup).early_gather_slots
+        protocol = replace(QUICK, early_gather_slots=configured)
+        return _protocol_config(EndpointConfig(protocol=protocol), setup).early_gather_slots
 
-    assert [ahead(True, None), ahead(False, None)] == [0, GPU_AHEAD_SLOTS]
-    assert [ahead(True, 1), ahead(False, 0)] == [1, 0]
+    assert [early(True, None), early(False, None)] == [0, GPU_EARLY_SLOTS]
+    assert [early(True, 1), early(False, 0)] == [1, 0]

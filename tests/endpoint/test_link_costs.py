@@ -1,4 +1,4 @@
-"""What a few timed writes tell of a link, and what the chooser makes of it."""
+"""Calibration: costs from timed writes, and the modes chosen with them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from kvferry.endpoint.calibration import (
-    GPU_SCRATCH_BYTES,
+from kvferry.endpoint.link_costs import (
     NUM_PIECES,
-    SCRATCH_BYTES,
     STEPS,
     Calibration,
 )
+from kvferry.endpoint.setup import GPU_SCRATCH_BYTES, SCRATCH_BYTES
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import BlockShape, TransferMode, choose
 from kvferry.plan.cost import PRESETS, LinkCost
@@ -30,13 +29,13 @@ UNEQUAL = BlockShape(512 * MIB, 64 * 2 * 8192, 64 * 2 * 8192, contiguous=False)
 def calibrated(
     seconds: Callable[[Binding], float], before: LinkCost, num_bytes: int = SCRATCH_BYTES
 ) -> LinkCost:
-    """As a transport_thread does it, on a link where a write takes so long."""
+    """Calibrate a link on which a write takes ``seconds``, as the transport thread does."""
     calibration = Calibration(*BASES, num_bytes)
     sizes = []
     while (binding := calibration.next()) is not None:
         sizes.append((binding.num_bytes, binding.num_pieces))
-        # Connecting is slow and does not count.
-        calibration.took(seconds(binding) if len(sizes) > 1 else 1.0)
+        # The first write connects, and does not count.
+        calibration.record(seconds(binding) if len(sizes) > 1 else 1.0)
     rounds = [(num_bytes, 1), (128 * KIB, 1), (64 * KIB, NUM_PIECES), (512 * KIB, 8)]
     assert sizes == [(num_bytes, 1), *rounds * 4]
     assert len(sizes) == len(STEPS)
@@ -55,7 +54,7 @@ def link(
     return seconds
 
 
-def test_each_cost_is_found_again() -> None:
+def test_each_cost_is_recovered() -> None:
     before = PRESETS["nixl-host"]
     found = calibrated(link(20e-6, 6e9, 3e-6, 2e-6), before)
     assert found.bytes_per_s == pytest.approx(6e9)
@@ -66,7 +65,7 @@ def test_each_cost_is_found_again() -> None:
 
 
 def test_a_busy_machine_does_not_make_descriptors_free() -> None:
-    """Every write in one piece was delayed."""
+    """Every write in one piece is delayed."""
     found = calibrated(
         lambda binding: 0.1 if binding.num_pieces == 1 else 4e-4, PRESETS["nixl-host"]
     )
@@ -76,7 +75,7 @@ def test_a_busy_machine_does_not_make_descriptors_free() -> None:
     assert found.bytes_per_s == SCRATCH_BYTES / 0.1
 
 
-def test_two_times_that_are_nearly_one_do_not_make_bytes_free() -> None:
+def test_two_nearly_equal_times_do_not_make_bytes_free() -> None:
     found = calibrated(link(1e-3, 1e15, 1e-6, 1e-6), PRESETS["nixl-host"])
     assert found.bytes_per_s <= 16 * SCRATCH_BYTES / 1e-3
 
@@ -93,20 +92,20 @@ def h200(large_s: float) -> LinkCost:
 
 
 @pytest.mark.parametrize(("num_bytes", "gb_per_s"), [(MIB, 45), (16 * MIB, 459), (128 * MIB, 673)])
-def test_an_h200_is_as_fast_as_it_was_seen_to_be(num_bytes: int, gb_per_s: float) -> None:
+def test_predictions_for_an_h200_match_measurements(num_bytes: int, gb_per_s: float) -> None:
     found = h200(2.9e-6)
     predicted = found.write_s + num_bytes / found.bytes_per_s
     assert predicted == pytest.approx(num_bytes / gb_per_s / 1e9, rel=0.5)
 
 
-# What a run of 128 KiB costs was not measured by itself: at most what a small piece does, and
-# at 2.9 us it would be the 48 ms that another manager takes for these runs.
+# The cost of a run of 128 KiB was not measured: at most that of a small piece, and 2.9 us if these
+# runs take the 48 ms that SGLang takes.
 @pytest.mark.parametrize(("large_s", "most_s"), [(2.9e-6, 0.055), (7.6e-6, 0.13)])
 def test_equal_tp_over_nixl_on_an_h200_takes_runs(large_s: float, most_s: float) -> None:
     choice = choose(EQUAL, h200(large_s))
     assert choice.mode is TransferMode.RUNS
     assert choice.predicted_s <= most_s
-    assert choice.seconds[TransferMode.STAGED] > 0.12, "as 142 ms were seen"
+    assert choice.seconds[TransferMode.STAGED] > 0.12, "142 ms were measured"
 
 
 def test_small_pieces_on_an_h200_are_staged() -> None:

@@ -1,4 +1,4 @@
-"""Endpoints that find each other by a static list, with no service at all."""
+"""Endpoints that find each other by a static list instead of a discovery service."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAIT_S = 15.0
 
 
 class Place(NamedTuple):
-    """A list with one prefill rank, and the port that it has there."""
+    """A static list with one prefill rank, and the rank's port."""
 
     discovery: StaticDiscovery
     port: int
@@ -97,7 +97,7 @@ def carry(source: SourceEndpoint, target: TargetEndpoint, room: str) -> Outcome:
     return outcome
 
 
-def test_bytes_move_between_endpoints_of_a_list(place: Place) -> None:
+def test_endpoints_of_a_static_list_carry_rooms(place: Place) -> None:
     with (
         source_at(place.port, place.discovery) as source,
         target_with(place.discovery) as (target, pages),
@@ -108,13 +108,13 @@ def test_bytes_move_between_endpoints_of_a_list(place: Place) -> None:
         assert carry(source, target, "two") == Done(b"token")
 
 
-def test_a_source_that_restarts_in_its_place_is_met_again(place: Place) -> None:
+def test_a_source_that_restarts_at_its_address_is_linked_again(place: Place) -> None:
     with target_with(place.discovery) as (target, pages):
         with source_at(place.port, place.discovery) as first:
             assert carry(first, target, "before") == Done(b"token")
         with source_at(place.port, place.discovery, fill=9) as second:
             assert second.record.incarnation != first.record.incarnation
-            # The first room may still meet the link to who was there before, and fail by that.
+            # The first room may still use the link to the former incarnation, and fail.
             outcomes = [carry(second, target, f"after-{number}") for number in range(3)]
         for outcome in outcomes[:-1]:
             assert isinstance(outcome, Done) or outcome.code in {
@@ -126,7 +126,7 @@ def test_a_source_that_restarts_in_its_place_is_met_again(place: Place) -> None:
         assert (pages[[3, 1]] == 9).all()
 
 
-def test_a_source_at_another_address_is_refused_and_leaves_nothing(place: Place) -> None:
+def test_a_source_at_another_address_is_refused_and_leaves_no_thread(place: Place) -> None:
     before = set(threading.enumerate())
     with pytest.raises(InputError, match=f"p/0 listens on .* says tcp://127.0.0.1:{place.port}"):
         source_at(0, place.discovery)
@@ -134,7 +134,7 @@ def test_a_source_at_another_address_is_refused_and_leaves_nothing(place: Place)
     source_at(place.port, place.discovery).close()
 
 
-def test_an_instance_that_is_not_listed_is_named(place: Place) -> None:
+def test_a_failure_names_the_unlisted_instance(place: Place) -> None:
     with target_with(place.discovery) as (target, _):
         handle = target.receive("room", prefill="q", tokens=4, pages=[0])
         outcome = handle.wait(WAIT_S)

@@ -1,8 +1,8 @@
-"""A control channel across a network partition: run as ``-m runtime.partition`` in a new network.
+"""A control channel across a network partition. Run it in a new network namespace.
 
-The server runs in a network namespace of its own, joined to ours by a virtual cable. The partition
-is a neighbour entry with a wrong hardware address, so that packets vanish without an error, as they
-do when a switch fails. Prints how long after its end a frame came through, in seconds.
+The server runs in another network namespace, connected by virtual Ethernet. The partition is a
+neighbour entry with a wrong hardware address, so that packets vanish without an error, as they do
+when a switch fails. Prints after how many seconds from its end a frame arrived.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def shell(words: str) -> None:
 
 
 def serve(pipe: Connection, key: ClusterKey) -> None:
-    """The far end: says when each frame came."""
+    """Serve the far end: report when each frame arrives."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "no network namespace")
     pipe.send("apart")
@@ -46,7 +46,7 @@ def serve(pipe: Connection, key: ClusterKey) -> None:
 
 
 def wait_for(holds: Callable[[], object], client: ControlClient) -> None:
-    """Send a frame every 0.2 s, as the protocol repeats itself, until something is so."""
+    """Send a frame every 0.2 s, like the protocol's repetitions, until a condition holds."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, "no frame came through"
@@ -56,7 +56,7 @@ def wait_for(holds: Callable[[], object], client: ControlClient) -> None:
 
 
 def main(partition_s: float) -> None:
-    """Talk, cut the cable for a while, and measure."""
+    """Send frames, cut the network for a while, and measure."""
     key = ClusterKey.new()
     context = multiprocessing.get_context("fork")
     pipe, theirs = context.Pipe()

@@ -1,4 +1,4 @@
-"""Who is let in: strangers, other keys, and frames that mean nothing or worse."""
+"""Unauthenticated peers, wrong keys, and malformed or hostile frames."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def hello(fingerprint: str, metadata: bytes) -> Hello:
 
 
 def strange_frames(fingerprint: str) -> Iterator[bytes]:
-    """What no peer of ours would send."""
+    """Frames that no kvferry endpoint sends."""
     yield b""
     yield os.urandom(40)
     yield msgspec.msgpack.encode(["kvf", VERSION + 1, ["p", 0], 1, [1, 1], 1, []])
@@ -81,7 +81,7 @@ def strange_frames(fingerprint: str) -> Iterator[bytes]:
     yield stranger_frame(Offer(room, generation, REQUEST, (), 5.0))
     yield stranger_frame(Abort(room, generation, Failure(FailureCode.ABORTED)))
     yield stranger_frame(hello("another model", b""), 9)
-    # Good in every respect but for what the transport should make of it.
+    # Valid except for the metadata.
     for number, metadata in enumerate((b"", b"garbage", os.urandom(4096)), start=2):
         yield stranger_frame(hello(fingerprint, metadata), number)
 
@@ -91,12 +91,12 @@ def strange_messages(fingerprint: str) -> Iterator[bytes]:
     yield b""
     yield os.urandom(1 << 16)
     yield struct.pack(">I", 1 << 31) + b"short"
-    # A million empty frames, which would take an owner seconds.
+    # A million empty frames, which would take a loop seconds.
     yield bytes(4 << 20)
 
 
 @pytest.mark.timeout(60)
-def test_strange_frames_stop_nothing() -> None:
+def test_hostile_frames_stop_nothing() -> None:
     with fleet_of() as fleet:
         view = view_of(fleet)
         fleet.fill("before", 1, REQUEST.num_tokens)
@@ -105,7 +105,7 @@ def test_strange_frames_stop_nothing() -> None:
             stranger = ControlClient(view.ranks[0].control)
             assert stranger.send(message)
             stranger.socket.send_multipart([b"two", b"parts"])
-            # Its leaving is a sign as well.
+            # A lost connection hints at a death.
             stranger.close()
         fleet.send("before", REQUEST.num_tokens)
         fleet.demand_done("before", fleet.parties("decode"), 20.0)
@@ -113,13 +113,13 @@ def test_strange_frames_stop_nothing() -> None:
         wanted = {"frame-foreign", "frame-version", "frame-malformed", "refused"}
         eventually(lambda: wanted <= set(fleet.sources[0].ask("stats").rejected))
         fleet.carry("after", REQUEST, seed=2)
-        # The strangers' greetings lead nowhere, and are forgotten.
+        # The handshakes of strangers time out and are forgotten.
         eventually(lambda: fleet.sources[0].ask("peers") == ["decode/0"], QUICK.handshake_s + 5)
         assert fleet.leftovers() == {}
 
 
 @pytest.mark.timeout(60)
-def test_bytes_that_are_not_even_zeromq_stop_nothing() -> None:
+def test_bytes_that_are_not_zeromq_stop_nothing() -> None:
     with fleet_of() as fleet:
         where = port_of(view_of(fleet))
         for noise in (
@@ -138,7 +138,7 @@ def test_bytes_that_are_not_even_zeromq_stop_nothing() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("key", [None, ClusterKey.new()], ids=["none", "another"])
-def test_without_the_key_no_frame_is_taken(key: ClusterKey | None, key_file: Path) -> None:
+def test_without_the_key_no_frame_is_accepted(key: ClusterKey | None, key_file: Path) -> None:
     with fleet_of(key_file) as fleet:
         view = view_of(fleet, ClusterKey.read(key_file))
         (message,) = bundle([stranger_frame(hello(view.fingerprint or "", b""))])
@@ -184,7 +184,7 @@ def test_a_decode_rank_with_another_key_gets_nothing(key_file: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_nobody_else_can_register(key_file: Path) -> None:
+def test_registering_takes_the_key(key_file: Path) -> None:
     with fleet_of(key_file) as fleet:
         view = view_of(fleet, ClusterKey.read(key_file))
         record = fleet.sources[0].ask("record")
@@ -205,12 +205,12 @@ def test_nobody_else_can_register(key_file: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [SourceEndpoint, TargetEndpoint])
-def test_without_a_key_only_loopback_is_listened_on(
+def test_without_a_key_endpoints_listen_on_loopback_only(
     kind: type[SourceEndpoint] | type[TargetEndpoint],
 ) -> None:
     transport = make_transport("shm")
     memory = Memory.allocate(LAYOUT, 0, 4, transport.allocate)
-    # An address that no machine has: it must not even be tried.
+    # An address that no machine has: it must be refused before it is bound.
     config = EndpointConfig(host="192.0.2.1")
     with pytest.raises(InputError, match="kvferry key"):
         kind(LAYOUT, memory, name="x", model="m", transport=transport, config=config)

@@ -1,4 +1,4 @@
-"""A peer that can be reached again after a network partition is used soon."""
+"""Frames get through soon after a network partition ends."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent.parent
-# By then the kernel would repeat lost packets every six seconds, and later ever more rarely.
+# By then the kernel would retransmit every six seconds only.
 PARTITION_S = 8.0
-# The promise is 2 s; a busy machine may take a little longer to run both ends.
+# The target is 2 s; a busy machine may take longer to run both ends.
 SOON_S = 4.0
 
 
 def obstacle() -> str | None:
-    """Why network namespaces can't be made here."""
+    """Return why network namespaces cannot be made here; None if they can."""
     if not (shutil.which("unshare") and shutil.which("ip")):
         return "unshare and ip (util-linux and iproute2) are needed"
     cable = "ip link add name near type veth peer name far"
     made = subprocess.run(["unshare", "--net", *cable.split()], capture_output=True, check=False)
-    return f"no virtual cables here: {made.stderr.decode()}" if made.returncode else None
+    return f"no virtual Ethernet here: {made.stderr.decode()}" if made.returncode else None
 
 
-def test_frames_come_through_soon_after_a_partition() -> None:
+def test_frames_arrive_soon_after_a_partition() -> None:
     why = obstacle()
     if why:
         pytest.skip(why)
     done = subprocess.run(
-        ["unshare", "--net", sys.executable, "-m", "endpoint.partition", str(PARTITION_S)],
+        ["unshare", "--net", sys.executable, "-m", "endpoint.network_partition", str(PARTITION_S)],
         cwd=TESTS,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A target binds, when its GPU copies nothing, what a source will probably send next."""
+"""A target binds the scatter that a source probably sends next while its GPU is idle."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def block(first: int, end: int) -> Block:
     return replace(OWED, tokens=Span(first, end))
 
 
-class Desk:
-    """A target's scatters, with a copier that writes down what it is given."""
+class Bench:
+    """A target's scatters with a copier that records its jobs."""
 
     def __init__(self, pools: PoolMap = POOLS) -> None:
         self.jobs: list[ScatterJob] = []
@@ -57,19 +57,18 @@ class Desk:
             ),
             "observer": Observer(),
             "answer": self.answers.append,
-            **dict.fromkeys(("transport_thread", "join")),
+            **dict.fromkeys(("transport_thread", "connect_unix")),
         }
         self.scatters = StagedScatters(**parts)
         self._ops = 0
 
     def receive(self, room: str, pages: list[int]) -> None:
         wanted = ReceiveRequest(room, REQUEST, (PageTableMessage(GROUP, tuple(pages)),), inf)
-        nothing: Any = lambda *_: None  # noqa: E731
-        self.rooms[room] = Incoming(wanted, "p", nothing, nothing)
+        self.rooms[room] = Incoming(wanted, "p", LAYOUT, 0, lambda _: None)
 
     def release(self, room: str) -> None:
         del self.rooms[room]
-        self.scatters.release(room)
+        self.scatters.forget_room(room)
 
     def scatter(self, room: str, *blocks: Block) -> ScatterJob:
         self._ops += 1
@@ -78,94 +77,94 @@ class Desk:
         return self.jobs[-1]
 
     def check(self, job: ScatterJob, room: str, *blocks: Block) -> None:
-        """It copies what it should."""
-        side = Side(POOLS, self.rooms[room].wanted.page_tables)
+        """Check that a job copies these blocks."""
+        side = Side(POOLS, self.rooms[room].request.page_tables)
         wanted = bind(PLAN, RankPair(0, 0), REQUEST, StagingView(), side, blocks)
         for got, right in zip(job.bind().descriptors(), wanted.descriptors(), strict=True):
             np.testing.assert_array_equal(got, right)
 
 
 @pytest.fixture
-def desk() -> Desk:
-    desk = Desk()
-    desk.receive("r", list(range(NUM_PAGES)))
-    return desk
+def bench() -> Bench:
+    bench = Bench()
+    bench.receive("r", list(range(NUM_PAGES)))
+    return bench
 
 
 def copy(job: ScatterJob) -> None:
-    """As a GPU's copier does."""
+    """Do what a GPU copier does with a job."""
     job.bind()
-    assert job.at_leisure is not None
-    job.at_leisure()
+    assert job.when_idle is not None
+    job.when_idle()
 
 
-def test_what_can_not_be_bound_fails_its_room_and_nothing_else() -> None:
-    desk = Desk(PoolMap(()))
-    desk.receive("r", list(range(NUM_PAGES)))
+def test_a_scatter_that_cannot_be_bound_fails_its_room() -> None:
+    bench = Bench(PoolMap(()))
+    bench.receive("r", list(range(NUM_PAGES)))
     about = Op(7), "r", SOURCE, PLAN, REQUEST, (OWED,), SlotIndex(0), Serial(1)
-    desk.scatters.scatter(Scatter(*about))
-    assert not desk.jobs
-    cancel, scattered = desk.answers
+    bench.scatters.scatter(Scatter(*about))
+    assert not bench.jobs
+    cancel, scattered = bench.answers
     assert isinstance(cancel, Cancel)
     assert cancel.failure is not None
     assert "a scatter failed" in cancel.failure.message
     assert scattered == Scattered(Op(7))
 
 
-def test_what_comes_next_is_bound_before_it_comes(desk: Desk) -> None:
-    copy(desk.scatter("r", block(0, 20)))
-    ((binding, *between),) = desk.prebound
-    job = desk.scatter("r", block(20, 40))
-    assert job.bind() is binding, "a copier knows it by that"
+def test_the_next_scatter_is_bound_in_advance(bench: Bench) -> None:
+    copy(bench.scatter("r", block(0, 20)))
+    ((binding, *between),) = bench.prebound
+    job = bench.scatter("r", block(20, 40))
+    assert job.bind() is binding, "a copier recognizes the object"
     assert between == [job.sources, job.targets]
-    assert len(desk.prebound) == 1
-    desk.check(desk.scatter("r", block(20, 40)), "r", block(20, 40))
-    copy(desk.jobs[-1])
-    # The last is shorter, and nothing comes after it.
+    assert len(bench.prebound) == 1
+    bench.check(bench.scatter("r", block(20, 40)), "r", block(20, 40))
+    copy(bench.jobs[-1])
+    # The last is shorter, and none follows it.
     last = block(40, REQUEST.num_tokens)
-    desk.check(desk.scatter("r", last), "r", last)
+    bench.check(bench.scatter("r", last), "r", last)
 
 
-def test_nothing_is_bound_for_a_room_that_is_over(desk: Desk) -> None:
-    job = desk.scatter("r", block(0, 20))
+def test_nothing_is_bound_for_a_released_room(bench: Bench) -> None:
+    job = bench.scatter("r", block(0, 20))
     job.bind()
-    desk.release("r")
-    assert job.at_leisure is not None
-    job.at_leisure()
-    assert not desk.prebound
+    bench.release("r")
+    assert job.when_idle is not None
+    job.when_idle()
+    assert not bench.prebound
 
 
-def test_nothing_comes_after_the_end(desk: Desk) -> None:
-    copy(desk.scatter("r", block(30, REQUEST.num_tokens)))
-    assert not desk.prebound
+def test_nothing_is_bound_beyond_the_last_token(bench: Bench) -> None:
+    copy(bench.scatter("r", block(30, REQUEST.num_tokens)))
+    assert not bench.prebound
 
 
 @pytest.mark.parametrize("blocks", [(block(24, 30),), (block(20, 30), block(40, 42))])
-def test_what_was_not_foreseen_is_bound_as_it_comes(desk: Desk, blocks: tuple[Block, ...]) -> None:
-    copy(desk.scatter("r", block(0, 20)))
-    desk.check(desk.scatter("r", *blocks), "r", *blocks)
+def test_an_unexpected_scatter_is_bound_on_arrival(bench: Bench, blocks: tuple[Block, ...]) -> None:
+    copy(bench.scatter("r", block(0, 20)))
+    bench.check(bench.scatter("r", *blocks), "r", *blocks)
 
 
-def test_of_several_only_the_last_is_followed(desk: Desk) -> None:
-    first, second = desk.scatter("r", block(0, 10)), desk.scatter("r", block(10, 20))
+def test_only_the_latest_scatter_predicts_the_next(bench: Bench) -> None:
+    first, second = bench.scatter("r", block(0, 10)), bench.scatter("r", block(10, 20))
     first.bind()
     second.bind()
-    assert first.at_leisure is not None
-    first.at_leisure()
-    assert not desk.prebound
+    assert first.when_idle is not None
+    first.when_idle()
+    assert not bench.prebound
     copy(second)
-    desk.check(desk.scatter("r", block(20, 30)), "r", block(20, 30))
+    bench.check(bench.scatter("r", block(20, 30)), "r", block(20, 30))
 
 
-def test_a_room_of_the_same_name_has_other_pages(desk: Desk) -> None:
-    copy(desk.scatter("r", block(0, 20)))
-    desk.release("r")
-    desk.receive("r", list(reversed(range(NUM_PAGES))))
-    desk.check(desk.scatter("r", block(20, 40)), "r", block(20, 40))
+def test_a_new_room_with_the_same_id_is_bound_to_its_own_pages(bench: Bench) -> None:
+    copy(bench.scatter("r", block(0, 20)))
+    bench.release("r")
+    bench.receive("r", list(reversed(range(NUM_PAGES))))
+    bench.check(bench.scatter("r", block(20, 40)), "r", block(20, 40))
 
 
-def test_pages_that_are_wrong_are_told_of_when_they_are_needed(desk: Desk) -> None:
-    desk.receive("s", [0, 1, 2])
-    job = desk.scatter("s", block(0, 12))
+def test_wrong_pages_of_the_next_scatter_are_ignored(bench: Bench) -> None:
+    bench.receive("s", [0, 1, 2])
+    job = bench.scatter("s", block(0, 12))
     copy(job)
-    assert not desk.prebound
+    assert not bench.prebound

@@ -1,4 +1,4 @@
-"""Layers that are pushed as they are computed: what travels, when, and what it costs."""
+"""Pushes of single layers: when they arrive, how they are bound, and their modes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from endpoint.fleets import HEADS, eventually, layout
-from endpoint.test_pair import AT_ONCE, LAYOUT, MOVED, NUM_PAGES, WAIT_S, Means, Pair, pair_by
+from endpoint.test_pair_in_process import (
+    AT_ONCE,
+    LAYOUT,
+    MOVED,
+    NUM_PAGES,
+    WAIT_S,
+    Means,
+    Pair,
+    pair_by,
+)
 
 from kvferry.endpoint.loop.chooser import Chooser
 from kvferry.ids import Generation, Op, Peer, Session
@@ -32,7 +41,7 @@ NUM_LAYERS = HEADS.num_layers
 
 
 class Gate:
-    """A GPU's event that happens when the test says so."""
+    """A GPU event that happens when a test opens it."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -44,7 +53,7 @@ class Gate:
 
 
 def compute(pair: Pair, layer: int) -> None:
-    """What a model leaves in K and V of one layer. Regions are layer by layer, tensor by tensor."""
+    """Fill K and V of one layer, as a model does."""
     for tensor in range(2):
         region = pair.pools[0][_region(layer, tensor)]
         region[:] = np.random.default_rng(layer * 2 + tensor).integers(1, 255, region.shape)
@@ -57,13 +66,13 @@ def _region(layer: int, tensor: int) -> int:
 
 
 def arrived(pair: Pair, layer: int) -> bool:
-    """Whether both tensors of a layer are at the target."""
+    """Whether both tensors of a layer have arrived."""
     which = [_region(layer, tensor) for tensor in range(2)]
     return all(np.array_equal(pair.pools[0][n], pair.pools[1][n]) for n in which)
 
 
 @pytest.mark.parametrize("means", [AT_ONCE, MOVED], ids=str)
-def test_a_layer_is_there_before_the_next_is_computed(means: Means) -> None:
+def test_a_layer_arrives_before_the_next_is_computed(means: Means) -> None:
     with pair_by(means) as pair:
         into = pair.target.receive("r", prefill=pair.view, tokens=NUM_TOKENS, pages=PAGES)
         out = pair.source.open("r")
@@ -80,7 +89,7 @@ def test_a_layer_is_there_before_the_next_is_computed(means: Means) -> None:
         assert sum(out.carried.values()) == sum(pool.nbytes for pool in pair.pools[0])
 
 
-def test_a_layer_waits_for_its_own_event_and_no_other_is_read() -> None:
+def test_each_layer_waits_for_its_own_event() -> None:
     with pair_by(MOVED) as pair:
         into = pair.target.receive("r", prefill=pair.view, tokens=NUM_TOKENS, pages=PAGES)
         out = pair.source.open("r")
@@ -90,7 +99,7 @@ def test_a_layer_waits_for_its_own_event_and_no_other_is_read() -> None:
         out.close()
         for layer, gate in enumerate(gates):
             assert gate.asked.wait(WAIT_S)
-            # Written only now: whoever had read it before would have sent zeros.
+            # The layer is computed only now, so an earlier read would have sent zeros.
             compute(pair, layer)
             gate.open.set()
             eventually(partial(arrived, pair, layer))
@@ -123,7 +132,7 @@ def block(first: int, end: int) -> Block:
 
 
 class Tables:
-    """A room's tables, which count how often they were asked for, and so how often it was bound."""
+    """A room's page tables, which count how often blocks were bound to them."""
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -147,11 +156,11 @@ def test_a_chunk_is_bound_once_and_cut_by_layers() -> None:
     chooser.forget("r")
     chooser.binding(written(block(0, 3)))
     chooser.binding(written(block(0, 3)))
-    assert tables.num_asked == 3, "what was written whole is not kept"
+    assert tables.num_asked == 3, "a chunk written whole is not cached"
 
 
-def test_few_layers_may_go_another_way_than_all_of_them() -> None:
-    # A slot costs as much as 40 pieces: with all layers that pays, with one it does not.
+def test_few_layers_may_take_another_mode_than_all() -> None:
+    # A slot costs as much as 40 pieces, which pays off for all layers but not for one.
     whole = bind(PLAN, Ranks(0, 0), REQUEST, *SIDES, [block(0, 3)])
     costs = LinkCost(
         descriptor_s=1e-6, bytes_per_s=1e12, copy_bytes_per_s=1e12, slot_s=40e-6, slot_bytes=1 << 20

@@ -1,4 +1,4 @@
-"""A machine that answers what a test says, and ports that write down what they are asked."""
+"""A machine with scripted actions, and ports that record their calls."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvferry.protocol.outcome import Outcome, Status
 ME = Peer("prefill", 0)
 LAYOUT = Layout(attention(layers=1, kv_heads=1, head_dim=1), Parallel(), page_tokens=1)
 PLAN = reshard(LAYOUT, LAYOUT)
-# The least of them is a quarter of resend_s, or another that a test makes smaller.
+# The shortest timer is a quarter of resend_s, unless a test makes another one shorter.
 TIMES = ProtocolConfig(
     resend_s=4.0, status_poll_s=5.0, heartbeat_s=6.0, credit_patience_s=7.0, silence_s=60.0
 )
 
 
-class Puppet:
-    """Answers what a test says, and has the timers that a test gives it."""
+class ScriptedMachine:
+    """A machine whose actions and timers a test sets."""
 
     exposed: ClassVar[bool] = False
     num_quarantined = 0
@@ -55,14 +55,14 @@ class Puppet:
         return min(self.timers, default=None)
 
 
-class ExposedPuppet(Puppet):
-    """One whose peers write into its memory."""
+class ExposedMachine(ScriptedMachine):
+    """A scripted machine whose peers write into its memory."""
 
     exposed: ClassVar[bool] = True
 
 
-class Desk:
-    """All the ports, and what they were asked. ``on_write`` and ``on_report`` answer at once."""
+class RecordingPorts:
+    """All ports in one. Records its calls; ``on_write`` and ``on_report`` may answer at once."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, object]] = []
@@ -106,8 +106,8 @@ class Desk:
     def stop_probing(self, peer: Peer, incarnation: int) -> None:
         self.asked.append(("stop_probing", (peer, incarnation)))
 
-    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
-        self.asked.append(("sign", (peer, incarnation, metadata)))
+    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+        self.asked.append(("hint_death", (peer, incarnation, metadata)))
 
     def report(self, room: Room, outcome: Outcome) -> None:
         self.asked.append(("report", room))

@@ -1,0 +1,136 @@
+"""Costs of links: the defaults, and their measurement with a few timed writes.
+
+The transport thread makes these writes, into the peer's scratch memory, one after another when a
+link is new. Two sizes in one piece separate the fixed cost of a write from the cost of its bytes:
+over a GPU's links 1 MiB takes hardly longer than 1 KiB, so a single size would make the link look
+slow. Many pieces of two sizes give the cost of a descriptor for slices and for runs of whole pages.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import numpy as np
+from msgspec.structs import replace
+
+from kvferry.endpoint.config import EndpointConfig
+from kvferry.endpoint.setup import SCRATCH_BYTES, EndpointSetup
+from kvferry.memory.copy.cpu import copy_binding
+from kvferry.memory.staging import allocate
+from kvferry.plan.bind import Binding, Part
+from kvferry.plan.coalesce import Pieces, Stride
+from kvferry.plan.cost import LARGE_PIECE_BYTES, SMALL_PIECE_BYTES, LinkCost, default_link_cost
+from kvferry.plan.places import Base
+from kvferry.transports.base import Transport
+
+LITTLE_BYTES = 128 << 10
+PIECE_BYTES = SMALL_PIECE_BYTES
+NUM_PIECES, NUM_RUNS = 64, 8
+# The first write pays for connecting. Of each kind the best time counts, because other load on
+# the machine only adds time.
+STEPS = ("first", *("bulk", "little", "pieces", "runs") * 4)
+# The bandwidth is a difference of two noisy times. Limit it to this multiple of the bandwidth of
+# a whole bulk write, and the cost of a run to this fraction of that of a small piece.
+MAX_SPEEDUP, MAX_DISCOUNT = 16, 8
+
+
+def default_link_costs(config: EndpointConfig, setup: EndpointSetup) -> dict[str, LinkCost]:
+    """Return the cost of each transport: the configured one, or else the default."""
+    device, slots = setup.memory.device, setup.slots
+
+    def cost_of(transport: Transport) -> LinkCost:
+        if config.link_cost is not None:
+            return replace(config.link_cost, maps_peer=transport.maps_peer)
+        return default_link_cost(
+            transport.name,
+            device,
+            slot_bytes=slots.pool.slot_bytes if slots else None,
+            copy_bytes_per_s=copy_speed() if device.is_host else None,
+            maps_peer=transport.maps_peer,
+        )
+
+    return {transport.name: cost_of(transport) for transport in setup.transports}
+
+
+@cache
+def copy_speed() -> float:
+    """Return the CPU's bytes per second when gathering small pieces, measured once a process."""
+    source, target = allocate(2 * SCRATCH_BYTES), allocate(2 * SCRATCH_BYTES)
+    pieces = scattered(Base(0, 0, 0), Base(0, 0, 0), SCRATCH_BYTES // PIECE_BYTES)
+    addresses = (source.region.address,), (target.region.address,)
+    copy_binding(pieces, *addresses)
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        copy_binding(pieces, *addresses)
+        seconds.append(time.perf_counter() - begin)
+    return SCRATCH_BYTES / min(seconds)
+
+
+class Calibration:
+    """Sequence of writes that measures one link, with their durations."""
+
+    def __init__(self, local: Base, remote: Base, num_bytes: int = SCRATCH_BYTES) -> None:
+        self._local = local
+        self._remote = remote
+        self._num_bytes = num_bytes
+        self._seconds: dict[str, list[float]] = {step: [] for step in STEPS}
+        self._remaining = list(STEPS)
+
+    def next(self) -> Binding | None:
+        """Return the next write, or None after the last one."""
+        if not self._remaining:
+            return None
+        match self._remaining[0]:
+            case "pieces":
+                return scattered(self._local, self._remote, NUM_PIECES)
+            case "runs":
+                return scattered(self._local, self._remote, NUM_RUNS, LARGE_PIECE_BYTES)
+            case "little":
+                return Binding.bulk(self._local, self._remote, LITTLE_BYTES)
+            case _:
+                return Binding.bulk(self._local, self._remote, self._num_bytes)
+
+    def record(self, seconds: float) -> None:
+        """Store the duration of the write that ``next`` returned, and advance."""
+        self._seconds[self._remaining.pop(0)].append(seconds)
+
+    def link_cost(self, before: LinkCost) -> LinkCost:
+        """Return ``before`` with the measured fields replaced."""
+        bulk_s, little_s = min(self._seconds["bulk"]), min(self._seconds["little"])
+        bytes_per_s = _bandwidth(self._num_bytes, bulk_s, little_s)
+        write_s = max(little_s - LITTLE_BYTES / bytes_per_s, 0.0)
+        pieces_s, runs_s = min(self._seconds["pieces"]), min(self._seconds["runs"])
+        rest_s = pieces_s - write_s - NUM_PIECES * PIECE_BYTES / bytes_per_s
+        # If every bulk write was delayed, the rest may be zero or negative; without a lower bound
+        # descriptors would then seem to cost nothing.
+        descriptor_s = max(rest_s, pieces_s / 4, 1e-9) / NUM_PIECES
+        run_s = (runs_s - write_s - NUM_RUNS * LARGE_PIECE_BYTES / bytes_per_s) / NUM_RUNS
+        return replace(
+            before,
+            descriptor_s=descriptor_s,
+            bytes_per_s=bytes_per_s,
+            write_s=write_s,
+            run_s=min(max(run_s, descriptor_s / MAX_DISCOUNT), descriptor_s),
+        )
+
+
+def _bandwidth(num_bytes: int, bulk_s: float, little_s: float) -> float:
+    """Bytes per second without the fixed cost; at least the bandwidth of the whole bulk write."""
+    minimum = num_bytes / bulk_s
+    if bulk_s <= little_s:
+        return minimum
+    marginal = (num_bytes - LITTLE_BYTES) / (bulk_s - little_s)
+    return min(max(marginal, minimum), MAX_SPEEDUP * minimum)
+
+
+def scattered(
+    source: Base, target: Base, num_pieces: int, piece_bytes: int = PIECE_BYTES
+) -> Binding:
+    """Return a write of equal pieces with gaps between them, so that none can be merged."""
+    offsets = np.arange(num_pieces, dtype=np.int64) * 2 * piece_bytes
+    one = np.ones(num_pieces, dtype=np.int64)
+    flat = Stride(piece_bytes, piece_bytes)
+    pieces = Pieces(offsets, offsets, one * piece_bytes, one, one, flat, flat, whole_pages=True)
+    return Binding((Part("", "", (source,), (target,), pieces),))
