@@ -160,7 +160,7 @@ def test_a_stalled_transport_thread_is_reported_and_named_in_the_failure(
         eventually(lambda: pair.source.stats.stalled["transport"] == 0)
         out.wait_released(WAIT_S)
     assert "thread-stalled endpoint=p/0 thread=transport" in caplog.text
-    assert "thread-alive endpoint=p/0 thread=transport" in caplog.text
+    assert "thread-recovered endpoint=p/0 thread=transport" in caplog.text
 
 
 def test_rooms_of_a_stalled_loop_fail_at_their_deadline() -> None:

@@ -30,7 +30,7 @@ class Handle:
         # Source only: when the engine closed the room. Observers read it.
         self.finished: float | None = None
         # The engine's request, for logs and traces.
-        self.tag = NOBODYS
+        self.tag = NO_TAG
         self._outcome: OneTimeResult[Outcome] = OneTimeResult()
         self._released: OneTimeResult[Literal[True]] = OneTimeResult()
 

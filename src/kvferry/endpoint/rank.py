@@ -197,20 +197,20 @@ class RankEndpoint(ABC, Generic[H]):
         """Return the status of many rooms at once; None for a room that is released."""
         return self._rooms.statuses(rooms)
 
-    def view(self, request: ReportRequest = ReportRequest()) -> Future[EndpointView]:  # noqa: B008 - frozen
+    def view(self, request: ReportRequest = ReportRequest()) -> Future[EndpointStatus]:  # noqa: B008 - frozen
         """Return a view of the endpoint, made on its loop thread, with the requested traces."""
         loop = self._loop
 
-        def make() -> EndpointView:
+        def make() -> EndpointStatus:
             machine, rooms = loop.runner.machine, list(loop.rooms)
             tables = machine.num_quarantined, machine.links.values()
-            return self._telemetry.view(ViewedLoop(rooms, *tables, loop.clocks.offset), request)
+            return self._telemetry.view(LoopSnapshot(rooms, *tables, loop.clocks.offset), request)
 
         return self._on_loop(make)
 
     def _traces_of(self, rooms: list[Room]) -> Future[list[RoomTrace]]:
         traces = self._telemetry.traces
-        return self._on_loop(lambda: traces.of(rooms) if traces else [])
+        return self._on_loop(lambda: traces.traces(rooms) if traces else [])
 
     def _on_loop(self, make: Callable[[], T]) -> Future[T]:
         """Call ``make`` on the loop thread. The future may be cancelled."""
@@ -275,7 +275,7 @@ class RankEndpoint(ABC, Generic[H]):
         self.close()
 
 
-def _fixed_view(setup: EndpointSetup, role: str) -> EndpointView:
+def _fixed_view(setup: EndpointSetup, role: str) -> EndpointStatus:
     """Return the part of an endpoint's view that does not change."""
     member = setup.member
     return EndpointStatus(

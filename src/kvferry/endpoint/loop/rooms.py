@@ -106,7 +106,7 @@ class RoomTable(Generic[H]):
             handle.end(outcome)
 
     def _log(self, room: Room, handle: H | None, failure: Failure) -> None:
-        with about(*(handle.tag if handle else NOBODYS)):
+        with about(*(handle.tag if handle else NO_TAG)):
             if failure.code is FailureCode.ABORTED:
                 # An engine changed its mind, which is not a fault.
                 log.info(

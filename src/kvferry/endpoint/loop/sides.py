@@ -38,7 +38,7 @@ from kvferry.telemetry.observer import Observer
 from kvferry.telemetry.steps import StepKind
 
 # A global is faster than an enumeration's attribute.
-PUSHED = Moment.PUSHED
+PUSHED = StepKind.PUSHED
 
 # Poll interval for the GPU events that pushes wait for.
 EVENT_POLL_S = 100e-6
