@@ -11,7 +11,7 @@ from discovery.parts import ask
 from telemetry.scenes import Scene, failures
 
 from kvferry.dashboard.client import StatusClient, StatusUnavailable, UnknownRoom
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.errors import InputError
 from kvferry.security.keys import ClusterKey
 from kvferry.security.tokens import make_token, token_problem

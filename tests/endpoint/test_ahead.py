@@ -222,7 +222,7 @@ class Gated(NixlTransport):
     """NIXL whose writes begin when a test says so."""
 
     name: ClassVar[str] = "nixl"
-    writes_at_once: ClassVar[bool] = False
+    supports_write_now: ClassVar[bool] = False
 
     def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)

@@ -12,11 +12,11 @@ from endpoint.jobs import over
 from prometheus_client import CollectorRegistry
 
 from kvferry.config import ProtocolConfig
-from kvferry.discovery.metrics import DiscoveryMetrics
-from kvferry.discovery.registry import InstanceRegistry
-from kvferry.discovery.waiters import Waiters
+from kvferry.discovery.http.metrics import DiscoveryMetrics
+from kvferry.discovery.http.registry import InstanceRegistry
+from kvferry.discovery.http.waiters import Waiters
 from kvferry.endpoint.handles import Handle
-from kvferry.http.connections import Connections, Why
+from kvferry.http.connections import Connections, RejectReason
 from kvferry.http.limits import HttpLimits
 from kvferry.ids import Peer
 from kvferry.plan.choose import TransferMode
@@ -130,7 +130,7 @@ def test_every_metric_of_http_has_its_row() -> None:
 
 def test_every_value_of_a_label_is_named() -> None:
     served = {words(name)[0]: meaning for name, _, _, meaning, _ in rows("## HTTP", 5)}
-    assert set(Why) <= set(words(served["kvferry_http_refused_total"]))
+    assert set(RejectReason) <= set(words(served["kvferry_http_refused_total"]))
     cells = {words(name)[0]: meaning for name, _, _, meaning, _ in rows("## Endpoints", 5)}
     assert set(TransferMode) <= set(words(cells["kvferry_writes_total"]))
     assert set(WriteFate) <= set(words(cells["kvferry_writes_failed_total"]))

@@ -40,7 +40,7 @@ class Moving(ShmTransport):
     """Shared memory that leaves its writes to the transport_thread."""
 
     name: ClassVar[str] = "shm"
-    writes_at_once: ClassVar[bool] = False
+    supports_write_now: ClassVar[bool] = False
 
 
 class Occupied(ShmTransport):
@@ -50,7 +50,7 @@ class Occupied(ShmTransport):
 
     def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
         self._ended.append(super().write_now(remote, op, pieces))
-        self.on_news()
+        self.on_completion()
 
     def write_now(self, remote: RemoteMemory, op: Op, pieces: Binding) -> WriteEnded:
         return WriteEnded(op, WriteFate.BUSY)
@@ -67,7 +67,7 @@ class GoingOn(Occupied):
         self._looks[op] = 3, ShmTransport.write_now(self, remote, op, pieces)
         return None
 
-    def look(self, op: Op) -> WriteEnded | None:
+    def check_write(self, op: Op) -> WriteEnded | None:
         left, ended = self._looks.pop(op)
         if left:
             self._looks[op] = left - 1, ended

@@ -182,7 +182,7 @@ class Faulty(ShmTransport):
 
     name: ClassVar[str] = "shm"
     # So that it is the transport_thread that writes.
-    writes_at_once: ClassVar[bool] = False
+    supports_write_now: ClassVar[bool] = False
 
     def __init__(self, setup: TransportSetup, on_write: Callable[[], None]) -> None:
         super().__init__(setup)

@@ -1,11 +1,11 @@
-"""What a client is told instead of an answer, by workers and the router alike."""
+"""What a client is parse_error instead of an answer, by workers and the router alike."""
 
 from __future__ import annotations
 
 import pytest
 from aiohttp import web
 
-from kvferry.http.api_errors import ApiError, invalid, of_refusal, told
+from kvferry.http.api_errors import ApiError, from_http_exception, invalid, parse_error
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from kvferry.http.api_errors import ApiError, invalid, of_refusal, told
 def test_the_status_says_whose_fault_it_is(status: int, kind: str) -> None:
     error = ApiError(status, "a sentence", code="a_code")
     assert error.body.type == kind
-    assert told(error.document) == ("a_code", "a sentence")
+    assert parse_error(error.document) == ("a_code", "a sentence")
     assert error.response().status == status
 
 
@@ -43,11 +43,11 @@ def test_an_error_of_another_server_is_passed_on_as_it_is() -> None:
 def test_what_aiohttp_refuses_has_the_same_form(
     error: web.HTTPException, code: str, message: str
 ) -> None:
-    refusal = of_refusal(error, most_bytes=8)
+    refusal = from_http_exception(error, most_bytes=8)
     assert (refusal.status, refusal.body.code) == (error.status, code)
     assert message in str(refusal)
 
 
 @pytest.mark.parametrize("document", [b"", b"{", b"[]", b'{"error": 1}', b"\xff"])
 def test_what_is_no_error_document_says_nothing(document: bytes) -> None:
-    assert told(document) == ("", "")
+    assert parse_error(document) == ("", "")

@@ -27,7 +27,7 @@ from kvferry.protocol.messages import MAX_SLOTS, Staging, TransportOffers
 from kvferry.regions import Region
 from kvferry.transports.base import Transport, TransportSetup
 from kvferry.transports.registry import load, transport_class
-from kvferry.transports.transport_set import AUTO, TransportSet, asked_for
+from kvferry.transports.transport_set import AUTO, TransportSet, transport_names
 
 # It must fit a frame's text.
 MAX_MODEL = 512
@@ -60,7 +60,7 @@ def make_transports(
     Pools may be allocated from them before an endpoint is made. An option goes to whoever knows it.
     """
     given = dict(options or {})
-    names = asked_for(name)
+    names = transport_names(name)
     if len(names) == 1:
         return TransportSet.make(name, lambda each: make_transport(each, host, given))
     known = {each: _options_of(each) for each in names}
@@ -79,7 +79,7 @@ def make_transports(
 
 def _demand_confined(name: str, host: str) -> None:
     """Nobody who asked for loopback, and for no transport, gets a port that is open to all."""
-    if load(name).listens_everywhere and ipaddress.ip_address(host).is_loopback:
+    if load(name).listens_on_all_addresses and ipaddress.ip_address(host).is_loopback:
         raise TransportError(
             f"{name} listens on every address, and this endpoint's host is {host}; name it, or "
             f"another host, to have it"

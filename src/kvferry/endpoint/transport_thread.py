@@ -98,7 +98,7 @@ class TransportThread:
         self._news_at = 0.0
         self.heartbeat = ThreadHeartbeat("transport_thread", lambda: len(self._jobs) > 0)
         for transport in self._transports.values():
-            transport.on_news = self._nudge
+            transport.on_completion = self._nudge
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # ------------------------------------------------------------ from any thread

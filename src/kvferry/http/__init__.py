@@ -1,1 +1,1 @@
-"""HTTP servers of ours: what each has around its application, bounds on who may hold what."""
+"""What all of kvferry's HTTP servers share: limits on connections, request ids, error documents."""

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from kvferry import ClusterKey
 from kvferry.dashboard.routes import PageRoutes, is_guarded
-from kvferry.http.api_errors import ApiError, json_response, of_refusal
+from kvferry.http.api_errors import ApiError, from_http_exception, json_response
 from kvferry.router.adapters import adapter_of
 from kvferry.router.bodies import Defaults, new_id, read_ask
 from kvferry.router.forward import Forwarder
@@ -106,7 +106,7 @@ class Router:
             )
             return error.response()
         except web.HTTPException as error:
-            return of_refusal(error, MAX_BODY_BYTES).response()
+            return from_http_exception(error, MAX_BODY_BYTES).response()
         except (ConnectionError, web.RequestPayloadError) as error:
             # The client has left in the middle, and nobody reads this.
             log.info("client-left path=%s why=%r", request.path, error)

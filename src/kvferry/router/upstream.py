@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 
 from kvferry import ClusterKey, KvferryError
-from kvferry.http.api_errors import JSON, told
+from kvferry.http.api_errors import JSON, parse_error
 from kvferry.router.worker_pool import Worker, WorkerRole
 from kvferry.security.signing import sign
 from kvferry.telemetry.logs.context import onward
@@ -216,7 +216,7 @@ async def _read_all(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _refusal(worker: Worker, status: int, document: bytes) -> Failed:
-    code, message = told(document)
+    code, message = parse_error(document)
     if not message:
         return Failed(worker, FaultDomain.WORKER, f"the {worker} answered with status {status}")
     if status == 401:

@@ -1,4 +1,4 @@
-"""A transport's own options: known by name, with a default each."""
+"""Options of a transport: known names, each with a default."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from kvferry.errors import TransportError
 from kvferry.transports.base import TransportSetup
 
 
-def chosen(name: str, setup: TransportSetup, defaults: Mapping[str, str]) -> dict[str, str]:
-    """What was asked for, and the default of all else."""
+def resolve_options(
+    transport: str, setup: TransportSetup, defaults: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the options of ``setup``, completed with ``defaults``. Unknown names are refused."""
     unknown = sorted(set(setup.options) - set(defaults))
     if unknown:
-        raise TransportError(
-            f"the {name} transport has no option {unknown[0]!r}; it has {', '.join(defaults)}"
-        )
+        known = f"it has {', '.join(defaults)}" if defaults else "it has none; remove the option"
+        raise TransportError(f"the {transport} transport has no option {unknown[0]!r}; {known}")
     return {**defaults, **setup.options}

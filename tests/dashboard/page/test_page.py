@@ -12,7 +12,7 @@ import pytest
 from endpoint.fleets import HEADS, layout
 from telemetry.scenes import Scene, failures
 
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.plan import Request
 from kvferry.security.keys import ClusterKey
 from kvferry.security.tokens import make_token

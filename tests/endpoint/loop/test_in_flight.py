@@ -25,7 +25,7 @@ class Carrier:
         self.asked: list[Op] = []
         self.ends: dict[Op, WriteEnded] = {}
 
-    def look(self, op: Op) -> WriteEnded | None:
+    def check_write(self, op: Op) -> WriteEnded | None:
         self.asked.append(op)
         return self.ends.pop(op, None)
 

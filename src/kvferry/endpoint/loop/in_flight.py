@@ -33,7 +33,7 @@ class WritesInFlight:
         for job, (transport, due) in list(self._writes.items()):
             if due > now:
                 continue
-            ended = transport.look(job.op)
+            ended = transport.check_write(job.op)
             if ended is None:
                 self._writes[job] = transport, now + pause(now - job.started)
             else:

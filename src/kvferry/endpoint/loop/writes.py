@@ -112,7 +112,7 @@ class TransportWrites:
             self._fail(job, str(error))
             return
         reached = link.at_once
-        if reached is not None and (reached.transport.writes_elsewhere or job.is_small()):
+        if reached is not None and (reached.transport.write_now_is_async or job.is_small()):
             self._write_now(job, reached)
         else:
             self._transport_thread.write(job)

@@ -1,4 +1,4 @@
-"""An endpoint's status at the discovery service: told by a thread of its own, and taken back."""
+"""The status reporter: an endpoint is shown while it runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from discovery.parts import wait_until
 from telemetry.scenes import Scene
 
 from kvferry.dashboard.client import StatusClient
-from kvferry.discovery.reporting import StatusReporter
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.reporter import StatusReporter
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.ids import Peer
 from kvferry.telemetry.reports import EndpointView, ReportRequest
 
@@ -19,7 +19,7 @@ def test_an_endpoint_is_shown_until_its_reporter_closes() -> None:
     with DiscoveryServer() as server:
         scene = Scene(server.url, {}, {"d": 1})
 
-        def make(wishes: ReportRequest) -> Future[EndpointView]:
+        def make(request: ReportRequest) -> Future[EndpointView]:
             made: Future[EndpointView] = Future()
             made.set_result(scene.view("target", "d", 0, 1))
             return made

@@ -1,6 +1,7 @@
-"""The signer of requests to one service: knows in which life that is.
+"""Signs requests to a discovery service, which gets a random id ("life") at each start.
 
-Belongs to the event loop of the client. Foreign exceptions are its caller's to translate.
+A signature is valid for one life only. Belongs to the client's event loop. Exceptions of aiohttp
+pass through to the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_BYTES = 1 << 16
 
 
 class RequestSigner:
-    """For one service at one address. Without a key nothing is asked and nothing is signed."""
+    """Signs requests to the service at one URL. Without a key it does nothing."""
 
     def __init__(self, base: str, key: ClusterKey | None) -> None:
         self._base = base
@@ -27,40 +28,41 @@ class RequestSigner:
         self._life = ""
 
     def forget(self) -> None:
-        """It has said that it is not who it was."""
+        """Ask for the service's life again, because it has restarted."""
         self._life = ""
 
     async def authorization(
         self, session: aiohttp.ClientSession, method: str, path: str, body: bytes = b""
     ) -> dict[str, str]:
-        """The headers that let a request in; asks who is there, if that is not known."""
+        """Return the headers that authorize a request. Asks for the service's life if unknown."""
         if self._key is None:
             return {}
         if not self._life:
-            self._life = await self._meet(session, self._key)
+            self._life = await self._request_life(session, self._key)
         return {"Authorization": sign(self._key, self._life, method, path, body, time.time())}
 
-    async def _meet(self, session: aiohttp.ClientSession, key: bytes) -> str:
+    async def _request_life(self, session: aiohttp.ClientSession, key: bytes) -> str:
         nonce = new_nonce()
-        where = URL(f"{self._base}/healthz?nonce={nonce}", encoded=True)
-        async with session.get(where, allow_redirects=False) as response:
+        url = URL(f"{self._base}/healthz?nonce={nonce}", encoded=True)
+        async with session.get(url, allow_redirects=False) as response:
             answer = await response.content.read(MAX_BYTES)
         try:
-            told = msgspec.json.decode(answer, type=Introduction)
+            found = msgspec.json.decode(answer, type=Introduction)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            told = None
-        if told is None or response.status != 200:
+            found = None
+        if found is None or response.status != 200:
             raise DiscoveryError(
                 DiscoveryFault.UNREACHABLE,
-                f"no discovery service answers there (status {response.status}); check the address",
+                f"{self._base} is not a discovery service (it answers {response.status}); "
+                f"check the URL",
             )
-        if not told.life:
+        if not found.life:
             raise DiscoveryError(
                 DiscoveryFault.UNSIGNED,
                 f"{self._base} has no cluster key; start it with the same --key",
             )
-        if not told.fits(key, nonce):
+        if not found.fits(key, nonce):
             raise DiscoveryError(
                 DiscoveryFault.UNSIGNED, f"{self._base} has another cluster key; use the same file"
             )
-        return told.life
+        return found.life

@@ -1,4 +1,4 @@
-"""Several transports of one endpoint: which are made, which take the memory, who is left out."""
+"""The transports of one endpoint: which are made, which register memory, which are left out."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvferry.protocol.messages import MAX_METADATA, MAX_WHY
 from kvferry.regions import Region
 from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
 from kvferry.transports.registry import ready_transports
-from kvferry.transports.transport_set import BEST_FIRST, TransportSet, asked_for
+from kvferry.transports.transport_set import BEST_FIRST, TransportSet, transport_names
 
 POOL, SLOTS = Region(4096, 64), Region(8192, 32)
 
 
-class Paper(Transport):
-    """Writes down what it is given, and refuses what a test says."""
+class RecordingTransport(Transport):
+    """A transport that records its calls and fails the one that a test names."""
 
-    name: ClassVar[str] = "paper"
+    name: ClassVar[str] = "recorder"
 
     def __init__(self, refuses: str = "", payload: bytes = b"here") -> None:
         super().__init__(TransportSetup(agent="a", copy=copy_binding))
@@ -65,41 +65,41 @@ class Paper(Transport):
         self.is_closed = True
 
 
-class Glass(Paper):
-    """Maps memory."""
+class MappingTransport(RecordingTransport):
+    """One that maps peers' memory."""
 
-    name: ClassVar[str] = "glass"
+    name: ClassVar[str] = "mapper"
     maps_peer: ClassVar[bool] = True
 
 
-def auto(*transports: Transport) -> TransportSet:
-    return TransportSet("auto", transports, lenient=True)
+def auto(*made: Transport) -> TransportSet:
+    return TransportSet("auto", made, lenient=True)
 
 
 @pytest.mark.parametrize(
     ("name", "names"),
     [("auto", BEST_FIRST), ("nixl", ("nixl",)), ("shm, nixl", ("shm", "nixl"))],
 )
-def test_what_a_name_means(name: str, names: tuple[str, ...]) -> None:
-    assert asked_for(name) == names
+def test_a_setting_names_transports_best_first(name: str, names: tuple[str, ...]) -> None:
+    assert transport_names(name) == names
 
 
 @pytest.mark.parametrize("name", ["", "shm,,nixl", "shm,shm", ","])
-def test_what_means_nothing_is_refused(name: str) -> None:
+def test_a_malformed_setting_is_refused(name: str) -> None:
     with pytest.raises(TransportError, match="write auto, one name, or several as in shm,nixl"):
-        asked_for(name)
+        transport_names(name)
 
 
 def failing_to_make(error: str) -> Callable[[str], Transport]:
     def make(name: str) -> Transport:
         if name in ("shm", "nixl"):
-            return Paper()
+            return RecordingTransport()
         raise TransportError(f"{error} {name}")
 
     return make
 
 
-def test_what_is_not_installed_is_left_out_with_its_reason_unless_it_was_named() -> None:
+def test_a_missing_transport_is_left_out_unless_requested_by_name() -> None:
     made = TransportSet.make("auto", failing_to_make("install"))
     assert made.lacked == {"cuda": "install cuda", "mooncake": "install mooncake"}
     assert (made.name, made.names) == ("auto", ("shm", "nixl"))
@@ -107,71 +107,71 @@ def test_what_is_not_installed_is_left_out_with_its_reason_unless_it_was_named()
         TransportSet.make("shm,mooncake", failing_to_make("install"))
 
 
-def test_nothing_at_all_is_an_error_with_every_reason() -> None:
-    paper = Paper("register")
-    with pytest.raises(TransportError, match="no transport can be used here: paper: not that mem"):
-        auto(paper).register([POOL], None, writable=True)
-    assert paper.is_closed
+def test_no_usable_transport_is_an_error_with_every_reason() -> None:
+    recorder = RecordingTransport("register")
+    with pytest.raises(TransportError, match="no transport works here: recorder: not that m"):
+        auto(recorder).register([POOL], None, writable=True)
+    assert recorder.is_closed
 
 
-def test_pools_are_made_for_whoever_maps_them() -> None:
-    several = auto(Paper(), Glass())
-    assert bytes(several.allocate(3)) == b"ggg"
-    lacking = auto(Paper(), Glass("allocate"))
-    assert bytes(lacking.allocate(3)) == b"ppp"
-    assert lacking.lacked == {"glass": "there is no room"}
+def test_pools_are_allocated_by_a_transport_that_maps_them() -> None:
+    transports = auto(RecordingTransport(), MappingTransport())
+    assert bytes(transports.allocate(3)) == b"mmm"
+    lacking = auto(RecordingTransport(), MappingTransport("allocate"))
+    assert bytes(lacking.allocate(3)) == b"rrr"
+    assert lacking.lacked == {"mapper": "there is no room"}
     with pytest.raises(TransportError, match=r"^there is no room$"):
-        TransportSet.of(Glass("allocate")).allocate(3)
+        TransportSet.of(MappingTransport("allocate")).allocate(3)
 
 
-def test_staging_memory_is_for_those_that_stage() -> None:
-    paper, glass = Paper(), Glass()
-    several = auto(glass, paper)
-    several.register([POOL], SLOTS, writable=True)
-    assert (glass.regions, paper.regions) == ((POOL,), (POOL, SLOTS))
-    assert several.stages
-    assert not auto(glass).stages
+def test_only_transports_that_stage_register_staging_memory() -> None:
+    recorder, mapper = RecordingTransport(), MappingTransport()
+    transports = auto(mapper, recorder)
+    transports.register([POOL], SLOTS, writable=True)
+    assert (mapper.regions, recorder.regions) == ((POOL,), (POOL, SLOTS))
+    assert transports.stages
+    assert not auto(mapper).stages
 
 
-def test_whoever_can_not_take_the_memory_is_left_out_and_closed() -> None:
-    paper, glass = Paper(), Glass("register")
-    several = auto(glass, paper)
-    several.register([POOL], None, writable=True)
-    assert (several.names, glass.is_closed, paper.is_closed) == (("paper",), True, False)
-    offers = several.offers(writable=True)
+def test_a_transport_that_cannot_register_is_closed_and_left_out() -> None:
+    recorder, mapper = RecordingTransport(), MappingTransport("register")
+    transports = auto(mapper, recorder)
+    transports.register([POOL], None, writable=True)
+    assert (transports.names, mapper.is_closed, recorder.is_closed) == (("recorder",), True, False)
+    offers = transports.offers(writable=True)
     assert [(offer.name, offer.realm, offer.payload) for offer in offers.held] == [
-        ("paper", "paper", b"here")
+        ("recorder", "recorder", b"here")
     ]
-    assert [(lack.name, lack.why) for lack in offers.lacked] == [("glass", "not that memory")]
-    several.close()
-    assert paper.is_closed
+    assert [(lack.name, lack.why) for lack in offers.lacked] == [("mapper", "not that memory")]
+    transports.close()
+    assert recorder.is_closed
 
 
-def test_a_source_does_not_tell_how_to_write_into_it() -> None:
-    (offer,) = auto(Paper()).offers(writable=False).held
+def test_a_source_offers_no_metadata() -> None:
+    (offer,) = auto(RecordingTransport()).offers(writable=False).held
     assert offer.payload == b""
 
 
-def test_what_no_frame_could_carry_is_not_offered() -> None:
-    several = auto(Paper(), Glass(payload=bytes(MAX_METADATA + 1)))
-    assert [offer.name for offer in several.offers(writable=True).held] == ["paper"]
-    several.lacked["glass"] = "x" * 1000
-    assert len(several.offers(writable=True).lacked[0].why) == MAX_WHY
+def test_metadata_too_large_for_a_frame_is_not_offered() -> None:
+    transports = auto(RecordingTransport(), MappingTransport(payload=bytes(MAX_METADATA + 1)))
+    assert [offer.name for offer in transports.offers(writable=True).held] == ["recorder"]
+    transports.lacked["mapper"] = "x" * 1000
+    assert len(transports.offers(writable=True).lacked[0].why) == MAX_WHY
 
 
-def test_options_go_to_whoever_knows_them() -> None:
+def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(TransportError, match="none of shm, cuda, nixl, mooncake has an option 'x'"):
         make_transports("auto", options={"x": "1"})
     with pytest.raises(TransportError, match=r"has no option|NIXL"):
         make_transports("nixl", options={"x": "1"})
 
 
-def test_nobody_gets_an_open_port_unasked() -> None:
+def test_auto_opens_no_public_port_on_loopback() -> None:
     why = make_transports("auto", "127.0.0.1").lacked["mooncake"]
     assert "Mooncake" in why or "listens on every address" in why
 
 
-def test_what_is_ready() -> None:
+def test_ready_transports() -> None:
     assert "shm" in [one.name for one in ready_transports("auto")]
     assert [one.name for one in ready_transports("shm")] == ["shm"]
     with pytest.raises(TransportError, match="there is no transport 'x'"):

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvferry.discovery.http.registry import InstanceRegistry
 from kvferry.discovery.records import (
     DiscoveryError,
     DiscoveryFault,
@@ -18,7 +19,6 @@ from kvferry.discovery.records import (
     RankRecord,
     RankView,
 )
-from kvferry.discovery.registry import InstanceRegistry
 from kvferry.errors import InputError
 from kvferry.layout import Layout
 
@@ -59,14 +59,14 @@ def test_an_instance_is_complete_with_its_last_rank(registry: InstanceRegistry) 
     assert registry.explain("p") == "'p' is complete"
 
 
-def test_the_same_again_changes_nothing(registry: InstanceRegistry) -> None:
+def test_registering_the_same_record_again_changes_nothing(registry: InstanceRegistry) -> None:
     view = complete(registry)
     assert registry.register(record(rank=0), 5, LEASE_S) is False
     assert registry.resolve("p") is view
     assert registry.num_records == 2
 
 
-def test_a_new_life_replaces_the_old_one_at_once(registry: InstanceRegistry) -> None:
+def test_a_new_incarnation_replaces_the_old_one_at_once(registry: InstanceRegistry) -> None:
     before = complete(registry)
     assert registry.register(record(rank=0, incarnation=9), 1, LEASE_S) is True
     after = registry.resolve("p")
@@ -77,7 +77,7 @@ def test_a_new_life_replaces_the_old_one_at_once(registry: InstanceRegistry) -> 
         registry.renew("p", 0, 1, 2, LEASE_S)
     assert fault(error) is DiscoveryFault.REPLACED
     with pytest.raises(DiscoveryError) as error:
-        registry.leave("p", 0, 1)
+        registry.withdraw("p", 0, 1)
     assert fault(error) is DiscoveryFault.REPLACED
     assert registry.resolve("p") is after
 
@@ -97,7 +97,7 @@ def test_a_lease_ends_unless_it_is_renewed(registry: InstanceRegistry) -> None:
     assert "nobody has registered as 'p'" in registry.explain("p")
 
 
-def test_one_that_returns_is_taken_back_under_another_version(registry: InstanceRegistry) -> None:
+def test_a_rank_that_returns_gives_a_new_version(registry: InstanceRegistry) -> None:
     first = complete(registry)
     registry.expire(100)
     again = complete(registry, now=100)
@@ -105,13 +105,13 @@ def test_one_that_returns_is_taken_back_under_another_version(registry: Instance
     assert again.version != first.version
 
 
-def test_leaving_ends_the_instance(registry: InstanceRegistry) -> None:
+def test_withdrawing_a_rank_ends_the_instance(registry: InstanceRegistry) -> None:
     complete(registry)
-    assert registry.leave("p", 1, 2) is True
+    assert registry.withdraw("p", 1, 2) is True
     assert registry.resolve("p") is None
-    assert registry.leave("p", 0, 1) is False
+    assert registry.withdraw("p", 0, 1) is False
     with pytest.raises(DiscoveryError) as error:
-        registry.leave("p", 0, 1)
+        registry.withdraw("p", 0, 1)
     assert fault(error) is DiscoveryFault.NO_LEASE
 
 
@@ -119,7 +119,7 @@ def test_leaving_ends_the_instance(registry: InstanceRegistry) -> None:
     "changes",
     [{"fingerprint": "other"}, {"transport": "nixl"}, {"layout": layout(tp=2, page_tokens=64)}],
 )
-def test_ranks_that_differ_are_no_instance(
+def test_ranks_that_disagree_are_not_complete(
     registry: InstanceRegistry, changes: dict[str, Any]
 ) -> None:
     registry.register(record(rank=0), 0, LEASE_S)
@@ -147,7 +147,7 @@ def test_a_rolling_restart_with_another_layout(registry: InstanceRegistry) -> No
     assert [rank.incarnation for rank in view.ranks] == [30]
 
 
-def test_everything_is_bounded() -> None:
+def test_instances_and_ranks_are_limited() -> None:
     registry = InstanceRegistry("e", max_instances=2, max_records=3)
     complete(registry, "a")
     registry.register(record("b"), 0, LEASE_S)
@@ -155,7 +155,7 @@ def test_everything_is_bounded() -> None:
         with pytest.raises(DiscoveryError, match="use another discovery service") as error:
             registry.register(full, 0, LEASE_S)
         assert fault(error) is DiscoveryFault.FULL
-    registry.leave("a", 1, 2)
+    registry.withdraw("a", 1, 2)
     with pytest.raises(DiscoveryError, match="2 instances") as error:
         registry.register(record("c"), 0, LEASE_S)
     registry.register(record("b", 1), 0, LEASE_S)
@@ -164,9 +164,9 @@ def test_everything_is_bounded() -> None:
     assert registry.num_complete == 1
 
 
-def test_time_in_which_nobody_could_renew_does_not_count(registry: InstanceRegistry) -> None:
+def test_extend_all_extends_every_lease(registry: InstanceRegistry) -> None:
     complete(registry)
-    registry.prolong(100)
+    registry.extend_all(100)
     assert registry.expire(109) == []
     assert len(registry.expire(110)) == 2
 
@@ -192,14 +192,14 @@ def test_time_in_which_nobody_could_renew_does_not_count(registry: InstanceRegis
         {"metadata": {str(n): "" for n in range(33)}},
     ],
 )
-def test_a_record_from_the_wire_has_limits(changes: dict[str, object]) -> None:
+def test_a_record_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
     good = msgspec.to_builtins(record())
     assert msgspec.convert(good, RankRecord) == record()
     with pytest.raises((msgspec.ValidationError, InputError)):
         msgspec.convert(good | changes, RankRecord)
 
 
-def test_a_view_from_the_wire_has_every_rank_once() -> None:
+def test_a_view_without_every_rank_is_refused() -> None:
     view = InstanceView("p", "e.1", "m", layout(tp=1), "shm", (RankView(0, 1, "c"),))
     assert msgspec.json.decode(msgspec.json.encode(view), type=InstanceView) == view
     for ranks in ((), view.ranks * 2, (RankView(1, 1, "c"),)):
@@ -253,7 +253,7 @@ class Registrations(RuleBasedStateMachine):
     def leave(self, name: str, rank: int, life: int) -> None:
         known = self.model.get((name, rank))
         if known is not None and known[0].incarnation == life:
-            self.registry.leave(name, rank, life)
+            self.registry.withdraw(name, rank, life)
             del self.model[name, rank]
 
     @rule(seconds=st.integers(0, 4))

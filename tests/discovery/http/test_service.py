@@ -1,4 +1,4 @@
-"""The service over real sockets, asked without our own client."""
+"""The service over real sockets, with plain HTTP requests."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from discovery.parts import (
     wait_until,
 )
 
-from kvferry.discovery.http_service import MAX_BODY_BYTES
+from kvferry.discovery.http.server import DiscoveryServer
+from kvferry.discovery.http.service import MAX_BODY_BYTES
 from kvferry.discovery.records import InstanceView
-from kvferry.discovery.server import DiscoveryServer
 from kvferry.errors import InputError
 from kvferry.security.keys import ClusterKey
 from kvferry.security.signing import sign
@@ -58,8 +58,8 @@ def complete(url: str, lease_s: float = 10.0) -> InstanceView:
     return msgspec.json.decode(answer.body, type=InstanceView)
 
 
-class Asking(threading.Thread):
-    """A request that waits."""
+class PendingRequest(threading.Thread):
+    """A request that waits, in a thread."""
 
     def __init__(self, url: str, path: str) -> None:
         super().__init__(daemon=True)
@@ -70,8 +70,8 @@ class Asking(threading.Thread):
     def run(self) -> None:
         self.answer = ask(self.url, "GET", self.path)
 
-    def until_it_waits(self, num_waiting: int = 1) -> Asking:
-        """For an answer that is not there yet."""
+    def until_it_waits(self, num_waiting: int = 1) -> PendingRequest:
+        """Wait until the service has ``num_waiting`` waiting requests."""
         waiting = f"kvferry_discovery_waiting_requests {num_waiting}.0".encode()
         wait_until(lambda: waiting in ask(self.url, "GET", "/metrics").body)
         return self
@@ -85,7 +85,7 @@ class Asking(threading.Thread):
 # ---------------------------------------------------------------- registering and finding
 
 
-def test_what_ranks_register_others_find(url: str) -> None:
+def test_a_complete_instance_is_found(url: str) -> None:
     assert put(url, 0).status == 204
     answer = ask(url, "GET", "/v1/instances/p")
     assert (answer.status, answer.code) == (404, "incomplete")
@@ -97,7 +97,7 @@ def test_what_ranks_register_others_find(url: str) -> None:
     assert [rank.control for rank in view.ranks] == ["tcp://127.0.0.1:5000", "tcp://127.0.0.1:5001"]
 
 
-def test_the_list_is_for_people_and_routers(url: str) -> None:
+def test_the_list_shows_every_instance(url: str) -> None:
     assert ask(url, "GET", "/v1/instances").json == {"instances": []}
     put(url, 0)
     (line,) = ask(url, "GET", "/v1/instances").json["instances"]
@@ -110,7 +110,7 @@ def test_the_list_is_for_people_and_routers(url: str) -> None:
     assert line["layout"] == "TP2, page 16, NHD"
 
 
-def test_leaving_needs_the_incarnation(url: str) -> None:
+def test_withdrawing_needs_the_incarnation(url: str) -> None:
     complete(url)
     assert ask(url, "DELETE", f"{RANK}?incarnation=5").code == "replaced"
     assert ask(url, "DELETE", RANK).code == "malformed"
@@ -148,8 +148,8 @@ def test_names_may_have_slashes_and_ports(url: str) -> None:
 # ---------------------------------------------------------------- waiting
 
 
-def test_who_waits_hears_at_once(url: str) -> None:
-    asking = Asking(url, "/v1/instances/p?wait_s=30").until_it_waits()
+def test_a_waiting_request_is_answered_at_once(url: str) -> None:
+    asking = PendingRequest(url, "/v1/instances/p?wait_s=30").until_it_waits()
     put(url, 0)
     begun = time.monotonic()
     put(url, 1)
@@ -157,31 +157,31 @@ def test_who_waits_hears_at_once(url: str) -> None:
     assert time.monotonic() - begun < ENOUGH_S / 3
 
 
-def test_who_has_the_version_waits_for_another(url: str) -> None:
+def test_a_request_with_the_current_version_waits_for_a_change(url: str) -> None:
     version = complete(url).version
     path = f"/v1/instances/p?version={version}&wait_s="
     assert ask(url, "GET", f"{path}0.2").status == 304
-    asking = Asking(url, f"{path}30").until_it_waits()
+    asking = PendingRequest(url, f"{path}30").until_it_waits()
     put(url, 0, 7)
     assert asking.result().json["ranks"][0]["incarnation"] == 7
 
 
-def test_who_has_the_version_hears_of_the_end_at_once(url: str) -> None:
+def test_a_request_with_the_current_version_is_told_of_the_end(url: str) -> None:
     version = complete(url).version
-    asking = Asking(url, f"/v1/instances/p?version={version}&wait_s=30").until_it_waits()
+    asking = PendingRequest(url, f"/v1/instances/p?version={version}&wait_s=30").until_it_waits()
     ask(url, "DELETE", f"{RANK}?incarnation=1")
     assert asking.result().code == "incomplete"
     assert ask(url, "GET", f"/v1/instances/p?version={version}&wait_s=30").code == "incomplete"
 
 
-def test_who_has_nothing_waits_for_something(url: str) -> None:
+def test_a_request_for_an_unknown_instance_waits(url: str) -> None:
     begun = time.monotonic()
     answer = ask(url, "GET", "/v1/instances/q?wait_s=0.3")
     assert (answer.code, time.monotonic() - begun > 0.25) == ("incomplete", True)
     assert "nobody has registered as 'q'" in answer.message
 
 
-def test_a_service_that_has_just_started_does_not_say_that_an_instance_ended() -> None:
+def test_a_new_service_does_not_end_older_views_until_it_settles() -> None:
     with DiscoveryServer(settle_s=2.0) as server:
         path = "/v1/instances/p?version=0a0b0c0d.5&wait_s=0.1"
         answer = ask(server.url, "GET", path)
@@ -191,9 +191,9 @@ def test_a_service_that_has_just_started_does_not_say_that_an_instance_ended() -
         assert ask(server.url, "GET", path).status == 200
 
 
-def test_stopping_answers_those_who_wait() -> None:
+def test_waiting_requests_are_answered_at_shutdown() -> None:
     server = DiscoveryServer().start()
-    asking = [Asking(server.url, "/v1/instances/p?wait_s=50") for _ in range(5)]
+    asking = [PendingRequest(server.url, "/v1/instances/p?wait_s=50") for _ in range(5)]
     asking[-1].until_it_waits(5)
     begun = time.monotonic()
     server.stop()
@@ -202,12 +202,12 @@ def test_stopping_answers_those_who_wait() -> None:
     assert {one.result().code for one in asking} == {"stopping"}
 
 
-def test_health_is_answered_and_counted(url: str) -> None:
+def test_health_requests_are_counted(url: str) -> None:
     assert ask(url, "GET", "/healthz").json == {"status": "ok"}
     assert b'asked="GET /healthz"' in ask(url, "GET", "/metrics").body
 
 
-# ---------------------------------------------------------------- input that is wrong
+# ---------------------------------------------------------------- malformed input
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_health_is_answered_and_counted(url: str) -> None:
         registration(record(rank=1)),
     ],
 )
-def test_a_malformed_body_is_one_sentence(url: str, body: bytes) -> None:
+def test_a_malformed_body_is_refused(url: str, body: bytes) -> None:
     answer = ask(url, "PUT", RANK, body)
     assert (answer.status, answer.code) == (400, "malformed")
     assert put(url, 0).status == 204
@@ -263,7 +263,7 @@ def test_an_oversized_body_is_refused(url: str) -> None:
         ("GET", "/v1/instances/%00?version=%00%ff", 503, "settling"),
     ],
 )
-def test_a_wrong_request_is_one_sentence(
+def test_a_malformed_request_is_refused(
     url: str, method: str, path: str, status: int, code: str
 ) -> None:
     answer = ask(url, method, path)
@@ -271,7 +271,7 @@ def test_a_wrong_request_is_one_sentence(
 
 
 @pytest.mark.parametrize("junk", [b"\x00\xff" * 50, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b""])
-def test_strangers_disturb_nobody(url: str, junk: bytes) -> None:
+def test_foreign_bytes_do_not_disturb_the_service(url: str, junk: bytes) -> None:
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port), ENOUGH_S) as stranger:
         stranger.sendall(junk)
@@ -304,7 +304,7 @@ def test_with_a_key_every_request_is_signed(keyed: str) -> None:
     assert line["registered"] == 1
 
 
-def test_a_request_can_t_be_sent_again_or_changed(keyed: str) -> None:
+def test_a_request_cannot_be_replayed_or_changed(keyed: str) -> None:
     body = registration(record())
     header = {"Authorization": signed(keyed, KEY, "PUT", RANK, body)}
     assert ask(keyed, "PUT", RANK, body + b" ", headers=header).code == "unsigned"
@@ -314,7 +314,7 @@ def test_a_request_can_t_be_sent_again_or_changed(keyed: str) -> None:
     assert (answer.status, answer.code) == (401, "replayed")
 
 
-def test_a_request_can_t_be_sent_again_after_a_restart() -> None:
+def test_a_request_cannot_be_replayed_after_a_restart() -> None:
     """The new life has forgotten what it has seen, and takes nothing that was for the old one."""
     body = registration(record())
     with DiscoveryServer(key=KEY) as server:
@@ -328,7 +328,7 @@ def test_a_request_can_t_be_sent_again_after_a_restart() -> None:
         assert ask(again.url, "GET", "/v1/instances", b"", KEY).json["instances"] == []
 
 
-def test_a_request_is_for_one_service(keyed: str) -> None:
+def test_a_request_is_valid_for_one_service(keyed: str) -> None:
     """A second discovery with the same key takes nothing that was for the first."""
     body = registration(record())
     header = {"Authorization": signed(keyed, KEY, "PUT", RANK, body)}
@@ -345,7 +345,7 @@ def test_an_old_signature_is_refused(keyed: str) -> None:
     assert (answer.code, "clock" in answer.message) == ("unsigned", True)
 
 
-def test_health_and_counts_need_no_key_and_name_nobody(keyed: str) -> None:
+def test_health_and_metrics_need_no_key(keyed: str) -> None:
     ask(keyed, "PUT", RANK, registration(record()), KEY)
     assert ask(keyed, "GET", "/healthz").status == 200
     text = ask(keyed, "GET", "/metrics").body.decode()
@@ -356,19 +356,19 @@ def test_health_and_counts_need_no_key_and_name_nobody(keyed: str) -> None:
     assert f'requests_total{{asked="PUT {path}",status="204"}} 1.0' in text
 
 
-def test_without_a_key_only_loopback_can_be_bound() -> None:
+def test_without_a_key_only_loopback_is_allowed() -> None:
     with pytest.raises(InputError, match="make a cluster key with `kvferry key FILE`"):
         DiscoveryServer("0.0.0.0")
     with DiscoveryServer("0.0.0.0", key=KEY) as server:
         assert server.url.startswith("http://0.0.0.0:")
 
 
-def test_ipv6_loopback() -> None:
+def test_ipv6_loopback_is_allowed() -> None:
     with DiscoveryServer("::1") as server:
         assert complete(server.url).name == "p"
 
 
-def test_a_port_in_use_is_one_sentence(url: str) -> None:
+def test_a_used_port_is_refused(url: str) -> None:
     port = urlsplit(url).port
     assert port is not None
     with pytest.raises(InputError, match="Address already in use; choose another"):

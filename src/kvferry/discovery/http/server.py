@@ -1,19 +1,17 @@
-"""The discovery service in a thread of its own, inside whichever process starts it."""
+"""Runs the discovery service in a thread, inside whichever process starts it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import threading
-from types import TracebackType
 
-from kvferry.discovery.http_service import DiscoveryService
+from kvferry.discovery.http.service import DiscoveryService
 from kvferry.discovery.records import DiscoveryError, DiscoveryFault
-from kvferry.errors import InputError
 from kvferry.http.connections import Connections
-from kvferry.http.limits import BACKLOG, limits_here
+from kvferry.http.limits import limits_here
+from kvferry.http.listening import bind_socket, http_url
 from kvferry.http.site import HttpSite
 from kvferry.security.keys import ClusterKey, checked_bind_address
 
@@ -23,7 +21,7 @@ log = logging.getLogger("kvferry.discovery")
 SETTLE_S = 30.0
 SHUTDOWN_S = 1.0
 JOIN_S = 10.0
-# A request needs no file but its connection.
+# Open files per connection: a request needs none beside the socket.
 FILES_EACH = 1
 
 
@@ -42,7 +40,8 @@ class DiscoveryServer:
         settle_s: float = SETTLE_S,
     ) -> None:
         self.url = ""
-        self._address = (checked_bind_address(host, port, key), port)
+        self._address = checked_bind_address(host, port, key)
+        self._port = port
         self._signing_key = key.http if key is not None else None
         self._settle_s = settle_s
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -50,8 +49,9 @@ class DiscoveryServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> DiscoveryServer:
-        """Listen. The port is bound when this returns, and ``url`` is known."""
-        listener = self._listen()
+        """Listen. On return the server accepts connections and ``url`` is set."""
+        listener = bind_socket(self._address, self._port)
+        self.url = http_url(self._address, listener)
         ready = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
@@ -68,7 +68,7 @@ class DiscoveryServer:
         return self
 
     def stop(self) -> None:
-        """Answer whoever waits, close every connection, end the thread. Idempotent."""
+        """Answer waiting clients, close every connection, end the thread. Idempotent."""
         if self._thread is None or self._loop is None or self._stop is None:
             return
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -79,32 +79,11 @@ class DiscoveryServer:
     def __enter__(self) -> DiscoveryServer:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _listen(self) -> socket.socket:
-        host, port = self._address
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            listener = socket.create_server(self._address, family=family, backlog=BACKLOG)
-        except OSError as error:
-            # Python puts the address into its own sentence.
-            reason = os.strerror(error.errno or 0)
-            raise InputError(
-                f"cannot listen on {host} port {port}: {reason}; "
-                f"choose another address or port, or port 0 for any"
-            ) from None
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{listener.getsockname()[1]}"
-        return listener
-
     def _run(self, listener: socket.socket, ready: threading.Event) -> None:
-        # Not the loop that whoever embeds us has set for the process, such as uvloop.
+        # The embedding process may have set another loop policy, such as uvloop's.
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
             runner.run(self._serve(listener, ready))
 

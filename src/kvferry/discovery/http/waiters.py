@@ -1,4 +1,4 @@
-"""Waiters: requests that wait for news of an instance. Belongs to one event loop."""
+"""Requests that wait until an instance changes. Belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_WAITING = 8192
 
 
 class Waiters:
-    """Wakes everybody who waits for a name."""
+    """Waiting requests by the name of their instance."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
@@ -19,10 +19,10 @@ class Waiters:
         self._closed = False
 
     async def wait(self, name: str, timeout_s: float) -> None:
-        """Until there is news of that name, or the time is over."""
+        """Wait until ``wake(name)`` or the timeout. Raises ``FULL`` and ``STOPPING``."""
         if self.num_waiting >= MAX_WAITING:
             raise DiscoveryError(
-                DiscoveryFault.FULL, f"{MAX_WAITING} requests wait; ask again later"
+                DiscoveryFault.FULL, f"{MAX_WAITING} requests are waiting; ask again later"
             )
         event = asyncio.Event()
         self._waiting[name].add(event)
@@ -44,12 +44,12 @@ class Waiters:
             )
 
     def wake(self, name: str) -> None:
-        """There is news of that name."""
+        """Wake the requests that wait for this instance."""
         for event in self._waiting.get(name, ()):
             event.set()
 
     def close(self) -> None:
-        """Wake everybody for good."""
+        """Wake every request; later ones do not wait."""
         self._closed = True
         for name in self._waiting:
             self.wake(name)

@@ -53,7 +53,7 @@ def url_of(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_it_cleanly(start: Start, number: signal.Signals) -> None:
+def test_a_signal_stops_the_service_cleanly(start: Start, number: signal.Signals) -> None:
     process = start("--port", "0")
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -67,19 +67,19 @@ def test_a_signal_stops_it_cleanly(start: Start, number: signal.Signals) -> None
     assert f"stopped url={url}" in err
 
 
-def test_with_json_the_last_line_is_one_document(start: Start) -> None:
+def test_json_prints_one_document(start: Start) -> None:
     process = start("--port", "0", "--json")
     assert ask(url_of(process), "GET", "/healthz").status == 200
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=ENOUGH_S)[0] == ""
 
 
-def test_a_port_in_use_is_one_sentence(start: Start) -> None:
+def test_a_used_port_is_refused(start: Start) -> None:
     first = start("--port", "0", "--json")
     port = str(urlsplit(url_of(first)).port)
     second = start("--port", port, "--json")
     out, err = second.communicate(timeout=ENOUGH_S)
-    sentence = f"cannot listen on 127.0.0.1 port {port}: Address already in use"
+    sentence = f"cannot listen on 127.0.0.1:{port}: Address already in use"
     assert second.returncode == 2
     assert err.startswith(f"kvferry: {sentence}")
     assert json.loads(out)["error"].startswith(sentence)
@@ -110,7 +110,7 @@ def test_the_key_comes_from_the_flag_or_the_environment(start: Start, tmp_path: 
         ("--porp 1", "did you mean --port?"),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
     assert main(["serve", "discovery", *words.split()]) == 2
@@ -119,8 +119,8 @@ def test_bad_input_is_one_sentence(
     assert (out, err.count("\n")) == ("", 1)
 
 
-def test_a_service_that_was_stopped_goes_on_where_it_was(start: Start) -> None:
-    """Nobody could renew meanwhile, so nobody has lost a lease."""
+def test_a_stopped_service_keeps_its_leases(start: Start) -> None:
+    """Ranks could not renew meanwhile."""
     lease_s, views = 2.0, list[InstanceView | None]()
     process = start("--port", "0", "--json")
     url = url_of(process)
@@ -136,7 +136,7 @@ def test_a_service_that_was_stopped_goes_on_where_it_was(start: Start) -> None:
         assert len(views) == 1
 
 
-def test_a_service_that_was_killed_is_told_again_when_it_returns(start: Start) -> None:
+def test_ranks_register_again_after_the_service_was_killed(start: Start) -> None:
     first = start("--port", "0", "--json")
     url = url_of(first)
     with DiscoveryClient(url) as client:
@@ -150,7 +150,9 @@ def test_a_service_that_was_killed_is_told_again_when_it_returns(start: Start) -
 # ---------------------------------------------------------------- kvferry key
 
 
-def test_a_key_is_made_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_key_file_is_never_overwritten(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "cluster.key"
     assert main(["key", str(path)]) == 0
     key = ClusterKey.read(path)
@@ -163,9 +165,7 @@ def test_a_key_is_made_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert ClusterKey.read(path) == key
 
 
-def test_a_key_in_json_shows_its_name_only(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_json_shows_only_the_keys_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "cluster.key"
     assert main(["key", str(path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

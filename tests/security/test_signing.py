@@ -1,4 +1,4 @@
-"""Signatures: good once, for a while, for exactly what was signed, and for one service's life."""
+"""Signatures: valid once, for a limited time, for one request and one start of one service."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ASKED = ("PUT", "/v1/x?a=1", b"body")
 
 
 def doubt(guard: RequestVerifier, header: str, now: float = NOW) -> SignatureFault | None:
-    """Of a request as it was asked."""
-    complaint = guard.check(header, *ASKED, now)
-    return complaint.doubt if complaint else None
+    """Return the fault of a request."""
+    refused = guard.check(header, *ASKED, now)
+    return refused.fault if refused else None
 
 
 def signed(guard: RequestVerifier, now: float = NOW) -> str:
     return sign(KEY, guard.life, *ASKED, now)
 
 
-def test_a_signed_request_passes_once() -> None:
+def test_a_signed_request_is_accepted_once() -> None:
     guard = RequestVerifier(KEY)
     header = signed(guard)
     assert doubt(guard, header) is None
@@ -47,11 +47,11 @@ def test_a_signed_request_passes_once() -> None:
         ("PUT", "/v1/x?a=1", b""),
     ],
 )
-def test_a_signature_is_for_what_was_signed(other: tuple[str, str, bytes]) -> None:
+def test_a_changed_request_is_refused(other: tuple[str, str, bytes]) -> None:
     guard = RequestVerifier(KEY)
-    complaint = guard.check(signed(guard), *other, NOW)
-    assert complaint is not None
-    assert complaint.doubt is SignatureFault.OTHER_KEY
+    refused = guard.check(signed(guard), *other, NOW)
+    assert refused is not None
+    assert refused.fault is SignatureFault.OTHER_KEY
 
 
 def test_another_key_is_refused() -> None:
@@ -59,8 +59,8 @@ def test_another_key_is_refused() -> None:
     assert doubt(guard, sign(bytes(32), guard.life, *ASKED, NOW)) is SignatureFault.OTHER_KEY
 
 
-def test_a_signature_is_for_one_life_of_one_service() -> None:
-    """The next life has forgotten what was seen, and a second service has never seen it."""
+def test_a_signature_is_valid_for_one_life() -> None:
+    """The next life and other services have not seen the nonce."""
     before, after = RequestVerifier(KEY), RequestVerifier(KEY)
     header = signed(before)
     assert doubt(before, header) is None
@@ -78,7 +78,7 @@ def test_clocks_may_differ_by_five_minutes(late_s: float) -> None:
     assert doubt(guard, header, NOW + late_s * 0.99) is None
 
 
-def test_the_time_is_signed_as_well() -> None:
+def test_the_time_is_signed() -> None:
     guard = RequestVerifier(KEY)
     scheme, rest = signed(guard).split()
     life, time_s, nonce, signature = rest.split(":")
@@ -90,11 +90,11 @@ NO_SIGNATURES = ["", "Bearer x", "kvferry", "kvferry 1:2:3", "kvferry x:" + "0" 
 
 
 @pytest.mark.parametrize("header", NO_SIGNATURES)
-def test_what_is_no_signature_is_refused(header: str) -> None:
+def test_a_malformed_signature_is_refused(header: str) -> None:
     assert doubt(RequestVerifier(KEY), header) is SignatureFault.UNSIGNED
 
 
-def test_what_is_remembered_is_bounded_and_forgotten_when_it_is_stale() -> None:
+def test_remembered_nonces_are_bounded_and_expire() -> None:
     guard = RequestVerifier(KEY, max_nonces=3)
     for second in range(3):
         assert doubt(guard, signed(guard, NOW + second), NOW + second) is None
@@ -103,7 +103,7 @@ def test_what_is_remembered_is_bounded_and_forgotten_when_it_is_stale() -> None:
     assert doubt(guard, signed(guard, later), later) is None
 
 
-def test_a_signature_is_remembered_for_as_long_as_it_is_good() -> None:
+def test_a_nonce_is_remembered_while_its_signature_is_valid() -> None:
     guard = RequestVerifier(KEY)
     early = signed(guard, NOW + TOLERANCE_S)
     assert doubt(guard, early) is None
@@ -115,7 +115,7 @@ def test_a_signature_is_remembered_for_as_long_as_it_is_good() -> None:
 # ---------------------------------------------------------------- learning a life
 
 
-def test_only_who_has_the_key_can_name_a_life() -> None:
+def test_only_a_holder_of_the_key_can_name_a_life() -> None:
     guard, nonce = RequestVerifier(KEY), new_nonce()
     told = guard.introduce(nonce)
     assert told.life == guard.life
@@ -126,12 +126,12 @@ def test_only_who_has_the_key_can_name_a_life() -> None:
 
 
 @pytest.mark.parametrize("life", ["", "x", "0" * 31 + "\n", "ä" * 32])
-def test_what_is_no_life_is_not_believed(life: str) -> None:
+def test_a_malformed_life_is_refused(life: str) -> None:
     assert not Introduction(life, "0" * 64).fits(KEY, new_nonce())
     assert not Introduction("0" * 32, "ä").fits(KEY, new_nonce())
 
 
 @pytest.mark.parametrize("nonce", ["", "x", "0" * 33, "request"])
-def test_an_introduction_is_no_oracle(nonce: str) -> None:
-    """Nothing but a nonce is ever put under the key for whoever asks."""
+def test_an_introduction_signs_only_nonces(nonce: str) -> None:
+    """The service signs nothing else on request."""
     assert RequestVerifier(KEY).introduce(nonce) == Introduction()

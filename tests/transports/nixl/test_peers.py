@@ -1,13 +1,13 @@
-"""Transfers that are over are posted again for the same piece, and given back in the end."""
+"""The cache of completed transfer handles."""
 
 from __future__ import annotations
 
 from kvferry.transports.nixl.peers import MAX_HANDLES, DescriptorHandles
-from kvferry.transports.single_descriptor import Single
+from kvferry.transports.single_descriptor import SingleDescriptor
 
 
 class Handle:
-    """NIXL's, as far as it is kept."""
+    """Stands for a NIXL transfer handle."""
 
     def __init__(self) -> None:
         self.num_released = 0
@@ -16,11 +16,11 @@ class Handle:
         self.num_released += 1
 
 
-def piece(number: int) -> Single:
-    return Single(0, number, 0, 0, 1)
+def piece(number: int) -> SingleDescriptor:
+    return SingleDescriptor(0, number, 0, 0, 1)
 
 
-def test_whoever_takes_one_has_it_alone() -> None:
+def test_acquire_removes_the_handle() -> None:
     handles, handle = DescriptorHandles(), Handle()
     assert handles.acquire(piece(1)) is None
     handles.keep(piece(1), handle)
@@ -30,14 +30,14 @@ def test_whoever_takes_one_has_it_alone() -> None:
     assert not handle.num_released
 
 
-def test_what_is_not_a_single_piece_is_given_back() -> None:
+def test_handles_of_several_pieces_are_released() -> None:
     handles, handle = DescriptorHandles(), Handle()
     handles.keep(None, handle)
     assert handles.acquire(None) is None
     assert handle.num_released == 1
 
 
-def test_the_second_of_one_piece_is_given_back() -> None:
+def test_a_second_handle_of_one_piece_is_released() -> None:
     handles, one, other = DescriptorHandles(), Handle(), Handle()
     handles.keep(piece(1), one)
     handles.keep(piece(1), other)
@@ -45,7 +45,7 @@ def test_the_second_of_one_piece_is_given_back() -> None:
     assert handles.acquire(piece(1)) is one
 
 
-def test_no_more_are_kept_than_there_is_room_for_and_all_are_given_back() -> None:
+def test_the_oldest_handles_are_released_when_full() -> None:
     handles, many = DescriptorHandles(), [Handle() for _ in range(MAX_HANDLES + 1)]
     for number, handle in enumerate(many):
         handles.keep(piece(number), handle)

@@ -1,17 +1,17 @@
-"""The service's own metrics: counts, and no names."""
+"""Prometheus metrics of the discovery service. They are counts and contain no names."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from kvferry.discovery.registry import InstanceRegistry
-from kvferry.discovery.waiters import Waiters
+from kvferry.discovery.http.registry import InstanceRegistry
+from kvferry.discovery.http.waiters import Waiters
 
 
 class DiscoveryMetrics:
-    """What one service counts, in a collection of its own."""
+    """The metrics of one service, in a registry of their own."""
 
-    def __init__(self, registry: InstanceRegistry, waiters: Waiters) -> None:
+    def __init__(self, instances: InstanceRegistry, waiters: Waiters) -> None:
         self.collection = CollectorRegistry()
         self.requests = Counter(
             "kvferry_discovery_requests",
@@ -25,12 +25,12 @@ class DiscoveryMetrics:
             registry=self.collection,
         )
         self._gauge("instances", "Instances of which any rank is registered").set_function(
-            lambda: registry.num_instances
+            lambda: instances.num_instances
         )
         self._gauge("complete_instances", "Instances that can be used").set_function(
-            lambda: registry.num_complete
+            lambda: instances.num_complete
         )
-        self._gauge("ranks", "Registered ranks").set_function(lambda: registry.num_records)
+        self._gauge("ranks", "Registered ranks").set_function(lambda: instances.num_records)
         self._gauge("waiting_requests", "Requests that wait for news").set_function(
             lambda: waiters.num_waiting
         )
@@ -39,5 +39,5 @@ class DiscoveryMetrics:
         return Gauge(f"kvferry_discovery_{name}", text, registry=self.collection)
 
     def text(self) -> bytes:
-        """As Prometheus reads it."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self.collection)

@@ -1,28 +1,42 @@
-"""A client signs for the life that a service is in, and notices when that is another."""
+"""The HTTP backend: conformance, restarts of the service, and services without the key."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
 
-from kvferry.discovery.http_backend import HttpDiscovery
+from kvferry.discovery.base import Discovery
+from kvferry.discovery.http.backend import HttpDiscovery
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.discovery.records import DiscoveryError, DiscoveryFault
-from kvferry.discovery.server import DiscoveryServer
 from kvferry.security.keys import ClusterKey
+from kvferry.testing.discovery import DiscoverySuite
 
 KEY = ClusterKey(bytes(range(32)))
 
 
+class TestConformance(DiscoverySuite):
+    @pytest.fixture(autouse=True)
+    def _server(self) -> Iterator[None]:
+        with DiscoveryServer() as server:
+            self.url = server.url
+            yield
+
+    def make(self) -> Discovery:
+        return HttpDiscovery(self.url)
+
+
 async def fault_of(discovery: HttpDiscovery) -> DiscoveryFault:
-    """Asks for an instance that nobody has; that there is none is the right answer."""
+    """Ask for an unknown instance and return the fault."""
     with pytest.raises(DiscoveryError) as error:
         await discovery.watch("nobody", "", 0.0)
     return error.value.fault
 
 
-def test_a_service_that_restarts_is_asked_in_its_new_life() -> None:
+def test_a_restart_of_the_service_is_transparent() -> None:
     async def talk() -> list[DiscoveryFault]:
         with DiscoveryServer(key=KEY) as server:
             discovery, port = HttpDiscovery(server.url, KEY), urlsplit(server.url).port
@@ -41,9 +55,7 @@ def test_a_service_that_restarts_is_asked_in_its_new_life() -> None:
     [(ClusterKey(bytes(32)), "another cluster key"), (None, "has no cluster key")],
     ids=["another key", "no key"],
 )
-def test_a_service_that_can_t_prove_itself_is_told_nothing(
-    theirs: ClusterKey | None, told: str
-) -> None:
+def test_a_service_without_the_key_gets_no_request(theirs: ClusterKey | None, told: str) -> None:
     async def talk(url: str) -> None:
         discovery = HttpDiscovery(url, KEY)
         with pytest.raises(DiscoveryError, match=told) as error:

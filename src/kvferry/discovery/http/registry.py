@@ -1,17 +1,15 @@
-"""The registry: who is there, under a lease, and which instances are complete.
+"""The registry: ranks that are registered under a lease, and the instances that are complete.
 
-Pure: no clock (``now`` is given), no thread, no socket. One owner calls it.
+Pure: the time is an argument, and one owner calls it.
 
-There is one record for each rank of an instance, that of its latest life. A
-registration replaces an earlier one of another incarnation: a process that
-restarts is taken at once. What it replaced can't renew, so two processes that
-claim the same rank do not take turns.
+There is one record for each rank of an instance, that of its latest incarnation. A registration
+replaces the record of another incarnation, so a restarted process is accepted at once. The
+replaced incarnation cannot renew, so two processes that claim one rank do not alternate.
 
-An instance is complete when every rank of rank 0's layout is there and agrees
-with rank 0 in layout, fingerprint and transport. As each rank has one record and
-every set of ranks needs rank 0, two sets can't be complete at once: a view never
-mixes them, and when all ranks come back with another layout the instance ends
-with the first that does and begins again with the last.
+An instance is complete when every rank of rank 0's layout is registered and agrees with rank 0 in
+layout, fingerprint and transport. Each rank has one record and every complete set contains rank 0,
+so two sets are never complete at once and a view never mixes them. When all ranks come back with
+another layout, the instance ends with the first of them and starts again with the last.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class _Instance:
 
 
 class InstanceRegistry:
-    """Records under leases. ``epoch`` sets the versions of one registry apart from another's."""
+    """Records under leases. ``epoch`` distinguishes the versions of this registry from others'."""
 
     def __init__(
         self, epoch: str, max_instances: int = MAX_INSTANCES, max_records: int = MAX_RECORDS
@@ -61,10 +59,10 @@ class InstanceRegistry:
         self._instances: dict[str, _Instance] = {}
         self._changes = 0
 
-    # ------------------------------------------------------------ what ranks say
+    # ------------------------------------------------------------ calls of ranks
 
     def register(self, record: RankRecord, now: float, lease_s: float) -> bool:
-        """Take a rank, in place of any earlier life of it. True if the instance changed."""
+        """Register a rank, replacing other incarnations; return whether the instance changed."""
         instance = self._instances.get(record.instance)
         known = instance is not None and record.rank in instance.leases
         if not known and self.num_records >= self._max_records:
@@ -75,22 +73,22 @@ class InstanceRegistry:
         if instance is None:
             instance = self._new_instance(record.instance)
         self.num_records += not known
-        instance.leases[record.rank] = _Lease(_shared(instance, record), now + lease_s)
+        instance.leases[record.rank] = _Lease(_with_shared_layout(instance, record), now + lease_s)
         return self._update(instance)
 
     def renew(self, name: str, rank: int, incarnation: int, now: float, lease_s: float) -> None:
-        """Prolong a lease. Raises ``DiscoveryError`` where there is none of that incarnation."""
+        """Extend a lease. Raises ``DiscoveryError`` if this incarnation has none."""
         self._lease(name, rank, incarnation).until = now + lease_s
 
-    def leave(self, name: str, rank: int, incarnation: int) -> bool:
-        """Forget a rank. True if the instance changed."""
+    def withdraw(self, name: str, rank: int, incarnation: int) -> bool:
+        """Remove a rank; return whether the instance changed. Raises as ``renew`` does."""
         self._lease(name, rank, incarnation)
         return self._remove(self._instances[name], [rank])
 
     # ------------------------------------------------------------ time
 
     def expire(self, now: float) -> list[tuple[str, int]]:
-        """Forget whose lease has ended; each of them, by instance and rank."""
+        """Remove the ranks whose leases have ended, and return them as (instance, rank)."""
         ended: list[tuple[str, int]] = []
         for instance in list(self._instances.values()):
             ranks = [rank for rank, lease in instance.leases.items() if lease.until <= now]
@@ -99,54 +97,54 @@ class InstanceRegistry:
                 ended += [(instance.name, rank) for rank in ranks]
         return ended
 
-    def prolong(self, by_s: float) -> None:
-        """Give every lease more time, after a time in which nobody could renew."""
+    def extend_all(self, by_s: float) -> None:
+        """Extend every lease, after a time in which the service could not receive renewals."""
         for instance in self._instances.values():
             for lease in instance.leases.values():
                 lease.until += by_s
 
-    # ------------------------------------------------------------ what others ask
+    # ------------------------------------------------------------ queries
 
     def resolve(self, name: str) -> InstanceView | None:
-        """The instance, if it is complete."""
+        """Return the view of an instance if it is complete."""
         instance = self._instances.get(name)
         return instance.view if instance else None
 
     def explain(self, name: str) -> str:
-        """What an instance still needs, in one sentence."""
+        """Say in one sentence what an instance lacks."""
         instance = self._instances.get(name)
         if instance is None:
             return f"nobody has registered as {name!r:.100}; check the name, or wait for it"
-        present, others = _sorted_out(instance)
+        present, others = _partition(instance)
         first = present[0]
         missing = sorted(set(range(first.layout.num_ranks)) - {record.rank for record in present})
         if not missing:
             return f"{name!r} is complete"
-        text = f"{name!r} waits for rank {_listed(missing)} of {first.layout.num_ranks}"
+        text = f"{name!r} waits for rank {_join(missing)} of {first.layout.num_ranks}"
         if others:
             text += (
-                f"; rank {_listed([record.rank for record in others])} registered with another "
+                f"; rank {_join([record.rank for record in others])} registered with another "
                 f"layout, fingerprint or transport than rank {first.rank}, so start all alike"
             )
         return text
 
     def summaries(self) -> tuple[Summary, ...]:
-        """Every instance, by name."""
+        """Return a line for each instance, sorted by name."""
         return tuple(self._summary(self._instances[name]) for name in sorted(self._instances))
 
     def ranks_of(self, name: str) -> frozenset[int]:
-        """The ranks of an instance that are registered."""
+        """Return the registered ranks of an instance."""
         instance = self._instances.get(name)
         return frozenset(instance.leases) if instance else frozenset()
 
     @property
     def num_instances(self) -> int:
-        """How many have any rank."""
+        """Number of instances with any rank."""
         return len(self._instances)
 
     @property
     def num_complete(self) -> int:
-        """How many can be used."""
+        """Number of complete instances."""
         return sum(instance.view is not None for instance in self._instances.values())
 
     # ------------------------------------------------------------ inside
@@ -184,7 +182,7 @@ class InstanceRegistry:
         return changed
 
     def _update(self, instance: _Instance) -> bool:
-        """Draw the consequence of a change for the view. Versions are never used again."""
+        """Recompute the view; return whether it changed. Versions are never reused."""
         view = _complete_view(instance)
         if view is None and instance.view is None:
             return False
@@ -198,7 +196,7 @@ class InstanceRegistry:
         return True
 
     def _summary(self, instance: _Instance) -> Summary:
-        present, _ = _sorted_out(instance)
+        present, _ = _partition(instance)
         first = present[0]
         return Summary(
             name=instance.name,
@@ -213,8 +211,8 @@ class InstanceRegistry:
         )
 
 
-def _shared(instance: _Instance, record: RankRecord) -> RankRecord:
-    """The record with the layout object that the instance has already, if it has the same."""
+def _with_shared_layout(instance: _Instance, record: RankRecord) -> RankRecord:
+    """Return the record with the instance's layout object if it has an equal one."""
     for lease in instance.leases.values():
         if lease.record.layout == record.layout:
             return msgspec.structs.replace(record, layout=lease.record.layout)
@@ -238,13 +236,13 @@ def _complete_view(instance: _Instance) -> InstanceView | None:
     return InstanceView(instance.name, "", first.fingerprint, first.layout, first.transport, views)
 
 
-def _sorted_out(instance: _Instance) -> tuple[list[RankRecord], list[RankRecord]]:
-    """The records that agree with the lowest rank's, itself first, and the others."""
+def _partition(instance: _Instance) -> tuple[list[RankRecord], list[RankRecord]]:
+    """Return the records that agree with the lowest rank's, that one first, and the others."""
     records = [instance.leases[rank].record for rank in sorted(instance.leases)]
     present = [record for record in records if record.agrees_with(records[0])]
     return present, [record for record in records if not record.agrees_with(records[0])]
 
 
-def _listed(ranks: list[int]) -> str:
+def _join(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
     return f"{shown}, …" if len(ranks) > SHOWN_RANKS else shown

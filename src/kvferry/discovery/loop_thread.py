@@ -1,4 +1,4 @@
-"""A thread with an event loop of its own, for clients whose methods any thread may call."""
+"""A thread with its own event loop, for clients whose methods any thread may call."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ JOIN_S = 10.0
 
 
 class LoopThread:
-    """A daemon thread that runs an event loop until ``close``, and then awaits ``finish``."""
+    """A daemon thread that runs an event loop until ``close``, and then ``finish``."""
 
     def __init__(self, name: str, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._finish = finish
         self._closed = threading.Event()
-        # The embedding process may have set another kind of loop for itself, such as uvloop.
+        # The embedding process may have set another loop policy, such as uvloop's.
         self._loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -29,18 +29,18 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def do(self, step: Callable[..., object], *args: Any) -> None:
-        """Call ``step`` on the thread soon. Raises ``Misuse`` once it is closed."""
+        """Call ``step`` on the thread soon. Raises ``Misuse`` once the thread is closed."""
         closed = Misuse(f"{self._thread.name} is closed; make a new one")
         if self._closed.is_set():
             raise closed
         try:
             self._loop.call_soon_threadsafe(step, *args)
         except RuntimeError:
-            # Another thread has closed it since.
+            # Closed meanwhile by another thread.
             raise closed from None
 
     def close(self) -> None:
-        """Stop the loop, and wait for the end of the thread unless on it. Idempotent."""
+        """Stop the loop and join the thread, unless called on it. Idempotent."""
         if not self._closed.is_set():
             self._closed.set()
             self._loop.call_soon_threadsafe(self._loop.stop)

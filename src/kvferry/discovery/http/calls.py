@@ -1,75 +1,33 @@
-"""Single requests to a discovery service: signed, bounded in time, errors as ``DiscoveryError``.
-
-Belongs to the event loop of the client. Foreign exceptions end here.
-"""
+"""Requests to a discovery service: signed, with timeouts, and errors as ``DiscoveryError``."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import TypeVar
-from urllib.parse import quote
 
 import aiohttp
 import msgspec
 from yarl import URL
 
 from kvferry.discovery.address import checked_address
-from kvferry.discovery.records import (
-    DiscoveryError,
-    DiscoveryErrorDocument,
-    DiscoveryFault,
-)
-from kvferry.discovery.signer import RequestSigner
+from kvferry.discovery.http.messages import DiscoveryErrorDocument
+from kvferry.discovery.http.signer import RequestSigner
+from kvferry.discovery.records import DiscoveryError, DiscoveryFault
 from kvferry.errors import KvferryError
-from kvferry.ids import Peer
 from kvferry.security.keys import ClusterKey
 
 T = TypeVar("T")
 
 CALL_S = 5.0
-# An instance of thousands of ranks takes a few megabytes.
+# The view of an instance with thousands of ranks takes a few megabytes.
 MAX_ANSWER_BYTES = 64 << 20
 
 
-# Of its own: threads that wait must not disturb who has seeded the common one.
-_JITTER = random.Random()
-
-
-class Backoff:
-    """How long to wait after each error in a row: longer each time, and never alike."""
-
-    FIRST_S, MOST_S = 0.1, 5.0
-
-    def __init__(self) -> None:
-        self._errors = 0
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the last call of ``next_s`` was the first since it went well."""
-        return self._errors == 1
-
-    @property
-    def has_errors(self) -> bool:
-        """Whether it went wrong since it last went well."""
-        return self._errors > 0
-
-    def next_s(self) -> float:
-        """After one more error."""
-        longest = min(self.MOST_S, self.FIRST_S * (1 << min(self._errors, 16)))
-        self._errors += 1
-        return longest * _JITTER.uniform(0.5, 1.0)
-
-    def reset(self) -> None:
-        """It went well."""
-        self._errors = 0
-
-
-class Calls:
-    """Signed requests to one service. Belongs to one event loop."""
+class DiscoveryCalls:
+    """Requests to one service. Belongs to one event loop."""
 
     def __init__(self, url: str, key: ClusterKey | None) -> None:
-        self.url = checked_address(url, "discovery address", "http://10.0.0.1:7077")
+        self.url = checked_address(url, "discovery URL", "http://10.0.0.1:7077")
         self._signer = RequestSigner(self.url, key)
         self._session: aiohttp.ClientSession | None = None
 
@@ -81,19 +39,19 @@ class Calls:
     async def call(
         self, method: str, path: str, body: bytes = b"", timeout_s: float = CALL_S
     ) -> bytes | None:
-        """Return the body of a good answer; None if nothing is new (304)."""
+        """Return the body of a successful response; None for 304. Raises ``DiscoveryError``."""
         try:
             return await self._send(method, path, body, timeout_s)
         except DiscoveryError as error:
             if error.fault is not DiscoveryFault.OTHER_LIFE:
                 raise
-        # It has restarted, and nothing was done. Its new life is asked once.
+        # The service has restarted and has done nothing. Sign for its new life and retry once.
         self._signer.forget()
         return await self._send(method, path, body, timeout_s)
 
     async def _send(self, method: str, path: str, body: bytes, timeout_s: float) -> bytes | None:
         if self._session is None:
-            # Each instance that is followed holds a connection, so they are not limited here.
+            # Each watched instance holds a connection, so their number is not limited here.
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         headers = {"Content-Type": "application/json"} if body else {}
@@ -110,14 +68,16 @@ class Calls:
             ) as response:
                 answer = await _read(response)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            why = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
             raise DiscoveryError(
-                DiscoveryFault.UNREACHABLE, f"cannot reach the discovery service {self.url}: {why}"
+                DiscoveryFault.UNREACHABLE,
+                f"cannot reach the discovery service {self.url} ({reason}); "
+                f"check the URL, and that it is running",
             ) from None
         if response.status == 304:
             return None
         if response.status >= 300:
-            raise _refusal(response.status, answer)
+            raise _error_in(response.status, answer)
         return answer
 
 
@@ -127,32 +87,28 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     async for part in response.content.iter_chunked(1 << 16):
         num_bytes += len(part)
         if num_bytes > MAX_ANSWER_BYTES:
-            raise ValueError("the answer is too large")
+            raise ValueError("the response is too large")
         parts.append(part)
     return b"".join(parts)
 
 
-def _refusal(status: int, answer: bytes) -> DiscoveryError:
+def _error_in(status: int, answer: bytes) -> DiscoveryError:
     try:
         error = msgspec.json.decode(answer, type=DiscoveryErrorDocument).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return DiscoveryError(
             DiscoveryFault.UNREACHABLE,
-            f"no discovery service answers there (status {status}); check the address",
+            f"what answers is not a discovery service (its status is {status}); check the URL",
         )
     return DiscoveryError(error.code, error.message)
 
 
 def decoded(answer: bytes, kind: type[T]) -> T:
-    """An answer as a value; raises ``DiscoveryError`` if it can't be used."""
+    """Return a response body as a value. Raises ``DiscoveryError``."""
     try:
         return msgspec.json.decode(answer, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KvferryError) as error:
         raise DiscoveryError(
-            DiscoveryFault.MALFORMED, f"the discovery service's answer can't be used: {error}"
+            DiscoveryFault.MALFORMED,
+            f"cannot read the discovery service's response ({error}); run one version of kvferry",
         ) from None
-
-
-def path_of(peer: Peer) -> str:
-    """Where a rank is, at the service."""
-    return f"/v1/instances/{quote(peer.instance, safe='')}/ranks/{peer.rank}"
