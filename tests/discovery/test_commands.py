@@ -157,7 +157,7 @@ def test_a_key_file_is_never_overwritten(
     assert main(["key", str(path)]) == 0
     key = ClusterKey.read(path)
     out, err = capsys.readouterr()
-    assert out == f"wrote the cluster key {key.name} to {path}; give it to every party\n"
+    assert out == f"wrote the cluster key {key.name} to {path}; copy it to every machine\n"
     assert err == ""
     assert main(["key", str(path), "--json"]) == 2
     out, err = capsys.readouterr()

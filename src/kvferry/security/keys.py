@@ -29,7 +29,7 @@ SECRET_BYTES = 32
 # The start of every key file.
 PREFIX = "kvferry-key-1:"
 MAX_FILE_BYTES = 4096
-HOW_TO_MAKE_ONE = "make a cluster key with `kvferry key FILE` and give it to every party"
+HOW_TO_MAKE_ONE = "make a cluster key with `kvferry key FILE` and copy it to every machine"
 
 
 class CurvePair:

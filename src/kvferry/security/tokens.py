@@ -28,7 +28,7 @@ def token_problem(key: bytes, header: str, now: float) -> str | None:
     """Return why this ``Authorization`` header is not a valid token; None if it is."""
     scheme, _, token = header.partition(" ")
     if scheme != SCHEME:
-        return f"this needs a read-only token; {HOW_TO_MAKE_ONE}"
+        return f"this needs a token with read access; {HOW_TO_MAKE_ONE}"
     parts = TOKEN.fullmatch(token.strip())
     if parts is None:
         return f"that is not a read-only token; {HOW_TO_MAKE_ONE}"
