@@ -153,7 +153,7 @@ def test_with_a_key_it_asks_for_a_token_and_for_nothing_else(page: Any) -> None:
         page.fill("#token", "kvr1.1.00")
         page.keyboard.press("Enter")
         page.wait_for_function(
-            "document.getElementById('token-why').textContent.includes('no token')"
+            "document.getElementById('token-why').textContent.includes('not a read-only token')"
         )
         page.fill("#token", make_token(key.http, 4e9))
         page.keyboard.press("Enter")

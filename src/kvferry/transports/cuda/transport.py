@@ -118,7 +118,10 @@ class _CopyInFlight(NamedTuple):
 
 
 class _Prebound(NamedTuple):
-    """A binding that may be written soon, with its prepared copy."""
+    """A binding that may be written soon, with its prepared copy.
+
+    Holding the binding keeps its ``id()`` unique.
+    """
 
     remote: _CudaPeer
     binding: Binding
