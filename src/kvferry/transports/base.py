@@ -89,6 +89,14 @@ class TransportSetup(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     options: Mapping[str, str] = {}
 
+    def resolve_options(self, transport: str, defaults: Mapping[str, str]) -> dict[str, str]:
+        """Return the options, completed with ``defaults``. Raises for an unknown name."""
+        unknown = sorted(set(self.options) - set(defaults))
+        if unknown:
+            known = f"it has {', '.join(defaults) or 'none'}"
+            raise TransportError(f"the {transport} transport has no option {unknown[0]!r}; {known}")
+        return {**defaults, **self.options}
+
 
 class RemoteMemory:
     """Handle of a connected peer's memory. Its contents are private to the transport."""

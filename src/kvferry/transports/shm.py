@@ -24,24 +24,23 @@ from kvferry.regions import Region
 from kvferry.transports import bounds, segments
 from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
 from kvferry.transports.bounds import RegionBounds
+from kvferry.transports.metadata import MAX_REGIONS, Size, decode_metadata
 from kvferry.transports.segments import LinkedSegment, MappedSegment, Segment
 from kvferry.transports.torch_memory import share_tensors
 
-MAX_REGIONS = 1 << 16
 # How much of a peer's memory is mapped page by page in ``connect``, which takes about 0.1 s. The
 # first write into the rest takes twice as long as later ones.
 POPULATED_BYTES = 512 << 20
 
 _Name = Annotated[str, Meta(pattern=segments.NAME_PATTERN)]
-_Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class _ShmPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A region as a part of a segment, which is given by its index in the metadata."""
 
     segment: Annotated[int, Meta(ge=0, lt=MAX_REGIONS)]
-    offset: _Size
-    num_bytes: _Size
+    offset: Size
+    num_bytes: Size
 
     @property
     def end(self) -> int:
@@ -156,12 +155,7 @@ class ShmTransport(Transport):
 
     def connect(self, metadata: bytes) -> RemoteMemory:
         """Map the peer's segments."""
-        try:
-            theirs = msgspec.msgpack.decode(metadata, type=_ShmMetadata)
-        except msgspec.DecodeError as error:
-            raise TransportError(
-                f"cannot read the peer's shm metadata ({error}); run one version of kvferry"
-            ) from error
+        theirs = decode_metadata(self.name, metadata, _ShmMetadata)
         if any(place.segment >= len(theirs.segments) for place in theirs.regions):
             raise TransportError(
                 "the peer's shm metadata has a region in a segment that it does not list; "

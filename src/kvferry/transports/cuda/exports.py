@@ -25,9 +25,9 @@ from msgspec import Meta
 from kvferry.errors import TransportError
 from kvferry.regions import Region
 from kvferry.transports.cuda.driver import DriverError, Gpu, address_range, call, driver
+from kvferry.transports.metadata import MAX_REGIONS
 
 HANDLE_BYTES = 64
-MAX_REGIONS = 1 << 16
 MAX_PIECES = 1 << 20
 # File descriptors that are left for other uses.
 _SPARE_DESCRIPTORS = 64

@@ -43,11 +43,11 @@ from kvferry.transports.bounds import RegionBounds
 from kvferry.transports.cuda import driver
 from kvferry.transports.cuda.copy_waiter import CopyWaiter, gpu_failed
 from kvferry.transports.cuda.driver import DriverError, Gpu
-from kvferry.transports.cuda.exports import MAX_REGIONS, ExportedMemory, Span, SpanPlace
+from kvferry.transports.cuda.exports import ExportedMemory, Span, SpanPlace
 from kvferry.transports.cuda.maps import Exporter, MappedSpan
 from kvferry.transports.cuda.pidfd import start_ticks
 from kvferry.transports.host_id import host_id
-from kvferry.transports.options import resolve_options
+from kvferry.transports.metadata import MAX_REGIONS, decode_metadata
 
 # Prepared copies that are kept. The oldest is dropped first, and its write prepares it again.
 MAX_PREBOUND = 64
@@ -152,7 +152,7 @@ class CudaTransport(Transport):
 
     def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
-        resolve_options(self.name, setup, {})
+        setup.resolve_options(self.name, {})
         self._life = secrets.token_bytes(16)
         self._gpu: Gpu | None = None
         self._copier: DeviceCopier | None = None
@@ -208,12 +208,7 @@ class CudaTransport(Transport):
 
     def connect(self, metadata: bytes) -> RemoteMemory:
         """Map the peer's spans."""
-        try:
-            theirs = msgspec.msgpack.decode(metadata, type=_CudaMetadata)
-        except msgspec.DecodeError as error:
-            raise TransportError(
-                f"cannot read the peer's cuda metadata ({error}); run one version of kvferry"
-            ) from error
+        theirs = decode_metadata(self.name, metadata, _CudaMetadata)
         _demand_inside(theirs)
         if self._gpu is None:
             raise TransportError("no memory is registered; call register() before connect()")

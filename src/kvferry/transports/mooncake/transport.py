@@ -27,6 +27,7 @@ from kvferry.regions import Region
 from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
 from kvferry.transports.bounds import RegionBounds, find_violation
 from kvferry.transports.mailbox import Mailbox
+from kvferry.transports.metadata import MAX_REGIONS, Size, decode_metadata
 from kvferry.transports.mooncake import package
 from kvferry.transports.mooncake.write_thread import (
     MooncakePiece,
@@ -34,22 +35,18 @@ from kvferry.transports.mooncake.write_thread import (
     MooncakeWriteThread,
     PeerQueue,
 )
-from kvferry.transports.options import resolve_options
 from kvferry.transports.single_descriptor import single_descriptor
 
-MAX_REGIONS = 1 << 16
 # ``protocol``: tcp or rdma. ``device``: the RDMA devices to use, as in "mlx5_0,mlx5_1". Mooncake
 # takes all other settings from the environment (MC_...).
 OPTIONS = {"protocol": "tcp", "device": ""}
-
-_Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class _MooncakePlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A region: address and size."""
 
-    address: _Size
-    num_bytes: _Size
+    address: Size
+    num_bytes: Size
 
 
 class _MooncakeMetadata(msgspec.Struct, frozen=True, tag="mooncake", forbid_unknown_fields=True):
@@ -80,7 +77,7 @@ class MooncakeTransport(Transport):
 
     def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
-        self._options = resolve_options(self.name, setup, OPTIONS)
+        self._options = setup.resolve_options(self.name, OPTIONS)
         self._engine: Any = package.start(setup.host, **self._options)
         self._ended: Mailbox[WriteEnded] = Mailbox()
         self._thread = MooncakeWriteThread(self._engine, self._report)
@@ -141,12 +138,7 @@ class MooncakeTransport(Transport):
 
     def connect(self, metadata: bytes) -> RemoteMemory:
         """Add the peer's engine. The network connection is opened in the background."""
-        try:
-            theirs = msgspec.msgpack.decode(metadata, type=_MooncakeMetadata)
-        except msgspec.DecodeError as error:
-            raise TransportError(
-                f"cannot read the peer's mooncake metadata ({error}); run one version of kvferry"
-            ) from error
+        theirs = decode_metadata(self.name, metadata, _MooncakeMetadata)
         remote = _MooncakePeer(theirs, PeerQueue(self._name_of(theirs)))
         self._thread.connect(remote.queue)
         return remote

@@ -10,26 +10,23 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.errors import TransportError
 from kvferry.regions import Device, Region
 from kvferry.transports.base import RemoteMemory
+from kvferry.transports.metadata import MAX_REGIONS, Size
 from kvferry.transports.nixl.batches import NixlMemory
 from kvferry.transports.single_descriptor import SingleDescriptor
 
-MAX_REGIONS = 1 << 16
 # Completed transfer handles that are kept per peer.
 MAX_HANDLES = 64
 # NIXL's own metadata has 44 bytes for each registered region.
 _MAX_AGENT_BYTES = 64 << 20
 
-_Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
-
 
 class _NixlPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A region: address, size and device."""
 
-    address: _Size
-    num_bytes: _Size
+    address: Size
+    num_bytes: Size
     kind: Literal["cpu", "cuda"]
     number: Annotated[int, Meta(ge=0, lt=1 << 16)]
 
@@ -42,21 +39,11 @@ class NixlMetadata(msgspec.Struct, frozen=True, tag="nixl", forbid_unknown_field
     regions: Annotated[tuple[_NixlPlace, ...], Meta(max_length=MAX_REGIONS)]
 
 
-def encode(name: str, agent: bytes, regions: Sequence[Region]) -> bytes:
+def encode_metadata(name: str, agent: bytes, regions: Sequence[Region]) -> bytes:
     """Return the metadata for peers."""
     places = [(at.address, at.num_bytes, *at.device) for at in regions]
     fields = {"name": name, "agent": agent, "regions": places}
     return msgspec.msgpack.encode(msgspec.convert(fields | {"type": "nixl"}, NixlMetadata))
-
-
-def decode(metadata: bytes) -> NixlMetadata:
-    """Parse a peer's metadata. Raises ``TransportError``."""
-    try:
-        return msgspec.msgpack.decode(metadata, type=NixlMetadata)
-    except msgspec.DecodeError as error:
-        raise TransportError(
-            f"cannot read the peer's nixl metadata ({error}); run one version of kvferry"
-        ) from error
 
 
 def release(handle: Any) -> None:

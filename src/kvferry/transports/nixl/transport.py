@@ -40,6 +40,7 @@ from kvferry.protocol.events import WriteFate
 from kvferry.regions import Region
 from kvferry.transports import bounds
 from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
+from kvferry.transports.metadata import decode_metadata
 from kvferry.transports.nixl import package
 from kvferry.transports.nixl.batches import (
     DescriptorBatch,
@@ -49,9 +50,8 @@ from kvferry.transports.nixl.batches import (
     single_batch,
     small_batch,
 )
-from kvferry.transports.nixl.peers import NixlConnection, NixlMetadata, NixlPeer, decode, encode
+from kvferry.transports.nixl.peers import NixlConnection, NixlMetadata, NixlPeer, encode_metadata
 from kvferry.transports.nixl.writes import NixlWrite
-from kvferry.transports.options import resolve_options
 from kvferry.transports.single_descriptor import single_descriptor
 
 # ``ucx``: UCX settings without their prefix, as in "TLS=tcp,NET_DEVICES=eth0". Environment
@@ -140,12 +140,12 @@ class NixlTransport(Transport):
                 nothing = self._agent.get_reg_descs([(0, 0, 0, "")], "DRAM")
                 nothing.clear()
                 agent = self._agent.get_partial_agent_metadata(nothing, inc_conn_info=True)
-        return encode(self._name, agent, self._writable)
+        return encode_metadata(self._name, agent, self._writable)
 
     @_locked
     def connect(self, metadata: bytes) -> RemoteMemory:
         """Add the peer's agent. The network connection is opened in the background."""
-        theirs = decode(metadata)
+        theirs = decode_metadata(self.name, metadata, NixlMetadata)
         peer = self._peers.get(theirs.name) or self._add_peer(theirs)
         if peer.is_broken:
             raise TransportError(
@@ -327,7 +327,7 @@ class NixlTransport(Transport):
 
 
 def _make_agent(name: str, setup: TransportSetup) -> Any:
-    ucx = resolve_options("nixl", setup, OPTIONS)["ucx"]
+    ucx = setup.resolve_options("nixl", OPTIONS)["ucx"]
     if not ucx and _is_loopback(setup.host):
         ucx = "NET_DEVICES=lo"
     ucx = f"{_LONG_COPIES},{ucx}" if ucx else _LONG_COPIES
