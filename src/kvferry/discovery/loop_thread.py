@@ -1,4 +1,4 @@
-"""A thread with its own event loop, for clients whose methods any thread may call."""
+"""A thread with its own event loop, for objects whose methods any thread may call."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class LoopThread:
     def __init__(self, name: str, finish: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._finish = finish
         self._closed = threading.Event()
+        self._stop = asyncio.Event()
         # The embedding process may have set another loop policy, such as uvloop's.
         self._loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -39,18 +40,22 @@ class LoopThread:
             # Closed meanwhile by another thread.
             raise closed from None
 
+    def run(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        """Run a coroutine on the thread and wait for it. Raises its exception, or a timeout."""
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
     def close(self) -> None:
         """Stop the loop and join the thread, unless called on it. Idempotent."""
         if not self._closed.is_set():
             self._closed.set()
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._stop.set)
         if not self.is_current:
             self._thread.join(JOIN_S)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            self._loop.run_until_complete(self._finish())
-        finally:
-            self._loop.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        await self._stop.wait()
+        await self._finish()

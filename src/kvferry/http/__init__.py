@@ -1,1 +1,1 @@
-"""What all of kvferry's HTTP servers share: limits on connections, request ids, error documents."""
+"""Limits on connections, request ids and error documents, shared by all of kvferry's servers."""

@@ -1,4 +1,4 @@
-"""What every server needs before it listens: its key, its socket and its URL."""
+"""Key, socket and URL of a server, before it listens."""
 
 from __future__ import annotations
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
-import threading
 
 from kvferry.discovery.http.service import DiscoveryService
+from kvferry.discovery.loop_thread import LoopThread
 from kvferry.discovery.records import DiscoveryError, DiscoveryFault
 from kvferry.http.connections import Connections
 from kvferry.http.limits import limits_here
@@ -19,8 +18,8 @@ log = logging.getLogger("kvferry.discovery")
 
 # Ranks renew every few seconds and wait at most five after an error.
 SETTLE_S = 30.0
+START_S = 10.0
 SHUTDOWN_S = 1.0
-JOIN_S = 10.0
 # Open files per connection: a request needs none beside the socket.
 FILES_EACH = 1
 
@@ -44,35 +43,29 @@ class DiscoveryServer:
         self._port = port
         self._signing_key = key.http if key is not None else None
         self._settle_s = settle_s
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
+        self._service: DiscoveryService | None = None
+        self._site: HttpSite | None = None
 
     def start(self) -> DiscoveryServer:
         """Listen. On return the server accepts connections and ``url`` is set."""
         listener = bind_socket(self._address, self._port)
         self.url = http_url(self._address, listener)
-        ready = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(listener, ready),
-            name="kvferry-discovery-server",
-            daemon=True,
-        )
-        self._thread.start()
-        if not ready.wait(JOIN_S):
+        self._thread = LoopThread("kvferry-discovery-server", self._finish)
+        try:
+            self._thread.run(self._begin(listener), START_S)
+        except TimeoutError:
             raise DiscoveryError(
                 DiscoveryFault.INTERNAL, "the discovery service did not start; see the log"
-            )
+            ) from None
         log.info("listening url=%s", self.url)
         return self
 
     def stop(self) -> None:
         """Answer waiting clients, close every connection, end the thread. Idempotent."""
-        if self._thread is None or self._loop is None or self._stop is None:
+        if self._thread is None:
             return
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(JOIN_S)
+        self._thread.close()
         self._thread = None
         log.info("stopped url=%s", self.url)
 
@@ -82,18 +75,13 @@ class DiscoveryServer:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _run(self, listener: socket.socket, ready: threading.Event) -> None:
-        # The embedding process may have set another loop policy, such as uvloop's.
-        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-            runner.run(self._serve(listener, ready))
+    async def _begin(self, listener: socket.socket) -> None:
+        self._service = DiscoveryService(self._signing_key, self._settle_s)
+        connections = Connections(limits_here(FILES_EACH), self._service.metrics.collection)
+        self._site = HttpSite(self._service.application(), connections, shutdown_s=SHUTDOWN_S)
+        await self._site.start(listener)
 
-    async def _serve(self, listener: socket.socket, ready: threading.Event) -> None:
-        service = DiscoveryService(self._signing_key, self._settle_s)
-        connections = Connections(limits_here(FILES_EACH), service.metrics.collection)
-        site = HttpSite(service.application(), connections, shutdown_s=SHUTDOWN_S)
-        await site.start(listener)
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        ready.set()
-        await self._stop.wait()
-        service.stop_waiting()
-        await site.stop()
+    async def _finish(self) -> None:
+        if self._service is not None and self._site is not None:
+            self._service.stop_waiting()
+            await self._site.stop()
