@@ -103,7 +103,7 @@ def test_a_registration_outlives_its_lease(server: DiscoveryServer, connect: Con
 def test_watchers_are_told_when_a_lease_ends(server: DiscoveryServer, connect: Connect) -> None:
     seen = RecordingCallback()
     connect(server).watch("p", seen)
-    # Registered by somebody who never renews.
+    # Registered without renewals.
     body = registration(record(layout=layout(tp=1)), SHORT_S)
     assert ask(server.url, "PUT", "/v1/instances/p/ranks/0", body).status == 204
     wait_until(lambda: seen.lives == [[1], []])
@@ -122,7 +122,7 @@ def test_ranks_register_again_after_a_restart_unnoticed_by_watchers(
     again = restarted(server)
     try:
         wait_until(lambda: ask(again.url, "GET", "/v1/instances/p").status == 200)
-        # What is new reaches the watcher, and nothing came before it.
+        # The watcher gets the change, and nothing before it.
         connect(again).register(record(rank=1, incarnation=5), LEASE_S)
         wait_until(lambda: len(seen.views) > 1)
         assert seen.lives[:2] == [[0, 1], [0, 5]]
@@ -420,7 +420,7 @@ def test_instances_fails_if_the_service_is_unreachable() -> None:
 
 
 class Foreign(asyncio.DefaultEventLoopPolicy):
-    """The policy of a process whose loops are not ours to use, as uvloop's are."""
+    """A policy of the embedding process, such as uvloop's."""
 
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
         raise AssertionError("the embedding process's loop was taken")

@@ -192,7 +192,7 @@ async def test_connections_during_shutdown_are_closed() -> None:
         knocking = [socket.create_connection(here.address) for _ in range(20)]
         await asyncio.sleep(0)
         await here.site.stop()
-        # The loop may end now: what is still open would stay so.
+        # A connection that is still open now would stay open.
         assert len(here.connections) == 0
     for one in knocking:
         one.settimeout(ENOUGH_S)

@@ -159,7 +159,7 @@ def test_instances_and_ranks_are_limited() -> None:
     with pytest.raises(DiscoveryError, match="2 instances") as error:
         registry.register(record("c"), 0, LEASE_S)
     registry.register(record("b", 1), 0, LEASE_S)
-    # Who is registered may always come again.
+    # A registered rank can always register again.
     registry.register(record("b", 1, 77), 0, LEASE_S)
     assert registry.num_complete == 1
 
@@ -219,7 +219,7 @@ LIVES = st.integers(0, 3)
 
 
 class Registrations(RuleBasedStateMachine):
-    """Any order of registrations, renewals, farewells and time, beside a plain model."""
+    """Any order of registrations, renewals, withdrawals and time, compared with a simple model."""
 
     def __init__(self) -> None:
         super().__init__()

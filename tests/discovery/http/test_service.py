@@ -315,7 +315,7 @@ def test_a_request_cannot_be_replayed_or_changed(keyed: str) -> None:
 
 
 def test_a_request_cannot_be_replayed_after_a_restart() -> None:
-    """The new life has forgotten what it has seen, and takes nothing that was for the old one."""
+    """The new start has forgotten the nonces, and accepts no signature for the old one."""
     body = registration(record())
     with DiscoveryServer(key=KEY) as server:
         port = urlsplit(server.url).port
@@ -329,7 +329,7 @@ def test_a_request_cannot_be_replayed_after_a_restart() -> None:
 
 
 def test_a_request_is_valid_for_one_service(keyed: str) -> None:
-    """A second discovery with the same key takes nothing that was for the first."""
+    """A second service with the same key refuses requests for the first."""
     body = registration(record())
     header = {"Authorization": signed(keyed, KEY, "PUT", RANK, body)}
     with DiscoveryServer(key=KEY) as other:
