@@ -90,7 +90,7 @@ def test_what_does_not_compute_does_not_wait_for_torch() -> None:
     parts = (
         "cli.main",
         "cli.demo.output",
-        "discovery.server",
+        "discovery.http.server",
         "reference.cluster.child",
         "reference.models.find",
         "reference.cluster.parts",

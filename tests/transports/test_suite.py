@@ -44,7 +44,7 @@ TRANSPORTS = """
             return remote
 
         def write(self, remote, op, pieces):
-            outside = bounds.problem(pieces, self._limits, remote.limits)
+            outside = bounds.find_violation(pieces, self._bounds, remote.bounds)
             if outside:
                 self._ended.append(WriteEnded(op, WriteFate.FAILED, outside))
                 return

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.token:
         return _token(ClusterKey.read(args.file), args)
     if args.days is not None:
-        raise InputError("--days needs --token (a key does not expire); add it or drop --days")
+        raise InputError("--days is for a token, as a key does not expire; add --token")
     key = ClusterKey.new()
     key.write(args.file)
     if args.json:

@@ -1,7 +1,7 @@
 """The cluster key: a secret file that all parties of a cluster share.
 
-A party with the file may do everything, a party without it nothing that matters. The secret is
-never sent and never shown. Keyed BLAKE2b, with a label for each purpose, derives from it a CURVE
+A party that has the file is trusted, and a party without it is refused. The secret is never sent
+and never shown. Keyed BLAKE2b, with a label for each purpose, derives from it a CURVE
 key pair for sockets that bind, one for sockets that connect, and a key that signs HTTP requests.
 
 Keys are immutable and may be used on any thread.
