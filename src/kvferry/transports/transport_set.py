@@ -72,9 +72,6 @@ class TransportSet:
     def __iter__(self) -> Iterator[Transport]:
         return iter(self._by_name.values())
 
-    def __len__(self) -> int:
-        return len(self._by_name)
-
     def __getitem__(self, name: str) -> Transport:
         return self._by_name[name]
 

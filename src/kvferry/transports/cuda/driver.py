@@ -26,7 +26,6 @@ class DriverError(TransportError):
 
     def __init__(self, call: str, status: str) -> None:
         super().__init__(f"{call}: {status}")
-        self.status = status
 
 
 @cache

@@ -50,11 +50,7 @@ class NixlMemory:
         self.types = tuple(memory_type(region.device) for region in regions)
         self._addresses = np.array([region.address for region in regions], dtype=np.uint64)
         self._devices = np.array([region.device.number for region in regions], dtype=np.uint64)
-        self._on_host = np.array([region.device.is_host for region in regions], dtype=bool)
-
-    def on_host(self, region: Int64s) -> NDArray[np.bool_]:
-        """Return for each region number whether it is host memory."""
-        return self._on_host[region]
+        self.on_host = np.array([region.device.is_host for region in regions], dtype=bool)
 
     def table(self, region: Int64s, offset: Int64s, length: Int64s) -> Table:
         """Return the descriptors of many pieces."""
@@ -125,7 +121,7 @@ def make_batches(binding: Binding, source: NixlMemory, target: NixlMemory) -> li
     pieces = _select(pieces, pieces.length > 0)
     if not len(pieces.length):
         return []
-    types = 2 * source.on_host(pieces.source_region) + target.on_host(pieces.target_region)
+    types = 2 * source.on_host[pieces.source_region] + target.on_host[pieces.target_region]
     if types.min() != types.max():
         order = np.argsort(types, kind="stable")
         types, pieces = types[order], _select(pieces, order)
