@@ -49,7 +49,7 @@ class Connections:
         self._closing = False
         self._refused = Counter(
             "kvferry_http_refused",
-            "Connections that were closed and requests that were not read, by reason",
+            "Rejected connections and requests, by reason",
             ["why"],
             registry=registry,
         )

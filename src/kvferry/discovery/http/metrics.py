@@ -15,23 +15,23 @@ class DiscoveryMetrics:
         self.collection = CollectorRegistry()
         self.requests = Counter(
             "kvferry_discovery_requests",
-            "Requests by what was asked and the status of the answer",
+            "Requests by route and response status",
             ["asked", "status"],
             registry=self.collection,
         )
         self.expired = Counter(
             "kvferry_discovery_expired_leases",
-            "Ranks whose lease ended without a farewell",
+            "Ranks whose lease expired",
             registry=self.collection,
         )
-        self._gauge("instances", "Instances of which any rank is registered").set_function(
+        self._gauge("instances", "Instances with any registered rank").set_function(
             lambda: instances.num_instances
         )
-        self._gauge("complete_instances", "Instances that can be used").set_function(
+        self._gauge("complete_instances", "Complete instances").set_function(
             lambda: instances.num_complete
         )
         self._gauge("ranks", "Registered ranks").set_function(lambda: instances.num_records)
-        self._gauge("waiting_requests", "Requests that wait for news").set_function(
+        self._gauge("waiting_requests", "Requests that wait for a change").set_function(
             lambda: waiters.num_waiting
         )
 
