@@ -159,7 +159,7 @@ def measure(name: str) -> dict[str, dict[str, float]]:
             "piece_us": ended / binding.num_pieces * 1e6,
             "memcpy_us": memcpy_s(bench.memory, binding.num_bytes) * 1e6,
         }
-        if transport.writes_at_once:
+        if transport.supports_write_now:
             now = statistics.median(bench.write_now_s(remote, binding) for _ in range(repeat))
             results[case]["now_us"] = now * 1e6
         print(name, case, {key: round(value, 1) for key, value in results[case].items()})

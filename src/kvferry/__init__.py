@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from kvferry.discovery.address import checked_address
     from kvferry.discovery.base import Discovery
     from kvferry.discovery.client import DiscoveryClient
+    from kvferry.discovery.http.server import DiscoveryServer
+    from kvferry.discovery.http.signer import RequestSigner
     from kvferry.discovery.records import DiscoveryError, InstanceView, RankRecord, Summaries
-    from kvferry.discovery.server import DiscoveryServer
-    from kvferry.discovery.signer import RequestSigner
     from kvferry.discovery.static import StaticDiscovery, StaticInstance
     from kvferry.endpoint.config import EndpointConfig
     from kvferry.endpoint.freeze_gc import freeze_gc
@@ -187,8 +187,8 @@ _HOMES = {
     "discovery.base": "Discovery",
     "discovery.client": "DiscoveryClient",
     "discovery.records": "InstanceView RankRecord DiscoveryError Summaries",
-    "discovery.server": "DiscoveryServer",
-    "discovery.signer": "RequestSigner",
+    "discovery.http.server": "DiscoveryServer",
+    "discovery.http.signer": "RequestSigner",
     "discovery.static": "StaticDiscovery StaticInstance",
     "endpoint.rank_agreement": "RankAgreement",
     "endpoint.config": "EndpointConfig",

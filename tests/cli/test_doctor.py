@@ -18,7 +18,7 @@ from kvferry.cli.doctor.checks import gpus
 from kvferry.cli.doctor.checks.check import Asked, State
 from kvferry.cli.doctor.checks.children import Children, ProbeFailed
 from kvferry.cli.main import main
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.security.keys import KEY_FILE_VARIABLE, ClusterKey
 
 # The first run on a machine compiles the copy loop.
@@ -176,7 +176,7 @@ def test_what_was_asked_for_and_can_not_work_is_a_problem_and_nothing_else_is(
     ("words", "sentence"),
     [
         ("--transport pigeon", "there is no transport 'pigeon'; choose one of"),
-        ("--discovery nowhere", "is no discovery address"),
+        ("--discovery nowhere", "is not a discovery URL"),
         ("--discovery=", "--discovery is empty"),
         ("--key=", "--key is empty"),
         ("--prefill tp=2", "--decode is missing; give both sides"),

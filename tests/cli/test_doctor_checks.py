@@ -32,7 +32,7 @@ from kvferry.cli.doctor.checks import (
 from kvferry.cli.doctor.checks.capabilities import Capability, has_capability
 from kvferry.cli.doctor.checks.check import Asked, Check, Look, State, findings
 from kvferry.cli.main import build_parser
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.endpoint.control.sockets import ControlClient, ControlServer, new_context
 from kvferry.errors import Reason, TransportError
 from kvferry.security.keys import ClusterKey

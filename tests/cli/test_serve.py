@@ -53,7 +53,7 @@ instances = 2
             "give 'http://h:1' as NAME=URL, such as prefill-0=http://10.0.0.2:8000",
         ),
         ("router --engine llvm --decode-url http://h:2", "--engine: invalid choice: 'llvm'"),
-        ("router --decode-url x", "'x' is no worker's address"),
+        ("router --decode-url x", "'x' is not a worker's address"),
         ("prefill --tiny --layout dp=2", "one process runs one instance"),
         ("decode --tiny --layout tp=12", "more ranks than the model's 6 query heads"),
         ("decode --tiny --name @", "the worker's name '@'"),
@@ -90,7 +90,7 @@ def test_what_does_not_compute_does_not_wait_for_torch() -> None:
     parts = (
         "cli.main",
         "cli.demo.output",
-        "discovery.server",
+        "discovery.http.server",
         "reference.cluster.child",
         "reference.models.find",
         "reference.cluster.parts",

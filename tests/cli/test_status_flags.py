@@ -13,7 +13,7 @@ import pytest
 from telemetry.scenes import Scene, failures
 
 from kvferry.cli.main import main
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.security.keys import ClusterKey
 from kvferry.security.tokens import token_problem
 

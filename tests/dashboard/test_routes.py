@@ -11,7 +11,7 @@ from discovery.parts import ask
 from telemetry.scenes import Scene, failures
 
 from kvferry.dashboard.client import StatusClient, StatusUnavailable, UnknownRoom
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.errors import InputError
 from kvferry.security.keys import ClusterKey
 from kvferry.security.tokens import make_token, token_problem
@@ -31,7 +31,7 @@ def test_a_token_is_valid_until_it_expires() -> None:
         (f"Bearer {token}", 1001.0, "expired"),
         (f"Bearer {token.replace('1000', '9000')}", 999.0, "another cluster key"),
         (f"Bearer {make_token(ClusterKey.new().http, 1000.0)}", 999.0, "another cluster key"),
-        ("Bearer hello", 999.0, "no token"),
+        ("Bearer hello", 999.0, "not a read-only token"),
         ("", 999.0, "needs a token"),
     ):
         assert words in (token_problem(KEY.http, header, now) or "")

@@ -1,4 +1,4 @@
-"""Records, and raw requests, for the tests of the discovery service."""
+"""Records and plain HTTP requests for the tests of the discovery service."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.discovery.records import RankRecord, Registration
+from kvferry.discovery.http.messages import Registration
+from kvferry.discovery.records import RankRecord
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.security.keys import ClusterKey
 from kvferry.security.signing import Introduction, new_nonce, sign
@@ -25,7 +26,7 @@ def layout(tp: int = 1, page_tokens: int = 16) -> Layout:
 
 
 def record(name: str = "p", rank: int = 0, incarnation: int = 1, **changes: Any) -> RankRecord:
-    """Of an instance with two ranks, where nothing else is said."""
+    """Return a record of an instance with two ranks, with some fields changed."""
     fields: dict[str, Any] = {
         "instance": name,
         "rank": rank,
@@ -43,7 +44,7 @@ def registration(one: RankRecord, lease_s: float = 10.0) -> bytes:
 
 
 class Answer:
-    """A status and a body."""
+    """Status and body of a response."""
 
     def __init__(self, status: int, body: bytes) -> None:
         self.status = status
@@ -55,7 +56,7 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """Of an error, which has exactly a code and a sentence."""
+        """Error code. Checks that the document has exactly a code and a message."""
         document = self.json
         assert set(document) == {"error"}
         assert set(document["error"]) == {"code", "message"}
@@ -68,13 +69,13 @@ class Answer:
 
 
 def life_of(url: str) -> str:
-    """In which life a service is, as it says itself."""
+    """Return the service's current life."""
     answer = ask(url, "GET", f"/healthz?nonce={new_nonce()}")
     return msgspec.json.decode(answer.body, type=Introduction).life
 
 
 def signed(url: str, key: ClusterKey, method: str, path: str, body: bytes = b"") -> str:
-    """The header of a request to who is there now."""
+    """Return the authorization header of a request."""
     return sign(key.http, life_of(url), method, path, body, time.time())
 
 
@@ -86,7 +87,7 @@ def ask(
     key: ClusterKey | None = None,
     headers: dict[str, str] | None = None,
 ) -> Answer:
-    """One request without our own client."""
+    """Send one request and return the response."""
     parts = urlsplit(url)
     sent = dict(headers or {})
     if key is not None:
@@ -103,5 +104,5 @@ def ask(
 def wait_until(condition: Callable[[], bool], limit_s: float = ENOUGH_S) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "timeout"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The client beside a real service: both restart, stop, die, and find each other again."""
+"""The client with a real service: restarts, stops and deaths of either side."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from urllib.parse import urlsplit
 import pytest
 from discovery.parts import ENOUGH_S, ask, layout, record, registration, wait_until
 
-from kvferry.discovery.calls import Backoff
+from kvferry.discovery.backoff import Backoff
+from kvferry.discovery.base import Discovery
 from kvferry.discovery.client import DiscoveryClient
-from kvferry.discovery.records import DiscoveryError, DiscoveryFault, InstanceView
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
+from kvferry.discovery.records import (
+    DiscoveryError,
+    DiscoveryFault,
+    InstanceView,
+    RankRecord,
+    Summaries,
+)
+from kvferry.discovery.static import StaticDiscovery, StaticInstance
 from kvferry.errors import InputError, Misuse
 from kvferry.security.keys import ClusterKey
+from kvferry.testing.discovery import LAYOUT, NAME, RECORDS
 
 KEY = ClusterKey(bytes(range(32)))
 # Long enough not to end by itself on a busy machine, and renewed three times as often.
@@ -29,8 +38,8 @@ SHORT_S = 0.5
 Connect = Callable[..., DiscoveryClient]
 
 
-class Seen:
-    """What a callback was told."""
+class RecordingCallback:
+    """A callback that records its calls."""
 
     def __init__(self) -> None:
         self.views: list[InstanceView | None] = []
@@ -40,7 +49,7 @@ class Seen:
 
     @property
     def lives(self) -> list[list[int | None]]:
-        """The incarnations of each view; none where the instance had ended."""
+        """The incarnations of each view; empty for None."""
         return [[rank.incarnation for rank in view.ranks] if view else [] for view in self.views]
 
 
@@ -66,14 +75,14 @@ def connect() -> Iterator[Connect]:
 
 
 def restarted(server: DiscoveryServer, settle_s: float = 30.0) -> DiscoveryServer:
-    """Another service at the same address, which knows nobody."""
+    """Restart the service, empty, at the same address."""
     server.stop()
     again = DiscoveryServer(port=urlsplit(server.url).port or 0, settle_s=settle_s)
     return again.start()
 
 
 def renewals(url: str, status: int) -> int:
-    """How many the service has answered that way."""
+    """Number of renewals that the service has answered with ``status``."""
     text = ask(url, "GET", "/metrics").body.decode()
     path = "/v1/instances/{name}/ranks/{rank}/lease"
     line = f'kvferry_discovery_requests_total{{route="PUT {path}",status="{status}"}} '
@@ -81,7 +90,7 @@ def renewals(url: str, status: int) -> int:
 
 
 def test_a_registration_outlives_its_lease(server: DiscoveryServer, connect: Connect) -> None:
-    seen = Seen()
+    seen = RecordingCallback()
     client = connect(server)
     client.watch("p", seen)
     client.register(record(layout=layout(tp=1)), LEASE_S)
@@ -91,12 +100,10 @@ def test_a_registration_outlives_its_lease(server: DiscoveryServer, connect: Con
     assert seen.lives == [[1]]
 
 
-def test_a_rank_that_dies_is_told_when_its_lease_ends(
-    server: DiscoveryServer, connect: Connect
-) -> None:
-    seen = Seen()
+def test_watchers_are_told_when_a_lease_ends(server: DiscoveryServer, connect: Connect) -> None:
+    seen = RecordingCallback()
     connect(server).watch("p", seen)
-    # Registered by somebody who never renews.
+    # Registered without renewals.
     body = registration(record(layout=layout(tp=1)), SHORT_S)
     assert ask(server.url, "PUT", "/v1/instances/p/ranks/0", body).status == 204
     wait_until(lambda: seen.lives == [[1], []])
@@ -104,10 +111,10 @@ def test_a_rank_that_dies_is_told_when_its_lease_ends(
     wait_until(lambda: seen.lives[:3] == [[1], [], [1]])
 
 
-def test_a_service_that_restarts_is_told_again_and_nobody_notices(
+def test_ranks_register_again_after_a_restart_unnoticed_by_watchers(
     server: DiscoveryServer, connect: Connect
 ) -> None:
-    seen = Seen()
+    seen = RecordingCallback()
     connect(server).watch("p", seen)
     for rank in (0, 1):
         connect(server).register(record(rank=rank, incarnation=rank), LEASE_S).result(ENOUGH_S)
@@ -115,7 +122,7 @@ def test_a_service_that_restarts_is_told_again_and_nobody_notices(
     again = restarted(server)
     try:
         wait_until(lambda: ask(again.url, "GET", "/v1/instances/p").status == 200)
-        # What is new reaches the watcher, and nothing came before it.
+        # The watcher gets the change, and nothing before it.
         connect(again).register(record(rank=1, incarnation=5), LEASE_S)
         wait_until(lambda: len(seen.views) > 1)
         assert seen.lives[:2] == [[0, 1], [0, 5]]
@@ -123,10 +130,10 @@ def test_a_service_that_restarts_is_told_again_and_nobody_notices(
         again.stop()
 
 
-def test_what_died_with_the_service_is_noticed_once_it_is_settled(
+def test_an_instance_lost_in_a_restart_ends_once_the_service_settles(
     server: DiscoveryServer, connect: Connect
 ) -> None:
-    seen = Seen()
+    seen = RecordingCallback()
     connect(server).watch("p", seen)
     body = registration(record(layout=layout(tp=1)))
     ask(server.url, "PUT", "/v1/instances/p/ranks/0", body)
@@ -138,27 +145,27 @@ def test_what_died_with_the_service_is_noticed_once_it_is_settled(
         again.stop()
 
 
-def test_while_the_service_is_away_what_was_known_stays(
+def test_views_stay_while_the_service_is_away(
     server: DiscoveryServer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client, seen = connect(server), Seen()
+    client, seen = connect(server), RecordingCallback()
     client.register(record(layout=layout(tp=1)), LEASE_S)
     client.watch("p", seen)
     wait_until(lambda: seen.lives == [[1]])
     with caplog.at_level(logging.DEBUG, "kvferry.discovery"):
         server.stop()
         wait_until(lambda: sum("not-registered" in line for line in caplog.messages) >= 4)
-    late = Seen()
+    late = RecordingCallback()
     client.watch("p", late)
     wait_until(lambda: late.lives == [[1]])
     assert client.resolve("p", ENOUGH_S) == seen.views[0]
     assert seen.lives == [[1]]
 
 
-def test_who_was_replaced_stays_away_until_the_other_has_left(
+def test_a_replaced_rank_registers_after_the_other_has_left(
     server: DiscoveryServer, connect: Connect
 ) -> None:
-    old, new, seen = connect(server), connect(server), Seen()
+    old, new, seen = connect(server), connect(server), RecordingCallback()
     old.register(record(layout=layout(tp=1)), LEASE_S).result(ENOUGH_S)
     new.register(record(incarnation=2, layout=layout(tp=1)), LEASE_S).result(ENOUGH_S)
     connect(server).watch("p", seen)
@@ -168,14 +175,14 @@ def test_who_was_replaced_stays_away_until_the_other_has_left(
     wait_until(lambda: seen.lives[-1] == [1])
 
 
-def test_closing_says_farewell(server: DiscoveryServer, connect: Connect) -> None:
+def test_close_withdraws_the_ranks(server: DiscoveryServer, connect: Connect) -> None:
     client = connect(server)
     for rank in (0, 1):
         client.register(record(rank=rank), 300.0).result(ENOUGH_S)
     client.close()
     assert ask(server.url, "GET", "/v1/instances").json == {"instances": []}
     client.close()
-    for call in (lambda: client.watch("p", Seen()), lambda: client.resolve("p", 1.0)):
+    for call in (lambda: client.watch("p", RecordingCallback()), lambda: client.resolve("p", 1.0)):
         with pytest.raises(Misuse, match="closed"):
             call()
 
@@ -183,8 +190,8 @@ def test_closing_says_farewell(server: DiscoveryServer, connect: Connect) -> Non
 # ---------------------------------------------------------------- watching
 
 
-def test_after_unwatch_nothing_is_told(server: DiscoveryServer, connect: Connect) -> None:
-    client, one, two = connect(server), Seen(), Seen()
+def test_unwatch_stops_the_calls(server: DiscoveryServer, connect: Connect) -> None:
+    client, one, two = connect(server), RecordingCallback(), RecordingCallback()
     client.watch("p", one)
     client.watch("p", two)
     client.register(record(layout=layout(tp=1)))
@@ -197,10 +204,16 @@ def test_after_unwatch_nothing_is_told(server: DiscoveryServer, connect: Connect
     assert one.lives == [[1]]
 
 
-def test_who_is_eager_hears_first_that_an_instance_is_not_there(
+def test_an_eager_watch_reports_a_missing_instance(
     server: DiscoveryServer, connect: Connect
 ) -> None:
-    client, patient, eager, late, gone = connect(server), Seen(), Seen(), Seen(), Seen()
+    client, patient, eager, late, gone = (
+        connect(server),
+        RecordingCallback(),
+        RecordingCallback(),
+        RecordingCallback(),
+        RecordingCallback(),
+    )
     client.watch("p", patient)
     client.watch("p", gone, eager=True)
     client.unwatch("p", gone)
@@ -216,10 +229,10 @@ def test_who_is_eager_hears_first_that_an_instance_is_not_there(
     wait_until(lambda: gone.lives[-1:] == [[1]])
 
 
-def test_a_callback_that_fails_ends_nothing(
+def test_an_exception_in_a_callback_is_survived(
     server: DiscoveryServer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client, seen = connect(server), Seen()
+    client, seen = connect(server), RecordingCallback()
 
     def broken(view: InstanceView | None) -> None:
         raise RuntimeError("a bug of the caller's")
@@ -247,9 +260,9 @@ def test_a_callback_may_close_but_not_wait(server: DiscoveryServer, connect: Con
     assert "use watch" in str(raised.result(ENOUGH_S))
 
 
-def test_many_instances_are_followed_at_once(server: DiscoveryServer, connect: Connect) -> None:
+def test_many_instances_can_be_watched(server: DiscoveryServer, connect: Connect) -> None:
     client = connect(server)
-    seen = {f"p{number}": Seen() for number in range(150)}
+    seen = {f"p{number}": RecordingCallback() for number in range(150)}
     for name, one in seen.items():
         client.watch(name, one)
     for name in seen:
@@ -257,7 +270,7 @@ def test_many_instances_are_followed_at_once(server: DiscoveryServer, connect: C
     wait_until(lambda: all(one.lives == [[1]] for one in seen.values()))
 
 
-def test_resolving_in_vain_says_why(server: DiscoveryServer, connect: Connect) -> None:
+def test_a_failed_resolve_says_why(server: DiscoveryServer, connect: Connect) -> None:
     client = connect(server)
     client.register(record(rank=0)).result(ENOUGH_S)
     with pytest.raises(DiscoveryError, match=r"not complete within 1 s: 'p' waits for rank 1"):
@@ -270,7 +283,7 @@ def test_resolving_in_vain_says_why(server: DiscoveryServer, connect: Connect) -
 # ---------------------------------------------------------------- refusals
 
 
-def test_the_same_key_on_both_sides(connect: Connect) -> None:
+def test_client_and_service_with_the_same_key(connect: Connect) -> None:
     with DiscoveryServer(key=KEY) as server:
         client = connect(server, KEY)
         client.register(record("a/b c".replace(" ", ":"), layout=layout(tp=1))).result(ENOUGH_S)
@@ -278,7 +291,7 @@ def test_the_same_key_on_both_sides(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("key", [None, ClusterKey(bytes(32))])
-def test_another_key_is_refused_with_a_sentence(connect: Connect, key: ClusterKey | None) -> None:
+def test_another_key_is_refused(connect: Connect, key: ClusterKey | None) -> None:
     with DiscoveryServer(key=KEY) as server:
         client = connect(server, key)
         with pytest.raises(DiscoveryError, match="cluster key") as error:
@@ -288,12 +301,12 @@ def test_another_key_is_refused_with_a_sentence(connect: Connect, key: ClusterKe
             client.resolve("p", 1.0)
 
 
-def test_a_lease_that_can_t_be_is_refused(server: DiscoveryServer, connect: Connect) -> None:
+def test_an_invalid_lease_is_refused(server: DiscoveryServer, connect: Connect) -> None:
     with pytest.raises(DiscoveryError, match="lease_s"):
         connect(server).register(record(), 1e6).result(ENOUGH_S)
 
 
-def test_a_registration_waits_for_a_service_that_comes_later(connect: Connect) -> None:
+def test_a_registration_waits_for_the_service_to_start(connect: Connect) -> None:
     first = DiscoveryServer().start()
     first.stop()
     client = connect(first)
@@ -308,11 +321,11 @@ def test_a_registration_waits_for_a_service_that_comes_later(connect: Connect) -
         again.stop()
 
 
-def test_closing_with_a_service_that_never_answers_ends_in_time() -> None:
+def test_close_is_bounded_if_the_service_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = DiscoveryClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
         future = client.register(record())
-        client.watch("p", Seen())
+        client.watch("p", RecordingCallback())
         silent.accept()[0].close()
         begun = time.monotonic()
         client.close()
@@ -322,7 +335,7 @@ def test_closing_with_a_service_that_never_answers_ends_in_time() -> None:
 
 
 @pytest.mark.parametrize("says", [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", b"\x00" * 99])
-def test_a_stranger_at_the_address_is_told_apart(says: bytes) -> None:
+def test_another_server_at_the_url_is_reported(says: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def serve() -> None:
@@ -338,7 +351,7 @@ def test_a_stranger_at_the_address_is_told_apart(says: bytes) -> None:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         address = f"http://127.0.0.1:{stranger.getsockname()[1]}"
-        reason = pytest.raises(DiscoveryError, match=r"can't be used|cannot reach")
+        reason = pytest.raises(DiscoveryError, match=r"cannot read|cannot reach")
         with DiscoveryClient(address) as client, reason:
             client.resolve("p", 0.5)
         stranger.shutdown(socket.SHUT_RDWR)
@@ -361,12 +374,12 @@ def test_a_stranger_at_the_address_is_told_apart(says: bytes) -> None:
         "http://:7077",
     ],
 )
-def test_an_address_that_is_none_is_one_sentence(url: str) -> None:
-    with pytest.raises(InputError, match="is no discovery address; give one such as"):
+def test_an_invalid_url_is_refused(url: str) -> None:
+    with pytest.raises(InputError, match="is not a discovery URL; give one such as"):
         DiscoveryClient(url)
 
 
-def test_the_wait_after_errors_grows_to_a_limit_and_is_never_the_same() -> None:
+def test_backoff_grows_to_a_limit_with_jitter() -> None:
     backoff = Backoff()
     waits = [backoff.next_s() for _ in range(30)]
     assert waits[0] <= Backoff.FIRST_S
@@ -377,7 +390,7 @@ def test_the_wait_after_errors_grows_to_a_limit_and_is_never_the_same() -> None:
     assert backoff.next_s() <= Backoff.FIRST_S
 
 
-def test_what_happens_is_logged(
+def test_events_are_logged(
     server: DiscoveryServer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "kvferry.discovery"):
@@ -390,7 +403,7 @@ def test_what_happens_is_logged(
     assert "instance name=p complete=True" in caplog.messages
 
 
-def test_who_is_registered_can_be_asked(server: DiscoveryServer, connect: Connect) -> None:
+def test_instances_lists_registered_ranks(server: DiscoveryServer, connect: Connect) -> None:
     client = connect(server)
     assert client.instances().result(ENOUGH_S).instances == ()
     client.register(record(rank=0)).result(ENOUGH_S)
@@ -398,7 +411,7 @@ def test_who_is_registered_can_be_asked(server: DiscoveryServer, connect: Connec
     assert (summary.name, summary.complete, summary.registered) == ("p", False, 1)
 
 
-def test_asking_where_nobody_answers_says_so() -> None:
+def test_instances_fails_if_the_service_is_unreachable() -> None:
     with DiscoveryClient("http://127.0.0.1:1") as client:
         with pytest.raises(DiscoveryError, match="cannot reach"):
             client.instances().result(ENOUGH_S)
@@ -407,13 +420,13 @@ def test_asking_where_nobody_answers_says_so() -> None:
 
 
 class Foreign(asyncio.DefaultEventLoopPolicy):
-    """The policy of a process whose loops are not ours to use, as uvloop's are."""
+    """A policy of the embedding process, such as uvloop's."""
 
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
         raise AssertionError("the embedding process's loop was taken")
 
 
-def test_the_event_loop_of_who_embeds_it_is_left_alone() -> None:
+def test_the_embedding_event_loop_policy_is_ignored() -> None:
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(Foreign())
     try:
@@ -421,3 +434,49 @@ def test_the_event_loop_of_who_embeds_it_is_left_alone() -> None:
             assert client.instances().result(ENOUGH_S).instances == ()
     finally:
         asyncio.set_event_loop_policy(before)
+
+
+# ---------------------------------------------------------------- a backend with bugs
+
+
+ADDRESSES = ("127.0.0.1:5000", "tcp://127.0.0.1:5001")
+LISTED = StaticInstance(name=NAME, ranks=ADDRESSES, layout=LAYOUT)
+
+
+class FailingOnce(Discovery):
+    """Raises an unexpected exception on the first call of each method."""
+
+    def __init__(self) -> None:
+        self._inner = StaticDiscovery([LISTED])
+        self._calls: set[str] = set()
+
+    def _fail_first(self, call: str) -> None:
+        if call not in self._calls:
+            self._calls.add(call)
+            raise KeyError(call)
+
+    async def register(self, record: RankRecord, lease_s: float) -> None:
+        self._fail_first("register")
+
+    async def renew(self, record: RankRecord, lease_s: float) -> None:
+        self._fail_first("renew")
+
+    async def withdraw(self, record: RankRecord) -> None:
+        self._fail_first("withdraw")
+
+    async def watch(self, name: str, version: str, wait_s: float) -> InstanceView | None:
+        self._fail_first("watch")
+        return await self._inner.watch(name, version, wait_s)
+
+    async def list(self) -> Summaries:
+        self._fail_first("list")
+        return await self._inner.list()
+
+
+def test_unexpected_exceptions_of_a_backend_are_survived() -> None:
+    with DiscoveryClient(FailingOnce()) as client:
+        with pytest.raises(DiscoveryError, match=r"discovery backend failed \(KeyError\('list'"):
+            client.instances().result(ENOUGH_S)
+        assert [each.name for each in client.instances().result(ENOUGH_S).instances] == [NAME]
+        client.register(RECORDS[0]).result(ENOUGH_S)
+        assert client.resolve(NAME, ENOUGH_S).name == NAME

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry import Memory, SourceEndpoint, TargetEndpoint, make_transport
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.errors import InputError, Misuse
 from kvferry.layout import Layout, attention
 from kvferry.protocol.outcome import Failure, FailureCode
@@ -53,7 +53,7 @@ def test_impossible_instance_names_are_refused(url: str, name: str) -> None:
     means = make_transport("shm")
     memory = Memory.allocate(LAYOUT, 0, 8, means.allocate)
     target = TargetEndpoint(LAYOUT, memory, name="d", model="m", transport=means, discovery=url)
-    with pytest.raises(InputError, match="an instance's name has 1 to 256 letters"):
+    with pytest.raises(InputError, match="is not a valid instance name; use 1 to 256 letters"):
         target.receive("x", prefill=name, tokens=4, pages=[1])
     assert target.close()
 

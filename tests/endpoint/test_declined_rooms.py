@@ -13,7 +13,7 @@ from endpoint.fleets import eventually
 from prometheus_client import CollectorRegistry
 
 from kvferry import Done, Failure, FailureCode, Layout, Memory, attention
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.endpoint.source import SourceEndpoint
 from kvferry.endpoint.target import TargetEndpoint
 from kvferry.errors import InputError, Misuse

@@ -221,7 +221,7 @@ class Gated(NixlTransport):
     """NIXL whose writes start when a test opens the gate."""
 
     name: ClassVar[str] = "nixl"
-    writes_at_once: ClassVar[bool] = False
+    supports_write_now: ClassVar[bool] = False
 
     def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)

@@ -39,7 +39,7 @@ class ViaThread(ShmTransport):
     """Shared memory whose writes the transport thread makes."""
 
     name: ClassVar[str] = "shm"
-    writes_at_once: ClassVar[bool] = False
+    supports_write_now: ClassVar[bool] = False
 
 
 class AlwaysBusy(ShmTransport):
@@ -49,7 +49,7 @@ class AlwaysBusy(ShmTransport):
 
     def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
         self._ended.append(super().write_now(remote, op, pieces))
-        self.on_news()
+        self.on_completion()
 
     def write_now(self, remote: RemoteMemory, op: Op, pieces: Binding) -> WriteEnded:
         return WriteEnded(op, WriteFate.BUSY)
@@ -66,7 +66,7 @@ class Asynchronous(AlwaysBusy):
         self._looks[op] = 3, ShmTransport.write_now(self, remote, op, pieces)
         return None
 
-    def look(self, op: Op) -> WriteEnded | None:
+    def check_write(self, op: Op) -> WriteEnded | None:
         left, ended = self._looks.pop(op)
         if left:
             self._looks[op] = left - 1, ended

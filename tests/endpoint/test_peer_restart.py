@@ -9,7 +9,7 @@ from endpoint.fleets import HEADS, QUICK, eventually, layout
 from msgspec.structs import replace
 
 from kvferry import EndpointConfig, Memory, SourceEndpoint, TargetEndpoint, make_transport
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.protocol.outcome import Done
 
 LAYOUT = layout(HEADS, 4)

@@ -23,7 +23,7 @@ from endpoint.fleets import eventually
 
 import kvferry
 from kvferry import Done, EndpointConfig, Failure, FailureCode, Layout, ProtocolConfig, attention
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.endpoint.control.sockets import ControlClient, ControlServer
 from kvferry.endpoint.control.unix import RUNNING, UnixListener, UnixServer, connect, process_state
 

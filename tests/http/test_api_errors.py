@@ -1,11 +1,11 @@
-"""What a client is told instead of an answer, by workers and the router alike."""
+"""Error documents of workers and the router."""
 
 from __future__ import annotations
 
 import pytest
 from aiohttp import web
 
-from kvferry.http.api_errors import ApiError, invalid, of_refusal, told
+from kvferry.http.api_errors import ApiError, from_http_exception, invalid, parse_error
 
 
 @pytest.mark.parametrize(
@@ -17,14 +17,14 @@ from kvferry.http.api_errors import ApiError, invalid, of_refusal, told
         (504, "server_error"),
     ],
 )
-def test_the_status_says_whose_fault_it_is(status: int, kind: str) -> None:
+def test_the_type_follows_from_the_status(status: int, kind: str) -> None:
     error = ApiError(status, "a sentence", code="a_code")
     assert error.body.type == kind
-    assert told(error.document) == ("a_code", "a sentence")
+    assert parse_error(error.document) == ("a_code", "a sentence")
     assert error.response().status == status
 
 
-def test_an_error_of_another_server_is_passed_on_as_it_is() -> None:
+def test_another_servers_error_passes_unchanged() -> None:
     theirs = invalid("the prompt is empty", "prompt").document
     ours = ApiError(400, "the prompt is empty", document=theirs)
     assert ours.document == theirs
@@ -34,20 +34,20 @@ def test_an_error_of_another_server_is_passed_on_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (web.HTTPRequestEntityTooLarge(9, 10), "too_large", "a body may have 8 bytes"),
+        (web.HTTPRequestEntityTooLarge(9, 10), "too_large", "a body may have at most 8 bytes"),
         (web.HTTPMethodNotAllowed("PUT", {"POST", "GET"}), "method_not_allowed", "GET, POST"),
         (web.HTTPNotFound(), "not_found", "there is no such path"),
         (web.HTTPBadRequest(reason="Bad header"), "bad_request", "Bad header"),
     ],
 )
-def test_what_aiohttp_refuses_has_the_same_form(
+def test_aiohttps_exceptions_have_the_same_form(
     error: web.HTTPException, code: str, message: str
 ) -> None:
-    refusal = of_refusal(error, most_bytes=8)
+    refusal = from_http_exception(error, most_bytes=8)
     assert (refusal.status, refusal.body.code) == (error.status, code)
     assert message in str(refusal)
 
 
 @pytest.mark.parametrize("document", [b"", b"{", b"[]", b'{"error": 1}', b"\xff"])
-def test_what_is_no_error_document_says_nothing(document: bytes) -> None:
-    assert told(document) == ("", "")
+def test_parse_error_ignores_other_documents(document: bytes) -> None:
+    assert parse_error(document) == ("", "")

@@ -1,4 +1,4 @@
-"""Clients that hold connections and send nothing, or garbage, to a server of ours."""
+"""Clients that hold connections and send nothing, half a request, or garbage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from kvferry.http.connections import Connections, Why
+from kvferry.http.connections import Connections, RejectReason
 from kvferry.http.limits import HttpLimits
 from kvferry.http.site import HttpSite
 
@@ -27,7 +27,7 @@ WHOLE = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
 
 
 def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """An async test as pytest runs it, never longer than it should."""
+    """Run an async test with a time limit."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -41,7 +41,7 @@ def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 class Client:
-    """Bytes to and from a server."""
+    """A client's connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -51,13 +51,13 @@ class Client:
         await self._writer.drain()
 
     async def answer(self) -> bytes:
-        """One whole answer, head and body."""
+        """Read one response, head and body."""
         head = await self._reader.readuntil(b"\r\n\r\n")
         length = next(line for line in head.split(b"\r\n") if line.startswith(b"Content-Length"))
         return head + await self._reader.readexactly(int(length.split(b":")[1]))
 
     async def rest(self) -> bytes:
-        """All that comes until the server closes."""
+        """Read until the server closes."""
         try:
             return await self._reader.read()
         except ConnectionResetError:
@@ -68,7 +68,7 @@ class Client:
 
 
 class Served:
-    """A server, its counts, and who talks to it. ``/slow`` answers once ``go`` is set."""
+    """A server and its counts. ``/slow`` answers once ``go`` is set."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.registry = CollectorRegistry()
@@ -103,10 +103,8 @@ class Served:
         await client.send(data)
         return client
 
-    def refused(self, why: Why) -> int:
-        return int(
-            self.registry.get_sample_value("kvferry_http_rejected_total", {"reason": why}) or 0
-        )
+    def refused(self, why: RejectReason) -> int:
+        return int(self.registry.get_sample_value("kvferry_http_refused_total", {"why": why}) or 0)
 
 
 @asynccontextmanager
@@ -126,12 +124,12 @@ async def test_half_a_request_is_closed_in_time() -> None:
     async with served(header_s=SHORT_S) as here:
         for client in (await here.client(b"GET /he"), await here.client()):
             await client.rest()
-        assert here.refused(Why.LATE) == 2
+        assert here.refused(RejectReason.LATE) == 2
         assert len(here.connections) == 0
 
 
 @bounded
-async def test_half_of_the_second_request_is_closed_too() -> None:
+async def test_half_of_a_second_request_is_closed_in_time() -> None:
     async with served() as here:
         client = await here.client(WHOLE)
         assert (await client.answer()).endswith(b"quick")
@@ -141,7 +139,7 @@ async def test_half_of_the_second_request_is_closed_too() -> None:
 
 
 @bounded
-async def test_a_request_that_takes_long_is_not_late() -> None:
+async def test_a_slow_handler_is_not_late() -> None:
     async with served(header_s=1.0) as here:
         slow = await here.client(WHOLE.replace(b" / ", b" /slow "))
         await here.began.wait()
@@ -152,25 +150,25 @@ async def test_a_request_that_takes_long_is_not_late() -> None:
 
 
 @bounded
-async def test_an_idle_connection_is_closed_after_its_time() -> None:
+async def test_an_idle_connection_is_closed_in_time() -> None:
     async with served(keepalive_s=SHORT_S) as here:
         await (await here.client(WHOLE)).rest()
-        assert here.refused(Why.LATE) == 0
+        assert here.refused(RejectReason.LATE) == 0
 
 
 @bounded
-async def test_half_requests_keep_no_whole_one_out() -> None:
+async def test_half_requests_are_displaced_by_whole_ones() -> None:
     async with served(connections=4) as here:
         halves = [await here.client(b"GET /he") for _ in range(10)]
         assert (await (await here.client(WHOLE)).answer()).endswith(b"quick")
         for half in halves[:6]:
             assert await half.rest() == b""
         assert len(here.connections) == 4
-        assert here.refused(Why.DISPLACED) == 7
+        assert here.refused(RejectReason.DISPLACED) == 7
 
 
 @bounded
-async def test_who_comes_to_a_full_server_is_told_so() -> None:
+async def test_a_full_server_answers_503() -> None:
     async with served(connections=2) as here:
         slow = WHOLE.replace(b" / ", b" /slow ")
         busy = [await here.client(slow)]
@@ -181,20 +179,20 @@ async def test_who_comes_to_a_full_server_is_told_so() -> None:
         answer = await (await here.client()).rest()
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"too many connections" in answer
-        assert here.refused(Why.FULL) == 1
+        assert here.refused(RejectReason.FULL) == 1
         here.go.set()
         for client in busy:
             assert (await client.answer()).endswith(b"slow")
 
 
 @bounded
-async def test_who_comes_as_a_server_stops_is_closed_too() -> None:
+async def test_connections_during_shutdown_are_closed() -> None:
     async with served() as here:
         # In the kernel's hands; the loop's next turn accepts them, and those after it take them in.
         knocking = [socket.create_connection(here.address) for _ in range(20)]
         await asyncio.sleep(0)
         await here.site.stop()
-        # The loop may end now: what is still open would stay so.
+        # A connection that is still open now would stay open.
         assert len(here.connections) == 0
     for one in knocking:
         one.settimeout(ENOUGH_S)
@@ -203,7 +201,7 @@ async def test_who_comes_as_a_server_stops_is_closed_too() -> None:
 
 
 @bounded
-async def test_the_count_is_right_after_everybody_has_left() -> None:
+async def test_the_count_returns_to_zero() -> None:
     async with served(connections=8) as here:
         for _ in range(20):
             client = await here.client(WHOLE)
@@ -213,7 +211,7 @@ async def test_the_count_is_right_after_everybody_has_left() -> None:
             await asyncio.sleep(0.01)
         gauge = here.registry.get_sample_value("kvferry_http_connections")
         assert gauge == 0
-        assert here.refused(Why.FULL) == here.refused(Why.DISPLACED) == 0
+        assert here.refused(RejectReason.FULL) == here.refused(RejectReason.DISPLACED) == 0
 
 
 @pytest.mark.parametrize(
@@ -228,7 +226,7 @@ async def test_the_count_is_right_after_everybody_has_left() -> None:
 )
 @pytest.mark.parametrize("first", [b"", WHOLE])
 @bounded
-async def test_garbage_is_one_short_line(
+async def test_garbage_is_logged_in_one_line(
     caplog: pytest.LogCaptureFixture, first: bytes, garbage: bytes
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -238,7 +236,7 @@ async def test_garbage_is_one_short_line(
             await client.answer()
         await client.send(garbage)
         assert (await client.rest()).startswith(b"HTTP/1.0 400 ")
-        assert here.refused(Why.GARBAGE) == 1
+        assert here.refused(RejectReason.GARBAGE) == 1
     mine = [record for record in caplog.records if record.name != "asyncio"]
     assert [record.getMessage().split()[0] for record in mine] == ["bad-request"]
     assert mine[0].levelno == logging.INFO
@@ -246,7 +244,7 @@ async def test_garbage_is_one_short_line(
 
 
 @bounded
-async def test_a_bug_of_ours_still_has_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     async with served() as here:
         here.go = None  # type: ignore[assignment]
         client = await here.client(WHOLE.replace(b" / ", b" /slow "))

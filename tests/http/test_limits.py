@@ -1,4 +1,4 @@
-"""How many connections a process may hold."""
+"""The number of connections that a process may hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events out of a stream of bytes, however they arrive."""
+"""Server-sent events from a stream of bytes in arbitrary chunks."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ EVENTS = ["one", "two\nlines", '{"a":"é"}', "last"]
 
 
 @given(st.lists(st.integers(0, len(STREAM))))
-def test_where_the_bytes_are_cut_does_not_matter(cuts: list[int]) -> None:
+def test_chunk_boundaries_do_not_matter(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(STREAM)]
     portions = [STREAM[a:b] for a, b in itertools.pairwise(places)]
     assert read(*portions) == EVENTS
 
 
-def test_an_event_is_given_as_soon_as_it_is_complete() -> None:
+def test_an_event_is_yielded_once_complete() -> None:
     reader = EventReader(100)
     assert list(reader.feed(b"data: a\n")) == []
     assert list(reader.feed(b"\ndata: b")) == [ServerEvent(b"data: a\n\n", "a")]
 
 
 @given(st.lists(st.integers(0, len(STREAM))))
-def test_the_bytes_of_events_are_those_that_came(cuts: list[int]) -> None:
+def test_raw_bytes_are_unchanged(cuts: list[int]) -> None:
     reader = EventReader(1 << 20)
     places = [0, *sorted(cuts), len(STREAM)]
     raw = b"".join(e.raw for a, b in itertools.pairwise(places) for e in reader.feed(STREAM[a:b]))
@@ -51,8 +51,8 @@ def test_a_comment_is_an_event_without_data() -> None:
     assert list(EventReader(100).feed(b"data:\n\n")) == [ServerEvent(b"data:\n\n", "")]
 
 
-def test_an_event_without_an_end_is_given_up() -> None:
-    with pytest.raises(ValueError, match="above 100 bytes"):
+def test_an_endless_event_is_refused() -> None:
+    with pytest.raises(ValueError, match="exceeds 100 bytes"):
         read(b"data: " + b"x" * 60, b"x" * 60, most=100)
     # Many small ones may be more than that.
     assert len(read(*[b"data: x\n\n"] * 50, most=100)) == 50

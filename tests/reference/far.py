@@ -37,7 +37,7 @@ from reference.working import (
 )
 from reference.working import worker_main as run_worker
 
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
 from kvferry.reference.worker.instance import InstanceOptions
 from kvferry.security.keys import ClusterKey

@@ -13,7 +13,7 @@ import pytest
 from reference.driving import PROMPTS
 from reference.working import Caller, Reply, Worker, body_of, call, hosted, options_for
 
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
 from kvferry.reference.api.access import is_near
 from kvferry.reference.api.bodies import Ask

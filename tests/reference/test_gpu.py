@@ -44,7 +44,7 @@ from reference.working import (
 )
 
 from kvferry import Layers
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.endpoint.outgoing import Waitable
 from kvferry.layout.layout import Order, Parallel
 from kvferry.reference.engine.cache import RankCache

@@ -28,9 +28,9 @@ from reference.working import (
     started,
 )
 
-from kvferry.discovery.http_backend import HttpDiscovery
+from kvferry.discovery.http.backend import HttpDiscovery
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.discovery.records import DiscoveryError
-from kvferry.discovery.server import DiscoveryServer
 from kvferry.errors import InputError, KvferryError
 from kvferry.layout.layout import Parallel
 from kvferry.reference.models.tiny import TinyKind, make_tiny

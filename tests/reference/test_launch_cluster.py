@@ -102,7 +102,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         ("[router]\npolicy = 'best'", "Invalid enum value"),
         ("[router]\ndiscovery = 'http://x:1'", "takes discovery and key from the whole file"),
         ("[router]\nroom_s = -1", "room_s must be above 0"),
-        ("[router]\ndecode_urls = ['x']", "is no worker's address"),
+        ("[router]\ndecode_urls = ['x']", "is not a worker's address"),
         ("[[decode]]\nname = 'a'\n[[decode]]\nname = 'a'", "two workers have the name 'a'"),
         ("[[prefill]]", "has no [[decode]] worker"),
         ("[transfer]\nlayers = 0", ">= 1"),

@@ -15,7 +15,7 @@ import pytest
 from reference.clusters import wait_until
 from router.fakes import site
 
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 
 HEAD = b"%s HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
 NOW = struct.pack("ii", 1, 0)

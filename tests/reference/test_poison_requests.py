@@ -16,7 +16,7 @@ import pytest
 from reference.driving import PROMPTS
 from reference.working import Alone, Caller, Worker, body_of, call, hosted, options_for
 
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
 from kvferry.reference.engine.steps import StepPlan
 from kvferry.reference.models.tiny import TinyKind

@@ -34,7 +34,7 @@ from reference.working import (
 )
 
 from kvferry import Layers
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.layout.layout import Order, Parallel
 from kvferry.reference.engine.steps import StepPlan
 from kvferry.reference.models.tiny import TinyKind, make_tiny

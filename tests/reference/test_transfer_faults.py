@@ -31,7 +31,7 @@ from reference.working import (
     options_for,
 )
 
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
 from kvferry.reference.models.tiny import TinyKind
 from kvferry.reference.ranks.processes import RankLost

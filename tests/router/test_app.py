@@ -26,7 +26,7 @@ from router.fakes import (
 )
 
 from kvferry.discovery.client import DiscoveryClient
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.router.options import RouterOptions
 from kvferry.router.serving import serving
 from kvferry.security.keys import ClusterKey

@@ -10,7 +10,7 @@ from typing import Any
 from router.fakes import Site, bounded, site
 from telemetry.scenes import Scene
 
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.security.keys import ClusterKey
 from kvferry.security.tokens import make_token
 

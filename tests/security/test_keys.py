@@ -1,4 +1,4 @@
-"""The cluster key: its file, what is derived from it, and where one may listen without it."""
+"""The cluster key: its file, derived keys, and addresses that need one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_a_written_key_can_be_read(tmp_path: Path) -> None:
     key = ClusterKey.new()
     key.write(tmp_path / "key")
     again = ClusterKey.read(tmp_path / "key")
@@ -30,12 +30,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert again != ClusterKey.new()
 
 
-def test_only_the_owner_can_read_it(path: Path) -> None:
+def test_only_the_owner_can_read_the_file(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601, 0o644])
-def test_a_file_that_is_open_to_others_is_refused(path: Path, mode: int) -> None:
+def test_a_file_that_others_can_read_is_refused(path: Path, mode: int) -> None:
     path.chmod(mode)
     with pytest.raises(InputError, match="chmod 600"):
         ClusterKey.read(path)
@@ -62,9 +62,9 @@ def test_a_key_is_never_overwritten(path: Path) -> None:
         b"\xff" * 100,
     ],
 )
-def test_what_is_no_key_is_refused(path: Path, content: bytes) -> None:
+def test_a_malformed_key_file_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(InputError, match="holds no cluster key; make a cluster key with"):
+    with pytest.raises(InputError, match="is not a cluster key; make a cluster key with"):
         ClusterKey.read(path)
 
 
@@ -82,7 +82,7 @@ def test_missing_files_folders_and_pipes_are_refused(tmp_path: Path) -> None:
         ClusterKey.new().write(tmp_path / "none" / "key")
 
 
-def test_the_environment_names_a_file(path: Path) -> None:
+def test_the_environment_variable_names_a_file(path: Path) -> None:
     assert ClusterKey.from_environment({}) is None
     assert ClusterKey.from_environment({"KVFERRY_KEY_FILE": str(path)}) == ClusterKey.read(path)
     with pytest.raises(InputError, match="KVFERRY_KEY_FILE is empty"):
@@ -96,14 +96,14 @@ def test_each_purpose_has_its_own_key() -> None:
     assert zmq.curve_public(key.client.secret) == key.client.public
 
 
-def test_derivation_is_part_of_the_protocol_and_does_not_change() -> None:
+def test_derived_keys_do_not_change() -> None:
     key = ClusterKey(bytes(range(32)))
     assert key.name == "c04e7852"
     assert key.server.public == b"GHBx(LW#o-1w{?.V!}K?i@uY8NK}BW{YON9K]jMV"
     assert key.http.hex() == "3d16fe71d007407a7cde7eda6fe678d3ccfd8736737dd63986f3227e28d51c9f"
 
 
-def test_nothing_that_prints_shows_the_secret(path: Path) -> None:
+def test_repr_does_not_show_the_secret(path: Path) -> None:
     key = ClusterKey.read(path)
     secret = path.read_text().strip().partition(":")[2]
     shown = f"{key!r} {key} {key.server!r} {key.client!r} {[key.server]}"
@@ -112,7 +112,7 @@ def test_nothing_that_prints_shows_the_secret(path: Path) -> None:
     assert repr(key) == f"<ClusterKey {key.name}>"
 
 
-def test_a_key_travels_to_a_child_process() -> None:
+def test_a_key_can_be_pickled() -> None:
     key = ClusterKey.new()
     assert pickle.loads(pickle.dumps(key)) == key
     assert isinstance(key.server, CurvePair)
@@ -124,19 +124,19 @@ def test_loopback_needs_no_key(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "::ffff:192.0.2.7"])
-def test_other_addresses_need_one(host: str) -> None:
+def test_other_addresses_need_a_key(host: str) -> None:
     with pytest.raises(InputError, match="make a cluster key with `kvferry key FILE`"):
         checked_bind_address(host, 0, None)
     assert checked_bind_address(host, 0, ClusterKey.new()) == host
 
 
 @pytest.mark.parametrize("host", ["", "no.such.host.invalid", "a" * 300, "a\0b", "münchen\ud800"])
-def test_a_host_that_is_none_is_one_sentence(host: str) -> None:
-    with pytest.raises(InputError, match="give an address"):
+def test_an_unknown_host_is_refused(host: str) -> None:
+    with pytest.raises(InputError, match="give an IP address"):
         checked_bind_address(host, 0, ClusterKey.new())
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
-def test_a_port_that_is_none_is_one_sentence(port: int) -> None:
+def test_an_invalid_port_is_refused(port: int) -> None:
     with pytest.raises(InputError, match="a port is between 0 and 65535"):
         checked_bind_address("127.0.0.1", port, None)

@@ -12,11 +12,11 @@ from endpoint.jobs import over
 from prometheus_client import CollectorRegistry
 
 from kvferry.config import ProtocolConfig
-from kvferry.discovery.metrics import DiscoveryMetrics
-from kvferry.discovery.registry import InstanceRegistry
-from kvferry.discovery.waiters import Waiters
+from kvferry.discovery.http.metrics import DiscoveryMetrics
+from kvferry.discovery.http.registry import InstanceRegistry
+from kvferry.discovery.http.waiters import Waiters
 from kvferry.endpoint.handles import Handle
-from kvferry.http.connections import Connections, Why
+from kvferry.http.connections import Connections, RejectReason
 from kvferry.http.limits import HttpLimits
 from kvferry.ids import Peer
 from kvferry.plan.choose import TransferMode

@@ -1,4 +1,4 @@
-"""The bounds check against its definition: every piece named, one by one."""
+"""The bounds check, compared with a check of every single piece."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.plan.bind import Binding, Part
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
 from kvferry.testing.transports import PlacedPiece, binding_of
-from kvferry.transports.bounds import Limits, problem
+from kvferry.transports.bounds import RegionBounds, find_violation
 
 NUM_REGIONS = 3
 
@@ -31,7 +31,7 @@ def pieces_of(
 
 @st.composite
 def parts(draw: st.DrawFn, *, inside: bool) -> Part:
-    """Pieces anywhere, or in the regions that there are and not before their start."""
+    """Pieces anywhere, or only in existing regions and at non-negative offsets."""
     least = 0 if inside else -8
     offsets = st.integers(max(least, -2), 60)
     strides = st.tuples(*[st.integers(least, 20)] * 2)
@@ -53,8 +53,12 @@ def bindings(*, inside: bool) -> st.SearchStrategy[Binding]:
 sizes = st.lists(st.integers(0, 160), min_size=NUM_REGIONS, max_size=NUM_REGIONS)
 
 
+def violation(binding: Binding, sources: list[int], targets: list[int]) -> str | None:
+    return find_violation(binding, RegionBounds(sources), RegionBounds(targets))
+
+
 def by_definition(binding: Binding, sources: list[int], targets: list[int]) -> bool:
-    """Whether each piece lies in its regions."""
+    """Return whether each piece lies in its regions, checked one by one."""
 
     def inside(region: int, offset: int, length: int, sizes: list[int]) -> bool:
         known = 0 <= region < len(sizes)
@@ -68,49 +72,50 @@ def by_definition(binding: Binding, sources: list[int], targets: list[int]) -> b
 
 @settings(max_examples=300, deadline=None)
 @given(bindings(inside=False) | bindings(inside=True), sizes, sizes)
-def test_a_problem_is_told_exactly_if_a_piece_lies_outside(
+def test_a_violation_is_reported_exactly_if_a_piece_lies_outside(
     binding: Binding, sources: list[int], targets: list[int]
 ) -> None:
-    assert (problem(binding, sources, targets) is None) == by_definition(binding, sources, targets)
+    passes = violation(binding, sources, targets) is None
+    assert passes == by_definition(binding, sources, targets)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(bindings(inside=False) | bindings(inside=True), max_size=6), sizes, sizes)
-def test_what_is_remembered_of_layers_changes_nothing(
+def test_the_cache_of_layers_does_not_change_the_result(
     several: list[Binding], sources: list[int], targets: list[int]
 ) -> None:
-    """One pair of limits for many bindings, which may have some bases in common."""
-    ours, theirs = Limits(sources), Limits(targets)
+    """Check many bindings, some with common bases, against the same ``RegionBounds``."""
+    ours, theirs = RegionBounds(sources), RegionBounds(targets)
     for binding in several:
-        assert problem(binding, ours, theirs) == problem(binding, sources, targets)
+        assert find_violation(binding, ours, theirs) == violation(binding, sources, targets)
 
 
-def test_layers_that_begin_and_end_alike_are_told_apart() -> None:
-    """A base in the middle that reaches outside, where others did not."""
-    limits, wide = Limits([100, 10]), Limits([1 << 40])
+def test_layers_with_the_same_first_and_last_base_are_distinguished() -> None:
+    """Only the base in the middle reaches outside."""
+    narrow, wide = RegionBounds([100, 10]), RegionBounds([1 << 40])
     pieces = pieces_of([(0, 0, 20, 1, 1)], (0, 0), (0, 0))
     first, last = Base(0, 0, 0), Base(2, 0, 40)
     for middle, good in ((Base(1, 0, 20), True), (Base(1, 1, 0), False), (Base(1, 0, 20), True)):
         bases = (first, middle, last)
         part = Part("g", "t", tuple(Base(i, 0, 0) for i in range(3)), bases, pieces)
-        assert (problem(Binding((part,)), wide, limits) is None) == good
+        assert (find_violation(Binding((part,)), wide, narrow) is None) == good
 
 
 @settings(max_examples=200, deadline=None)
 @given(bindings(inside=True))
-def test_the_smallest_regions_that_hold_it_are_enough(binding: Binding) -> None:
-    """And one byte less is too little."""
+def test_the_smallest_sufficient_regions_pass(binding: Binding) -> None:
+    """One byte less fails."""
     named = binding.descriptors()
     need = [[0] * NUM_REGIONS, [0] * NUM_REGIONS]
     for source, at, target, to, length in zip(*named, strict=True):
         need[0][source] = max(need[0][source], int(at + length))
         need[1][target] = max(need[1][target], int(to + length))
-    assert problem(binding, *need) is None
+    assert violation(binding, *need) is None
     for side in range(2):
         for region in (region for region in range(NUM_REGIONS) if need[side][region]):
             less = [list(sizes) for sizes in need]
             less[side][region] -= 1
-            assert problem(binding, *less) is not None
+            assert violation(binding, *less) is not None
 
 
 @pytest.mark.parametrize(
@@ -138,8 +143,8 @@ def test_the_smallest_regions_that_hold_it_are_enough(binding: Binding) -> None:
         ),
     ],
 )
-def test_the_sentence(piece: PlacedPiece, sentence: str) -> None:
-    assert problem(binding_of([piece]), [100], [100]) == sentence
+def test_message_names_the_violation(piece: PlacedPiece, sentence: str) -> None:
+    assert violation(binding_of([piece]), [100], [100]) == sentence
 
 
 @pytest.mark.parametrize(
@@ -152,19 +157,19 @@ def test_the_sentence(piece: PlacedPiece, sentence: str) -> None:
         ((-(1 << 63), 0, 1, 1, 1), (0, 0)),
     ],
 )
-def test_sums_that_would_wrap_are_outside(
+def test_sums_that_overflow_are_outside(
     segment: tuple[int, int, int, int, int], stride: tuple[int, int]
 ) -> None:
-    """64 bits would come out near zero and pass."""
+    """In 64 bits these sums wrap to nearly zero."""
     pieces = pieces_of([segment], stride, (0, 0))
     binding = Binding((Part("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
-    assert problem(binding, [1 << 40], [1 << 40]) is not None
+    assert violation(binding, [1 << 40], [1 << 40]) is not None
 
 
-def test_the_cost_is_that_of_pages_not_of_pieces() -> None:
-    """A billion pieces are no more work than one."""
+def test_cost_is_per_page_not_per_piece() -> None:
+    """A billion pieces in a thousand pages."""
     pieces = pieces_of([(0, 0, 1, 1 << 15, 1 << 15)] * 1000, (1 << 15, 1 << 15), (1, 1))
     binding = Binding((Part("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
     start = time.perf_counter()
-    assert problem(binding, [1 << 30], [1 << 30]) is None
+    assert violation(binding, [1 << 30], [1 << 30]) is None
     assert time.perf_counter() - start < 1

@@ -38,7 +38,7 @@ class TestCuda(TransportSuite):
 
 
 def grown(told: dict[str, Any], by: int) -> dict[str, Any]:
-    """Metadata that says of every span, or of its last piece, that it is larger than it is."""
+    """Metadata that claims a larger size for every span, or for its last piece."""
 
     def span(kind: str, size: Any, handle: Any) -> tuple[str, Any, Any]:
         return kind, size + by if kind == "ipc" else [*size[:-1], size[-1] + by], handle
@@ -47,14 +47,14 @@ def grown(told: dict[str, Any], by: int) -> dict[str, Any]:
 
 
 class ForgingCases(Cases):
-    """A peer's lies about its memory are refused, and never become writes outside of it."""
+    """False metadata is refused, and never leads to writes outside the peer's memory."""
 
     transport = "cuda"
     device = "cuda"
 
     @contextlib.contextmanager
     def forged(self, crew: Crew) -> Iterator[tuple[PeerProcess, dict[str, Any]]]:
-        """A source, and metadata to spoil; afterwards the true one still works."""
+        """Yield a source and metadata to falsify; afterwards, check the true metadata."""
         source, target = crew.source(MIB), crew.target(4 * MIB, MIB)
         yield source, msgspec.msgpack.decode(target.metadata)
         remote = source.connect(target.metadata)
@@ -64,17 +64,17 @@ class ForgingCases(Cases):
         with pytest.raises(TransportError, match=sentence):
             source.connect(msgspec.msgpack.encode(told))
 
-    def test_memory_larger_than_it_is(self, crew: Crew) -> None:
+    def test_a_claim_of_larger_memory_is_refused(self, crew: Crew) -> None:
         with self.forged(crew) as (source, told):
             for by in (1, 2 * MIB, 1 << 30):
-                self.refuse(source, grown(told, by), "smaller than it says|can't be mapped")
+                self.refuse(source, grown(told, by), "smaller than its metadata says|cannot map")
 
-    def test_a_gpu_that_is_not_there(self, crew: Crew) -> None:
+    def test_an_unknown_gpu_is_refused(self, crew: Crew) -> None:
         with self.forged(crew) as (source, told):
             self.refuse(source, {**told, "gpu": bytes(range(16))}, "CUDA_VISIBLE_DEVICES")
 
-    def test_a_region_elsewhere_in_the_allocation_is_not_written(self, crew: Crew) -> None:
-        """Regions are what the peer says they are, and pieces are held inside them."""
+    def test_other_regions_of_the_allocation_are_not_written(self, crew: Crew) -> None:
+        """Writes stay inside the regions of the metadata."""
         source, target = crew.source(MIB), crew.target(MIB)
         remote = source.connect(target.metadata)
         for offset in (-1, 1, 2 * MIB, 1 << 40):
@@ -83,7 +83,7 @@ class ForgingCases(Cases):
             assert ended.fate is WriteFate.FAILED
         target.check()
 
-    def test_a_mapping_is_shared_and_goes_with_the_last(self, crew: Crew) -> None:
+    def test_connections_share_a_mapping(self, crew: Crew) -> None:
         source, target = crew.source(MIB), crew.target(MIB)
         first, second = (source.connect(target.metadata) for _ in range(2))
         source.disconnect(first)
@@ -92,8 +92,8 @@ class ForgingCases(Cases):
         third = source.connect(target.metadata)
         deliver(source, target, HostWrite(third, 2, WHOLE))
 
-    def test_disconnecting_with_writes_under_way(self, crew: Crew) -> None:
-        """They end well; the memory is unmapped after them."""
+    def test_disconnect_with_writes_in_flight(self, crew: Crew) -> None:
+        """They complete, and the memory is unmapped after them."""
         source, target = crew.source(64 * MIB), crew.target(64 * MIB)
         remote = source.connect(target.metadata)
         large = grid(1024, 64 * KIB - 1, Stride(64 * KIB, 64 * KIB))
@@ -112,14 +112,14 @@ class ForgingCases(Cases):
 class TestForging(ForgingCases):
     """Memory of cudaMalloc."""
 
-    def test_handles_of_nothing(self, crew: Crew) -> None:
+    def test_empty_handles_are_refused(self, crew: Crew) -> None:
         with self.forged(crew) as (source, told):
             for handle in (bytes(64), bytes(range(64)), b"\xff" * 64):
                 spans = [("ipc", size, handle) for _, size, _ in told["spans"]]
-                self.refuse(source, {**told, "spans": spans}, "can't be mapped")
+                self.refuse(source, {**told, "spans": spans}, "cannot map")
 
-    def test_handles_with_a_bit_turned(self, crew: Crew) -> None:
-        """Refused, or it is memory of at least the size that was asked of the driver."""
+    def test_handles_with_a_flipped_bit(self, crew: Crew) -> None:
+        """They are refused, or the driver reports memory of at least the claimed size."""
         with self.forged(crew) as (source, told):
             (_, size, handle), *others = told["spans"]
             for byte in range(64):
@@ -135,34 +135,33 @@ class TestExpandable(ForgingCases, MovingCases):
 
     environment: ClassVar[dict[str, str]] = EXPANDABLE
 
-    def test_it_is_told_by_descriptors(self, crew: Crew) -> None:
+    def test_spans_are_exported_as_descriptors(self, crew: Crew) -> None:
         target = crew.target(50 * MIB)
         (span,) = msgspec.msgpack.decode(target.metadata)["spans"]
         assert span[0] == "vmm"
         assert len(span[1]) == len(span[2]) > 1, "the pool should lie in several pieces"
 
-    def test_descriptors_of_something_else(self, crew: Crew) -> None:
+    def test_other_descriptors_are_refused(self, crew: Crew) -> None:
         with self.forged(crew) as (source, told):
             for descriptor in (0, 1, 2, 100_000):
                 spans = [("vmm", sizes, [descriptor] * len(sizes)) for _, sizes, _ in told["spans"]]
-                sentence = "can't be mapped|no file descriptor"
+                sentence = "cannot map|no file descriptor"
                 self.refuse(source, {**told, "spans": spans}, sentence)
 
-    def test_processes_that_are_others(self, crew: Crew) -> None:
+    def test_other_processes_are_refused(self, crew: Crew) -> None:
         with self.forged(crew) as (source, told):
             self.refuse(source, {**told, "pid": os.getpid()}, "has ended")
             self.refuse(source, {**told, "began": told["began"] + 1}, "has ended")
 
-    def test_memory_of_another_process(self, crew: Crew) -> None:
-        """A peer that says that another target's memory is its own."""
+    def test_another_processs_memory_is_refused(self, crew: Crew) -> None:
+        """A peer claims another target's memory."""
         with self.forged(crew) as (source, told):
             other = msgspec.msgpack.decode(crew.target(MIB).metadata)
             stolen = ("pid", "began", "proof", "spans", "regions")
             theirs = {**told, **{name: other[name] for name in stolen}}
             self.refuse(source, theirs, "is not the peer")
 
-    def test_pieces_in_another_order(self, crew: Crew) -> None:
-        """A peer's own affair: it stays in its memory."""
+    def test_reordered_pieces_stay_inside_the_peers_memory(self, crew: Crew) -> None:
         source, target = crew.source(MIB), crew.target(50 * MIB)
         told = msgspec.msgpack.decode(target.metadata)
         (_, sizes, descriptors) = told["spans"][0]
@@ -171,8 +170,8 @@ class TestExpandable(ForgingCases, MovingCases):
         source.write(HostWrite(remote, 1, WHOLE))
         assert source.wait(num_ended=1) == [(1, None, "")]
 
-    def test_a_peer_that_dies(self, crew: Crew) -> None:
-        """Its memory stays while we map it; who comes later is refused."""
+    def test_a_dead_peers_memory_stays_mapped(self, crew: Crew) -> None:
+        """Its memory stays while it is mapped; new connections are refused."""
         source, late = crew.source(MIB), crew.source(MIB)
         victim = crew.target(MIB)
         remote = source.connect(victim.metadata)
@@ -180,20 +179,20 @@ class TestExpandable(ForgingCases, MovingCases):
         victim.process.kill()
         source.write(HostWrite(remote, 2, WHOLE))
         assert source.wait(num_ended=1) == [(2, None, "")]
-        with pytest.raises(TransportError, match=r"has ended|can't be found"):
+        with pytest.raises(TransportError, match=r"has ended|cannot find"):
             late.connect(victim.metadata)
 
 
 def registered(code: str, **environment: str) -> str:
-    """What registering a pool says in a process of its own."""
+    """Return the output of registering a pool in a separate process."""
     script = (
         "import torch\n"
         "from kvferry.errors import TransportError\n"
         "from kvferry.regions import Device, Region\n"
-        "from kvferry.transports.base import Setup\n"
+        "from kvferry.transports.base import TransportSetup\n"
         "from kvferry.transports.cuda.transport import CudaTransport\n"
         f"{code}\n"
-        "transport = CudaTransport(Setup(agent='a', copy=print))\n"
+        "transport = CudaTransport(TransportSetup(agent='a', copy=print))\n"
         "region = Region(pool.data_ptr(), pool.numel(), Device('cuda'))\n"
         "try:\n"
         "    transport.register([region], writable=True)\n"

@@ -1,4 +1,4 @@
-"""The queue of our threads: every wait ends."""
+"""The mailbox: order, and waits that always end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END_S = 60.0
 
 
 def jumping(*times: float) -> Callable[[], float]:
-    """A clock that shows these times, as to a thread that was off its core between two looks."""
+    """A clock with these readings, as for a thread that lost its core between two of them."""
     left = iter(times)
     return lambda: next(left)
 
@@ -27,15 +27,15 @@ def ends(work: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("late_s", [0.5, 1.0, 2.0, 3600.0])
-def test_a_wait_whose_time_is_over_before_it_begins_ends(late_s: float) -> None:
-    # To a lock, a limit of -1 is none.
+def test_a_wait_ends_if_its_time_has_passed_before_it_begins(late_s: float) -> None:
+    # A lock takes a timeout of -1 for none.
     mailbox: Mailbox[int] = Mailbox(jumping(0.0, 1.0 + late_s))
     with pytest.raises(queue.Empty):
         mailbox.get(1.0)
 
 
-def test_short_waits_end_however_often_a_thread_loses_its_core() -> None:
-    """Where ``queue.SimpleQueue`` hangs after some thousand calls, before Python 3.13."""
+def test_many_short_waits_end() -> None:
+    """``queue.SimpleQueue`` hangs after some thousand calls before Python 3.13."""
 
     def wait_often() -> None:
         for _ in range(30_000):
@@ -44,7 +44,7 @@ def test_short_waits_end_however_often_a_thread_loses_its_core() -> None:
     assert ends(wait_often)
 
 
-def test_two_threads_hand_each_other_what_they_put() -> None:
+def test_two_threads_exchange_items() -> None:
     there, back = Mailbox[int](), Mailbox[int]()
 
     def echo() -> None:
@@ -57,7 +57,7 @@ def test_two_threads_hand_each_other_what_they_put() -> None:
         assert back.get(END_S) == number
 
 
-def test_many_putters_and_nothing_is_lost() -> None:
+def test_many_producers_lose_nothing() -> None:
     mailbox: Mailbox[int] = Mailbox()
     got: list[int] = []
 
@@ -71,9 +71,9 @@ def test_many_putters_and_nothing_is_lost() -> None:
 
     taker = threading.Thread(target=take, daemon=True)
     taker.start()
-    putters = [threading.Thread(target=put, args=(1000 * n,)) for n in range(4)]
-    for putter in putters:
-        putter.start()
+    producers = [threading.Thread(target=put, args=(1000 * n,)) for n in range(4)]
+    for producer in producers:
+        producer.start()
     taker.join(END_S)
     assert sorted(got) == list(range(4000))
     for first in range(4):
@@ -82,7 +82,7 @@ def test_many_putters_and_nothing_is_lost() -> None:
     assert len(mailbox) == 0
 
 
-def test_drain_takes_all_without_waiting_for_more() -> None:
+def test_drain_returns_what_is_there() -> None:
     mailbox: Mailbox[str] = Mailbox()
     for word in ("a", "b", "c"):
         mailbox.put(word)

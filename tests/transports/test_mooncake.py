@@ -1,4 +1,4 @@
-"""The Mooncake transport: the conformance suite, and what is its own."""
+"""The Mooncake transport: conformance, and tests of Mooncake's own behaviour."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ LARGE = binding_of([PlacedPiece(0, 0, 16 * MIB)])
 class TestConformance(TransportSuite):
     transport = "mooncake"
 
-    def test_a_peer_that_dies_leaves_doubt_only_where_something_was_sent(self, crew: Crew) -> None:
-        """Of the last writes nothing was, and the next are refused."""
+    def test_a_dead_peer_leaves_only_sent_writes_unknown(self, crew: Crew) -> None:
+        """Nothing of the last writes was sent, so they fail, as later ones do."""
         source, victim = crew.source(MIB), crew.target(MIB)
         remote = source.connect(victim.metadata)
         many = grid(1024, 512, Stride(1024, 1024))
@@ -46,8 +46,8 @@ class TestConformance(TransportSuite):
         (refused,) = source.wait(num_ended=1)
         assert (refused.fate, "earlier" in refused.detail) == (WriteFate.FAILED, True)
 
-    def test_disconnected_from_a_stopped_peer_and_connected_again(self, crew: Crew) -> None:
-        """What was under way is of unknown fate, once; and a new connection works."""
+    def test_reconnect_after_disconnecting_a_stopped_peer(self, crew: Crew) -> None:
+        """Writes in flight end as UNKNOWN, once, and a new connection works."""
         source, target = crew.source(16 * MIB), crew.target(18 * MIB)
         remote = source.connect(target.metadata)
         deliver(source, target, HostWrite(remote, 1, binding_of([PlacedPiece(0, 0, 10)])))
@@ -65,8 +65,8 @@ class TestConformance(TransportSuite):
         target.regions = after(far, source.regions, target.regions)
         target.check_part(0, 17 * MIB, MIB)
 
-    def test_another_peer_at_the_place_of_an_earlier_one(self, crew: Crew) -> None:
-        """Mooncake would take it for the earlier one."""
+    def test_another_peer_at_the_address_of_an_earlier_one(self, crew: Crew) -> None:
+        """Mooncake caches what it found at an address."""
         source, target = crew.source(MIB), crew.target(MIB)
         remote = source.connect(target.metadata)
         deliver(source, target, HostWrite(remote, 1, WHOLE))
@@ -75,8 +75,8 @@ class TestConformance(TransportSuite):
             remote = source.connect(msgspec.msgpack.encode(told))
             deliver(source, target, HostWrite(remote, op, binding_of([PlacedPiece(op, 0, 1000)])))
 
-    def test_a_peer_that_never_answers(self, crew: Crew) -> None:
-        """It was stopped before it was met: others are served, and so is it later."""
+    def test_a_peer_that_is_stopped_before_the_first_contact(self, crew: Crew) -> None:
+        """Other peers are served meanwhile, and this one after it resumes."""
         source, silent, other = crew.source(MIB), crew.target(MIB), crew.target(MIB)
         silent.process.stop()
         waiting, remote = source.connect(silent.metadata), source.connect(other.metadata)
@@ -95,15 +95,15 @@ def transport() -> Iterator[MooncakeTransport]:
     made.close()
 
 
-def test_memory_of_a_gpu_needs_a_build_for_it(transport: MooncakeTransport) -> None:
+def test_gpu_memory_needs_a_cuda_build(transport: MooncakeTransport) -> None:
     if package.load().SUPPORT_CUDA:
         pytest.skip("this build is for GPUs")
     with pytest.raises(TransportError, match="host memory only"):
         transport.register([Region(4096, 4096, Device("cuda", 0))], writable=True)
 
 
-def test_a_source_over_tcp_lets_nobody_at_its_memory(transport: MooncakeTransport) -> None:
-    """Whoever reaches the port can read and write what Mooncake has been told of."""
+def test_a_source_over_tcp_exposes_no_memory(transport: MooncakeTransport) -> None:
+    """Anybody who reaches the port can read and write registered memory."""
     memory, loot = transport.allocate(4096), np.zeros(4096, dtype=np.uint8)
     memory[:] = 7
     where = [Region(memory.ctypes.data, memory.nbytes)]
@@ -116,8 +116,8 @@ def test_a_source_over_tcp_lets_nobody_at_its_memory(transport: MooncakeTranspor
     assert not loot.any()
 
 
-def test_a_thief_would_be_one(transport: MooncakeTransport) -> None:
-    """The test above can fail: what peers may write is open to all of them."""
+def test_writable_memory_is_open_to_anybody(transport: MooncakeTransport) -> None:
+    """Shows that the test above can fail."""
     memory, loot = transport.allocate(4096), np.zeros(4096, dtype=np.uint8)
     memory[:] = 7
     transport.register([Region(memory.ctypes.data, memory.nbytes)], writable=True)
@@ -137,7 +137,7 @@ def test_a_thief_would_be_one(transport: MooncakeTransport) -> None:
         (ImportError("something else"), "something else"),
     ],
 )
-def test_what_is_missing_is_said_with_its_remedy(error: ImportError, words: str) -> None:
+def test_a_failed_import_has_a_remedy(error: ImportError, words: str) -> None:
     assert re.search(words, package.remedy(error))
 
 
@@ -145,18 +145,21 @@ def test_what_is_missing_is_said_with_its_remedy(error: ImportError, words: str)
     ("options", "words"),
     [
         ({"rail": "3"}, "no option 'rail'; it has protocol, device"),
-        ({"protocol": "smoke"}, "tcp or rdma here, not 'smoke'"),
-        ({"protocol": "rdma", "device": "none_0"}, "finds no RDMA device none_0; name one"),
+        ({"protocol": "smoke"}, "must be tcp or rdma, not 'smoke'"),
+        (
+            {"protocol": "rdma", "device": "none_0"},
+            "no RDMA device none_0; name an existing",
+        ),
     ],
 )
-def test_options_that_can_not_be(options: dict[str, str], words: str) -> None:
+def test_bad_options_are_refused(options: dict[str, str], words: str) -> None:
     if MooncakeTransport.missing():
         pytest.skip(str(MooncakeTransport.missing()))
     with pytest.raises(TransportError, match=words):
         MooncakeTransport(TransportSetup(agent="a", copy=copy_by_memmove, options=options))
 
 
-def test_a_process_with_an_engine_says_nothing_and_ends_well() -> None:
+def test_a_process_with_engines_prints_nothing_and_exits_cleanly() -> None:
     if MooncakeTransport.missing():
         pytest.skip(str(MooncakeTransport.missing()))
     lines = [

@@ -1,4 +1,4 @@
-"""The NIXL transport: the conformance suite over two means of UCX, and what is its own."""
+"""The NIXL transport: conformance over two UCX transports, and tests of NIXL's own behaviour."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LARGE = binding_of([PlacedPiece(0, 0, 16 * MIB)])
 
 
 class NixlSuite(TransportSuite):
-    """The suite, and what NIXL's own habits ask for."""
+    """The conformance suite with NIXL's own cases."""
 
     transport = "nixl"
 
-    def test_disconnected_from_a_stopped_peer_and_connected_again(self, crew: Crew) -> None:
-        """What was under way is of unknown fate, once; and a new connection works."""
+    def test_reconnect_after_disconnecting_a_stopped_peer(self, crew: Crew) -> None:
+        """Writes in flight end as UNKNOWN, once, and a new connection works."""
         source, target = crew.source(16 * MIB), crew.target(18 * MIB)
         remote = source.connect(target.metadata)
         deliver(source, target, HostWrite(remote, 1, binding_of([PlacedPiece(0, 0, 10)])))
@@ -37,9 +37,9 @@ class NixlSuite(TransportSuite):
         source.write(HostWrite(remote, 2, LARGE), HostWrite(remote, 3, LARGE))
         early = source.wait(num_ended=2, limit_s=0.2)
         source.disconnect(remote)
-        told = [*early, *source.wait(num_ended=2 - len(early))]
-        fates = {one.op: one.fate for one in told}
-        assert (len(told), set(fates)) == (2, {2, 3})
+        ended = [*early, *source.wait(num_ended=2 - len(early))]
+        fates = {one.op: one.fate for one in ended}
+        assert (len(ended), set(fates)) == (2, {2, 3})
         assert set(fates.values()) <= {None, WriteFate.UNKNOWN}
         again = source.connect(target.metadata)
         target.process.resume()
@@ -51,8 +51,8 @@ class NixlSuite(TransportSuite):
         target.regions = after(far, source.regions, target.regions)
         target.check()
 
-    def test_a_peer_that_lives_and_breaks_the_connection_leaves_doubt(self, crew: Crew) -> None:
-        """It might still take what was sent. Nothing more is, until it is connected again."""
+    def test_a_broken_connection_to_a_living_peer_ends_as_unknown(self, crew: Crew) -> None:
+        """The peer may still receive sent bytes. Later writes fail until it is connected again."""
         source, target = crew.source(MIB), crew.target(MIB)
         whole = binding_of([PlacedPiece(0, 0, MIB)])
         remote = source.connect(target.metadata)
@@ -73,8 +73,8 @@ class NixlSuite(TransportSuite):
         (ended,) = source.wait(num_ended=1)
         return ended
 
-    def test_the_next_life_is_reached_while_the_last_is_still_connected(self, crew: Crew) -> None:
-        """The two have different names, whatever their endpoint is called."""
+    def test_a_restarted_peer_is_reached_while_the_old_one_is_connected(self, crew: Crew) -> None:
+        """Agents of one endpoint have different names."""
         source, target = crew.source(MIB), crew.target(MIB)
         whole = binding_of([PlacedPiece(0, 0, MIB)])
         remote = source.connect(target.metadata)
@@ -90,7 +90,7 @@ class TestConformance(NixlSuite):
 
 
 class TestConformanceOverTcp(NixlSuite):
-    """As on machines that forbid one process to write another's memory."""
+    """As on machines where one process may not write another's memory."""
 
     options: ClassVar = {"ucx": "TLS=tcp,NET_DEVICES=lo"}
 
@@ -101,8 +101,8 @@ def test_an_unknown_option_is_refused() -> None:
         NixlTransport(setup)
 
 
-def test_a_process_with_an_agent_says_nothing_and_ends_well() -> None:
-    """Also one that forgot to close; NIXL's copies of system libraries must not clash."""
+def test_a_process_with_agents_prints_nothing_and_exits_cleanly() -> None:
+    """Even if it does not close them; NIXL's bundled libraries must not clash with the system's."""
     if NixlTransport.missing():
         pytest.skip(str(NixlTransport.missing()))
     lines = [

@@ -1,4 +1,4 @@
-"""NIXL over the kinds of memory that pools are in: tensors of the host and of a GPU."""
+"""NIXL between torch tensors on the host and on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PIECES = binding_of(PlacedPiece(at, NUM_BYTES - 1000 - at, 777) for at in range(
 
 
 def tensor(device: str, first: int) -> Any:
-    """Bytes that can be told from others."""
+    """Distinguishable bytes."""
     return (torch.arange(NUM_BYTES, device=device) * 7 + first).to(torch.uint8)
 
 
@@ -33,7 +33,7 @@ def opened(agent: str, device: str, memory: Any, *, writable: bool) -> NixlTrans
 
 
 def target(connection: Connection, device: str) -> None:
-    """Poll, and show what the memory holds when asked."""
+    """Poll, and send the memory's contents on request."""
     memory = tensor(device, 0)
     transport = opened("target", device, memory, writable=True)
     connection.send(transport.metadata())
@@ -54,7 +54,7 @@ def device_or_skip(name: str) -> str:
 
 @pytest.mark.parametrize("ours", ["cpu", "cuda:0"])
 @pytest.mark.parametrize("theirs", ["cpu", "cuda:0"])
-def test_between_memories(ours: str, theirs: str) -> None:
+def test_write_between_memory_types(ours: str, theirs: str) -> None:
     if NixlTransport.missing():
         pytest.skip(str(NixlTransport.missing()))
     device_or_skip(ours)

@@ -1,4 +1,4 @@
-"""Transports by name, with packages that exist only on this test's import path."""
+"""Transports by name, with packages that exist only in a test's import path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.transports.shm import ShmTransport
 
 
 class Packages:
-    """Installs packages that bring transports."""
+    """Installs packages that provide transports."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,28 +42,28 @@ class Lacking(ShmTransport):
 """
 
 
-def test_shm_is_always_there() -> None:
+def test_shm_is_always_available() -> None:
     assert transport_class("shm") is ShmTransport
     assert available()["shm"] is None
 
 
-def test_all_names_are_known() -> None:
+def test_all_built_in_names_are_known() -> None:
     assert {"shm", "nixl", "mooncake", "cuda"} <= set(available())
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(TransportError, match=r"no transport 'pigeon'; choose one of .*nixl, shm"):
         transport_class("pigeon")
 
 
-def test_another_package_adds_one(packages: Packages) -> None:
+def test_another_package_can_add_a_transport(packages: Packages) -> None:
     code = "from kvferry.transports.shm import ShmTransport\nclass Mine(ShmTransport):\n    pass\n"
     packages.add("added_ferry", "added = added_ferry:Mine", code)
     assert transport_class("added").__name__ == "Mine"
     assert available()["added"] is None
 
 
-def test_what_is_missing_is_the_transports_own_sentence(packages: Packages) -> None:
+def test_the_transport_says_what_is_missing(packages: Packages) -> None:
     packages.add("lacking_ferry", "lacking = lacking_ferry:Lacking", LACKING)
     with pytest.raises(TransportError, match=r"^install libpigeon, e\.g\. with apt install"):
         transport_class("lacking")
@@ -76,11 +76,15 @@ def test_what_is_missing_is_the_transports_own_sentence(packages: Packages) -> N
         ("a", "import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("b", "raise OSError('libpigeon.so.1: no such file')", "OSError: libpigeon.so.1"),
         ("c", "", "AttributeError"),
-        ("d", "Mine = 5", "is d_ferry:Mine, which is no Transport; correct the entry point"),
-        ("e", "class Mine: pass", "which is no Transport"),
+        (
+            "d",
+            "Mine = 5",
+            "d_ferry:Mine, which is not a Transport class; correct the entry point",
+        ),
+        ("e", "class Mine: pass", "which is not a Transport"),
     ],
 )
-def test_a_broken_package_is_one_sentence(
+def test_a_broken_package_is_reported_by_name(
     packages: Packages, name: str, code: str, sentence: str
 ) -> None:
     packages.add(f"{name}_ferry", f"{name} = {name}_ferry:Mine", code)
@@ -88,19 +92,19 @@ def test_a_broken_package_is_one_sentence(
         transport_class(name)
     assert sentence in str(caught.value)
     assert f"{name}_ferry" in str(caught.value)
-    told = available()
-    assert told[name] == str(caught.value)
-    assert told["shm"] is None
+    found = available()
+    assert found[name] == str(caught.value)
+    assert found["shm"] is None
 
 
-def test_two_packages_may_not_bring_one_name(packages: Packages) -> None:
+def test_two_packages_with_one_name_are_refused(packages: Packages) -> None:
     packages.add("first_ferry", "twice = first_ferry:Mine")
     packages.add("second_ferry", "twice = second_ferry:Mine")
-    with pytest.raises(TransportError, match="both bring a transport 'twice'; uninstall one"):
+    with pytest.raises(TransportError, match="both provide a transport 'twice'; uninstall one"):
         transport_class("twice")
 
 
-def test_nothing_is_imported_before_it_is_asked_for() -> None:
+def test_transports_are_imported_on_request() -> None:
     code = (
         "import sys; from kvferry.transports.registry import transport_class; "
         "transport_class('shm'); "

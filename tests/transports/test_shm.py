@@ -1,4 +1,4 @@
-"""The shared-memory transport: the conformance suite, and what is its own."""
+"""The shared-memory transport: conformance, segments and their removal."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from kvferry.regions import Device, Region
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, copy_by_memmove
 from kvferry.transports import segments
 from kvferry.transports.base import Copy, TransportSetup, WriteEnded
-from kvferry.transports.segments import Mapped
+from kvferry.transports.segments import SharedFile
 from kvferry.transports.shm import ShmTransport
 
 PAGE = 4096
-# How the scripts of this module begin.
+# The first lines of the scripts below.
 PROLOGUE = """
     import os, signal, sys, time
     import msgspec
@@ -87,7 +87,7 @@ def script(body: str, prologue: str = PROLOGUE) -> str:
 
 
 def run(body: str, *before: str) -> subprocess.CompletedProcess[str]:
-    """A Python process in which warnings are errors."""
+    """Run a script in a Python process in which warnings are errors."""
     command = [*before, sys.executable, "-W", "error", "-c", script(body)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
@@ -101,7 +101,7 @@ def exists(name: str) -> bool:
 
 
 def kill_tree(pid: int, number: int) -> None:
-    """As engines end their own: every descendant, and then the process."""
+    """Kill every descendant and then the process, as engines do."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -122,7 +122,9 @@ def await_gone(name: str) -> None:
 
 class TestMemory:
     @pytest.mark.parametrize("num_bytes", [0, 1, PAGE, 10 * PAGE + 1])
-    def test_it_is_zeroed_aligned_and_writable(self, ours: ShmTransport, num_bytes: int) -> None:
+    def test_allocated_memory_is_zeroed_aligned_and_writable(
+        self, ours: ShmTransport, num_bytes: int
+    ) -> None:
         array = ours.allocate(num_bytes)
         assert array.shape == (num_bytes,)
         assert not array.any()
@@ -130,7 +132,7 @@ class TestMemory:
         array[:] = 7
         assert np.all(array == 7)
 
-    def test_what_peers_write_must_be_shared(self, ours: ShmTransport) -> None:
+    def test_writable_memory_must_be_shared(self, ours: ShmTransport) -> None:
         with pytest.raises(TransportError, match=r"100 bytes is not in shared.*allocate\(\)"):
             ours.register([region_of(np.zeros(100, dtype=np.uint8))], writable=True)
 
@@ -142,7 +144,7 @@ class TestMemory:
         with pytest.raises(TransportError, match="not in shared memory"):
             ours.register([Region(address + start, num_bytes)], writable=True)
 
-    def test_torch_tensors_are_moved_with_all_views_of_them(
+    def test_torch_tensors_are_moved_with_their_views(
         self, ours: ShmTransport, theirs: ShmTransport
     ) -> None:
         cache = torch.arange(6 * PAGE, dtype=torch.int32)
@@ -161,12 +163,12 @@ class TestMemory:
         assert cache[[2, 3 * PAGE + 5]].tolist() == [7, 8]
         before = high.data_ptr()
         theirs.adopt([high])
-        assert high.data_ptr() == before, "what is shared already is not moved again"
+        assert high.data_ptr() == before, "shared memory is not moved again"
         name = names_of(theirs)[0]
         theirs.close()
         assert not exists(name)
 
-    def test_the_place_of_a_tensor_that_the_kernel_maps_in_pieces(self) -> None:
+    def test_adjacent_mappings_of_a_file_are_joined(self) -> None:
         lines = [
             "7f0000000000-7f0000002000 rw-s 00001000 00:1b 5    /dev/shm/torch_1",
             "7f0000002000-7f0000004000 rw-s 00003000 00:1b 5    /dev/shm/torch_1",
@@ -176,10 +178,10 @@ class TestMemory:
             "7f0000007000-7f0000008000 rw-p 00000000 00:00 0",
         ]
         start = 0x7F0000000000
-        found = Mapped(start, 4 * PAGE, PAGE, "/dev/shm/torch_1")
-        assert segments.find_mapped(lines, start + 5, 4 * PAGE - 5) == found
-        for offset in (4 * PAGE - 1, 5 * PAGE, 6 * PAGE, 7 * PAGE, 99 * PAGE, -1):
-            assert segments.find_mapped(lines, start + offset, 2) is None
+        assert segments.shared_files(lines) == [
+            SharedFile(start, 4 * PAGE, PAGE, "/dev/shm/torch_1"),
+            SharedFile(start + 4 * PAGE, PAGE, 9 * PAGE, "/dev/shm/torch_1"),
+        ]
 
     def test_a_source_may_use_any_host_memory(self, ours: ShmTransport) -> None:
         ours.register([region_of(np.zeros(100, dtype=np.uint8))], writable=False)
@@ -190,9 +192,7 @@ class TestMemory:
         with pytest.raises(TransportError, match="host memory only; use cuda or nixl"):
             ours.register([Region(4096, 100, Device("cuda", 1))], writable=writable)
 
-    def test_regions_keep_their_order_wherever_they_are(
-        self, ours: ShmTransport, theirs: ShmTransport
-    ) -> None:
+    def test_regions_keep_their_order(self, ours: ShmTransport, theirs: ShmTransport) -> None:
         first, second = theirs.allocate(PAGE), theirs.allocate(2 * PAGE)
         parts = [second[PAGE:], first[100:200], second[:50], first[:100]]
         theirs.register([region_of(part) for part in parts], writable=True)
@@ -204,17 +204,17 @@ class TestMemory:
         for i, part in enumerate(parts):
             assert part[i : i + 10].tolist() == list(range(10 * i, 10 * i + 10))
 
-    def test_too_much_is_one_sentence(self, ours: ShmTransport) -> None:
+    def test_too_large_an_allocation_is_refused(self, ours: ShmTransport) -> None:
         mounted = Path("/dev/shm")
         if not mounted.is_dir() or not os.statvfs(mounted).f_blocks:
-            pytest.skip("the shared memory of this machine has no limit that could be exceeded")
+            pytest.skip("this machine has no limit on shared memory")
         with pytest.raises(TransportError, match=r"no room for \d+ bytes; enlarge /dev/shm"):
             ours.allocate(1 << 50)
         assert ours.allocate(PAGE).nbytes == PAGE
 
 
-class TestLife:
-    def test_close_takes_the_name_away_and_leaves_views_usable(self) -> None:
+class TestLifetime:
+    def test_close_unlinks_and_leaves_views_usable(self) -> None:
         transport = make()
         array = transport.allocate(PAGE)
         transport.register([region_of(array)], writable=True)
@@ -226,7 +226,9 @@ class TestLife:
         array[:] = 3
         assert array.sum() == 3 * PAGE
 
-    def test_a_write_after_the_end_fails(self, ours: ShmTransport, theirs: ShmTransport) -> None:
+    def test_a_write_after_disconnect_or_close_fails(
+        self, ours: ShmTransport, theirs: ShmTransport
+    ) -> None:
         array = theirs.allocate(PAGE)
         theirs.register([region_of(array)], writable=True)
         ours.register([region_of(np.ones(PAGE, dtype=np.uint8))], writable=False)
@@ -240,13 +242,13 @@ class TestLife:
         assert not array.any()
 
     @pytest.mark.parametrize("kill", [os.kill, os.killpg, kill_tree], ids=lambda it: it.__name__)
-    def test_whoever_is_killed_leaves_nothing_behind(self, kill: Callable[..., None]) -> None:
+    def test_a_killed_process_leaves_no_segment(self, kill: Callable[..., None]) -> None:
         body = """
             import torch
             cache = torch.zeros(1000)
             transport.adopt([cache])
             array = registered(1 << 20)
-            made = segments.find_shared(cache.data_ptr(), 4000).path.removeprefix("/dev/shm")
+            made = segments.find_shared_file(cache.data_ptr(), 4000).path.removeprefix("/dev/shm")
             print(name_of(transport), made, flush=True)
             sys.stdin.read()
         """
@@ -266,7 +268,7 @@ class TestLife:
             for name in names:
                 await_gone(name)
 
-    def test_what_a_forked_child_makes_goes_with_it_and_nothing_else(self) -> None:
+    def test_a_forked_childs_segments_are_removed_with_it_alone(self) -> None:
         body = """
             array = registered(1 << 20)
             read, write = os.pipe()
@@ -294,10 +296,10 @@ class TestLife:
             child.kill()
             await_gone(ours)
 
-    def test_a_sweeper_that_was_ended_is_replaced(self) -> None:
+    def test_a_killed_cleanup_process_is_replaced(self) -> None:
         body = """
             first = segments.Segment(100)
-            pipe = os.readlink(f"/proc/self/fd/{segments._sweeper._pipe}")
+            pipe = os.readlink(f"/proc/self/fd/{segments._cleanup._pipe}")
             for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
                 try:
                     if pid != os.getpid() and os.readlink(f"/proc/{pid}/fd/0") == pipe:
@@ -325,8 +327,10 @@ class TestLife:
             for name in names:
                 await_gone(name)
 
-    def test_also_a_spawned_worker_whose_parent_lives_on(self, tmp_path: Path) -> None:
-        """The standard library would leave its memory until the parent ends."""
+    def test_a_spawned_workers_segments_are_removed_while_its_parent_lives(
+        self, tmp_path: Path
+    ) -> None:
+        """``multiprocessing.shared_memory`` would keep them until the parent ends."""
         body = """
             import multiprocessing, time
 
@@ -365,8 +369,8 @@ class TestLife:
         assert result.stdout.strip() == "gone"
 
     @pytest.mark.parametrize("ending", ["transport.close()", "del transport", "pass"])
-    def test_the_end_of_the_interpreter_is_silent(self, ending: str) -> None:
-        """With views alive, closed or not."""
+    def test_the_interpreter_exits_silently(self, ending: str) -> None:
+        """With live views, whether the transport was closed or not."""
         result = run(f"""
             array = registered(1 << 20)
             kept = array[5:10].reshape(5, 1)
@@ -378,7 +382,7 @@ class TestLife:
         assert (result.returncode, result.stderr) == (0, "")
         assert not exists(result.stdout.strip())
 
-    def test_a_forked_child_takes_nothing_with_it(self) -> None:
+    def test_a_forked_child_removes_nothing(self) -> None:
         result = run("""
             array = registered(1 << 20)
             if os.fork() == 0:
@@ -396,14 +400,14 @@ class TestConnecting:
         body = {"type": "shm", "segments": names, "regions": regions}
         return msgspec.msgpack.encode(body)
 
-    def test_a_segment_that_is_gone(self, ours: ShmTransport) -> None:
+    def test_a_missing_segment_is_refused(self, ours: ShmTransport) -> None:
         metadata = self.metadata(["/kvferry-0123456789abcdef"], [(0, 0, 10)])
-        with pytest.raises(TransportError, match=r"can't be opened .* it has ended, or sees"):
+        with pytest.raises(TransportError, match=r"cannot be opened .* has ended, or"):
             ours.connect(metadata)
 
     @pytest.mark.parametrize("name", ["/psm_1234", "/../etc/passwd", "", "/kvferry-\0", "x" * 300])
-    def test_only_our_own_names_are_opened(self, ours: ShmTransport, name: str) -> None:
-        with pytest.raises(TransportError, match="can't be read"):
+    def test_only_kvferry_names_are_opened(self, ours: ShmTransport, name: str) -> None:
+        with pytest.raises(TransportError, match="cannot read"):
             ours.connect(self.metadata([name], []))
 
     @pytest.mark.parametrize(
@@ -426,7 +430,7 @@ class TestConnecting:
         with pytest.raises(TransportError):
             ours.connect(self.metadata(names_of(theirs), [region]))
 
-    def test_of_another_user(self) -> None:
+    def test_another_users_segment_is_refused(self) -> None:
         if os.getuid() != 0:
             pytest.skip("only root can become another user")
         result = run("""
@@ -447,7 +451,7 @@ class TestConnecting:
     ) -> None:
         maps = Path("/proc/self/maps")
         if not maps.exists():
-            pytest.skip("only Linux tells what is mapped")
+            pytest.skip("only Linux lists mappings")
         theirs.register([region_of(theirs.allocate(PAGE))], writable=True)
         names = [*names_of(theirs), "/kvferry-0123456789abcdef"]
         before = maps.read_text().count(names[0])
@@ -456,7 +460,7 @@ class TestConnecting:
         assert maps.read_text().count(names[0]) == before
 
 
-def test_a_copy_that_raises_fails_its_write_alone(theirs: ShmTransport) -> None:
+def test_an_exception_in_a_copy_fails_only_its_write(theirs: ShmTransport) -> None:
     def copy(binding: Binding, sources: Sequence[int], targets: Sequence[int]) -> None:
         if binding.num_bytes == 13:
             raise ArithmeticError("thirteen")
@@ -467,7 +471,7 @@ def test_a_copy_that_raises_fails_its_write_alone(theirs: ShmTransport) -> None:
     ours, data = make(copy), np.ones(PAGE, dtype=np.uint8)
     ours.register([region_of(data)], writable=False)
     called: list[int] = []
-    ours.on_news = lambda: called.append(len(called))
+    ours.on_completion = lambda: called.append(len(called))
     remote = ours.connect(theirs.metadata())
     ours.write(remote, Op(1), binding_of([PlacedPiece(0, 0, 13)]))
     ours.write(remote, Op(2), binding_of([PlacedPiece(0, 0, 14)]))
@@ -480,8 +484,8 @@ def test_a_copy_that_raises_fails_its_write_alone(theirs: ShmTransport) -> None:
     ours.close()
 
 
-class TestAnotherSharedMemory:
-    """A process with a /dev/shm of its own, of one MiB, as a container has it."""
+class TestSeparateDevShm:
+    """A process with its own /dev/shm of 1 MiB, as in a container."""
 
     @pytest.fixture
     def apart(self) -> list[str]:
@@ -490,18 +494,18 @@ class TestAnotherSharedMemory:
         try:
             subprocess.run([*before, "true"], check=True, capture_output=True, timeout=20)
         except (OSError, subprocess.CalledProcessError):
-            pytest.skip("this machine does not let processes have mounts of their own")
+            pytest.skip("this machine does not allow mount namespaces")
         return before
 
-    def test_it_is_another_realm(self, ours: ShmTransport, apart: list[str]) -> None:
+    def test_the_realm_differs(self, ours: ShmTransport, apart: list[str]) -> None:
         body = "print(transport.realm)"
         assert run(body).stdout.strip() == ours.realm
-        told = run(body, *apart)
-        assert (told.returncode, told.stderr) == (0, "")
-        assert told.stdout.strip() != ours.realm
-        assert told.stdout.startswith("shm:")
+        result = run(body, *apart)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.strip() != ours.realm
+        assert result.stdout.startswith("shm:")
 
-    def test_what_does_not_fit_is_told_at_once(self, apart: list[str]) -> None:
+    def test_too_large_an_allocation_fails_at_once(self, apart: list[str]) -> None:
         body = """
             try:
                 transport.allocate(2 << 20)
@@ -509,18 +513,18 @@ class TestAnotherSharedMemory:
                 print(type(error).__name__, error)
             registered(1 << 19)[:] = 1
         """
-        told = run(body, *apart)
-        assert (told.returncode, told.stderr) == (0, "")
-        assert told.stdout.startswith("TransportError shared memory has no room for 2097152 bytes")
+        result = run(body, *apart)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.startswith("TransportError shared memory has no room for 2097152 b")
 
 
 class TestLeftovers:
-    """Segments of processes that were killed together with their sweepers."""
+    """Segments of processes that were killed together with their cleanup processes."""
 
-    def test_the_next_transport_removes_them(self) -> None:
+    def test_the_next_transport_removes_leftovers(self) -> None:
         body = """
             segment = segments.Segment(100)
-            pipe = os.readlink(f"/proc/self/fd/{segments._sweeper._pipe}")
+            pipe = os.readlink(f"/proc/self/fd/{segments._cleanup._pipe}")
             for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
                 try:
                     if pid != os.getpid() and os.readlink(f"/proc/{pid}/fd/0") == pipe:
@@ -540,7 +544,7 @@ class TestLeftovers:
         assert exists(mine.name)
         mine.close()
 
-    def test_a_segment_is_left_over_when_nobody_holds_its_lock(self, tmp_path: Path) -> None:
+    def test_an_unlocked_segment_is_a_leftover(self, tmp_path: Path) -> None:
         paths = [tmp_path / f"kvferry-{number:016x}" for number in range(3)]
         for path in (*paths, tmp_path / "kvferry-of-another-kind"):
             path.touch()
@@ -550,13 +554,13 @@ class TestLeftovers:
         os.close(held)
         assert sorted(segments.leftovers(tmp_path)) == paths
 
-    def test_a_new_segment_that_was_taken_for_one_is_not_used(self, tmp_path: Path) -> None:
-        """Whoever removes leftovers may come between a segment's making and its lock."""
+    def test_a_new_segment_removed_as_a_leftover_is_not_used(self, tmp_path: Path) -> None:
+        """Another process may remove leftovers between a segment's creation and its lock."""
         path = tmp_path / f"kvferry-{1:016x}"
         path.touch()
         made = os.open(path, os.O_RDWR)
-        with segments._unused(path) as is_unused:
-            assert is_unused
+        with segments._locked_leftover(path) as is_leftover:
+            assert is_leftover
             assert not segments._lock_new(made)
             path.unlink()
         assert not segments._lock_new(made)

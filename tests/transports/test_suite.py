@@ -26,7 +26,7 @@ TRANSPORTS = """
 
     class Posted(ShmTransport):
         name = "posted"
-        writes_at_once = False
+        supports_write_now = False
         needs_polling = True
 
         def __init__(self, setup):
@@ -44,7 +44,7 @@ TRANSPORTS = """
             return remote
 
         def write(self, remote, op, pieces):
-            outside = bounds.problem(pieces, self._limits, remote.limits)
+            outside = bounds.find_violation(pieces, self._bounds, remote.bounds)
             if outside:
                 self._ended.append(WriteEnded(op, WriteFate.FAILED, outside))
                 return
@@ -135,9 +135,9 @@ TRANSPORTS = """
         name = "stays-silent"
 
         def write(self, remote, op, pieces):
-            self.on_news, kept = (lambda: None), self.on_news
+            self.on_completion, kept = (lambda: None), self.on_completion
             super().write(remote, op, pieces)
-            self.on_news = kept
+            self.on_completion = kept
 
 
     class TakesAnything(ShmTransport):

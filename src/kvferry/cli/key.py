@@ -1,4 +1,4 @@
-"""``kvferry key``: make the file by which the parties of a cluster know each other."""
+"""``kvferry key``: make a cluster key, or a read-only token from one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 TOKEN_DAYS, MOST_DAYS = 30, 3650
 
 EXAMPLE = """example:
-  kvferry key cluster.key                      make it once
-  scp -p cluster.key decode-1:                 give it to every machine
+  kvferry key cluster.key                      make the key once
+  scp -p cluster.key decode-1:                 copy it to every machine
   kvferry serve discovery --host 0.0.0.0 --key cluster.key
-  kvferry key cluster.key --token --days 7     a token that lets somebody look at the page
+  kvferry key cluster.key --token --days 7     make a token for the status page
 """
 
 
@@ -29,42 +29,44 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "key",
         help="make a cluster key",
-        description="Write a new random cluster key to a file that only you can read; or, with "
-        "--token, make a token from a key that is there, which lets its bearer look and no more.",
+        description="Write a new random cluster key to a file that only you can read. With "
+        "--token, make a read-only token for the status page from an existing key.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("file", metavar="FILE", help="where to write it; never overwritten")
-    parser.add_argument("--token", action="store_true", help="make a token to look with")
-    parser.add_argument("--days", metavar="N", help="how long it is good (default: 30)")
+    parser.add_argument(
+        "file", metavar="FILE", help="the new key file; with --token, an existing one"
+    )
+    parser.add_argument("--token", action="store_true", help="make a read-only token")
+    parser.add_argument("--days", metavar="N", help="days until the token expires (default: 30)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file and say which key it is, without showing it."""
-    # Only this command and the servers need sockets.
+    """Write a key file and print the key's name, but not the key."""
+    # Imported here, so that other commands start without ZeroMQ.
     from kvferry.security.keys import ClusterKey  # noqa: PLC0415
 
     if args.token:
         return _token(ClusterKey.read(args.file), args)
     if args.days is not None:
-        raise InputError("--days is for a token; a key is good for ever. Add --token or drop it")
+        raise InputError("--days is for a token, as a key does not expire; add --token")
     key = ClusterKey.new()
     key.write(args.file)
     if args.json:
         print(msgspec.json.encode({"file": args.file, "name": key.name}).decode())
     else:
-        print(f"wrote the cluster key {key.name} to {args.file}; give it to every party")
+        print(f"wrote the cluster key {key.name} to {args.file}; copy it to every machine")
     return 0
 
 
 def _token(key: ClusterKey, args: argparse.Namespace) -> int:
-    """Print a token. Whoever sees it can look, so it goes to standard output alone."""
+    """Print a token, only on standard output because it grants access."""
     from kvferry.security.tokens import make_token  # noqa: PLC0415
 
     days = whole("--days")(args.days) if given("--days", args.days) is not None else TOKEN_DAYS
     if days > MOST_DAYS:
-        raise InputError(f"--days goes up to {MOST_DAYS}, not {days}")
+        raise InputError(f"--days must be at most {MOST_DAYS}, not {days}")
     until = time.time() + days * 86400
     token = make_token(key.http, until)
     if args.json:

@@ -1,1 +1,4 @@
-"""The discovery service: where instances say that they are there, and where others find them."""
+"""Discovery: where ranks register, and where others find their instances.
+
+``base`` is the interface. The built-in HTTP service is in ``http``, a static list in ``static``.
+"""

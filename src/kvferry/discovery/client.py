@@ -1,11 +1,10 @@
-"""A client of any discovery: keeps ranks registered and follows instances.
+"""A client of any discovery service: keeps ranks registered and watches instances.
 
-Everything happens in one daemon thread with an event loop, which owns all state;
-public methods hand it work and may be called from any thread. Callbacks are
-called in that thread and must be short.
+One daemon thread with an event loop owns all state. Public methods hand it work and may be called
+from any thread. Callbacks run on that thread and must be short.
 
-It survives the service: while that is away, what was known stays known; a service
-that comes back knowing nobody is told again at the next renewal.
+The client outlives the service. While the service is away, known views stay valid; a service that
+comes back empty gets every registration again at the next renewal.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from kvferry.discovery.backoff import Backoff
 from kvferry.discovery.base import Discovery
-from kvferry.discovery.calls import Backoff
-from kvferry.discovery.http_backend import HttpDiscovery
-from kvferry.discovery.loop import LoopThread
+from kvferry.discovery.http.backend import HttpDiscovery
+from kvferry.discovery.loop_thread import LoopThread
 from kvferry.discovery.records import (
     DiscoveryError,
     DiscoveryFault,
@@ -42,13 +40,13 @@ Callback = Callable[[InstanceView | None], None]
 STATIC = "static:"
 
 LEASE_S = 10.0
-# Often enough that a service which has restarted is complete again before it is settled.
+# Short enough that a restarted service is complete again before it settles.
 MOST_RENEWAL_S = 5.0
-# How long one request waits for news. Short, so that the reason for their absence is fresh.
+# Long-poll timeout. Short, so that the reason for a missing instance is recent.
 WAIT_S = 5.0
 LEAVE_S = 2.0
-# These are answers of a service that will not change its mind by being asked again.
-FINAL = (
+# Errors that a retry of a registration would meet again.
+PERMANENT_FAULTS = (
     DiscoveryFault.MALFORMED,
     DiscoveryFault.OVERSIZED,
     DiscoveryFault.UNSIGNED,
@@ -59,19 +57,25 @@ FINAL = (
 
 @dataclass(eq=False, slots=True)
 class _Registration:
+    """A rank that is kept registered. ``first`` ends with its first registration."""
+
     record: RankRecord
     lease_s: float
     first: Future[None] = field(default_factory=Future)
-    task: asyncio.Task[None] | None = None
 
 
 @dataclass(eq=False, slots=True)
 class _Watch:
+    """A watched instance.
+
+    ``is_absent``: the service has said that it is not complete. ``eager``: callbacks that are
+    called with the first answer, even if that is None.
+    """
+
     name: str
     callbacks: list[Callback] = field(default_factory=list)
     view: InstanceView | None = None
     version: str = ""
-    # Known to be not complete, and whom that is told though they never heard of a view.
     is_absent: bool = False
     eager: list[Callback] = field(default_factory=list)
     problem: str = "the discovery service has not answered yet"
@@ -79,17 +83,17 @@ class _Watch:
 
 
 class DiscoveryClient:
-    """Registers ranks and follows instances at one discovery, until ``close``.
+    """Registers ranks and watches instances at one discovery service, until ``close``.
 
     ``where`` is the URL of the built-in service, ``static:PATH`` for a static list in a file, or
-    any ``Discovery``, which from then on belongs to this client.
+    any ``Discovery``, which then belongs to this client.
     """
 
     def __init__(self, where: str | Discovery, key: ClusterKey | None = None) -> None:
         self.discovery = discovery_at(where, key) if isinstance(where, str) else where
         self._registrations: list[_Registration] = []
         self._watches: dict[str, _Watch] = {}
-        self._questions: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._thread = LoopThread("kvferry-discovery-client", self._finish)
 
     # ------------------------------------------------------------ for any thread
@@ -97,31 +101,31 @@ class DiscoveryClient:
     def register(self, record: RankRecord, lease_s: float = LEASE_S) -> Future[None]:
         """Keep a rank registered until ``close``.
 
-        The future is done when the service has taken it for the first time, and
-        fails with ``DiscoveryError`` when the service has refused it for good. Raises
-        ``InputError`` if that is known without asking.
+        The future is done when the service has accepted it for the first time, and fails with
+        ``DiscoveryError`` when the service has refused it permanently. Raises ``InputError`` if
+        it can be refused without asking.
         """
         self.discovery.check(record)
         registration = _Registration(record, lease_s)
-        self._thread.do(self._begin_registration, registration)
+        self._thread.do(self._keep_registered, registration)
         return registration.first
 
     def watch(self, name: str, callback: Callback, *, eager: bool = False) -> None:
-        """Call with each new view of an instance, and with None when it has ended.
+        """Call back with each new view of an instance, and with None when it has ended.
 
-        The first call comes when the instance is complete, at once if that is known. With
-        ``eager`` it comes with the first answer, and is None where the instance is not complete.
+        The first call comes when the instance is complete, at once if it is known to be. With
+        ``eager`` it comes with the first answer, and is None if the instance is not complete.
         """
         self._thread.do(self._begin_watch, name, callback, eager)
 
     def unwatch(self, name: str, callback: Callback) -> None:
-        """Call no more. A call that is under way goes on."""
+        """Stop calling back. A call in progress continues."""
         self._thread.do(self._end_watch, name, callback)
 
     def resolve(self, name: str, timeout_s: float) -> InstanceView:
         """Wait until an instance is complete. Not for callbacks, which must not wait."""
         if self._thread.is_current:
-            raise Misuse("resolve waits and can't be called from a callback; use watch")
+            raise Misuse("resolve() waits and cannot be called from a callback; use watch()")
         found: Future[InstanceView] = Future()
 
         def take(view: InstanceView | None) -> None:
@@ -142,127 +146,117 @@ class DiscoveryClient:
                 self.unwatch(name, take)
 
     def problem(self, name: str) -> str:
-        """Why an instance that is watched is not there, as far as is known. Only reads."""
+        """Return why a watched instance is not known, according to the last answer."""
         watch = self._watches.get(name)
         return watch.problem if watch is not None else "the client was closed"
 
     def instances(self) -> Future[Summaries]:
-        """Ask who is registered. Fails with ``DiscoveryError`` if nobody answers."""
-        asked: Future[Summaries] = Future()
-        self._thread.do(self._begin_asking, asked)
-        return asked
+        """Ask for the list of instances. The future may fail with ``DiscoveryError``."""
+        result: Future[Summaries] = Future()
+        self._thread.do(self._begin, self._list, result)
+        return result
 
     def close(self) -> None:
-        """Say farewell for every rank, in bounded time, and end the thread. Idempotent."""
+        """Withdraw every rank, within a time limit, and end the thread. Idempotent."""
         self._thread.close()
 
     def __enter__(self) -> DiscoveryClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------ the thread
+    # ------------------------------------------------------------ on the thread: list, close
+
+    def _begin(
+        self, work: Callable[[T], Coroutine[Any, Any, None]], argument: T
+    ) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work(argument))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _list(self, result: Future[Summaries]) -> None:
+        try:
+            result.set_result(await _guarded(self.discovery.list()))
+        except DiscoveryError as error:
+            result.set_exception(error)
+        except asyncio.CancelledError:
+            result.set_exception(_closed())
+            raise
 
     async def _finish(self) -> None:
-        tasks = [registration.task for registration in self._registrations]
-        tasks += [watch.task for watch in self._watches.values()]
-        running = [*self._questions, *(task for task in tasks if task is not None)]
+        running = list(self._tasks)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        farewells = [self._leave(registration.record) for registration in self._registrations]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
-                await asyncio.gather(*farewells)
+                await asyncio.gather(*(self._withdraw(one.record) for one in self._registrations))
         for registration in self._registrations:
             if not registration.first.done():
                 registration.first.set_exception(_closed())
         await self.discovery.close()
 
-    async def _leave(self, record: RankRecord) -> None:
+    async def _withdraw(self, record: RankRecord) -> None:
         try:
-            await _answer(self.discovery.withdraw(record))
+            await _guarded(self.discovery.withdraw(record))
         except DiscoveryError as error:
-            # Its lease will end by itself.
-            log.info("unregister-failed peer=%s fault=%s", record.peer, error.fault)
+            # The lease ends on its own.
+            log.info("no-farewell peer=%s fault=%s", record.peer, error.fault)
 
-    # ------------------------------------------------------------ questions
+    # ------------------------------------------------------------ on the thread: registrations
 
-    def _begin_asking(self, asked: Future[Summaries]) -> None:
-        task = asyncio.get_running_loop().create_task(self._ask(asked))
-        self._questions.add(task)
-        task.add_done_callback(self._questions.discard)
-
-    async def _ask(self, asked: Future[Summaries]) -> None:
-        try:
-            asked.set_result(await _answer(self.discovery.list()))
-        except DiscoveryError as error:
-            asked.set_exception(error)
-        except asyncio.CancelledError:
-            asked.set_exception(_closed())
-            raise
-
-    # ------------------------------------------------------------ registrations
-
-    def _begin_registration(self, registration: _Registration) -> None:
+    def _keep_registered(self, registration: _Registration) -> None:
         self._registrations.append(registration)
-        registration.task = asyncio.get_running_loop().create_task(self._keep(registration))
+        self._begin(self._keep, registration)
 
     async def _keep(self, registration: _Registration) -> None:
-        """Register, renew, and register again when the service has forgotten us."""
-        backoff, registered = Backoff(), False
+        """Register, renew, and register again when the service has lost the registration."""
+        backoff, is_registered = Backoff(), False
         pause_s = min(registration.lease_s / 3, MOST_RENEWAL_S)
         while True:
             try:
-                await self._say(registration, registered)
+                await self._register_or_renew(registration, is_registered)
             except DiscoveryError as error:
-                if registered and error.fault is DiscoveryFault.NO_LEASE:
-                    registered = False
+                if is_registered and error.fault is DiscoveryFault.NO_LEASE:
+                    is_registered = False
                     continue
-                # A place that was taken is asked for again until whoever took it has left.
+                # A rank that was replaced keeps trying, until its replacement has left.
                 delay_s = backoff.next_s()
-                self._complain(registration, error, first=backoff.is_first)
+                self._report_failure(registration, error, first=backoff.is_first)
                 await asyncio.sleep(delay_s)
                 continue
-            if not registered or backoff.has_errors:
+            if not is_registered or backoff.has_errors:
                 log.info("registered peer=%s url=%s", registration.record.peer, self.discovery)
-            registered = True
+            is_registered = True
             backoff.reset()
             await asyncio.sleep(pause_s)
 
-    async def _say(self, registration: _Registration, registered: bool) -> None:
-        if registered:
-            await _answer(self.discovery.renew(registration.record, registration.lease_s))
+    async def _register_or_renew(self, registration: _Registration, is_registered: bool) -> None:
+        if is_registered:
+            await _guarded(self.discovery.renew(registration.record, registration.lease_s))
             return
-        await _answer(self.discovery.register(registration.record, registration.lease_s))
+        await _guarded(self.discovery.register(registration.record, registration.lease_s))
         if not registration.first.done():
             registration.first.set_result(None)
 
-    def _complain(self, registration: _Registration, error: DiscoveryError, first: bool) -> None:
+    def _report_failure(
+        self, registration: _Registration, error: DiscoveryError, first: bool
+    ) -> None:
         level = logging.WARNING if first else logging.DEBUG
-        log.log(
-            level,
-            "not-registered peer=%s fault=%s error=%r",
-            registration.record.peer,
-            error.fault,
-            str(error),
-        )
-        if error.fault in FINAL and not registration.first.done():
+        peer, text = registration.record.peer, str(error)
+        log.log(level, "not-registered peer=%s fault=%s message=%r", peer, error.fault, text)
+        if error.fault in PERMANENT_FAULTS and not registration.first.done():
             registration.first.set_exception(error)
 
-    # ------------------------------------------------------------ watches
+    # ------------------------------------------------------------ on the thread: watches
 
     def _begin_watch(self, name: str, callback: Callback, eager: bool) -> None:
         watch = self._watches.get(name)
         if watch is None:
             watch = self._watches[name] = _Watch(name)
-            watch.task = asyncio.get_running_loop().create_task(self._follow(watch))
+            watch.task = self._begin(self._follow, watch)
         watch.callbacks.append(callback)
         if watch.view is not None or (eager and watch.is_absent):
             _call(callback, watch)
@@ -281,54 +275,50 @@ class DiscoveryClient:
                 watch.task.cancel()
 
     async def _follow(self, watch: _Watch) -> None:
-        # The first answer comes at once, so that there is a reason to show.
+        # The first request does not wait, so that ``problem`` has a reason early.
         backoff, wait_s = Backoff(), 0.0
         while True:
             try:
-                news = self.discovery.watch(watch.name, watch.version, wait_s)
-                view = await _answer(news)
+                view = await _guarded(self.discovery.watch(watch.name, watch.version, wait_s))
             except DiscoveryError as error:
                 watch.problem = str(error)
-                if error.fault is DiscoveryFault.INCOMPLETE:
-                    self._tell(watch, None)
+                is_incomplete = error.fault is DiscoveryFault.INCOMPLETE
+                if is_incomplete:
+                    self._update(watch, None)
                     backoff.reset()
                     wait_s = WAIT_S
                 delay_s = backoff.next_s()
-                if backoff.is_first and error.fault is not DiscoveryFault.INCOMPLETE:
-                    log.warning(
-                        "discovery-unreachable instance=%s fault=%s", watch.name, error.fault
-                    )
+                if backoff.is_first and not is_incomplete:
+                    log.warning("no-news instance=%s fault=%s", watch.name, error.fault)
                 await asyncio.sleep(delay_s)
                 continue
             backoff.reset()
             wait_s = WAIT_S
             if view is not None:
-                self._tell(watch, view)
+                self._update(watch, view)
 
-    def _tell(self, watch: _Watch, view: InstanceView | None) -> None:
-        """Take a view, and pass it on if anything but its version is new."""
+    def _update(self, watch: _Watch, view: InstanceView | None) -> None:
+        """Store a view, and call back if anything but its version has changed."""
         before = watch.view
         watch.view, watch.version = view, view.version if view is not None else ""
         watch.is_absent = view is None
-        eager, watch.eager = watch.eager, []
-        if view is before or (view is not None and view.same_as(before)):
-            for callback in eager:
-                _call(callback, watch)
-            return
-        log.info("instance name=%s complete=%s", watch.name, view is not None)
-        for callback in list(watch.callbacks):
+        callbacks, watch.eager = watch.eager, []
+        if view is not before and (view is None or not view.same_as(before)):
+            log.info("instance name=%s complete=%s", watch.name, view is not None)
+            callbacks = list(watch.callbacks)
+        for callback in callbacks:
             _call(callback, watch)
 
 
 def discovery_at(where: str, key: ClusterKey | None = None) -> Discovery:
-    """The discovery that a setting names. Raises ``InputError`` if it names none."""
+    """Return the discovery service of a setting. Raises ``InputError`` if it names none."""
     if where.startswith(STATIC):
         return StaticDiscovery.read(where.removeprefix(STATIC))
     return HttpDiscovery(where, key)
 
 
-async def _answer(call: Awaitable[T]) -> T:
-    """The answer of a discovery. A bug in one must not end what goes on here."""
+async def _guarded(call: Awaitable[T]) -> T:
+    """Turn unexpected exceptions of an implementation into ``DiscoveryError``."""
     try:
         return await call
     except DiscoveryError:
@@ -336,7 +326,7 @@ async def _answer(call: Awaitable[T]) -> T:
     except Exception as error:
         log.exception("discovery-failed")
         raise DiscoveryError(
-            DiscoveryFault.INTERNAL, f"the discovery failed: {error!r:.300}"
+            DiscoveryFault.INTERNAL, f"the discovery backend failed ({error!r:.300}); see the log"
         ) from None
 
 

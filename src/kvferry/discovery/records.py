@@ -1,7 +1,4 @@
-"""Records: what is said at discovery. Frozen values, every field bounded, and one error.
-
-Nothing here acts. ``service`` keeps records, ``http`` and ``client`` carry them.
-"""
+"""The values that a discovery service stores and returns, and its error. All fields are bounded."""
 
 from __future__ import annotations
 
@@ -16,14 +13,12 @@ from kvferry.ids import MAX_ID, MAX_NAME, Peer
 from kvferry.layout.layout import MAX_RANKS, Layout
 
 MAX_METADATA = 32
-MIN_LEASE_S, MAX_LEASE_S = 0.2, 300.0
 
-# Names stand in addresses and logs, so they begin with a letter or a digit and are plain.
+# Names appear in URLs and logs.
 Name = Annotated[
     str, Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@+/-]*\Z")
 ]
 Incarnation = Annotated[int, Meta(ge=0, le=MAX_ID)]
-LeaseSeconds = Annotated[float, Meta(ge=MIN_LEASE_S, le=MAX_LEASE_S)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=4096)]],
     Meta(max_length=MAX_METADATA),
@@ -31,7 +26,10 @@ Metadata = Annotated[
 
 
 class DiscoveryFault(StrEnum):
-    """Why the service, or the way to it, said no."""
+    """Why a discovery call failed. The values are the error codes of the HTTP service.
+
+    OTHER_LIFE: the request was signed for another start of the service than the running one.
+    """
 
     MALFORMED = "malformed"
     OVERSIZED = "oversized"
@@ -52,7 +50,7 @@ class DiscoveryFault(StrEnum):
 
 
 class DiscoveryError(KvferryError):
-    """Discovery did not do what was asked; ``fault`` says why, the sentence what to do."""
+    """A discovery call failed: ``fault`` says why, the message what to do."""
 
     def __init__(self, fault: DiscoveryFault, message: str) -> None:
         self.fault = fault
@@ -60,10 +58,10 @@ class DiscoveryError(KvferryError):
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of one instance, in one of its lives.
+    """What one incarnation of one rank registers.
 
-    ``control`` is the address of its control channel. ``metadata`` is whatever
-    else its peers need; the discovery service does not look at it.
+    ``control`` is the address of its control channel. ``metadata`` is for peers; the discovery
+    service does not interpret it.
     """
 
     instance: Name
@@ -78,27 +76,27 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.rank >= self.layout.num_ranks:
             raise InputError(
-                f"{self.peer} is outside its own layout, which has ranks "
-                f"0..{self.layout.num_ranks - 1}"
+                f"{self.peer} is outside its layout, which has the ranks "
+                f"0..{self.layout.num_ranks - 1}; correct the rank or the layout"
             )
 
     @property
     def peer(self) -> Peer:
-        """The name by which the protocol knows it."""
+        """Instance and rank."""
         return Peer(self.instance, self.rank)
 
     def agrees_with(self, other: RankRecord) -> bool:
-        """Whether both can be ranks of one instance."""
+        """Return whether both can be ranks of one instance."""
         return (
             self.transport == other.transport
             and self.fingerprint == other.fingerprint
-            # Records of one instance mostly share one layout object.
+            # Records of one instance usually share one layout object.
             and (self.layout is other.layout or self.layout == other.layout)
         )
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """One rank as discovery shows it. ``incarnation`` is None where only the rank can tell."""
+    """One rank in a view. ``incarnation`` is None if the service does not know it."""
 
     rank: int
     incarnation: int | None
@@ -107,10 +105,10 @@ class RankView(msgspec.Struct, frozen=True):
 
 
 class InstanceView(msgspec.Struct, frozen=True):
-    """A complete instance: every rank of one layout, none from another.
+    """A complete instance: every rank of one layout.
 
-    ``version`` names this state of it and means nothing else. ``fingerprint`` is None and
-    ``transport`` empty if only its ranks can tell, at the handshake.
+    ``version`` identifies this state of the instance and has no other meaning. ``fingerprint`` is
+    None and ``transport`` empty if the service does not know them; the handshake does.
     """
 
     name: str
@@ -122,32 +120,21 @@ class InstanceView(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if [view.rank for view in self.ranks] != list(range(self.layout.num_ranks)):
-            raise InputError(f"instance {self.name!r:.100} has not every rank of its layout once")
+            raise InputError(
+                f"instance {self.name!r:.100} does not have every rank of its layout once; "
+                f"list them in their order"
+            )
 
     def same_as(self, other: InstanceView | None) -> bool:
-        """Whether nothing but the version differs."""
+        """Return whether at most the version differs."""
         return other is not None and msgspec.structs.replace(other, version=self.version) == self
 
     def __repr__(self) -> str:
         return f"<InstanceView {self.name} {self.layout} version {self.version}>"
 
 
-class Registration(msgspec.Struct, frozen=True):
-    """The body of a registration."""
-
-    record: RankRecord
-    lease_s: LeaseSeconds
-
-
-class Renewal(msgspec.Struct, frozen=True):
-    """The body of a renewal."""
-
-    incarnation: Incarnation
-    lease_s: LeaseSeconds
-
-
 class Summary(msgspec.Struct, frozen=True):
-    """One line of the list of instances, for people and routers."""
+    """One line of the list of instances. ``note`` says what an incomplete instance lacks."""
 
     name: str
     complete: bool
@@ -166,25 +153,12 @@ class Summaries(msgspec.Struct, frozen=True):
     instances: tuple[Summary, ...]
 
 
-class DiscoveryErrorBody(msgspec.Struct, frozen=True):
-    """What is inside an error."""
-
-    code: DiscoveryFault
-    message: str
-
-
-class DiscoveryErrorDocument(msgspec.Struct, frozen=True):
-    """Every error of the service."""
-
-    error: DiscoveryErrorBody
-
-
 def demand_name(name: str) -> None:
-    """Raises ``InputError`` unless an instance may be called that."""
+    """Raise ``InputError`` unless ``name`` is valid for an instance."""
     try:
         msgspec.convert(name, Name)
     except msgspec.ValidationError:
         raise InputError(
-            f"an instance's name has 1 to {MAX_NAME} letters, digits and any of ._:@+/- behind "
-            f"the first; {name!r:.300} has not"
+            f"{name!r:.300} is not a valid instance name; use 1 to {MAX_NAME} letters, digits and "
+            f"any of ._:@+/-, beginning with a letter or digit"
         ) from None

@@ -1,7 +1,7 @@
-"""Discovery by a static list: instances whose addresses and layouts are known ahead.
+"""Discovery by a static list of instances with fixed addresses and layouts.
 
-For deployments with fixed addresses, which then need no service. Incarnations are learnt at the
-handshake, and a rank that restarts in its place is noticed by its links alone.
+It needs no service. Incarnations become known at the handshake, and only the link to a rank
+detects that the rank has restarted.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ VERSION = "static"
 
 
 class StaticInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One instance: the control addresses of its ranks in their order, as ``HOST:PORT``.
+    """One instance, with the control addresses of its ranks in their order, as ``HOST:PORT``.
 
-    ``model`` is the ``model`` argument of its endpoints. Without it, only the handshake compares.
+    ``model`` is the ``model`` argument of its endpoints. Without it, only the handshake compares
+    the models.
     """
 
     name: str
@@ -49,7 +50,7 @@ class StaticInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: str | None = None
 
     def view(self) -> InstanceView:
-        """As others see it. Raises ``InputError`` if it can't be an instance."""
+        """Return the view of it. Raises ``InputError`` if the entry is inconsistent."""
         demand_name(self.name)
         if len(self.ranks) != self.layout.num_ranks:
             raise InputError(
@@ -63,10 +64,10 @@ class StaticInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class StaticDiscovery(Discovery):
-    """Instances that are there as long as the process is. Any number of endpoints may share it.
+    """A fixed set of instances. Any number of endpoints may share it.
 
-    A rank that registers is compared with its entry and refused if it differs. Whether it runs is
-    not known here: a room for a rank that does not answer fails with ``unreachable``.
+    A rank that registers is compared with its entry and refused if it differs. The list does not
+    know whether a rank runs: a room for one that does not answer fails with ``unreachable``.
     """
 
     def __init__(self, instances: Iterable[StaticInstance], source: str = "static list") -> None:
@@ -79,7 +80,7 @@ class StaticDiscovery(Discovery):
 
     @staticmethod
     def read(path: str | Path) -> StaticDiscovery:
-        """The list in a TOML file, or in a JSON file if its name ends so."""
+        """Read a TOML file, or a JSON file if its name ends in .json."""
         path = Path(path)
         try:
             with path.open("rb") as file:
@@ -88,17 +89,15 @@ class StaticDiscovery(Discovery):
             document = msgspec.convert(content, _Document)
             instances = [_instance(entry, path.parent) for entry in document.instances]
             return StaticDiscovery(instances, f"static:{path}")
-        except OSError as error:
-            why = error.strerror or str(error)
-        except (KvferryError, ValueError, msgspec.MsgspecError, RecursionError) as error:
-            why = str(error)
-        raise InputError(f"the static list {str(path)!r:.400} can't be used: {why}")
+        except (OSError, KvferryError, ValueError, msgspec.MsgspecError, RecursionError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"the static list {str(path)!r:.400} cannot be used: {why}")
 
     def __str__(self) -> str:
         return self._source
 
     def check(self, record: RankRecord) -> None:
-        """Raise ``InputError`` unless the list has this rank with this address and layout."""
+        """Raise ``InputError`` unless the list has this rank, address, layout and model."""
         view = self._views.get(record.instance)
         if view is None:
             raise InputError(
@@ -122,22 +121,22 @@ class StaticDiscovery(Discovery):
             )
 
     async def register(self, record: RankRecord, lease_s: float) -> None:
-        """Compare the rank with its entry. Nothing is stored."""
+        """Compare the rank with its entry. Stores nothing."""
         try:
             self.check(record)
         except InputError as error:
             raise DiscoveryError(DiscoveryFault.MALFORMED, str(error)) from None
 
     async def renew(self, record: RankRecord, lease_s: float) -> None:
-        """The entry does not end; refuse a rank that has none."""
+        """Do nothing, as entries have no lease. Refuses a rank without an entry."""
         self._demand_listed(record)
 
     async def withdraw(self, record: RankRecord) -> None:
-        """The entry stays, because the list is fixed; refuse a rank that has none."""
+        """Do nothing, as the list is fixed. Refuses a rank without an entry."""
         self._demand_listed(record)
 
     async def watch(self, name: str, version: str, wait_s: float) -> InstanceView | None:
-        """The view at once to a caller that has none; after that nothing is ever new."""
+        """Return the view at once to a caller that has none. It never changes."""
         view = self._views.get(name)
         if view is not None and version != view.version:
             return view
@@ -150,7 +149,7 @@ class StaticDiscovery(Discovery):
         return None
 
     async def list(self) -> Summaries:
-        """Every instance of the list."""
+        """Return every instance of the list."""
         return Summaries(tuple(map(_summary, self._views.values())))
 
     def _names(self) -> str:
@@ -169,7 +168,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ModelLayout(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A layout in a few words: a Hugging Face configuration and how it is sharded."""
+    """A layout as a Hugging Face configuration and its sharding."""
 
     config: str
     dtype: DType | None = None
@@ -187,7 +186,7 @@ class _ModelLayout(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def _instance(entry: dict[str, Any], folder: Path) -> StaticInstance:
-    """An entry of the file, whose layout may be in full or in a few words."""
+    """Parse an entry of the file, whose layout is either complete or a ``_ModelLayout``."""
     layout = entry.get("layout")
     if isinstance(layout, dict) and "config" in layout:
         entry = entry | {"layout": msgspec.convert(layout, _ModelLayout).layout(folder)}
@@ -203,12 +202,14 @@ def _summary(view: InstanceView) -> Summary:
 def _control(address: str) -> str:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise InputError(f"{address!r:.200} is no control address; give one such as 10.0.0.2:7100")
+        raise InputError(
+            f"{address!r:.200} is not a control address; give one such as 10.0.0.2:7100"
+        )
     return f"tcp://{host}:{port}"
 
 
 def _resolved(control: str) -> str:
-    """The same address with the host as a number, as a rank says it."""
+    """Return a control address with the host as an IP address, as ranks register it."""
     host, _, port = control.removeprefix("tcp://").rpartition(":")
     address = resolve_ip(host.strip("[]"))
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

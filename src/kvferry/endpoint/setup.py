@@ -26,7 +26,7 @@ from kvferry.protocol.messages import MAX_SLOTS, Staging, TransportOffers
 from kvferry.regions import Region
 from kvferry.transports.base import Transport, TransportSetup
 from kvferry.transports.registry import load, transport_class
-from kvferry.transports.transport_set import AUTO, TransportSet, asked_for
+from kvferry.transports.transport_set import AUTO, TransportSet, transport_names
 
 # A longer text does not fit the handshake.
 MAX_MODEL = 512
@@ -69,7 +69,7 @@ def make_transports(
     not, or none has an option.
     """
     given = dict(options or {})
-    names = asked_for(name)
+    names = transport_names(name)
     if len(names) == 1:
         return TransportSet.make(name, lambda each: make_transport(each, host, given))
     known = {each: _options_of(each) for each in names}

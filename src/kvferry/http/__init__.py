@@ -1,1 +1,1 @@
-"""HTTP servers of ours: what each has around its application, bounds on who may hold what."""
+"""Limits on connections, request ids and error documents, shared by all of kvferry's servers."""

@@ -1,6 +1,6 @@
-"""API errors: what a client is told instead of an answer, in the form that OpenAI's clients read.
+"""Error responses of workers and the router, in the form that OpenAI clients read.
 
-Workers and the router have them in common, so a router can pass a worker's error on.
+Both use one form, so the router can pass a worker's error on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ JSON = "application/json"
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What is inside an error document. ``type`` says whose fault it is: the client's or ours."""
+    """Content of an error document. ``type`` says whether the client or the server is at fault."""
 
     message: str
     type: str
@@ -24,14 +24,8 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     code: str | None = None
 
 
-class ErrorDocument(msgspec.Struct, frozen=True):
-    """Every error of the API."""
-
-    error: ErrorBody
-
-
 class ApiError(KvferryError):
-    """A status and a sentence; ``document`` where another server has written it already."""
+    """An error response. ``document`` replaces the body if another server has written it."""
 
     def __init__(
         self,
@@ -50,28 +44,28 @@ class ApiError(KvferryError):
 
     @property
     def document(self) -> bytes:
-        """As JSON."""
-        return self._document or msgspec.json.encode(ErrorDocument(self.body))
+        """The error document as JSON."""
+        return self._document or msgspec.json.encode({"error": self.body})
 
     def response(self) -> web.Response:
-        """The whole HTTP answer."""
+        """Return the HTTP response."""
         return web.Response(body=self.document, status=self.status, content_type=JSON)
 
     def event(self) -> bytes:
-        """The same inside a stream that has begun."""
+        """Return the error as an event, for a stream that has begun."""
         return b"data: " + self.document + b"\n\n"
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The client has to change something."""
+    """Return the error for a request that the client must change."""
     return ApiError(400, message, param=param, code=code)
 
 
-def of_refusal(error: web.HTTPException, most_bytes: int) -> ApiError:
-    """What aiohttp itself refuses."""
+def from_http_exception(error: web.HTTPException, most_bytes: int) -> ApiError:
+    """Return the error for an exception that aiohttp raises itself."""
     match error:
         case web.HTTPRequestEntityTooLarge():
-            message = f"a body may have {most_bytes} bytes; shorten the prompt"
+            message = f"a body may have at most {most_bytes} bytes; shorten the prompt"
             return ApiError(413, message, code="too_large")
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
@@ -83,8 +77,8 @@ def of_refusal(error: web.HTTPException, most_bytes: int) -> ApiError:
             return ApiError(error.status, error.reason, code="bad_request")
 
 
-def told(document: bytes) -> tuple[str, str]:
-    """Code and message of an error document; empty where it is none."""
+def parse_error(document: bytes) -> tuple[str, str]:
+    """Return code and message of an error document; empty strings if it is not one."""
     try:
         error = msgspec.json.decode(document, type=dict[str, Any]).get("error")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -95,5 +89,5 @@ def told(document: bytes) -> tuple[str, str]:
 
 
 def json_response(content: object, status: int = 200) -> web.Response:
-    """An answer in JSON."""
+    """Return a JSON response."""
     return web.Response(body=msgspec.json.encode(content), status=status, content_type=JSON)

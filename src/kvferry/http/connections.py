@@ -1,11 +1,10 @@
-"""The connections of one server: counted, bounded, and closed where no request comes of them.
+"""Limits on the connections of one server: their number, and the time for a request's headers.
 
-aiohttp closes a connection on which nothing happens between two requests, and no
-other. So each of its protocols is wrapped in ours, which knows when a request's
-headers are awaited: from the connection's beginning or the request's first byte
-until a handler takes it. A server that is full closes the connection that has
-been without a request for longest, so half a request can't keep a whole one out;
-if all have one, the newcomer is refused. Belongs to one event loop.
+aiohttp only closes connections that are idle between two requests. So each of its protocols is
+wrapped in a ``Connection``, which also limits the time from the start of a connection, or from a
+request's first byte, until a handler receives the request. A full server closes the connection
+that has been without a request for longest, so incomplete requests cannot keep complete ones out.
+If every connection has a request, the new connection is refused. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from http import HTTPStatus
 
-import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from kvferry.http.api_errors import JSON, ApiError
 from kvferry.http.limits import HttpLimits
 
 log = logging.getLogger("kvferry.http")
 
-# From accepting a connection to having closed it: a loop that ends sooner leaves it open.
+# Event loop iterations from accepting a connection to having closed it.
 CLOSING_TURNS = 8
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Why(StrEnum):
-    """What connections and requests are turned away for."""
+class RejectReason(StrEnum):
+    """Why a connection was closed or a request not read."""
 
     FULL = "full"
     DISPLACED = "displaced"
@@ -40,70 +39,70 @@ class Why(StrEnum):
 
 
 class Connections:
-    """All of one server's, and what was turned away."""
+    """The open connections of one server, with counts of rejected ones."""
 
     def __init__(self, limits: HttpLimits, registry: CollectorRegistry | None = None) -> None:
         self.limits = limits
         self._open: set[Connection] = set()
-        # Those without a request, the longest first.
-        self._unused: dict[Connection, None] = {}
+        # Connections without a request, the longest idle first.
+        self._idle: dict[Connection, None] = {}
         self._closing = False
         self._refused = Counter(
-            "kvferry_http_rejected",
-            "Connections that were closed and requests that were not read, by reason",
-            ["reason"],
+            "kvferry_http_refused",
+            "Rejected connections and requests, by reason",
+            ["why"],
             registry=registry,
         )
-        for why in Why:
-            self._refused.labels(why)
+        for reason in RejectReason:
+            self._refused.labels(reason)
         gauge = Gauge("kvferry_http_connections", "Open connections of clients", registry=registry)
         gauge.set_function(lambda: len(self._open))
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def count(self, why: Why) -> None:
-        """Something was turned away."""
-        self._refused.labels(why).inc()
+    def count(self, reason: RejectReason) -> None:
+        """Count one rejected connection or request."""
+        self._refused.labels(reason).inc()
 
     def admit(self, new: Connection) -> bool:
-        """Take a connection in, if need be in place of one that is of no use."""
+        """Accept a connection, in place of an idle one if need be; return whether it fits."""
         if self._closing:
             return False
         if len(self._open) >= self.limits.connections and not self._displace():
-            self.count(Why.FULL)
+            self.count(RejectReason.FULL)
             log.warning("connections-full most=%d", self.limits.connections)
             return False
         self._open.add(new)
-        self.unused(new)
+        self.mark_idle(new)
         return True
 
     def _displace(self) -> bool:
-        oldest = next((one for one in self._unused if not one.is_writing), None)
+        oldest = next((one for one in self._idle if not one.is_writing), None)
         if oldest is None:
             return False
-        self.count(Why.DISPLACED)
+        self.count(RejectReason.DISPLACED)
         log.warning("connections-displaced most=%d", self.limits.connections)
-        self.gone(oldest)
+        self.remove(oldest)
         oldest.abort()
         return True
 
-    def used(self, connection: Connection) -> None:
-        """It has a request."""
-        self._unused.pop(connection, None)
+    def mark_busy(self, connection: Connection) -> None:
+        """Note that a connection has a request."""
+        self._idle.pop(connection, None)
 
-    def unused(self, connection: Connection) -> None:
-        """It has none, since now."""
+    def mark_idle(self, connection: Connection) -> None:
+        """Note that a connection has no request from now on."""
         if connection in self._open:
-            self._unused[connection] = None
+            self._idle[connection] = None
 
-    def gone(self, connection: Connection) -> None:
-        """It is closed, or about to be."""
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection that is closed or about to be."""
         self._open.discard(connection)
-        self._unused.pop(connection, None)
+        self._idle.pop(connection, None)
 
     async def close(self) -> None:
-        """Close all, also those that are being accepted at this moment."""
+        """Close all connections, including those that are being accepted."""
         self._closing = True
         for _ in range(CLOSING_TURNS):
             for one in list(self._open):
@@ -112,33 +111,33 @@ class Connections:
 
     @web.middleware
     async def watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Around every request: its headers are there, and nobody waits for them."""
+        """Middleware that marks a connection as busy during its request."""
         protocol = request.transport.get_protocol() if request.transport is not None else None
         if not isinstance(protocol, Connection):
             return await handler(request)
-        protocol.began()
+        protocol.begin_request()
         try:
             return await handler(request)
         finally:
-            protocol.ended()
+            protocol.end_request()
 
 
 class Connection(asyncio.Protocol):
-    """One connection: passes everything on to aiohttp's own protocol and keeps the time."""
+    """One connection: forwards all events to aiohttp's protocol, and enforces ``header_s``."""
 
     def __init__(self, inner: asyncio.Protocol, connections: Connections) -> None:
         self._inner = inner
         self._connections = connections
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_used = False
+        self._is_busy = False
         self._is_refused = False
         self._has_bytes = False
 
-    # ------------------------------------------------------------ for the transport
+    # ------------------------------------------------------------ called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take it in, or refuse it at once."""
+        """Accept the connection, or refuse it at once."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         if not self._connections.admit(self):
@@ -146,97 +145,98 @@ class Connection(asyncio.Protocol):
             self._close(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections; try again later")
             return
         self._inner.connection_made(transport)
-        self._await_headers()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request. Its first set the clock."""
+        """Forward bytes of a request. The first one starts the timer."""
         if self._is_refused:
             return
         self._has_bytes = True
-        if self._timer is None and not self._is_used:
-            self._await_headers()
+        if self._timer is None and not self._is_busy:
+            self._start_timer()
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """The client sends no more."""
+        """Forward the end of the client's data."""
         return None if self._is_refused else self._inner.eof_received()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than we write."""
+        """Forward that the write buffer is full."""
         if not self._is_refused:
             self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Forward that the write buffer has drained."""
         if not self._is_refused:
             self._inner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is closed."""
-        self._stop_waiting()
-        self._connections.gone(self)
+        """Forward that the connection is closed."""
+        self._stop_timer()
+        self._connections.remove(self)
         if not self._is_refused:
             self._inner.connection_lost(exc)
 
-    # ------------------------------------------------------------ for the server
+    # ------------------------------------------------------------ called by Connections
 
     @property
     def is_writing(self) -> bool:
-        """Whether an answer is still on its way."""
+        """Whether a response is still being sent."""
         return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
-    def began(self) -> None:
-        """A request's headers are complete."""
-        self._is_used = True
-        self._stop_waiting()
-        self._connections.used(self)
+    def begin_request(self) -> None:
+        """Note that a request's headers are complete."""
+        self._is_busy = True
+        self._stop_timer()
+        self._connections.mark_busy(self)
 
-    def ended(self) -> None:
-        """The request has its answer. What has come of the next one is not known."""
-        self._is_used = False
+    def end_request(self) -> None:
+        """Note that a request has its response. Bytes of the next one may have arrived."""
+        self._is_busy = False
         self._has_bytes = False
-        self._connections.unused(self)
+        self._connections.mark_idle(self)
 
     def abort(self) -> None:
-        """Close it without a word."""
+        """Close it without a response."""
         if self._transport is not None:
             self._transport.abort()
 
-    def _await_headers(self) -> None:
+    def _start_timer(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._connections.limits.header_s, self._late)
+        self._timer = loop.call_later(self._connections.limits.header_s, self._on_timeout)
 
-    def _stop_waiting(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self) -> None:
-        self._connections.count(Why.LATE)
+    def _on_timeout(self) -> None:
+        self._connections.count(RejectReason.LATE)
         log.info("headers-late seconds=%g", self._connections.limits.header_s)
         if self._has_bytes:
-            self._close(HTTPStatus.REQUEST_TIMEOUT, "the request's headers did not come in time")
+            self._close(
+                HTTPStatus.REQUEST_TIMEOUT,
+                "the request's headers did not arrive in time; send it again",
+            )
         else:
             self.abort()
 
     def _close(self, status: HTTPStatus, message: str) -> None:
-        """Say why, if the way is free, and close."""
+        """Close it with an error response, unless another response is still being sent."""
         assert self._transport is not None
         if self.is_writing:
             self._transport.abort()
             return
-        self._transport.write(short_answer(status, message))
+        self._transport.write(_error_response(status, message))
         self._transport.close()
 
 
-def short_answer(status: HTTPStatus, message: str) -> bytes:
-    """A whole HTTP answer in the form of our errors, for what no handler has seen."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
+def _error_response(status: HTTPStatus, message: str) -> bytes:
+    """Return a whole HTTP error response, for requests that reach no handler."""
     code = status.phrase.lower().replace(" ", "_")
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    body = msgspec.json.encode({"error": error})
+    body = ApiError(status.value, message, code=code).document
     head = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {JSON}\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body

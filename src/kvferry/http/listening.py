@@ -1,4 +1,4 @@
-"""Listening: what every part that does so has alike, its key, its socket, its address."""
+"""Key, socket and URL of a server, before it listens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvferry.errors import InputError
 from kvferry.security.keys import ClusterKey
 
 
-def key_in(file: str | None) -> ClusterKey | None:
-    """The cluster's key in that file, or in the one that ``KVFERRY_KEY_FILE`` names."""
+def load_cluster_key(file: str | None) -> ClusterKey | None:
+    """Read the cluster key from ``file``, or from the file that ``KVFERRY_KEY_FILE`` names."""
     return ClusterKey.read(file) if file else ClusterKey.from_environment()
 
 
-def bound(address: str, port: int) -> socket.socket:
-    """Bound, not yet listening, so that a port in use is said before anything takes long."""
+def bind_socket(address: str, port: int) -> socket.socket:
+    """Return a bound socket that does not listen yet, so that a used port is reported early."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -30,6 +30,6 @@ def bound(address: str, port: int) -> socket.socket:
 
 
 def http_url(address: str, listener: socket.socket) -> str:
-    """How others reach what listens there."""
+    """Return the URL of a bound socket, with ``address`` as its host."""
     port = listener.getsockname()[1]
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"

@@ -1,4 +1,4 @@
-"""Server-sent events, cut out of bytes that arrive in any portions. Pure."""
+"""A parser of server-sent events, for bytes that arrive in arbitrary chunks. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class ServerEvent(NamedTuple):
-    """One event: its bytes as they came, its end included, and its ``data`` lines joined.
+    """One event: its bytes including the terminator, and its ``data`` lines joined.
 
-    ``data`` is None where there is no such line, as in a comment that keeps a connection open.
+    ``data`` is None if there is no such line, as in a keep-alive comment.
     """
 
     raw: bytes
@@ -17,10 +17,9 @@ class ServerEvent(NamedTuple):
 
 
 class EventReader:
-    """Takes bytes as they come, gives every event that is complete.
+    """Splits a stream of bytes into events.
 
-    An event ends at an empty line and may have several ``data`` lines. Other fields are
-    passed over.
+    An event ends at an empty line and may have several ``data`` lines. Other fields are ignored.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -30,21 +29,21 @@ class EventReader:
         self._num_bytes = 0
 
     def feed(self, data: bytes) -> Iterator[ServerEvent]:
-        """The events that these bytes complete; ``ValueError`` if one has no end."""
+        """Yield the events that these bytes complete. Raises ``ValueError`` if one is too long."""
         self._num_bytes += len(data)
         first, *others = data.split(b"\n")
         self._line.append(first)
         for other in others:
-            yield from self._take(b"".join(self._line))
+            yield from self._end_line(b"".join(self._line))
             self._line = [other]
         if self._num_bytes > self._most_bytes:
-            raise ValueError(f"an event of the stream is above {self._most_bytes} bytes")
+            raise ValueError(f"an event of the stream exceeds {self._most_bytes} bytes")
 
     def end(self) -> Iterator[ServerEvent]:
-        """Nothing more comes; many servers leave out the last empty line."""
+        """Yield the last event at the end of the stream; many servers omit its empty line."""
         yield from self.feed(b"\n\n")
 
-    def _take(self, line: bytes) -> Iterator[ServerEvent]:
+    def _end_line(self, line: bytes) -> Iterator[ServerEvent]:
         self._lines.append(line)
         if line.removesuffix(b"\r"):
             return

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from kvferry import ClusterKey
 from kvferry.dashboard.routes import PageRoutes, is_guarded
-from kvferry.http.api_errors import ApiError, json_response, of_refusal
+from kvferry.http.api_errors import ApiError, from_http_exception, json_response
 from kvferry.router.adapters import adapter_of
 from kvferry.router.bodies import RequestDefaults, new_id, parse_call
 from kvferry.router.forward import Forwarder
@@ -107,7 +107,7 @@ class Router:
             )
             return error.response()
         except web.HTTPException as error:
-            return of_refusal(error, MAX_BODY_BYTES).response()
+            return from_http_exception(error, MAX_BODY_BYTES).response()
         except (ConnectionError, web.RequestPayloadError) as error:
             # The client has left, so nobody reads this response.
             log.info("client-left path=%s reason=%r", request.path, error)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from kvferry import checked_bind_address
 from kvferry.http.connections import Connections
 from kvferry.http.limits import limits_here
-from kvferry.http.listening import bound, http_url, key_in
+from kvferry.http.listening import bind_socket, http_url, load_cluster_key
 from kvferry.http.site import HttpSite
 from kvferry.router.app import Router
 from kvferry.router.options import RouterOptions
@@ -28,7 +28,7 @@ async def serving(options: RouterOptions) -> AsyncIterator[str]:
     """Serve while the block runs; yield the URL."""
     key = key_in(options.key)
     address = checked_bind_address(options.host, options.port, key)
-    listener = bound(address, options.port)
+    listener = bind_socket(address, options.port)
     url = http_url(address, listener)
     router = Router(options, key)
     connections = Connections(limits_here(FILES_PER_REQUEST), router.metrics.registry)

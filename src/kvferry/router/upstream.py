@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 
 from kvferry import ClusterKey, KvferryError
-from kvferry.http.api_errors import JSON, told
+from kvferry.http.api_errors import JSON, parse_error
 from kvferry.router.worker_pool import Worker, WorkerRole
 from kvferry.security.signing import sign
 from kvferry.telemetry.logs.context import onward

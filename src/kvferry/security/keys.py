@@ -1,11 +1,10 @@
-"""The cluster key: one secret file by which the parties of a cluster know each other.
+"""The cluster key: a secret file that all parties of a cluster share.
 
-Whoever has the file may name memory to a peer; whoever has not is let nowhere.
-The secret itself is never sent and never shown. From it come, by keyed BLAKE2b
-with a name for each purpose, a CURVE key pair for those who bind, one for those
-who connect, and a key that signs HTTP requests.
+A party that has the file is trusted, and a party without it is refused. The secret is never sent
+and never shown. Keyed BLAKE2b, with a label for each purpose, derives from it a CURVE
+key pair for sockets that bind, one for sockets that connect, and a key that signs HTTP requests.
 
-This module opens no sockets and belongs to no thread; its values are constant.
+Keys are immutable and may be used on any thread.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from kvferry.errors import InputError
 
 KEY_FILE_VARIABLE = "KVFERRY_KEY_FILE"
 SECRET_BYTES = 32
-# The first word of a key file tells it apart from any other file.
+# The start of every key file.
 PREFIX = "kvferry-key-1:"
 MAX_FILE_BYTES = 4096
-HOW_TO_MAKE_ONE = "make a cluster key with `kvferry key FILE` and give it to every party"
+HOW_TO_MAKE_ONE = "make a cluster key with `kvferry key FILE` and copy it to every machine"
 
 
 class CurvePair:
-    """A CURVE key pair, as ZeroMQ takes it (Z85)."""
+    """A CURVE key pair in ZeroMQ's encoding (Z85)."""
 
     __slots__ = ("public", "secret")
 
@@ -47,10 +46,10 @@ class CurvePair:
 
 
 class ClusterKey:
-    """A secret and what is derived from it. ``name`` may be shown; it says which key it is.
+    """A secret and the keys derived from it. ``name`` identifies the key and may be shown.
 
-    ``server`` is the key pair of whoever binds a control channel, ``client`` of
-    whoever connects to one, and ``http`` signs requests to the discovery service.
+    ``server`` is the key pair of a control channel's bound socket, ``client`` that of a
+    connecting one. ``http`` signs HTTP requests.
     """
 
     __slots__ = ("_secret", "client", "http", "name", "server")
@@ -71,22 +70,22 @@ class ClusterKey:
 
     @staticmethod
     def new() -> ClusterKey:
-        """A key that nobody has yet."""
+        """Return a new random key."""
         return ClusterKey(secrets.token_bytes(SECRET_BYTES))
 
     @staticmethod
     def read(path: str | Path) -> ClusterKey:
-        """The key in a file that only its owner can read."""
+        """Read a key file, which only its owner may be able to read."""
         text = _read_private(path)
         digits = text.strip().removeprefix(PREFIX)
         try:
             return ClusterKey(bytes.fromhex(digits if text.startswith(PREFIX) else ""))
         except ValueError:
-            raise InputError(f"{_shown(path)} holds no cluster key; {HOW_TO_MAKE_ONE}") from None
+            raise InputError(f"{_shown(path)} is not a cluster key; {HOW_TO_MAKE_ONE}") from None
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> ClusterKey | None:
-        """The key that ``KVFERRY_KEY_FILE`` names; None where it is not set."""
+        """Read the key file that ``KVFERRY_KEY_FILE`` names; None if the variable is not set."""
         path = environment.get(KEY_FILE_VARIABLE)
         if path is None:
             return None
@@ -95,7 +94,7 @@ class ClusterKey:
         return ClusterKey.read(path)
 
     def write(self, path: str | Path) -> None:
-        """Write a new file that only its owner can read. A file that exists is left alone."""
+        """Write a new file that only its owner can read. Never overwrites a file."""
         try:
             number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -124,9 +123,9 @@ class ClusterKey:
 
 
 def _read_private(path: str | Path) -> str:
-    """A small file's text; refused if others may read it, because then it is no secret."""
+    """Return a small file's text. Refuses a file that other users can read."""
     try:
-        # Opening a pipe would wait for a writer.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(number, "rb") as file:
             mode = os.fstat(number).st_mode
@@ -134,7 +133,7 @@ def _read_private(path: str | Path) -> str:
                 raise InputError(f"{_shown(path)} is not a file; {HOW_TO_MAKE_ONE}")
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise InputError(
-                    f"{_shown(path)} is open to others than its owner; run chmod 600 on it, "
+                    f"{_shown(path)} can be read by other users; run chmod 600 on it, "
                     f"and make a new key if somebody may have read it"
                 )
             return file.read(MAX_FILE_BYTES).decode("ascii", "replace")
@@ -153,13 +152,13 @@ def _why(error: OSError | ValueError) -> str:
     return f"{reason}; check the path"
 
 
-# ---------------------------------------------------------------- where one may listen
+# ---------------------------------------------------------------- addresses to listen on
 
 
 def checked_bind_address(host: str, port: int, key: ClusterKey | None) -> str:
-    """The resolve_ip address to listen on; without a key, only where no other machine gets in."""
+    """Return the IP address to listen on. Without a key, only loopback is allowed."""
     if not 0 <= port < 1 << 16:
-        raise InputError(f"a port is between 0 and 65535, not {port}; 0 takes any that is free")
+        raise InputError(f"a port is between 0 and 65535, not {port}; 0 selects a free one")
     address = resolve_ip(host)
     if key is None and not ipaddress.ip_address(address).is_loopback:
         raise InputError(
@@ -170,11 +169,10 @@ def checked_bind_address(host: str, port: int, key: ClusterKey | None) -> str:
 
 
 def resolve_ip(host: str) -> str:
-    """The address of a host."""
+    """Return the IP address of a host, preferring IPv4, which every peer has."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        raise InputError(f"cannot find the host {host!r:.200}; give an address") from None
+        raise InputError(f"cannot find the host {host!r:.200}; give an IP address") from None
     addresses = [str(where[0]).partition("%")[0] for *_, where in found]
-    # A name may have addresses of both families; IPv4 is the one that every peer has.
     return min(addresses, key=lambda address: ":" in address)

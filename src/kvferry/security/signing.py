@@ -1,15 +1,15 @@
-"""Signed HTTP requests: who has the cluster key may speak, once per signature, to one service.
+"""Signed HTTP requests: each signature is valid once, for one service, from one start to its end.
 
-A signature covers the life of the service that it is for, the method, the path with its query,
-the body, the time and a nonce. It is good for five minutes before and after that time, once,
-and for that life alone: a service takes a random name at each start, so what was overheard is
-worth nothing to its next life, which has forgotten what it has seen, nor to another service
-with the same key. Requests and answers are not hidden: who can read the wire can read them.
+A signature covers the service's life, the method, the path with its query, the body, the time and
+a nonce. It is valid for five minutes before and after its time. A **life** is a random id that a
+service takes at each start. Because signatures name it, a recorded request is useless to the
+service after a restart, when it has forgotten the nonces it saw, and to other services with the
+same key. Requests and responses are not encrypted.
 
-Who wants to ask learns the life first, by ``GET /healthz?nonce=...``, which anybody may ask
-for. The answer has a proof, made with the key for that nonce, so nobody else can name a life.
+A client asks for the life with ``GET /healthz?nonce=...``, which needs no signature. The response
+has a proof, made with the key for that nonce, so nobody without the key can name a life.
 
-Pure but for the making of nonces and lives; the time is given.
+Pure except for making nonces and lives; the time is an argument.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 
 SCHEME = "kvferry"
 TOLERANCE_S = 300
-# Only signed requests are remembered, so no stranger can fill this.
+# Only signed requests are remembered, so strangers cannot fill this.
 MAX_NONCES = 1 << 20
 NONCE = re.compile(r"[0-9a-f]{32}", re.ASCII)
 HEADER = re.compile(
@@ -36,7 +36,7 @@ _REQUEST, _LIFE = "request", "life"
 
 
 class SignatureFault(StrEnum):
-    """What is wrong with a request's signature."""
+    """Why a request's signature was refused."""
 
     UNSIGNED = "unsigned"
     OTHER_KEY = "other-key"
@@ -47,32 +47,32 @@ class SignatureFault(StrEnum):
 
 
 class SignatureRefused(NamedTuple):
-    """Why a request is not let in, with a sentence for whoever sent it."""
+    """Why a request was refused, with a message for its sender."""
 
-    doubt: SignatureFault
+    fault: SignatureFault
     message: str
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What a service says of itself to a nonce. Without a key it has nothing to say."""
+    """A service's life, with a proof for the client's nonce. Both are empty without a key."""
 
     life: str = ""
     proof: str = ""
 
     def fits(self, key: bytes, nonce: str) -> bool:
-        """Whether somebody with our key has said this, and just now."""
+        """Return whether the proof was made with this key for this nonce."""
         expected = mac(key, _LIFE, nonce, self.life).encode()
-        named = NONCE.fullmatch(self.life) is not None
-        return named and hmac.compare_digest(self.proof.encode(), expected)
+        is_life = NONCE.fullmatch(self.life) is not None
+        return is_life and hmac.compare_digest(self.proof.encode(), expected)
 
 
 def new_nonce() -> str:
-    """What nobody has used before."""
+    """Return 128 random bits in hex."""
     return secrets.token_hex(16)
 
 
 def sign(key: bytes, life: str, method: str, target: str, body: bytes, now: float) -> str:
-    """The ``Authorization`` header of one request to a service in that life."""
+    """Return the ``Authorization`` header of one request to a service in that life."""
     time_s, nonce = str(int(now)), new_nonce()
     signature = _signature(key, life, method, target, body, time_s, nonce)
     return f"{SCHEME} {life}:{time_s}:{nonce}:{signature}"
@@ -86,12 +86,12 @@ def _signature(
 
 
 def mac(key: bytes, *lines: str) -> str:
-    """Of some lines. The first says what it is for, so that nothing passes for anything else."""
+    """Return the HMAC of some lines. The first names the purpose, so that purposes never mix."""
     return hmac.new(key, "\n".join(lines).encode(), hashlib.sha256).hexdigest()
 
 
 class RequestVerifier:
-    """One life of a service: checks signatures, and remembers them while they would be good."""
+    """Checks signatures for one life of a service, and remembers their nonces until they expire."""
 
     def __init__(self, key: bytes, max_nonces: int = MAX_NONCES) -> None:
         self.life = new_nonce()
@@ -100,7 +100,7 @@ class RequestVerifier:
         self._seen: OrderedDict[str, float] = OrderedDict()
 
     def introduce(self, nonce: str) -> Introduction:
-        """For whoever wants to ask something."""
+        """Return this service's life with its proof; empty for a malformed nonce."""
         if not NONCE.fullmatch(nonce):
             return Introduction()
         return Introduction(self.life, mac(self._key, _LIFE, nonce, self.life))
@@ -108,7 +108,7 @@ class RequestVerifier:
     def check(
         self, header: str, method: str, target: str, body: bytes, now: float
     ) -> SignatureRefused | None:
-        """Why this request is not let in; None if it was signed with our key, for us, just now."""
+        """Return why a request is refused; None if its signature is valid and new."""
         parts = HEADER.fullmatch(header)
         if parts is None:
             return SignatureRefused(
@@ -120,7 +120,7 @@ class RequestVerifier:
             text = "the request was signed with another cluster key; use the same file"
             return SignatureRefused(SignatureFault.OTHER_KEY, text)
         if life != self.life:
-            text = "the request is for another service, or an earlier life of this one; ask again"
+            text = "the request was signed for another service or an earlier start; sign it again"
             return SignatureRefused(SignatureFault.OTHER_LIFE, text)
         apart_s = abs(now - int(time_s))
         if apart_s > TOLERANCE_S:
@@ -133,7 +133,7 @@ class RequestVerifier:
             return SignatureRefused(
                 SignatureFault.REPLAYED, "the request was seen before; sign each one anew"
             )
-        # In order of arrival, which is nearly that of expiry; what is left goes a little later.
+        # Ordered by arrival, which is nearly the order of expiry; some are dropped a little late.
         while self._seen and next(iter(self._seen.values())) < now:
             self._seen.popitem(last=False)
         if len(self._seen) >= self._max_nonces:

@@ -1,7 +1,8 @@
-"""Tokens that let somebody look and change nothing, made from the cluster key, until a time.
+"""Read-only bearer tokens, made from the cluster key, with an expiry time.
 
-Who has one can read what the page shows, and whoever overhears it can too: it is sent as it
-is (``Authorization: Bearer TOKEN``) and is good as often as one likes. Pure; time is given.
+A token opens what the status page shows and nothing else. It travels in the clear
+(``Authorization: Bearer TOKEN``) and can be used any number of times, so anybody who reads it on
+the wire can use it too. Pure; the time is an argument.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ HOW_TO_MAKE_ONE = "make one with `kvferry key FILE --token`"
 
 
 def make_token(key: bytes, until: float) -> str:
-    """Good for looking, until that time of day."""
+    """Return a token that expires at ``until`` (Unix seconds)."""
     end = str(int(until))
     return f"kvr1.{end}.{mac(key, _PURPOSE, end)}"
 
 
 def token_problem(key: bytes, header: str, now: float) -> str | None:
-    """Why whoever sends this ``Authorization`` may not look; None if they may."""
+    """Return why this ``Authorization`` header is not a valid token; None if it is."""
     scheme, _, token = header.partition(" ")
     if scheme != SCHEME:
-        return f"this needs a token that lets you look; {HOW_TO_MAKE_ONE}"
+        return f"this needs a token with read access; {HOW_TO_MAKE_ONE}"
     parts = TOKEN.fullmatch(token.strip())
     if parts is None:
-        return f"that is no token for looking; {HOW_TO_MAKE_ONE}"
+        return f"that is not a read-only token; {HOW_TO_MAKE_ONE}"
     end, given = parts.groups()
     if not hmac.compare_digest(given, mac(key, _PURPOSE, end)):
         return f"the token was made with another cluster key; {HOW_TO_MAKE_ONE}"

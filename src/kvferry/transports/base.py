@@ -1,24 +1,26 @@
-"""What a transport is: one endpoint's means of writing into its peers' memory.
+"""The transport interface: how one endpoint writes into the memory of its peers.
 
-A transport belongs to one thread, which calls everything here but ``missing`` and what is
-for writes that are made at once (``prebind``, ``write_now``, ``look``). It knows regions and
-bytes, never rooms, credits or plans, and tells the target nothing: that something has
-arrived, the endpoint says itself once the write has ended. Foreign exceptions end here:
-set-up errors leave as ``TransportError``, and what becomes of a write is told once, as an
-``WriteEnded``: by ``poll``, or to whoever made it at once.
+A transport belongs to one thread. That thread calls every method except ``missing`` and the
+methods for immediate writes (``prebind``, ``write_now``, ``check_write``). A transport knows
+regions and bytes; rooms, credits and plans are above it. It does not notify the target: the
+endpoint sends a message once the write has completed.
 
-The promise behind ``WriteEnded``, on which every arrival note and every release of memory rests:
+Exceptions of foreign libraries end here. Set-up errors are raised as ``TransportError``; each
+write's result is reported exactly once, as a ``WriteEnded``, by ``poll`` or by the methods for
+immediate writes.
 
-- ``fate`` None: the bytes are in the target's memory, where whoever is told of it by any
-  other way will find them, and ours is no longer read.
-- BUSY: never submitted; nothing was written and nothing will be.
-- FAILED: over. Some bytes may have been written; none will be, and ours is no
-  longer read.
-- UNKNOWN: it may still read our memory and write theirs. This is not said again;
-  only the end of the peer's process settles it.
+Arrival messages and every release of memory rely on what ``WriteEnded.fate`` promises:
 
-A write that can still go on is not ended, however long it takes. ``write`` may
-take as long as its bytes need, but never waits for a peer that is stopped.
+- None: the bytes are in the target's memory and visible to a target that is notified over any
+  other channel. The source memory is no longer read.
+- BUSY: never submitted. Nothing was written and nothing will be.
+- FAILED: ended. Some bytes may have been written, but no more will be, and the source memory is
+  no longer read.
+- UNKNOWN: the write may still read the source memory and write the target's. There will be no
+  further report; only the end of the peer's process settles it.
+
+A write that may still make progress has not ended, however long it takes. ``write`` may take as
+long as its bytes need, but never waits for a peer that is stopped.
 """
 
 from __future__ import annotations
@@ -40,43 +42,45 @@ from kvferry.regions import Device, Region
 # Copies a binding's bytes: (binding, addresses of source regions, of target regions).
 Copy = Callable[[Binding, Sequence[int], Sequence[int]], None]
 
+_PAGE_BYTES = 4096
+
 
 class DeviceEvent(Protocol):
-    """The end of a copy. Both raise where the GPU has failed, after which nothing runs on it."""
+    """Completion of a copy on a GPU. Both methods raise if the GPU has failed for good."""
 
     def query(self) -> bool:
-        """Whether it is over."""
+        """Return whether the copy has completed."""
 
     def synchronize(self) -> None:
-        """Wait for it, on any thread, using no core."""
+        """Block the calling thread, without spinning, until the copy has completed."""
 
 
 class DeviceCopier(Protocol):
-    """Copies between addresses on one GPU, in the order in which they were started."""
+    """Copies between addresses on one GPU, in the order in which copies are started."""
 
     def prepare(self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]) -> Any:
-        """Everything about a copy but its start."""
+        """Do all the work of a copy except its launch, and return it for ``start``."""
 
     def start(self, prepared: Any) -> DeviceEvent:
-        """Queue a copy, once."""
+        """Launch a prepared copy. Each can be started once."""
 
     def forget(self, prepared: Any) -> None:
-        """It will not be started."""
+        """Release a prepared copy that will not be started."""
 
     def drain(self) -> None:
-        """Wait until nothing that was started still runs, also not what failed to start."""
+        """Wait for every launched copy, including one whose launch failed half-way."""
 
 
 def _no_devices(device: Device) -> DeviceCopier:
-    raise TransportError(f"this TransportSetup has no copies on {device}; give it copies_on")
+    raise TransportError(f"this TransportSetup cannot copy on {device}; set copies_on")
 
 
 class TransportSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What every transport is made from.
+    """Arguments that every transport is constructed from.
 
-    ``agent`` is unique to one life of one endpoint. ``copy`` is for host memory, and
-    ``copies_on`` makes what copies on a GPU. ``host`` is the address that peers reach
-    this machine by. ``options`` are the transport's own.
+    ``agent`` is unique to one incarnation of one endpoint. ``copy`` copies in host memory, and
+    ``copies_on`` makes the copier of a GPU. ``host`` is the address at which peers reach this
+    machine. ``options`` are specific to the transport.
     """
 
     agent: str
@@ -85,13 +89,21 @@ class TransportSetup(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     options: Mapping[str, str] = {}
 
+    def resolve_options(self, transport: str, defaults: Mapping[str, str]) -> dict[str, str]:
+        """Return the options, completed with ``defaults``. Raises for an unknown name."""
+        unknown = sorted(set(self.options) - set(defaults))
+        if unknown:
+            known = f"it has {', '.join(defaults) or 'none'}"
+            raise TransportError(f"the {transport} transport has no option {unknown[0]!r}; {known}")
+        return {**defaults, **self.options}
+
 
 class RemoteMemory:
-    """A connected peer's memory. What is inside is the transport's own affair."""
+    """Handle of a connected peer's memory. Its contents are private to the transport."""
 
 
 class WriteEnded(NamedTuple):
-    """A write has ended, or nobody can say whether it has."""
+    """Result of a write; see the module's docstring for what each ``fate`` promises."""
 
     op: Op
     fate: WriteFate | None
@@ -99,106 +111,106 @@ class WriteEnded(NamedTuple):
 
 
 class Transport(ABC):
-    """Registered memory, connected peers, and writes under way."""
+    """Registered memory, connected peers and writes in flight."""
 
     name: ClassVar[str]
-    # The options that it knows.
+    # Names of the options that the transport accepts.
     option_names: ClassVar[tuple[str, ...]] = ()
-    # It lets whoever reaches this host read or write, also where ``host`` is loopback.
-    listens_everywhere: ClassVar[bool] = False
-    # The source copies straight into the target's mapped memory: nothing to stage.
+    # Anybody who reaches this host can read or write, even if ``host`` is a loopback address.
+    listens_on_all_addresses: ClassVar[bool] = False
+    # The source copies straight into the target's mapped memory, so staging is not needed.
     maps_peer: ClassVar[bool] = False
     # ``write_now`` may be called: a small write costs less than handing it to another thread.
-    writes_at_once: ClassVar[bool] = False
-    # ``write_now`` only begins a write, however large it is: something else than a core copies.
-    writes_elsewhere: ClassVar[bool] = False
-    # ``poll`` makes things happen, so it must be called while anything is expected: our own
-    # writes, or those of peers into our memory. Without it, ``on_news`` is called when there
-    # is something to poll for.
+    supports_write_now: ClassVar[bool] = False
+    # ``write_now`` only launches a write, whatever its size; a device does the copying.
+    write_now_is_async: ClassVar[bool] = False
+    # ``poll`` drives progress, so it must be called while a write in either direction is
+    # expected. Otherwise ``on_completion`` is called when ``poll`` has something to return.
     needs_polling: ClassVar[bool] = False
 
     def __init__(self, setup: TransportSetup) -> None:
         self.setup = setup
         self.regions: tuple[Region, ...] = ()
         # May be called from any thread.
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_completion: Callable[[], None] = lambda: None
 
     @classmethod
     @abstractmethod
     def missing(cls) -> str | None:
-        """What to install before this can be used, in one sentence; None if it is ready."""
+        """Return what must be installed first, in one sentence; None if the transport is usable."""
 
     @property
     def realm(self) -> str:
-        """Peers whose realms differ can never reach each other. Told in the greeting."""
+        """Reachability domain, sent in the handshake. Only peers of the same realm can connect."""
         return self.name
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Host memory, zeroed and page-aligned, that peers can be let write into."""
-        page = 4096
-        raw = np.zeros(num_bytes + page, dtype=np.uint8)
-        skip = -raw.ctypes.data % page
+        """Return zeroed, page-aligned host memory that can be registered as writable."""
+        raw = np.zeros(num_bytes + _PAGE_BYTES, dtype=np.uint8)
+        skip = -raw.ctypes.data % _PAGE_BYTES
         return raw[skip : skip + num_bytes]
 
-    def adopt(self, arrays: Iterable[Any]) -> None:  # noqa: B027 - most take memory as it is
-        """Make an engine's own arrays fit to be written by peers, in place, before ``register``.
+    def adopt(self, arrays: Iterable[Any]) -> None:  # noqa: B027 - optional
+        """Make an engine's own arrays writable by peers, in place. Call before ``register``.
 
-        Their contents stay, their addresses may change.
+        The contents are kept; the addresses may change.
         """
 
     @abstractmethod
     def register(self, regions: Sequence[Region], *, writable: bool) -> None:
-        """Take this endpoint's memory, once; peers may write it if ``writable``.
+        """Register this endpoint's memory. Called once. Peers may write it if ``writable``.
 
-        Raises ``TransportError`` where the memory can't be used, with the remedy.
+        Raises ``TransportError`` with a remedy if the memory cannot be used.
         """
 
     @abstractmethod
     def metadata(self) -> bytes:
-        """What a peer needs in order to write here."""
+        """Return what a peer needs in order to connect."""
 
     @abstractmethod
     def connect(self, metadata: bytes) -> RemoteMemory:
-        """Reach a peer's memory. Raises ``TransportError``, also for garbage."""
+        """Connect to a peer. Raises ``TransportError``, also for malformed metadata."""
 
     @abstractmethod
     def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
-        """Start a write from our regions into the peer's. ``poll`` tells how it ended.
+        """Start a write from the local regions into the peer's; ``poll`` returns its result.
 
-        A piece outside a region of either side is FAILED before anything is written.
+        If any piece is outside a region of either side, the write is FAILED and writes nothing.
         """
 
-    def prebind(self, remote: RemoteMemory, pieces: Binding) -> None:  # noqa: B027 - most need no time
-        """This very binding may be written at once soon: work out what can be.
+    def prebind(self, remote: RemoteMemory, pieces: Binding) -> None:  # noqa: B027 - optional
+        """Prepare for a ``write_now`` of this same binding object.
 
-        By whoever calls ``write_now``. What is wrong with it is told when it is written.
+        Called by the thread that calls ``write_now``. Errors are reported by the write.
         """
 
     def write_now(self, remote: RemoteMemory, op: Op, pieces: Binding) -> WriteEnded | None:
-        """Write here and now, and say how it ended; None: it goes on, and ``look`` will tell.
+        """Write on the calling thread and return the result; None while it is in flight.
 
-        BUSY: nothing was submitted, because the transport's own thread is at work; let it do
-        this one too. May be called on any thread, also while the transport's own thread is
-        inside any other method, but not for a remote that is being disconnected, as all are
-        by ``close``. ``poll`` tells nothing of it. Bounds are those of ``write``.
+        The result of a write in flight is returned by ``check_write``, not by ``poll``. BUSY
+        means that the transport's own thread is using the transport; hand it this write too.
+
+        May be called on any thread, even while the transport's thread is inside another method,
+        but not for a remote that is being disconnected. ``close`` disconnects all of them. The
+        bounds are checked as by ``write``.
         """
-        raise TransportError("this transport does not write at once")
+        raise TransportError(f"the {self.name} transport has no immediate writes; use write()")
 
-    def look(self, op: Op) -> WriteEnded | None:
-        """How a write that ``write_now`` has begun ended, once; None: it goes on.
+    def check_write(self, op: Op) -> WriteEnded | None:
+        """Return the result of a write that ``write_now`` left in flight, once; None until then.
 
-        On any thread, as ``write_now``. Never waits for others.
+        May be called on any thread, as ``write_now``. Never blocks on another thread's work.
         """
-        raise TransportError("this transport does not write at once")
+        raise TransportError(f"the {self.name} transport has no immediate writes; use write()")
 
     @abstractmethod
     def poll(self) -> list[WriteEnded]:
-        """What has ended since the last call. Never waits."""
+        """Return the results of writes that ended since the last call. Never blocks."""
 
     @abstractmethod
     def disconnect(self, remote: RemoteMemory) -> None:
-        """Forget a peer. Its writes have ended, or are of unknown fate."""
+        """Forget a peer. A write still in flight ends as UNKNOWN, or with its real result later."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back, also with work in flight. Idempotent."""
+        """Release every resource, even with writes in flight. Idempotent."""

@@ -1,13 +1,13 @@
-"""Whether a binding stays inside the regions of both sides: the last check before bytes move.
+"""Check that a binding stays inside the regions of both sides, the last check before bytes move.
 
-Every segment of a part is a grid, so its lowest and highest byte follow from its
-corners; the cost is one row per page and not one per piece. What is decided here
-is exact: a problem is told if and only if some piece lies outside.
+Every segment of a part is a grid, so its corners give its lowest and highest byte. The check costs
+one row per page, not per piece, and is exact: it reports a violation if and only if some piece
+lies outside.
 
-The GPU waits for this, so most parts are let through by a bound that takes a few
-microseconds: as if every segment were as large as the largest. Only what does not pass
-that is looked at segment by segment. What the regions leave to a part's layers is worked
-out once and remembered (``Limits``), because layers come again with every request.
+The check is on the critical path of a GPU transfer. Most parts pass a conservative test that takes
+a few microseconds and treats every segment as if it were as large as the largest. Only parts that
+fail it are checked segment by segment. The space that regions leave around the bases of a part's
+layers is cached (``RegionBounds``), because the same layers come with every request.
 """
 
 from __future__ import annotations
@@ -21,108 +21,101 @@ from kvferry.plan.bind import Binding, Part
 from kvferry.plan.coalesce import Pieces
 from kvferry.plan.places import Base, Int64s
 
-# No region is that large. Sums of four numbers below it can't wrap.
-_FAR = 1 << 60
-# How many parts' layers are remembered.
-_MAX_KNOWN = 256
+# Larger than any region. Sums of four numbers below it do not overflow 64 bits.
+_TOO_LARGE = 1 << 60
+_MAX_CACHED = 256
 
 
-class _Extent(NamedTuple):
-    """Bytes relative to the base of every layer of a part: those it touches, or may touch."""
+class _ByteRange(NamedTuple):
+    """A range of bytes relative to the base of each layer of a part."""
 
     first: int
     end: int
 
-    def holds(self, other: _Extent) -> bool:
-        """Whether the other lies inside."""
+    def contains(self, other: _ByteRange) -> bool:
         return self.first <= other.first and other.end <= self.end
 
 
-# What layers in unknown regions leave.
-_NOTHING = _Extent(1, 0)
+_EMPTY = _ByteRange(1, 0)
 
 
-class Limits:
-    """The sizes of one side's regions, and how far around their bases parts may reach.
+class RegionBounds:
+    """The sizes of one side's regions, and the space they leave around the bases of parts.
 
-    Several threads may ask at once: what is remembered is never changed, only forgotten.
+    Several threads may use it at once: cache entries are never changed, only dropped.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
-        self._known: dict[tuple[Base, Base], tuple[tuple[Base, ...], _Extent]] = {}
+        self._cache: dict[tuple[Base, Base], tuple[tuple[Base, ...], _ByteRange]] = {}
 
-    def around(self, bases: tuple[Base, ...]) -> _Extent:
-        """What may be touched around each of these bases; nothing if a region is unknown."""
-        # Comparing is quick, for it is mostly the very same bases; hashing all would not be.
+    def around(self, bases: tuple[Base, ...]) -> _ByteRange:
+        """Return the range that may be touched around every base; empty for an unknown region."""
+        # Comparing is fast, since the bases are usually the same objects. Hashing all is not.
         key = bases[0], bases[-1]
-        known = self._known.get(key)
-        if known is not None and known[0] == bases:
-            return known[1]
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        extent = self._around(bases)
-        self._known[key] = bases, extent
-        return extent
+        cached = self._cache.get(key)
+        if cached is not None and cached[0] == bases:
+            return cached[1]
+        if len(self._cache) >= _MAX_CACHED:
+            self._cache.clear()
+        space = self._space_around(bases)
+        self._cache[key] = bases, space
+        return space
 
-    def _around(self, bases: tuple[Base, ...]) -> _Extent:
+    def _space_around(self, bases: tuple[Base, ...]) -> _ByteRange:
         if any(not 0 <= base.region < len(self.sizes) for base in bases):
-            return _NOTHING
+            return _EMPTY
         first = -min(base.offset for base in bases)
-        return _Extent(first, min(self.sizes[base.region] - base.offset for base in bases))
+        return _ByteRange(first, min(self.sizes[base.region] - base.offset for base in bases))
 
 
-def problem(
-    binding: Binding, sources: Limits | Sequence[int], targets: Limits | Sequence[int]
-) -> str | None:
-    """Name a piece that lies outside the regions of those sizes; None if there is none."""
-    ours = sources if isinstance(sources, Limits) else Limits(sources)
-    theirs = targets if isinstance(targets, Limits) else Limits(targets)
+def find_violation(binding: Binding, source: RegionBounds, target: RegionBounds) -> str | None:
+    """Describe a piece that lies outside the regions of its side; None if there is none."""
     last: Pieces | None = None
-    rough: tuple[_Extent, _Extent] | None = None
+    touched: tuple[_ByteRange, _ByteRange] | None = None
     for part in binding.parts:
-        # K and V often have the very same pieces.
+        # K and V often share one ``Pieces`` object.
         if part.pieces is not last:
-            last, rough = part.pieces, _rough(part.pieces)
+            last, touched = part.pieces, _touched_at_most(part.pieces)
         passes = (
-            rough is not None
+            touched is not None
             and part.source_bases
             and part.target_bases
-            and ours.around(part.source_bases).holds(rough[0])
-            and theirs.around(part.target_bases).holds(rough[1])
+            and source.around(part.source_bases).contains(touched[0])
+            and target.around(part.target_bases).contains(touched[1])
         )
         if not passes:
-            found = _exactly(part, ours.sizes, theirs.sizes)
-            if found:
-                return found
+            violation = _check_segments(part, source.sizes, target.sizes)
+            if violation:
+                return violation
     return None
 
 
-def _rough(pieces: Pieces) -> tuple[_Extent, _Extent] | None:
-    """Bounds of what is touched on either side; None where only a closer look can tell."""
+def _touched_at_most(pieces: Pieces) -> tuple[_ByteRange, _ByteRange] | None:
+    """Return ranges that contain all bytes touched on either side; None if unknown."""
     if not len(pieces.lengths):
         return None
-    lowest, highest = _ranges(pieces)
+    lowest, highest = _extremes(pieces)
     source, target, length, rows, cols = lowest
     if length < 0 or rows < 1 or cols < 1:
         return None
     last_source, last_target, longest, most_rows, most_cols = highest
-    # Python's own numbers, which can't wrap.
+    # Python integers, which do not overflow.
     strides = zip(pieces.row_stride, pieces.col_stride, strict=True)
     reaches = [((most_rows - 1) * row, (most_cols - 1) * col) for row, col in strides]
-    begins, ends = (source, target), (last_source, last_target)
+    firsts, lasts = (source, target), (last_source, last_target)
     ours, theirs = (
-        _Extent(
-            begin + sum(step for step in reach if step < 0),
-            end + longest + sum(step for step in reach if step > 0),
+        _ByteRange(
+            first + sum(step for step in reach if step < 0),
+            last + longest + sum(step for step in reach if step > 0),
         )
-        for begin, end, reach in zip(begins, ends, reaches, strict=True)
+        for first, last, reach in zip(firsts, lasts, reaches, strict=True)
     )
     return ours, theirs
 
 
-def _ranges(pieces: Pieces) -> tuple[list[int], list[int]]:
-    """The lowest and the highest of sources, targets, lengths, rows and columns."""
+def _extremes(pieces: Pieces) -> tuple[list[int], list[int]]:
+    """Return the lowest and highest of sources, targets, lengths, rows and columns."""
     if len(pieces.lengths) == 1:
         only = [column.item() for column in pieces[:5]]
         return only, only
@@ -130,23 +123,31 @@ def _ranges(pieces: Pieces) -> tuple[list[int], list[int]]:
     return columns.min(axis=1).tolist(), columns.max(axis=1).tolist()
 
 
-# ---------------------------------------------------------------- segment by segment
+# ---------------------------------------------------------------- exact, segment by segment
 
 
-def _exactly(part: Part, source_sizes: Sequence[int], target_sizes: Sequence[int]) -> str | None:
-    pieces = _with_pieces(part.pieces)
+def _check_segments(
+    part: Part, source_sizes: Sequence[int], target_sizes: Sequence[int]
+) -> str | None:
+    pieces = _without_empty(part.pieces)
     if not len(pieces.lengths):
         return None
-    strides = (pieces.row_stride, pieces.col_stride)
-    ours = _extent(pieces, pieces.source, [stride.source for stride in strides])
-    theirs = _extent(pieces, pieces.target, [stride.target for stride in strides])
-    return _outside(part, "source", part.source_bases, ours, source_sizes) or _outside(
-        part, "target", part.target_bases, theirs, target_sizes
+    sides = (
+        ("source", part.source_bases, pieces.source, source_sizes),
+        ("target", part.target_bases, pieces.target, target_sizes),
     )
+    strides = zip(pieces.row_stride, pieces.col_stride, strict=True)
+    for (side, bases, offsets, sizes), steps in zip(sides, strides, strict=True):
+        touched = _touched(pieces, offsets, steps)
+        for base in bases:
+            problem = _base_problem(base, side, touched, sizes)
+            if problem:
+                return f"{part.group}.{part.tensor} of layer {base.layer} {problem}"
+    return None
 
 
-def _with_pieces(pieces: Pieces) -> Pieces:
-    """Only the segments that have any."""
+def _without_empty(pieces: Pieces) -> Pieces:
+    """Drop segments without pieces."""
     some = (pieces.rows > 0) & (pieces.cols > 0)
     if some.all():
         return pieces
@@ -154,44 +155,30 @@ def _with_pieces(pieces: Pieces) -> Pieces:
     return pieces._replace(**{name: getattr(pieces, name)[some] for name in columns})
 
 
-def _extent(pieces: Pieces, offsets: Int64s, strides: Sequence[int]) -> _Extent | None:
-    """From the lowest to the highest byte of all segments; None if no region is that large."""
-    steps = (pieces.rows - 1, pieces.cols - 1)
-    reaches = [int(count.max()) * abs(by) for count, by in zip(steps, strides, strict=True)]
-    extremes = [abs(int(end)) for array in (offsets, pieces.lengths) for end in _ends(array)]
-    if max(*reaches, *extremes) >= _FAR or pieces.lengths.min() < 0:
+def _touched(pieces: Pieces, offsets: Int64s, strides: Sequence[int]) -> _ByteRange | None:
+    """Return the range from the lowest to the highest byte; None if no region is that large."""
+    counts = (pieces.rows - 1, pieces.cols - 1)
+    reaches = [int(count.max()) * abs(by) for count, by in zip(counts, strides, strict=True)]
+    ends = (offsets.min(), offsets.max(), pieces.lengths.min(), pieces.lengths.max())
+    if max(*reaches, *(abs(int(end)) for end in ends)) >= _TOO_LARGE or pieces.lengths.min() < 0:
         return None
-    first, last = offsets, offsets + pieces.lengths
-    for count, by in zip(steps, strides, strict=True):
+    first, end = offsets, offsets + pieces.lengths
+    for count, by in zip(counts, strides, strict=True):
         if by < 0:
             first = first + count * by
         else:
-            last = last + count * by
-    return _Extent(int(first.min()), int(last.max()))
-
-
-def _ends(array: Int64s) -> tuple[np.int64, np.int64]:
-    return array.min(), array.max()
-
-
-def _outside(
-    part: Part, side: str, bases: Sequence[Base], extent: _Extent | None, sizes: Sequence[int]
-) -> str | None:
-    for base in bases:
-        problem = _base_problem(base, side, extent, sizes)
-        if problem:
-            return f"{part.group}.{part.tensor} of layer {base.layer} {problem}"
-    return None
+            end = end + count * by
+    return _ByteRange(int(first.min()), int(end.max()))
 
 
 def _base_problem(
-    base: Base, side: str, extent: _Extent | None, sizes: Sequence[int]
+    base: Base, side: str, touched: _ByteRange | None, sizes: Sequence[int]
 ) -> str | None:
     if not 0 <= base.region < len(sizes):
         return f"names region {base.region} of the {side}, which has {len(sizes)}"
-    if extent is None:
+    if touched is None:
         return f"has {side} offsets, strides or lengths that no region can hold"
-    size, first, end = sizes[base.region], base.offset + extent.first, base.offset + extent.end
+    size, first, end = sizes[base.region], base.offset + touched.first, base.offset + touched.end
     if first < 0 or end > size:
         return f"takes the bytes {first} to {end} of {side} region {base.region}, which has {size}"
     return None

@@ -1,4 +1,4 @@
-"""Which host this is, since it was started: what processes that share memory have in common."""
+"""Identity of this host since its last boot, for processes that share memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def boot() -> str:
-    """What tells this host, since it was started, from every other."""
+def host_id() -> str:
+    """Return an id that differs between hosts and between boots of one host."""
     if sys.platform == "linux":
         with suppress(OSError):
             return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     if sys.platform == "darwin":
         with suppress(OSError, subprocess.SubprocessError):
-            asked = ["sysctl", "-n", "kern.bootsessionuuid"]
-            told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=5)
-            return told.stdout.strip()
+            command = ["sysctl", "-n", "kern.bootsessionuuid"]
+            return subprocess.check_output(command, text=True, timeout=5).strip()
     return socket.gethostname()

@@ -1,13 +1,14 @@
-"""A mailbox: the queue of every thread of ours that waits, with or without a limit.
+"""The queue by which kvferry's threads receive work, with optional timeouts.
 
-Why not the standard library's: before Python 3.13 a timed get of ``queue.SimpleQueue``
-can wait for ever. It takes its lock, subtracts, and if the thread was off its core
-meanwhile what is left of the time is below zero, which to C means "no limit". Short
-limits on busy cores are all it takes, and a transfer hung that way. ``queue.Queue`` is
-right, but takes two locks and a condition for what one lock can say.
+The standard library's queues do not fit. Before Python 3.13 a timed ``queue.SimpleQueue.get`` can
+block for ever: if the thread loses its core between two readings of the clock, the remaining time
+becomes negative, which the C code takes for "no timeout". Short timeouts on busy cores are enough,
+and a transfer has hung that way. ``queue.Queue`` is correct but needs two locks and a condition
+where one lock is enough.
 
-Here the lock is a bell: locked while nothing was put. What is left of a wait is never
-below zero, and a bell that was rung for something already taken costs one more look.
+Here one lock serves as a wake-up flag: it is held while nothing was put since the last wait. The
+remaining time is never negative, and a wake-up for an item that was already taken costs one more
+iteration.
 
 Any thread may put; one thread takes.
 """
@@ -26,40 +27,40 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Items in the order in which they were put."""
+    """FIFO queue with many producers and one consumer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._items: deque[T] = deque()
-        self._bell = threading.Lock()
-        self._bell.acquire()
+        self._wakeup = threading.Lock()
+        self._wakeup.acquire()
 
     def put(self, item: T) -> None:
-        """Never waits."""
+        """Append an item. Never blocks."""
         self._items.append(item)
-        if self._bell.locked():
-            # Somebody else may have rung it meanwhile: then nobody sleeps either.
+        if self._wakeup.locked():
+            # Another producer may have released it since, which wakes the consumer just as well.
             with contextlib.suppress(RuntimeError):
-                self._bell.release()
+                self._wakeup.release()
 
     def get_now(self) -> T:
-        """The next item. Raises ``queue.Empty``."""
+        """Return the next item without waiting. Raises ``queue.Empty``."""
         try:
             return self._items.popleft()
         except IndexError:
             raise Empty from None
 
     def get(self, timeout_s: float | None = None) -> T:
-        """The next item, waiting for it if need be. Raises ``queue.Empty``."""
+        """Return the next item, waiting for it if necessary. Raises ``queue.Empty``."""
         until = None if timeout_s is None else self._clock() + timeout_s
         while not self._items:
-            if not self._listen(until):
-                # One last look: it may have come as the time ran out.
+            if not self._wait(until):
+                # An item may have arrived just as the time ran out.
                 break
         return self.get_now()
 
     def drain(self, timeout_s: float | None = None) -> list[T]:
-        """All that is there, waiting for the first if need be; nothing if none came in time."""
+        """Return all items, waiting for the first if necessary; empty after a timeout."""
         items: list[T] = []
         with contextlib.suppress(Empty):
             items.append(self.get(timeout_s))
@@ -67,11 +68,10 @@ class Mailbox(Generic[T]):
                 items.append(self.get_now())
         return items
 
-    def _listen(self, until: float | None) -> bool:
-        """Wait for the bell; whether it rang in time."""
+    def _wait(self, until: float | None) -> bool:
         if until is None:
-            return self._bell.acquire()
-        return self._bell.acquire(timeout=max(0.0, until - self._clock()))
+            return self._wakeup.acquire()
+        return self._wakeup.acquire(timeout=max(0.0, until - self._clock()))
 
     def __len__(self) -> int:
         return len(self._items)

@@ -1,7 +1,7 @@
-"""Transports by name, found through entry points so that other packages can add theirs.
+"""Transports by name, found through entry points so that other packages can add their own.
 
-Nothing is imported before it is asked for by name: a machine without NIXL never
-notices that there is a transport for it.
+A transport is imported only when it is requested by name, so a machine without NIXL never
+imports NIXL's transport.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from importlib.metadata import EntryPoint, entry_points
 
 from kvferry.errors import TransportError
 from kvferry.transports.base import Transport
-from kvferry.transports.transport_set import AUTO, asked_for
+from kvferry.transports.transport_set import AUTO, transport_names
 
 GROUP = "kvferry.transports"
 
 
 def transport_class(name: str) -> type[Transport]:
-    """The transport of that name, ready to be used.
+    """Return the transport of that name, with everything it needs installed.
 
-    Raises ``TransportError`` if there is none, or if something it needs is missing.
+    Raises ``TransportError`` if it does not exist or if something that it needs is missing.
     """
     found = load(name)
     missing = found.missing()
@@ -28,42 +28,42 @@ def transport_class(name: str) -> type[Transport]:
     return found
 
 
-def ready_transports(name: str) -> tuple[type[Transport], ...]:
-    """Those that ``name`` means and that can be used here, best first.
+def ready_transports(setting: str) -> tuple[type[Transport], ...]:
+    """Return the usable transports of ``setting``, best first.
 
-    Raises ``TransportError`` if there is none, or not one that was asked for by its own name.
+    Raises ``TransportError`` if there is none, or if one that was requested by name is not usable.
     """
-    names = asked_for(name)
-    if name != AUTO:
-        return tuple(transport_class(each) for each in names)
-    problems = {each: _problem(each) for each in names}
-    found = tuple(load(each) for each, problem in problems.items() if problem is None)
+    names = transport_names(setting)
+    if setting != AUTO:
+        return tuple(transport_class(name) for name in names)
+    problems = {name: _problem(name) for name in names}
+    found = tuple(load(name) for name, problem in problems.items() if problem is None)
     if not found:
-        whys = "; ".join(f"{each}: {problem}" for each, problem in problems.items())
-        raise TransportError(f"no transport can be used here: {whys}")
+        reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise TransportError(f"no transport works here: {reasons}")
     return found
 
 
 def load(name: str) -> type[Transport]:
-    """The transport of that name, which may still miss something that it needs."""
+    """Import the transport of that name. Something that it needs may still be missing."""
     entry = _entry(name)
     try:
         found = entry.load()
-    except Exception as error:  # Whatever a foreign module may do while it is imported.
+    except Exception as error:  # A foreign module may raise anything on import.
         raise TransportError(
-            f"transport {entry.name!r} can't be loaded ({type(error).__name__}: {error}); "
+            f"cannot load the transport {entry.name!r} ({type(error).__name__}: {error}); "
             f"reinstall {_package(entry)}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise TransportError(
-            f"transport {entry.name!r} is {entry.value}, which is no Transport; "
+            f"transport {entry.name!r} is {entry.value}, which is not a Transport class; "
             f"correct the entry point of {_package(entry)}"
         )
     return found
 
 
 def available() -> dict[str, str | None]:
-    """Every known transport, with what keeps it from being used; None if nothing does."""
+    """Return every known transport with the reason why it is not usable; None if it is."""
     return {name: _problem(name) for name in _names()}
 
 
@@ -85,7 +85,7 @@ def _entry(name: str) -> EntryPoint:
         raise TransportError(f"there is no transport {name!r:.80}; {_hint(name)}")
     if len({entry.value for entry in entries}) > 1:
         raise TransportError(
-            f"{' and '.join(_package(entry) for entry in entries)} both bring a transport "
+            f"{' and '.join(_package(entry) for entry in entries)} both provide a transport "
             f"{name!r}; uninstall one of them"
         )
     return entries[0]
@@ -96,7 +96,7 @@ def _hint(name: str) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"did you mean {close[0]}?"
-    return f"choose one of {', '.join(names)}, or install the package that adds it"
+    return f"choose one of {', '.join(names)}, or install the package that provides it"
 
 
 def _package(entry: EntryPoint) -> str:

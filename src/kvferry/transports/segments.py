@@ -1,20 +1,21 @@
-"""POSIX shared memory: named segments that are mapped, and that go when their maker goes.
+"""POSIX shared memory: named segments that are removed when their creator ends.
 
-The standard library's ``SharedMemory`` makes the same calls, but is not used here.
-Up to Python 3.12 it registers a name also where it is only attached, so that the
-end of a source would take away its target's memory. It registers with a resource
-tracker that spawned workers share with their parent, so that the memory of a killed
-worker stays until the parent ends, and that dies with them where a whole process group
-is killed. And it complains at exit about views that are still alive. Here only the maker
-tells of its segments, to a ``sweeper`` of its own.
+``multiprocessing.shared_memory`` makes the same system calls but does not fit here:
 
-An engine's own memory can be had as a segment too, if it is shared memory under a name
-already (``linked``): it gets a second name, of ours.
+- Up to Python 3.12 it registers a name with the resource tracker even if the process only
+  attached to it, so the end of a source would remove its target's memory.
+- Spawned workers share the tracker with their parent, so the memory of a killed worker stays
+  until the parent ends. If a whole process group is killed, the tracker is killed with it.
+- It complains at exit about views that are still alive.
 
-A maker holds a lock (``flock``) on each of its segments, which the kernel drops with the
-process, whatever ended it and whatever container it was in. So a segment without a lock is left
-over from a process that was killed together with its sweeper, and the next process to use
-shared memory removes it (``remove_leftovers``).
+Here only the creator registers a segment, with a cleanup process of its own
+(``cleanup_process``). Shared memory of an engine that already has a name can be used as well: it
+gets a second name (``LinkedSegment``).
+
+A creator holds a ``flock`` on each of its segments. The kernel drops it when the process ends,
+however that happens and in whatever container. So an unlocked segment was left by a process that
+was killed together with its cleanup process, and the next process that uses shared memory removes
+it (``remove_leftovers``).
 """
 
 from __future__ import annotations
@@ -33,23 +34,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
-from kvferry.transports.host_id import boot
-from kvferry.transports.sweeper import Sweeper
+from kvferry.transports.cleanup_process import CleanupProcess
+from kvferry.transports.host_id import host_id
 
 # Short enough for macOS, which allows 31 characters.
 NAME_PATTERN = r"^/kvferry-[0-9a-f]{16}$"
-# Linux 5.14 and later; Python has no name for it.
+# Linux 5.14 and later. Python has no constant for it.
 _MADV_POPULATE_WRITE = 23
-_STEP_BYTES = 4 << 20
-# Memory is for this user alone.
+_POPULATE_STEP_BYTES = 4 << 20
+# Only this user may open a segment.
 _MODE = 0o600
-
 # Where Linux shows segments as files.
 _FOLDER = "/dev/shm"
 _DELETED = " (deleted)"
@@ -57,102 +57,66 @@ _DELETED = " (deleted)"
 log = logging.getLogger("kvferry.transports")
 
 _posixshmem = importlib.import_module("_posixshmem")  # The type checker has no stubs for it.
-_sweeper = Sweeper()
+_cleanup = CleanupProcess()
 
 
-class Mapping:
-    """A segment in this process's memory. It stays mapped while anything views it."""
+class MappedSegment:
+    """A segment mapped into this process. It stays mapped while anything views it."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        # A mapping can't be empty.
+        # An empty mapping is not possible.
         self._map = mmap.mmap(descriptor, max(1, num_bytes))
         self.num_bytes = num_bytes
         self.address = self.array.ctypes.data
 
     @property
     def array(self) -> NDArray[np.uint8]:
-        """A view of all of it."""
+        """A view of the whole segment."""
         return np.frombuffer(self._map, dtype=np.uint8, count=self.num_bytes)
 
-    def touch(self, most_bytes: int) -> int:
-        """Have the kernel map the first pages now, not one by one as they are written.
+    def populate(self, most_bytes: int) -> int:
+        """Map the first pages now instead of on their first write; return how many bytes.
 
-        How many bytes that were: none where the kernel can't, or where memory is short.
+        Returns 0 if the kernel does not support it or memory is short.
         """
         end = min(self.num_bytes, most_bytes)
         try:
-            # In steps, because Python's other threads wait meanwhile.
-            for start in range(0, end, _STEP_BYTES):
-                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_STEP_BYTES, end - start))
+            # In steps, because madvise holds the GIL.
+            for start in range(0, end, _POPULATE_STEP_BYTES):
+                size = min(_POPULATE_STEP_BYTES, end - start)
+                self._map.madvise(_MADV_POPULATE_WRITE, start, size)
         except (AttributeError, OSError):
             return 0
         return end
 
     def close(self) -> None:
-        """Unmap it, or let the last view do that."""
+        """Unmap the segment, or leave that to the last view."""
         with suppress(BufferError):
             self._map.close()
 
 
-class NamedMemory(Protocol):
-    """Memory under a name by which others can map it."""
-
-    name: str
-    # Where in our memory what the name stands for begins, and how long it is.
-    address: int
-    num_bytes: int
-
-    def close(self) -> None:
-        """Take the name away. Who has it mapped keeps it."""
-
-
 class Segment:
-    """Memory that we made, under a name by which others can map it."""
+    """Shared memory created by this process, under a name that peers can map."""
 
     def __init__(self, num_bytes: int) -> None:
         self.name, descriptor = _create()
-        self._remove = weakref.finalize(self, _remove, self.name, descriptor, os.getpid())
+        self._unlink = weakref.finalize(self, _unlink, self.name, descriptor, os.getpid())
         try:
-            _size(descriptor, max(1, num_bytes))
-            self.mapping = Mapping(descriptor, num_bytes)
+            _reserve(descriptor, max(1, num_bytes))
+            self.mapping = MappedSegment(descriptor, num_bytes)
             self.address, self.num_bytes = self.mapping.address, num_bytes
         except (OSError, ValueError, OverflowError) as error:
-            self._remove()
-            raise TransportError(_refusal(num_bytes, error)) from error
+            self._unlink()
+            raise TransportError(_explain(num_bytes, error)) from error
 
     def close(self) -> None:
-        """Take the name away and unmap. Who has it mapped keeps it."""
-        self._remove()
+        """Unlink and unmap it. Peers that have it mapped keep the memory."""
+        self._unlink()
         self.mapping.close()
 
 
-class Linked:
-    """Shared memory that somebody else made, under a second name, of ours."""
-
-    def __init__(self, mapped: Mapped) -> None:
-        self.name = _new_name()
-        self.address, self.num_bytes = mapped.start - mapped.offset, mapped.offset + mapped.length
-        descriptor = None
-        try:
-            descriptor = os.open(mapped.path, os.O_RDWR)
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            _sweeper.add(self.name)
-            os.link(mapped.path, f"{_FOLDER}{self.name}")
-        except OSError as error:
-            _remove(self.name, descriptor, os.getpid())
-            raise TransportError(
-                f"the pool's shared memory {mapped.path} can't be named ({error.strerror}); "
-                f"make the pool with the transport's allocate()"
-            ) from error
-        self._remove = weakref.finalize(self, _remove, self.name, descriptor, os.getpid())
-
-    def close(self) -> None:
-        """Take our name away. The memory is its maker's."""
-        self._remove()
-
-
-class Mapped(NamedTuple):
-    """A file that is mapped in this process: where, from which of its bytes on, how much."""
+class SharedFile(NamedTuple):
+    """A file in /dev/shm that is mapped at ``start``, from its byte ``offset`` on."""
 
     start: int
     length: int
@@ -160,90 +124,62 @@ class Mapped(NamedTuple):
     path: str
 
 
-def linked(address: int, num_bytes: int) -> Linked | None:
-    """This memory as a segment, if it is shared memory that has a name; else None."""
-    mapped = find_shared(address, num_bytes)
-    return Linked(mapped) if mapped else None
+class LinkedSegment:
+    """Shared memory that another library created, under a second name."""
+
+    def __init__(self, file: SharedFile) -> None:
+        self.name = _new_name()
+        self.address, self.num_bytes = file.start - file.offset, file.offset + file.length
+        descriptor = None
+        try:
+            descriptor = os.open(file.path, os.O_RDWR)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _cleanup.add(self.name)
+            os.link(file.path, f"{_FOLDER}{self.name}")
+        except OSError as error:
+            _unlink(self.name, descriptor, os.getpid())
+            raise TransportError(
+                f"the pool's shared memory {file.path} cannot be linked ({error.strerror}); "
+                f"allocate the pool with the transport's allocate()"
+            ) from error
+        self._unlink = weakref.finalize(self, _unlink, self.name, descriptor, os.getpid())
+
+    def close(self) -> None:
+        """Remove the second name. The memory belongs to its creator."""
+        self._unlink()
 
 
-def sweep_with_us(address: int, num_bytes: int) -> None:
-    """Have the name of this memory removed when this process is gone, whoever made it."""
-    mapped = find_shared(address, num_bytes)
-    if mapped:
-        _sweeper.add(mapped.path.removeprefix(_FOLDER))
-
-
-def find_shared(address: int, num_bytes: int) -> Mapped | None:
-    """The shared, named segment that these bytes of this process lie in, if any."""
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    except OSError:  # Not Linux.
-        return None
-    return find_mapped(lines, address, num_bytes)
-
-
-def find_mapped(lines: list[str], address: int, num_bytes: int) -> Mapped | None:
-    """The shared, named segment that these bytes lie in, among the lines of ``/proc/self/maps``."""
-    for mapped in _joined(lines):
-        if mapped.start <= address and address + num_bytes <= mapped.start + mapped.length:
-            return mapped
-    return None
-
-
-def _joined(lines: list[str]) -> list[Mapped]:
-    """NamedMemory segments; one that the kernel cut into several, such as for hugepages, is one."""
-    found: list[Mapped] = []
-    for line in lines:
-        span, rights, offset, _, _, *path = line.split(maxsplit=5)
-        if not _is_named("".join(path), rights):
-            continue
-        start, end = (int(word, 16) for word in span.split("-"))
-        part = Mapped(start, end - start, int(offset, 16), path[0])
-        last = found[-1] if found else None
-        if last and part == _next_to(last, part.length):
-            part = Mapped(last.start, last.length + part.length, last.offset, last.path)
-            found.pop()
-        found.append(part)
-    return found
-
-
-def _next_to(last: Mapped, length: int) -> Mapped:
-    """What would follow it both in memory and in its file."""
-    return Mapped(last.start + last.length, length, last.offset + last.length, last.path)
-
-
-def _is_named(path: str, rights: str) -> bool:
-    return rights.endswith("s") and path.startswith(f"{_FOLDER}/") and not path.endswith(_DELETED)
-
-
-def attach(name: str, num_bytes: int) -> Mapping:
-    """Map the beginning of somebody else's segment."""
+def attach(name: str, num_bytes: int) -> MappedSegment:
+    """Map the first ``num_bytes`` of a peer's segment."""
     try:
         descriptor = _posixshmem.shm_open(name, os.O_RDWR, mode=_MODE)
     except PermissionError as error:
         raise TransportError(
-            "the peer's shared memory belongs to another user; run both endpoints as one"
+            "the peer's shared memory belongs to another user; run both endpoints as one user"
         ) from error
     except OSError as error:
         raise TransportError(
-            f"the peer's shared memory {name} can't be opened ({error.strerror}); "
-            f"it has ended, or sees another shared memory than this process"
+            f"the peer's shared memory {name} cannot be opened ({error.strerror}); the peer has "
+            f"ended, or does not share /dev/shm with this process (docker run --ipc)"
         ) from error
     try:
-        # Bytes beyond the end would kill us with SIGBUS when touched.
+        # Touching memory beyond the end would raise SIGBUS.
         if os.fstat(descriptor).st_size < num_bytes:
-            raise TransportError(f"the peer's shared memory {name} is shorter than it says")
-        return Mapping(descriptor, num_bytes)
+            raise TransportError(
+                f"the peer's shared memory {name} is shorter than its metadata says; restart it"
+            )
+        return MappedSegment(descriptor, num_bytes)
     except OSError as error:
         raise TransportError(
-            f"the peer's shared memory {name} can't be mapped ({error.strerror})"
+            f"the peer's shared memory {name} cannot be mapped ({error.strerror}); "
+            f"check this process's memory limits (ulimit -v)"
         ) from error
     finally:
         os.close(descriptor)
 
 
 def problem() -> str | None:
-    """Why no shared memory can be had on this machine; None if it can."""
+    """Return why shared memory is not usable on this machine; None if it is."""
     try:
         Segment(1).close()
     except TransportError as error:
@@ -253,26 +189,86 @@ def problem() -> str | None:
 
 @cache
 def space() -> str:
-    """The name space of segments that this process sees: one host, one file system of them.
+    """Return an id of the segments that this process can open: a host and its /dev/shm.
 
-    Containers have a file system of their own for segments unless they were made to
-    share it, and its device number tells them apart whatever their other name spaces are.
+    Containers have a /dev/shm of their own unless they were started to share one. Its device
+    number tells them apart, whatever other namespaces they share.
     """
     name, descriptor = _create()
     try:
-        return f"{boot()}:{os.fstat(descriptor).st_dev}"
+        return f"{host_id()}:{os.fstat(descriptor).st_dev}"
     finally:
-        _remove(name, descriptor, os.getpid())
+        _unlink(name, descriptor, os.getpid())
 
 
-def room_problem(num_bytes: int) -> str | None:
-    """Why so much shared memory can't be had now; None if there is room."""
+def capacity_problem(num_bytes: int) -> str | None:
+    """Return why so much shared memory is not available now; None if it is."""
     try:
         found = os.statvfs(_FOLDER)
     except OSError:
         return None
     free = found.f_bavail * found.f_frsize
-    return None if num_bytes <= free else _refusal(num_bytes, OSError(errno.ENOSPC, ""))
+    return None if num_bytes <= free else _explain(num_bytes, OSError(errno.ENOSPC, ""))
+
+
+# ---------------------------------------------------------------- memory of other libraries
+
+
+def link(address: int, num_bytes: int) -> LinkedSegment | None:
+    """Make this memory a segment; None if it is not in a file of /dev/shm."""
+    file = find_shared_file(address, num_bytes)
+    return LinkedSegment(file) if file else None
+
+
+def remove_at_exit(address: int, num_bytes: int) -> None:
+    """Have the file under this memory removed when this process ends."""
+    file = find_shared_file(address, num_bytes)
+    if file:
+        _cleanup.add(file.path.removeprefix(_FOLDER))
+
+
+def find_shared_file(address: int, num_bytes: int) -> SharedFile | None:
+    """Return the file of /dev/shm that this memory is mapped from, if any."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:  # Not Linux.
+        return None
+    for file in shared_files(lines):
+        if file.start <= address and address + num_bytes <= file.start + file.length:
+            return file
+    return None
+
+
+def shared_files(lines: list[str]) -> list[SharedFile]:
+    """Return the files of /dev/shm in the lines of ``/proc/self/maps``.
+
+    The kernel may list one file in several pieces, for example with huge pages. Pieces that
+    continue each other, both in memory and in the file, are joined.
+    """
+    found: list[SharedFile] = []
+    for line in lines:
+        span, rights, offset, _, _, *path = line.split(maxsplit=5)
+        if not _is_named("".join(path), rights):
+            continue
+        start, end = (int(word, 16) for word in span.split("-"))
+        file = SharedFile(start, end - start, int(offset, 16), path[0])
+        last = found[-1] if found else None
+        if last and file == _continuation(last, file.length):
+            found.pop()
+            file = last._replace(length=last.length + file.length)
+        found.append(file)
+    return found
+
+
+def _continuation(last: SharedFile, length: int) -> SharedFile:
+    return SharedFile(last.start + last.length, length, last.offset + last.length, last.path)
+
+
+def _is_named(path: str, rights: str) -> bool:
+    return rights.endswith("s") and path.startswith(f"{_FOLDER}/") and not path.endswith(_DELETED)
+
+
+# ---------------------------------------------------------------- creating and unlinking
 
 
 def _new_name() -> str:
@@ -280,19 +276,19 @@ def _new_name() -> str:
 
 
 def _create() -> tuple[str, int]:
-    """A new empty segment: its name and an open descriptor that holds its lock."""
+    """Create an empty segment; return its name and an open descriptor that holds its lock."""
     while True:
         name, descriptor = _new_name(), None
         try:
-            # First, so that there is no moment at which our death would leave it behind.
-            _sweeper.add(name)
+            # Before the segment exists, so that a kill at any moment leaves nothing behind.
+            _cleanup.add(name)
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
             descriptor = _posixshmem.shm_open(name, flags, mode=_MODE)
             if _lock_new(descriptor):
                 return name, descriptor
-            _remove(name, descriptor, os.getpid())
+            _unlink(name, descriptor, os.getpid())
         except OSError as error:
-            _remove(name, descriptor, os.getpid())
+            _unlink(name, descriptor, os.getpid())
             raise TransportError(
                 f"this machine has no usable POSIX shared memory ({error.strerror}); "
                 f"on Linux, mount a tmpfs at /dev/shm that this user can write to"
@@ -300,7 +296,7 @@ def _create() -> tuple[str, int]:
 
 
 def _lock_new(descriptor: int) -> bool:
-    """Lock a segment, unless somebody who removes leftovers came between."""
+    """Lock a new segment; False if another process is removing it as a leftover."""
     if sys.platform != "linux":
         return True
     try:
@@ -310,55 +306,70 @@ def _lock_new(descriptor: int) -> bool:
     return os.fstat(descriptor).st_nlink > 0
 
 
-def _remove(name: str, descriptor: int | None, maker: int) -> None:
-    """Take a name away and let go of its lock."""
-    # A forked child has a copy of our objects, but nothing to say about our memory.
-    if os.getpid() != maker:
+def _unlink(name: str, descriptor: int | None, creator: int) -> None:
+    # A forked child has copies of the parent's objects, but the memory is the parent's.
+    if os.getpid() != creator:
         return
     with suppress(OSError):
         _posixshmem.shm_unlink(name)
     with suppress(OSError):
-        _sweeper.discard(name)
+        _cleanup.discard(name)
     if descriptor is not None:
         os.close(descriptor)
 
 
-# ---------------------------------------------------------------- what killed processes left
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    os.ftruncate(descriptor, num_bytes)
+    if sys.platform == "linux":
+        # Without this, a full /dev/shm would raise SIGBUS on the first touch.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+
+
+def _explain(num_bytes: int, error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return (
+            f"shared memory has no room for {num_bytes} bytes; enlarge /dev/shm "
+            f"(docker run --shm-size, or an emptyDir of medium Memory) or make the pools smaller"
+        )
+    return f"cannot allocate {num_bytes} bytes of shared memory ({error}); choose another size"
+
+
+# ---------------------------------------------------------------- leftovers of killed processes
 
 
 def leftovers(folder: Path = Path(_FOLDER)) -> list[Path]:
-    """Segments of this user whose makers are gone."""
+    """Return this user's segments whose creators have ended."""
     found = []
-    for path in _our_segments(folder):
-        with _unused(path) as is_unused:
-            if is_unused:
+    for path in _segment_files(folder):
+        with _locked_leftover(path) as is_leftover:
+            if is_leftover:
                 found.append(path)
     return found
 
 
 @cache
 def remove_leftovers() -> None:
-    """Remove them, once for each process."""
-    for path in _our_segments(Path(_FOLDER)):
-        with _unused(path) as is_unused, suppress(OSError):
-            if is_unused:
+    """Remove the segments of processes that have ended, once per process."""
+    for path in _segment_files(Path(_FOLDER)):
+        with _locked_leftover(path) as is_leftover, suppress(OSError):
+            if is_leftover:
                 path.unlink()
                 log.info("leftover-removed path=%s", path)
 
 
-def _our_segments(folder: Path) -> Iterator[Path]:
-    # Where segments are no files, none is found.
+def _segment_files(folder: Path) -> Iterator[Path]:
+    # Empty on systems where segments are not files.
     for path in folder.glob("kvferry-*"):
         if re.match(NAME_PATTERN, f"/{path.name}"):
             yield path
 
 
 @contextmanager
-def _unused(path: Path) -> Iterator[bool]:
-    """Whether nobody holds a segment's lock; nobody can take it while this lasts."""
+def _locked_leftover(path: Path) -> Iterator[bool]:
+    """Yield whether no process holds the segment's lock, and hold it meanwhile if so."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:  # It has just gone, or is another user's.
+    except OSError:  # Removed just now, or another user's.
         yield False
         return
     try:
@@ -368,19 +379,3 @@ def _unused(path: Path) -> Iterator[bool]:
         yield False
     finally:
         os.close(descriptor)
-
-
-def _size(descriptor: int, num_bytes: int) -> None:
-    os.ftruncate(descriptor, num_bytes)
-    if sys.platform == "linux":
-        # Take the memory now: where it is short, the first touch would be SIGBUS.
-        os.posix_fallocate(descriptor, 0, num_bytes)
-
-
-def _refusal(num_bytes: int, error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
-        return (
-            f"shared memory has no room for {num_bytes} bytes; enlarge /dev/shm "
-            f"(docker run --shm-size, or an emptyDir of medium Memory) or make the pools smaller"
-        )
-    return f"shared memory of {num_bytes} bytes can't be had ({error}); ask for another size"

@@ -1,9 +1,9 @@
-"""The shared-memory transport: a source maps its target's pools and copies straight into place.
+"""The shared-memory transport: a source maps its target's pools and copies into them directly.
 
-Nothing to install, one host, host memory. A write is over when ``write`` returns,
-so nothing is ever in flight, and a peer that is stopped holds nobody up. A target
-that has died is not noticed here: its memory stays for as long as we map it, and
-what we write there harms nobody. Heartbeats notice.
+It needs no installation and works on one host, with host memory. A write has ended when ``write``
+returns, so nothing is ever in flight and a stopped peer blocks nobody. A dead target is not
+detected here: its memory stays while it is mapped, and writes into it do no harm. The liveness
+probe detects the death.
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ from kvferry.ids import Op
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import WriteFate
 from kvferry.regions import Region
-from kvferry.transports import bounds, segments, torch_memory
+from kvferry.transports import bounds, segments
 from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
-from kvferry.transports.bounds import Limits
-from kvferry.transports.segments import Mapping, NamedMemory, Segment
+from kvferry.transports.bounds import RegionBounds
+from kvferry.transports.metadata import MAX_REGIONS, Size, decode_metadata
+from kvferry.transports.segments import LinkedSegment, MappedSegment, Segment
+from kvferry.transports.torch_memory import share_tensors
 
-MAX_REGIONS = 1 << 16
-
-# So much of a peer's memory is mapped page by page when we connect, which takes about 0.1 s;
-# the first writes into the rest take twice as long as later ones.
-TOUCHED_BYTES = 512 << 20
+# How much of a peer's memory is mapped page by page in ``connect``, which takes about 0.1 s. The
+# first write into the rest takes twice as long as later ones.
+POPULATED_BYTES = 512 << 20
 
 _Name = Annotated[str, Meta(pattern=segments.NAME_PATTERN)]
-_Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class _ShmPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A region: which segment, and where in it."""
+    """A region as a part of a segment, which is given by its index in the metadata."""
 
     segment: Annotated[int, Meta(ge=0, lt=MAX_REGIONS)]
-    offset: _Size
-    num_bytes: _Size
+    offset: Size
+    num_bytes: Size
 
     @property
     def end(self) -> int:
@@ -49,85 +48,80 @@ class _ShmPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class _ShmMetadata(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=True):
-    """What peers may write: segments by name, regions in their order."""
+    """Metadata for peers: the names of segments, and the writable regions in their order."""
 
     segments: Annotated[tuple[_Name, ...], Meta(max_length=MAX_REGIONS)]
     regions: Annotated[tuple[_ShmPlace, ...], Meta(max_length=MAX_REGIONS)]
 
 
-def _lengths(metadata: _ShmMetadata) -> list[int]:
-    """How much of each segment the regions reach."""
-    lengths = [0] * len(metadata.segments)
-    for place in metadata.regions:
-        lengths[place.segment] = max(lengths[place.segment], place.end)
-    return lengths
-
-
-class _Mapped(RemoteMemory):
-    """A peer's segments in our memory."""
+class _ShmPeer(RemoteMemory):
+    """A peer's segments, mapped into this process."""
 
     def __init__(self, metadata: _ShmMetadata) -> None:
-        self.limits = Limits([place.num_bytes for place in metadata.regions])
-        self._mappings: list[Mapping] = []
+        self.bounds = RegionBounds([place.num_bytes for place in metadata.regions])
+        self._mappings: list[MappedSegment] = []
+        lengths = [0] * len(metadata.segments)
+        for place in metadata.regions:
+            lengths[place.segment] = max(lengths[place.segment], place.end)
         try:
-            for name, num_bytes in zip(metadata.segments, _lengths(metadata), strict=True):
+            for name, num_bytes in zip(metadata.segments, lengths, strict=True):
                 self._mappings.append(segments.attach(name, num_bytes))
         except TransportError:
             self.close()
             raise
-        left = TOUCHED_BYTES
+        left = POPULATED_BYTES
         for mapping in self._mappings:
-            left -= mapping.touch(left)
-        bases = [mapping.address for mapping in self._mappings]
-        self.addresses = [bases[place.segment] + place.offset for place in metadata.regions]
+            left -= mapping.populate(left)
+        starts = [mapping.address for mapping in self._mappings]
+        self.addresses = [starts[place.segment] + place.offset for place in metadata.regions]
 
     def close(self) -> None:
-        """Unmap; what is written later lies outside."""
-        self.limits, self.addresses = Limits(()), []
+        """Unmap the segments. Later writes are outside the bounds and fail."""
+        self.bounds, self.addresses = RegionBounds(()), []
         for mapping in self._mappings:
             mapping.close()
         self._mappings = []
 
 
 class ShmTransport(Transport):
-    """Pools in POSIX shared memory, copied into directly."""
+    """Writes into a peer's POSIX shared memory by copying."""
 
     name: ClassVar[str] = "shm"
     maps_peer: ClassVar[bool] = True
-    writes_at_once: ClassVar[bool] = True
+    supports_write_now: ClassVar[bool] = True
 
     def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
-        self._segments: list[NamedMemory] = []
-        self._remotes: set[_Mapped] = set()
+        self._segments: list[Segment | LinkedSegment] = []
+        self._remotes: set[_ShmPeer] = set()
         self._ended: list[WriteEnded] = []
         self._metadata = _ShmMetadata((), ())
-        self._limits = Limits(())
+        self._bounds = RegionBounds(())
         self._addresses: list[int] = []
         segments.remove_leftovers()
 
     @classmethod
     def missing(cls) -> str | None:
-        """Whether shared memory works here."""
+        """Return why shared memory does not work here; None if it does."""
         return segments.problem()
 
     @property
     def realm(self) -> str:
-        """This host, and the segments that this process sees."""
+        """Host and /dev/shm."""
         return f"{self.name}:{segments.space()}"
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Shared memory. Its name goes with ``close``, the memory with its last view."""
+        """Return shared memory. ``close`` unlinks it; the last view frees it."""
         segment = Segment(num_bytes)
         self._segments.append(segment)
         return segment.mapping.array
 
     def adopt(self, arrays: Iterable[Any]) -> None:
-        """Move torch tensors into shared memory, in place: views of them stay views."""
-        torch_memory.share(arrays)
+        """Move torch tensors into shared memory, in place; their views follow."""
+        share_tensors(arrays)
 
     def register(self, regions: Sequence[Region], *, writable: bool) -> None:
-        """Take host memory; what peers write into must be shared memory."""
+        """Register host memory. Writable regions must be in shared memory."""
         if any(not region.device.is_host for region in regions):
             raise TransportError(
                 "the shm transport carries host memory only; use cuda or nixl for pools on a GPU"
@@ -137,7 +131,7 @@ class ShmTransport(Transport):
             names = tuple(segment.name for segment in self._segments)
             self._metadata = _ShmMetadata(names, places)
         self.regions = tuple(regions)
-        self._limits = Limits([region.num_bytes for region in regions])
+        self._bounds = RegionBounds([region.num_bytes for region in regions])
         self._addresses = [region.address for region in regions]
 
     def _place(self, region: Region) -> _ShmPlace:
@@ -145,69 +139,67 @@ class ShmTransport(Transport):
             offset = region.address - segment.address
             if offset >= 0 and offset + region.num_bytes <= segment.num_bytes:
                 return _ShmPlace(index, offset, region.num_bytes)
-        linked = segments.linked(region.address, region.num_bytes)
+        linked = segments.link(region.address, region.num_bytes)
         if linked is None:
             raise TransportError(
-                f"a pool of {region.num_bytes} bytes is not in shared memory, so peers can't write "
-                f"it; make it with the transport's allocate(), or give torch tensors as pools"
+                f"a pool of {region.num_bytes} bytes is not in shared memory, so peers cannot "
+                f"write it; allocate it with the transport's allocate(), or use torch tensors"
             )
         self._segments.append(linked)
         offset = region.address - linked.address
         return _ShmPlace(len(self._segments) - 1, offset, region.num_bytes)
 
     def metadata(self) -> bytes:
-        """The names of our segments, and where the regions lie in them."""
+        """Return the names of the segments, and the places of the regions in them."""
         return msgspec.msgpack.encode(self._metadata)
 
     def connect(self, metadata: bytes) -> RemoteMemory:
         """Map the peer's segments."""
-        try:
-            theirs = msgspec.msgpack.decode(metadata, type=_ShmMetadata)
-        except msgspec.DecodeError as error:
-            raise TransportError(
-                f"the peer's shm metadata can't be read ({error}); run one version of kvferry"
-            ) from error
+        theirs = decode_metadata(self.name, metadata, _ShmMetadata)
         if any(place.segment >= len(theirs.segments) for place in theirs.regions):
-            raise TransportError("the peer's shm metadata names a segment that it does not list")
-        remote = _Mapped(theirs)
+            raise TransportError(
+                "the peer's shm metadata has a region in a segment that it does not list; "
+                "run one version of kvferry"
+            )
+        remote = _ShmPeer(theirs)
         self._remotes.add(remote)
         return remote
 
     def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
-        """Copy, here and now, and tell of it later."""
+        """Copy, and keep the result for ``poll``."""
         self._ended.append(self.write_now(remote, op, pieces))
-        self.on_news()
+        self.on_completion()
 
     def write_now(self, remote: RemoteMemory, op: Op, pieces: Binding) -> WriteEnded:
-        """Copy. Nothing of ours changes by it, so any number of threads may."""
-        assert isinstance(remote, _Mapped)
-        outside = bounds.problem(pieces, self._limits, remote.limits)
+        """Copy. Changes no state, so any number of threads may call it at once."""
+        assert isinstance(remote, _ShmPeer)
+        outside = bounds.find_violation(pieces, self._bounds, remote.bounds)
         if outside:
             return WriteEnded(op, WriteFate.FAILED, outside)
         try:
             self.setup.copy(pieces, self._addresses, remote.addresses)
-        except Exception as error:  # One write fails, whatever the copy ran into.
+        except Exception as error:  # Whatever the copy raises fails only this write.
             return WriteEnded(
                 op, WriteFate.FAILED, f"copying failed ({type(error).__name__}: {error})"
             )
         return WriteEnded(op, None)
 
     def poll(self) -> list[WriteEnded]:
-        """What was copied since the last call."""
+        """Return the results since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def disconnect(self, remote: RemoteMemory) -> None:
         """Unmap the peer's segments."""
-        assert isinstance(remote, _Mapped)
+        assert isinstance(remote, _ShmPeer)
         self._remotes.discard(remote)
         remote.close()
 
     def close(self) -> None:
-        """Unmap everything and take our names away."""
+        """Unmap the peers' segments and unlink this endpoint's."""
         for remote in list(self._remotes):
             self.disconnect(remote)
         for segment in self._segments:
             segment.close()
         self._segments = []
-        self.regions, self._limits = (), Limits(())
+        self.regions, self._bounds = (), RegionBounds(())

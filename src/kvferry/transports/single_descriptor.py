@@ -1,7 +1,6 @@
-"""The shortest way for a binding of one piece, which is what every staged write is.
+"""Fast path for a binding of a single piece, which every staged write is.
 
-Arrays are the right means for thousands of pieces, but cost more than the copy of a
-slot when there is one.
+Arrays suit bindings of thousands of pieces. For one piece they cost more than copying a slot.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import NamedTuple
 from kvferry.plan.bind import Binding
 
 
-class Single(NamedTuple):
-    """One piece: where it is read, where it is written."""
+class SingleDescriptor(NamedTuple):
+    """One contiguous piece: where it is read and where it is written."""
 
     source_region: int
     source_offset: int
@@ -22,7 +21,7 @@ class Single(NamedTuple):
     length: int
 
     def fits(self, source_sizes: Sequence[int], target_sizes: Sequence[int]) -> bool:
-        """Whether it lies inside a region of either side."""
+        """Return whether the piece lies inside a region of either side."""
         return (
             self.length >= 0
             and 0 <= self.source_region < len(source_sizes)
@@ -32,8 +31,8 @@ class Single(NamedTuple):
         )
 
 
-def single(binding: Binding) -> Single | None:
-    """The only piece of a binding; None if it has none, or more."""
+def single_descriptor(binding: Binding) -> SingleDescriptor | None:
+    """Return the only piece of a binding; None if it has none or several."""
     if len(binding.parts) != 1:
         return None
     part = binding.parts[0]
@@ -41,7 +40,7 @@ def single(binding: Binding) -> Single | None:
     if len(part.source_bases) != 1 or len(pieces.lengths) != 1 or pieces.num_pieces != 1:
         return None
     ours, theirs = part.source_bases[0], part.target_bases[0]
-    return Single(
+    return SingleDescriptor(
         ours.region,
         ours.offset + int(pieces.source[0]),
         theirs.region,

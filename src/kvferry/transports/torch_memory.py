@@ -1,9 +1,9 @@
-"""Memory of torch tensors, moved into shared memory in place.
+"""Moves the memory of torch tensors into shared memory, in place.
 
-An engine allocates its cache itself and keeps views of it in many places. torch can give
-a tensor's storage other memory, and every view of that storage follows. Nobody may read or
-write the tensors meanwhile, and whatever knows their old addresses must ask again: an engine
-hands its pools over before it computes anything.
+An engine allocates its KV cache itself and keeps views of it in many places. torch can move a
+tensor's storage, and every view of that storage follows. Nothing may read or write the tensors
+during the move, and addresses that were taken earlier become invalid, so an engine hands over its
+pools before it computes anything.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from kvferry.errors import TransportError
 from kvferry.transports import segments
 
 
-def share(arrays: Iterable[Any]) -> None:
-    """Move the storage of each torch tensor in host memory, once; leave other arrays alone."""
+def share_tensors(arrays: Iterable[Any]) -> None:
+    """Move the storage of every torch tensor in host memory, once. Ignore all other arrays."""
     storages = {}
     for array in arrays:
         if hasattr(array, "untyped_storage") and array.device.type == "cpu":
             storage = array.untyped_storage()
             storages[storage.data_ptr()] = storage
     for storage in storages.values():
-        if segments.find_shared(storage.data_ptr(), storage.nbytes()) is None:
+        if segments.find_shared_file(storage.data_ptr(), storage.nbytes()) is None:
             _move(storage)
 
 
 def _move(storage: Any) -> None:
     num_bytes = storage.nbytes()
-    problem = segments.room_problem(num_bytes)
-    if problem:  # torch would be killed when it touches what is not there.
+    problem = segments.capacity_problem(num_bytes)
+    if problem:  # torch does not reserve the memory, so the first touch would raise SIGBUS.
         raise TransportError(problem)
-    sharing = sys.modules["torch"].multiprocessing
-    before = sharing.get_sharing_strategy()
-    # The other strategy gives memory without a name.
-    sharing.set_sharing_strategy("file_system")
+    multiprocessing = sys.modules["torch"].multiprocessing
+    previous = multiprocessing.get_sharing_strategy()
+    # The "file_descriptor" strategy gives memory without a name.
+    multiprocessing.set_sharing_strategy("file_system")
     try:
         storage.share_memory_()
     except RuntimeError as error:
         raise TransportError(
-            f"torch can't move a pool of {num_bytes} bytes into shared memory ({error}); "
-            f"make it with the transport's allocate()"
+            f"torch cannot move a pool of {num_bytes} bytes into shared memory ({error}); "
+            f"allocate it with the transport's allocate()"
         ) from error
     finally:
-        sharing.set_sharing_strategy(before)
-    # torch's own daemon is a child of this process, and may be killed with it.
-    segments.sweep_with_us(storage.data_ptr(), num_bytes)
+        multiprocessing.set_sharing_strategy(previous)
+    # torch's own daemon is a child of this process and may be killed with it.
+    segments.remove_at_exit(storage.data_ptr(), num_bytes)

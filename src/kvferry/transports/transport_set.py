@@ -1,13 +1,13 @@
-"""The transports of one endpoint, best first: one that was named, several, or all that work here.
+"""The transports of one endpoint, best first: one by name, several, or all that work here.
 
-Each takes the same pools, so that every link can have the one that suits it. Who makes them
-is the runtime, and which of them carries a link is agreed on in the handshake. What can't be
-had is left out with its reason where nobody asked for it by name, and is an error otherwise.
+All of them register the same pools, and each link uses the one that suits it; the handshake
+chooses. Under ``auto`` a transport that does not work is left out, and the reason is kept. A
+transport that was requested by name must work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,27 +24,26 @@ from kvferry.protocol.messages import (
 from kvferry.regions import Region
 from kvferry.transports.base import Transport
 
-# The name for "whatever works here", and what is tried, best first: memory that is mapped costs
-# one copy, NIXL a write, and Mooncake's TCP several times that.
 AUTO = "auto"
+# What ``auto`` tries. Mapped memory costs one copy, NIXL a write, Mooncake over TCP several.
 BEST_FIRST = ("shm", "cuda", "nixl", "mooncake")
 
 
-def asked_for(name: str) -> tuple[str, ...]:
-    """The transports that a name means: ``auto``, one, or several with commas between them."""
-    names = BEST_FIRST if name == AUTO else tuple(word.strip() for word in name.split(","))
+def transport_names(setting: str) -> tuple[str, ...]:
+    """Parse ``auto``, one name, or several separated by commas."""
+    names = BEST_FIRST if setting == AUTO else tuple(word.strip() for word in setting.split(","))
     if len(set(names)) < len(names) or not all(names):
         raise TransportError(
-            f"{name!r:.80} names no transport, or one twice; write auto, one name, or several as "
+            f"{setting!r:.80} has no transport, or one twice; write auto, one name, or several as "
             f"in shm,nixl"
         )
     return names
 
 
 class TransportSet:
-    """Transports by name, in their order, and why others are not among them.
+    """Transports by name, best first, and in ``lacked`` why others were left out.
 
-    One that was asked for by its own name must work; under ``auto`` it is left out.
+    ``lenient``: leave out a transport that does not work instead of raising.
     """
 
     def __init__(self, name: str, transports: Sequence[Transport], *, lenient: bool) -> None:
@@ -55,73 +54,73 @@ class TransportSet:
 
     @staticmethod
     def of(transport: Transport) -> TransportSet:
-        """One that somebody has made."""
+        """Return a set of one transport that exists already."""
         return TransportSet(transport.name, [transport], lenient=False)
 
     @staticmethod
-    def make(name: str, make: Callable[[str], Transport]) -> TransportSet:
-        """Those that ``name`` means, each made by ``make``. Raises ``TransportError``."""
-        made = TransportSet(name, [], lenient=name == AUTO)
-        for each in asked_for(name):
+    def make(setting: str, make: Callable[[str], Transport]) -> TransportSet:
+        """Make each transport of ``setting`` by calling ``make``. Raises ``TransportError``."""
+        made = TransportSet(setting, [], lenient=setting == AUTO)
+        for name in transport_names(setting):
             try:
-                made._by_name[each] = make(each)
+                made._by_name[name] = make(name)
             except TransportError as error:
-                made._do_without(each, error)
-        made._demand_any()
+                made._leave_out(name, error)
+        made._require_any()
         return made
 
     def __iter__(self) -> Iterator[Transport]:
         return iter(self._by_name.values())
-
-    def __len__(self) -> int:
-        return len(self._by_name)
 
     def __getitem__(self, name: str) -> Transport:
         return self._by_name[name]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Best first."""
+        """Names, best first."""
         return tuple(self._by_name)
 
     @property
     def stages(self) -> bool:
-        """Whether any of them may want staging memory."""
+        """Whether any of them uses staging memory."""
         return any(not transport.maps_peer for transport in self)
 
     # ------------------------------------------------------------ memory
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Host memory that all of them can take: what is to be mapped must be made for it."""
+        """Return host memory that all of them can register.
+
+        It comes from a transport that maps memory, if there is one; the others accept any memory.
+        """
         for transport in [one for one in self if one.maps_peer]:
             try:
                 return transport.allocate(num_bytes)
             except TransportError as error:
-                self._do_without(transport.name, error)
-        self._demand_any()
+                self._leave_out(transport.name, error)
+        self._require_any()
         return next(iter(self)).allocate(num_bytes)
 
     def adopt(self, arrays: Sequence[Any]) -> None:
-        """Have an engine's own arrays made fit for peers to write, in place."""
+        """Make an engine's own arrays writable by peers, in place."""
         for transport in list(self):
             try:
                 transport.adopt(arrays)
             except TransportError as error:
-                self._do_without(transport.name, error)
-        self._demand_any()
+                self._leave_out(transport.name, error)
+        self._require_any()
 
     def register(self, pools: Sequence[Region], staging: Region | None, *, writable: bool) -> None:
-        """Let each take the pools, and staging memory if it stages."""
+        """Register the pools with each, and the staging memory with those that stage."""
         for transport in list(self):
             extra = [staging] if staging and not transport.maps_peer else []
             try:
                 transport.register([*pools, *extra], writable=writable)
             except TransportError as error:
-                self._do_without(transport.name, error)
-        self._demand_any()
+                self._leave_out(transport.name, error)
+        self._require_any()
 
     def offers(self, *, writable: bool) -> TransportOffers:
-        """What peers are told; how to write here only if they may."""
+        """Return the handshake's list of transports, with metadata only if peers may write."""
         held = []
         for transport in list(self):
             payload = transport.metadata() if writable else b""
@@ -129,19 +128,19 @@ class TransportSet:
                 held.append(TransportOffer(transport.name, transport.realm, payload))
                 continue
             text = f"its metadata has {len(payload)} bytes; allocate the pools in fewer pieces"
-            self._do_without(transport.name, TransportError(text))
-        self._demand_any()
-        return TransportOffers(tuple(held), _lacks(self.lacked))
+            self._leave_out(transport.name, TransportError(text))
+        self._require_any()
+        lacks = tuple(TransportLack(name, why[:MAX_WHY]) for name, why in self.lacked.items())
+        return TransportOffers(tuple(held), lacks)
 
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close every transport."""
         for transport in self:
             transport.close()
 
-    def _do_without(self, name: str, error: TransportError) -> None:
-        """Leave a transport out, unless it was asked for by name."""
+    def _leave_out(self, name: str, error: TransportError) -> None:
         transport = self._by_name.pop(name, None)
         if transport is not None:
             transport.close()
@@ -150,11 +149,7 @@ class TransportSet:
             raise error
         self.lacked[name] = str(error)
 
-    def _demand_any(self) -> None:
+    def _require_any(self) -> None:
         if not self._by_name:
-            whys = "; ".join(f"{name}: {why}" for name, why in self.lacked.items())
-            raise TransportError(f"no transport can be used here: {whys}")
-
-
-def _lacks(lacked: Mapping[str, str]) -> tuple[TransportLack, ...]:
-    return tuple(TransportLack(name, why[:MAX_WHY]) for name, why in lacked.items())
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.lacked.items())
+            raise TransportError(f"no transport works here: {reasons}")

@@ -49,7 +49,7 @@ def test_a_replica_is_an_instance_of_its_own() -> None:
     ("change", "said"),
     [
         ({"rendevous": "x"}, "has no 'rendevous'; it takes discovery, instance"),
-        ({"discovery": "10.0.0.1"}, "is no discovery; give one such as http://"),
+        ({"discovery": "10.0.0.1"}, "is not a discovery URL; give one such as http://"),
         ({"discovery": 7}, r"\$\.discovery"),
         ({"instance": ""}, r"\$\.instance"),
         ({"deadline_s": 0}, r"\$\.deadline_s"),

@@ -12,7 +12,7 @@ import pytest
 from endpoint.fleets import HEADS, layout
 from telemetry.scenes import Scene, failures
 
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.plan import Request
 from kvferry.security.keys import ClusterKey
 from kvferry.security.tokens import make_token
@@ -153,7 +153,7 @@ def test_page_asks_for_a_token_in_a_cluster_with_a_key(page: Any) -> None:
         page.fill("#token", "kvr1.1.00")
         page.keyboard.press("Enter")
         page.wait_for_function(
-            "document.getElementById('token-why').textContent.includes('no token')"
+            "document.getElementById('token-why').textContent.includes('not a read-only token')"
         )
         page.fill("#token", make_token(key.http, 4e9))
         page.keyboard.press("Enter")

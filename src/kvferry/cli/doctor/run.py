@@ -11,7 +11,7 @@ from kvferry.cli.doctor.checks.examine import examine
 from kvferry.cli.doctor.checks.fit import read_pairing
 from kvferry.cli.doctor.output import all_well, as_json, print_checks
 from kvferry.cli.parsing import given
-from kvferry.discovery.http_backend import HttpDiscovery
+from kvferry.discovery.http.backend import HttpDiscovery
 
 EXIT_PROBLEM = 1
 

@@ -62,8 +62,8 @@ class AccessCheck:
 
 def refused(complaint: SignatureRefused) -> ApiError:
     """What a caller is told. The router knows these codes."""
-    status = 503 if complaint.doubt is SignatureFault.FULL else 401
-    return ApiError(status, complaint.message, code=f"ticket_{complaint.doubt}".replace("-", "_"))
+    status = 503 if complaint.fault is SignatureFault.FULL else 401
+    return ApiError(status, complaint.message, code=f"ticket_{complaint.fault}".replace("-", "_"))
 
 
 def is_near(peer: object) -> bool:

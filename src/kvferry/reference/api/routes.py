@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from kvferry import ClusterKey
-from kvferry.http.api_errors import ApiError, json_response, of_refusal
+from kvferry.http.api_errors import ApiError, from_http_exception, json_response
 from kvferry.reference.api.access import UNSIGNED, AccessCheck, refused
 from kvferry.reference.api.answers import Document, Writer, writer_for
 from kvferry.reference.api.bodies import Ask, Serving, parse_chat, parse_completion
@@ -102,7 +102,7 @@ class Api:
             )
             response = error.response()
         except web.HTTPException as error:
-            response = of_refusal(error, MAX_BODY_BYTES).response()
+            response = from_http_exception(error, MAX_BODY_BYTES).response()
         except (ConnectionError, web.RequestPayloadError) as error:
             # The caller has left in the middle, and nobody reads this.
             log.info("client-left path=%s reason=%r", request.path, error)

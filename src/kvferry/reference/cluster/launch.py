@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry import InputError, KvferryError, resolve_ip
-from kvferry.http.listening import bound
+from kvferry.http.listening import bind_socket
 from kvferry.reference.cluster.child import ChildOrder, Said
 from kvferry.reference.cluster.description import (
     ClusterDescription,
@@ -287,7 +287,7 @@ def demand_ports(cluster: ClusterDescription) -> None:
     listening += [(one.name, one.section.host, one.section.port) for one in cluster.workers()]
     for name, host, port in listening:
         try:
-            bound(resolve_ip(host), port).close()
+            bind_socket(resolve_ip(host), port).close()
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
 

@@ -72,9 +72,9 @@ def _read(options: dict[str, Any], kind: type[T]) -> T:
 def run_discovery(options: DiscoveryOptions, ready: Ready) -> None:
     """Where workers register and are found."""
     from kvferry import DiscoveryServer  # noqa: PLC0415
-    from kvferry.http.listening import key_in  # noqa: PLC0415
+    from kvferry.http.listening import load_cluster_key  # noqa: PLC0415
 
-    server = DiscoveryServer(options.host, options.port, key_in(options.key))
+    server = DiscoveryServer(options.host, options.port, load_cluster_key(options.key))
     with stop_signals() as told, server:
         ready(server.url)
         wait_for(told)

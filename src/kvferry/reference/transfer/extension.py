@@ -29,7 +29,7 @@ from kvferry import (
     TransportSet,
     make_transports,
 )
-from kvferry.http.listening import key_in
+from kvferry.http.listening import load_cluster_key
 from kvferry.reference.engine.cache import RankCache
 from kvferry.reference.engine.steps import Sample, SampleFailed, StepPlan
 from kvferry.reference.ranks.rank import Extension
@@ -72,7 +72,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def key(self) -> ClusterKey | None:
         """The cluster's key, if there is one."""
-        return key_in(self.key_file)
+        return load_cluster_key(self.key_file)
 
 
 class RankRoom(Generic[H]):

@@ -40,7 +40,7 @@ from kvferry import (
 )
 from kvferry.http.connections import Connections
 from kvferry.http.limits import limits_here
-from kvferry.http.listening import bound, http_url, key_in
+from kvferry.http.listening import bind_socket, http_url, load_cluster_key
 from kvferry.http.site import HttpSite
 from kvferry.reference.api.bodies import Serving
 from kvferry.reference.api.routes import Api
@@ -148,14 +148,14 @@ class EngineInstance:
 
     def __init__(self, options: InstanceOptions, extend: MakeExtension | None = None) -> None:
         self.options = options
-        self._key = key_in(options.key_file)
+        self._key = load_cluster_key(options.key_file)
         self._guard = RequestVerifier(self._key.http) if self._key is not None else None
         # Without a key on loopback only: whoever reaches a worker can have it compute.
         address, reached_at = (
             checked_bind_address(options.host, options.port, self._key),
             options.reached_at,
         )
-        self._listener = bound(address, options.port)
+        self._listener = bind_socket(address, options.port)
         self.url = http_url(reached_at, self._listener)
         self._extend = extend
         role = EngineRole.PREFILL if options.role is WorkerRole.PREFILL else EngineRole.DECODE

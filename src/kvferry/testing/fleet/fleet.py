@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from msgspec.structs import replace
 
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.ids import Room
 from kvferry.layout.layout import Layout

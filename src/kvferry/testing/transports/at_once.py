@@ -21,7 +21,7 @@ class AtOnceCases(Cases):
     @pytest.fixture
     def at_once(self, crew: Crew) -> Crew:
         """The processes of one test, of a transport that can."""
-        if not self.kind.writes_at_once:
+        if not self.kind.supports_write_now:
             pytest.skip(f"{self.transport} does not write at once")
         return crew
 

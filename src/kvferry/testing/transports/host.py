@@ -5,7 +5,7 @@ Started as ``python -m kvferry.testing.transports TRANSPORT DEVICE FD...`` by
 of its own, so that several transports can be at work in one process. A request
 is the name of a method with its arguments, a reply its result or its error.
 Between requests the transport is polled as an endpoint would poll it: all the
-time if it needs that, otherwise when it has called ``on_news``. It can also be told to rest:
+time if it needs that, otherwise when it has called ``on_completion``. It can also be told to rest:
 then it answers, and does not poll.
 """
 
@@ -59,7 +59,7 @@ class TransportLife:
         self._told: list[WriteEnded] = []
         self._is_resting = False
         self._news = threading.Event()
-        transport.on_news = self._news.set
+        transport.on_completion = self._news.set
 
     def register(self, *, writable: bool) -> bytes:
         """Give the transport its regions; its metadata."""
@@ -151,7 +151,7 @@ class TransportLife:
         if self._is_resting:
             return
         for op in list(self._begun):
-            ended = self.transport.look(op)
+            ended = self.transport.check_write(op)
             if ended is not None:
                 self._begun.remove(op)
                 self._told.append(ended)

@@ -1,4 +1,4 @@
-"""GPU memory of other processes, mapped: what a target exports and what a source writes into."""
+"""The cuda transport: a target exports its GPU memory, and a source maps it and writes into it."""
 
 from kvferry.transports.cuda.transport import CudaTransport
 

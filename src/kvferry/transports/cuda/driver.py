@@ -1,9 +1,8 @@
-"""NVIDIA's driver, as far as the cuda transport needs it, through NVIDIA's own bindings.
+"""The parts of NVIDIA's driver API that the cuda transport needs, through ``cuda-bindings``.
 
-Nothing is imported before it is needed. A call that the driver refuses raises
-``DriverError``; who knows what can be done about it says so instead. A call works in a
-context, so whoever makes one says in which GPU's (``Gpu.current``); it is the primary one,
-which torch uses too.
+The bindings are imported on first use. A call that fails raises ``DriverError``; callers that know
+a remedy raise a ``TransportError`` instead. Most calls need a current context, which
+``Gpu.current`` provides: the primary context, which torch uses too.
 """
 
 from __future__ import annotations
@@ -23,45 +22,44 @@ _INSTALL = "pip install 'kvferry[cuda]'"
 
 
 class DriverError(TransportError):
-    """The driver did not do what it was asked to."""
+    """A driver call failed."""
 
     def __init__(self, call: str, status: str) -> None:
         super().__init__(f"{call}: {status}")
-        self.status = status
 
 
 @cache
 def driver() -> Any:
-    """NVIDIA's bindings. Raises ``ImportError``."""
+    """Import NVIDIA's bindings. Raises ``ImportError``."""
     return importlib.import_module(_MODULE)
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Ask the driver: its answer, or a tuple of them."""
+    """Call a driver function; return its result, or a tuple of them. Raises ``DriverError``."""
     try:
-        status, *answer = getattr(driver(), name)(*arguments)
+        status, *results = getattr(driver(), name)(*arguments)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        # The bindings' own refusals: a number that does not fit, or a driver too old for it.
+        # Raised by the bindings: a number out of range, or a driver that lacks the function.
         raise DriverError(name, f"{type(error).__name__}: {error}") from error
     if int(status):
         raise DriverError(name, status.name)
-    return answer[0] if len(answer) == 1 else tuple(answer)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 @cache
 def missing() -> str | None:
-    """What to install before GPU memory can be mapped; None if nothing is missing."""
+    """Return what to install before GPU memory can be mapped; None if nothing is missing."""
     try:
         driver()
     except ModuleNotFoundError:
         return f"the cuda transport needs NVIDIA's cuda-bindings; {_INSTALL}"
     except ImportError as error:
-        return f"cuda-bindings is installed but can't be loaded ({error}); {_INSTALL}"
+        return f"cuda-bindings is installed but cannot be loaded ({error}); {_INSTALL}"
     for package in ("torch", "triton"):
         if not find_spec(package):
             return f"the cuda transport copies with {package}, which is missing; {_INSTALL}"
     try:
-        # Loaded and not initialised: after that, a forked child could not use a GPU any more.
+        # Load it without initialising it: after that, a forked child could not use a GPU.
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         return f"the cuda transport needs NVIDIA's driver ({error}); use shm or nixl without GPUs"
@@ -69,7 +67,7 @@ def missing() -> str | None:
 
 
 class Gpu:
-    """One GPU, by the number that this process knows it by."""
+    """One GPU, by its number in this process."""
 
     def __init__(self, number: int) -> None:
         try:
@@ -78,15 +76,14 @@ class Gpu:
             self._context = call("cuDevicePrimaryCtxRetain", self.handle)
         except DriverError as error:
             raise TransportError(
-                f"there is no cuda:{number} that this process can use ({error}); "
-                f"look at CUDA_VISIBLE_DEVICES"
+                f"this process cannot use cuda:{number} ({error}); check CUDA_VISIBLE_DEVICES"
             ) from error
         self.number = number
         self.uuid = _uuid(self.handle)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Calls inside are about this GPU, on this thread."""
+        """Make this GPU current on this thread."""
         call("cuCtxPushCurrent", self._context)
         try:
             yield
@@ -94,14 +91,14 @@ class Gpu:
             call("cuCtxPopCurrent")
 
     def reaches(self, other: int) -> bool:
-        """Whether it can write the memory of the GPU of that number."""
+        """Return whether this GPU can write the memory of the GPU ``other``."""
         if other == self.number:
             return True
         return bool(call("cuDeviceCanAccessPeer", self.handle, call("cuDeviceGet", other)))
 
 
 def number_of(uuid: bytes) -> int | None:
-    """The number of the GPU with that UUID; None if this process can't see it."""
+    """Return the number of the GPU with this UUID; None if this process cannot see it."""
     for number in range(call("cuDeviceGetCount")):
         if _uuid(call("cuDeviceGet", number)) == uuid:
             return number
@@ -109,12 +106,12 @@ def number_of(uuid: bytes) -> int | None:
 
 
 def address_range(address: int) -> tuple[int, int]:
-    """Where the allocation around an address begins, and its size."""
+    """Return the start and size of the allocation that contains an address."""
     base, num_bytes = call("cuMemGetAddressRange", address)
     return int(base), int(num_bytes)
 
 
 def _uuid(handle: Any) -> bytes:
-    # The second version tells the parts of a divided GPU from each other.
+    # The second version distinguishes the instances of a partitioned GPU (MIG).
     name = "cuDeviceGetUuid_v2" if hasattr(driver(), "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
     return bytes(call(name, handle).bytes)

@@ -1,12 +1,13 @@
-"""What a target lets its peers map: whole allocations, and where its regions lie in them.
+"""Exports a target's GPU memory: handles of whole allocations, and the regions' places in them.
 
-An allocation of ``cudaMalloc``, and so of torch's allocator, is told by a CUDA IPC handle;
-that of ``cuMemCreate``, which torch's expandable segments are made of, by file descriptors,
-one for each physical piece, which peers take out of this process. They look first whether it
-is the one that told them so: it has a file with a secret that only its peers know.
+Memory from ``cudaMalloc``, which torch's allocator uses, is exported as a CUDA IPC handle. Memory
+from ``cuMemCreate``, which torch's expandable segments use, is exported as file descriptors, one
+per physical allocation, which peers duplicate out of this process. Before that, a peer checks that
+the process is the one that sent the metadata: it has a file with a secret that only its peers
+know.
 
-Torch puts many pools into one allocation, and an expandable segment consists of many; hence
-``spans``: stretches of addresses of which a peer makes stretches of its own.
+torch puts many pools into one allocation, and an expandable segment consists of many allocations.
+So the unit of export is a span: a range of addresses that a peer maps as a range of its own.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from msgspec import Meta
 from kvferry.errors import TransportError
 from kvferry.regions import Region
 from kvferry.transports.cuda.driver import DriverError, Gpu, address_range, call, driver
+from kvferry.transports.metadata import MAX_REGIONS
 
 HANDLE_BYTES = 64
-MAX_REGIONS = 1 << 16
 MAX_PIECES = 1 << 20
-# Descriptors that are left to others.
+# File descriptors that are left for other uses.
 _SPARE_DESCRIPTORS = 64
 
 Size = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
 class IpcSpan(msgspec.Struct, frozen=True, array_like=True, tag="ipc"):
-    """One allocation by its CUDA IPC handle."""
+    """One allocation, as a CUDA IPC handle."""
 
     num_bytes: Size
     handle: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 
 
 class VmmSpan(msgspec.Struct, frozen=True, array_like=True, tag="vmm"):
-    """Physical pieces one after another: the bytes of each, and its file descriptor."""
+    """Consecutive physical allocations: the size and the file descriptor of each."""
 
     sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_PIECES)]
     descriptors: Annotated[
@@ -55,7 +56,7 @@ class VmmSpan(msgspec.Struct, frozen=True, array_like=True, tag="vmm"):
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """Size of the whole span."""
         return sum(self.sizes)
 
 
@@ -63,7 +64,7 @@ Span = IpcSpan | VmmSpan
 
 
 class SpanPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A region: which span, and where in it."""
+    """A region as a part of a span, which is given by its index."""
 
     span: Annotated[int, Meta(ge=0, lt=MAX_REGIONS)]
     offset: Size
@@ -75,11 +76,11 @@ class SpanPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         return self.offset + self.num_bytes
 
 
-# ---------------------------------------------------------------- where things lie
+# ---------------------------------------------------------------- layout of allocations
 
 
-class Backing(NamedTuple):
-    """Addresses that one handle stands for. ``joins``: the next may belong to the same span."""
+class Allocation(NamedTuple):
+    """Addresses that one handle covers. ``joins``: may form a span with the next allocation."""
 
     address: int
     num_bytes: int
@@ -91,58 +92,60 @@ class Backing(NamedTuple):
         return self.address + self.num_bytes
 
 
-class Arrangement(NamedTuple):
-    """The backings of every span, and every region's place in them."""
+class ExportLayout(NamedTuple):
+    """The allocations of every span, and every region's place in them."""
 
-    spans: list[list[Backing]]
+    spans: list[list[Allocation]]
     places: list[SpanPlace]
 
 
-def lay_out(regions: Sequence[Region], backing_at: Callable[[int], Backing]) -> Arrangement:
-    """Find the backings under the regions, and join those that follow each other."""
-    spans: list[list[Backing]] = []
-    for backing in sorted(_under(regions, backing_at)):
+def lay_out(regions: Sequence[Region], allocation_at: Callable[[int], Allocation]) -> ExportLayout:
+    """Find the allocations under the regions, and join adjacent ones to spans."""
+    spans: list[list[Allocation]] = []
+    for allocation in sorted(_allocations_under(regions, allocation_at)):
         last = spans[-1][-1] if spans else None
-        if last and last.joins and backing.joins and last.end == backing.address:
-            spans[-1].append(backing)
+        if last and last.joins and allocation.joins and last.end == allocation.address:
+            spans[-1].append(allocation)
         else:
-            spans.append([backing])
-    return Arrangement(spans, [_place(region, spans) for region in regions])
+            spans.append([allocation])
+    return ExportLayout(spans, [_place(region, spans) for region in regions])
 
 
-def _under(regions: Sequence[Region], backing_at: Callable[[int], Backing]) -> set[Backing]:
-    found: set[Backing] = set()
+def _allocations_under(
+    regions: Sequence[Region], allocation_at: Callable[[int], Allocation]
+) -> set[Allocation]:
+    found: set[Allocation] = set()
     for region in regions:
         at = region.address
         while at < region.end:
-            backing = backing_at(at)
-            found.add(backing)
-            at = backing.end
+            allocation = allocation_at(at)
+            found.add(allocation)
+            at = allocation.end
     return found
 
 
-def _place(region: Region, spans: list[list[Backing]]) -> SpanPlace:
+def _place(region: Region, spans: list[list[Allocation]]) -> SpanPlace:
     if not region.num_bytes:
         return SpanPlace(0, 0, 0)
     for index, span in enumerate(spans):
         if span[0].address <= region.address and region.end <= span[-1].end:
             return SpanPlace(index, region.address - span[0].address, region.num_bytes)
     raise TransportError(
-        f"a pool of {region.num_bytes} bytes lies in several allocations; allocate it at once"
+        f"a pool of {region.num_bytes} bytes lies in several allocations; allocate it as one"
     )
 
 
 # ---------------------------------------------------------------- handles
 
 
-class Exports:
-    """Handles for the memory under some regions, kept open until ``close``.
+class ExportedMemory:
+    """Handles of the memory under some regions, open until ``close``.
 
-    ``proof`` is the descriptor of a file that holds the secret.
+    ``proof`` is the descriptor of the file that holds the secret.
     """
 
     def __init__(self, gpu: Gpu, regions: Sequence[Region], secret: bytes) -> None:
-        self._maker = os.getpid()
+        self._creator = os.getpid()
         self.proof = _file_with(secret)
         self._descriptors = [self.proof]
         try:
@@ -153,27 +156,27 @@ class Exports:
 
     def _export(self, gpu: Gpu, regions: Sequence[Region]) -> None:
         with gpu.current():
-            arranged = lay_out(regions, _backing_at)
-            self.places = tuple(arranged.places)
-            # By which the process itself, where handles can't be opened, finds the memory.
-            self.addresses = [span[0].address for span in arranged.spans]
-            _demand_descriptors(sum(backing.joins for span in arranged.spans for backing in span))
-            self.spans = tuple(self._exported(span) for span in arranged.spans)
+            layout = lay_out(regions, _allocation_at)
+            self.places = tuple(layout.places)
+            # For connections within this process, which cannot open its own handles.
+            self.addresses = [span[0].address for span in layout.spans]
+            _demand_descriptors(sum(one.joins for span in layout.spans for one in span))
+            self.spans = tuple(self._export_span(span) for span in layout.spans)
 
-    def _exported(self, span: list[Backing]) -> Span:
+    def _export_span(self, span: list[Allocation]) -> Span:
         if not span[0].joins:
-            (backing,) = span
-            return IpcSpan(backing.num_bytes, _ipc_handle(backing.address))
+            (allocation,) = span
+            return IpcSpan(allocation.num_bytes, _ipc_handle(allocation.address))
         descriptors = []
-        for backing in span:
-            descriptors.append(_descriptor(backing.address))
+        for allocation in span:
+            descriptors.append(_descriptor(allocation.address))
             self._descriptors.append(descriptors[-1])
-        return VmmSpan(tuple(backing.num_bytes for backing in span), tuple(descriptors))
+        return VmmSpan(tuple(allocation.num_bytes for allocation in span), tuple(descriptors))
 
     def close(self) -> None:
-        """Nobody can map the memory any more; who has it mapped keeps it."""
-        # A forked child has the same numbers, but they are not its own to close.
-        if os.getpid() == self._maker:
+        """Close the descriptors, so that no more peers can map them. Existing mappings stay."""
+        # A forked child has copies of the descriptors, but the parent's object is not its own.
+        if os.getpid() == self._creator:
             for descriptor in self._descriptors:
                 with suppress(OSError):
                     os.close(descriptor)
@@ -181,23 +184,25 @@ class Exports:
 
 
 def _file_with(secret: bytes) -> int:
-    """The descriptor of a file in memory that nobody else can find."""
+    """Return the descriptor of an anonymous file in memory."""
     try:
         descriptor = os.memfd_create("kvferry")
         os.write(descriptor, secret)
     except OSError as error:
         raise TransportError(
-            f"no file can be opened ({error.strerror}); look at ulimit -n"
+            f"cannot open a file ({error.strerror}); raise the limit of open files (ulimit -n)"
         ) from error
     return descriptor
 
 
-def _backing_at(address: int) -> Backing:
+def _allocation_at(address: int) -> Allocation:
     try:
         base, num_bytes = address_range(address)
     except DriverError as error:
-        raise TransportError(f"a pool is not in a GPU's memory ({error})") from error
-    return Backing(base, num_bytes, joins=not _has_ipc_handle(base))
+        raise TransportError(
+            f"a pool is not in GPU memory ({error}); use shm or nixl for host memory"
+        ) from error
+    return Allocation(base, num_bytes, joins=not _has_ipc_handle(base))
 
 
 def _has_ipc_handle(base: int) -> bool:
@@ -213,13 +218,13 @@ def _ipc_handle(base: int) -> bytes:
 
 
 def _descriptor(base: int) -> int:
-    """A file descriptor for the physical piece at that address."""
+    """Return a file descriptor for the physical allocation at that address."""
     try:
         handle = call("cuMemRetainAllocationHandle", base)
     except DriverError as error:
         raise TransportError(
-            f"a pool's memory can't be shared with other processes ({error}): it is managed "
-            f"memory, or of cudaMallocAsync; let torch use its own allocator "
+            f"a pool's memory cannot be shared with other processes ({error}): it is managed "
+            f"memory, or from cudaMallocAsync; let torch use its own allocator "
             f"(PYTORCH_CUDA_ALLOC_CONF=backend:native), or use nixl"
         ) from error
     kinds = driver().CUmemAllocationHandleType
@@ -228,7 +233,7 @@ def _descriptor(base: int) -> int:
         descriptor = int(call("cuMemExportToShareableHandle", handle, kind, 0))
     except DriverError as error:
         raise TransportError(
-            f"a pool's memory was made so that file descriptors can't stand for it ({error}); "
+            f"a pool's memory was not allocated for export as a file descriptor ({error}); "
             f"let torch make it without expandable segments "
             f"(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False), or use nixl"
         ) from error
@@ -245,7 +250,7 @@ def _demand_descriptors(num_more: int) -> None:
     needed = len(os.listdir("/proc/self/fd")) + num_more + _SPARE_DESCRIPTORS
     if needed > most:
         raise TransportError(
-            f"the pools lie in {num_more} pieces of torch's expandable segments, and each takes "
-            f"a file descriptor; this process may have {most}: raise that (ulimit -n {needed}), "
-            f"or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+            f"the pools consist of {num_more} pieces of torch's expandable segments, and each "
+            f"takes a file descriptor; this process may have {most}: raise that "
+            f"(ulimit -n {needed}), or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
         )

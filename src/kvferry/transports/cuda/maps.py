@@ -1,8 +1,8 @@
-"""Other processes' GPU memory in ours: what was exported, opened once and counted.
+"""Maps other processes' GPU memory into this one. Every span is mapped once and reference-counted.
 
-Nothing that a peer says about sizes is believed. After a handle has been opened the driver
-is asked how large its memory is, and less than was said is refused; writes are then held
-inside the regions by ``bounds``, and the regions inside what was mapped here.
+Sizes in a peer's metadata are not trusted. After opening a handle, the driver is asked for the
+size of its memory, and less than the metadata says is refused. ``bounds`` keeps writes inside
+regions, and the metadata check keeps regions inside spans.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import NamedTuple
 from kvferry.errors import TransportError
 from kvferry.transports.cuda.driver import DriverError, Gpu, address_range, call, driver
 from kvferry.transports.cuda.exports import HANDLE_BYTES, IpcSpan, Span, VmmSpan
-from kvferry.transports.descriptors import DescriptorHolder
+from kvferry.transports.cuda.pidfd import PidFd
 
 
 class Exporter(NamedTuple):
-    """The process that a span is of: its number, when it began, and its secret.
+    """The process that exported a span: PID, start time, secret.
 
-    It has the secret in a file, under the descriptor ``proof``. So a peer can't name another
-    process's memory unless that process has told it of it.
+    The process has the secret in a file, under the descriptor ``proof``. So a peer cannot name
+    another process's memory unless that process has given it the secret.
     """
 
     pid: int
@@ -35,20 +35,20 @@ class Exporter(NamedTuple):
 
 
 class _MappedAllocation(NamedTuple):
-    """A span in our address space."""
+    """A span in this process's address space."""
 
     address: int
     unmap: Callable[[], None]
 
 
-# A handle that is open can't be opened again, so all transports of the process share these.
+# A process can open a handle only once, so all its transports share the mappings.
 _Key = tuple[int, Exporter, Span]
 _lock = threading.Lock()
 _open: dict[_Key, tuple[_MappedAllocation, int]] = {}
 
 
 class MappedSpan:
-    """A peer's span, mapped for one of our GPUs until ``close``."""
+    """A peer's span, mapped for one local GPU until ``close``."""
 
     def __init__(self, gpu: Gpu, exporter: Exporter, span: Span) -> None:
         self._key: _Key | None = (gpu.number, exporter, span)
@@ -59,7 +59,7 @@ class MappedSpan:
         self.address = mapped.address
 
     def close(self) -> None:
-        """Unmap it, if nobody else here uses it. Nothing may be writing to it. Idempotent."""
+        """Unmap it if this was the last user. Nothing may be writing to it. Idempotent."""
         key, self._key = self._key, None
         if key is None:
             return
@@ -77,18 +77,18 @@ def _map(gpu: Gpu, exporter: Exporter, span: Span) -> _MappedAllocation:
     try:
         with gpu.current():
             if isinstance(span, IpcSpan):
-                return _opened(span)
-            with DescriptorHolder(exporter.pid, exporter.began) as holder:
-                demand_proof(holder, exporter)
-                return _assembled(gpu, holder, span)
+                return _open_ipc(span)
+            with PidFd(exporter.pid, exporter.began) as process:
+                demand_proof(process, exporter)
+                return _map_pieces(gpu, process, span)
     except DriverError as error:
         raise TransportError(
-            f"the peer's GPU memory can't be mapped ({error}); its process has ended, runs as "
-            f"another user, or has name spaces of its own (docker run --ipc and --pid)"
+            f"cannot map the peer's GPU memory ({error}); its process has ended, runs as "
+            f"another user, or has namespaces of its own (docker run --ipc and --pid)"
         ) from error
 
 
-def _opened(span: IpcSpan) -> _MappedAllocation:
+def _open_ipc(span: IpcSpan) -> _MappedAllocation:
     handle = driver().CUipcMemHandle()
     ctypes.memmove(handle.getPtr(), span.handle, HANDLE_BYTES)
     lazily = driver().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -96,20 +96,22 @@ def _opened(span: IpcSpan) -> _MappedAllocation:
     base, num_bytes = address_range(address)
     if base != address or num_bytes < span.num_bytes:
         call("cuIpcCloseMemHandle", address)
-        raise TransportError("the peer's GPU memory is smaller than it says")
+        raise TransportError(
+            "the peer's GPU memory is smaller than its metadata says; restart the peer"
+        )
     return _MappedAllocation(address, lambda: call("cuIpcCloseMemHandle", address))
 
 
-def _assembled(gpu: Gpu, holder: DescriptorHolder, span: VmmSpan) -> _MappedAllocation:
-    """Pieces one after another in a stretch of addresses of our own."""
+def _map_pieces(gpu: Gpu, process: PidFd, span: VmmSpan) -> _MappedAllocation:
+    """Map the pieces of a span one after another into one reserved address range."""
     total = span.num_bytes
     with ExitStack() as undo:
         address = int(call("cuMemAddressReserve", total, 0, 0, 0))
         undo.callback(call, "cuMemAddressFree", address, total)
         at = address
         for num_bytes, descriptor in zip(span.sizes, span.descriptors, strict=True):
-            # The driver maps no more of a piece than there is.
-            _map_piece(holder, descriptor, at, num_bytes)
+            # The driver refuses to map more of a piece than exists.
+            _map_piece(process, descriptor, at, num_bytes)
             undo.callback(call, "cuMemUnmap", at, num_bytes)
             at += num_bytes
         call("cuMemSetAccess", address, total, [_writable_by(gpu)], 1)
@@ -117,31 +119,36 @@ def _assembled(gpu: Gpu, holder: DescriptorHolder, span: VmmSpan) -> _MappedAllo
         return _MappedAllocation(address, undo.pop_all().close)
 
 
-def demand_proof(holder: DescriptorHolder, exporter: Exporter) -> None:
-    """The process has the secret that the peer gave."""
-    fetched = holder.fetch(exporter.proof)
+def demand_proof(process: PidFd, exporter: Exporter) -> None:
+    """Raise ``TransportError`` unless the process holds the secret from the peer's metadata."""
+    fetched = process.fetch(exporter.proof)
     try:
-        # A read of anything but a file could wait.
+        # Reading from anything but a file could block.
         is_file = stat.S_ISREG(os.fstat(fetched).st_mode)
         if is_file and os.pread(fetched, len(exporter.secret), 0) == exporter.secret:
             return
-    except OSError:  # As good as another secret.
+    except OSError:  # Treated as a wrong secret.
         pass
     finally:
         os.close(fetched)
-    raise TransportError(f"the process {exporter.pid} is not the peer that gives it as its own")
+    raise TransportError(
+        f"the process {exporter.pid} is not the peer that gives it as its own; restart the peer"
+    )
 
 
 def _demand_sizes(address: int, sizes: Sequence[int]) -> None:
-    """Each piece is as large as was said. The driver tells only of memory that can be used."""
+    """Check each piece's size. The driver reports sizes only of accessible memory."""
     for num_bytes in sizes:
         if address_range(address) != (address, num_bytes):
-            raise TransportError("a piece of the peer's GPU memory is smaller than it says")
+            raise TransportError(
+                "a piece of the peer's GPU memory is smaller than its metadata says; "
+                "restart the peer"
+            )
         address += num_bytes
 
 
-def _map_piece(holder: DescriptorHolder, descriptor: int, at: int, num_bytes: int) -> None:
-    fetched = holder.fetch(descriptor)
+def _map_piece(process: PidFd, descriptor: int, at: int, num_bytes: int) -> None:
+    fetched = process.fetch(descriptor)
     try:
         kind = driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         handle = call("cuMemImportFromShareableHandle", fetched, kind)
@@ -150,7 +157,7 @@ def _map_piece(holder: DescriptorHolder, descriptor: int, at: int, num_bytes: in
     try:
         call("cuMemMap", at, num_bytes, 0, handle, 0)
     finally:
-        # What is mapped keeps the memory.
+        # The mapping keeps the memory alive.
         call("cuMemRelease", handle)
 
 

@@ -1,15 +1,15 @@
-"""The cuda transport: a source maps its target's pools and its GPU writes straight into place.
+"""The cuda transport: a source maps its target's pools, and its GPU writes into them directly.
 
-For GPUs of one host. One pass over the bytes and no staging: the target tells how its
-allocations can be mapped (``exports``), the source maps them once when it connects
-(``maps``), and a write is one launch of the copy kernel from our pages into theirs.
-To launch takes less time than to wake another thread for it, so whoever asks for a write may
-launch it, and ask the GPU for its end; for others a thread waits (``waiter``). What is known
-before it is written is checked then, and its table lies on the GPU already (``prebind``).
+For GPUs of one host. One pass over the bytes, without staging: the target exports its allocations
+(``exports``), the source maps them once in ``connect`` (``maps``), and a write is one launch of
+the copy kernel from local pages into the peer's. A launch takes less time than waking another
+thread, so any thread may launch a write with ``write_now`` and query the GPU for its end. For
+writes submitted by ``write``, a thread waits (``copy_waiter``). ``prebind`` checks a binding ahead
+of its write and uploads its table to the GPU.
 
-The target takes no part in a write, so one that is stopped holds nobody up, and one that
-has died is not noticed here: its memory stays for as long as we map it. Heartbeats notice.
-A mapping goes with ``disconnect``, or with the last write that was under way then.
+The target takes no part in a write, so a stopped target delays nobody. A dead target is not
+detected here, because its memory stays while it is mapped; the liveness probe detects it. A
+mapping is closed by ``disconnect``, or after the last write that was in flight then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvferry.ids import Op
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import WriteFate
 from kvferry.regions import Device, Region
-from kvferry.transports import bounds, descriptors, options
+from kvferry.transports import bounds
 from kvferry.transports.base import (
     DeviceCopier,
     DeviceEvent,
@@ -39,24 +39,27 @@ from kvferry.transports.base import (
     TransportSetup,
     WriteEnded,
 )
-from kvferry.transports.bounds import Limits
+from kvferry.transports.bounds import RegionBounds
 from kvferry.transports.cuda import driver
+from kvferry.transports.cuda.copy_waiter import CopyWaiter, gpu_failed
 from kvferry.transports.cuda.driver import DriverError, Gpu
-from kvferry.transports.cuda.exports import MAX_REGIONS, Exports, Span, SpanPlace
+from kvferry.transports.cuda.exports import ExportedMemory, Span, SpanPlace
 from kvferry.transports.cuda.maps import Exporter, MappedSpan
-from kvferry.transports.cuda.waiter import Waiter, gpu_failed
-from kvferry.transports.host_id import boot
+from kvferry.transports.cuda.pidfd import start_ticks
+from kvferry.transports.host_id import host_id
+from kvferry.transports.metadata import MAX_REGIONS, decode_metadata
 
-# Copies that are kept ready. What is announced and not written soon is worked out again.
+# Prepared copies that are kept. The oldest is dropped first, and its write prepares it again.
 MAX_PREBOUND = 64
 
 _Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class _CudaMetadata(msgspec.Struct, frozen=True, tag="cuda", forbid_unknown_fields=True):
-    """What peers may write: spans of the memory of one GPU of one process, and regions in them.
+    """Metadata for peers: spans of the memory of one GPU of one process, and regions in them.
 
-    ``life`` is a random number by which a process knows its own, and which it can prove.
+    ``life`` is the transport's secret: a process recognises its own memory by it, and proves with
+    it that it exported the memory.
     """
 
     life: _Key
@@ -68,25 +71,25 @@ class _CudaMetadata(msgspec.Struct, frozen=True, tag="cuda", forbid_unknown_fiel
     regions: Annotated[tuple[SpanPlace, ...], Meta(max_length=MAX_REGIONS)]
 
 
-# A handle can't be opened by the process that it is of; here it finds the memory itself.
-_own: dict[bytes, Exports] = {}
+# A process cannot open its own handles. For connections within it, the exports by their secret.
+_own_exports: dict[bytes, ExportedMemory] = {}
 
 
-class _MappedPeer(RemoteMemory):
-    """A peer's regions in our address space."""
+class _CudaPeer(RemoteMemory):
+    """A peer's regions, mapped into this process."""
 
     def __init__(self, gpu: Gpu, theirs: _CudaMetadata) -> None:
         self.num_writes = 0
-        self.is_left = False
+        self.is_disconnected = False
         self._mappings: list[MappedSpan] = []
         bases = self._bases(gpu, theirs)
-        self.limits = Limits([place.num_bytes for place in theirs.regions])
+        self.bounds = RegionBounds([place.num_bytes for place in theirs.regions])
         self.addresses = tuple(
             bases[place.span] + place.offset if place.num_bytes else 0 for place in theirs.regions
         )
 
     def _bases(self, gpu: Gpu, theirs: _CudaMetadata) -> list[int]:
-        own = _own.get(theirs.life)
+        own = _own_exports.get(theirs.life)
         if own is not None and own.spans == theirs.spans:
             return own.addresses
         exporter = Exporter(theirs.pid, theirs.began, theirs.life, theirs.proof)
@@ -99,31 +102,34 @@ class _MappedPeer(RemoteMemory):
         return [mapping.address for mapping in self._mappings]
 
     def close(self) -> None:
-        """Unmap; what is written later lies outside."""
-        self.limits, self.addresses = Limits(()), ()
+        """Unmap the spans. Later writes are outside the bounds and fail."""
+        self.bounds, self.addresses = RegionBounds(()), ()
         for mapping in self._mappings:
             mapping.close()
         self._mappings = []
 
 
-class _Copying(NamedTuple):
-    """A write under way, or one that failed to start and may have started in part."""
+class _CopyInFlight(NamedTuple):
+    """A write in flight, or one whose launch failed and may have been launched in part."""
 
-    remote: _MappedPeer
+    remote: _CudaPeer
     op: Op
     problem: str = ""
 
 
 class _Prebound(NamedTuple):
-    """A binding that may be written soon, and all of its copy but the start."""
+    """A binding that may be written soon, with its prepared copy.
 
-    remote: _MappedPeer
+    Holding the binding keeps its ``id()`` unique.
+    """
+
+    remote: _CudaPeer
     binding: Binding
     copy: Any
 
 
-class _Drained:
-    """The end of a copy of which nobody knows how far it was started: that of everything."""
+class _DrainEvent:
+    """Completion of a copy whose launch failed half-way: that of everything on the GPU."""
 
     def __init__(self, copier: DeviceCopier) -> None:
         self._copier = copier
@@ -137,128 +143,125 @@ class _Drained:
 
 
 class CudaTransport(Transport):
-    """Pools in GPU memory, written by a peer's GPU."""
+    """Writes into a peer's GPU memory by a kernel on the local GPU."""
 
     name: ClassVar[str] = "cuda"
     maps_peer: ClassVar[bool] = True
-    writes_at_once: ClassVar[bool] = True
-    writes_elsewhere: ClassVar[bool] = True
+    supports_write_now: ClassVar[bool] = True
+    write_now_is_async: ClassVar[bool] = True
 
     def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
-        options.chosen(self.name, setup, {})
+        setup.resolve_options(self.name, {})
         self._life = secrets.token_bytes(16)
         self._gpu: Gpu | None = None
         self._copier: DeviceCopier | None = None
-        self._waiter: Waiter[_Copying] | None = None
-        self._exports: Exports | None = None
-        self._remotes: set[_MappedPeer] = set()
+        self._waiter: CopyWaiter[_CopyInFlight] | None = None
+        self._exports: ExportedMemory | None = None
+        self._remotes: set[_CudaPeer] = set()
         self._ended: list[WriteEnded] = []
-        # Writes that were launched at once, and those that may be, by their binding's identity.
-        self._launched: dict[Op, tuple[_Copying, DeviceEvent]] = {}
+        # Writes launched by ``write_now``, and prepared bindings by ``id()``.
+        self._launched: dict[Op, tuple[_CopyInFlight, DeviceEvent]] = {}
         self._prebound: dict[int, _Prebound] = {}
-        self._limits = Limits(())
+        self._bounds = RegionBounds(())
         self._addresses: tuple[int, ...] = ()
-        # Held while a copy is launched and while writes are counted: one thread launches and
-        # another hears of ends.
-        self._turn = threading.Lock()
+        # Held while a copy is launched and while writes are counted: one thread launches copies and
+        # another receives their completions.
+        self._lock = threading.Lock()
 
     @classmethod
     def missing(cls) -> str | None:
-        """Whether GPU memory can be mapped here."""
+        """Return what to install before GPU memory can be mapped; None if nothing is missing."""
         return driver.missing()
 
     @property
     def realm(self) -> str:
-        """This host, and the processes that this one sees: a handle means nothing to others."""
+        """Host, PID namespace and IPC namespace, within which handles are valid."""
         return f"{self.name}:{_realm()}"
 
     # ------------------------------------------------------------ memory and peers
 
     def register(self, regions: Sequence[Region], *, writable: bool) -> None:
-        """Take the memory of one GPU."""
+        """Register memory of one GPU."""
         device = _device_of(regions)
         self._gpu = Gpu(device.number)
         if writable:
-            self._exports = _own[self._life] = Exports(self._gpu, regions, self._life)
+            self._exports = _own_exports[self._life] = ExportedMemory(
+                self._gpu, regions, self._life
+            )
         else:
             self._copier = self.setup.copies_on(device)
         self.regions = tuple(regions)
-        self._limits = Limits([region.num_bytes for region in regions])
+        self._bounds = RegionBounds([region.num_bytes for region in regions])
         self._addresses = tuple(region.address for region in regions)
 
     def metadata(self) -> bytes:
-        """How our memory can be mapped, and where the regions lie in it."""
+        """Return the exported spans, and the places of the regions in them."""
         gpu = self._gpu.uuid if self._gpu else bytes(16)
-        pid, began = os.getpid(), descriptors.started(os.getpid())
-        ours = self._exports
-        told = (ours.proof, ours.spans, ours.places) if ours else (0, (), ())
-        proof, spans, places = told
+        pid, began = os.getpid(), start_ticks(os.getpid())
+        exports = self._exports
+        exported = (exports.proof, exports.spans, exports.places) if exports else (0, (), ())
+        proof, spans, places = exported
         return msgspec.msgpack.encode(
             _CudaMetadata(self._life, proof, pid, began, gpu, spans, places)
         )
 
     def connect(self, metadata: bytes) -> RemoteMemory:
-        """Map the peer's memory."""
-        try:
-            theirs = msgspec.msgpack.decode(metadata, type=_CudaMetadata)
-        except msgspec.DecodeError as error:
-            raise TransportError(
-                f"the peer's cuda metadata can't be read ({error}); run one version of kvferry"
-            ) from error
+        """Map the peer's spans."""
+        theirs = decode_metadata(self.name, metadata, _CudaMetadata)
         _demand_inside(theirs)
         if self._gpu is None:
-            raise TransportError("memory is registered before peers are connected")
+            raise TransportError("no memory is registered; call register() before connect()")
         if theirs.spans:
             _demand_reachable(self._gpu, theirs.gpu)
-        remote = _MappedPeer(self._gpu, theirs)
+        remote = _CudaPeer(self._gpu, theirs)
         self._remotes.add(remote)
         return remote
 
     # ------------------------------------------------------------ writes
 
     def write(self, remote: RemoteMemory, op: Op, pieces: Binding) -> None:
-        """Launch the copy."""
-        with self._turn:
-            begun = self._launch(remote, op, pieces)
-            if isinstance(begun, WriteEnded):
-                self._ended.append(begun)
+        """Launch the copy, and let the waiter report its end."""
+        with self._lock:
+            launched = self._launch(remote, op, pieces)
+            if isinstance(launched, WriteEnded):
+                self._ended.append(launched)
             else:
-                copying, event = begun
-                self._waits().watch(copying, event.synchronize)
-        if isinstance(begun, WriteEnded):
-            self.on_news()
+                copying, event = launched
+                self._running_waiter().watch(copying, event.synchronize)
+        if isinstance(launched, WriteEnded):
+            self.on_completion()
 
     def write_now(self, remote: RemoteMemory, op: Op, pieces: Binding) -> WriteEnded | None:
-        """Launch the copy from any thread."""
-        with self._turn:
-            begun = self._launch(remote, op, pieces)
-            if isinstance(begun, WriteEnded):
-                return begun
-            self._launched[op] = begun
+        """Launch the copy on the calling thread."""
+        with self._lock:
+            launched = self._launch(remote, op, pieces)
+            if isinstance(launched, WriteEnded):
+                return launched
+            self._launched[op] = launched
             return None
 
-    def look(self, op: Op) -> WriteEnded | None:
-        """Ask the GPU."""
-        with self._turn:
+    def check_write(self, op: Op) -> WriteEnded | None:
+        """Query the GPU."""
+        with self._lock:
             copying, event = self._launched[op]
             problem = copying.problem
             try:
                 if not event.query():
                     return None
-            except Exception as error:  # Of CUDA, after which nothing runs on the GPU any more.
+            except Exception as error:  # CUDA errors, after which the GPU runs nothing more.
                 problem = problem or gpu_failed(error)
             del self._launched[op]
             self._end(copying, problem)
             return self._ended.pop()
 
     def prebind(self, remote: RemoteMemory, pieces: Binding) -> None:
-        """Check it, and send its table to the GPU."""
-        assert isinstance(remote, _MappedPeer)
-        with self._turn:
-            if remote.is_left or self._copier is None or id(pieces) in self._prebound:
+        """Check the bounds, and upload the table of the copy to the GPU."""
+        assert isinstance(remote, _CudaPeer)
+        with self._lock:
+            if remote.is_disconnected or self._copier is None or id(pieces) in self._prebound:
                 return
-            if bounds.problem(pieces, self._limits, remote.limits):
+            if bounds.find_violation(pieces, self._bounds, remote.bounds):
                 return
             while len(self._prebound) >= MAX_PREBOUND:
                 self._drop_prebound(next(iter(self._prebound)))
@@ -274,85 +277,83 @@ class CudaTransport(Transport):
 
     def _launch(
         self, remote: RemoteMemory, op: Op, pieces: Binding
-    ) -> WriteEnded | tuple[_Copying, DeviceEvent]:
-        """Launch, and give what tells of the end; or say why not."""
-        assert isinstance(remote, _MappedPeer)
-        assert not remote.is_left, "a write comes before disconnect"
+    ) -> WriteEnded | tuple[_CopyInFlight, DeviceEvent]:
+        """Launch a copy and return it with its event, or the result if nothing was launched."""
+        assert isinstance(remote, _CudaPeer)
+        assert not remote.is_disconnected, "a write comes before disconnect"
         prebound = self._prebound.pop(id(pieces), None)
         if prebound is None:
-            outside = bounds.problem(pieces, self._limits, remote.limits)
+            outside = bounds.find_violation(pieces, self._bounds, remote.bounds)
             if outside:
                 return WriteEnded(op, WriteFate.FAILED, outside)
         try:
-            copier = self._engine()
+            copier = self._get_copier()
         except Exception as error:  # Nothing was launched.
-            return WriteEnded(op, WriteFate.FAILED, f"the GPU can't copy ({error})")
+            return WriteEnded(op, WriteFate.FAILED, f"the GPU cannot copy ({error})")
         remote.num_writes += 1
         try:
             if prebound is None:
                 copy = copier.prepare(pieces, self._addresses, remote.addresses)
             else:
-                assert prebound.remote is remote, "each peer's pages are bound by themselves"
+                assert prebound.remote is remote, "each peer has bindings of its own"
                 copy = prebound.copy
-            return _Copying(remote, op), copier.start(copy)
-        except Exception as error:  # Some of it may have been launched: it is over after that.
+            return _CopyInFlight(remote, op), copier.start(copy)
+        except Exception as error:  # Part of it may be running; drain waits for that.
             problem = f"copying failed ({type(error).__name__}: {error})"
-            return _Copying(remote, op, problem), _Drained(copier)
+            return _CopyInFlight(remote, op, problem), _DrainEvent(copier)
 
-    def _engine(self) -> DeviceCopier:
-        """What copies; a target has it only if it writes too."""
+    def _get_copier(self) -> DeviceCopier:
+        # A target gets a copier only when it writes.
         if self._copier is None:
             assert self._gpu is not None
             self._copier = self.setup.copies_on(Device("cuda", self._gpu.number))
         return self._copier
 
-    def _waits(self) -> Waiter[_Copying]:
-        """What waits for copies that nobody asks for."""
+    def _running_waiter(self) -> CopyWaiter[_CopyInFlight]:
         if self._waiter is None:
             name = f"kvferry-cuda-waiter-{self.setup.agent}"
-            self._waiter = Waiter(self._nudge, name)
+            self._waiter = CopyWaiter(self._notify, name)
         return self._waiter
 
-    def _nudge(self) -> None:
-        self.on_news()
+    def _notify(self) -> None:
+        self.on_completion()
 
     def poll(self) -> list[WriteEnded]:
-        """What has ended since the last call."""
-        with self._turn:
+        """Return the results since the last call."""
+        with self._lock:
             if self._waiter is not None:
                 for copying, problem in self._waiter.ended():
                     self._end(copying, copying.problem or problem)
             ended, self._ended = self._ended, []
         return ended
 
-    def _end(self, copying: _Copying, problem: str) -> None:
+    def _end(self, copying: _CopyInFlight, problem: str) -> None:
         remote, fate = copying.remote, WriteFate.FAILED if problem else None
         self._ended.append(WriteEnded(copying.op, fate, problem))
         remote.num_writes -= 1
-        if remote.is_left:
-            self._let_go(remote)
+        if remote.is_disconnected:
+            self._close_if_unused(remote)
 
     # ------------------------------------------------------------ the end
 
     def disconnect(self, remote: RemoteMemory) -> None:
-        """Unmap the peer's memory once nothing is written to it any more."""
-        assert isinstance(remote, _MappedPeer)
-        with self._turn:
-            remote.is_left = True
+        """Unmap the peer's memory, after the last write that is in flight."""
+        assert isinstance(remote, _CudaPeer)
+        with self._lock:
+            remote.is_disconnected = True
             for key in [key for key, one in self._prebound.items() if one.remote is remote]:
                 self._drop_prebound(key)
-            self._let_go(remote)
+            self._close_if_unused(remote)
 
-    def _let_go(self, remote: _MappedPeer) -> None:
+    def _close_if_unused(self, remote: _CudaPeer) -> None:
         if not remote.num_writes and remote in self._remotes:
             self._remotes.discard(remote)
-            with suppress(
-                DriverError
-            ):  # After a failure of the GPU nothing can be unmapped either.
+            # Unmapping fails too after a failure of the GPU.
+            with suppress(DriverError):
                 remote.close()
 
     def close(self) -> None:
-        """Wait for the GPU, unmap everything, and let nobody map our memory any more."""
+        """Wait for the GPU, unmap peers' memory, and close the exports."""
         if self._waiter is not None:
             self._waiter.close()
             self.poll()
@@ -361,18 +362,18 @@ class CudaTransport(Transport):
         for remote in list(self._remotes):
             self.disconnect(remote)
         if self._exports is not None:
-            del _own[self._life]
+            del _own_exports[self._life]
             self._exports.close()
             self._exports = None
         self._copier, self._ended = None, []
-        self.regions, self._addresses, self._limits = (), (), Limits(())
+        self.regions, self._addresses, self._bounds = (), (), RegionBounds(())
 
     def _drain(self) -> None:
-        """Let what was launched at once end. Whoever would have asked for it is gone."""
+        """Wait for the writes of ``write_now``. Their callers no longer ask for the results."""
         if self._copier is not None and self._launched:
-            with suppress(Exception):  # Of CUDA, after which nothing runs on the GPU any more.
+            with suppress(Exception):  # CUDA errors, after which the GPU runs nothing more.
                 self._copier.drain()
-        with self._turn:
+        with self._lock:
             for copying, _ in self._launched.values():
                 self._end(copying, copying.problem)
             self._launched = {}
@@ -386,39 +387,40 @@ def _device_of(regions: Sequence[Region]) -> Device:
         )
     if len(devices) != 1:
         raise TransportError(
-            f"the cuda transport takes the memory of one GPU, not of {len(devices)}; "
-            f"use one endpoint for each"
+            f"the cuda transport takes memory of one GPU, not of {len(devices)}; "
+            f"use one endpoint per GPU"
         )
     return devices.pop()
 
 
 def _demand_inside(theirs: _CudaMetadata) -> None:
-    """Every region lies in a span that is there."""
+    """Raise ``TransportError`` unless every region lies in a listed span."""
     for place in theirs.regions:
-        if place.num_bytes and place.span >= len(theirs.spans):
-            raise TransportError("the peer's cuda metadata names memory that it does not list")
-        if place.num_bytes and place.end > theirs.spans[place.span].num_bytes:
-            raise TransportError("the peer's cuda metadata has a region beyond its memory's end")
+        spans = theirs.spans[place.span : place.span + 1]
+        if place.num_bytes and (not spans or place.end > spans[0].num_bytes):
+            raise TransportError(
+                "the peer's cuda metadata has a region outside its spans; "
+                "run one version of kvferry"
+            )
 
 
 def _demand_reachable(ours: Gpu, uuid: bytes) -> None:
     number = driver.number_of(uuid)
     if number is None:
         raise TransportError(
-            f"the peer's pools are on the GPU {uuid.hex()}, which this process can't see; "
-            f"name it in CUDA_VISIBLE_DEVICES and give it to the container, or use nixl"
+            f"the peer's pools are on the GPU {uuid.hex()}, which this process cannot see; "
+            f"add it to CUDA_VISIBLE_DEVICES and to the container, or use nixl"
         )
     if not ours.reaches(number):
         raise TransportError(
-            f"cuda:{ours.number} can't write the memory of cuda:{number}, where the peer's pools "
-            f"are; nvidia-smi topo -p2p w shows which can, or use nixl"
+            f"cuda:{ours.number} cannot write the memory of cuda:{number}, where the peer's pools "
+            f"are; choose GPUs that nvidia-smi topo -p2p w shows as OK, or use nixl"
         )
 
 
 @cache
 def _realm() -> str:
-    """Handles are good within a host, and descriptors among processes that see each other."""
-    words = [boot()]
+    words = [host_id()]
     for space in ("pid", "ipc"):
         with suppress(OSError):
             words.append(os.readlink(f"/proc/self/ns/{space}"))

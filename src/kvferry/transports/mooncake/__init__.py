@@ -1,4 +1,4 @@
-"""Mooncake behind the transport interface: its engine, and a courier for calls that wait."""
+"""The Mooncake transport: one transfer engine, and a thread for its writes."""
 
 from kvferry.transports.mooncake.transport import MooncakeTransport
 

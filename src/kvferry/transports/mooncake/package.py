@@ -1,4 +1,4 @@
-"""The Mooncake package: loaded when first needed, started as asked, and kept quiet."""
+"""Import and start of Mooncake's engine, with its logging under control."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ import msgspec
 
 from kvferry.errors import TransportError
 
-# The level of Google's logging below which nothing is printed, as its C++ name is mangled.
-_LEVEL = "_ZN3fLI17FLAGS_minloglevelE"
+# glog's minimum level, under its mangled C++ name.
+_LEVEL_SYMBOL = "_ZN3fLI17FLAGS_minloglevelE"
 _ERROR, _FATAL = 2, 3
-# The environment is everybody's.
-_starting = threading.Lock()
+_FORCE_TCP = "MC_FORCE_TCP"
+# Held while an engine starts, because that sets an environment variable.
+_start_lock = threading.Lock()
 
 
 @cache
 def load() -> Any:
-    """Mooncake's engine module. Raises ``ImportError`` if it can't be had."""
+    """Import Mooncake's engine module. Raises ``ImportError``."""
     module = importlib.import_module("mooncake.engine")
-    level = _level(module)
+    level = _log_level(module)
     if level is not None:
         level.value = _ERROR
     return module
 
 
 def missing() -> str | None:
-    """What to install, in one sentence; None if Mooncake is there."""
+    """Return what to install, in one sentence; None if Mooncake can be imported."""
     try:
         load()
     except ImportError as error:
@@ -44,7 +45,7 @@ def missing() -> str | None:
 
 
 def remedy(error: ImportError) -> str:
-    """What to do about a module that can't be loaded."""
+    """Return what to do about a failed import."""
     if "libibverbs.so.1" in str(error):
         return "Mooncake needs libibverbs.so.1; install it: apt-get install libibverbs1"
     if "libcudart" in str(error):
@@ -54,63 +55,60 @@ def remedy(error: ImportError) -> str:
         )
     if isinstance(error, ModuleNotFoundError):
         return "the mooncake transport needs Mooncake; pip install 'kvferry[mooncake]'"
-    return f"Mooncake is installed but can't be loaded ({error}); reinstall it"
+    return f"Mooncake is installed but cannot be loaded ({error}); reinstall it"
 
 
 def start(host: str, protocol: str, device: str) -> Any:
-    """An engine that peers reach by ``host``. Raises ``TransportError``."""
+    """Start an engine that peers reach by ``host``. Raises ``TransportError``."""
     if protocol not in ("tcp", "rdma"):
-        raise TransportError(f"Mooncake's protocol is tcp or rdma here, not {protocol!r}")
+        raise TransportError(f"Mooncake's protocol must be tcp or rdma, not {protocol!r}")
     try:
         engine = load().TransferEngine()
-        with _starting, hushed(), _forced(protocol):
+        with _start_lock, silenced(), _forced(protocol):
             code = engine.initialize(host, "P2PHANDSHAKE", protocol, device)
         found = protocol == "tcp" or _has_devices(engine.get_local_topology(device))
-    except Exception as error:  # Foreign exceptions end here.
-        raise TransportError(f"Mooncake can't be started ({error})") from error
+    except Exception as error:
+        raise TransportError(f"Mooncake cannot start ({error}); check its installation") from error
     if not found:
         raise TransportError(
-            f"Mooncake finds no RDMA device {device}".rstrip() + "; name one that there is with "
+            f"Mooncake finds no RDMA device {device}".rstrip() + "; name an existing one with "
             "the option device, or use the protocol tcp"
         )
     if code:
         raise TransportError(
-            f"Mooncake can't be started for {protocol} on {host} (it says {code}); "
-            f"check the host, or set MC_LOG_LEVEL=INFO to see more"
+            f"Mooncake cannot start with {protocol} on {host} (its code is {code}); "
+            f"check the host, or set MC_LOG_LEVEL=INFO for details"
         )
     return engine
 
 
 @contextmanager
 def _forced(protocol: str) -> Iterator[None]:
-    """Mooncake takes no notice of the protocol: it uses RDMA where there is a device for it.
+    """Make Mooncake use TCP if that was requested.
 
-    A variable of the environment forbids that, and is read while an engine is started.
+    It ignores its protocol argument and uses RDMA wherever there is a device. An environment
+    variable, which it reads while an engine starts, prevents that.
     """
-    variable = "MC_FORCE_TCP"
-    if protocol != "tcp" or variable in os.environ:
+    if protocol != "tcp" or _FORCE_TCP in os.environ:
         yield
         return
-    os.environ[variable] = "1"
+    os.environ[_FORCE_TCP] = "1"
     try:
         yield
     finally:
-        del os.environ[variable]
+        del os.environ[_FORCE_TCP]
 
 
 def _has_devices(topology: str) -> bool:
-    """Without any, Mooncake would use TCP. Each place has preferred and other devices."""
+    """Return whether any location has RDMA devices. Without any, Mooncake would use TCP."""
     places: dict[str, list[list[str]]] = msgspec.json.decode(topology or "{}")
     return any(names for devices in places.values() for names in devices)
 
 
 @contextmanager
-def hushed() -> Iterator[bool]:
-    """Print nothing for now, where Mooncake complains of what is as it should be.
-
-    Tells whether that can be done.
-    """
-    level = _level(load())
+def silenced() -> Iterator[bool]:
+    """Suppress Mooncake's log where it complains about normal events; yield whether it worked."""
+    level = _log_level(load())
     if level is None:
         yield False
         return
@@ -122,13 +120,13 @@ def hushed() -> Iterator[bool]:
 
 
 def stop_listening(port: int) -> None:
-    """Let the engine of that port end at once.
+    """Shut down the listening socket of an engine, so that the engine ends at once.
 
-    Its end waits for a thread that looks only once a second whether it is to stop, and
-    no Python runs meanwhile. A listener that is shut down makes it look again and again.
+    Its destructor waits for a thread that checks for the end only once a second, with the GIL
+    held. On a shut-down socket that thread loops without waiting.
     """
     for number in map(int, os.listdir("/proc/self/fd")):
-        # Others may close their files meanwhile.
+        # Other threads may close their files meanwhile.
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as found:
@@ -141,15 +139,15 @@ def _listens(found: socket.socket) -> bool:
     return is_tcp and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _level(module: Any) -> ctypes.c_int | None:
-    """Its log level in memory; None if the user rules it, or if it is not to be found.
+def _log_level(module: Any) -> ctypes.c_int | None:
+    """Return Mooncake's log level in memory; None if the user has set it or it is not found.
 
-    The variable ``MC_LOG_LEVEL`` is read once while the module is loaded. Setting it for
-    that would also set it for every process that we start.
+    Mooncake reads ``MC_LOG_LEVEL`` only while the module is loaded, and setting the variable here
+    would pass it on to child processes.
     """
     if "MC_LOG_LEVEL" in os.environ:
         return None
     try:
-        return ctypes.c_int.in_dll(ctypes.CDLL(module.__file__), _LEVEL)
+        return ctypes.c_int.in_dll(ctypes.CDLL(module.__file__), _LEVEL_SYMBOL)
     except (OSError, ValueError):
         return None

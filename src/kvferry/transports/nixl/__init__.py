@@ -1,4 +1,4 @@
-"""NIXL behind the transport interface: the agent, its peers, and writes in batches."""
+"""The NIXL transport: one agent, its peers, and writes in batches."""
 
 from kvferry.transports.nixl.transport import NixlTransport
 

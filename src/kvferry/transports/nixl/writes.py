@@ -10,9 +10,9 @@ from kvferry.transports.nixl.peers import NixlConnection, release
 
 
 class NixlWrite:
-    """A write under way: at most one of its batches is NIXL's at any time.
+    """A write in flight. At most one of its batches is submitted at any time.
 
-    So when a batch can't be made, nothing is under way.
+    So if the next batch cannot be prepared, nothing is in flight.
     """
 
     def __init__(self, remote: NixlConnection, op: Op, batches: list[DescriptorBatch]) -> None:
@@ -21,48 +21,51 @@ class NixlWrite:
         self._todo = batches[::-1]
         self._batch: DescriptorBatch | None = None
         self._handle: Any = None
-        self._act: Any = None
+        self._advance: Any = None
 
     @property
     def has_more(self) -> bool:
-        """Whether batches are left that NIXL has not seen."""
+        """Whether batches are left to submit."""
         return bool(self._todo)
 
-    def make(self, agent: Any) -> None:
-        """Hand NIXL the next batch, if it has none. Nothing is submitted yet."""
+    def prepare(self, agent: Any) -> None:
+        """Make the next batch's handle if no batch is current. This submits nothing."""
         if self._handle is not None or not self._todo:
             return
         batch = self._batch = self._todo.pop()
-        self._handle = self.remote.peer.handles.acquire(batch.piece)
+        self._handle = self.remote.peer.handles.acquire(batch.single)
         if self._handle is None:
             self._handle = agent.initialize_xfer(
                 "WRITE",
-                agent.get_xfer_descs(batch.source, batch.source_kind),
-                agent.get_xfer_descs(batch.target, batch.target_kind),
+                agent.get_xfer_descs(batch.source, batch.source_type),
+                agent.get_xfer_descs(batch.target, batch.target_type),
                 self.remote.peer.name,
             )
-        self._act = agent.transfer
+        self._advance = agent.transfer
 
-    def go_on(self, agent: Any) -> bool:
-        """Submit the batch or look after it; whether it is done, as an empty write always is."""
+    def progress(self, agent: Any) -> bool:
+        """Submit the current batch or check on it; return whether it has completed.
+
+        An empty write has completed from the start. Raises if the connection has failed.
+        """
         if self._handle is None:
             return True
-        state = self._act(self._handle)
-        self._act = agent.check_xfer_state
+        state = self._advance(self._handle)
+        self._advance = agent.check_xfer_state
         if state not in ("DONE", "PROC"):
-            raise RuntimeError(f"NIXL says {state}")
+            raise RuntimeError(f"NIXL reports {state}")
         if state == "DONE" and self._batch is not None:
-            self.remote.peer.handles.keep(self._batch.piece, self._handle)
+            self.remote.peer.handles.keep(self._batch.single, self._handle)
             self._handle = None
         return bool(state == "DONE")
 
-    def give_up(self) -> bool:
-        """Hand NIXL no more of it; whether a batch is still under way."""
+    def cancel_rest(self) -> bool:
+        """Drop the batches that were not submitted; return whether one is in flight."""
         self._todo.clear()
         return self._handle is not None
 
     def release(self) -> None:
-        """Give the batch back to NIXL. That does not stop it."""
+        """Release the current handle. This does not stop the transfer."""
         handle, self._handle = self._handle, None
         if handle is not None:
             release(handle)

@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.cli.parsing import LONGEST_SENTENCE, one_line
 from kvferry.errors import KvferryError
-from kvferry.transports.transport_set import AUTO, asked_for
+from kvferry.transports.transport_set import AUTO, transport_names
 
 REPORT = "please report it with the output of `kvferry doctor --json`"
 
@@ -49,7 +49,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def transports(self) -> tuple[str, ...]:
         """All that the name means, best first."""
-        return asked_for(self.transport)
+        return transport_names(self.transport)
 
     @property
     def best(self) -> str:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
-from kvferry.discovery.http_backend import HttpDiscovery
+from kvferry.discovery.http.backend import HttpDiscovery
 from kvferry.discovery.records import DiscoveryError, DiscoveryFault
 from kvferry.endpoint.control.sockets import ControlClient, ControlServer
 from kvferry.errors import InputError

@@ -1,0 +1,99 @@
+"""The state of the cluster for the discovery service's page: endpoint reports and the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from kvferry.discovery.http.registry import InstanceRegistry
+from kvferry.errors import Refused
+from kvferry.layout.layout import Layout
+from kvferry.plan.pictures import as_svg
+from kvferry.plan.plan import Request
+from kvferry.plan.reshard import reshard
+from kvferry.telemetry.cluster import ClusterMonitor, Registered
+from kvferry.telemetry.status import ClusterStatus, EndpointStatus, ReportRequest
+from kvferry.telemetry.waterfall import Waterfall
+
+# How long to wait for the parts of a trace. Endpoints report every few seconds.
+TRACE_TIMEOUT_S = 7.0
+POLL_S = 0.05
+# The request whose plan is drawn.
+DRAWN = Request(8192)
+MAX_DRAWN = 16
+# Workers register their HTTP address under this suffix. That is not an instance that sends.
+HTTP_SUFFIX = "@http"
+
+
+class DiscoveryStatus:
+    """Endpoint reports, and answers to the page. Belongs to the service's event loop."""
+
+    def __init__(self, registry: InstanceRegistry) -> None:
+        self._registry = registry
+        self._cluster = ClusterStatus()
+        self._drawn: dict[tuple[Layout, Layout], str] = {}
+
+    # ------------------------------------------------------------ reports of endpoints
+
+    def take(self, view: EndpointView) -> ReportRequest:
+        """Store an endpoint's report, and return what the next one should contain."""
+        return self._cluster.take(view, time.monotonic())
+
+    def leave(self, name: str, incarnation: int) -> bool:
+        """Remove an endpoint that has closed; return whether it was known."""
+        return self._cluster.leave(name, incarnation)
+
+    def forget(self, now: float) -> None:
+        """Drop endpoints that have been silent for long."""
+        self._cluster.forget(now)
+
+    # ------------------------------------------------------------ questions of the page
+
+    async def look(self) -> ClusterView:
+        """Return the current state of the cluster."""
+        now, wall = time.monotonic(), time.time()
+        return self._cluster.look(registered(self._registry), now, wall, "discovery")
+
+    async def waterfall(self, room: str) -> Waterfall | None:
+        """Return a room's trace once every live endpoint has reported it, or after a timeout."""
+        self._cluster.ask(room, time.monotonic())
+        deadline = time.monotonic() + TRACE_TIMEOUT_S
+        while time.monotonic() < deadline and not self._cluster.is_told(room, time.monotonic()):
+            await asyncio.sleep(POLL_S)
+        return self._cluster.waterfall(room)
+
+    async def plan(self, source: str, target: str) -> str:
+        """Return the plan of two instances as SVG. Raises ``LookupError``."""
+        layouts = self._layout(source), self._layout(target)
+        if layouts not in self._drawn:
+            if len(self._drawn) >= MAX_DRAWN:
+                del self._drawn[next(iter(self._drawn))]
+            try:
+                self._drawn[layouts] = as_svg(reshard(*layouts), DRAWN)
+            except Refused as refused:
+                raise LookupError(f"these two cannot work together: {refused}") from None
+        return self._drawn[layouts]
+
+    def _layout(self, name: str) -> Layout:
+        view = self._registry.resolve(name)
+        layout = view.layout if view is not None else self._cluster.layout_of(name)
+        if layout is None:
+            raise LookupError(f"no rank of {name!r:.100} has reported its layout; check the name")
+        return layout
+
+
+def registered(registry: InstanceRegistry) -> list[Registered]:
+    """Return every instance that has registered to send."""
+    return [
+        Registered(
+            name=one.name,
+            complete=one.complete,
+            note="" if one.complete else one.note,
+            sharding=one.layout,
+            transport=one.transport,
+            num_ranks=one.num_ranks,
+            ranks=registry.ranks_of(one.name),
+        )
+        for one in registry.summaries()
+        if not one.name.endswith(HTTP_SUFFIX)
+    ]
