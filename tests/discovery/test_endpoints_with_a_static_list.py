@@ -1,8 +1,4 @@
-<<<<<<<< HEAD:tests/endpoint/test_static_discovery.py
-"""Endpoints that find each other by a static list instead of a discovery service."""
-========
 """Endpoints that find each other by a static list, without a service."""
->>>>>>>> w-transports:tests/discovery/test_endpoints_with_a_static_list.py
 
 from __future__ import annotations
 
@@ -34,13 +30,8 @@ CONFIG = EndpointConfig(protocol=QUICK, deadline_s=20.0, discovery_timeout_s=0.1
 WAIT_S = 15.0
 
 
-<<<<<<<< HEAD:tests/endpoint/test_static_discovery.py
-class Place(NamedTuple):
-    """A static list with one prefill rank, and the rank's port."""
-========
 class ListedRank(NamedTuple):
     """A list of one prefill rank, and the rank's port in it."""
->>>>>>>> w-transports:tests/discovery/test_endpoints_with_a_static_list.py
 
     discovery: StaticDiscovery
     port: int
@@ -106,11 +97,7 @@ def carry(source: SourceEndpoint, target: TargetEndpoint, room: str) -> Outcome:
     return outcome
 
 
-<<<<<<<< HEAD:tests/endpoint/test_static_discovery.py
-def test_endpoints_of_a_static_list_carry_rooms(place: Place) -> None:
-========
 def test_a_transfer_between_listed_endpoints(listed: ListedRank) -> None:
->>>>>>>> w-transports:tests/discovery/test_endpoints_with_a_static_list.py
     with (
         source_at(listed.port, listed.discovery) as source,
         target_with(listed.discovery) as (target, pages),
@@ -121,23 +108,13 @@ def test_a_transfer_between_listed_endpoints(listed: ListedRank) -> None:
         assert carry(source, target, "two") == Done(b"token")
 
 
-<<<<<<<< HEAD:tests/endpoint/test_static_discovery.py
-def test_a_source_that_restarts_at_its_address_is_linked_again(place: Place) -> None:
-    with target_with(place.discovery) as (target, pages):
-        with source_at(place.port, place.discovery) as first:
-========
 def test_a_restarted_source_is_reached_again(listed: ListedRank) -> None:
     with target_with(listed.discovery) as (target, pages):
         with source_at(listed.port, listed.discovery) as first:
->>>>>>>> w-transports:tests/discovery/test_endpoints_with_a_static_list.py
             assert carry(first, target, "before") == Done(b"token")
         with source_at(listed.port, listed.discovery, fill=9) as second:
             assert second.record.incarnation != first.record.incarnation
-<<<<<<<< HEAD:tests/endpoint/test_static_discovery.py
-            # The first room may still use the link to the former incarnation, and fail.
-========
             # The first room may still use the link to the old process, and fail.
->>>>>>>> w-transports:tests/discovery/test_endpoints_with_a_static_list.py
             outcomes = [carry(second, target, f"after-{number}") for number in range(3)]
         for outcome in outcomes[:-1]:
             assert isinstance(outcome, Done) or outcome.code in {
@@ -149,11 +126,7 @@ def test_a_restarted_source_is_reached_again(listed: ListedRank) -> None:
         assert (pages[[3, 1]] == 9).all()
 
 
-<<<<<<<< HEAD:tests/endpoint/test_static_discovery.py
-def test_a_source_at_another_address_is_refused_and_leaves_no_thread(place: Place) -> None:
-========
 def test_a_source_at_another_address_is_refused(listed: ListedRank) -> None:
->>>>>>>> w-transports:tests/discovery/test_endpoints_with_a_static_list.py
     before = set(threading.enumerate())
     with pytest.raises(InputError, match=f"p/0 listens on .* says tcp://127.0.0.1:{listed.port}"):
         source_at(0, listed.discovery)
@@ -161,13 +134,8 @@ def test_a_source_at_another_address_is_refused(listed: ListedRank) -> None:
     source_at(listed.port, listed.discovery).close()
 
 
-<<<<<<<< HEAD:tests/endpoint/test_static_discovery.py
-def test_a_failure_names_the_unlisted_instance(place: Place) -> None:
-    with target_with(place.discovery) as (target, _):
-========
 def test_an_unlisted_instance_is_refused(listed: ListedRank) -> None:
     with target_with(listed.discovery) as (target, _):
->>>>>>>> w-transports:tests/discovery/test_endpoints_with_a_static_list.py
         handle = target.receive("room", prefill="q", tokens=4, pages=[0])
         outcome = handle.wait(WAIT_S)
         assert isinstance(outcome, Failure)

@@ -43,7 +43,7 @@ class Faulty(ShmTransport):
 
     name: ClassVar[str] = "shm"
     # The transport thread must make the writes.
-    writes_at_once: ClassVar[bool] = False
+    supports_write_now: ClassVar[bool] = False
 
     def __init__(self, setup: TransportSetup, on_write: Callable[[], None]) -> None:
         super().__init__(setup)

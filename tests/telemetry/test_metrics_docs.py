@@ -132,7 +132,7 @@ def test_every_http_metric_has_a_row() -> None:
 
 def test_every_label_value_is_listed() -> None:
     served = {words(name)[0]: meaning for name, _, _, meaning in rows("## HTTP", 4)}
-    assert set(Why) <= set(words(served["kvferry_http_rejected_total"]))
+    assert set(RejectReason) <= set(words(served["kvferry_http_rejected_total"]))
     cells = {words(name)[0]: meaning for name, _, _, meaning in rows("## Endpoints", 4)}
     assert set(TransferMode) <= set(words(cells["kvferry_writes_total"]))
     assert set(WriteFate) <= set(words(cells["kvferry_writes_failed_total"]))

@@ -203,7 +203,7 @@ class DiscoveryClient:
             await _guarded(self.discovery.withdraw(record))
         except DiscoveryError as error:
             # The lease ends on its own.
-            log.info("no-farewell peer=%s fault=%s", record.peer, error.fault)
+            log.info("unregister-failed peer=%s fault=%s", record.peer, error.fault)
 
     # ------------------------------------------------------------ on the thread: registrations
 
@@ -289,7 +289,9 @@ class DiscoveryClient:
                     wait_s = WAIT_S
                 delay_s = backoff.next_s()
                 if backoff.is_first and not is_incomplete:
-                    log.warning("no-news instance=%s fault=%s", watch.name, error.fault)
+                    log.warning(
+                        "discovery-unreachable instance=%s fault=%s", watch.name, error.fault
+                    )
                 await asyncio.sleep(delay_s)
                 continue
             backoff.reset()

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.discovery.base import Discovery
 from kvferry.discovery.client import DiscoveryClient
-from kvferry.discovery.http_backend import HttpDiscovery
-from kvferry.discovery.reporting import StatusReporter
+from kvferry.discovery.http.backend import HttpDiscovery
+from kvferry.discovery.http.reporter import StatusReporter
 from kvferry.endpoint.arguments import deadline_in
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.unix import UnixListener

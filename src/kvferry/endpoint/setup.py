@@ -88,7 +88,7 @@ def make_transports(
 
 def _check_loopback(name: str, host: str) -> None:
     """Refuse a transport that listens on all addresses if the endpoint's host is loopback."""
-    if load(name).listens_everywhere and ipaddress.ip_address(host).is_loopback:
+    if load(name).listens_on_all_addresses and ipaddress.ip_address(host).is_loopback:
         raise TransportError(
             f"{name} listens on every address, but this endpoint's host is {host}; name the "
             f"transport, or set another host, to use it"

@@ -103,7 +103,7 @@ class TransportThread:
         self._busy_at = 0.0
         self.heartbeat = ThreadHeartbeat("transport", lambda: len(self._jobs) > 0)
         for transport in self._transports.values():
-            transport.on_news = self._wake
+            transport.on_completion = self._wake
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # ------------------------------------------------------------ for any thread

@@ -26,7 +26,7 @@ FILES_PER_REQUEST = 4
 @contextlib.asynccontextmanager
 async def serving(options: RouterOptions) -> AsyncIterator[str]:
     """Serve while the block runs; yield the URL."""
-    key = key_in(options.key)
+    key = load_cluster_key(options.key)
     address = checked_bind_address(options.host, options.port, key)
     listener = bind_socket(address, options.port)
     url = http_url(address, listener)

@@ -216,7 +216,7 @@ async def _read_all(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _failed_attempt(worker: Worker, status: int, document: bytes) -> FailedAttempt:
-    code, message = told(document)
+    code, message = parse_error(document)
     if not message:
         return FailedAttempt(
             worker, FaultDomain.WORKER, f"the {worker} answered with status {status}"

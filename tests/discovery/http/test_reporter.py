@@ -19,8 +19,8 @@ def test_an_endpoint_is_shown_until_its_reporter_closes() -> None:
     with DiscoveryServer() as server:
         scene = Scene(server.url, {}, {"d": 1})
 
-        def make(request: ReportRequest) -> Future[EndpointView]:
-            made: Future[EndpointView] = Future()
+        def make(request: ReportRequest) -> Future[EndpointStatus]:
+            made: Future[EndpointStatus] = Future()
             made.set_result(scene.view("target", "d", 0, 1))
             return made
 

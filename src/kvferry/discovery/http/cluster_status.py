@@ -30,12 +30,12 @@ class DiscoveryStatus:
 
     def __init__(self, registry: InstanceRegistry) -> None:
         self._registry = registry
-        self._cluster = ClusterStatus()
+        self._cluster = ClusterMonitor()
         self._drawn: dict[tuple[Layout, Layout], str] = {}
 
     # ------------------------------------------------------------ reports of endpoints
 
-    def take(self, view: EndpointView) -> ReportRequest:
+    def take(self, view: EndpointStatus) -> ReportRequest:
         """Store an endpoint's report, and return what the next one should contain."""
         return self._cluster.take(view, time.monotonic())
 
@@ -49,16 +49,16 @@ class DiscoveryStatus:
 
     # ------------------------------------------------------------ questions of the page
 
-    async def look(self) -> ClusterView:
+    async def look(self) -> ClusterStatus:
         """Return the current state of the cluster."""
         now, wall = time.monotonic(), time.time()
-        return self._cluster.look(registered(self._registry), now, wall, "discovery")
+        return self._cluster.status(registered(self._registry), now, wall, "discovery")
 
     async def waterfall(self, room: str) -> Waterfall | None:
         """Return a room's trace once every live endpoint has reported it, or after a timeout."""
-        self._cluster.ask(room, time.monotonic())
+        self._cluster.query_trace(room, time.monotonic())
         deadline = time.monotonic() + TRACE_TIMEOUT_S
-        while time.monotonic() < deadline and not self._cluster.is_told(room, time.monotonic()):
+        while time.monotonic() < deadline and not self._cluster.is_answered(room, time.monotonic()):
             await asyncio.sleep(POLL_S)
         return self._cluster.waterfall(room)
 

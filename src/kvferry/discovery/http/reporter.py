@@ -70,7 +70,7 @@ class StatusReporter:
                 if not (request.rooms or request.layout):
                     pause_s = request.every_s
             except DiscoveryError as error:
-                log.debug("view-not-told peer=%s fault=%s", self._peer, error.fault)
+                log.debug("status-report-failed peer=%s fault=%s", self._peer, error.fault)
                 is_unsupported = error.fault is DiscoveryFault.NOT_FOUND
                 pause_s = UNSUPPORTED_S if is_unsupported else backoff.next_s()
             except TimeoutError:

@@ -34,7 +34,6 @@ from kvferry.errors import KvferryError
 from kvferry.ids import MAX_ID
 from kvferry.security.signing import SCHEME, Introduction, RequestVerifier, SignatureFault
 from kvferry.security.tokens import token_problem
-from kvferry.telemetry.status import EndpointStatus
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -238,7 +237,7 @@ class DiscoveryService:
         return web.Response(status=204)
 
     async def _put_view(self, request: web.Request) -> web.Response:
-        view = _decoded(await request.read(), EndpointView)
+        view = _decoded(await request.read(), EndpointStatus)
         name, rank = _rank_in(request)
         _demand_same(view.name, f"{name}/{rank}")
         return _json(self._status.take(view))

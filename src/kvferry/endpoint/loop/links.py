@@ -108,7 +108,7 @@ class TargetLinkTable:
             "; ".join((*result.problems, *untried)),
         )
         self._observer.link_up(link.peer, transport.name)
-        if transport.writes_at_once:
+        if transport.supports_write_now:
             link.inline = result
         self._costs.reached(session, transport.name, link.metadata.liveness_port[0])
         self._answer(MemoryReached(session, transport.name))

@@ -69,7 +69,7 @@ class InlineWrites:
         for job, (transport, due) in list(self._writes.items()):
             if due > now:
                 continue
-            ended = transport.look(job.op)
+            ended = transport.check_write(job.op)
             if ended is None:
                 self._writes[job] = transport, now + backoff_s(now - job.started)
             else:
@@ -153,7 +153,7 @@ class TransportWrites:
             self._fail(job, str(error))
             return
         reached = link.inline
-        if reached is not None and (reached.transport.writes_elsewhere or job.is_small()):
+        if reached is not None and (reached.transport.write_now_is_async or job.is_small()):
             self._write_inline(job, reached)
         else:
             self._transport_thread.write(job)
