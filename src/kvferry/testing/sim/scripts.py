@@ -1,4 +1,4 @@
-"""Scripts: what is done to a cluster in a named situation."""
+"""Scripts: functions that start jobs and inject faults in a cluster, for scenarios."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Script = Callable[[SimCluster], None]
 
 
 def jobs(count: int, every_s: float = 0.05, *, cached: bool = True) -> Script:
-    """Start so many jobs, one after the other; ``cached``: decode may have a part already."""
+    """Start jobs one after the other; with ``cached``, decode may have a prefix already."""
 
     def script(cluster: SimCluster) -> None:
         for index in range(count):
             job = cluster.draw_job(cached=cached, deadline_s=4.0)
-            cluster.world.at(index * every_s, lambda job=job: cluster.start(job))  # type: ignore[misc]
+            cluster.world.at(index * every_s, partial(cluster.start, job))
 
     return script
 
 
 def layers(count: int, order: int, pace_s: float = 0.0) -> Script:
-    """Jobs of one chunk each, pushed layer by layer: upwards (1) or downwards (-1)."""
+    """Start jobs of one chunk each, pushed layer by layer: upwards (1) or downwards (-1)."""
 
     def script(cluster: SimCluster) -> None:
         for _ in range(count):
@@ -46,8 +46,8 @@ def layers(count: int, order: int, pace_s: float = 0.0) -> Script:
     return script
 
 
-def both(*scripts: Script) -> Script:
-    """Several scripts at once."""
+def all_of(*scripts: Script) -> Script:
+    """Run several scripts, or check several demands, in order."""
 
     def script(cluster: SimCluster) -> None:
         for one in scripts:
@@ -57,7 +57,7 @@ def both(*scripts: Script) -> Script:
 
 
 def at(seconds: float, act: Script) -> Script:
-    """Do something to the cluster at that time."""
+    """Run another script at that time."""
     return lambda cluster: cluster.world.at(seconds, lambda: act(cluster))
 
 
@@ -67,14 +67,14 @@ def kill(instance: str, rank: int, revive_after: float | None) -> Script:
 
 
 def kill_after_a_layer(instance: str, rank: int) -> Script:
-    """Kill one process when the first of what it writes has arrived."""
+    """Kill one process when it announces its first write."""
 
     def script(cluster: SimCluster) -> None:
-        world, struck = cluster.world, list[Envelope]()
+        world, killed = cluster.world, list[Envelope]()
 
         def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
-            if sender == Peer(instance, rank) and isinstance(envelope.body, Arrived) and not struck:
-                struck.append(envelope)
+            if sender == Peer(instance, rank) and isinstance(envelope.body, Arrived) and not killed:
+                killed.append(envelope)
                 world.at(0.0, lambda: cluster.kill(world.nodes[sender], 0.5))
             return None
 
@@ -89,7 +89,7 @@ def stall(instance: str, rank: int, seconds: float) -> Script:
 
 
 def cancel(index: int, *instances: str) -> Script:
-    """Engines give a job up, on every rank."""
+    """Cancel a job at every rank of these instances."""
 
     def script(cluster: SimCluster) -> None:
         for node in cluster.nodes:
@@ -100,7 +100,7 @@ def cancel(index: int, *instances: str) -> Script:
 
 
 def ask_again(index: int) -> Script:
-    """Decode gives a job up and asks for the same room again as soon as it has its pages back."""
+    """Cancel a job at decode and receive the same room again once its pages are released."""
 
     def again(cluster: SimCluster, node: TargetNode) -> None:
         job = cluster.jobs[index]
@@ -129,7 +129,7 @@ def lose_first(*kinds: type) -> Script:
             key = (sender, to, type(envelope.body))
             if key[2] in kinds and key not in seen:
                 seen.add(key)
-                cluster.world.happened["lost-" + key[2].__name__] += 1
+                cluster.world.counts["lost-" + key[2].__name__] += 1
                 return []
             return None
 
@@ -139,7 +139,7 @@ def lose_first(*kinds: type) -> Script:
 
 
 def slow_writes(seconds: float) -> Script:
-    """Every write takes so much longer."""
+    """Make every write take longer."""
 
     def script(cluster: SimCluster) -> None:
         cluster.wire.extra_s = seconds
@@ -148,7 +148,7 @@ def slow_writes(seconds: float) -> Script:
 
 
 def slow_gathers(seconds: float) -> Script:
-    """Every gather ahead takes so much longer."""
+    """Make every early gather take longer."""
 
     def script(cluster: SimCluster) -> None:
         cluster.wire.gathers.extra_s = seconds
@@ -157,7 +157,7 @@ def slow_gathers(seconds: float) -> Script:
 
 
 def shuffle_notes(cluster: SimCluster) -> None:
-    """Notes take anything from no time to half a second."""
+    """Delay each arrival note by up to half a second."""
     rng = cluster.world.rng
     cluster.world.intercept = lambda sender, to, envelope: (
         [rng.random() * 0.5] if isinstance(envelope.body, Arrived) else None
@@ -165,7 +165,7 @@ def shuffle_notes(cluster: SimCluster) -> None:
 
 
 def other_version(instance: str) -> Script:
-    """Everything that an instance says is in a later version of the protocol."""
+    """Give every frame of an instance a later protocol version."""
 
     def script(cluster: SimCluster) -> None:
         world = cluster.world
@@ -185,7 +185,7 @@ def other_version(instance: str) -> Script:
 
 
 def hostile_frames(cluster: SimCluster) -> None:
-    """Everyone gets bytes that nobody should act on."""
+    """Send foreign, malformed and hostile bytes to every node."""
     session, sender = Session(1, 1), Peer("decode0", 0)
     head = [MAGIC, VERSION, ["decode0", 0], 1001, [1001, 1], 5]
     table = ["kv", [-8], 0]
@@ -201,11 +201,11 @@ def hostile_frames(cluster: SimCluster) -> None:
     ]
     for node in cluster.nodes:
         for index, frame in enumerate(frames):
-            cluster.world.at(0.01 * index, lambda n=node, f=frame: cluster.world.arrive(n.peer, f))  # type: ignore[misc]
+            cluster.world.at(0.01 * index, partial(cluster.world.arrive, node.peer, frame))
 
 
 def huge_page(cluster: SimCluster) -> None:
-    """A target offers a page that its pool does not have."""
+    """Make targets offer a page that their pools do not have."""
 
     def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
         body = envelope.body

@@ -39,20 +39,20 @@ from kvferry.testing.explore import (
 from kvferry.testing.explore.model import AHEAD, METADATA
 from kvferry.testing.explore.snapshot import copy_of, key_of
 from kvferry.testing.sim.breaks import (
-    DrainsAtOnce,
-    IgnoresDigest,
+    DigestIgnored,
+    DrainedAtOnce,
     NoDeadline,
-    ReleasesAtAbort,
-    ReleasesWhileWriting,
-    TakesSilenceForProof,
-    Unchecked,
+    ReleaseAtAbort,
+    ReleaseWhileWriting,
+    SilenceIsProof,
+    UncheckedSlots,
 )
 from kvferry.testing.sim.runner_breaks import (
-    ForgetsDoubt,
-    ProvesTooEarly,
-    Through,
-    asks_nobody,
-    notes_first,
+    ForgetUnknownWrites,
+    PortWrapper,
+    ProofWithWritesInFlight,
+    never_probe,
+    note_before_data,
 )
 
 QUICK = list(cases())
@@ -168,7 +168,7 @@ class SaysCloseOnce(OutboundTransfers):
         outbound.said_at = inf
 
 
-class SharesLocalSlot(Unchecked):
+class SharesLocalSlot(UncheckedSlots):
     """S3: a local slot is filled again before the write has read it."""
 
     def __len__(self) -> int:
@@ -197,7 +197,7 @@ class SharesTheOnlySlot(EarlyGather):
                 self.slots.free(write.local_slot)
 
 
-class DiscardsTwice(Through):
+class DiscardsTwice(PortWrapper):
     """A gather is discarded twice."""
 
     def discard(self, op: Op) -> None:
@@ -229,7 +229,7 @@ ONLY_SLOT = MODELS["only-slot"]
 
 BROKEN: list[tuple[ExploredModel, ModelFault | None, str]] = [
     (
-        target(DIRECT, inbounds=ReleasesAtAbort),
+        target(DIRECT, inbounds=ReleaseAtAbort),
         ModelFault.CANCEL_TARGET,
         "pages that were released",
     ),
@@ -237,7 +237,7 @@ BROKEN: list[tuple[ExploredModel, ModelFault | None, str]] = [
     (COUNTED, ModelFault.DUPLICATE, "never came"),
     (target(STAGED, ledger=TrustsClose), None, "never came"),
     (
-        target(DIRECT, links=TakesSilenceForProof),
+        target(DIRECT, links=SilenceIsProof),
         ModelFault.KILL_SOURCE,
         "pages that were released",
     ),
@@ -249,19 +249,19 @@ BROKEN: list[tuple[ExploredModel, ModelFault | None, str]] = [
         "reports a room that is FAILED",
     ),
     (target(MODELS["cached"], links=KeepsLegs), ModelFault.KILL_SOURCE, "never ends"),
-    (source(DIRECT, writes=ReleasesWhileWriting), ModelFault.CANCEL_SOURCE, "is in flight"),
-    (source(DIRECT, links=DrainsAtOnce), ModelFault.CANCEL_TARGET, "pages that were released"),
+    (source(DIRECT, writes=ReleaseWhileWriting), ModelFault.CANCEL_SOURCE, "is in flight"),
+    (source(DIRECT, links=DrainedAtOnce), ModelFault.CANCEL_TARGET, "pages that were released"),
     (source(DIRECT, outbounds=SaysCloseOnce), ModelFault.DROP, "not everybody is Done"),
     (source(STAGED, slots=SharesLocalSlot), None, "which is in flight"),
     (source(AHEAD, writes=ForgetsDiscarded), ModelFault.CANCEL_SOURCE, "is in flight"),
-    (source(ONLY_SLOT, gather=SharesTheOnlySlot, slots=Unchecked), None, "which is in flight"),
+    (source(ONLY_SLOT, gather=SharesTheOnlySlot, slots=UncheckedSlots), None, "which is in flight"),
     (replace(AHEAD, ports=discards_twice), ModelFault.CANCEL_SOURCE, "nothing was gathered for it"),
-    (target(MODELS["mixed"], ledger=IgnoresDigest), None, "with another request's cache"),
-    (replace(DIRECT, sessions=ForgetsDoubt), ModelFault.UNKNOWN, "is in flight"),
+    (target(MODELS["mixed"], ledger=DigestIgnored), None, "with another request's cache"),
+    (replace(DIRECT, sessions=ForgetUnknownWrites), ModelFault.UNKNOWN, "is in flight"),
     (replace(DIRECT, source=ForgetsAnEnd), None, "never ends"),
-    (replace(STAGED, ports=notes_first), None, "but its slot holds None"),
-    (replace(DIRECT, sessions=ProvesTooEarly), ModelFault.CUT, "is in flight"),
-    (replace(DIRECT, ports=asks_nobody), ModelFault.KILL_SOURCE, "never ends"),
+    (replace(STAGED, ports=note_before_data), None, "but its slot holds None"),
+    (replace(DIRECT, sessions=ProofWithWritesInFlight), ModelFault.CUT, "is in flight"),
+    (replace(DIRECT, ports=never_probe), ModelFault.KILL_SOURCE, "never ends"),
 ]
 
 
@@ -278,7 +278,7 @@ def test_a_broken_rule_is_noticed(
 
 
 def test_a_trace_reads_as_a_story() -> None:
-    result = explore(target(DIRECT, inbounds=ReleasesAtAbort), [ModelFault.CANCEL_TARGET])
+    result = explore(target(DIRECT, inbounds=ReleaseAtAbort), [ModelFault.CANCEL_TARGET])
     story = str(result.violation).splitlines()
     assert story[0].endswith("landed in pages that were released")
     assert any("deliver Offer #2 decode/0→prefill/0" in line for line in story)
