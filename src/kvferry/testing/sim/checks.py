@@ -1,4 +1,4 @@
-"""Checks of one node's promises about time, made after each of its steps."""
+"""Checks of a node: its promises about time after each step, and its tables at the end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.events import Event, Received
 from kvferry.protocol.outcome import Failure
+from kvferry.protocol.source import SourceMachine
+from kvferry.protocol.states import LinkState
+from kvferry.protocol.target import TargetMachine
 
 if TYPE_CHECKING:
     from kvferry.testing.sim.nodes import Node
@@ -97,6 +100,26 @@ class NodeChecks:
             if silent_s < limit_s <= self._world.now - heard_at:
                 text = f"{node.peer} calls {peer} silent after running for {silent_s:.2f} s"
                 self._world.violate("never hangs", text, room)
+
+
+def table_sizes(machine: SourceMachine | TargetMachine) -> dict[str, int]:
+    """Return the sizes of a machine's tables that must be empty when nothing is in progress."""
+    sizes = {
+        "rooms": len(machine.rooms),
+        "lost links": sum(link.state is LinkState.LOST for link in machine.links.values()),
+    }
+    if isinstance(machine, SourceMachine):
+        return sizes | {
+            "writes": len(machine.inflight.writes),
+            "undecided": len(machine.writes.modes),
+            "local slots in use": machine.config.local_slots - len(machine.local_slots),
+        }
+    return sizes | {
+        "scatters": len(machine.scatters),
+        "accounts": len(machine.credits.accounts),
+        "declines": len(machine.declines),
+        "slots in use": machine.staging.num_slots - len(machine.credits.free),
+    }
 
 
 def _sender(event: Event) -> Peer:

@@ -28,6 +28,7 @@ from kvferry.layout import (
     Tensor,
     Window,
 )
+from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Request
 from kvferry.protocol.events import Cancel, Instance, PeerRestarted
 from kvferry.protocol.links import Identity
@@ -93,6 +94,25 @@ class Machines:
     target_runner: type[TargetRunner] = TargetRunner
     sessions: type[Sessions] = Sessions
     ports: Callable[[Any], Any] = lambda ports: ports
+
+    def new_source(
+        self, identity: Identity, config: ProtocolConfig, ports: SourcePorts
+    ) -> SourceRunner:
+        """Return the runner of a new source machine."""
+        machine = self.source(identity, config, self.source_parts)
+        return self.source_runner(machine, self.ports(ports), self.sessions(exposed=False))
+
+    def new_target(
+        self,
+        identity: Identity,
+        config: ProtocolConfig,
+        pools: PoolMap,
+        staging: Staging,
+        ports: TargetPorts,
+    ) -> TargetRunner:
+        """Return the runner of a new target machine."""
+        machine = self.target(identity, config, pools, staging, self.target_parts)
+        return self.target_runner(machine, self.ports(ports), self.sessions(exposed=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,10 +215,8 @@ class SimCluster:
         memory = self._memory(self.prefill, peer.rank, config.local_slots)
         node = SourceNode(self.world, self.wire, peer, memory, self.shape.policy)
         identity = Identity(peer, 1000 + self._lives, self.prefill, MODEL, b"", TRANSPORTS)
-        machine = self.machines.source(identity, config, self.machines.source_parts)
-        ports = self.machines.ports(SourcePorts(node, node, node.peers, node))
-        sessions = self.machines.sessions(exposed=False)
-        node.runner = self.machines.source_runner(machine, ports, sessions)
+        ports = SourcePorts(node, node, node.peers, node)
+        node.runner = self.machines.new_source(identity, config, ports)
         return node
 
     def _target(self, peer: Peer) -> TargetNode:
@@ -210,11 +228,8 @@ class SimCluster:
         prefill = Instance(PREFILL, model, self.prefill)
         node = TargetNode(self.world, self.wire, peer, memory, prefill)
         identity = Identity(peer, 1000 + self._lives, layout, model, b"", TRANSPORTS)
-        about = identity, CONFIG, memory.pools, staging
-        machine = self.machines.target(*about, self.machines.target_parts)
-        ports = self.machines.ports(TargetPorts(node, node, node.peers, node))
-        sessions = self.machines.sessions(exposed=True)
-        node.runner = self.machines.target_runner(machine, ports, sessions)
+        ports = TargetPorts(node, node, node.peers, node)
+        node.runner = self.machines.new_target(identity, CONFIG, memory.pools, staging, ports)
         node.is_stranger = stranger
         node.on_failure = lambda room: self.cancel_room(peer.instance, room)
         return node

@@ -165,16 +165,6 @@ class SourceNode(Node):
         if room in rooms:
             self.world.violate("never reuses", f"{self.peer} released pages being read", room)
 
-    def table_sizes(self) -> dict[str, int]:
-        """Return the sizes of a source machine's tables."""
-        machine = self.machine
-        return super().table_sizes() | {
-            "rooms": len(machine.rooms),
-            "writes": len(machine.inflight.writes),
-            "undecided": len(machine.writes.modes),
-            "local slots in use": machine.config.local_slots - len(machine.local_slots),
-        }
-
 
 class TargetNode(Node):
     """A decode rank."""
@@ -270,14 +260,3 @@ class TargetNode(Node):
         error = self.memory.find_error(self.allocations[room])
         if error:
             self.world.violate("never corrupts", f"{self.peer}: {error}", room)
-
-    def table_sizes(self) -> dict[str, int]:
-        """Return the sizes of a target machine's tables."""
-        machine = self.machine
-        return super().table_sizes() | {
-            "rooms": len(machine.rooms),
-            "scatters": len(machine.scatters),
-            "accounts": len(machine.credits.accounts),
-            "declines": len(machine.declines),
-            "slots in use": machine.staging.num_slots - len(machine.credits.free),
-        }

@@ -18,8 +18,7 @@ from kvferry.protocol.codec import BadFrame
 from kvferry.protocol.events import Cancel, Event, Release, Report, Send, SendFailed, WriteFate
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome
-from kvferry.protocol.states import LinkState
-from kvferry.testing.sim.checks import NodeChecks
+from kvferry.testing.sim.checks import NodeChecks, table_sizes
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.memory import SimAllocation, SimMemory
 from kvferry.testing.sim.wire import RETRY_S, Wire
@@ -252,9 +251,7 @@ class Node(ABC):
 
     def table_sizes(self) -> dict[str, int]:
         """Return the sizes of tables that must be empty when nothing is in progress."""
-        lost = [link for link in self.machine.links.values() if link.state is LinkState.LOST]
-        return {
-            "lost links": len(lost),
+        return table_sizes(self.machine) | {
             "writes in flight": self.runner.sessions.num_flying,
             "dead sessions": len(self.runner.sessions) - len(self.machine.links),
             "probes": len(self.peers.probes),
