@@ -28,7 +28,7 @@ def fleet(at_once: int, transport: str) -> Fleet:
 
 
 def turn(pair: Fleet, at_once: int, rooms: int, *, keep: bool) -> ControlLevel:
-    pair.all(pair.ranks, "keep_stories", keep)
+    pair.all(pair.ranks, "keep_traces", keep)
     # The first rooms still find the other way's things in the caches.
     timed_level(pair, at_once, 2 * at_once)
     return timed_level(pair, at_once, rooms)

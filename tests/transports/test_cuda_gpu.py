@@ -16,10 +16,10 @@ from kvferry.errors import TransportError
 from kvferry.plan.coalesce import Stride
 from kvferry.protocol.events import WriteFate
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, grid
-from kvferry.testing.transports.base import Cases, Crew, deliver
+from kvferry.testing.transports.base import KIB, MIB, Cases, Crew, deliver
 from kvferry.testing.transports.host import HostWrite
 from kvferry.testing.transports.process import PeerProcess
-from kvferry.testing.transports.suite import KIB, MIB, WHOLE
+from kvferry.testing.transports.suite import WHOLE
 from kvferry.testing.transports.writes import WriteCases
 from kvferry.transports.cuda.driver import missing
 
