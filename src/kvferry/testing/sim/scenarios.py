@@ -6,7 +6,6 @@ demand, which is checked in addition to the promises that hold in every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -43,14 +42,13 @@ from kvferry.testing.sim.scripts import (
     layers,
     lose_first,
     other_version,
+    script,
     shuffle_notes,
     slow_gathers,
     slow_writes,
     stall,
 )
 from kvferry.testing.sim.world import Faults
-
-Demand = Callable[[SimCluster], None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Scenario:
 
     title: str
     script: Script
-    demand: Demand
+    demand: Script
     shape: ClusterShape = field(default_factory=ClusterShape)
     faults: Faults = field(default_factory=Faults)
 
@@ -67,15 +65,12 @@ class Scenario:
 # ---------------------------------------------------------------- demands
 
 
-def done(*indices: int) -> Demand:
+@script
+def done(cluster: SimCluster, *indices: int) -> None:
     """Demand that these jobs are done at every rank; all jobs if none is named."""
-
-    def demand(cluster: SimCluster) -> None:
-        for job in [cluster.jobs[index] for index in indices] or cluster.jobs:
-            if not cluster.is_done(job):
-                cluster.world.violate("never hangs", f"{cluster.failures(job)}", job.room)
-
-    return demand
+    for job in [cluster.jobs[index] for index in indices] or cluster.jobs:
+        if not cluster.is_done(job):
+            cluster.world.violate("never hangs", f"{cluster.failures(job)}", job.room)
 
 
 all_done = done()
@@ -104,19 +99,16 @@ def gathered_early(cluster: SimCluster) -> None:
         cluster.world.violate("never hangs", f"nothing was gathered early: {seen}")
 
 
-def failed_with(instance: str, index: int, *codes: FailureCode) -> Demand:
+@script
+def failed_with(cluster: SimCluster, instance: str, index: int, *codes: FailureCode) -> None:
     """Demand that a job failed at every rank of the instance, for one of these reasons."""
-
-    def demand(cluster: SimCluster) -> None:
-        job = cluster.jobs[index]
-        for node in cluster.nodes:
-            outcome = node.outcomes.get(job.room)
-            if node.peer.instance != instance:
-                continue
-            if not isinstance(outcome, Failure) or outcome.code not in codes:
-                cluster.world.violate("refuses early", f"{node.peer}: {outcome}", job.room)
-
-    return demand
+    job = cluster.jobs[index]
+    for node in cluster.nodes:
+        outcome = node.outcomes.get(job.room)
+        if node.peer.instance != instance:
+            continue
+        if not isinstance(outcome, Failure) or outcome.code not in codes:
+            cluster.world.violate("refuses early", f"{node.peer}: {outcome}", job.room)
 
 
 def malformed_were_refused(cluster: SimCluster) -> None:

@@ -42,6 +42,15 @@ SLOW_WRITE_S = 1.5
 TRANSPORTS = TransportOffers((TransportOffer("simulated", "this world"),))
 
 
+def bind_action(
+    action: Write | Gather, source: Side, target: Side | StagingView | None = None
+) -> Descriptors:
+    """Return every piece of a write, from the source's pages to the target's or to a slot."""
+    transfer, into = action.transfer, target or StagingView()
+    pair = RankPair(transfer.source, transfer.peer.rank)
+    return bind(transfer.plan, pair, transfer.request, source, into, action.blocks).descriptors()
+
+
 def fill_slot(
     world: World, memory: SimMemory, slot: SlotIndex, pieces: Descriptors, room: Room
 ) -> None:
@@ -69,13 +78,8 @@ class SimGather:
 
     def fill(self, world: World) -> None:
         """Read the pages into the slot."""
-        action, transfer = self.action, self.action.transfer
-        pair = RankPair(transfer.source, transfer.peer.rank)
-        binding = bind(
-            transfer.plan, pair, transfer.request, self.source_side, StagingView(), action.blocks
-        )
-        pieces = binding.descriptors()
-        fill_slot(world, self.source.memory, action.local_slot, pieces, transfer.room)
+        pieces, room = bind_action(self.action, self.source_side), self.action.transfer.room
+        fill_slot(world, self.source.memory, self.action.local_slot, pieces, room)
 
     def as_write(self) -> Write:
         """Return the write of the gathered slot."""
@@ -195,15 +199,6 @@ class Flight:
         )
         return (peer, incarnation) in ends
 
-    def bind(self, target: Side | StagingView) -> Descriptors:
-        """Return every piece from the source's pages to the target's pages or to a slot."""
-        transfer = self.action.transfer
-        pair = RankPair(self.source.peer.rank, transfer.peer.rank)
-        binding = bind(
-            transfer.plan, pair, transfer.request, self.source_side, target, self.action.blocks
-        )
-        return binding.descriptors()
-
 
 class Wire:
     """Every write in flight, and the probes of peers."""
@@ -233,7 +228,7 @@ class Wire:
         if action.local_slot is not None:
             room = action.transfer.room
             self.gathers.check_slot_is_free(source, action.local_slot, room)
-            pieces = flight.bind(StagingView())
+            pieces = bind_action(action, flight.source_side)
             fill_slot(self.world, source.memory, action.local_slot, pieces, room)
         self._schedule(flight)
 
@@ -314,7 +309,7 @@ class Wire:
         if slot is not None:
             data = memory.slots[slot].tobytes()
             return None, [data[: len(data) // 2], data[len(data) // 2 :]]
-        pieces = flight.bind(flight.target_side)
+        pieces = bind_action(flight.action, flight.source_side, flight.target_side)
         return pieces, fetch(memory.regions, pieces)
 
     def _store(
