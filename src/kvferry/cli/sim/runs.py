@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 EXIT_VIOLATION = 1
 
-# Seeds of each scenario if no scenario is named.
+# Seeds of each scenario if none is named.
 SCENARIO_SEEDS = 2
 
 
@@ -70,9 +71,9 @@ def _run(scenarios: list[tuple[str, int]], seeds: Sequence[int], *, as_json: boo
 
 
 def _hunt(name: str, seeds: range, *, as_json: bool) -> int:
-    total, title = SimResult(), BREAKS[name].title
+    total, broken = SimResult(), BREAKS[name]
     for seed in _with_progress(seeds, "seeds"):
-        total.add(run_seed(seed, BREAKS[name].machines, BREAKS[name].faults))
+        total.add(run_seed(seed, broken.machines, broken.faults))
         if total.violations:
             break
     caught = bool(total.violations)
@@ -81,32 +82,24 @@ def _hunt(name: str, seeds: range, *, as_json: bool) -> int:
         found = {"scenarios": {}, "break": name, "caught": caught, "after_seeds": after}
         _print_json(_document(total) | found)
     elif caught:
-        print(f"{name} ({title}): caught after {_plural(total.seeds, 'seed')}")
+        print(f"{name} ({broken.title}): caught after {_plural(total.seeds, 'seed')}")
         print(total.violations[0][1].partition("\n")[0])
     else:
-        print(f"{name} ({title}): NOT caught in {len(seeds)} seeds")
+        print(f"{name} ({broken.title}): NOT caught in {len(seeds)} seeds")
     return 0 if caught else EXIT_VIOLATION
 
 
-def _with_progress(items: Sequence[T], what: str) -> Iterator[T]:
-    """Yield the items, with a progress bar on a terminal."""
-    show = sys.stderr.isatty() and len(items) > 0
-    console = Console(stderr=True)
-    yield from track(items, what, console=console, transient=True, disable=not show)
-
-
-# ---------------------------------------------------------------- output
+def _with_progress(items: Sequence[T], what: str) -> Iterable[T]:
+    """Return the items, with a progress bar on a terminal."""
+    if not sys.stderr.isatty():
+        return items
+    return track(items, what, console=Console(stderr=True), transient=True)
 
 
 def _document(total: SimResult) -> dict[str, Any]:
-    return {
-        "seeds": total.seeds,
-        "rooms": total.rooms,
-        "done": total.done,
-        "steps": total.steps,
-        "faults": dict(sorted(total.faults.items())),
-        "violations": [{"seed": seed, "text": text} for seed, text in total.violations],
-    }
+    violations = [{"seed": seed, "text": text} for seed, text in total.violations]
+    document: dict[str, Any] = msgspec.to_builtins(total, order="deterministic")
+    return document | {"violations": violations}
 
 
 def _print_json(document: dict[str, Any]) -> None:
@@ -115,7 +108,7 @@ def _print_json(document: dict[str, Any]) -> None:
 
 def _print_result(total: SimResult, verdicts: dict[str, str]) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    failed = [name for name, verdict in verdicts.items() if verdict == "fail"]
+    failed = " ".join(name for name, verdict in verdicts.items() if verdict == "fail")
     counts = ((len(verdicts), "scenario"), (total.seeds, "seed"), (total.rooms, "room"))
     ran = ", ".join(_plural(count, what) for count, what in counts)
     ended = f"{total.done} done, {total.rooms - total.done} failed with a reason"
@@ -126,7 +119,7 @@ def _print_result(total: SimResult, verdicts: dict[str, str]) -> None:
     if not total.violations:
         console.print("[bold green]every promise held[/]")
         return
-    console.print(f"[bold red]{_plural(len(total.violations), 'violation')}[/] {' '.join(failed)}")
+    console.print(f"[bold red]{_plural(len(total.violations), 'violation')}[/] {failed}")
     for _, text in total.violations[:3]:
         console.print(escape(text))
 
@@ -140,9 +133,7 @@ def _list(*, as_json: bool) -> int:
     breaks = {name: broken.title for name, broken in BREAKS.items()}
     if as_json:
         _print_json({"scenarios": scenarios, "breaks": breaks})
-        return 0
-    for heading, rows in (("scenarios", scenarios), ("broken rules", breaks)):
-        print(heading)
-        for name, title in rows.items():
-            print(f"  {name:32} {title}")
+    else:
+        lines = (f"  {name:32} {title}" for name, title in (scenarios | breaks).items())
+        print("scenarios", *islice(lines, len(scenarios)), "broken rules", *lines, sep="\n")
     return 0

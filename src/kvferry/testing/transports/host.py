@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,67 +47,48 @@ class HostWrite(NamedTuple):
 # ---------------------------------------------------------------- memory
 
 
-class RegionMemory(Protocol):
-    """One region, with a margin on both sides that nobody may write."""
+class RegionMemory:
+    """A region with a margin on both sides that nobody may write, in host or GPU memory.
 
-    region: Region
+    ``whole`` is a NumPy array or a torch tensor of bytes.
+    """
 
-    def write(self, values: Bytes) -> None:
-        """Fill the region."""
-
-    def read(self) -> bytes:
-        """Return the region with its margins."""
-
-    def peek(self, offset: int, length: int) -> bytes:
-        """Return some bytes of the region."""
-
-
-class HostMemory:
-    """A region in a host array."""
-
-    def __init__(self, whole: Bytes, margin: int) -> None:
+    def __init__(self, whole: Any, margin: int, device: Device) -> None:
         self._whole = whole
         self._inner = whole[margin : len(whole) - margin]
-        self.region = Region(self._inner.ctypes.data, self._inner.nbytes)
+        self._is_host = device.is_host
+        address = self._inner.ctypes.data if device.is_host else self._inner.data_ptr()
+        self.region = Region(address, len(self._inner), device)
 
     def write(self, values: Bytes) -> None:
         """Fill the region."""
-        self._inner[:] = values
+        if self._is_host:
+            self._inner[:] = values
+        else:
+            import torch  # noqa: PLC0415 - only where there is a GPU
+
+            self._inner.copy_(torch.from_numpy(values))
+            torch.cuda.synchronize()
 
     def read(self) -> bytes:
         """Return the region with its margins."""
-        return self._whole.tobytes()
+        return self._bytes(self._whole)
 
     def peek(self, offset: int, length: int) -> bytes:
         """Return some bytes of the region."""
-        return self._inner[offset : offset + length].tobytes()
+        return self._bytes(self._inner[offset : offset + length])
+
+    def _bytes(self, values: Any) -> bytes:
+        return bytes((values if self._is_host else values.cpu().numpy()).tobytes())
 
 
-class GpuMemory:
-    """A region in a GPU tensor."""
+def zeros_on(device: Device, num_bytes: int) -> Any:
+    """Return zeroed bytes on a GPU."""
+    import torch  # noqa: PLC0415 - only where there is a GPU
 
-    def __init__(self, device: Device, num_bytes: int, margin: int) -> None:
-        import torch  # noqa: PLC0415 - only where there is a GPU
-
-        self._torch: Any = torch
-        whole = num_bytes + 2 * margin
-        self._whole = torch.zeros(whole, dtype=torch.uint8, device=str(device))
-        self._inner = self._whole[margin : margin + num_bytes]
-        torch.cuda.synchronize()
-        self.region = Region(self._inner.data_ptr(), num_bytes, device)
-
-    def write(self, values: Bytes) -> None:
-        """Fill the region."""
-        self._inner.copy_(self._torch.from_numpy(values))
-        self._torch.cuda.synchronize()
-
-    def read(self) -> bytes:
-        """Return the region with its margins."""
-        return bytes(self._whole.cpu().numpy())
-
-    def peek(self, offset: int, length: int) -> bytes:
-        """Return some bytes of the region."""
-        return bytes(self._inner[offset : offset + length].cpu().numpy())
+    zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=str(device))
+    torch.cuda.synchronize()
+    return zeros
 
 
 # ---------------------------------------------------------------- transports
@@ -240,37 +221,35 @@ class Host:
         # The last transport's memory, which a peer may still be writing to.
         self._closed: OpenTransport | None = None
 
-    def open_target(
-        self, agent: str, options: Mapping[str, str], sizes: Sequence[int], margin: int
+    def open(
+        self,
+        agent: str,
+        options: Mapping[str, str],
+        sizes: Sequence[int],
+        margin: int,
+        writable: bool,
     ) -> bytes:
-        """Open a transport with regions that peers may write; return its metadata."""
-        transport = self._make(agent, options)
-        memory: list[RegionMemory] = [
-            HostMemory(transport.allocate(size + 2 * margin), margin)
-            if self._device.is_host
-            else GpuMemory(self._device, size, margin)
-            for size in sizes
-        ]
-        self._open = OpenTransport(transport, memory)
-        return self._open.register(writable=True)
+        """Open a transport with regions of these sizes; return its metadata.
 
-    def open_source(self, agent: str, options: Mapping[str, str], sizes: Sequence[int]) -> bytes:
-        """Open a transport with regions of its process's own that peers do not write."""
-        transport = self._make(agent, options)
-        memory: list[RegionMemory] = [
-            HostMemory(np.zeros(size, dtype=np.uint8), 0)
-            if self._device.is_host
-            else GpuMemory(self._device, size, 0)
-            for size in sizes
-        ]
-        self._open = OpenTransport(transport, memory)
-        return self._open.register(writable=False)
-
-    def _make(self, agent: str, options: Mapping[str, str]) -> Transport:
+        Regions that peers may write come from the transport's ``allocate``.
+        """
         assert self._open is None, "close the transport first"
-        return self._class(
-            TransportSetup(agent=agent, copy=copy_by_memmove, copies_on=copier_on, options=options)
+        setup = TransportSetup(
+            agent=agent, copy=copy_by_memmove, copies_on=copier_on, options=options
         )
+        transport, device = self._class(setup), self._device
+        memory = []
+        for size in sizes:
+            num_bytes = size + 2 * margin
+            if not device.is_host:
+                whole = zeros_on(device, num_bytes)
+            elif writable:
+                whole = transport.allocate(num_bytes)
+            else:
+                whole = np.zeros(num_bytes, dtype=np.uint8)
+            memory.append(RegionMemory(whole, margin, device))
+        self._open = OpenTransport(transport, memory)
+        return self._open.register(writable=writable)
 
     def close(self) -> list[WriteEnded]:
         """Close the transport twice; return the ended writes that nobody waited for."""

@@ -61,15 +61,16 @@ class PeerProcess:
 
     def open_target(self, sizes: Sequence[int], margin: int = 0) -> None:
         """Open regions that peers may write, with margins that nobody may write."""
-        options = self.process.kind.options
-        self.metadata = self.call("open_target", _agent(), options, sizes, margin)
-        self.regions, self._margin = [np.zeros(size, dtype=np.uint8) for size in sizes], margin
+        self._open(sizes, margin, writable=True)
 
     def open_source(self, sizes: Sequence[int]) -> None:
         """Open regions that no peer writes."""
-        options = self.process.kind.options
-        self.metadata = self.call("open_source", _agent(), options, sizes)
-        self.regions, self._margin = [np.zeros(size, dtype=np.uint8) for size in sizes], 0
+        self._open(sizes, 0, writable=False)
+
+    def _open(self, sizes: Sequence[int], margin: int, *, writable: bool) -> None:
+        agent, options = f"suite-{os.getpid()}-{next(_serial)}", self.process.kind.options
+        self.metadata = self.call("open", agent, options, sizes, margin, writable)
+        self.regions, self._margin = [np.zeros(size, dtype=np.uint8) for size in sizes], margin
 
     def realm(self) -> str:
         """Return the transport's realm."""
@@ -251,7 +252,3 @@ def _compare(found: bytes, expected: Bytes, what: str, start: int) -> None:
     if len(wrong):
         first = wrong[0] + start
         raise AssertionError(f"{what} has {len(wrong)} wrong bytes, the first at {first}")
-
-
-def _agent() -> str:
-    return f"suite-{os.getpid()}-{next(_serial)}"
