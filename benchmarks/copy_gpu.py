@@ -219,9 +219,9 @@ class Memory:
 
     def verify(self, pages: Pages) -> bool:
         """Return whether both ends have the same bytes and no other page was written."""
-        theirs = pages[::-1].copy()
+        peer_pages = pages[::-1].copy()
         written = self.peers if self.sends else [self.rank]
-        return all(one.untouched(theirs) for one in written) and all(
+        return all(one.untouched(peer_pages) for one in written) and all(
             self._is_right(pair, peer, layer, tensor, pages)
             for pair, peer in zip(self.pairs, self.peers, strict=True)
             for layer in range(LAYERS)
@@ -233,14 +233,14 @@ class Memory:
     ) -> bool:
         move = self._move(pair)
         mine = self.rank.tokens(layer, tensor, pages)
-        theirs = peer.tokens(layer, tensor, pages[::-1].copy())
+        peer_tokens = peer.tokens(layer, tensor, pages[::-1].copy())
         first, other = move.source_unit, move.target_unit
         if not self.sends:
             first, other = other, first
         if isinstance(peer, Slot):
             other = 0
         count = len(move.units)
-        return torch.equal(mine[:, first : first + count], theirs[:, other : other + count])
+        return torch.equal(mine[:, first : first + count], peer_tokens[:, other : other + count])
 
 
 def _bytes(size: int) -> torch.Tensor:

@@ -36,11 +36,11 @@ class RankProcess:
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
-        self._pipe, theirs = _server().Pipe()
+        self._pipe, child_end = _server().Pipe()
         # A daemon process ends with the test, however the test ends.
-        self.process: BaseProcess = _server().Process(target=serve, args=(theirs,), daemon=True)
+        self.process: BaseProcess = _server().Process(target=serve, args=(child_end,), daemon=True)
         self.process.start()
-        theirs.close()
+        child_end.close()
         self.begin("start", spec)
 
     @property

@@ -410,10 +410,10 @@ class AcceptAnyModel(SourceLinks):
 
     def welcome(self, link: Link) -> None:
         assert link.hello is not None
-        mine, theirs = self.identity, link.hello.fingerprint
-        self.identity = replace(mine, fingerprint=theirs)
+        identity = self.identity
+        self.identity = replace(identity, fingerprint=link.hello.fingerprint)
         super().welcome(link)
-        self.identity = mine
+        self.identity = identity
 
     def refusal(self, peer: Peer, hello: Hello) -> Refuse | None:
         return None

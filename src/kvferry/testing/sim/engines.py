@@ -135,9 +135,9 @@ class SourceNode(Node):
     def new_flight(self, action: Write) -> Flight:
         """Return a write with the pages that it reads and writes."""
         transfer = action.transfer
-        theirs = {table.group: table.as_page_table() for table in transfer.tables}
+        tables = {table.group: table.as_page_table() for table in transfer.tables}
         pools = self.pools[transfer.session]
-        return Flight(self, action, self._side(transfer.room), Side(pools, theirs))
+        return Flight(self, action, self._side(transfer.room), Side(pools, tables))
 
     def _side(self, room: Room) -> Side:
         return self.memory.side(self.allocations[room])

@@ -177,19 +177,19 @@ class Process:
         self._printed, path = tempfile.mkstemp()
         os.unlink(path)  # The descriptor is enough.
         pairs = [socket.socketpair() for _ in range(num_peers)]
-        theirs = [pair[1].fileno() for pair in pairs]
+        child_fds = [pair[1].fileno() for pair in pairs]
         module = __package__ or ""
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", module, kind.transport, kind.device, *map(str, theirs)],
-            pass_fds=theirs,
+            [sys.executable, "-m", module, kind.transport, kind.device, *map(str, child_fds)],
+            pass_fds=child_fds,
             env={**os.environ, **kind.environment},
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=self._printed,
         )
-        for _, their in pairs:
-            their.close()
-        self.peers = [PeerProcess(self, Connection(ours.detach())) for ours, _ in pairs]
+        for _, child in pairs:
+            child.close()
+        self.peers = [PeerProcess(self, Connection(own.detach())) for own, _ in pairs]
 
     @property
     def alive(self) -> bool:
