@@ -14,7 +14,6 @@ For a discovery whose ranks are fixed, such as a static list of ``RECORDS``, sub
 
 # Where a case's name says everything, it has no docstring.
 # ruff: noqa: D102
-
 from __future__ import annotations
 
 import asyncio

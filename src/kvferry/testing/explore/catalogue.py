@@ -8,7 +8,6 @@ cheap to compare.
 
 # The ports are documented in ``endpoint/runner/runner.py``.
 # ruff: noqa: D102
-
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable

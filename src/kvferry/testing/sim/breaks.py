@@ -10,7 +10,6 @@ it does damage; the seed draws all other faults as usual.
 
 # The methods are documented where they are overridden from.
 # ruff: noqa: D102
-
 from __future__ import annotations
 
 import re

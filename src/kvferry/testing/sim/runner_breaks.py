@@ -2,7 +2,6 @@
 
 # The methods are documented where they are overridden from.
 # ruff: noqa: D102
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -90,10 +89,9 @@ def note_before_data(ports: Any) -> Any:
 
 # ---------------------------------------------------------------- runners
 
-# Each of these is one rule for both kinds of runner, so a class stands for each kind.
-
 
 def _both_runners(mixin: type[MachineRunner[Any, Any]]) -> Machines:
+    """Apply one rule to both kinds of runner."""
     source = type(f"Source{mixin.__name__}", (mixin, SourceRunner), {})
     target = type(f"Target{mixin.__name__}", (mixin, TargetRunner), {})
     return Machines(source_runner=source, target_runner=target)

@@ -2,7 +2,6 @@
 
 # Where a case's name says everything, it has no docstring.
 # ruff: noqa: D102
-
 from __future__ import annotations
 
 import time
