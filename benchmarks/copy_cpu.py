@@ -1,13 +1,11 @@
-"""How fast bound pieces are copied on the CPU, against a plain memcpy of the same bytes.
+"""Throughput of CPU copies of bound pieces, compared with a plain memcpy of the same bytes.
 
     .venv/bin/python benchmarks/copy_cpu.py [--mib 128] [--repeat 9]
 
-Fragmented pages, 16 layers, K and V. Every case is compared with the plain
-reference first, then timed in turns with the memcpy. ``split`` and ``join`` copy
-straight from pages to pages, from one rank to several or back; ``gather`` and
-``scatter`` have one dense side. After that: slots of several sizes, reused in
-turn, alone and with a copy out of the slot behind each gather. Ends in one JSON
-line.
+Fragmented pages, 16 layers, K and V. Each case is compared with the reference copy, then timed in
+alternation with the memcpy. ``split`` and ``join`` copy from pages to pages, from one rank to
+several or back; ``gather`` and ``scatter`` have one contiguous side. Slots of several sizes follow,
+reused in turn, alone and with a copy out of the slot after each gather. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from kvferry.plan import (
 
 MIB = 1 << 20
 LAYERS, PAGE, HEAD_BYTES = 16, 16, 256
-# Piece size in bytes: KV heads of the model, ranks that share them.
+# By piece size in bytes: KV heads of the model, and ranks that share them.
 SHAPES = {256: (8, 8), 512: (8, 4), 1024: (8, 2), 4096: (32, 2), 32768: (8, 1)}
 SLOT_MIB = (0.5, 1, 2, 4, 8)
 SLOTS_IN_TURN = 4
@@ -64,7 +62,7 @@ class Memory(NamedTuple):
 
 
 def memory(num_bytes: int, *, shift: int = 0, filled: bool = False) -> Bytes:
-    """Bytes that begin ``shift`` behind a cache line; if filled, no two words are alike."""
+    """Return memory that begins ``shift`` bytes after a cache line; filled words all differ."""
     owner = allocate(num_bytes + 64).owner
     assert isinstance(owner, np.ndarray)
     array: Bytes = owner[shift : shift + num_bytes]
@@ -75,7 +73,7 @@ def memory(num_bytes: int, *, shift: int = 0, filled: bool = False) -> Bytes:
 
 
 def pages(layout: Layout, num_tokens: int, seed: int, *, filled: bool, shift: int) -> Memory:
-    """A rank whose pools are half full, the request's pages in random order."""
+    """Return a rank whose pools are half full, with the request's pages in random order."""
     num_pages = 2 * (num_tokens // layout.page_tokens)
     pools = contiguous_pools(layout, 0, num_pages)
     table = PageTable(np.random.default_rng(seed).permutation(num_pages)[: num_pages // 2])
@@ -84,7 +82,7 @@ def pages(layout: Layout, num_tokens: int, seed: int, *, filled: bool, shift: in
 
 
 def layouts(piece_bytes: int) -> tuple[Layout, Layout]:
-    """One rank with every head, and one of several that share them."""
+    """Return the layouts of one rank with every head, and of several that share them."""
     heads, tp = SHAPES[piece_bytes]
     spec = attention(layers=LAYERS, kv_heads=heads, head_dim=HEAD_BYTES // 2)
     return Layout(spec, page_tokens=PAGE), Layout(spec, Parallel(tp=tp), page_tokens=PAGE)
@@ -107,7 +105,7 @@ class Case(NamedTuple):
         copy_binding(self.binding, self.source.addresses, self.target.addresses, keep=self.keep)
 
     def verify(self) -> None:
-        """The same bytes as the reference writes, and nothing else changed."""
+        """Check that the copy writes the same bytes as the reference and nothing else."""
         wanted = [region.copy() for region in self.target.regions]
         copy_pieces(self.binding.descriptors(), self.source.regions, wanted)
         self.copy()
@@ -142,7 +140,7 @@ def cases(piece_bytes: int, payload_bytes: int, shift: int) -> Iterator[Case]:
 
 
 def in_turns(repeat: int, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds of each, measured one after the other so that noise hits all alike."""
+    """Return the median seconds of each, measured alternately so that noise affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeat):
         for name, work in works.items():
@@ -153,10 +151,10 @@ def in_turns(repeat: int, works: dict[str, Callable[[], Any]]) -> dict[str, floa
 
 
 def plain(num_bytes: int) -> Callable[[], Any]:
-    """A memcpy by the C library between two buffers of their own."""
-    ours, theirs = memory(num_bytes, filled=True), memory(num_bytes)
-    theirs[:] = 0
-    return lambda: ctypes.memmove(theirs.ctypes.data, ours.ctypes.data, num_bytes)
+    """Return a memcpy by the C library between two new buffers."""
+    source, target = memory(num_bytes, filled=True), memory(num_bytes)
+    target[:] = 0
+    return lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, num_bytes)
 
 
 def copy_row(case: Case, piece_bytes: int, shift: int, repeat: int) -> dict[str, Any]:
@@ -182,7 +180,7 @@ def copy_row(case: Case, piece_bytes: int, shift: int, repeat: int) -> dict[str,
 
 
 def slot_row(piece_bytes: int, slot_mib: float, payload: int, repeat: int) -> dict[str, Any]:
-    """Gather a request slot by slot, stored either way, alone and with each slot copied on."""
+    """Gather a request slot by slot with both kinds of store, with and without a copy out."""
     whole, part = layouts(piece_bytes)
     num_tokens = tokens_for(piece_bytes, payload)
     plan, request, pair = reshard(whole, part), Request(num_tokens), RankPair(0, 0)
@@ -190,7 +188,7 @@ def slot_row(piece_bytes: int, slot_mib: float, payload: int, repeat: int) -> di
     (block,) = plan.blocks(*pair, request)
     pool = SlotPool(int(slot_mib * MIB), SLOTS_IN_TURN)
     step = tokens_for(piece_bytes, pool.slot_bytes)
-    parcels = [
+    bindings = [
         bind(
             plan, pair, request, source.side, StagingView(), [replace(block, tokens=Span(at, end))]
         )
@@ -198,15 +196,15 @@ def slot_row(piece_bytes: int, slot_mib: float, payload: int, repeat: int) -> di
         for end in [min(at + step, num_tokens)]
     ]
     staging = [memory(pool.num_bytes) for _ in range(2)]
-    ours, theirs = (array.ctypes.data for array in staging)
+    slots, copies = (array.ctypes.data for array in staging)
     regions = source.addresses
 
     def gather(keep: bool, send: bool) -> None:
-        for index, parcel in enumerate(parcels):
+        for index, binding in enumerate(bindings):
             offset = pool.offset(index % pool.num_slots)
-            copy_binding(parcel, regions, [ours + offset], keep=keep)
+            copy_binding(binding, regions, [slots + offset], keep=keep)
             if send:
-                ctypes.memmove(theirs + offset, ours + offset, parcel.num_bytes)
+                ctypes.memmove(copies + offset, slots + offset, binding.num_bytes)
 
     works: dict[str, Callable[[], Any]] = {"memcpy": plain(payload)}
     for keep in (True, False):
@@ -221,17 +219,17 @@ def slot_row(piece_bytes: int, slot_mib: float, payload: int, repeat: int) -> di
 
 
 def small_call() -> float:
-    """Microseconds for one page of 16 layers, K and V, with one token in it."""
+    """Return the microseconds of a copy of one token in 16 layers, K and V."""
     whole, part = layouts(512)
     source, target = (pages(layout, PAGE, 1, filled=True, shift=0) for layout in (whole, part))
     binding = bind(reshard(whole, part), RankPair(0, 0), Request(1), source.side, target.side)
     case = Case("small", binding, source, target)
     case.verify()
-    ours, theirs, times = source.addresses, target.addresses, []
+    times = []
     for _ in range(7):
         begin = time.perf_counter()
         for _ in range(1000):
-            copy_binding(binding, ours, theirs)
+            case.copy()
         times.append((time.perf_counter() - begin) * 1e3)
     return round(statistics.median(times), 1)
 

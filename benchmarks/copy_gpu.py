@@ -1,15 +1,13 @@
-"""How fast a GPU gathers and scatters head slices, against a plain copy of the same bytes.
+"""Throughput of a GPU's gathers and scatters of head slices, compared with a plain copy.
 
     python benchmarks/copy_gpu.py [--repeats 20] [--only direct]
 
-One source rank's gather for all its targets, one target rank's scatter from all its sources,
-or one source rank's copy straight into its targets' pages, in a single call, as the host sees
-it: from the call to the end of its event, with the tables built and uploaded anew for a fresh
-page table every time. The plain copy is timed the same way in the same run, turn by turn.
-Beside that ratio there is one of what the GPU alone took (``on GPU``), by its own clock, for a
-copy whose table it has: that is the kernel.
-Bytes are compared with what indexing by torch gives, and bytes outside the request's pages
-must be as they were. Ends in one JSON line.
+Each case is one call: a source rank's gather for all its targets, a target rank's scatter from all
+its sources, or a source rank's copy straight into its targets' pages. The host measures it from the
+call to the end of its event, with a new page table every time, so tables are built and uploaded.
+The plain copy of the same bytes is timed alternately in the same run. ``on GPU`` is the ratio of
+the kernels alone, by the GPU's clock, with the table already there. Bytes are compared with torch's
+indexing, and bytes outside the request's pages must be unchanged. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -72,11 +70,11 @@ class Case(NamedTuple):
 
     @property
     def unit_bytes(self) -> int:
-        """Of K or V of a token and a head."""
+        """The bytes of K or V of one token and head."""
         return self.spec.groups[0].tensors[0].unit_bytes
 
 
-# The first six are the ones that there is a target for.
+# The first six have a target.
 CASES = (
     Case("gather", 4, 1),
     Case("scatter", 4, 1),
@@ -92,7 +90,7 @@ CASES = (
     Case("gather", 4, 1, tokens=64),
     Case("gather", 4, 1, tokens=1024),
     Case("scatter", 2, 1, tokens=128),
-    # Straight into a peer's pages, as where they are mapped.
+    # Straight into a peer's mapped pages.
     Case("direct", 4, 1),
     Case("direct", 1, 4),
     Case("direct", 2, 4),
@@ -128,11 +126,11 @@ class Rank:
         self.addresses = tuple(region.data_ptr() for region in self.regions)
 
     def side(self, pages: Pages) -> Side:
-        """A request in these pages."""
+        """Return the side of a request in these pages."""
         return Side(self.pools.map, {"kv": PageTable(pages)})
 
     def tokens(self, layer: int, tensor: int, pages: Pages) -> torch.Tensor:
-        """The request's tokens of one tensor: [tokens, heads, bytes]."""
+        """Return the request's tokens of one tensor as [tokens, heads, bytes]."""
         pool = self.regions[tensor * LAYERS + layer].view(self.num_pages, -1, self.case.unit_bytes)
         index, shape = torch.from_numpy(pages).cuda(), (self.case.tokens, -1, self.case.unit_bytes)
         if self.case.order is Order.NHD:
@@ -141,7 +139,7 @@ class Rank:
         return by_head.transpose(1, 2).reshape(shape)
 
     def untouched(self, pages: Pages) -> bool:
-        """Whether all other pages are as they were."""
+        """Return whether all other pages are unchanged."""
         others = torch.ones(self.num_pages, dtype=torch.bool, device="cuda")
         others[torch.from_numpy(pages).cuda()] = False
         views = (region.view(self.num_pages, -1)[others] for region in self.regions)
@@ -157,16 +155,16 @@ class Slot:
         self.addresses = (self.regions[0].data_ptr(),)
 
     def side(self, pages: Pages) -> StagingView:
-        """Wherever the request's pages are."""
+        """Return the view of a slot, which does not depend on pages."""
         return StagingView()
 
     def tokens(self, layer: int, tensor: int, pages: Pages) -> torch.Tensor:
-        """The tokens of one tensor: [tokens, heads, bytes]."""
+        """Return the tokens of one tensor as [tokens, heads, bytes]."""
         shape = (LAYERS, 2, self.case.tokens, -1, self.case.unit_bytes)
         return self.regions[0].view(shape)[layer, tensor]
 
     def untouched(self, pages: Pages) -> bool:
-        """There is nothing else in it."""
+        """Return True: a slot has nothing else."""
         return True
 
 
@@ -200,29 +198,30 @@ class Memory:
         return move
 
     def jobs(self, pages: Pages) -> list[GpuCopy]:
-        """Bind the request to these pages, for all peers."""
+        """Return the copies of the request in these pages, one for each peer."""
         jobs = []
-        # A rank has one table for all peers. Theirs are in the same pages, but as they please.
-        ours, theirs = self.rank.side(pages), pages[::-1].copy()
+        # The rank has one table for all peers. The peers use the same pages in another order.
+        own_side, peer_pages = self.rank.side(pages), pages[::-1].copy()
         for pair, peer in zip(self.pairs, self.peers, strict=True):
-            ends = (ours, peer.side(theirs)) if self.sends else (peer.side(theirs), ours)
+            sides = own_side, peer.side(peer_pages)
+            ends = sides if self.sends else sides[::-1]
             binding = bind(self.plan, pair, self.request, *ends)
             addresses = self.rank.addresses, peer.addresses
             jobs.append(GpuCopy(binding, *(addresses if self.sends else addresses[::-1])))
         return jobs
 
     def spoil(self) -> None:
-        """Fill what will be written, so that nothing is right by chance."""
+        """Overwrite the memory to be written, so that no byte is right by chance."""
         for one in self.peers if self.sends else [self.rank]:
             for region in one.regions:
                 region.fill_(MARK)
         torch.cuda.synchronize()
 
     def verify(self, pages: Pages) -> bool:
-        """Whether both ends agree, and no other page was written."""
-        theirs = pages[::-1].copy()
+        """Return whether both ends have the same bytes and no other page was written."""
+        peer_pages = pages[::-1].copy()
         written = self.peers if self.sends else [self.rank]
-        return all(one.untouched(theirs) for one in written) and all(
+        return all(one.untouched(peer_pages) for one in written) and all(
             self._is_right(pair, peer, layer, tensor, pages)
             for pair, peer in zip(self.pairs, self.peers, strict=True)
             for layer in range(LAYERS)
@@ -234,24 +233,24 @@ class Memory:
     ) -> bool:
         move = self._move(pair)
         mine = self.rank.tokens(layer, tensor, pages)
-        theirs = peer.tokens(layer, tensor, pages[::-1].copy())
+        peer_tokens = peer.tokens(layer, tensor, pages[::-1].copy())
         first, other = move.source_unit, move.target_unit
         if not self.sends:
             first, other = other, first
         if isinstance(peer, Slot):
             other = 0
         count = len(move.units)
-        return torch.equal(mine[:, first : first + count], theirs[:, other : other + count])
+        return torch.equal(mine[:, first : first + count], peer_tokens[:, other : other + count])
 
 
 def _bytes(size: int) -> torch.Tensor:
-    """Random bytes in GPU memory."""
+    """Return random bytes in GPU memory."""
     words = torch.randint(-(2**62), 2**62, (-(-size // 8),), dtype=torch.int64, device="cuda")
     return words.view(torch.uint8)[:size]
 
 
 class Times(NamedTuple):
-    """Seconds of one turn: until the call returned, until its event, of a plain copy."""
+    """Seconds of one measurement; see the module's docstring."""
 
     host: float
     total: float
@@ -261,7 +260,7 @@ class Times(NamedTuple):
 
 
 def on_gpu_s(stream: torch.cuda.Stream, work: Callable[[], object]) -> float:
-    """Seconds of a stream's work, by the GPU's clock."""
+    """Return the seconds of a stream's work, by the GPU's clock."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record(stream)
     work()
@@ -288,7 +287,7 @@ def turn(copier: GpuCopier, jobs: list[GpuCopy], plain: list[torch.Tensor]) -> T
 
 
 def measure(case: Case, copier: GpuCopier, repeats: int) -> dict[str, Any]:
-    """Medians of one case, verified."""
+    """Measure one case, and verify its bytes."""
     memory, rng = Memory(case), np.random.default_rng(7)
     num_bytes = memory.num_bytes
     plain = [_bytes(num_bytes), _bytes(num_bytes)]

@@ -1,15 +1,14 @@
-"""What is left to send when the last layer is computed: whole chunks against layers.
+"""Time from the end of prefill to Done: whole chunks compared with pushes by layers.
 
     .venv/bin/python benchmarks/layers.py --transport shm,nixl
 
-A process per rank; a stand-in for the model takes a given time for each layer (``--slower``
-times what sending a layer took in a whole chunk, so that sending could keep up) and pushes a
-prompt of one chunk whole, or ``--group`` layers at a time. Measured is the time from the end of
-the last layer to Done at the last target. Beside it, in the same run: the same for a cache of
-just one group, which is the least that can be left (``group``), and for a prompt that is cached
-in full, which is one control round trip (``control``). The bound is 1.3 times one group's
-transfer plus one round trip. Every byte of the last repetition is compared. Ends in one JSON
-line; the exit status is 1 if a byte was wrong.
+Every rank is a process. A stand-in for the model takes a fixed time for each layer (``--slower``
+times the time to send a layer) and pushes a prompt of one chunk, whole or ``--group`` layers at a
+time. The result is the time from the end of the last layer to Done at the last target. The same run
+measures the lower limits: a cache of a single group (``group``), and a prompt that is cached in
+full, which takes one control round trip (``control``). The bound is 1.3 times one group's transfer
+plus one round trip. Every byte of the last repetition is compared. The last line is JSON; the exit
+status is 1 if a byte was wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ WAIT_S = 60.0
 
 
 class Shape(NamedTuple):
-    """The cache, and how both sides shard it."""
+    """The cache and the sharding of both sides."""
 
     layers: int
     heads: int
@@ -84,20 +83,20 @@ def arguments() -> argparse.Namespace:
 def compare(
     args: argparse.Namespace, transport: str, pair: tuple[int, int], sizes: list[int]
 ) -> list[dict[str, Any]]:
-    """All sizes between two fleets: one of the whole cache, one of a single group of layers."""
+    """Measure all sizes with two fleets: one of the whole cache, one of a single group."""
     shape = Shape(args.layers, args.heads, args.head_dim, pair, max(sizes))
     rows = []
     with Fleet(*shape.sides(), transport=transport, device=args.device) as fleet:
-        course = Course(fleet, args.repeat)
-        course.left(min(sizes), 0.0, args.layers, verify=False)
+        series = RoomSeries(fleet, args.repeat)
+        series.measure(min(sizes), 0.0, args.layers, verify=False)
         for tokens in sizes:
-            # Once to have all memory touched, then to know how fast to compute.
-            course.left(tokens, 0.0, args.layers, verify=False)
-            rough, _ = course.left(tokens, 0.0, args.layers, verify=False)
+            # The first touches all memory, the second sets the time of a layer.
+            series.measure(tokens, 0.0, args.layers, verify=False)
+            rough, _ = series.measure(tokens, 0.0, args.layers, verify=False)
             layer_s = args.slower * rough / args.layers
-            whole, right = course.left(tokens, layer_s, args.layers, verify=True)
-            by_layers, right_too = course.left(tokens, layer_s, args.group, verify=True)
-            control, _ = course.left(tokens, 0.0, args.layers, verify=False, cached=True)
+            whole, right = series.measure(tokens, layer_s, args.layers, verify=True)
+            by_layers, right_too = series.measure(tokens, layer_s, args.group, verify=True)
+            control, _ = series.measure(tokens, 0.0, args.layers, verify=False, cached=True)
             rows.append(
                 {
                     "transport": transport,
@@ -108,25 +107,25 @@ def compare(
                     "whole_s": whole,
                     "layers_s": by_layers,
                     "control_s": control,
-                    "writes": course.num_writes,
+                    "writes": series.num_writes,
                     "verified": right and right_too,
                 }
             )
     one = shape._replace(layers=args.group)
     with Fleet(*one.sides(), transport=transport, device=args.device) as fleet:
-        course = Course(fleet, args.repeat)
+        series = RoomSeries(fleet, args.repeat)
         for row in rows:
-            course.left(row["tokens"], 0.0, args.group, verify=False)
-            group, _ = course.left(row["tokens"], 0.0, args.group, verify=False)
+            series.measure(row["tokens"], 0.0, args.group, verify=False)
+            group, _ = series.measure(row["tokens"], 0.0, args.group, verify=False)
             transfer = max(0.0, group - row["control_s"])
             row["group_s"] = transfer
             row["bound_s"] = 1.3 * transfer + row["control_s"]
-            tell(row)
+            print_row(row)
     return rows
 
 
-class Course:
-    """The same kind of room, again and again."""
+class RoomSeries:
+    """Rooms of the same kind, one after another."""
 
     def __init__(self, fleet: Fleet, repeat: int) -> None:
         self._fleet = fleet
@@ -134,10 +133,10 @@ class Course:
         self._rooms = 0
         self.num_writes = 0
 
-    def left(
+    def measure(
         self, tokens: int, layer_s: float, layers: int, *, verify: bool, cached: bool = False
     ) -> tuple[float, bool]:
-        """The median of the seconds from the last layer to Done, and whether all was right."""
+        """Return the median seconds from the last layer to Done, and whether all was right."""
         found, right = [], True
         for number in range(self._repeat):
             last = verify and number == self._repeat - 1
@@ -181,8 +180,8 @@ class Course:
         return sum(mode.writes for one in stats for mode in one.modes.values())
 
 
-def tell(row: dict[str, Any]) -> None:
-    """One line for a person."""
+def print_row(row: dict[str, Any]) -> None:
+    """Print one readable line."""
     ms = {name: row[f"{name}_s"] * 1e3 for name in ("whole", "layers", "group", "control", "bound")}
     within = "within" if ms["layers"] <= ms["bound"] else "above"
     print(

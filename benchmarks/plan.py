@@ -1,10 +1,10 @@
-"""How long planning and binding take, with the result proven.
+"""Time of planning and binding, with verified results.
 
     .venv/bin/python benchmarks/plan.py
 
-Planning: large pipelines of large tensor-parallel groups, checked by ``check``.
-Binding: a long request against the cost of naming every piece of it in the same
-run, with the byte counts compared. Ends in one JSON line.
+Planning: large pipelines of large tensor-parallel groups, verified by ``check``. Binding: a long
+request, compared with the time to list each of its pieces in the same run; the byte counts must
+agree. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def median_s(work: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 
 def uneven(spec: CacheSpec, tp: int, pp: int) -> ExplicitSharding:
-    """Heads dealt out as evenly as they go, for a tp that does not divide them."""
+    """Return a sharding with heads as even as possible, for a tp that does not divide them."""
     heads = spec.groups[0].units
     return ExplicitSharding(
         tuple(
@@ -59,7 +59,7 @@ def plan_case(name: str, source: Layout, target: Layout) -> dict[str, Any]:
     check(plan)
     seconds = median_s(lambda: reshard(source, target))
     row = {"case": name, "plan_ms": round(seconds * 1e3, 2), "moves": len(plan.moves)}
-    print(f"{name:52} {row['plan_ms']:8.2f} ms  {len(plan.moves):6} moves, proven")
+    print(f"{name:52} {row['plan_ms']:8.2f} ms  {len(plan.moves):6} moves, verified")
     return row
 
 
@@ -70,33 +70,33 @@ def fragmented(layout: Layout, rank: int, num_tokens: int, seed: int) -> Side:
     return Side(pools.map, {"kv": PageTable(pages)})
 
 
-def _again(side: Side) -> Side:
+def _copy(side: Side) -> Side:
     return Side(side.pools, {name: PageTable(table.pages) for name, table in side.tables.items()})
 
 
 def bind_case(name: str, source: Layout, target: Layout, num_tokens: int) -> dict[str, Any]:
-    """One source's share of the request: bind it, then name every piece of it."""
+    """Bind one source's share of a request, then list each of its pieces."""
     plan, request, pair = reshard(source, target), Request(num_tokens), RankPair(0, 0)
-    ours, theirs = fragmented(source, 0, num_tokens, 1), fragmented(target, 0, num_tokens, 2)
-    binding = bind(plan, pair, request, ours, theirs)
+    sides = fragmented(source, 0, num_tokens, 1), fragmented(target, 0, num_tokens, 2)
+    binding = bind(plan, pair, request, *sides)
     pieces = binding.descriptors()
     expected = sum(plan.bytes_of(move, request) for move in plan.between(*pair))
     if not expected == binding.num_bytes == int(pieces.length.sum()):
         raise SystemExit(f"{name}: the binding does not carry the plan's bytes")
-    # A binding remembers the pieces of a page table; a new request brings new ones.
-    requests = iter([(_again(ours), _again(theirs)) for _ in range(REPEATS)])
+    # The pieces of a page table are cached; a new request has new tables.
+    requests = iter([(_copy(sides[0]), _copy(sides[1])) for _ in range(REPEATS)])
     bind_s = median_s(lambda: bind(plan, pair, request, *next(requests)))
-    name_s = median_s(binding.descriptors, repeats=3)
+    list_s = median_s(binding.descriptors, repeats=3)
     row = {
         "case": name,
         "bind_ms": round(bind_s * 1e3, 2),
-        "descriptors_ms": round(name_s * 1e3, 1),
+        "descriptors_ms": round(list_s * 1e3, 1),
         "pieces": binding.num_pieces,
-        "times_below": round((bind_s + name_s) / bind_s, 1),
+        "times_below": round((bind_s + list_s) / bind_s, 1),
     }
     print(
         f"{name:52} {row['bind_ms']:8.2f} ms  {binding.num_pieces:10,} pieces, "
-        f"named in {row['descriptors_ms']:,.0f} ms: {row['times_below']} times as much"
+        f"listed in {row['descriptors_ms']:,.0f} ms: {row['times_below']} times as much"
     )
     return row
 

@@ -1,10 +1,10 @@
-"""What the protocol's bookkeeping costs, without any transport: microseconds per room.
+"""Cost of the protocol without any transport, in microseconds per room.
 
     .venv/bin/python benchmarks/protocol.py
 
-One source and one target machine, joined by the real codec, carry many small
-rooms at once. Every room must end Done on both sides, and every table must be
-empty afterwards. Ends in one JSON line.
+One source and one target machine, connected by the real codec, carry many small rooms at once.
+Every room must end Done on both sides, and every table must be empty afterwards. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SOURCE, TARGET = Peer("prefill", 0), Peer("decode", 0)
 
 
 class Pair:
-    """Two machines and the frames between them, in order."""
+    """Two machines, and the frames between them in order."""
 
     def __init__(self) -> None:
         layout = Layout(attention(layers=16, kv_heads=8, head_dim=128))
@@ -68,19 +68,19 @@ class Pair:
         self.steps = 0
         self.done = 0
 
-    def tell(self, peer: Peer, event: Event) -> None:
-        """Let a machine take a step and queue what follows."""
+    def handle(self, peer: Peer, event: Event) -> None:
+        """Let a machine handle an event, and queue the events that follow."""
         self.steps += 1
         for action in self.machines[peer].handle(event, 1.0):
             match action:
                 case Send(peer=to, envelope=envelope):
-                    self.pending.append((to, Received(_through_the_codec(envelope))))
+                    self.pending.append((to, Received(_encoded_and_decoded(envelope))))
                 case Connect(session=session) if peer == SOURCE:
                     self.pending.append((peer, MemoryReached(session, "here")))
                 case Choose(ticket=ticket, blocks=blocks):
                     self.pending.append((peer, Chosen(ticket, (False,) * len(blocks))))
                 case Write(op=op, transfer=transfer, note=note):
-                    self.pending.append((transfer.peer, Received(_through_the_codec(note))))
+                    self.pending.append((transfer.peer, Received(_encoded_and_decoded(note))))
                     self.pending.append((peer, Sent(op)))
                 case Report(outcome=Done()):
                     self.done += 1
@@ -88,9 +88,9 @@ class Pair:
                     pass
 
     def settle(self) -> None:
-        """Deliver everything that is under way."""
+        """Deliver every queued event."""
         while self.pending:
-            self.tell(*self.pending.popleft())
+            self.handle(*self.pending.popleft())
 
 
 def _identity(peer: Peer, incarnation: int, layout: Layout) -> Identity:
@@ -98,28 +98,28 @@ def _identity(peer: Peer, incarnation: int, layout: Layout) -> Identity:
     return Identity(peer, incarnation, layout, "model", b"", transports)
 
 
-def _through_the_codec(envelope: Envelope) -> Envelope:
+def _encoded_and_decoded(envelope: Envelope) -> Envelope:
     message = decode(encode(envelope))
     assert isinstance(message, Envelope)
     return message
 
 
 def case(concurrency: int, rooms: int) -> dict[str, Any]:
-    """Carry so many rooms, so many at a time."""
+    """Carry rooms, ``concurrency`` at a time."""
     pair = Pair()
     begin = time.perf_counter()
     for first in range(0, rooms, concurrency):
         batch = range(first, first + concurrency)
         for room in batch:
-            pair.tell(SOURCE, Open(room, 60.0))
+            pair.handle(SOURCE, Open(room, 60.0))
             tables = (PageTableMessage("kv", (room % (1 << 16),)),)
-            pair.tell(
+            pair.handle(
                 TARGET, Receive(pair.prefill, ReceiveRequest(room, Request(16), tables, 60.0))
             )
         pair.settle()
         for room in batch:
-            pair.tell(SOURCE, Push(room, Span(0, 16)))
-            pair.tell(SOURCE, Finish(room, 16, b"token"))
+            pair.handle(SOURCE, Push(room, Span(0, 16)))
+            pair.handle(SOURCE, Finish(room, 16, b"token"))
         pair.settle()
     seconds = time.perf_counter() - begin
     if (

@@ -1,11 +1,10 @@
-"""How long a decoding step of the engine takes, by context and batch, on one rank.
+"""Time of a decoding step of the reference engine, by context and batch, on one rank.
 
     .venv/bin/python benchmarks/serve_engine.py [--model FOLDER] [--threads N] [--device cuda]
 
-The cache is filled with noise and the requests start as if it had been
-transferred, so no prompt is computed. Every step's logprobs must be finite. Wall
-time is the median of the steps; CPU time counts all threads, and others on the
-machine disturb it less. Ends in one JSON line.
+The cache is filled with noise, and the requests start as if it had been transferred, so no prompt
+is computed. Every step's logprobs must be finite. Times are medians of the steps. CPU time counts
+all threads; other load on the machine disturbs it less. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def fill_with_noise(engine: Engine) -> None:
 
 
 def start(engine: Engine, batch: int, context: int) -> None:
-    """Bring requests to where each has ``context`` tokens in the cache."""
+    """Start requests that have ``context`` tokens in the cache."""
     prompts = np.random.default_rng(0).integers(engine.config.vocab, size=(batch, context))
     sampling = Sampling(logprobs=1)
     for i, prompt in enumerate(prompts.tolist()):
@@ -58,7 +57,7 @@ def start(engine: Engine, batch: int, context: int) -> None:
 
 
 def one_step(engine: Engine, batch: int) -> tuple[float, float]:
-    """Wall and CPU seconds."""
+    """Return the wall and CPU seconds of a step."""
     wall, cpu = time.perf_counter(), time.process_time()
     outputs = engine.step()
     spent = time.perf_counter() - wall, time.process_time() - cpu

@@ -1,11 +1,11 @@
-"""Many short rooms between more busy processes than cores, in fresh processes each time.
+"""Many short rooms between more busy processes than cores, to find waits that do not end.
 
     .venv/bin/python benchmarks/short_rooms.py --rounds 5 --rooms 60
 
-3 → 9 and 9 → 3 ranks over every transport. A wait of ours that does not end shows here as a
-room that takes as long as its deadline, so a room is wrong if it fails or takes longer than
-``SLOW_S``; every byte is checked. Ends in one JSON line; the exit status is 1 if anything
-was wrong.
+3 → 9 and 9 → 3 ranks over every transport, with new processes in each round. A wait that does not
+end makes a room take as long as its deadline, so a room is a problem if it fails or takes longer
+than ``SLOW_S``. Every byte is checked. The last line is JSON; the exit status is 1 if there was a
+problem.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Request
 from kvferry.testing.fleet import Fleet, FleetSide, RankError
 
-# 9 ranks hold 3 heads three times over, as in the room that once hung.
+# 9 ranks hold 3 heads three times, as in a room that once hung.
 SPEC = attention(layers=2, kv_heads=3, head_dim=16)
 PAGE, TOKENS = 8, 40
 PAIRS = ((3, 9), (9, 3))
@@ -34,7 +34,7 @@ def main() -> int:
     for number in range(args.rounds):
         for transport in args.transport.split(","):
             for pair in PAIRS:
-                play(pair, transport, args.rooms, total)
+                run_rooms(pair, transport, args.rooms, total)
                 print(
                     f"round {number + 1} of {args.rounds}: {transport} {pair[0]} → {pair[1]}, "
                     f"{total['rooms']} rooms so far, slowest {total['slowest_s']:.2f} s, "
@@ -56,8 +56,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def play(pair: tuple[int, int], transport: str, num_rooms: int, total: dict[str, Any]) -> None:
-    """A fleet of its own, and one room after the other."""
+def run_rooms(pair: tuple[int, int], transport: str, num_rooms: int, total: dict[str, Any]) -> None:
+    """Run rooms one after another in a new fleet, and add the results to ``total``."""
     source, target = (Layout(SPEC, Parallel(tp=tp), page_tokens=PAGE) for tp in pair)
     pages = 2 * (TOKENS // PAGE)
     total["fleets"] += 1

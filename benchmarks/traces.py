@@ -34,8 +34,8 @@ def turn(pair: Fleet, at_once: int, rooms: int, *, keep: bool) -> ControlLevel:
 
 
 def main() -> None:
-    given, usual = sys.argv[1:], ("100", "600", "32", "shm")
-    rounds, rooms, at_once, transport = (*given, *usual[len(given) :])
+    given, defaults = sys.argv[1:], ("100", "600", "32", "shm")
+    rounds, rooms, at_once, transport = (*given, *defaults[len(given) :])
     measure(int(rounds), int(rooms), int(at_once), transport)
 
 
@@ -47,14 +47,14 @@ def measure(rounds: int, rooms: int, at_once: int, transport: str) -> None:
         for number in range(rounds):
             for keep in (True, False) if number % 2 else (False, True):
                 levels[keep].append(turn(pair, at_once, rooms, keep=keep))
-    document = {name: told(levels[keep]) for name, keep in (("with", True), ("without", False))}
+    document = {name: medians(levels[keep]) for name, keep in (("with", True), ("without", False))}
     both = list(zip(levels[True], levels[False], strict=True))
     slower = statistics.median(1 - a.rooms_per_s / b.rooms_per_s for a, b in both)
-    dearer = statistics.median(cpu_us(a) / cpu_us(b) - 1 for a, b in both)
+    more_cpu = statistics.median(cpu_us(a) / cpu_us(b) - 1 for a, b in both)
     more_us = statistics.median(cpu_us(a) - cpu_us(b) for a, b in both)
     document["cost"] = {
         "rooms_per_s": round(slower, 4),
-        "cpu": round(dearer, 4),
+        "cpu": round(more_cpu, 4),
         "cpu_us_a_room": round(more_us, 1),
     }
     asked = {"rounds": rounds, "rooms": rooms, "at_once": at_once, "transport": transport}
@@ -65,7 +65,7 @@ def cpu_us(level: ControlLevel) -> float:
     return 1e3 * (level.source_cpu_ms + level.target_cpu_ms)
 
 
-def told(levels: list[ControlLevel]) -> dict[str, float]:
+def medians(levels: list[ControlLevel]) -> dict[str, float]:
     source_ms = statistics.median(level.source_cpu_ms for level in levels)
     target_ms = statistics.median(level.target_cpu_ms for level in levels)
     return {

@@ -1,18 +1,18 @@
-"""Transfers between GPU pools of real processes: mapped, staged, and equal TP, each with its bar.
+"""Transfers between GPU pools of real processes: mapped, staged and equal TP, each with a goal.
 
     .venv/bin/python benchmarks/transfer_gpu.py                    all cases, on one GPU
-    .venv/bin/python benchmarks/transfer_gpu.py --only mapped      those whose names have this
-    .venv/bin/python benchmarks/transfer_gpu.py --list             what there is
+    .venv/bin/python benchmarks/transfer_gpu.py --only mapped      cases whose name contains this
+    .venv/bin/python benchmarks/transfer_gpu.py --list             list the cases
 
-Qwen3-32B's cache (64 layers, 8 KV heads of 128, bf16, pages of 64) for 8192 tokens, 2.1 GB, every
-rank a process. Every case is one line of JSON: the median of its repeats from the first push to
-the last target's end, what carried it (``chosen``, ``mode``), the bar that it is held to, and
-whether every byte was right. Where a case was also measured by each mode, a last line says how
-much slower the chooser's was than the best (``chooser``). The exit status is 1 if bytes were
-wrong, a case failed, or the chooser was wrong by more than 1.5 times; bars are told, not judged,
-because they are an H200's.
+Qwen3-32B's cache (64 layers, 8 KV heads of 128, bf16, pages of 64) for 8192 tokens, 2.1 GB. Every
+rank is a process. Each case prints one line of JSON: the median time from the first push to the end
+at the last target, the transport and mode (``chosen``, ``mode``), the goal (``bar_ms``), and
+whether every byte was right. If a case was also measured with each mode, a last line compares the
+chooser's mode with the best (``chooser``). The exit status is 1 if bytes were wrong, a case failed,
+or the chooser's mode took more than 1.5 times as long as the best. Goals do not affect it: they are
+for an H200.
 
-``--device cpu`` with small sizes runs the same cases over shm and NIXL anywhere.
+``--device cpu`` with small sizes runs the same cases over shm and NIXL on any machine.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from kvferry.plan.units import MIB
 from kvferry.regions import Device
 from kvferry.testing.fleet import RankError
 
-# What a chooser may be wrong by.
+# How much longer than the best mode the chosen mode may take.
 MOST_WRONG = 1.5
 
 
 class GpuCase(NamedTuple):
-    """One measurement. ``transport`` None is the one that maps memory of the device.
+    """One measurement. ``transport`` None is the one that maps the device's memory.
 
-    Few and large slots carry one long request in the least time, because a slot costs more than
-    its bytes; by default a GPU's staging is cut into three or more, which serve several short ones.
+    A few large slots carry one long request in the least time, because of the cost of each slot.
+    By default a GPU's staging has three slots or more, which serve several short requests.
     """
 
     name: str
@@ -53,12 +53,12 @@ class GpuCase(NamedTuple):
     slot_mib: int | None = None
 
     def transport_on(self, device: str) -> str:
-        """Its transport, where the pools are on that device."""
+        """Return the transport for pools on that device."""
         return self.transport or ("shm" if Device.parse(device).is_host else "cuda")
 
 
 def cases() -> list[GpuCase]:
-    """The table of bars, and each mode of equal TP on its own."""
+    """Return the cases with goals, and equal TP with each mode."""
     pairs = ((4, 1), (1, 4), (2, 4))
     mapped = {(4, 1): 3.0, (1, 4): 3.5, (2, 4): 3.5, (1, 1): 2.5}
     return [
@@ -72,7 +72,7 @@ def cases() -> list[GpuCase]:
     ]
 
 
-# Slices of equal TP are runs.
+# With equal TP, slices are runs.
 MODES = (TransferMode.RUNS, TransferMode.STAGED)
 
 
@@ -83,14 +83,16 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
-    parser.add_argument("--slot-mib", type=int, help="of a staging slot (each case's own)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names have this")
-    parser.add_argument("--list", action="store_true", help="name the cases and end")
+    parser.add_argument(
+        "--slot-mib", type=int, help="size of a staging slot (each case has its own)"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
+    parser.add_argument("--list", action="store_true", help="list the cases")
     args = parser.parse_args(words)
     if min(getattr(args, name.replace("-", "_")) for name in SIZES) < 1:
-        parser.error("sizes and repeats are 1 or more")
+        parser.error("sizes and repeats must be 1 or more")
     if not chosen_cases(args.only):
-        parser.error(f"no case has {args.only!r} in its name; --list names them")
+        parser.error(f"no case has {args.only!r} in its name; see --list")
     try:
         Device.parse(args.device)
     except KvferryError as error:
@@ -141,7 +143,7 @@ def job_of(case: GpuCase, args: argparse.Namespace) -> TransferJob:
 
 
 def line_of(case: GpuCase, args: argparse.Namespace) -> dict[str, Any]:
-    """A case's line, also where it fails."""
+    """Run a case; return its line, also if it fails."""
     asked: dict[str, Any] = {
         "case": case.name,
         "prefill": f"tp={case.prefill}",
@@ -177,7 +179,7 @@ def measured(case: GpuCase, report: TransferReport) -> dict[str, Any]:
 
 
 def chooser_lines(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """How the chooser did, where each mode was measured too."""
+    """Compare the chooser with the best mode, if each mode was measured."""
     times = {line["case"]: line["median_ms"] for line in lines if "median_ms" in line}
     forced = [times.get(f"equal-{mode} 1-1") for mode in MODES]
     chosen = times.get("equal 1-1")

@@ -1,8 +1,7 @@
-"""What a write costs over each transport: slots, bulk, and many small pieces.
+"""Cost of a write over each transport: slots, bulk and many small pieces.
 
-Two processes. The target polls every ``PACE_S``, as an endpoint might; every byte is
-compared at the end. Where a transport can write at once, that is timed too. The last line
-of the output is one JSON document.
+Two processes. The target polls every ``POLL_S``, as an endpoint might; every byte is compared at
+the end. Immediate writes are timed too, where a transport has them. The last line is JSON.
 
     .venv/bin/python benchmarks/transport_posts.py [transport ...]
 """
@@ -33,11 +32,11 @@ from kvferry.transports.registry import available, transport_class
 Bytes = NDArray[np.uint8]
 KIB, MIB = 1 << 10, 1 << 20
 POOL_BYTES = 256 * MIB
-PACE_S = 50e-6
+POLL_S = 50e-6
 
 
 def pages(count: int, num_bytes: int) -> Binding:
-    """Pages in any order on both sides."""
+    """Return pages in random order on both sides."""
     rng, one = np.random.default_rng(2), np.ones(count, dtype=np.int64)
     source, target = (rng.permutation(count) * num_bytes for _ in range(2))
     pieces = Pieces(source, target, one * num_bytes, one, one, Stride(0, 0), Stride(0, 0), True)
@@ -58,14 +57,14 @@ CASES = {
 
 
 class Times(NamedTuple):
-    """Seconds from the start of a write: until it returned, and until it had ended."""
+    """Seconds from the start of a write until it returned and until it ended."""
 
     returned: float
     ended: float
 
 
 def target(connection: Connection, name: str) -> None:
-    """Take what is written, and show it when asked."""
+    """Poll, and send the memory when asked."""
     transport = transport_class(name)(
         TransportSetup(agent=f"target-{os.getpid()}", copy=copy_by_memmove)
     )
@@ -74,7 +73,7 @@ def target(connection: Connection, name: str) -> None:
     connection.send(transport.metadata())
     while True:
         transport.poll()
-        time.sleep(PACE_S)
+        time.sleep(POLL_S)
         if connection.poll():
             if connection.recv() == "end":
                 break
@@ -83,7 +82,7 @@ def target(connection: Connection, name: str) -> None:
 
 
 class Bench:
-    """The source's side."""
+    """The source of the writes."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -116,9 +115,10 @@ class Bench:
             time.sleep(0)
 
 
-def copied(binding: Binding, source: Bytes, into: Bytes) -> None:
-    named = binding.descriptors()
-    for at, to, length in zip(named.source_offset, named.target_offset, named.length, strict=True):
+def copy_expected(binding: Binding, source: Bytes, into: Bytes) -> None:
+    pieces = binding.descriptors()
+    rows = zip(pieces.source_offset, pieces.target_offset, pieces.length, strict=True)
+    for at, to, length in rows:
         into[to : to + length] = source[at : at + length]
 
 
@@ -134,15 +134,15 @@ def memcpy_s(memory: Bytes, num_bytes: int) -> float:
 
 def measure(name: str) -> dict[str, dict[str, float]]:
     context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, name), daemon=True)
+    pipe, target_end = context.Pipe()
+    process = context.Process(target=target, args=(target_end, name), daemon=True)
     process.start()
     transport = transport_class(name)(
         TransportSetup(agent=f"source-{os.getpid()}", copy=copy_by_memmove)
     )
     bench = Bench(transport)
     transport.register([Region(bench.memory.ctypes.data, POOL_BYTES)], writable=False)
-    remote = transport.connect(ours.recv())
+    remote = transport.connect(pipe.recv())
     expected = np.zeros(POOL_BYTES, dtype=np.uint8)
     results = {}
     first = bench.write(remote, binding_of([PlacedPiece(0, 0, KIB)]))
@@ -150,7 +150,7 @@ def measure(name: str) -> dict[str, dict[str, float]]:
     for case, (binding, repeat) in CASES.items():
         times = [bench.write(remote, binding) for _ in range(repeat)]
         returned, ended = (statistics.median(column) for column in zip(*times, strict=True))
-        copied(binding, bench.memory, expected)
+        copy_expected(binding, bench.memory, expected)
         results[case] = {
             "returned_us": returned * 1e6,
             "ended_us": ended * 1e6,
@@ -163,9 +163,9 @@ def measure(name: str) -> dict[str, dict[str, float]]:
             now = statistics.median(bench.write_now_s(remote, binding) for _ in range(repeat))
             results[case]["now_us"] = now * 1e6
         print(name, case, {key: round(value, 1) for key, value in results[case].items()})
-    ours.send("read")
-    assert ours.recv() == expected.tobytes(), "what arrived is not what was sent"
-    ours.send("end")
+    pipe.send("read")
+    assert pipe.recv() == expected.tobytes(), "the target has other bytes than were sent"
+    pipe.send("end")
     transport.close()
     process.join(10)
     return results

@@ -16,7 +16,7 @@ CONFIGS: dict[str, Json] = {
 
 
 def config(name: str, **changes: object) -> Json:
-    """A config of the collection with some fields changed, in the text model where it has one."""
+    """Return a config with some fields changed, in its text model if it has one."""
     made = copy.deepcopy(CONFIGS[name])
     made.get("text_config", made).update(changes)
     return made

@@ -1,8 +1,7 @@
-"""Real bytes: pools filled from a logical cache, moved by bindings, read back.
+"""Pools filled from a logical cache, moved by bindings and read back.
 
-The logical cache is an array per (group, tensor) of [layer, token, unit, byte].
-How a rank keeps its share of it is written down here from the definition, in
-plain loops over tokens, so that bindings are compared with something else.
+The logical cache is an array per (group, tensor) of [layer, token, unit, byte]. A rank's share of
+it is written here from the definition, in plain loops over tokens, independently of bindings.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def random_cache(spec: CacheSpec, num_tokens: int, rng: np.random.Generator) -> 
 
 
 def plan_of(spec: CacheSpec, source: Sharding, target: Sharding) -> Plan:
-    """The proven plan between two shardings of one cache."""
+    """Return the verified plan between two shardings of one cache."""
     plan = reshard(Layout(spec, source), Layout(spec, target))
     check(plan)
     return plan
@@ -66,14 +65,14 @@ class Rank(NamedTuple):
     regions: list[Bytes]
 
     def local_tokens(self, group: Group, num_tokens: int) -> list[int]:
-        """The request's positions that this rank keeps, in its own order."""
+        """Return the request's positions that this rank keeps, in its order."""
         if isinstance(group.kind, StateRow):
             return [num_tokens - 1] if num_tokens else []
         mine = owned(self.layout, self.rank, group, num_tokens).tokens
         return [int(t) for t in np.flatnonzero(mine)]
 
     def view(self, group: Group, tensor: str, layer: int) -> Bytes:
-        """One layer of a tensor as [page, token, unit, byte], whatever its order in memory."""
+        """Return one layer of a tensor as [page, token, unit, byte], for any order in memory."""
         placement = self.side.pools.of(group.name, tensor)
         (base,) = [b for b in placement.bases if b.layer == layer]
         unit_bytes = next(t.unit_bytes for t in group.tensors if t.name == tensor)
@@ -87,7 +86,7 @@ class Rank(NamedTuple):
     def write(
         self, cache: Cache, num_tokens: int, keep: Callable[[Group], NDArray[np.bool_]]
     ) -> None:
-        """Put this rank's share of the cache into its pages, only tokens that ``keep`` says."""
+        """Write this rank's share of the cache into its pages, for tokens selected by ``keep``."""
         for group in self.layout.spec.groups:
             mine = owned(self.layout, self.rank, group, num_tokens)
             if group.name not in self.side.tables:
@@ -108,7 +107,7 @@ class Rank(NamedTuple):
 def make_ranks(
     layout: Layout, num_tokens: int, rng: np.random.Generator, *, drop_pages: bool = False
 ) -> list[Rank]:
-    """Every rank with fragmented pages in random order, its memory filled with a mark."""
+    """Return every rank, with pages in random order and memory filled with a mark."""
     ranks = []
     for rank in range(layout.num_ranks):
         most = -(-num_tokens // layout.page_tokens)
@@ -131,7 +130,7 @@ def make_ranks(
 
 
 def filled(layout: Layout, cache: Cache, request: Request, rng: np.random.Generator) -> list[Rank]:
-    """A source side that has computed the whole request."""
+    """Return the ranks of a source that has computed the whole request."""
     ranks = make_ranks(layout, request.num_tokens, rng)
     for rank in ranks:
         rank.write(cache, request.num_tokens, lambda _: np.ones(request.num_tokens, dtype=bool))
@@ -139,7 +138,7 @@ def filled(layout: Layout, cache: Cache, request: Request, rng: np.random.Genera
 
 
 def expected(targets: list[Rank], cache: Cache, request: Request) -> list[list[Bytes]]:
-    """What the targets' memory must be afterwards: owed bytes in place, nothing else touched."""
+    """Return the targets' memory after a transfer: expected bytes in place, the rest untouched."""
     result = []
     for rank in targets:
         copy = rank._replace(regions=[region.copy() for region in rank.regions])

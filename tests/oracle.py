@@ -1,8 +1,4 @@
-"""An independent oracle: it knows who owns what, and nothing of how plans are made.
-
-Ownership is written down here a second time on purpose, from the definition and
-not from the code under test.
-"""
+"""An independent oracle of ownership, written from the definition, not from the planner."""
 
 from __future__ import annotations
 
@@ -26,13 +22,13 @@ class Owned(NamedTuple):
     tokens: Bools
 
     def all(self) -> Bools:
-        """Every coordinate in it: [layer, unit, token]."""
+        """Return the mask of every coordinate as [layer, unit, token]."""
         return self.layers[:, None, None] & self.units[:, None] & self.tokens
 
 
 def owned(layout: Layout, rank: int, group: Group, num_tokens: int) -> Owned:
     if isinstance(layout.sharding, ExplicitSharding):
-        return _owned_stated(layout.sharding, layout, rank, group, num_tokens)
+        return _owned_explicitly(layout.sharding, layout, rank, group, num_tokens)
     p = layout.sharding
     tp_rank, cp_rank = rank % p.tp, rank // p.tp % p.cp
     pp_rank = rank // p.tp // p.cp
@@ -51,13 +47,13 @@ def _stage(stages: tuple[int, ...], pp: int, num_layers: int, layer: int) -> int
 
 
 def _on_tp_rank(unit: int, units: int, tp: int, tp_rank: int) -> bool:
-    # Whichever there are more of, ranks or units, is dealt out evenly and in order.
+    # Units are distributed over ranks evenly and in order, or ranks over units if there are more.
     if units >= tp:
         return unit // (units // tp) == tp_rank
     return tp_rank // (tp // units) == unit
 
 
-def _owned_stated(
+def _owned_explicitly(
     sharding: ExplicitSharding, layout: Layout, rank: int, group: Group, num_tokens: int
 ) -> Owned:
     mine = [h for h in sharding.ranks[rank] if h.group == group.name]
@@ -70,7 +66,7 @@ def _owned_stated(
 
 
 def owed_tokens(group: Group, request: Request) -> Bools:
-    """Which positions the target lacks and keeps."""
+    """Return the mask of positions that the target needs and does not have."""
     n = request.num_tokens
     position = np.arange(n)
     needed = position >= request.prefix
@@ -82,7 +78,7 @@ def owed_tokens(group: Group, request: Request) -> Bools:
 
 
 def assert_exactly_once(plan: Plan, request: Request) -> None:
-    """Every coordinate a target lacks arrives once, from a rank that has it, and no other."""
+    """Check that every coordinate a target needs arrives once, from a rank that has it."""
     for group in plan.spec.groups:
         have, want = (
             [owned(layout, rank, group, request.num_tokens) for rank in range(layout.num_ranks)]

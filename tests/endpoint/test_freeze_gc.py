@@ -39,5 +39,5 @@ def test_the_ranks_of_a_fleet_freeze_their_heaps() -> None:
     layout = Layout(attention(layers=1, kv_heads=1, head_dim=8), Parallel(), page_tokens=4)
     sides = [FleetSide(name, layout, 4) for name in ("prefill", "decode")]
     with Fleet(*sides, transport="shm") as fleet:
-        counts = fleet.all([*fleet.sources, *fleet.targets["decode"]], "num_settled")
+        counts = fleet.all([*fleet.sources, *fleet.targets["decode"]], "num_frozen")
     assert min(counts) > 10_000

@@ -16,12 +16,11 @@ from kvferry.errors import TransportError
 from kvferry.plan.coalesce import Stride
 from kvferry.protocol.events import WriteFate
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, grid
-from kvferry.testing.transports.base import Cases
-from kvferry.testing.transports.crew import Crew, deliver
-from kvferry.testing.transports.failing import KIB, MIB, WHOLE
+from kvferry.testing.transports.base import KIB, MIB, Cases, Crew, deliver
 from kvferry.testing.transports.host import HostWrite
-from kvferry.testing.transports.moving import MovingCases
 from kvferry.testing.transports.process import PeerProcess
+from kvferry.testing.transports.suite import WHOLE
+from kvferry.testing.transports.writes import WriteCases
 from kvferry.transports.cuda.driver import missing
 
 pytestmark = [
@@ -130,7 +129,7 @@ class TestForging(ForgingCases):
                     source.disconnect(source.connect(msgspec.msgpack.encode(forged)))
 
 
-class TestExpandable(ForgingCases, MovingCases):
+class TestExpandable(ForgingCases, WriteCases):
     """Memory of torch's expandable segments, mapped piece by piece."""
 
     environment: ClassVar[dict[str, str]] = EXPANDABLE

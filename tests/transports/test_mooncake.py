@@ -17,8 +17,8 @@ from kvferry.plan.coalesce import Stride
 from kvferry.protocol.events import WriteFate
 from kvferry.regions import Device, Region
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, grid
+from kvferry.testing.transports.base import Crew, deliver
 from kvferry.testing.transports.bindings import after, copy_by_memmove
-from kvferry.testing.transports.crew import Crew, deliver
 from kvferry.testing.transports.host import HostWrite
 from kvferry.transports.base import TransportSetup
 from kvferry.transports.mooncake import MooncakeTransport, package

@@ -11,11 +11,11 @@ import pytest
 from kvferry.errors import TransportError
 from kvferry.protocol.events import WriteFate
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of
+from kvferry.testing.transports.base import Crew, deliver
 from kvferry.testing.transports.bindings import after, copy_by_memmove
-from kvferry.testing.transports.crew import Crew, deliver
-from kvferry.testing.transports.failing import until_written
 from kvferry.testing.transports.host import HostWrite
 from kvferry.testing.transports.process import PeerProcess
+from kvferry.testing.transports.suite import wait_until_written
 from kvferry.transports.base import TransportSetup, WriteEnded
 from kvferry.transports.nixl import NixlTransport
 
@@ -47,7 +47,7 @@ class NixlSuite(TransportSuite):
         far = binding_of([PlacedPiece(0, 17 * MIB, MIB)])
         source.write(HostWrite(again, 4, far))
         assert source.wait(num_ended=1) == [(4, None, "")]
-        until_written(target, 16 * MIB - 16)
+        wait_until_written(target, 16 * MIB - 16)
         target.regions = after(far, source.regions, target.regions)
         target.check()
 

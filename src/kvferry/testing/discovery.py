@@ -1,16 +1,19 @@
-"""The conformance suite for discoveries: what ``discovery/base.py`` promises. Needs pytest.
+"""The conformance suite for discovery implementations: what ``discovery/base.py`` promises.
 
-Whoever writes a discovery subclasses the suite in a test module::
+To test a discovery, subclass the suite in a test module::
 
     from kvferry.testing.discovery import DiscoverySuite
 
     class TestMine(DiscoverySuite):
         def make(self) -> Discovery:
-            return MyDiscovery(...)     # each time another client of one store, empty at first
+            return MyDiscovery(...)     # a new client of one store, which is empty at first
 
-A discovery that can't change, such as a static list of ``RECORDS``, subclasses ``FixedCases``.
+For a discovery whose ranks are fixed, such as a static list of ``RECORDS``, subclass
+``FixedCases``. The suite needs pytest.
 """
 
+# Where a case's name says everything, it has no docstring.
+# ruff: noqa: D102
 from __future__ import annotations
 
 import asyncio
@@ -45,21 +48,21 @@ RECORDS = tuple(
 ENOUGH_S = 30.0
 LEASE_S = 60.0
 SHORT_S = 0.2
-# Long enough for an instance to be seen before it ends, on a busy machine.
+# Long enough that an instance is seen before its lease ends, even on a busy machine.
 EXPIRES_S = 2.0
 
 Talk = Callable[[Discovery, Discovery], Awaitable[None]]
 
 
 class FixedCases(ABC):
-    """Cases for every discovery, with the instance of ``RECORDS`` registered."""
+    """Cases for every discovery, with the ranks of ``RECORDS``."""
 
     @abstractmethod
     def make(self) -> Discovery:
-        """Another client of the store that this test has."""
+        """Return a new client of this test's store."""
 
     def run(self, talk: Talk) -> None:
-        """Have two clients of the store talk, in one event loop."""
+        """Run ``talk`` with two clients of the store, in one event loop."""
 
         async def both() -> None:
             async with self._open() as one, self._open() as two:
@@ -76,7 +79,7 @@ class FixedCases(ABC):
             await discovery.close()
 
     def test_registered_ranks_are_seen(self) -> None:
-        """By a watch and in the list, with their addresses in order."""
+        """A watch and the list have them, with their addresses in order."""
 
         async def talk(one: Discovery, two: Discovery) -> None:
             await register(one)
@@ -89,8 +92,8 @@ class FixedCases(ABC):
 
         self.run(talk)
 
-    def test_a_view_is_not_told_twice(self) -> None:
-        """A watch with its version ends without news."""
+    def test_a_watch_returns_a_view_once(self) -> None:
+        """A watch with the version of the last view times out, even after renewals."""
 
         async def talk(one: Discovery, two: Discovery) -> None:
             await register(one)
@@ -102,8 +105,7 @@ class FixedCases(ABC):
 
         self.run(talk)
 
-    def test_an_unknown_instance_is_named(self) -> None:
-        """In the sentence that says what is missing."""
+    def test_the_error_names_an_unknown_instance(self) -> None:
 
         async def talk(one: Discovery, two: Discovery) -> None:
             error = await refused(two.watch("nobody", "", SHORT_S))
@@ -112,8 +114,8 @@ class FixedCases(ABC):
 
         self.run(talk)
 
-    def test_a_client_tells_every_watcher_and_ends_its_thread(self) -> None:
-        """Those that came before the registration, and those after it."""
+    def test_a_client_calls_every_watcher_and_ends_its_thread(self) -> None:
+        """Watches from before the registration and from after it get the view."""
         before = set(threading.enumerate())
         seen: list[Future[InstanceView | None]] = [Future(), Future(), Future()]
         with DiscoveryClient(self.make()) as one, DiscoveryClient(self.make()) as two:
@@ -126,14 +128,14 @@ class FixedCases(ABC):
             two.watch(NAME, seen[2].set_result)
             assert views == [two.resolve(NAME, ENOUGH_S)] * 2
             assert seen[2].result(ENOUGH_S) == views[0]
-        assert not any(map(_is_ours, set(threading.enumerate()) - before))
+        assert not any(map(_is_client_thread, set(threading.enumerate()) - before))
 
 
 class DiscoverySuite(FixedCases):
     """Cases for every discovery in which ranks come and go."""
 
     def test_a_watch_waits_for_the_last_rank(self) -> None:
-        """An instance without all of its ranks is no instance."""
+        """An instance is incomplete until all of its ranks are registered."""
 
         async def talk(one: Discovery, two: Discovery) -> None:
             await one.register(RECORDS[0], LEASE_S)
@@ -146,7 +148,7 @@ class DiscoverySuite(FixedCases):
         self.run(talk)
 
     def test_a_withdrawn_rank_is_gone(self) -> None:
-        """For who watches, at once; and in the list. It may come back."""
+        """A watch ends at once, and the list has the rank no more; it may register again."""
 
         async def talk(one: Discovery, two: Discovery) -> None:
             await register(one)
@@ -162,7 +164,7 @@ class DiscoverySuite(FixedCases):
         self.run(talk)
 
     def test_a_lease_that_is_not_renewed_ends(self) -> None:
-        """As if the rank had been withdrawn, and then there is nothing to renew."""
+        """The rank is withdrawn, and its lease cannot be renewed any more."""
 
         async def talk(one: Discovery, two: Discovery) -> None:
             await one.register(RECORDS[0], LEASE_S)
@@ -190,8 +192,7 @@ class DiscoverySuite(FixedCases):
 
         self.run(talk)
 
-    def test_ranks_that_disagree_are_no_instance(self) -> None:
-        """Whatever they disagree in."""
+    def test_ranks_that_disagree_make_no_instance(self) -> None:
 
         async def talk(one: Discovery, two: Discovery) -> None:
             await one.register(RECORDS[0], LEASE_S)
@@ -201,7 +202,6 @@ class DiscoverySuite(FixedCases):
         self.run(talk)
 
     def test_a_client_that_closes_withdraws_its_ranks(self) -> None:
-        """Whoever watches is told."""
         news: list[Future[InstanceView | None]] = [Future(), Future()]
         waiting = iter(news)
         with DiscoveryClient(self.make()) as watcher:
@@ -210,7 +210,7 @@ class DiscoverySuite(FixedCases):
                 for record in RECORDS:
                     client.register(record, LEASE_S)
                 assert lives(news[0].result(ENOUGH_S)) == [100, 101]
-            # One rank after the other leaves, and an instance ends once.
+            # The ranks leave one by one, and the watcher is called once.
             assert news[1].result(ENOUGH_S) is None
 
 
@@ -221,23 +221,23 @@ async def register(discovery: Discovery) -> None:
 
 
 async def found(discovery: Discovery) -> InstanceView:
-    """The instance, which is complete or soon will be."""
+    """Wait for the complete instance."""
     view = await discovery.watch(NAME, "", ENOUGH_S)
     assert view is not None
     return view
 
 
 async def refused(call: Awaitable[object]) -> DiscoveryError:
-    """The error that a call must end in."""
+    """Return the error that a call must raise."""
     with pytest.raises(DiscoveryError) as error:
         await call
     return error.value
 
 
 def lives(view: InstanceView | None) -> list[int | None]:
-    """The incarnations of a view."""
+    """Return the incarnations of a view."""
     return [rank.incarnation for rank in view.ranks] if view is not None else []
 
 
-def _is_ours(thread: threading.Thread) -> bool:
+def _is_client_thread(thread: threading.Thread) -> bool:
     return thread.name == "kvferry-discovery-client"

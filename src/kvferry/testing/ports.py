@@ -1,20 +1,20 @@
-"""A port for a server that binds it later, when it has loaded its model."""
+"""Ports for servers that bind them later, when they have loaded their model."""
 
 from __future__ import annotations
 
 import random
 import socket
 
-# Below those that kernels give to whoever asks for any: one of these would be taken in between,
-# by a connection or a lifeline, once in a few hundred starts.
+# Below the range from which kernels choose ports. A port of that range is sometimes taken by
+# another connection before the server binds it, once in a few hundred starts.
 _FIRST, _LAST = 15_000, 30_000
-_numbers = random.SystemRandom()
+_random = random.SystemRandom()
 
 
 def later_port(host: str = "127.0.0.1") -> int:
-    """A port that is free, and that nobody gets by chance."""
+    """Return a free port that no connection is given by chance."""
     while True:
-        port = _numbers.randint(_FIRST, _LAST)
+        port = _random.randint(_FIRST, _LAST)
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))

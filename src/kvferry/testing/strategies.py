@@ -1,7 +1,7 @@
 """Hypothesis strategies for caches and layouts, small enough to check by brute force.
 
-For authors of engines and transports: any pair drawn by ``pairs`` must plan,
-pass ``check`` and move every byte.
+For authors of engines and transports: every pair drawn by ``pairs`` must have a plan that passes
+``check`` and moves every byte.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def parallel(draw: st.DrawFn, spec: CacheSpec) -> Parallel:
 
 @st.composite
 def blocks(draw: st.DrawFn, group: Group, num_layers: int) -> list[list[Shard]]:
-    """Product blocks that hold a group completely; one list of shards for each."""
+    """Blocks that together hold a whole group, each a list of shards."""
     part_of = draw(st.lists(st.integers(0, 1), min_size=num_layers, max_size=num_layers))
     parts = [[n for n in range(num_layers) if part_of[n] == part] for part in (0, 1)]
     edges = [0, *sorted(draw(st.sets(st.integers(1, group.units), max_size=2))), group.units]
@@ -101,8 +101,8 @@ def token_shares(group: Group) -> st.SearchStrategy[list[Tokens]]:
 
 
 @st.composite
-def stated(draw: st.DrawFn, spec: CacheSpec) -> ExplicitSharding:
-    """Ownership stated rank by rank: complete, uneven, with some ranks shard copies."""
+def explicit_shardings(draw: st.DrawFn, spec: CacheSpec) -> ExplicitSharding:
+    """An explicit sharding: complete, uneven, with copies of some shards."""
     held = {group.name: draw(blocks(group, spec.num_layers)) for group in spec.groups}
     num_ranks = max(map(len, held.values())) + draw(st.integers(0, 2))
     ranks: list[list[Shard]] = [[] for _ in range(num_ranks)]
@@ -119,13 +119,13 @@ def stated(draw: st.DrawFn, spec: CacheSpec) -> ExplicitSharding:
 @st.composite
 def layouts(draw: st.DrawFn, spec: CacheSpec) -> Layout:
     """Any layout of that model."""
-    sharding = draw(st.one_of(parallel(spec), stated(spec)))
+    sharding = draw(st.one_of(parallel(spec), explicit_shardings(spec)))
     page_tokens = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     return Layout(spec, sharding, page_tokens=page_tokens, order=draw(st.sampled_from(Order)))
 
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    """Two layouts of one model: a source's and a target's."""
+    """Two layouts of one model, the source's and the target's."""
     spec = draw(specs())
     return draw(layouts(spec)), draw(layouts(spec))

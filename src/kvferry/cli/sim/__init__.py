@@ -1,1 +1,1 @@
-"""``kvferry sim``: the protocol played through faults."""
+"""``kvferry sim``: run the protocol with faults in simulated time."""

@@ -1,4 +1,4 @@
-"""``kvferry sim``: play the protocol through faults, and say whether its promises held."""
+"""Flags of ``kvferry sim``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 from typing import Any
 
 EXAMPLE = """example:
-  kvferry sim --seeds 2000               every scenario, and 2000 random worlds
-  kvferry sim --scenario C7 --seeds 50   one scenario, 50 times
-  kvferry sim --break release-at-abort   show that a broken rule is noticed
-  kvferry sim --seeds 1 --first-seed 88  play one seed again
-  kvferry sim --list                     the scenarios and the broken rules
+  kvferry sim --seeds 2000               every scenario and 2000 random worlds
+  kvferry sim --scenario C7 --seeds 50   one scenario with 50 seeds
+  kvferry sim --break release-at-abort   break a rule and see whether it is caught
+  kvferry sim --seeds 1 --first-seed 88  repeat one seed
+  kvferry sim --list                     list the scenarios and the broken rules
 """
 
 
@@ -18,15 +18,15 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the command and its flags."""
     parser = commands.add_parser(
         "sim",
-        help="play the protocol through faults in simulated time",
-        description="Play the real protocol machines through faults, in simulated time.",
+        help="run the protocol with faults in simulated time",
+        description="Run the real protocol machines with faults, in simulated time.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("--seeds", metavar="N", help="how many worlds to play (200)")
-    parser.add_argument("--first-seed", default="0", metavar="N", help="where to begin (0)")
-    parser.add_argument("--scenario", metavar="ID", help="play one named situation")
+    parser.add_argument("--seeds", metavar="N", help="number of random worlds (200)")
+    parser.add_argument("--first-seed", default="0", metavar="N", help="the first seed (0)")
+    parser.add_argument("--scenario", metavar="ID", help="run one named scenario")
     parser.add_argument(
-        "--break", dest="broken", metavar="NAME", help="break a rule and see whether it shows"
+        "--break", dest="broken", metavar="NAME", help="run until a broken rule is caught"
     )
     parser.add_argument("--list", action="store_true", help="list scenarios and broken rules")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -34,8 +34,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Play, and print what was found."""
-    # The simulator is large, and the other commands must not wait for its import.
-    from kvferry.cli.sim import play as sim_play  # noqa: PLC0415
+    """Run the command."""
+    # The simulator is large: other commands must not import it.
+    from kvferry.cli.sim import runs  # noqa: PLC0415
 
-    return sim_play.run(args)
+    return runs.run(args)

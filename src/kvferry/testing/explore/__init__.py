@@ -1,41 +1,22 @@
-"""An exhaustive check of a small model, through the real machines.
+"""An exhaustive check of a small model, with the real machines and runners.
 
-``explore(model, faults)`` visits every world that one room from one source rank
-to two target ranks can get into, whatever the order of frames, notes, writes,
-scatters and engine calls, with at most one fault at any point of it, and checks
-the promises in each. What it finds comes with a shortest trace.
+``explore(model, faults)`` visits every state that one room from one source rank to two target
+ranks can reach, for every order of frames, notes, writes, scatters and engine calls, with at most
+one fault at any point, and checks the promises in each state. A violation comes with a shortest
+trace.
 
-What the model leaves out, and the seeded simulator has: more than one room, so
-that slots and turns are contended between rooms; more than one source rank;
-restarts under a new incarnation, strangers, other versions, malformed bytes;
-several faults on one path. Clocks run evenly, and time passes only when nothing
-is due, except where a fault says otherwise (``TICK``, ``DEADLINE``, ``SILENCE``,
-``DELAY``, ``STALL``). An engine calls nothing more once it was told of the end.
-Bytes are not modelled, only which parcels are where.
-
-Single-threaded, no clock, no randomness.
+The model leaves out what the seeded simulator covers: several rooms that compete for slots, several
+source ranks, restarts, strangers, other versions, malformed bytes, and several faults on one path.
+Time passes only when nothing is due, except where a fault says otherwise. Bytes are not modelled,
+only which blocks are where.
 """
 
 from kvferry.testing.explore.cases import Case, cases
-from kvferry.testing.explore.model import (
-    CHUNKED,
-    DIRECT,
-    LAYERED,
-    MODELS,
-    STAGED,
-    STATE,
-    ExploredModel,
-    ModelFault,
-)
+from kvferry.testing.explore.model import MODELS, ExploredModel, ModelFault
 from kvferry.testing.explore.search import ModelViolation, SearchResult, explore
 
 __all__ = [
-    "CHUNKED",
-    "DIRECT",
-    "LAYERED",
     "MODELS",
-    "STAGED",
-    "STATE",
     "Case",
     "ExploredModel",
     "ModelFault",

@@ -1,24 +1,11 @@
-"""The cases that are explored: a quick set with every test run, and a full one."""
+"""The cases to explore: a quick set for every test run, and a full one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvferry.testing.explore.model import (
-    AHEAD,
-    CACHED,
-    DIRECT,
-    LAYERED,
-    MODELS,
-    ONLY_SLOT,
-    SOURCE,
-    STAGED,
-    STATE,
-    TARGETS,
-    ExploredModel,
-    ModelFault,
-)
+from kvferry.testing.explore.model import MODELS, SOURCE, TARGETS, ExploredModel, ModelFault
 from kvferry.testing.explore.search import SearchResult, explore
 
 
@@ -30,7 +17,7 @@ class Case:
     faults: tuple[ModelFault, ...] = ()
 
     def run(self, max_states: int = 300_000) -> SearchResult:
-        """Explore it."""
+        """Explore the case."""
         return explore(self.model, self.faults, max_states)
 
     def __str__(self) -> str:
@@ -40,52 +27,36 @@ class Case:
 
 
 def cases(*, full: bool = False) -> Iterator[Case]:
-    """What to explore, one kind of fault at a time.
+    """Yield the cases, with one kind of fault each.
 
-    The quick set has faults at the source and one target, and gives each
-    direction of a link its order where there would be too many worlds; the full
-    set has faults everywhere and frames always in any order, and takes hours.
+    The quick set has faults at the source and one target, and delivers each link's frames in order
+    where there would be too many states. The full set has faults everywhere, delivers frames in any
+    order, and takes hours.
     """
+    yield from (Case(model) for model in MODELS.values())
     if full:
-        yield from (Case(model) for model in MODELS.values())
         yield from (Case(model, (fault,)) for model in MODELS.values() for fault in ModelFault)
         return
-    yield from (Case(model) for model in MODELS.values())
-    for model, fault in _QUICK:
-        yield Case(replace(model, faults_at=frozenset({SOURCE, TARGETS[0]})), (fault,))
+    for name, (kinds, any_order) in _QUICK.items():
+        model = replace(MODELS[name], faults_at=frozenset({SOURCE, TARGETS[0]}))
+        for fault in kinds:
+            yield Case(replace(model, in_order=fault not in any_order), (fault,))
 
 
-def _in_order(model: ExploredModel) -> ExploredModel:
-    return replace(model, in_order=True)
+_F = ModelFault
+# These break links; the frames that cross afterwards have too many orders for a quick run.
+_MANY_ORDERS = frozenset({_F.CUT, _F.TICK, _F.DEADLINE, _F.SILENCE})
+# Above 200,000 states or with long paths through time: only in the full set.
+_LARGE = _MANY_ORDERS | {_F.STALL, _F.KILL_TARGET}
+_CACHED = (_F.DROP, _F.DUPLICATE, _F.DELAY, _F.CANCEL_TARGET, _F.KILL_SOURCE)
 
-
-# These fail links, and what then crosses has too many orders for a quick run.
-_MANY_ORDERS = frozenset({ModelFault.CUT, ModelFault.TICK, ModelFault.DEADLINE, ModelFault.SILENCE})
-# Above 200,000 worlds, or long paths through time: left to the full set.
-_LARGE = _MANY_ORDERS | {ModelFault.STALL, ModelFault.KILL_TARGET}
-_STAGED = tuple(fault for fault in ModelFault if fault not in _LARGE)
-_CACHED = (
-    ModelFault.DROP,
-    ModelFault.DUPLICATE,
-    ModelFault.DELAY,
-    ModelFault.CANCEL_TARGET,
-    ModelFault.KILL_SOURCE,
-)
-_ONLY_SLOT = (ModelFault.DROP, ModelFault.FAILED, ModelFault.CANCEL_SOURCE)
-_AHEAD = (
-    ModelFault.DROP,
-    ModelFault.BUSY,
-    ModelFault.FAILED,
-    ModelFault.STALL,
-    ModelFault.KILL_SOURCE,
-)
-
-_QUICK = (
-    *((_in_order(DIRECT) if fault in _MANY_ORDERS else DIRECT, fault) for fault in ModelFault),
-    *((_in_order(STAGED), fault) for fault in _STAGED),
-    *((CACHED, fault) for fault in _CACHED),
-    *((_in_order(AHEAD), fault) for fault in _AHEAD),
-    *((_in_order(ONLY_SLOT), fault) for fault in _ONLY_SLOT),
-    (_in_order(STATE), ModelFault.DROP_NOTE),
-    (_in_order(LAYERED), ModelFault.KILL_SOURCE),
-)
+# For each model: its faults, and those of them with which frames come in any order.
+_QUICK: dict[str, tuple[tuple[ModelFault, ...], frozenset[ModelFault]]] = {
+    "direct": (tuple(ModelFault), frozenset(ModelFault) - _MANY_ORDERS),
+    "staged": (tuple(fault for fault in ModelFault if fault not in _LARGE), frozenset()),
+    "cached": (_CACHED, frozenset(_CACHED)),
+    "early": ((_F.DROP, _F.BUSY, _F.FAILED, _F.STALL, _F.KILL_SOURCE), frozenset()),
+    "only-slot": ((_F.DROP, _F.FAILED, _F.CANCEL_SOURCE), frozenset()),
+    "state": ((_F.DROP_NOTE,), frozenset()),
+    "layered": ((_F.KILL_SOURCE,), frozenset()),
+}

@@ -1,22 +1,23 @@
-"""Everything that paths have in common, each thing once and under a number.
+"""The catalogue of one exploration: states of runners, frames, writes and scatters, each once.
 
-A runner with its machine is deterministic and without IO, so what it answers depends on
-its state, the event and its clock alone. The catalogue asks the real one once for each
-such triple and remembers the answer; a world then is a handful of numbers, and
-millions of steps through the same states cost one ``take`` each.
+A runner with its machine is deterministic and does no IO, so its answer depends only on its state,
+the event and its clock. The catalogue asks the real runner once for each of these and remembers the
+answer. Everything in it exists once and is compared by identity, which makes states of the world
+cheap to compare.
 """
 
+# The ports are documented in ``endpoint/runner/runner.py``.
+# ruff: noqa: D102
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from kvferry.endpoint.runner.runner import MachineRunner
 from kvferry.endpoint.runner.sessions import SessionRecord
 from kvferry.ids import Op, Peer, Room, Session
-from kvferry.plan.plan import Block, Plan
+from kvferry.plan.plan import Block
 from kvferry.plan.reshard import reshard
 from kvferry.protocol.events import (
     Choose,
@@ -30,35 +31,41 @@ from kvferry.protocol.events import (
     Scatter,
     Write,
 )
-from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import Arrived, Envelope
 from kvferry.protocol.outcome import Done, Outcome
-from kvferry.protocol.source import SourceMachine
-from kvferry.protocol.states import LinkState
-from kvferry.protocol.target import TargetMachine
 from kvferry.testing.explore.model import METADATA, PEERS, SOURCE, ExploredModel
 from kvferry.testing.explore.snapshot import copy_of, key_of
+from kvferry.testing.sim.checks import table_sizes
 
-T = TypeVar("T", bound=Hashable)
-
-# One layer of one group at one token: the smallest thing that lands.
+# One layer of one group at one token: the smallest thing that a write lands.
 Atom = tuple[str, int, int]
 
 
 class BrokenModel(Exception):
-    """A promise was broken; the message says which."""
+    """A broken promise; the message says which."""
 
 
-class Frame(NamedTuple):
-    """A frame for the endpoint ``to``. ``seq`` is 0 for what has no order."""
+@dataclass(eq=False, slots=True)
+class Item:
+    """A thing that exists once and is compared by identity; ``number`` orders things."""
+
+    number: int
+
+    def __lt__(self, other: Item) -> bool:
+        return self.number < other.number
+
+
+@dataclass(eq=False, slots=True)
+class Frame(Item):
+    """A frame to the endpoint ``to``. Its ``seq`` is 0 if it has no order."""
 
     to: int
     envelope: Envelope
 
-    @property
-    def stream(self) -> tuple[int, Hashable]:
-        """What numbered frames have an order within."""
-        return (self.to, self.envelope.session)
+    def overtakes(self, other: Frame) -> bool:
+        """Return whether the other frame was sent earlier in the same direction of a link."""
+        mine, its = self.envelope, other.envelope
+        return 0 < its.seq < mine.seq and (self.to, mine.session) == (other.to, its.session)
 
     def __str__(self) -> str:
         number = f" #{self.envelope.seq}" if self.envelope.seq else ""
@@ -67,8 +74,9 @@ class Frame(NamedTuple):
         return f"{type(body).__name__}{number}{serial} {self.envelope.sender}→{PEERS[self.to]}"
 
 
-class WriteState(NamedTuple):
-    """A write as the transport sees it."""
+@dataclass(eq=False, slots=True)
+class ModelWrite(Item):
+    """A write as the transport sees it, or an early gather that may become one."""
 
     op: Op
     to: int
@@ -77,8 +85,8 @@ class WriteState(NamedTuple):
     serial: int | None
     local_slot: int | None
 
-    def shares_a_slot_with(self, other: WriteState) -> bool:
-        """Whether both use one slot, at the target or here."""
+    def shares_slot(self, other: ModelWrite) -> bool:
+        """Return whether both use one slot, at the target or at the source."""
         there = self.slot is not None and (self.to, self.slot) == (other.to, other.slot)
         return there or (self.local_slot is not None and self.local_slot == other.local_slot)
 
@@ -89,7 +97,8 @@ class WriteState(NamedTuple):
         return f"write {self.op} to {PEERS[self.to]} {where}"
 
 
-class ScatterState(NamedTuple):
+@dataclass(eq=False, slots=True)
+class ModelScatter(Item):
     """A scatter as the copy engine sees it."""
 
     op: Op
@@ -99,282 +108,205 @@ class ScatterState(NamedTuple):
     serial: int
 
 
-class EffectKind(Enum):
-    """What an action means for the world."""
-
-    FRAME = "frame"
-    WRITE = "write"
-    GATHER = "gather"
-    POST = "post"
-    DISCARD = "discard"
-    SCATTER = "scatter"
-    START_PROBING = "start_probing"
-    STOP_PROBING = "stop_probing"
-    DONE = "done"
-    FAILED = "failed"
-    RELEASE = "release"
+# A runner's call of a port: the method's name, and the thing that it concerns.
+Effect = tuple[str, Any]
 
 
-Effect = tuple[EffectKind, int]
-Answer = tuple[int, tuple[Effect, ...]]
+@dataclass(eq=False, slots=True)
+class RunnerState(Item):
+    """A state of a runner and its machine, with the answers that are known."""
+
+    runner: MachineRunner[Any, Any]
+    wakeup: float | None
+    answers: dict[tuple[Hashable, float], tuple[RunnerState, tuple[Effect, ...]]] = field(
+        default_factory=dict
+    )
+
+    @property
+    def machine(self) -> Any:
+        """The state's machine, which must not be stepped."""
+        return self.runner.machine
+
+    def ignores(self, frame: Frame) -> bool:
+        """Return whether a frame on its way to this runner can never change anything.
+
+        That is so for an unnumbered frame of a session that a target has dropped: a target never
+        resumes a session, and does not answer such a frame.
+        """
+        if frame.envelope.seq or frame.to == SOURCE:
+            return False
+        return frame.envelope.session not in self.machine.links
+
+    def has_promised(self, write: ModelWrite) -> bool:
+        """Return whether a target has promised the write's slot under its serial."""
+        accounts = self.machine.credits.accounts.values()
+        credit = write.serial, write.slot
+        return any(credit in account.outstanding.items() for account in accounts)
+
+    def leftovers(self) -> list[str]:
+        """Return the tables that are not empty."""
+        return [f"{size} {name}" for name, size in table_sizes(self.machine).items() if size]
 
 
-@dataclass(slots=True)
-class Numbers(Generic[T]):
-    """Gives equal things one number."""
-
-    things: list[T]
-    known: dict[T, int]
-
-    def of(self, thing: T) -> int:
-        """The thing's number."""
-        number = self.known.setdefault(thing, len(self.things))
-        if number == len(self.things):
-            self.things.append(thing)
-        return number
-
-
-class Recorder:
-    """All the ports of whichever runner is asked: what it wants from the world."""
+class RecordingPorts:
+    """All ports of a runner: they answer what needs no time, and record everything else."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._runner: MachineRunner[Any, Any] | None = None
+        self._runner: MachineRunner[Any, Any] = None  # type: ignore[assignment]
         self._effects: list[Effect] = []
-        self._now = 0.0
 
-    def of(self, runner: MachineRunner[Any, Any], event: Event, now: float) -> tuple[Effect, ...]:
-        """What a runner asks for."""
-        self._runner, self._effects, self._now = runner, [], now
+    def effects_of(
+        self, runner: MachineRunner[Any, Any], event: Event, now: float
+    ) -> tuple[Effect, ...]:
+        """Let a runner handle an event, and return its calls of ports."""
+        self._runner, self._effects = runner, []
         runner.take(event, now)
         return tuple(self._effects)
 
-    @property
-    def _machine(self) -> Machine:
-        assert self._runner is not None
-        machine: Machine = self._runner.machine
-        return machine
+    def _record(self, verb: str, thing: Any = None) -> None:
+        self._effects.append((verb, thing))
 
     def send(self, peer: Peer, envelope: Envelope) -> None:
-        """A frame is under way."""
-        frame = Frame(PEERS.index(peer), envelope)
-        self._effects.append((EffectKind.FRAME, self._catalogue.frames.of(frame)))
+        self._record("send", self._catalogue.item(Frame, PEERS.index(peer), envelope))
 
     def choose(self, action: Choose) -> None:
-        """Everything goes the model's way, at once."""
-        assert self._runner is not None
         staged = (self._catalogue.model.staged,) * len(action.blocks)
-        self._runner.take(Chosen(action.ticket, staged), self._now)
+        self._runner.answer(Chosen(action.ticket, staged))
 
     def write(self, action: Write) -> None:
-        """A write is under way."""
-        self._effects.append((EffectKind.WRITE, self._catalogue.number_write(action)))
+        serial = _serial(action.note)
+        self._record("write", self._write(action, action.slot, serial, action.local_slot))
 
     def gather(self, action: Gather) -> None:
-        """A local slot is being filled."""
-        self._effects.append((EffectKind.GATHER, self._catalogue.number_gather(action)))
+        self._record("gather", self._write(action, None, None, action.local_slot))
+
+    def _write(
+        self, action: Write | Gather, slot: int | None, serial: int | None, local_slot: int | None
+    ) -> ModelWrite:
+        to, atoms = PEERS.index(action.transfer.peer), self._catalogue.atoms(action.blocks)
+        return self._catalogue.item(ModelWrite, action.op, to, atoms, slot, serial, local_slot)
 
     def post_gathered(self, action: Post) -> None:
-        """What was gathered is to be written. The catalogue knows its gather by its op."""
-        self._effects.append((EffectKind.POST, self._catalogue.number_post(action)))
+        self._record("post", (action.op, action.slot, _serial(action.note)))
 
     def discard(self, op: Op) -> None:
-        """What was gathered is to be let go of."""
-        self._effects.append((EffectKind.DISCARD, op))
+        self._record("discard", op)
 
     def scatter(self, action: Scatter) -> None:
-        """A scatter is under way."""
-        self._effects.append(
-            (EffectKind.SCATTER, self._catalogue.number_scatter(self._machine.me, action))
-        )
+        at, atoms = PEERS.index(self._runner.machine.me), self._catalogue.atoms(action.blocks)
+        what = action.op, at, atoms, action.slot, action.serial
+        self._record("scatter", self._catalogue.item(ModelScatter, *what))
 
     def report(self, room: Room, outcome: Outcome) -> None:
-        """The room has ended for its caller."""
-        if not isinstance(outcome, Done):
-            self._effects.append((EffectKind.FAILED, 0))
-            return
-        me = self._machine.me
-        if me != PEERS[SOURCE] and outcome.metadata != METADATA:
+        me, is_done = self._runner.machine.me, isinstance(outcome, Done)
+        if me != PEERS[SOURCE] and isinstance(outcome, Done) and outcome.metadata != METADATA:
             raise BrokenModel(f"{me} is Done without the metadata")
-        self._effects.append((EffectKind.DONE, 0))
+        self._record("report", is_done)
 
     def release(self, room: Room) -> None:
-        """The room's pages are the caller's again."""
-        self._effects.append((EffectKind.RELEASE, 0))
+        self._record("release")
 
     def start_probing(self, record: SessionRecord) -> None:
-        """Somebody wants to know whether a peer is gone."""
-        self._effects.append((EffectKind.START_PROBING, PEERS.index(record.peer)))
+        self._record("start_probing", PEERS.index(record.peer))
 
     def stop_probing(self, peer: Peer, incarnation: int) -> None:
-        """Nobody wants to know any more."""
-        self._effects.append((EffectKind.STOP_PROBING, PEERS.index(peer)))
+        self._record("stop_probing", PEERS.index(peer))
 
     def connect(self, action: Connect) -> None:
-        """Memory is reached at once here."""
-        if not self._machine.exposed:
-            assert self._runner is not None
-            reached = MemoryReached(action.session, action.transports[0].name)
-            self._runner.take(reached, self._now)
+        if not self._runner.machine.exposed:
+            self._runner.answer(MemoryReached(action.session, action.transports[0].name))
 
     def cut(self, session: Session) -> None:
-        """Writes that were handed over go on to their end."""
+        """Let submitted writes continue to their end."""
 
     def forget(self, session: Session) -> None:
-        """Nothing is kept of a session here."""
+        """Do nothing: the model keeps nothing of a session."""
 
-    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
-        """The world tells of deaths at any time, asked or not."""
+    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+        """Do nothing: the model reports deaths at any time, without a probe."""
+
+
+def _serial(note: Envelope) -> int | None:
+    assert isinstance(note.body, Arrived)
+    return note.body.serial
+
+
+I = TypeVar("I", bound=Item)  # noqa: E741
 
 
 class Catalogue:
-    """States of runners, events, frames, writes and scatters of one exploration."""
+    """States of runners, frames, writes and scatters of one exploration."""
 
     def __init__(self, model: ExploredModel) -> None:
         self.model = model
-        self.plan: Plan = reshard(*model.layouts())
-        self.frames: Numbers[Frame] = Numbers([], {})
-        self.writes: Numbers[WriteState] = Numbers([], {})
-        self.posts: Numbers[tuple[Op, int, int | None]] = Numbers([], {})
-        self.scatters: Numbers[ScatterState] = Numbers([], {})
-        self.events: Numbers[Event] = Numbers([], {})
-        self.scripts = tuple(tuple(map(self.events.of, script)) for script in model.scripts())
-        self.runners: list[MachineRunner[Any, Any]] = []
-        self._recorder = Recorder(self)
-        self._keys: dict[Hashable, int] = {}
-        self._answers: dict[tuple[int, int, float], Answer] = {}
-        self._arrivals: dict[int, int] = {}
-        self._wakeups: dict[int, float | None] = {}
-        self._owed = {
-            rank: frozenset(self.atoms(self.plan.blocks(0, rank, model.request))) for rank in (0, 1)
+        self.scripts = model.scripts()
+        self.num_states = 0
+        plan = reshard(*model.layouts())
+        self._spec = plan.spec
+        # What must land at each target.
+        self.owed = {
+            index: frozenset(self.atoms(plan.blocks(0, peer.rank, model.request)))
+            for index, peer in enumerate(PEERS)
+            if index != SOURCE
         }
+        self._ports = RecordingPorts(self)
+        self._items: dict[Hashable, Any] = {}
+        self._states: dict[Hashable, RunnerState] = {}
 
-    def first(self) -> tuple[int, ...]:
-        """The states before anything has happened."""
-        return tuple(map(self.add, self.model.runners(self._recorder)))
+    def item(self, kind: type[I], *values: Any) -> I:
+        """Return the one item of that kind with these values."""
+        found: I | None = self._items.get((kind, values))
+        if found is None:
+            found = self._items[kind, values] = kind(len(self._items), *values)
+        return found
 
-    def add(self, runner: MachineRunner[Any, Any]) -> int:
-        """The number of a runner's state. It is kept and must not be stepped again."""
-        number = self._keys.setdefault(key_of(runner), len(self.runners))
-        if number == len(self.runners):
+    def first_states(self) -> tuple[RunnerState, ...]:
+        """Return the states of the runners before anything has happened."""
+        return tuple(map(self._state, self.model.runners(self._ports)))
+
+    def _state(self, runner: MachineRunner[Any, Any]) -> RunnerState:
+        """Return the state of a runner, which is kept and must not be stepped again."""
+        key = key_of(runner)
+        state = self._states.get(key)
+        if state is None:
             runner.machine.check()
-            self.runners.append(runner)
-        return number
+            state = RunnerState(self.num_states, runner, runner.machine.wakeup())
+            self._states[key] = state
+            self.num_states += 1
+        return state
 
-    def step(self, state: int, event: int, now: float) -> Answer:
-        """What a runner in that state answers. Whatever it raises breaks a promise."""
-        question = (state, event, now)
-        answer = self._answers.get(question)
+    def step(
+        self, state: RunnerState, cause: Event | Frame, now: float
+    ) -> tuple[RunnerState, tuple[Effect, ...]]:
+        """Return the next state and the calls of ports. Any exception breaks a promise."""
+        question = (cause, now)
+        answer = state.answers.get(question)
         if answer is None:
-            answer = self._answers[question] = self._ask(state, self.events.things[event], now)
+            event = Received(cause.envelope) if isinstance(cause, Frame) else cause
+            answer = state.answers[question] = self._ask(state, event, now)
         return answer
 
-    def _ask(self, state: int, event: Event, now: float) -> Answer:
-        runner = copy_of(self.runners[state])
+    def _ask(
+        self, state: RunnerState, event: Event, now: float
+    ) -> tuple[RunnerState, tuple[Effect, ...]]:
+        runner = copy_of(state.runner)
         try:
-            effects = self._recorder.of(runner, event, now)
-            return self.add(runner), effects
+            effects = self._ports.effects_of(runner, event, now)
+            return self._state(runner), effects
         except BrokenModel:
             raise
         except Exception as error:
             me = runner.machine.me
             raise BrokenModel(f"{me} raised {type(error).__name__}: {error}") from error
 
-    def number_write(self, write: Write) -> int:
-        """The number of a write."""
-        note, to = write.note, PEERS.index(write.transfer.peer)
-        assert isinstance(note.body, Arrived)
-        return self.writes.of(
-            WriteState(
-                write.op,
-                to,
-                self.atoms(write.blocks),
-                write.slot,
-                note.body.serial,
-                write.local_slot,
-            )
-        )
-
-    def number_gather(self, gather: Gather) -> int:
-        """The number of a write that is only gathered."""
-        to, atoms = PEERS.index(gather.transfer.peer), self.atoms(gather.blocks)
-        return self.writes.of(WriteState(gather.op, to, atoms, None, None, gather.local_slot))
-
-    def number_post(self, post: Post) -> int:
-        """The number of a posting."""
-        assert isinstance(post.note.body, Arrived)
-        return self.posts.of((post.op, post.slot, post.note.body.serial))
-
-    def posted(self, gather: int, post: int) -> int:
-        """The number of the write that a gather becomes."""
-        _, slot, serial = self.posts.things[post]
-        return self.writes.of(self.writes.things[gather]._replace(slot=slot, serial=serial))
-
-    def number_scatter(self, me: Peer, scatter: Scatter) -> int:
-        """The number of a scatter."""
-        at, atoms = PEERS.index(me), self.atoms(scatter.blocks)
-        return self.scatters.of(ScatterState(scatter.op, at, atoms, scatter.slot, scatter.serial))
-
-    # ------------------------------------------------------------ what worlds ask about
-
-    def arrival(self, frame: int) -> int:
-        """The event of that frame's arrival."""
-        if frame not in self._arrivals:
-            self._arrivals[frame] = self.events.of(Received(self.frames.things[frame].envelope))
-        return self._arrivals[frame]
-
-    def is_moot(self, machines: Sequence[int], number: int) -> bool:
-        """Whether a frame in flight can never change anything, so that it need not be kept.
-
-        That is so for an unnumbered frame to a target that has dropped the
-        frame's session: a target never takes a session up again, and answers
-        such a frame with nothing.
-        """
-        frame = self.frames.things[number]
-        if frame.envelope.seq or frame.to == SOURCE:
-            return False
-        return frame.envelope.session not in self.runners[machines[frame.to]].machine.links
-
-    def wakeup(self, state: int) -> float | None:
-        """When a machine in that state wants to be woken."""
-        if state not in self._wakeups:
-            self._wakeups[state] = self.runners[state].machine.wakeup()
-        return self._wakeups[state]
-
-    def owed(self, index: int) -> frozenset[Atom]:
-        """What must land at a target."""
-        return self._owed[PEERS[index].rank]
-
     def atoms(self, blocks: Iterable[Block]) -> tuple[Atom, ...]:
-        """What blocks consist of."""
+        """Return the atoms of blocks in order."""
         return tuple(
             sorted(
                 (block.group, layer, token)
                 for block in blocks
-                for layer in self.plan.spec.group(block.group).layers_in(block.layers)
+                for layer in self._spec.group(block.group).layers_in(block.layers)
                 for token in range(block.tokens.first, block.tokens.end)
             )
         )
-
-    def promised(self, state: int, slot: int, serial: int | None) -> bool:
-        """Whether a target in that state has promised the slot to the source under that serial."""
-        machine = self.runners[state].machine
-        assert isinstance(machine, TargetMachine)
-        accounts = machine.credits.accounts.values()
-        return any((serial, slot) in account.outstanding.items() for account in accounts)
-
-    def leftovers(self, state: int) -> list[str]:
-        """Tables that should be empty and are not."""
-        machine = self.runners[state].machine
-        tables: dict[str, object] = {
-            "rooms": getattr(machine, "rooms", None),
-            "lost links": [x for x in machine.links.values() if x.state is LinkState.LOST],
-        }
-        if isinstance(machine, SourceMachine):
-            tables["writing"] = machine.inflight.writes
-            tables["local slots"] = machine.config.local_slots - len(machine.local_slots)
-        if isinstance(machine, TargetMachine):
-            tables["scattering"] = machine.scatters.under_way
-            tables["accounts"] = machine.credits.accounts
-            tables["slots"] = machine.staging.num_slots - len(machine.credits.free)
-        return [f"{name} {table!r}" for name, table in tables.items() if table]

@@ -1,28 +1,19 @@
-"""A model that is explored: one room from one source rank to two target ranks, and its faults.
+"""The models to explore: one room from one source rank to two target ranks, and its faults.
 
-The times are chosen so that a path is short and every timer still matters: a
-loss is repaired well before the deadline, and the deadline comes before silence
-does, so that each of them is seen to end a room on its own.
+The times are chosen so that paths are short and every timer matters: a loss is repaired well before
+the deadline, and the deadline comes before silence, so that each of them ends a room on its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from kvferry.config import ProtocolConfig
-from kvferry.endpoint.runner.runner import (
-    MachineRunner,
-    SourcePorts,
-    SourceRunner,
-    TargetPorts,
-    TargetRunner,
-)
-from kvferry.endpoint.runner.sessions import Sessions
+from kvferry.endpoint.runner.runner import MachineRunner, SourcePorts, TargetPorts
 from kvferry.ids import Peer
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout, Parallel
@@ -41,8 +32,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.links import Identity
 from kvferry.protocol.messages import PageTableMessage, Staging
-from kvferry.protocol.source import SourceMachine, SourceParts
-from kvferry.protocol.target import TargetMachine, TargetParts
+from kvferry.testing.sim.cluster import Machines
 from kvferry.testing.sim.wire import TRANSPORTS
 
 ROOM = "room"
@@ -54,6 +44,7 @@ TARGETS = (1, 2)
 PEERS = (Peer("prefill", 0), Peer("decode", 0), Peer("decode", 1))
 INCARNATIONS = (100, 101, 102)
 
+REAL = Machines()
 NO_STAGING = Staging()
 TIMES = ProtocolConfig(
     resend_s=2.0,
@@ -68,20 +59,20 @@ TIMES = ProtocolConfig(
 
 
 class ModelFault(StrEnum):
-    """What may go wrong. A path has at most ``ExploredModel.max_faults`` of them."""
+    """The faults. A path has at most ``ExploredModel.max_faults`` of them."""
 
     DROP = "a frame is lost"
     DROP_NOTE = "an arrival note is lost"
-    DUPLICATE = "a frame or note comes twice"
-    DELAY = "a frame or note comes at any later time, or never"
-    BUSY = "the transport is full: a write was never submitted"
-    FAILED = "a write ends without success"
+    DUPLICATE = "a frame or note arrives twice"
+    DELAY = "a frame or note arrives at any later time, or never"
+    BUSY = "the transport is full, so a write is not submitted"
+    FAILED = "a write fails"
     UNKNOWN = "the fate of a write is unknown; it may land until the connection is cut"
-    STALL = "a write takes long; time goes on meanwhile"
+    STALL = "a write takes long, and time passes meanwhile"
     CUT = "the connection between the source and a target is cut, and both are told"
-    CANCEL_SOURCE = "the source's engine gives the room up"
-    CANCEL_TARGET = "a target's engine gives the room up"
-    KILL_SOURCE = "the source dies; what it had submitted may still land"
+    CANCEL_SOURCE = "the source's engine cancels the room"
+    CANCEL_TARGET = "a target's engine cancels the room"
+    KILL_SOURCE = "the source dies; its submitted writes may still land"
     KILL_TARGET = "a target dies"
     ABSENT = "an engine does nothing more for the room"
     TICK = "one endpoint's clock runs ahead to its next timer"
@@ -89,7 +80,7 @@ class ModelFault(StrEnum):
     SILENCE = "one endpoint's clock runs ahead by silence_s"
 
 
-# After one of these everybody must still be Done: they are what repetition is for.
+# The protocol repairs these: everybody must still be Done.
 REPAIRED = frozenset(
     {
         ModelFault.DROP,
@@ -104,19 +95,19 @@ REPAIRED = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ExploredModel:
-    """One configuration. ``in_order`` gives each direction of a link FIFO delivery.
+    """One configuration.
 
-    A ``heedless`` source engine goes on pushing after it was told of the end, as
-    one does whose call crosses the report. With ``prepares`` it asks for credits
-    before it pushes. With ``by_layers`` each push goes layer by layer, the last one first.
-    ``faults_at`` says which endpoints faults may touch. The two targets differ in
-    nothing but their names, which no machine compares, so faults at the source
-    and at one target are all faults up to swapping the targets.
-    ``source``, ``target``, their parts, ``source_runner`` and ``sessions`` are classes, so that
-    a test can put a broken one in, and ``ports`` may change what a port does. With ``staged``
-    everything goes through slots. ``wanted`` is the digest that the targets' engines give; if it is
-    another than the source's, nobody may ever be Done. ``horizon_s`` is when a path that
-    has not ended is a hang.
+    - ``wanted``: the digest that the targets' engines give; if it differs from the source's,
+      nobody may ever be Done.
+    - ``prepares``: the source's engine asks for credits before it pushes.
+    - ``heedless``: an engine continues after it was told of the end.
+    - ``by_layers``: each push goes layer by layer, the last layer first.
+    - ``staged``: every block goes through slots.
+    - ``horizon_s``: a path that has not ended by then is a hang.
+    - ``in_order``: each direction of a link delivers frames in order.
+    - ``faults_at``: the endpoints that faults may concern. The two targets differ only in their
+      names, so faults at the source and one target are all faults up to swapping the targets.
+    - ``machines``: the machines and runners, which a test may replace by broken ones.
     """
 
     name: str
@@ -136,13 +127,7 @@ class ExploredModel:
     in_order: bool = False
     max_faults: int = 1
     faults_at: frozenset[int] = frozenset({SOURCE, *TARGETS})
-    source: type[SourceMachine] = field(default=SourceMachine)
-    target: type[TargetMachine] = field(default=TargetMachine)
-    source_parts: SourceParts = field(default_factory=SourceParts)
-    target_parts: TargetParts = field(default_factory=TargetParts)
-    source_runner: type[SourceRunner] = field(default=SourceRunner)
-    sessions: type[Sessions] = Sessions
-    ports: Callable[[Any], Any] = lambda ports: ports
+    machines: Machines = REAL
 
     @property
     def is_mixed_up(self) -> bool:
@@ -151,49 +136,43 @@ class ExploredModel:
 
     @property
     def request(self) -> Request:
-        """The request that travels."""
+        """The room's request."""
         return Request(self.num_tokens, self.prefix)
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """The two sides: TP1 and TP2."""
+        """Return the layouts of the source (TP1) and of the targets (TP2)."""
         return (
             Layout(self.spec, Parallel(tp=1), page_tokens=1),
             Layout(self.spec, Parallel(tp=2), page_tokens=1),
         )
 
-    def runners(self, world: Any) -> tuple[MachineRunner[Any, Any], ...]:
-        """The source and its two targets, before anything has happened; ``world`` is every port."""
-        source, *targets = self.machines()
-        its = self.ports(SourcePorts(world, world, world, world))
-        theirs = self.ports(TargetPorts(world, world, world, world))
-        return (
-            self.source_runner(source, its, self.sessions(exposed=False)),
-            *(TargetRunner(target, theirs, self.sessions(exposed=True)) for target in targets),
-        )
-
-    def machines(self) -> tuple[Any, ...]:
-        """What they drive."""
+    def runners(self, ports: Any) -> tuple[MachineRunner[Any, Any], ...]:
+        """Return new runners of the source and its targets; ``ports`` is every port of each."""
         prefill, decode = self.layouts()
-        me = Identity(PEERS[SOURCE], INCARNATIONS[SOURCE], prefill, FINGERPRINT, b"", TRANSPORTS)
-        source = self.source(me, self.times, self.source_parts)
+
+        def identity(index: int, layout: Layout) -> Identity:
+            return Identity(PEERS[index], INCARNATIONS[index], layout, FINGERPRINT, b"", TRANSPORTS)
+
+        source_ports = SourcePorts(ports, ports, ports, ports)
+        source = self.machines.new_source(identity(SOURCE, prefill), self.times, source_ports)
         targets = (
-            self.target(
-                Identity(PEERS[i], INCARNATIONS[i], decode, FINGERPRINT, b"", TRANSPORTS),
+            self.machines.new_target(
+                identity(index, decode),
                 self.times,
-                contiguous_pools(decode, PEERS[i].rank, self.num_tokens).map,
+                contiguous_pools(decode, PEERS[index].rank, self.num_tokens).map,
                 self.staging,
-                self.target_parts,
+                TargetPorts(ports, ports, ports, ports),
             )
-            for i in TARGETS
+            for index in TARGETS
         )
         return (source, *targets)
 
     def scripts(self) -> tuple[tuple[Event, ...], ...]:
-        """What each engine does, in its own order; engines interleave freely."""
+        """Return the calls of each engine in order; calls of different engines interleave."""
         source = (
             Open(ROOM, self.deadline_s),
             *(Prepare(ROOM, Span(first, end)) for first, end in self.pushes if self.prepares),
-            *(Push(ROOM, Span(*tokens), cut) for tokens in self.pushes for cut in self._cuts()),
+            *(Push(ROOM, Span(*span), layers) for span in self.pushes for layers in self._layers()),
             Finish(ROOM, self.num_tokens, METADATA, DIGEST),
         )
         prefill, _ = self.layouts()
@@ -202,7 +181,7 @@ class ExploredModel:
         receive = Receive(instance, ReceiveRequest(ROOM, *wanted))
         return (source, *((receive,) for _ in TARGETS))
 
-    def _cuts(self) -> list[Span | None]:
+    def _layers(self) -> list[Span | None]:
         if not self.by_layers:
             return [None]
         return [Span(layer, layer + 1) for layer in reversed(range(self.spec.num_layers))]
@@ -216,53 +195,46 @@ class ExploredModel:
         )
 
 
-def _with_state() -> CacheSpec:
-    """A paged group and a slot group, one layer each."""
-    paged = attention(layers=2, kv_heads=2, head_dim=1).groups[0]
+def _models() -> tuple[ExploredModel, ...]:
+    one_layer = attention(layers=1, kv_heads=2, head_dim=1)
+    two_layers = attention(layers=2, kv_heads=2, head_dim=1)
+    paged = two_layers.groups[0]
     kv = Group(paged.name, Paged(), (0,), paged.units, paged.tensors)
     state = Group("state", StateRow(), (1,), 2, (Tensor("ssm", DType.FLOAT32, 1),))
-    return CacheSpec(num_layers=2, groups=(kv, state))
+    # One write to each target, straight into its pages.
+    direct = ExploredModel(name="direct", spec=one_layer)
+    # Two staged writes to each target through its single slot, and one local slot for both.
+    staged = ExploredModel(
+        name="staged",
+        spec=one_layer,
+        num_tokens=2,
+        pushes=((0, 2),),
+        staging=Staging(one_layer.groups[0].unit_bytes, 1),
+        staged=True,
+    )
+
+    def early(local_slots: int) -> ProtocolConfig:
+        return msgspec.structs.replace(TIMES, local_slots=local_slots, early_gather_slots=1)
+
+    return (
+        direct,
+        # Two pushes, so that writes of one transfer overlap and overtake.
+        ExploredModel(name="chunked", spec=one_layer, num_tokens=2, pushes=((0, 1), (1, 2))),
+        staged,
+        # Pages as they are pushed, a state row at the end.
+        ExploredModel(name="state", spec=CacheSpec(num_layers=2, groups=(kv, state))),
+        replace(staged, name="prepared", prepares=True),
+        # Two layers of one chunk, pushed one by one, the upper one first.
+        ExploredModel(name="layered", spec=two_layers, by_layers=True),
+        # The target has everything already, so the source only closes.
+        replace(direct, name="cached", prefix=1),
+        # Two requests have the same room.
+        replace(direct, name="mixed", wanted=b"another prompt"),
+        # The second staged write to each target is gathered while its slot is still in use.
+        replace(staged, name="early", times=early(local_slots=2)),
+        # One local slot for early gathers of both targets: a write with a credit takes it back.
+        replace(staged, name="only-slot", times=early(local_slots=1)),
+    )
 
 
-_KV = attention(layers=1, kv_heads=2, head_dim=1)
-_TOKEN_BYTES = _KV.groups[0].unit_bytes
-
-# One write to each target, straight into its pages.
-DIRECT = ExploredModel(name="direct", spec=_KV)
-# Two pushes, so that writes of one outbound overlap and overtake.
-CHUNKED = ExploredModel(name="chunked", spec=_KV, num_tokens=2, pushes=((0, 1), (1, 2)))
-# Two parcels for each target through its single slot, and one local slot for both.
-STAGED = ExploredModel(
-    name="staged",
-    spec=_KV,
-    num_tokens=2,
-    pushes=((0, 2),),
-    staging=Staging(_TOKEN_BYTES, 1),
-    staged=True,
-)
-# Pages as they are pushed, a state row at the end.
-STATE = ExploredModel(name="state", spec=_with_state())
-# The same, with credits asked for before the push.
-PREPARED = replace(STAGED, name="prepared", prepares=True)
-# Two layers of one chunk that are pushed apart, the upper one first.
-LAYERED = ExploredModel(
-    name="layered", spec=attention(layers=2, kv_heads=2, head_dim=1), by_layers=True
-)
-# The second parcel for each target is gathered while its slot is still in use.
-AHEAD = replace(
-    STAGED, name="ahead", times=msgspec.structs.replace(TIMES, local_slots=2, early_gather_slots=1)
-)
-# Both targets' parcels are gathered into the only slot, and taken out of it for who has a credit.
-ONLY_SLOT = replace(
-    STAGED,
-    name="only-slot",
-    times=msgspec.structs.replace(TIMES, local_slots=1, early_gather_slots=1),
-)
-# The target has everything already: Close alone.
-CACHED = replace(DIRECT, name="cached", prefix=1)
-
-# Two requests were given one room.
-MIXED = replace(DIRECT, name="mixed", wanted=b"another prompt")
-
-_ALL = (DIRECT, CHUNKED, STAGED, STATE, PREPARED, LAYERED, CACHED, MIXED, AHEAD, ONLY_SLOT)
-MODELS = {model.name: model for model in _ALL}
+MODELS = {model.name: model for model in _models()}

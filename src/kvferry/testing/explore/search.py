@@ -1,7 +1,7 @@
-"""Breadth first through every world that can be reached, each once.
+"""Breadth-first search through every state of a model, each visited once.
 
-Worlds are compared in full, never by a hash alone, so merging loses nothing.
-Breadth first, a broken promise is found on a shortest path to it.
+States are compared in full, never by a hash alone, so merging them loses nothing. Because the
+search goes breadth first, a violation comes with a shortest path to it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.testing.explore.catalogue import BrokenModel, Catalogue
-from kvferry.testing.explore.model import ExploredModel, ModelFault
-from kvferry.testing.explore.steps import (
-    Step,
-    demand_done,
-    describe,
-    due,
-    faults,
-    first_world,
-    leftovers,
-    possible,
-    take,
-)
-from kvferry.testing.explore.world import ModelWorld
+from kvferry.testing.explore.model import PEERS, ExploredModel, ModelFault
+from kvferry.testing.explore.steps import Step, describe, due, faults, possible, take
+from kvferry.testing.explore.world import ModelWorld, Stage
 
 
 @dataclass(frozen=True)
 class ModelViolation:
-    """A broken promise and a shortest way to it."""
+    """A broken promise and a shortest path to it."""
 
     message: str
     trace: tuple[str, ...]
@@ -41,7 +31,7 @@ class ModelViolation:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What an exploration saw. ``complete``: every reachable world was, and none was bad."""
+    """Counts of an exploration. ``complete`` if every reachable state was visited and is good."""
 
     states: int
     steps: int
@@ -52,28 +42,18 @@ class SearchResult:
 
 
 class Search:
-    """One exploration. ``parents`` remembers how each world was first reached."""
+    """One exploration. ``parents`` has each visited state and how it was first reached."""
 
     def __init__(self, model: ExploredModel, kinds: Iterable[ModelFault]) -> None:
         self.catalogue = Catalogue(model)
         self.kinds = frozenset(kinds)
-        self.first = first_world(self.catalogue)
+        self.first = ModelWorld.first(self.catalogue)
         self.parents: dict[ModelWorld, tuple[ModelWorld, Step] | None] = {self.first: None}
         self.num_steps = 0
         self.num_terminals = 0
 
     def run(self, max_states: int) -> SearchResult:
-        """Explore until all is seen, a promise is broken, or there are too many worlds."""
-        # Worlds are values that stay, and looking for cycles among them takes a fifth of the time.
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            return self._run(max_states)
-        finally:
-            if collecting:
-                gc.enable()
-
-    def _run(self, max_states: int) -> SearchResult:
+        """Explore until everything is visited, a promise is broken, or the limit is reached."""
         queue = deque([self.first])
         while queue:
             if len(self.parents) > max_states:
@@ -94,12 +74,12 @@ class Search:
 
     def _steps(self, world: ModelWorld) -> list[Step]:
         steps = list(due(self.catalogue, world))
-        if not steps and leftovers(self.catalogue, world):
+        if not steps and world.leftovers():
             steps.append(("time", 0, None))
         elif not steps:
             self.num_terminals += 1
-            demand_done(world)
-        steps += possible(self.catalogue, world)
+            _check_end(world)
+        steps += possible(self.catalogue.model, world)
         steps += faults(self.catalogue, world, self.kinds)
         return steps
 
@@ -110,22 +90,35 @@ class Search:
         while (parent := self.parents[world]) is not None:
             world, before = parent
             path.append(before)
-        trace = tuple(describe(self.catalogue, one) for one in reversed(path))
-        return ModelViolation(str(broken), trace)
+        return ModelViolation(str(broken), tuple(map(describe, reversed(path))))
 
     def _result(self, complete: bool, violation: ModelViolation | None = None) -> SearchResult:
         return SearchResult(
             states=len(self.parents),
             steps=self.num_steps,
             terminals=self.num_terminals,
-            machine_states=len(self.catalogue.runners),
+            machine_states=self.catalogue.num_states,
             complete=complete,
             violation=violation,
         )
 
 
+def _check_end(world: ModelWorld) -> None:
+    """Check that everybody is Done at the end, unless a fault excuses it."""
+    if not world.excused and any(stage is not Stage.DONE for stage in world.stages):
+        stages = ", ".join(f"{PEERS[i]} {stage.name}" for i, stage in enumerate(world.stages))
+        raise BrokenModel(f"not everybody is Done at the end: {stages}")
+
+
 def explore(
     model: ExploredModel, faults: Iterable[ModelFault] = (), max_states: int = 300_000
 ) -> SearchResult:
-    """Every interleaving of the model with at most ``model.max_faults`` of those faults."""
-    return Search(model, faults).run(max_states)
+    """Visit every interleaving of the model with at most ``model.max_faults`` of these faults."""
+    # The states are values that stay; scanning them for cycles would take a fifth of the time.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return Search(model, faults).run(max_states)
+    finally:
+        if collecting:
+            gc.enable()

@@ -1,23 +1,33 @@
 """The steps that a world allows, and what each of them does.
 
-Steps are of three kinds. *Due* steps happen before time passes: a frame is
-delivered, an engine acts, a write lands. *Possible* steps may happen at any
-time or never: a delayed frame, a write whose fate is unknown. *Faults* are
-spent. When nothing is due and the room has not ended everywhere, time runs to
-the earliest timer and every machine is ticked.
+*Due* steps happen before time passes: a frame is delivered, an engine acts, a write lands.
+*Possible* steps may happen at any time or never: a delayed frame, a write of unknown fate. *Faults*
+are limited in number. When nothing is due and the room has not ended everywhere, time runs to the
+earliest timer and every machine ticks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from kvferry.protocol.events import Cancel, WriteFate
-from kvferry.testing.explore.catalogue import BrokenModel, Catalogue
-from kvferry.testing.explore.model import PEERS, REPAIRED, ROOM, SOURCE, TARGETS, ModelFault
-from kvferry.testing.explore.world import DEAD, EMPTY, TICK, Draft, ModelPhase, ModelWorld, Stage
+from kvferry.endpoint.runner.runner import PeerGone
+from kvferry.protocol.events import Cancel, Tick, WriteFate
+from kvferry.testing.explore.catalogue import BrokenModel, Catalogue, Frame, ModelWrite
+from kvferry.testing.explore.model import (
+    INCARNATIONS,
+    PEERS,
+    REPAIRED,
+    ROOM,
+    SOURCE,
+    TARGETS,
+    ExploredModel,
+    ModelFault,
+)
+from kvferry.testing.explore.world import LOCAL, Draft, ModelPhase, ModelWorld, Stage
 
-# What happens, to which thing (a number of the catalogue, an endpoint), as which fault.
-Step = tuple[str, int, ModelFault | None]
+# A verb, the thing that it concerns (an item, an endpoint, a pair of them), and the fault if any.
+Step = tuple[str, Any, ModelFault | None]
 
 _MAY_LAND = (ModelPhase.DOUBTED, ModelPhase.ORPHAN)
 _WRITE_STEPS = {
@@ -36,113 +46,76 @@ _FATES = {
 }
 
 
-def first_world(catalogue: Catalogue) -> ModelWorld:
-    """Before anything has happened."""
-    num_slots = catalogue.model.staging.num_slots
-    return ModelWorld(
-        machines=catalogue.first(),
-        clocks=(0.0,) * len(PEERS),
-        scripts=(0,) * len(PEERS),
-        stages=(Stage.UNBEGUN,) * len(PEERS),
-        released=(False,) * len(PEERS),
-        frames=(),
-        late=(),
-        writes=(),
-        scatters=(),
-        told=(),
-        cut=(),
-        pages=((),) * len(TARGETS),
-        slots=((EMPTY,) * num_slots,) * len(TARGETS),
-        excused=catalogue.model.is_mixed_up,
-        num_faults=0,
-    )
-
-
 def due(catalogue: Catalogue, world: ModelWorld) -> Iterator[Step]:
-    """What happens before time passes."""
+    """Yield the steps that happen before time passes."""
+    model = catalogue.model
     for index, position in enumerate(world.scripts):
         if position < len(catalogue.scripts[index]):
             yield "engine", index, None
-    for number in dict.fromkeys(world.frames):
-        if not (catalogue.model.in_order and _overtakes(catalogue, world, number)):
-            yield "deliver", number, None
-    for number, phase in world.writes:
+    for frame in dict.fromkeys(world.frames):
+        if not (model.in_order and world.overtakes(frame)):
+            yield "deliver", frame, None
+    for write, phase in world.writes:
         verb = _WRITE_STEPS.get(phase)
-        if verb or (phase is ModelPhase.STALLED and _overdue(catalogue, world)):
-            yield verb or "land", number, None
-    for number in world.scatters:
-        yield "scatter", number, None
+        if verb or (phase is ModelPhase.STALLED and _must_land(model, world)):
+            yield verb or "land", write, None
+    for scatter in world.scatters:
+        yield "scatter", scatter, None
     for target in TARGETS:
-        if world.is_asked(target) and target not in world.cut:
+        if world.is_probed(target) and target not in world.cut:
             yield "cut", target, None
-    for index, peer in world.told:
+    for index, peer in world.probes:
         target = peer if index == SOURCE else index
-        if target in world.cut and (index != SOURCE or world.is_settled(catalogue, target)):
-            yield "disconnected", index * len(PEERS) + peer, None
+        if target in world.cut and (index != SOURCE or world.is_settled(target)):
+            yield "disconnected", (index, peer), None
 
 
-def possible(catalogue: Catalogue, world: ModelWorld) -> Iterator[Step]:
-    """What may happen at any time or never."""
-    for number in dict.fromkeys(world.late):
-        yield "deliver late", number, None
-    for number, phase in world.writes:
-        if phase in _MAY_LAND or (phase is ModelPhase.STALLED and not _overdue(catalogue, world)):
-            yield "land", number, None
+def possible(model: ExploredModel, world: ModelWorld) -> Iterator[Step]:
+    """Yield the steps that may happen at any time or never."""
+    for frame in dict.fromkeys(world.late):
+        yield "deliver late", frame, None
+    for write, phase in world.writes:
+        if phase in _MAY_LAND or (phase is ModelPhase.STALLED and not _must_land(model, world)):
+            yield "land", write, None
         elif phase is ModelPhase.DOOMED:
-            yield "fail", number, None
-            yield "doubt", number, None
+            yield "fail", write, None
+            yield "doubt", write, None
     for target in TARGETS:
-        both = world.alive(SOURCE) and world.alive(target)
-        if not both and target not in world.cut and not world.is_asked(target):
+        both = world.runners[SOURCE] is not None and world.runners[target] is not None
+        if not both and target not in world.cut and not world.is_probed(target):
             yield "notice", target, None
 
 
-def _overdue(catalogue: Catalogue, world: ModelWorld) -> bool:
-    """Whether even what takes long has to end, so that the room can."""
-    return max(world.clocks) > 2 * catalogue.model.deadline_s
-
-
-def _overtakes(catalogue: Catalogue, world: ModelWorld, number: int) -> bool:
-    frame = catalogue.frames.things[number]
-    if not frame.envelope.seq:
-        return False
-    others = map(catalogue.frames.things.__getitem__, world.frames)
-    return any(
-        0 < other.envelope.seq < frame.envelope.seq and other.stream == frame.stream
-        for other in others
-    )
+def _must_land(model: ExploredModel, world: ModelWorld) -> bool:
+    """Return whether even a stalled write has to end now, so that the room can."""
+    return max(world.clocks) > 2 * model.deadline_s
 
 
 def faults(catalogue: Catalogue, world: ModelWorld, kinds: frozenset[ModelFault]) -> Iterator[Step]:
-    """What may go wrong now."""
-    if not kinds or world.num_faults >= catalogue.model.max_faults:
-        return
+    """Yield the faults of these kinds that may happen now."""
+    if kinds and world.num_faults < catalogue.model.max_faults:
+        for thing, found in _faults_of(catalogue, world):
+            yield from (("fault", thing, fault) for fault in found if fault in kinds)
+
+
+def _faults_of(
+    catalogue: Catalogue, world: ModelWorld
+) -> Iterator[tuple[Any, Iterable[ModelFault]]]:
     at = catalogue.model.faults_at
-    for number in dict.fromkeys(world.frames):
-        frame = catalogue.frames.things[number]
+    for frame in dict.fromkeys(world.frames):
         if {frame.to, PEERS.index(frame.envelope.sender)} <= at:
             loss = ModelFault.DROP if frame.envelope.seq else ModelFault.DROP_NOTE
-            yield from _those((loss, ModelFault.DUPLICATE, ModelFault.DELAY), kinds, number)
-    for number, phase in world.writes:
-        if catalogue.writes.things[number].to in at:
-            yield from _those(_write_faults(phase), kinds, number)
+            yield frame, (loss, ModelFault.DUPLICATE, ModelFault.DELAY)
+    for write, phase in world.writes:
+        if write.to in at:
+            yield write, _write_faults(phase)
     for index in at:
-        if world.alive(index):
-            yield from _those(_endpoint_faults(catalogue, world, index), kinds, index)
+        if world.runners[index] is not None:
+            yield index, _endpoint_faults(world, index, len(catalogue.scripts[index]))
     for target in at.intersection(TARGETS):
-        if target not in world.cut and _is_linked(world, target):
-            yield from _those((ModelFault.CUT,), kinds, target)
-
-
-def _those(
-    found: Iterable[ModelFault], kinds: frozenset[ModelFault], number: int
-) -> Iterator[Step]:
-    return (("fault", number, fault) for fault in found if fault in kinds)
-
-
-def _is_linked(world: ModelWorld, target: int) -> bool:
-    begun = world.stages[target] is not Stage.UNBEGUN
-    return begun and world.alive(SOURCE) and world.alive(target)
+        alive = world.runners[SOURCE] is not None and world.runners[target] is not None
+        if alive and target not in world.cut and world.stages[target] is not Stage.UNBEGUN:
+            yield target, (ModelFault.CUT,)
 
 
 def _write_faults(phase: ModelPhase) -> tuple[ModelFault, ...]:
@@ -153,15 +126,15 @@ def _write_faults(phase: ModelPhase) -> tuple[ModelFault, ...]:
     return (ModelFault.FAILED, ModelFault.UNKNOWN) if phase is ModelPhase.LANDED else ()
 
 
-def _endpoint_faults(catalogue: Catalogue, world: ModelWorld, index: int) -> Iterator[ModelFault]:
-    source, stage = index == SOURCE, world.stages[index]
+def _endpoint_faults(world: ModelWorld, index: int, num_calls: int) -> Iterator[ModelFault]:
+    source, stage, state = index == SOURCE, world.stages[index], world.runners[index]
     yield ModelFault.KILL_SOURCE if source else ModelFault.KILL_TARGET
-    if world.scripts[index] < len(catalogue.scripts[index]):
+    if world.scripts[index] < num_calls:
         yield ModelFault.ABSENT
     if stage is Stage.BEGUN:
         yield ModelFault.CANCEL_SOURCE if source else ModelFault.CANCEL_TARGET
         yield ModelFault.DEADLINE
-    if catalogue.wakeup(world.machines[index]) is not None:
+    if state is not None and state.wakeup is not None:
         yield ModelFault.TICK
         yield ModelFault.SILENCE
 
@@ -170,196 +143,210 @@ def _endpoint_faults(catalogue: Catalogue, world: ModelWorld, index: int) -> Ite
 
 
 def take(catalogue: Catalogue, world: ModelWorld, step: Step) -> ModelWorld:
-    """The world after a step. Raises ``BrokenModel``."""
-    verb, number, fault = step
+    """Return the world after a step. Raises ``BrokenModel`` if that breaks a promise."""
+    verb, thing, fault = step
     draft = Draft(catalogue, world)
     if fault is not None:
         draft.num_faults += 1
         draft.excused |= fault not in REPAIRED
-        _FAULTS[fault](draft, number, fault)
+        _FAULTS[fault](draft, thing, fault)
     else:
         if verb == "deliver" and not world.excused and max(world.clocks) > 0:
-            # Overtaking is loss. Once is repaired; again and again, for ever, is not.
-            draft.excused = _overtakes(catalogue, world, number)
-        _VERBS[verb](draft, number)
+            # Overtaking is loss, which the protocol repairs once but not for ever.
+            draft.excused = world.overtakes(thing)
+        _VERBS[verb](draft, thing)
     return draft.world()
 
 
-def _deliver(draft: Draft, number: int) -> None:
-    draft.frames.remove(number)
-    draft.tell(draft.catalogue.frames.things[number].to, draft.catalogue.arrival(number))
+def _deliver(draft: Draft, frame: Frame) -> None:
+    draft.frames.remove(frame)
+    draft.handle(frame.to, frame)
 
 
-def _deliver_late(draft: Draft, number: int) -> None:
-    draft.late.remove(number)
-    draft.tell(draft.catalogue.frames.things[number].to, draft.catalogue.arrival(number))
+def _deliver_late(draft: Draft, frame: Frame) -> None:
+    draft.late.remove(frame)
+    draft.handle(frame.to, frame)
 
 
-def _engine(draft: Draft, index: int) -> None:
+def _call(draft: Draft, index: int) -> None:
     event = draft.catalogue.scripts[index][draft.scripts[index]]
     draft.scripts[index] += 1
     if draft.stages[index] is Stage.UNBEGUN:
         draft.stages[index] = Stage.BEGUN
-    draft.tell(index, event)
+    draft.handle(index, event)
 
 
-def _land(draft: Draft, number: int) -> None:
-    phase = draft.writes[number]
+def _land(draft: Draft, write: ModelWrite) -> None:
+    phase = draft.writes[write]
     if phase is ModelPhase.ORPHAN:
-        del draft.writes[number]
+        del draft.writes[write]
     else:
         doubted = phase is ModelPhase.DOUBTED
-        draft.writes[number] = ModelPhase.DOUBTED_LANDED if doubted else ModelPhase.LANDED
-    draft.land(number)
+        draft.writes[write] = ModelPhase.DOUBTED_LANDED if doubted else ModelPhase.LANDED
+    draft.store(write)
+
+
+def _filled(draft: Draft, write: ModelWrite) -> None:
+    """End an early gather."""
+    phase = draft.writes.pop(write)
+    if phase is ModelPhase.FILLING:
+        draft.submit(write)
+    else:
+        dropping = phase is ModelPhase.DROPPING
+        draft.writes[write] = ModelPhase.DROPPED if dropping else ModelPhase.HELD
+
+
+def _cut(draft: Draft, target: int) -> None:
+    """Let no further write between the source and a target land."""
+    draft.cut.add(target)
+    source_lives = draft.runners[SOURCE] is not None
+    for write, phase in list(draft.writes.items()):
+        if write.to != target or phase is ModelPhase.LANDED or phase in LOCAL:
+            continue
+        pending = phase in (ModelPhase.SUBMITTED, ModelPhase.STALLED, ModelPhase.DOOMED)
+        if source_lives and pending:
+            draft.writes[write] = ModelPhase.CUT
+        elif phase is not ModelPhase.CUT:
+            del draft.writes[write]
+
+
+def _disconnected(draft: Draft, pair: tuple[int, int]) -> None:
+    """Give an endpoint its proof that nothing is in flight to or from a peer."""
+    index, peer = pair
+    draft.probes.discard(pair)
+    if index == SOURCE:
+        for write, phase in list(draft.writes.items()):
+            if write.to == peer and phase not in LOCAL:
+                del draft.writes[write]
+    draft.handle(index, PeerGone(PEERS[peer], INCARNATIONS[peer]))
 
 
 def _notice(draft: Draft, target: int) -> None:
-    """The transport sees by itself that one end is dead."""
-    draft.sever(target)
-    if draft.machines[SOURCE] != DEAD:
-        draft.told.add((SOURCE, target))
-    if draft.machines[target] != DEAD:
-        draft.told.add((target, SOURCE))
+    """Cut a connection; both ends that live notice it."""
+    _cut(draft, target)
+    if draft.runners[SOURCE] is not None:
+        draft.probes.add((SOURCE, target))
+    if draft.runners[target] is not None:
+        draft.probes.add((target, SOURCE))
 
 
-def _time(draft: Draft, _: int) -> None:
-    living = [index for index, state in enumerate(draft.machines) if state != DEAD]
+def _pass_time(draft: Draft, _: int) -> None:
+    living = {index: state for index, state in enumerate(draft.runners) if state is not None}
     waits = [
-        wakeup - draft.clocks[index]
-        for index in living
-        if (wakeup := draft.catalogue.wakeup(draft.machines[index])) is not None
+        state.wakeup - draft.clocks[index]
+        for index, state in living.items()
+        if state.wakeup is not None
     ]
-    if not waits or max(draft.clocks) > draft.catalogue.model.horizon_s:
-        raise BrokenModel(f"a room never ends: {leftovers(draft.catalogue, draft.world())}")
+    if not waits or max(draft.clocks) > draft.model.horizon_s:
+        raise BrokenModel(f"a room never ends: {draft.world().leftovers()}")
     if min(waits) < 0:
         raise BrokenModel("a timer lies in the past after its Tick")
     for index in living:
         draft.clocks[index] += min(waits)
     for index in living:
-        draft.tell(index, draft.catalogue.events.of(TICK))
-        overdue = draft.clocks[index] >= draft.catalogue.model.deadline_s
+        draft.handle(index, Tick())
+        overdue = draft.clocks[index] >= draft.model.deadline_s
         if overdue and draft.stages[index] is Stage.BEGUN:
             raise BrokenModel(f"{PEERS[index]} has reported nothing by its deadline")
 
 
-_VERBS: dict[str, Callable[[Draft, int], None]] = {
+_VERBS: dict[str, Callable[[Draft, Any], None]] = {
     "deliver": _deliver,
     "deliver late": _deliver_late,
-    "engine": _engine,
+    "engine": _call,
     "land": _land,
     "sent": Draft.sent,
-    "fail": lambda draft, number: draft.send_failed(number, WriteFate.FAILED),
-    "filled": Draft.filled,
-    "dropped": lambda draft, number: draft.send_failed(number, WriteFate.BUSY),
-    "doubt": lambda draft, number: draft.send_failed(number, WriteFate.UNKNOWN),
+    "fail": lambda draft, write: draft.send_failed(write, WriteFate.FAILED),
+    "filled": _filled,
+    "dropped": lambda draft, write: draft.send_failed(write, WriteFate.BUSY),
+    "doubt": lambda draft, write: draft.send_failed(write, WriteFate.UNKNOWN),
     "scatter": Draft.end_scatter,
-    "cut": Draft.sever,
-    "disconnected": lambda draft, pair: draft.disconnected(*divmod(pair, len(PEERS))),
+    "cut": _cut,
+    "disconnected": _disconnected,
     "notice": _notice,
-    "time": _time,
+    "time": _pass_time,
 }
 
 
-def _drop(draft: Draft, number: int, fault: ModelFault) -> None:
-    draft.frames.remove(number)
+# ------------------------------------------------------------ faults
+
+
+def _drop(draft: Draft, frame: Frame, fault: ModelFault) -> None:
+    draft.frames.remove(frame)
     if fault is ModelFault.DELAY:
-        draft.late.append(number)
-
-
-def _cancel(draft: Draft, index: int, fault: ModelFault) -> None:
-    draft.tell(index, draft.catalogue.events.of(Cancel(ROOM)))
-
-
-def _absent(draft: Draft, index: int, fault: ModelFault) -> None:
-    draft.scripts[index] = len(draft.catalogue.scripts[index])
+        draft.late.append(frame)
 
 
 def _run_ahead(draft: Draft, index: int, fault: ModelFault) -> None:
-    model = draft.catalogue.model
+    """Let one endpoint's clock run ahead of the others."""
+    state, model, now = draft.runners[index], draft.model, draft.clocks[index]
+    assert state is not None
     if fault is ModelFault.DEADLINE:
-        draft.jump(index, model.deadline_s)
+        to = model.deadline_s
     elif fault is ModelFault.SILENCE:
-        draft.jump(index, draft.clocks[index] + model.times.silence_s)
+        to = now + model.times.silence_s
     else:
-        draft.jump(index, draft.catalogue.wakeup(draft.machines[index]) or 0.0)
+        to = state.wakeup or 0.0
+    draft.clocks[index] = max(now, to)
+    draft.handle(index, Tick())
+    if fault is ModelFault.TICK:
         draft.excused |= draft.clocks[index] >= model.deadline_s
 
 
-_FAULTS: dict[ModelFault, Callable[[Draft, int, ModelFault], None]] = {
+def _kill(draft: Draft, index: int, _: ModelFault) -> None:
+    """Kill an endpoint. Its frames and submitted writes are still on their way."""
+    draft.runners[index] = None
+    draft.scripts[index] = len(draft.catalogue.scripts[index])
+    draft.frames = [frame for frame in draft.frames if frame.to != index]
+    draft.late = [frame for frame in draft.late if frame.to != index]
+    draft.scatters = [scatter for scatter in draft.scatters if scatter.at != index]
+    draft.probes = {pair for pair in draft.probes if pair[0] != index}
+    for write, phase in list(draft.writes.items()):
+        in_flight = phase in (ModelPhase.SUBMITTED, ModelPhase.STALLED)
+        if index == SOURCE and (in_flight or phase is ModelPhase.DOUBTED):
+            draft.writes[write] = ModelPhase.ORPHAN
+        elif index == SOURCE:
+            del draft.writes[write]
+        elif in_flight and write.to == index:
+            draft.writes[write] = ModelPhase.DOOMED
+
+
+def _absent(draft: Draft, index: int, _: ModelFault) -> None:
+    draft.scripts[index] = len(draft.catalogue.scripts[index])
+
+
+_FAULTS: dict[ModelFault, Callable[[Draft, Any, ModelFault], None]] = {
     ModelFault.DROP: _drop,
     ModelFault.DROP_NOTE: _drop,
     ModelFault.DELAY: _drop,
-    ModelFault.DUPLICATE: lambda draft, number, fault: draft.frames.append(number),
-    ModelFault.STALL: lambda draft, number, fault: draft.writes.update(
-        {number: ModelPhase.STALLED}
-    ),
-    ModelFault.CUT: lambda draft, target, fault: _notice(draft, target),
-    ModelFault.CANCEL_SOURCE: _cancel,
-    ModelFault.CANCEL_TARGET: _cancel,
-    ModelFault.KILL_SOURCE: lambda draft, index, fault: draft.kill(index),
-    ModelFault.KILL_TARGET: lambda draft, index, fault: draft.kill(index),
+    ModelFault.DUPLICATE: lambda draft, frame, _: draft.frames.append(frame),
+    ModelFault.STALL: lambda draft, write, _: draft.writes.update({write: ModelPhase.STALLED}),
+    ModelFault.CUT: lambda draft, target, _: _notice(draft, target),
+    ModelFault.CANCEL_SOURCE: lambda draft, index, _: draft.handle(index, Cancel(ROOM)),
+    ModelFault.CANCEL_TARGET: lambda draft, index, _: draft.handle(index, Cancel(ROOM)),
+    ModelFault.KILL_SOURCE: _kill,
+    ModelFault.KILL_TARGET: _kill,
     ModelFault.ABSENT: _absent,
     ModelFault.TICK: _run_ahead,
     ModelFault.DEADLINE: _run_ahead,
     ModelFault.SILENCE: _run_ahead,
-    **dict.fromkeys(_FATES, lambda draft, number, fault: draft.send_failed(number, _FATES[fault])),
+    **dict.fromkeys(_FATES, lambda draft, write, fault: draft.send_failed(write, _FATES[fault])),
 }
 
 
-# ------------------------------------------------------------ ends
-
-
-def leftovers(catalogue: Catalogue, world: ModelWorld) -> str:
-    """What keeps a world from having ended: rooms of living endpoints and full tables."""
-    found = [
-        f"{PEERS[index]}: {what}"
-        for index, state in enumerate(world.machines)
-        if state != DEAD
-        for what in (*_unended(world, index), *catalogue.leftovers(state))
-    ]
-    return "; ".join(found)
-
-
-def _unended(world: ModelWorld, index: int) -> list[str]:
-    stage = world.stages[index]
-    if stage is Stage.UNBEGUN or (stage > Stage.BEGUN and world.released[index]):
-        return []
-    return [f"the room is {stage.name}, its pages are held"]
-
-
-def demand_done(world: ModelWorld) -> None:
-    """Where nothing happened that excuses it, everybody must be Done at the end."""
-    if not world.excused and any(stage is not Stage.DONE for stage in world.stages):
-        stages = ", ".join(f"{PEERS[i]} {stage.name}" for i, stage in enumerate(world.stages))
-        raise BrokenModel(f"not everybody is Done at the end: {stages}")
-
-
-def describe(catalogue: Catalogue, step: Step) -> str:
-    """A step in words."""
-    verb, number, fault = step
+def describe(step: Step) -> str:
+    """Return a step in words."""
+    verb, thing, fault = step
+    what = str(PEERS[thing]) if isinstance(thing, int) else str(thing)
     if fault is not None:
-        return f"FAULT {fault.name} ({fault.value}): {_thing(catalogue, fault, number)}"
+        return f"FAULT {fault.name} ({fault.value}): {what}"
     match verb:
-        case "deliver" | "deliver late":
-            thing = str(catalogue.frames.things[number])
         case "land" | "sent" | "fail" | "doubt" | "filled" | "dropped":
-            return f"{catalogue.writes.things[number]}: {verb}"
+            return f"{what}: {verb}"
         case "scatter":
-            scatter = catalogue.scatters.things[number]
-            thing = f"{scatter.op} of slot {scatter.slot} ends at {PEERS[scatter.at]}"
+            return f"scatter {thing.op} of slot {thing.slot} ends at {PEERS[thing.at]}"
         case "disconnected":
-            index, peer = divmod(number, len(PEERS))
-            thing = f"{PEERS[peer]}, {PEERS[index]} is told"
+            return f"disconnected {PEERS[thing[1]]}, {PEERS[thing[0]]} is told"
         case "time":
-            thing = "passes to the earliest timer"
-        case _:
-            thing = str(PEERS[number])
-    return f"{verb} {thing}"
-
-
-def _thing(catalogue: Catalogue, fault: ModelFault, number: int) -> str:
-    if fault in (ModelFault.DROP, ModelFault.DROP_NOTE, ModelFault.DUPLICATE, ModelFault.DELAY):
-        return str(catalogue.frames.things[number])
-    if fault in _FATES or fault is ModelFault.STALL:
-        return str(catalogue.writes.things[number])
-    return str(PEERS[number])
+            return "time passes to the earliest timer"
+    return f"{verb} {what}"

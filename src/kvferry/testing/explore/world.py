@@ -1,56 +1,55 @@
-"""The world between the machines: frames, writes, scatters, memory, clocks.
+"""The world between the runners: frames, writes, scatters, memory and clocks.
 
-A ``ModelWorld`` is a value made of numbers from the catalogue. A ``Draft`` is one
-that is being changed by a step; it carries out actions, and checks each promise
-where it could be broken:
+``ModelWorld`` is an immutable state. ``Draft`` is a state that a step is changing; it performs the
+runners' calls of ports, and checks each promise where it could be broken:
 
-- a write lands only in pages that the target has not released, and only in a
-  slot that is promised to it at that moment; nothing is written twice;
+- a write lands only in pages that the target has not released, and only in a slot that is promised
+  to it at that moment; nothing is written twice;
 - two writes in flight never share a slot of a target or a local slot;
 - a source releases pages only when none of its writes is in flight;
-- a target is Done only when everything owed is in its pages and was computed for
-  its own request, and a source only when every target is;
-- Report and Release are said once each, in that order.
+- a target is Done only when all its atoms are in its pages and were computed for its own request,
+  and a source only when every target is;
+- each endpoint reports a room once, and then releases it once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator
 from enum import IntEnum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from kvferry.endpoint.runner.runner import PeerGone
-from kvferry.protocol.events import Scattered, SendFailed, Sent, Tick, WriteFate
-from kvferry.testing.explore.catalogue import Atom, BrokenModel, Catalogue, Effect, EffectKind
-from kvferry.testing.explore.model import INCARNATIONS, PEERS, SOURCE, TARGETS
-
-# Numbers, or pairs of them.
-T = TypeVar("T", int, tuple[int, int], tuple[int, "ModelPhase"])
-
-DEAD = -1
-EMPTY = -1
-TICK = Tick()
+from kvferry.protocol.events import Event, Scattered, SendFailed, Sent, WriteFate
+from kvferry.testing.explore.catalogue import (
+    Atom,
+    BrokenModel,
+    Catalogue,
+    Frame,
+    ModelScatter,
+    ModelWrite,
+    RunnerState,
+)
+from kvferry.testing.explore.model import PEERS, SOURCE, TARGETS
 
 
 class ModelPhase(IntEnum):
-    """Where a write stands, as only the world knows it."""
+    """The phase of a write or early gather, as only the world knows it."""
 
-    SUBMITTED = 0  # will land, and soon
+    SUBMITTED = 0  # will land soon
     STALLED = 1  # will land, but time may pass first
-    LANDED = 2  # is in the target's memory; the source has not heard so
+    LANDED = 2  # is in the target's memory; the source does not know yet
     DOUBTED = 3  # the source was told UNKNOWN: may land until the connection is cut
     DOUBTED_LANDED = 4  # the same, landed
     ORPHAN = 5  # its source is dead: may land until the connection is cut
-    DOOMED = 6  # its target is dead: ends in failure or doubt, or not at all
-    CUT = 7  # the connection was cut: it never lands, and is about to fail
-    GATHERING = 8  # its local slot is being filled, and what becomes of that is not said
-    HELD = 9  # the slot is filled, and nothing happens before it is posted or discarded
-    FILLING = 10  # the slot is being filled, and will then be submitted
-    DROPPING = 11  # the slot is being filled, and will then be let go of
-    DROPPED = 12  # was let go of; the source has not heard so
+    DOOMED = 6  # its target is dead: fails or becomes doubtful, or never ends
+    CUT = 7  # the connection was cut: never lands, and is about to fail
+    GATHERING = 8  # an early gather that is neither posted nor discarded
+    HELD = 9  # the same, ended: waits to be posted or discarded
+    FILLING = 10  # an early gather that is posted, and submitted when it ends
+    DROPPING = 11  # an early gather that is discarded
+    DROPPED = 12  # the same, ended; the source does not know yet
 
 
-# Nothing of these concerns a peer: they are told of, whatever becomes of it.
+# Early gathers, which do not depend on the peer.
 LOCAL = frozenset(
     {
         ModelPhase.GATHERING,
@@ -60,10 +59,11 @@ LOCAL = frozenset(
         ModelPhase.DROPPED,
     }
 )
+_SETTLED = (ModelPhase.DOUBTED, ModelPhase.DOUBTED_LANDED, ModelPhase.ORPHAN, *LOCAL)
 
 
 class Stage(IntEnum):
-    """How far an endpoint's caller has got with the room."""
+    """The stage of a room at one endpoint, as its engine knows it."""
 
     UNBEGUN = 0
     BEGUN = 1
@@ -72,58 +72,91 @@ class Stage(IntEnum):
 
 
 class ModelWorld(NamedTuple):
-    """One state of everything. ``machines`` to ``released`` have an entry for each endpoint.
+    """One state of everything. ``runners`` to ``released`` have an entry for each endpoint.
 
-    ``frames`` and ``late`` are multisets, sorted; frames in ``late`` may come at
-    any time or never. ``told`` holds who will be told of which peer's end.
-    ``pages`` and ``slots`` are the targets' memory. ``excused``: something has
-    happened after which not everybody needs to be Done.
+    ``frames`` and ``late`` are sorted multisets; frames in ``late`` arrive at any time or never.
+    ``probes`` has pairs of an endpoint and the peer that it probes. ``cut`` has the targets without
+    a connection. ``pages`` and ``slots`` are the targets' memory. ``excused`` means that not
+    everybody needs to be Done, because of a fault.
     """
 
-    machines: tuple[int, ...]
+    runners: tuple[RunnerState | None, ...]  # None is dead
     clocks: tuple[float, ...]
     scripts: tuple[int, ...]
     stages: tuple[Stage, ...]
     released: tuple[bool, ...]
-    frames: tuple[int, ...]
-    late: tuple[int, ...]
-    writes: tuple[tuple[int, ModelPhase], ...]
-    scatters: tuple[int, ...]
-    told: tuple[tuple[int, int], ...]
+    frames: tuple[Frame, ...]
+    late: tuple[Frame, ...]
+    writes: tuple[tuple[ModelWrite, ModelPhase], ...]
+    scatters: tuple[ModelScatter, ...]
+    probes: tuple[tuple[int, int], ...]
     cut: tuple[int, ...]
     pages: tuple[tuple[Atom, ...], ...]
-    slots: tuple[tuple[int, ...], ...]
+    slots: tuple[tuple[ModelWrite | None, ...], ...]
     excused: bool
     num_faults: int
 
-    def alive(self, index: int) -> bool:
-        """Whether that endpoint lives."""
-        return self.machines[index] != DEAD
-
-    def is_settled(self, catalogue: Catalogue, target: int) -> bool:
-        """Whether every write to that target has ended, or will never be told of again."""
-        return all(
-            phase in (ModelPhase.DOUBTED, ModelPhase.DOUBTED_LANDED, ModelPhase.ORPHAN, *LOCAL)
-            for number, phase in self.writes
-            if catalogue.writes.things[number].to == target
+    @staticmethod
+    def first(catalogue: Catalogue) -> ModelWorld:
+        """Return the state before anything has happened."""
+        everyone, model = len(PEERS), catalogue.model
+        return ModelWorld(
+            runners=catalogue.first_states(),
+            clocks=(0.0,) * everyone,
+            scripts=(0,) * everyone,
+            stages=(Stage.UNBEGUN,) * everyone,
+            released=(False,) * everyone,
+            frames=(),
+            late=(),
+            writes=(),
+            scatters=(),
+            probes=(),
+            cut=(),
+            pages=((),) * len(TARGETS),
+            slots=((None,) * model.staging.num_slots,) * len(TARGETS),
+            excused=model.is_mixed_up,
+            num_faults=0,
         )
 
-    def is_asked(self, target: int) -> bool:
-        """Whether somebody has asked for the connection to that target to be torn down."""
-        return (SOURCE, target) in self.told or (target, SOURCE) in self.told
+    def is_settled(self, target: int) -> bool:
+        """Return whether every write to a target has ended, or its end is never reported."""
+        return all(phase in _SETTLED for write, phase in self.writes if write.to == target)
+
+    def is_probed(self, target: int) -> bool:
+        """Return whether one end of the connection to a target probes the other."""
+        return (SOURCE, target) in self.probes or (target, SOURCE) in self.probes
+
+    def overtakes(self, frame: Frame) -> bool:
+        """Return whether an earlier frame in the same direction is still on its way."""
+        return any(frame.overtakes(other) for other in self.frames)
+
+    def leftovers(self) -> str:
+        """Return what keeps the world from having ended: open rooms and tables not empty."""
+        return "; ".join(
+            f"{PEERS[index]}: {what}"
+            for index, state in enumerate(self.runners)
+            if state is not None
+            for what in (*self._unended(index), *state.leftovers())
+        )
+
+    def _unended(self, index: int) -> Iterator[str]:
+        stage = self.stages[index]
+        if stage is Stage.BEGUN or (stage > Stage.BEGUN and not self.released[index]):
+            yield f"the room is {stage.name}, its pages are held"
 
 
-def _ordered(things: Collection[T]) -> tuple[T, ...]:
-    """Most are empty or have one entry, and this is done for every step."""
+def _sorted(things: Any) -> Any:
+    """Sort; most are empty or have one entry, and this runs for every step."""
     return tuple(sorted(things)) if len(things) > 1 else tuple(things)
 
 
 class Draft:
-    """A world that is being changed."""
+    """A state that a step is changing."""
 
     def __init__(self, catalogue: Catalogue, world: ModelWorld) -> None:
         self.catalogue = catalogue
-        self.machines = list(world.machines)
+        self.model = catalogue.model
+        self.runners = list(world.runners)
         self.clocks = list(world.clocks)
         self.scripts = list(world.scripts)
         self.stages = list(world.stages)
@@ -132,7 +165,7 @@ class Draft:
         self.late = list(world.late)
         self.writes = dict(world.writes)
         self.scatters = list(world.scatters)
-        self.told = set(world.told)
+        self.probes = set(world.probes)
         self.cut = set(world.cut)
         self.pages = list(world.pages)
         self.slots = list(world.slots)
@@ -140,86 +173,90 @@ class Draft:
         self.num_faults = world.num_faults
 
     def world(self) -> ModelWorld:
-        """The finished world."""
+        """Return the state after the step."""
         return ModelWorld(
-            tuple(self.machines),
+            tuple(self.runners),
             tuple(self.clocks),
             tuple(self.scripts),
             tuple(self.stages),
             tuple(self.released),
-            self._worth_keeping(self.frames),
-            self._worth_keeping(self.late),
-            _ordered(self.writes.items()),
-            _ordered(self.scatters),
-            _ordered(self.told),
-            _ordered(self.cut),
+            self._relevant(self.frames),
+            self._relevant(self.late),
+            _sorted(self.writes.items()),
+            _sorted(self.scatters),
+            _sorted(self.probes),
+            _sorted(self.cut),
             tuple(self.pages),
             tuple(self.slots),
             self.excused,
             self.num_faults,
         )
 
-    def _worth_keeping(self, frames: list[int]) -> tuple[int, ...]:
+    def _relevant(self, frames: list[Frame]) -> tuple[Frame, ...]:
         if not frames:
             return ()
-        is_moot, machines = self.catalogue.is_moot, self.machines
-        return tuple(sorted([number for number in frames if not is_moot(machines, number)]))
+        runners = self.runners
+        return _sorted([one for one in frames if not runners[one.to].ignores(one)])  # type: ignore[union-attr,no-any-return]
 
-    # ------------------------------------------------------------ machines
+    # ------------------------------------------------------------ calls of ports
 
-    def tell(self, index: int, event: int) -> None:
-        """Let a machine take a step and carry out what it asks for."""
-        answer = self.catalogue.step(self.machines[index], event, self.clocks[index])
-        self.machines[index], effects = answer
-        for effect in effects:
-            self._carry_out(index, effect)
+    def handle(self, index: int, cause: Event | Frame) -> None:
+        """Let a runner handle an event or a frame, and perform its calls of ports."""
+        state = self.runners[index]
+        assert state is not None
+        self.runners[index], effects = self.catalogue.step(state, cause, self.clocks[index])
+        for verb, thing in effects:
+            self._perform(index, verb, thing)
 
-    def _carry_out(self, index: int, effect: Effect) -> None:
-        kind, number = effect
-        match kind:
-            case EffectKind.FRAME:
-                if self.machines[self.catalogue.frames.things[number].to] != DEAD:
-                    self.frames.append(number)
-            case EffectKind.WRITE:
-                self._demand_free(number)
-                self._submit(number)
-            case EffectKind.GATHER:
-                self._demand_free(number)
-                self.writes[number] = ModelPhase.GATHERING
-            case EffectKind.POST:
-                self._post(number)
-            case EffectKind.DISCARD:
-                self._discard(number)
-            case EffectKind.SCATTER:
-                self._start_scatter(number)
-            case EffectKind.START_PROBING:
-                self.told.add((index, number))
-            case EffectKind.STOP_PROBING:
-                self.told.discard((index, number))
-            case EffectKind.DONE:
-                self._report(index, Stage.DONE)
-            case EffectKind.FAILED:
-                self._report(index, Stage.FAILED)
-            case EffectKind.RELEASE:
+    def _perform(self, index: int, verb: str, thing: Any) -> None:
+        match verb:
+            case "send":
+                if self.runners[thing.to] is not None:
+                    self.frames.append(thing)
+            case "write":
+                self._check_slots_free(thing)
+                self.submit(thing)
+            case "gather":
+                self._check_slots_free(thing)
+                self.writes[thing] = ModelPhase.GATHERING
+            case "post":
+                self._post(*thing)
+            case "discard":
+                gather = self._gather_of(thing)
+                held = self.writes[gather] is ModelPhase.HELD
+                self.writes[gather] = ModelPhase.DROPPED if held else ModelPhase.DROPPING
+            case "scatter":
+                self._scatter(thing)
+            case "start_probing":
+                self.probes.add((index, thing))
+            case "stop_probing":
+                self.probes.discard((index, thing))
+            case "report":
+                self._report(index, Stage.DONE if thing else Stage.FAILED)
+            case "release":
                 self._release(index)
 
     def _report(self, index: int, stage: Stage) -> None:
         me = PEERS[index]
         if self.stages[index] is not Stage.BEGUN:
             raise BrokenModel(f"{me} reports a room that is {self.stages[index].name}")
-        if stage is Stage.DONE and index in TARGETS:
-            missing = self.catalogue.owed(index).difference(self.pages[index - 1])
+        if stage is Stage.DONE:
+            self._check_done(index)
+        self.stages[index] = stage
+        if not self.model.heedless:
+            # An engine that was told of the end does nothing more.
+            self.scripts[index] = len(self.catalogue.scripts[index])
+
+    def _check_done(self, index: int) -> None:
+        me = PEERS[index]
+        if index in TARGETS:
+            missing = self.catalogue.owed[index].difference(self.pages[index - 1])
             if missing:
                 raise BrokenModel(f"{me} is Done, but {sorted(missing)} never came")
-        if stage is Stage.DONE and self.catalogue.model.is_mixed_up:
+        if self.model.is_mixed_up:
             raise BrokenModel(f"{me} is Done with another request's cache")
-        all_done = all(self.stages[target] is Stage.DONE for target in TARGETS)
-        if stage is Stage.DONE and index == SOURCE and not all_done:
+        if index == SOURCE and any(self.stages[target] is not Stage.DONE for target in TARGETS):
             raise BrokenModel(f"{me} is Done, but a target is not")
-        self.stages[index] = stage
-        if not self.catalogue.model.heedless:
-            # An engine that has been told of the end does nothing more.
-            self.scripts[index] = len(self.catalogue.scripts[index])
 
     def _release(self, index: int) -> None:
         me = PEERS[index]
@@ -228,72 +265,54 @@ class Draft:
         if self.released[index]:
             raise BrokenModel(f"{me} releases the room's pages twice")
         if index == SOURCE and self.writes:
-            one = self.catalogue.writes.things[min(self.writes)]
-            raise BrokenModel(f"{me} releases pages while {one} is in flight")
+            raise BrokenModel(f"{me} releases pages while {min(self.writes)} is in flight")
         self.released[index] = True
 
     # ------------------------------------------------------------ writes
 
-    def _demand_free(self, number: int) -> None:
-        writing = self.catalogue.writes.things[number]
-        for other in map(self.catalogue.writes.things.__getitem__, self.writes):
-            if writing.shares_a_slot_with(other):
-                raise BrokenModel(f"{writing} uses a slot of {other}, which is in flight")
+    def _check_slots_free(self, write: ModelWrite) -> None:
+        for other in self.writes:
+            if write.shares_slot(other):
+                raise BrokenModel(f"{write} uses a slot of {other}, which is in flight")
         if self.released[SOURCE]:
-            raise BrokenModel(f"{writing} reads pages that were released")
+            raise BrokenModel(f"{write} reads pages that were released")
 
-    def _post(self, post: int) -> None:
-        gather = self._gather_of(self.catalogue.posts.things[post][0])
-        phase, number = self.writes.pop(gather), self.catalogue.posted(gather, post)
-        self._demand_free(number)
+    def _post(self, op: int, slot: int | None, serial: int | None) -> None:
+        gather = self._gather_of(op)
+        phase = self.writes.pop(gather)
+        what = gather.op, gather.to, gather.atoms, slot, serial, gather.local_slot
+        write = self.catalogue.item(ModelWrite, *what)
+        self._check_slots_free(write)
         if phase is ModelPhase.HELD:
-            self._submit(number)
+            self.submit(write)
         else:
-            self.writes[number] = ModelPhase.FILLING
+            self.writes[write] = ModelPhase.FILLING
 
-    def _discard(self, op: int) -> None:
-        number = self._gather_of(op)
-        held = self.writes[number] is ModelPhase.HELD
-        self.writes[number] = ModelPhase.DROPPED if held else ModelPhase.DROPPING
-
-    def _gather_of(self, op: int) -> int:
-        """The gather of that write. Whoever posts or discards another breaks a promise."""
-        for number, phase in self.writes.items():
-            mine = self.catalogue.writes.things[number].op == op
-            if mine and phase in (ModelPhase.GATHERING, ModelPhase.HELD):
-                return number
+    def _gather_of(self, op: int) -> ModelWrite:
+        """Return the gather that is neither posted nor discarded; without one a promise breaks."""
+        for write, phase in self.writes.items():
+            if write.op == op and phase in (ModelPhase.GATHERING, ModelPhase.HELD):
+                return write
         raise BrokenModel(f"write {op} is posted or discarded, and nothing was gathered for it")
 
-    def filled(self, number: int) -> None:
-        """The gather of a write has ended."""
-        phase = self.writes.pop(number)
-        if phase is ModelPhase.FILLING:
-            self._submit(number)
-        else:
-            self.writes[number] = (
-                ModelPhase.DROPPED if phase is ModelPhase.DROPPING else ModelPhase.HELD
-            )
-
-    def _submit(self, number: int) -> None:
-        writing = self.catalogue.writes.things[number]
-        phase = ModelPhase.CUT if writing.to in self.cut else ModelPhase.SUBMITTED
-        if phase is ModelPhase.SUBMITTED and self.machines[writing.to] == DEAD:
+    def submit(self, write: ModelWrite) -> None:
+        """Hand a write to the transport."""
+        phase = ModelPhase.CUT if write.to in self.cut else ModelPhase.SUBMITTED
+        if phase is ModelPhase.SUBMITTED and self.runners[write.to] is None:
             phase = ModelPhase.DOOMED
-        self.writes[number] = phase
+        self.writes[write] = phase
 
-    def land(self, number: int) -> None:
-        """The bytes of a write."""
-        writing = self.catalogue.writes.things[number]
-        target = writing.to
-        if self.machines[target] == DEAD:
+    def store(self, write: ModelWrite) -> None:
+        """Put the bytes of a write into its target's memory."""
+        state = self.runners[write.to]
+        if state is None:
             return
-        if writing.slot is None:
-            self._fill_pages(target, writing.atoms, str(writing))
+        if write.slot is None:
+            self._fill_pages(write.to, write.atoms, str(write))
+        elif not state.has_promised(write):
+            raise BrokenModel(f"{write} landed in a slot that is not promised to it")
         else:
-            promised = self.catalogue.promised(self.machines[target], writing.slot, writing.serial)
-            if not promised:
-                raise BrokenModel(f"{writing} landed in a slot that is not promised to it")
-            self._set_slot(target, writing.slot, number)
+            self._set_slot(write.to, write.slot, write)
 
     def _fill_pages(self, target: int, atoms: tuple[Atom, ...], what: str) -> None:
         if self.stages[target] is Stage.UNBEGUN or self.released[target]:
@@ -303,104 +322,44 @@ class Draft:
             raise BrokenModel(f"{what} wrote {sorted(twice)} a second time")
         self.pages[target - 1] = tuple(sorted((*self.pages[target - 1], *atoms)))
 
-    def _set_slot(self, target: int, slot: int, content: int) -> None:
+    def _set_slot(self, target: int, slot: int, content: ModelWrite | None) -> None:
         slots = list(self.slots[target - 1])
         slots[slot] = content
         self.slots[target - 1] = tuple(slots)
 
-    def sent(self, number: int) -> None:
-        """The source hears that a write has landed."""
-        del self.writes[number]
-        op = self.catalogue.writes.things[number].op
-        self.tell(SOURCE, self.catalogue.events.of(Sent(op)))
+    def sent(self, write: ModelWrite) -> None:
+        """Tell the source that a write has landed."""
+        del self.writes[write]
+        self.handle(SOURCE, Sent(write.op))
 
-    def send_failed(self, number: int, fate: WriteFate) -> None:
-        """The source hears that a write did not succeed."""
+    def send_failed(self, write: ModelWrite, fate: WriteFate) -> None:
+        """Tell the source that a write did not succeed."""
         if fate is WriteFate.UNKNOWN:
-            landed = self.writes[number] is ModelPhase.LANDED
-            self.writes[number] = ModelPhase.DOUBTED_LANDED if landed else ModelPhase.DOUBTED
+            landed = self.writes[write] is ModelPhase.LANDED
+            self.writes[write] = ModelPhase.DOUBTED_LANDED if landed else ModelPhase.DOUBTED
         else:
-            del self.writes[number]
-        op = self.catalogue.writes.things[number].op
-        self.tell(SOURCE, self.catalogue.events.of(SendFailed(op, fate)))
+            del self.writes[write]
+        self.handle(SOURCE, SendFailed(write.op, fate))
 
     # ------------------------------------------------------------ scatters
 
-    def _start_scatter(self, number: int) -> None:
-        scatter = self.catalogue.scatters.things[number]
-        self._demand_content(number)
-        under_way = map(self.catalogue.scatters.things.__getitem__, self.scatters)
-        if any((other.at, other.slot) == (scatter.at, scatter.slot) for other in under_way):
-            raise BrokenModel(
-                f"slot {scatter.slot} of {PEERS[scatter.at]} is scattered twice at once"
-            )
-        self.scatters.append(number)
+    def _scatter(self, scatter: ModelScatter) -> None:
+        self._check_content(scatter)
+        if any((one.at, one.slot) == (scatter.at, scatter.slot) for one in self.scatters):
+            where = f"slot {scatter.slot} of {PEERS[scatter.at]}"
+            raise BrokenModel(f"{where} is scattered twice at once")
+        self.scatters.append(scatter)
 
-    def _demand_content(self, number: int) -> None:
-        scatter = self.catalogue.scatters.things[number]
-        content = self.slots[scatter.at - 1][scatter.slot]
-        writing = self.catalogue.writes.things[content] if content != EMPTY else None
+    def _check_content(self, scatter: ModelScatter) -> None:
+        write = self.slots[scatter.at - 1][scatter.slot]
         named = (scatter.serial, scatter.atoms)
-        if writing is None or (writing.serial, writing.atoms) != named:
-            raise BrokenModel(f"{PEERS[scatter.at]} scatters {named}, but its slot holds {writing}")
+        if write is None or (write.serial, write.atoms) != named:
+            raise BrokenModel(f"{PEERS[scatter.at]} scatters {named}, but its slot holds {write}")
 
-    def end_scatter(self, number: int) -> None:
-        """A slot's bytes are in the pages, and the target hears so."""
-        scatter = self.catalogue.scatters.things[number]
-        self._demand_content(number)
-        self.scatters.remove(number)
+    def end_scatter(self, scatter: ModelScatter) -> None:
+        """Copy a slot into pages, and tell the target."""
+        self._check_content(scatter)
+        self.scatters.remove(scatter)
         self._fill_pages(scatter.at, scatter.atoms, f"scatter {scatter.op}")
-        self._set_slot(scatter.at, scatter.slot, EMPTY)
-        self.tell(scatter.at, self.catalogue.events.of(Scattered(scatter.op)))
-
-    # ------------------------------------------------------------ connections
-
-    def sever(self, target: int) -> None:
-        """From now on no write between the source and that target can land."""
-        self.cut.add(target)
-        source_lives = self.machines[SOURCE] != DEAD
-        for number, phase in list(self.writes.items()):
-            unmoved = phase is ModelPhase.LANDED or phase in LOCAL
-            if self.catalogue.writes.things[number].to != target or unmoved:
-                continue
-            if source_lives and phase in (
-                ModelPhase.SUBMITTED,
-                ModelPhase.STALLED,
-                ModelPhase.DOOMED,
-            ):
-                self.writes[number] = ModelPhase.CUT
-            elif phase is not ModelPhase.CUT:
-                del self.writes[number]
-
-    def disconnected(self, index: int, peer: int) -> None:
-        """An endpoint gets its proof that nothing is in flight to or from a peer."""
-        self.told.discard((index, peer))
-        if index == SOURCE:
-            for number, phase in list(self.writes.items()):
-                if self.catalogue.writes.things[number].to == peer and phase not in LOCAL:
-                    del self.writes[number]
-        event = PeerGone(PEERS[peer], INCARNATIONS[peer])
-        self.tell(index, self.catalogue.events.of(event))
-
-    def kill(self, index: int) -> None:
-        """An endpoint dies. What it sent is still under way; what it asked for is not."""
-        things = self.catalogue
-        self.machines[index] = DEAD
-        self.scripts[index] = len(things.scripts[index])
-        self.frames = [n for n in self.frames if things.frames.things[n].to != index]
-        self.late = [n for n in self.late if things.frames.things[n].to != index]
-        self.scatters = [n for n in self.scatters if things.scatters.things[n].at != index]
-        self.told = {pair for pair in self.told if pair[0] != index}
-        for number, phase in list(self.writes.items()):
-            under_way = phase in (ModelPhase.SUBMITTED, ModelPhase.STALLED)
-            if index == SOURCE and (under_way or phase is ModelPhase.DOUBTED):
-                self.writes[number] = ModelPhase.ORPHAN
-            elif index == SOURCE:
-                del self.writes[number]
-            elif under_way and things.writes.things[number].to == index:
-                self.writes[number] = ModelPhase.DOOMED
-
-    def jump(self, index: int, to: float) -> None:
-        """One endpoint's clock runs ahead."""
-        self.clocks[index] = max(self.clocks[index], to)
-        self.tell(index, self.catalogue.events.of(TICK))
+        self._set_slot(scatter.at, scatter.slot, None)
+        self.handle(scatter.at, Scattered(scatter.op))

@@ -1,9 +1,9 @@
-"""A fleet of real processes, one per rank, with bytes that can be checked.
+"""A fleet: real processes, one per rank, with bytes that can be checked.
 
-For tests of kvferry and of whatever is built on it, and for measuring. A
-``Fleet`` starts prefill and decode ranks with real endpoints over a real
-transport; rooms are filled with a pattern that says where every byte belongs,
-and the targets compare every byte of their pools, also those that must not change.
+For tests of kvferry and of engines that use it, and for measurements. A ``Fleet`` starts prefill
+and decode ranks with real endpoints over a real transport. It fills rooms with a pattern that says
+where every byte belongs; targets compare every byte of their pools, including those that must not
+change.
 """
 
 from kvferry.testing.fleet.fleet import Cut, Fleet, FleetSide

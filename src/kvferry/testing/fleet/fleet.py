@@ -1,9 +1,9 @@
-"""The fleet's own side: starts ranks, tells them what to do, and hurts them."""
+"""The fleet: starts ranks, allocates their pages, and gives them rooms to carry."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
+from random import Random
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -16,17 +16,52 @@ from kvferry.layout.layout import Layout
 from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Done, Outcome
 from kvferry.security.keys import ClusterKey
-from kvferry.testing.fleet.allot import Allotment
+from kvferry.testing.fleet.pools import RoomPages
 from kvferry.testing.fleet.process import RankError, RankProcess
 from kvferry.testing.fleet.worker import RankSpec
 
-# How long a room may take in ``carry``, and its release after that.
+# Time limits of ``carry``: for the room, and for its release after that.
 CARRY_S = 35.0
 RELEASE_S = 10.0
 
 
+class PageAllocator:
+    """The free pages and state rows of an instance, the same at each rank, in random order."""
+
+    def __init__(self, num_pages: int, num_rows: int, page_tokens: int, rng: Random) -> None:
+        self._page_tokens = page_tokens
+        self._pages = list(range(num_pages))
+        self._rows = list(range(num_rows))
+        self._rng = rng
+        self._allocated: dict[Room, RoomPages] = {}
+
+    def allocate(self, room: Room, num_tokens: int) -> RoomPages:
+        """Allocate pages and a row for a room."""
+        num_pages = -(-num_tokens // self._page_tokens)
+        if room in self._allocated or not self.has(num_tokens):
+            have = f"{len(self._pages)} pages and {len(self._rows)} rows"
+            raise ValueError(f"room {room!r} needs {num_pages} pages, and {have} are free")
+        self._rng.shuffle(self._pages)
+        self._rng.shuffle(self._rows)
+        pages = tuple(self._pages.pop() for _ in range(num_pages))
+        self._allocated[room] = RoomPages(pages, self._rows.pop())
+        return self._allocated[room]
+
+    def free(self, room: Room) -> None:
+        """Free a room's pages: it was released, or its process is dead."""
+        where = self._allocated.pop(room, None)
+        if where:
+            self._pages += where.pages
+            assert where.row is not None
+            self._rows.append(where.row)
+
+    def has(self, num_tokens: int) -> bool:
+        """Return whether a room of that length fits."""
+        return num_tokens <= len(self._pages) * self._page_tokens and bool(self._rows)
+
+
 class FleetSide(NamedTuple):
-    """An instance to start: its layout, and how many pages each rank has."""
+    """An instance to start: its layout, and the pages and state rows of each rank."""
 
     name: str
     layout: Layout
@@ -36,9 +71,9 @@ class FleetSide(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a room is pushed: so many tokens at a time, and of each chunk so many layers.
+    """How to push a room: the tokens of each chunk, and the layers of each push.
 
-    With ``layers``, neither tokens nor layers come in their order.
+    With ``layers``, chunks and layers are pushed out of order.
     """
 
     tokens: int
@@ -48,7 +83,7 @@ class Cut(NamedTuple):
 class Fleet:
     """A prefill instance and decode instances, each rank a process.
 
-    ``spares`` are further prefill instances; what concerns one of them says so by its name.
+    ``spares`` are further prefill instances, which methods select by the name ``prefill``.
     """
 
     def __init__(
@@ -61,7 +96,7 @@ class Fleet:
         key_file: str | None = None,
         device: str = "cpu",
     ) -> None:
-        rng = random.Random(seed)
+        rng = Random(seed)
         self._key = ClusterKey.read(key_file) if key_file else None
         self.discovery = DiscoveryServer("127.0.0.1", 0, self._key).start()
         self.url = self.discovery.url
@@ -79,8 +114,8 @@ class Fleet:
         self.prefills = {side.name: side for side in (prefill, *spares)}
         self.decodes = {side.name: side for side in decodes}
         self.sides = self.prefills | self.decodes
-        self.allotments = {
-            name: Allotment(side.num_pages, side.num_rows, side.layout.page_tokens, rng)
+        self.allocators = {
+            name: PageAllocator(side.num_pages, side.num_rows, side.layout.page_tokens, rng)
             for name, side in self.sides.items()
         }
         self.members = {name: self._start_all(side) for name, side in self.sides.items()}
@@ -97,12 +132,12 @@ class Fleet:
 
     @property
     def sources(self) -> list[RankProcess]:
-        """Ranks of the first prefill instance."""
+        """The ranks of the first prefill instance."""
         return self.members[self.prefill.name]
 
     @property
     def targets(self) -> dict[str, list[RankProcess]]:
-        """Ranks of each decode instance."""
+        """The ranks of each decode instance."""
         return {name: self.members[name] for name in self.decodes}
 
     @property
@@ -124,7 +159,7 @@ class Fleet:
         return [RankProcess(replace(spec, rank=rank)) for rank in range(side.layout.num_ranks)]
 
     def restart(self, dead: RankProcess) -> RankProcess:
-        """Another process under the same name, in the dead one's place."""
+        """Start another process with the same name in the place of a dead one."""
         fresh = RankProcess(dead.spec)
         self.members[dead.spec.name][dead.spec.rank] = fresh
         dead.end()
@@ -132,7 +167,7 @@ class Fleet:
         return fresh
 
     def all(self, ranks: list[RankProcess], method: str, *args: Any) -> list[Any]:
-        """Ask several ranks at once. Raises the first error when all have answered."""
+        """Ask several ranks at once, and raise the first error when all have answered."""
         for rank in ranks:
             rank.begin(method, *args)
         return answers(ranks)
@@ -140,18 +175,18 @@ class Fleet:
     # ------------------------------------------------------------ rooms
 
     def parties(self, decode: str, prefill: str | None = None) -> list[RankProcess]:
-        """The ranks that a room between two instances concerns, targets first."""
+        """Return the ranks of a room between two instances, targets first."""
         return [*self.members[decode], *self.members[prefill or self.prefill.name]]
 
     def fill(self, room: Room, seed: int, num_tokens: int, prefill: str | None = None) -> None:
-        """Every source computes the room."""
+        """Allocate a room at every source, and fill its pages and state rows."""
         name = prefill or self.prefill.name
-        where = self.allotments[name].take(room, num_tokens)
+        where = self.allocators[name].allocate(room, num_tokens)
         self.all(self.members[name], "fill", room, seed, where, num_tokens)
 
     def place(self, room: Room, num_tokens: int) -> None:
-        """Every source has pages for the room, with whatever is in them."""
-        where = self.allotments[self.prefill.name].take(room, num_tokens)
+        """Allocate a room at every source without filling its pages."""
+        where = self.allocators[self.prefill.name].allocate(room, num_tokens)
         self.all(self.sources, "place", room, where)
 
     def receive(
@@ -162,8 +197,8 @@ class Fleet:
         deadline_s: float = 30.0,
         prefill: str | None = None,
     ) -> None:
-        """Every target of an instance asks for the room."""
-        where = self.allotments[decode].take(room, request.num_tokens)
+        """Receive the room at every target of an instance."""
+        where = self.allocators[decode].allocate(room, request.num_tokens)
         args = (room, prefill or self.prefill.name, request, where, deadline_s)
         self.all(self.members[decode], "receive", *args)
 
@@ -177,7 +212,7 @@ class Fleet:
         deadline_s: float = 30.0,
         prefill: str | None = None,
     ) -> float:
-        """Every source opens, pushes and closes the room; when the first began."""
+        """Open, push and close the room at every source; return when the first began."""
         sources = self.members[prefill or self.prefill.name]
         self.all(sources, "open", room, deadline_s)
         size, layers = chunk if isinstance(chunk, Cut) else Cut(chunk or max(1, num_tokens))
@@ -186,7 +221,7 @@ class Fleet:
     def outcomes(
         self, room: Room, ranks: list[RankProcess], timeout_s: float = 30.0
     ) -> list[Outcome]:
-        """How the room ended at each of those ranks."""
+        """Return how the room ended at each of these ranks."""
         return self.all(ranks, "outcome", room, timeout_s)
 
     def carry(
@@ -200,7 +235,7 @@ class Fleet:
         chunk: int | Cut | None = None,
         prefill_first: bool = False,
     ) -> None:
-        """One room from start to end, every byte checked. Raises ``RankError``."""
+        """Carry one room from start to end and check every byte. Raises ``RankError``."""
         name = decode or next(iter(self.decodes))
         metadata = f"token of {room}".encode()
         targets = self.targets[name]
@@ -218,31 +253,31 @@ class Fleet:
         self.finish(room, name, prefill)
 
     def demand_done(self, room: Room, ranks: list[RankProcess], timeout_s: float) -> None:
-        """Wait for the room at those ranks. Raises ``RankError`` unless it is done at each."""
+        """Raise ``RankError`` unless the room ends well at each of these ranks."""
         for rank, outcome in zip(ranks, self.outcomes(room, ranks, timeout_s), strict=True):
             if not isinstance(outcome, Done):
                 raise RankError(f"{rank} ended {room!r} with {outcome}")
 
     def demand_right(self, decode: str, rooms: list[tuple[Room, int, Request]]) -> None:
-        """Raises ``RankError`` unless an instance's pools have these rooms and nothing else."""
+        """Raise ``RankError`` unless an instance's pools have these rooms and nothing else."""
         problems = self.all(self.targets[decode], "problem_among", rooms)
         for rank, problem in zip(self.targets[decode], problems, strict=True):
             if problem:
                 raise RankError(f"{rank} has {problem}")
 
     def finish(self, room: Room, decode: str, prefill: str | None = None) -> None:
-        """Wait until every rank has released the room, and forget it."""
+        """Wait until every rank has released the room, then forget it."""
         self.all(self.parties(decode, prefill), "wait_released", room, RELEASE_S)
         self.forget(room, decode, prefill)
 
     def forget(self, room: Room, decode: str, prefill: str | None = None) -> None:
-        """Drop what is kept of a room that is over; its pages may be used again."""
+        """Forget a room that has ended, and free its pages."""
         self.all(self.parties(decode, prefill), "forget", room)
         for name in (prefill or self.prefill.name, decode):
-            self.allotments[name].give_back(room)
+            self.allocators[name].free(room)
 
     def leftovers(self) -> dict[str, dict[str, int]]:
-        """Tables that are not empty, by rank."""
+        """Return the tables that are not empty, by rank."""
         found = {}
         for rank in self.ranks:
             sizes = {key: size for key, size in rank.ask("tables").items() if size}
@@ -250,15 +285,15 @@ class Fleet:
                 found[repr(rank)] = sizes
         return found
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and end
 
     def start_discovery(self) -> None:
-        """A stopped discovery comes back at the same place, and knows nobody."""
+        """Start a stopped discovery service again at the same address, with no registrations."""
         port = int(self.url.rpartition(":")[2])
         self.discovery = DiscoveryServer("127.0.0.1", port, self._key).start()
 
     def close(self) -> None:
-        """End every process."""
+        """End every process and the discovery service."""
         for rank in self.ranks:
             rank.hang_up()
         for rank in self.ranks:
@@ -278,7 +313,7 @@ class Fleet:
 
 
 def answers(ranks: list[RankProcess]) -> list[Any]:
-    """What each of those ranks was asked for, or the first error among them."""
+    """Return the answer of each rank, or raise the first error among them."""
     found: list[Any] = []
     errors: list[RankError] = []
     for rank in ranks:

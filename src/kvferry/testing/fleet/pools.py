@@ -1,12 +1,13 @@
-"""One rank's pools in a test: filled with a room's pattern, and compared with it."""
+"""Pools of one rank in a test: filled with the pattern of rooms, and compared with it."""
 
 from __future__ import annotations
 
 import os
+import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -15,13 +16,16 @@ from numpy.typing import NDArray
 from kvferry.layout.layout import Layout, Shard
 from kvferry.layout.spec import Group, StateRow, Tensor
 from kvferry.memory.pools import Memory
-from kvferry.plan.places import Placement
+from kvferry.plan.places import Placement, contiguous_pools
 from kvferry.plan.plan import Request
-from kvferry.testing.fleet.pattern import Bytes, pattern
+from kvferry.regions import Device, Region
+
+Bytes = NDArray[np.uint8]
 
 BACKGROUND = 0xA5
-# Pools of that size are worked on by as many threads at most.
+# Pools from this size on are filled and compared by up to this many threads.
 LARGE_BYTES, MOST_THREADS = 256 << 20, 8
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 T = TypeVar("T")
 
@@ -43,14 +47,14 @@ class _Layer(NamedTuple):
 
 
 class RoomPages(NamedTuple):
-    """Where a room is kept: pages of groups that follow tokens, and its state row, if any."""
+    """The pages of a room, the same in every paged group, and its state row, if any."""
 
     pages: tuple[int, ...]
     row: int | None
 
 
 class Content(NamedTuple):
-    """A room that has arrived: what was computed, where it is, and how much of it came."""
+    """The content of a room: the seed of its pattern, its pages, and the request."""
 
     seed: int
     where: RoomPages
@@ -87,12 +91,12 @@ class TestPools:
         return as_strided(self._arrays[base.region][base.offset :], shape, strides)
 
     def clear(self) -> None:
-        """Make everything background."""
+        """Fill everything with the background."""
         for array in self._arrays:
             array[:] = BACKGROUND
 
     def fill(self, seed: int, where: RoomPages, tokens: range, *, states: bool) -> None:
-        """Compute tokens of a room, and its state row."""
+        """Fill tokens of a room with its pattern, and its state row."""
 
         def compute(layer: _Layer) -> None:
             if isinstance(layer.group.kind, StateRow):
@@ -107,7 +111,7 @@ class TestPools:
         list(self._in_each_layer(compute))
 
     def problem(self, rooms: Iterable[Content]) -> str | None:
-        """What is wrong if these rooms should be here, and nothing else."""
+        """Return what is wrong if the pools should have these rooms and nothing else."""
         wanted = list(rooms)
 
         def compare(layer: _Layer) -> str | None:
@@ -121,7 +125,7 @@ class TestPools:
         return next(filter(None, self._in_each_layer(compare)), None)
 
     def _in_each_layer(self, work: Callable[[_Layer], T]) -> Iterator[T]:
-        """What comes of it in each layer, in order; by several threads where it takes long."""
+        """Yield the result of each layer in order, with several threads if the pools are large."""
         if sum(array.nbytes for array in self._arrays) < LARGE_BYTES:
             yield from map(work, self._layers)
             return
@@ -129,7 +133,7 @@ class TestPools:
             yield from threads.map(work, self._layers)
 
     def room_problem(self, room: Content) -> str | None:
-        """What is wrong with a room, whatever is in other pages."""
+        """Return what is wrong with a room, ignoring all other pages."""
         for layer in self._layers:
             page, within = self._owed(layer, room)
             wrong = layer.view[page, within] != self._bytes(layer, room)
@@ -138,14 +142,14 @@ class TestPools:
         return None
 
     def checksum(self, where: RoomPages) -> int:
-        """Of everything in a room's pages and its row."""
+        """Return a checksum of a room's pages and its row."""
         total = 0
         for layer in self._layers:
             total = zlib.crc32(layer.view[self._places(layer, where)].tobytes(), total)
         return total
 
     def clear_room(self, where: RoomPages) -> None:
-        """Make a room's pages and its row background."""
+        """Fill a room's pages and its row with the background."""
         for layer in self._layers:
             layer.view[self._places(layer, where)] = BACKGROUND
 
@@ -155,7 +159,7 @@ class TestPools:
         return list(where.pages)
 
     def _owed(self, layer: _Layer, room: Content) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where in a layer the room's bytes must have arrived."""
+        """Return the pages, and places in them, where the room's bytes must have arrived."""
         owed = self._owed_tokens(layer, room)
         if isinstance(layer.group.kind, StateRow):
             rows = np.full(len(owed), room.where.row, dtype=np.int64)
@@ -192,3 +196,81 @@ class TestPools:
 
     def _state(self, seed: int, layer: _Layer) -> Bytes:
         return self._tokens(seed, layer, np.zeros(1, dtype=np.int64))
+
+
+# ---------------------------------------------------------------- the pattern
+
+
+def pattern(
+    seed: int, tensor: str, layer: int, tokens: NDArray[np.int64], units: range, unit_bytes: int
+) -> Bytes:
+    """Return bytes that depend on where they belong, as ``[tokens, units, unit_bytes]``."""
+    words = -(-unit_bytes // 8)
+    token = tokens.astype(np.uint64)[:, None, None]
+    unit = np.arange(units.start, units.stop, dtype=np.uint64)[None, :, None]
+    word = np.arange(words, dtype=np.uint64)[None, None, :]
+    name = np.uint64(zlib.crc32(f"{seed}/{tensor}/{layer}".encode()))
+    mixed = _mix(_mix(token * np.uint64(4096) + unit) + (name << np.uint64(20)) + word)
+    return mixed.view(np.uint8)[:, :, :unit_bytes]
+
+
+def _mix(values: NDArray[Any]) -> NDArray[np.uint64]:
+    """Hash each value cheaply, so that neighbours differ."""
+    with np.errstate(over="ignore"):
+        mixed: NDArray[np.uint64] = values * _MULTIPLIER
+    return mixed ^ (mixed >> np.uint64(29))
+
+
+# ---------------------------------------------------------------- GPU memory
+
+
+class Mirror:
+    """Host arrays that mirror tensors on a GPU; without tensors the arrays are the pools."""
+
+    def __init__(self, arrays: list[Bytes], tensors: Sequence[Any] = ()) -> None:
+        self.arrays = arrays
+        self._tensors = tensors
+
+    def upload(self) -> None:
+        """Copy the arrays to the GPU."""
+        if not self._tensors:
+            return
+        import torch  # noqa: PLC0415 - only where there is a GPU
+
+        for array, tensor in zip(self.arrays, self._tensors, strict=True):
+            tensor.copy_(torch.from_numpy(array))
+        torch.cuda.synchronize()
+
+    def download(self) -> None:
+        """Copy the GPU's tensors to the arrays."""
+        for array, tensor in zip(self.arrays, self._tensors, strict=False):
+            array[:] = tensor.cpu().numpy()
+
+
+def allocate_on(
+    device: Device, layout: Layout, rank: int, num_pages: int, num_rows: int
+) -> tuple[Memory, Mirror]:
+    """Allocate contiguous pools on a GPU."""
+    import torch  # noqa: PLC0415
+
+    pools = contiguous_pools(layout, rank, num_pages, num_rows)
+    sizes = pools.region_bytes
+    tensors = [torch.empty(size, dtype=torch.uint8, device=str(device)) for size in sizes]
+    regions = tuple(Region(t.data_ptr(), t.numel(), device) for t in tensors)
+    arrays = [np.zeros(size, dtype=np.uint8) for size in sizes]
+    return Memory(pools.map, regions, tensors), Mirror(arrays, tensors)
+
+
+def plain_copy_s(device: Device, num_bytes: int) -> float:
+    """Return how long a plain copy of that many bytes takes on a warm GPU."""
+    import torch  # noqa: PLC0415
+
+    source, target = (
+        torch.empty(num_bytes, dtype=torch.uint8, device=str(device)) for _ in range(2)
+    )
+    target.copy_(source)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    target.copy_(source)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin

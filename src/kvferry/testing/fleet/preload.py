@@ -1,8 +1,8 @@
-"""Preloaded modules: what every rank's process needs, loaded once by the server that forks them.
+"""Preloaded modules: the fork server imports them once for every rank's process.
 
-Importing and compiling cost a second of processor time, a fork a few milliseconds.
-A transport's package is left to the rank, because some of them start threads when
-they are loaded, and threads don't survive a fork.
+Imports and compilation cost a second of processor time, a fork a few milliseconds. A transport's
+package is left to the rank: some start threads when they are imported, and threads do not survive a
+fork.
 """
 
 from kvferry.memory.copy.cpu import warm_up

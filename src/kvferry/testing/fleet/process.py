@@ -1,4 +1,4 @@
-"""A rank's process as the fleet sees it: asked over a pipe, stopped and killed by signals."""
+"""A rank's process, as the fleet uses it: requests over a pipe, signals to stop and kill it."""
 
 from __future__ import annotations
 
@@ -20,68 +20,68 @@ END_S = 10.0
 
 
 class RankError(KvferryError):
-    """A rank answered with an error, or not at all."""
+    """A rank answered with an error, or did not answer."""
 
 
 @cache
 def _server() -> ForkServerContext:
-    """Where processes come from: one that has everything loaded, and no threads."""
+    """Return the server that forks the processes: it has every import and no threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvferry.testing.fleet.preload"])
     return context
 
 
 class RankProcess:
-    """One rank's process. ``begin`` and ``answer`` let several ranks work at once."""
+    """One rank's process. With ``begin`` and ``answer``, several ranks work at once."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
-        self._pipe, theirs = _server().Pipe()
-        # A daemon, so that a test which dies leaves nothing behind.
-        self.process: BaseProcess = _server().Process(target=serve, args=(theirs,), daemon=True)
+        self._pipe, child_end = _server().Pipe()
+        # A daemon process ends with the test, however the test ends.
+        self.process: BaseProcess = _server().Process(target=serve, args=(child_end,), daemon=True)
         self.process.start()
-        theirs.close()
+        child_end.close()
         self.begin("start", spec)
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process's id."""
         assert self.process.pid is not None
         return self.process.pid
 
-    # ------------------------------------------------------------ questions
+    # ------------------------------------------------------------ requests
 
     def begin(self, method: str, *args: Any) -> None:
-        """Ask for something. Whether the rank is gone is told by ``answer``."""
+        """Send a request. If the rank is dead, ``answer`` raises the error."""
         with contextlib.suppress(ConnectionError):
             self._pipe.send((method, args))
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
-        """The answer to the oldest question."""
+        """Return the answer to the oldest request."""
         try:
             if not self._pipe.poll(timeout_s):
-                raise RankError(f"{self} gave no answer in {timeout_s} s")
+                raise RankError(f"{self} did not answer in {timeout_s} s")
             good, value = self._pipe.recv()
         except (EOFError, ConnectionError):
-            raise RankError(f"{self} is gone") from None
+            raise RankError(f"{self} is dead") from None
         if not good:
             raise RankError(f"{self}: {value}")
         return value
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Ask and wait."""
+        """Send a request and return the answer."""
         self.begin(method, *args)
         return self.answer()
 
-    # ------------------------------------------------------------ life and death
+    # ------------------------------------------------------------ signals
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Send SIGKILL, and wait for the end."""
         self.process.kill()
         self.process.join()
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until it stands still."""
+        """Send SIGSTOP, and wait until the process has stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         give_up = time.monotonic() + ANSWER_S
         while self._state() != "T":
@@ -90,7 +90,7 @@ class RankProcess:
             time.sleep(0.001)
 
     def _state(self) -> str:
-        """As Linux tells it; other systems are taken at their word."""
+        """Return the state that Linux reports; elsewhere assume that the process has stopped."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="ascii") as file:
                 return file.read().rpartition(")")[2].split()[0]
@@ -98,17 +98,17 @@ class RankProcess:
             return "T"
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def hang_up(self) -> None:
-        """Let it end by itself, even if it stands still."""
+        """Close the pipe so that the process ends, even if it is stopped."""
         self._pipe.close()
         with contextlib.suppress(ProcessLookupError):
             self.resume()
 
     def end(self) -> None:
-        """Hang up, and make sure that it ends."""
+        """Hang up, and kill the process if it does not end."""
         self.hang_up()
         self.process.join(END_S)
         self.kill()

@@ -1,8 +1,8 @@
-"""A soak: thousands of rooms while ranks are killed, stopped and restarted, and rooms given up.
+"""A soak: thousands of rooms while ranks are killed, stopped and restarted, and rooms aborted.
 
-Asks of every room that it ends at every rank that lives, by its deadline; of every room that
-is done, that its bytes are right; of released memory, that nobody writes it any more; and at the
-end, that every table is empty and that the ranks which lived through it have not grown.
+It checks that every room ends at every living rank by its deadline, that the bytes of every room
+that is done are right, that nobody writes released memory, and at the end that every table is empty
+and that the ranks which were never killed have not grown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvferry.testing.fleet.turns import News, RoomOrder, TurnWork
 
 MAX_TOKENS = 120
 DEADLINE_S = 4.0
-# What a rank may need on top of a deadline on a busy machine, to end a room and to release it.
+# Extra time that a rank may need on a busy machine to end a room, and the time to release it.
 GRACE_S = 10.0
 RELEASE_S = 20.0
 TURN_S = 0.004
@@ -60,14 +60,14 @@ SPEC = CacheSpec(
     ),
 )
 PREFILL = "prefill"
-# A rank's name through all of its lives.
+# A rank's instance and number, the same after a restart.
 Key = tuple[str, int]
-# These are stopped but never killed, so that one can see whether they grow.
+# These are stopped but never killed, so that their growth can be measured.
 SHELTERED: frozenset[Key] = frozenset({(PREFILL, 0), ("decode-a", 0)})
 
 
 class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How long and how hard."""
+    """The size of a soak, and its faults."""
 
     rooms: int = 10_000
     at_once: int = 24
@@ -77,12 +77,12 @@ class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "shm"
     seed: int = 0
     limit_s: float = 1200.0
-    # How much a sheltered rank may grow between its first fifth and the end.
+    # Limit for the growth of a sheltered rank after the first fifth of the rooms.
     growth_bytes: int = 16 << 20
 
 
 class SoakReport(msgspec.Struct, kw_only=True):
-    """What has happened."""
+    """The result of a soak."""
 
     rooms: int = 0
     transport: str = ""
@@ -99,19 +99,19 @@ class SoakReport(msgspec.Struct, kw_only=True):
 
 
 @dataclass(eq=False)
-class _Open:
-    """A room that goes on somewhere."""
+class _OpenRoom:
+    """A room that has not been released at every rank."""
 
     work: TurnWork
     decode: str
-    # When it must have ended, and then when it must be released, at each rank.
+    # By when each rank must end it, and then release it.
     due: dict[Key, float] = field(default_factory=dict)
     unreleased: dict[Key, float] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
 
 
-class _Later(NamedTuple):
-    """An order for some turn that is still to come."""
+class _PlannedOrder(NamedTuple):
+    """An order for a later turn."""
 
     at: float
     key: Key
@@ -119,7 +119,7 @@ class _Later(NamedTuple):
 
 
 class Soak:
-    """The runner: one thread, a turn at a time, one question to each rank that is awake."""
+    """The runner of a soak: in each turn it sends orders to every running rank."""
 
     def __init__(self, plan: SoakPlan, tell: Callable[[int, str], None] = lambda *_: None) -> None:
         self._plan = plan
@@ -127,28 +127,28 @@ class Soak:
         self._rng = random.Random(plan.seed)
         self._report = SoakReport(transport=plan.transport)
         self._ends: Counter[str] = Counter()
-        self._open: dict[Room, _Open] = {}
+        self._open: dict[Room, _OpenRoom] = {}
         self._orders: dict[Key, list[RoomOrder]] = {}
-        self._later: list[_Later] = []
+        self._planned: list[_PlannedOrder] = []
         self._asleep: dict[Key, tuple[float, float]] = {}  # since when, until when
         self._dead: dict[Key, float] = {}  # until when
         self._faults = self._schedule()
         self._before: dict[Key, dict[str, int]] = {}
 
     def run(self) -> SoakReport:
-        """Everything, in bounded time."""
+        """Run the soak within its time limit."""
         began = time.monotonic()
         with _fleet(self._plan) as self._fleet:
-            while self._goes_on(began):
+            while self._continues(began):
                 self._turn()
             self._calm_down()
-            self._look_back()
+            self._check_end()
         report = self._report
         report.seconds, report.ends = time.monotonic() - began, dict(self._ends)
         report.good = not (report.problems or report.leftovers)
         return report
 
-    def _goes_on(self, began: float) -> bool:
+    def _continues(self, began: float) -> bool:
         if time.monotonic() > began + self._plan.limit_s:
             self._problem(f"only {self._report.rooms} rooms in {self._plan.limit_s:g} s")
             return False
@@ -162,12 +162,12 @@ class Soak:
     def _turn(self) -> None:
         now = time.monotonic()
         self._wake(now)
-        self._maybe_hurt(now)
+        self._inject_faults(now)
         while len(self._open) < self._plan.at_once and self._begin_room():
             pass
-        self._due_orders(now)
+        self._collect_due_orders(now)
         self._exchange()
-        self._demand_ends()
+        self._check_overdue()
         self._tell(self._report.rooms, self._summary())
         time.sleep(TURN_S)
 
@@ -179,7 +179,7 @@ class Soak:
         return {(rank.spec.name, rank.spec.rank): rank for rank in self._fleet.ranks}
 
     def _exchange(self) -> None:
-        """Orders to, and news from, everybody who is awake."""
+        """Send the due orders to every running rank, and handle its news."""
         down = self._asleep.keys() | self._dead.keys()
         awake = {key: rank for key, rank in self._ranks().items() if key not in down}
         for key, rank in awake.items():
@@ -194,7 +194,7 @@ class Soak:
         if news.problem:
             self._problem(f"{name}: {news.problem}")
         if room is None:
-            self._problem(f"{name}: news of a room that is over")
+            self._problem(f"{name}: news of a room that has ended")
         elif news.outcome is not None:
             room.due.pop(key, None)
             room.unreleased[key] = time.monotonic() + RELEASE_S
@@ -202,59 +202,59 @@ class Soak:
             self._ends["done" if isinstance(news.outcome, Done) else news.outcome.code] += 1
         elif not news.problem:
             room.unreleased.pop(key, None)
-            self._close_if_over(room)
+            self._drop_if_over(room)
 
-    def _close_if_over(self, room: _Open) -> None:
+    def _drop_if_over(self, room: _OpenRoom) -> None:
         if room.due or room.unreleased:
             return
         del self._open[room.work.room]
         self._report.done_everywhere += all(isinstance(o, Done) for o in room.outcomes)
         for side in (PREFILL, room.decode):
-            self._fleet.allotments[side].give_back(room.work.room)
+            self._fleet.allocators[side].free(room.work.room)
 
-    def _demand_ends(self) -> None:
-        """Nothing may be lost: neither an end nor a release."""
+    def _check_overdue(self) -> None:
+        """Report rooms that were not ended or released in time."""
         now = time.monotonic()
         for room in list(self._open.values()):
-            for what, table in (("ended", room.due), ("been released", room.unreleased)):
+            for what, table in (("ended", room.due), ("released", room.unreleased)):
                 late = [key for key, at in table.items() if now > at and key not in self._asleep]
                 for key in late:
-                    self._problem(f"{room.work.room!r} at {key[0]}/{key[1]} has never {what}")
+                    self._problem(f"{room.work.room!r} at {key[0]}/{key[1]} was not {what} in time")
                     del table[key]
 
     # ------------------------------------------------------------ rooms
 
     def _begin_room(self) -> bool:
-        """One more room; False if there is no memory for it, or there were enough."""
+        """Begin a room; return False if there is no memory, or no further room to begin."""
         rng, number = self._rng, self._report.rooms
         decode = rng.choice(list(self._fleet.decodes))
         tokens = rng.randint(1, MAX_TOKENS)
         sides = (PREFILL, decode)
-        allotments = self._fleet.allotments
-        if number >= self._plan.rooms or not all(allotments[s].has(tokens) for s in sides):
+        allocators = self._fleet.allocators
+        if number >= self._plan.rooms or not all(allocators[s].has(tokens) for s in sides):
             return False
         name: Room = number if rng.random() < 0.5 else f"room-{number}"
         request = Request(tokens, rng.choice((0, 0, rng.randint(0, tokens))))
-        lonely = rng.random() < 0.005
+        one_sided = rng.random() < 0.005
         works = [
             TurnWork(
                 name,
-                Content(number, allotments[side].take(name, tokens), request),
+                Content(number, allocators[side].allocate(name, tokens), request),
                 PREFILL,
-                1.0 if lonely else DEADLINE_S,
+                1.0 if one_sided else DEADLINE_S,
                 rng.choice((16, 50, MAX_TOKENS)),
             )
             for side in sides
         ]
         self._report.rooms += 1
-        self._open[name] = room = _Open(works[0], decode)
-        # Now and then one side never comes.
-        unwanted = rng.choice(sides) if lonely else None
-        self._order_room(room, [(s, w) for s, w in zip(sides, works, strict=True) if s != unwanted])
-        self._close_if_over(room)
+        self._open[name] = room = _OpenRoom(works[0], decode)
+        # Sometimes one side never starts the room.
+        missing = rng.choice(sides) if one_sided else None
+        self._order_room(room, [(s, w) for s, w in zip(sides, works, strict=True) if s != missing])
+        self._drop_if_over(room)
         return True
 
-    def _order_room(self, room: _Open, parts: Iterable[tuple[str, TurnWork]]) -> None:
+    def _order_room(self, room: _OpenRoom, parts: Iterable[tuple[str, TurnWork]]) -> None:
         rng, now = self._rng, time.monotonic()
         later = {side: now + rng.choice((0.0, rng.uniform(0, 0.1))) for side in self._fleet.sides}
         aborts = rng.random() < self._plan.abort_share
@@ -263,18 +263,18 @@ class Soak:
             keys = [(side, rank) for rank in range(self._fleet.sides[side].layout.num_ranks)]
             for key in [key for key in keys if key not in self._dead]:
                 verb = "begin" if side == PREFILL else "receive"
-                self._later.append(_Later(later[side], key, RoomOrder(verb, work)))
+                self._planned.append(_PlannedOrder(later[side], key, RoomOrder(verb, work)))
                 if side == PREFILL:
                     rest = later[side] + rng.choice((0.0, rng.uniform(0, 0.2)))
-                    self._later.append(_Later(rest, key, RoomOrder("rest", work)))
+                    self._planned.append(_PlannedOrder(rest, key, RoomOrder("rest", work)))
                 room.due[key] = now + DEADLINE_S + GRACE_S
             if aborts and rng.random() < 0.5:
                 at = now + rng.uniform(0, 0.2)
-                self._later += [_Later(at, key, RoomOrder("abort", work)) for key in keys]
+                self._planned += [_PlannedOrder(at, key, RoomOrder("abort", work)) for key in keys]
 
-    def _due_orders(self, now: float) -> None:
-        ready = sorted(one for one in self._later if one.at <= now)
-        self._later = [one for one in self._later if one.at > now]
+    def _collect_due_orders(self, now: float) -> None:
+        ready = sorted(one for one in self._planned if one.at <= now)
+        self._planned = [one for one in self._planned if one.at > now]
         for _, key, order in ready:
             if key not in self._dead:
                 self._orders.setdefault(key, []).append(order)
@@ -282,13 +282,13 @@ class Soak:
     # ------------------------------------------------------------ faults
 
     def _schedule(self) -> list[tuple[int, str]]:
-        """At which room which fault happens, the last first."""
+        """Return the faults with the number of the room at which each happens, the last first."""
         plan, rng = self._plan, self._rng
         kinds = ["kill"] * plan.kills + ["stop"] * plan.stops
         first, last = plan.rooms // 20, plan.rooms * 19 // 20
         return sorted(((rng.randint(first, last), kind) for kind in kinds), reverse=True)
 
-    def _maybe_hurt(self, now: float) -> None:
+    def _inject_faults(self, now: float) -> None:
         rng = self._rng
         while self._faults and self._faults[-1][0] <= self._report.rooms:
             _, kind = self._faults.pop()
@@ -309,14 +309,14 @@ class Soak:
         self._report.kills += 1
         self._dead[key] = now + self._rng.choice((0.0, self._rng.uniform(0, 1)))
         self._orders.pop(key, None)
-        self._later = [one for one in self._later if one.key != key]
+        self._planned = [one for one in self._planned if one.key != key]
         for room in list(self._open.values()):
             room.due.pop(key, None)
             room.unreleased.pop(key, None)
-            self._close_if_over(room)
+            self._drop_if_over(room)
 
     def _wake(self, now: float) -> None:
-        """Let those go on who have stood still for long enough, and the dead come back."""
+        """Continue the ranks that were stopped for long enough, and restart the dead ones."""
         for key, (since, until) in list(self._asleep.items()):
             if now < until:
                 continue
@@ -338,21 +338,21 @@ class Soak:
     # ------------------------------------------------------------ the end
 
     def _calm_down(self) -> None:
-        """No more faults and no more rooms: everything ends by itself."""
+        """Wait until every room has ended, without further faults and rooms."""
         self._faults = []
         give_up = time.monotonic() + DEADLINE_S + GRACE_S + RELEASE_S
         while (self._open or self._asleep or self._dead) and time.monotonic() < give_up:
             now = time.monotonic()
             self._wake(now)
-            self._due_orders(now)
+            self._collect_due_orders(now)
             self._exchange()
-            self._demand_ends()
+            self._check_overdue()
             time.sleep(TURN_S)
         if self._open:
-            self._problem(f"{len(self._open)} rooms were never over")
+            self._problem(f"{len(self._open)} rooms never ended")
 
-    def _look_back(self) -> None:
-        """Tables, seals, and what the long-lived have grown by."""
+    def _check_end(self) -> None:
+        """Check the tables, the seals and the growth of sheltered ranks."""
         give_up = time.monotonic() + PROTOCOL.unclaimed_offer_ttl_s + GRACE_S
         while self._fleet.leftovers() and time.monotonic() < give_up:
             time.sleep(0.1)
@@ -376,12 +376,12 @@ class Soak:
 
 
 def soak(plan: SoakPlan, tell: Callable[[int, str], None] = lambda *_: None) -> SoakReport:
-    """Run it. ``tell`` hears how many rooms have begun, and how things stand."""
+    """Run a soak. ``tell`` is called with the number of rooms begun and a summary."""
     return Soak(plan, tell).run()
 
 
 def _fleet(plan: SoakPlan) -> Fleet:
-    """One prefill instance, two decode instances of other sizes, other pages, another order."""
+    """Return one prefill and two decode instances with other sizes, pages and orders."""
     config = EndpointConfig(protocol=PROTOCOL, lease_s=1.0, deadline_s=DEADLINE_S)
 
     def side(name: str, layout: Layout) -> FleetSide:

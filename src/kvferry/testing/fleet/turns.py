@@ -1,8 +1,7 @@
-"""Many rooms at one rank, a turn at a time: orders in, news out, bytes checked on the way.
+"""Turns of one rank in a soak: orders in, news out, with every byte checked.
 
-For soaks, where rooms begin and end by the thousand. Pages are sealed when a room is
-released and looked at again when another room gets them: whoever writes into memory
-that was released is found out.
+Pages get a checksum (a seal) when a room is released, and are compared with it when another room
+gets them, so a late write into released memory is found.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
 
 
 class TurnWork(NamedTuple):
-    """A room as a rank is told of it."""
+    """A room as a soak describes it to a rank."""
 
     room: Room
     content: Content
@@ -32,19 +31,19 @@ class TurnWork(NamedTuple):
 
     @property
     def request(self) -> Request:
-        """How long it is, and what is cached."""
+        """The room's request."""
         return self.content.request
 
 
 class RoomOrder(NamedTuple):
-    """Something to do: ``receive``, ``begin``, ``rest`` or ``abort``."""
+    """An order: ``receive``, ``begin``, ``rest`` or ``abort`` a room."""
 
     verb: str
     work: TurnWork
 
 
 class News(NamedTuple):
-    """A room has ended (with what was wrong, if anything was), or was released."""
+    """The end of a room, with its outcome, or its release, without; and any problem."""
 
     room: Room
     outcome: Outcome | None = None
@@ -63,32 +62,32 @@ class Turns:
         self._handles: dict[Room, Incoming | Outgoing] = {}
         self._works: dict[Room, TurnWork] = {}
         self._pushes: dict[Room, list[tuple[int, int]]] = {}
-        self._heard: deque[News] = deque()
+        self._news: deque[News] = deque()
         self._seals: dict[RoomPages, int] = {}
         self._problems: list[News] = []
 
     def turn(self, orders: Iterable[RoomOrder]) -> list[News]:
-        """Do these things, and tell what has happened since the last turn."""
+        """Carry out the orders, and return what has happened since the last turn."""
         for verb, work in orders:
             try:
                 getattr(self, f"_{verb}")(work)
             except KvferryError as error:
                 self._problems.append(News(work.room, None, f"{verb}: {error}"))
         found, self._problems = self._problems, []
-        while self._heard:
-            found.append(self._examined(self._heard.popleft()))
+        while self._news:
+            found.append(self._examine(self._news.popleft()))
         return found
 
     def unsealed(self) -> str:
-        """What was written after it was released, at last."""
-        return "; ".join(filter(None, map(self._broken, list(self._seals))))
+        """Return what was written into memory after its last release."""
+        return "; ".join(filter(None, map(self._check_seal, list(self._seals))))
 
     # ------------------------------------------------------------ orders
 
-    def _keep(self, work: TurnWork, handle: Incoming | Outgoing) -> None:
+    def _add(self, work: TurnWork, handle: Incoming | Outgoing) -> None:
         self._handles[work.room], self._works[work.room] = handle, work
-        handle.on_end(lambda outcome: self._heard.append(News(work.room, outcome)))
-        handle.on_release(lambda: self._heard.append(News(work.room)))
+        handle.on_end(lambda outcome: self._news.append(News(work.room, outcome)))
+        handle.on_release(lambda: self._news.append(News(work.room)))
 
     def _receive(self, work: TurnWork) -> None:
         where = work.content.where
@@ -103,20 +102,20 @@ class Turns:
             states=where.row,
             deadline_s=work.deadline_s,
         )
-        self._keep(work, handle)
+        self._add(work, handle)
 
     def _begin(self, work: TurnWork) -> None:
-        """Open a room and push the first half of its chunks."""
+        """Open a room, and push the first half of its chunks."""
         end = work.request.num_tokens
         self._pools.fill(work.content.seed, work.content.where, range(end), states=True)
-        self._keep(work, self._endpoint.open(work.room, deadline_s=work.deadline_s))
+        self._add(work, self._endpoint.open(work.room, deadline_s=work.deadline_s))
         chunks = [(at, min(at + work.chunk, end)) for at in range(0, end, work.chunk)]
         half = len(chunks) // 2
         self._pushes[work.room] = chunks[half:]
         self._push(work, chunks[:half])
 
     def _rest(self, work: TurnWork) -> None:
-        """Push the other half and close."""
+        """Push the other half of the chunks, and close the room."""
         handle = self._handles.get(work.room)
         if isinstance(handle, Outgoing):
             self._push(work, self._pushes[work.room])
@@ -135,8 +134,8 @@ class Turns:
 
     # ------------------------------------------------------------ news
 
-    def _examined(self, news: News) -> News:
-        """Compare what has arrived, and seal what was released."""
+    def _examine(self, news: News) -> News:
+        """Check the bytes of a room that is done, and seal those of a released room."""
         work = self._works[news.room]
         is_target = isinstance(self._handles[news.room], Incoming)
         if news.outcome is None:
@@ -149,24 +148,24 @@ class Turns:
         return news
 
     def _break_seals(self, room: Room, where: RoomPages) -> None:
-        """Look at what the pages were left as, before they are used again."""
+        """Check the seals of pages that another room gets."""
         taken = {*where.pages}
         touched = [s for s in self._seals if s.row == where.row or not taken.isdisjoint(s.pages)]
         for seal in touched:
-            problem = self._broken(seal)
+            problem = self._check_seal(seal)
             if problem:
                 self._problems.append(News(room, None, problem))
             del self._seals[seal]
             self._seal_rest(seal, where, taken)
 
     def _seal_rest(self, seal: RoomPages, where: RoomPages, taken: set[int]) -> None:
-        """What another room does not get stays sealed."""
+        """Seal again the pages that the other room does not get."""
         rest = tuple(itertools.filterfalse(taken.__contains__, seal.pages))
         row = None if seal.row == where.row else seal.row
         left = RoomPages(rest, row)
         if rest or row is not None:
             self._seals[left] = self._pools.checksum(left)
 
-    def _broken(self, seal: RoomPages) -> str:
+    def _check_seal(self, seal: RoomPages) -> str:
         good = self._pools.checksum(seal) == self._seals[seal]
         return "" if good else f"pages {seal.pages} or row {seal.row} changed after their release"

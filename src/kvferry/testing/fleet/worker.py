@@ -1,7 +1,7 @@
-"""One rank in a process of its own, told what to do over a pipe.
+"""One rank in a process of its own, which serves the fleet's requests over a pipe.
 
-Each message is a method's name and its arguments; each answer is its value or its
-error. The pipe's other end is the fleet's, and when it closes the process ends.
+A request is a method's name with its arguments, an answer its value or its error. The process ends
+when the fleet closes the pipe.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ from kvferry.ids import Room
 from kvferry.layout.layout import Layout
 from kvferry.memory.pools import Memory
 from kvferry.plan.plan import Request
+from kvferry.protocol.outcome import Outcome
 from kvferry.regions import Device
 from kvferry.security.keys import ClusterKey
-from kvferry.testing.fleet.insight import Insight
-from kvferry.testing.fleet.mirror import Mirror, allocate_on, plain_copy_s
-from kvferry.testing.fleet.pools import Content, RoomPages, TestPools
-from kvferry.testing.fleet.rooms import RankRooms
+from kvferry.testing.fleet.inspector import RankInspector
+from kvferry.testing.fleet.pools import (
+    Content,
+    Mirror,
+    RoomPages,
+    TestPools,
+    allocate_on,
+    plain_copy_s,
+)
 from kvferry.testing.fleet.turns import Turns
 from kvferry.transports.transport_set import TransportSet
 
@@ -44,7 +50,7 @@ _Pushed = tuple[tuple[int, int], dict[str, list[int]]]
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a rank is started with."""
+    """The arguments of a rank."""
 
     role: str
     name: str
@@ -60,11 +66,48 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: EndpointConfig = EndpointConfig()
 
 
-class FleetRankWorker:
-    """An endpoint, its pools, and its rooms.
+class RankRooms:
+    """The rooms of one rank: their handles, pages and ends, until they are forgotten."""
 
-    Its ``parts`` have the other methods that a fleet may name.
-    """
+    def __init__(self) -> None:
+        self.handles: dict[Room, Any] = {}
+        self.where: dict[Room, RoomPages] = {}
+        self._ended_at: dict[Room, float] = {}
+
+    def add(self, room: Room, handle: Any) -> None:
+        """Add a room that has begun."""
+        self.handles[room] = handle
+        handle.on_end(lambda _: self._ended_at.__setitem__(room, time.monotonic()))
+
+    def place(self, room: Room, where: RoomPages) -> None:
+        """Note the pages of a room, with whatever is in them."""
+        self.where[room] = where
+
+    def forget(self, room: Room) -> None:
+        """Forget a room that has ended."""
+        for table in (self.handles, self._ended_at, self.where):
+            table.pop(room, None)
+
+    def rooms(self) -> list[Room]:
+        """Return the rooms that were not forgotten."""
+        return list(self.handles)
+
+    def pages_of(self, room: Room) -> RoomPages:
+        """Return the pages of a room."""
+        return self.where[room]
+
+    def outcome(self, room: Room, timeout_s: float) -> Outcome:
+        """Wait for a room's outcome."""
+        outcome: Outcome = self.handles[room].wait(timeout_s)
+        return outcome
+
+    def ended(self, room: Room) -> float:
+        """Return when a room ended, by the machine's monotonic clock."""
+        return self._ended_at[room]
+
+
+class FleetRankWorker:
+    """An endpoint, its pools and its rooms."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
@@ -86,8 +129,20 @@ class FleetRankWorker:
         )
         self._rooms = RankRooms()
         self._handles, self._where = self._rooms.handles, self._rooms.where
+        inspector = RankInspector(self.endpoint, self._handles)
         turns = Turns(self.endpoint, self.pools, self._pages)
-        self.parts = (self, self._rooms, Insight(self.endpoint, self._rooms), turns)
+        self._parts = (self, self._rooms, inspector, turns)
+
+    def answer(self, method: str, *args: Any) -> Any:
+        """Call a method of a part, or of a room's handle, or return an attribute of one.
+
+        The handle's room is the first argument; without arguments the endpoint is asked.
+        """
+        for part in self._parts:
+            if hasattr(part, method):
+                return getattr(part, method)(*args)
+        found = getattr(self._handles[args[0]] if args else self.endpoint, method)
+        return found(*args[1:]) if callable(found) else found
 
     def _allocate(self, transports: TransportSet) -> tuple[Memory, Mirror]:
         spec = self.spec
@@ -101,31 +156,26 @@ class FleetRankWorker:
         assert isinstance(memory.owners, list)
         return memory, Mirror(memory.owners)
 
-    # ------------------------------------------------------------ both
+    # ------------------------------------------------------------ any rank
 
     def clear(self) -> None:
-        """Make the pools background."""
+        """Fill the pools with the background."""
         self.pools.clear()
         self._mirror.upload()
 
     def plain_copy_s(self, num_bytes: int) -> float:
-        """How long a plain copy of so many bytes takes on this rank's GPU."""
+        """Return how long a plain copy takes on this rank's GPU."""
         return plain_copy_s(Device.parse(self.spec.device), num_bytes)
-
-    def close(self) -> bool:
-        """Close the endpoint."""
-        free: bool = self.endpoint.close()
-        return free
 
     # ------------------------------------------------------------ a source
 
     def open(self, room: Room, deadline_s: float) -> None:
-        """Begin a room."""
+        """Open a room."""
         handle: Outgoing = self.endpoint.open(room, deadline_s=deadline_s)
-        self._rooms.keep(room, handle)
+        self._rooms.add(room, handle)
 
     def fill(self, room: Room, seed: int, where: RoomPages, num_tokens: int) -> None:
-        """Compute a room's pages and state."""
+        """Fill a room's pages and state row with its pattern."""
         self._rooms.place(room, where)
         self.pools.fill(seed, where, range(num_tokens), states=True)
         self._mirror.upload()
@@ -139,7 +189,7 @@ class FleetRankWorker:
         self._handles[room].prepare(tokens, self._pages(self._where[room], range(*tokens)))
 
     def _pages(self, where: RoomPages, tokens: range) -> dict[str, list[int]]:
-        """The pages that a chunk touches at this rank."""
+        """Return the pages of a chunk at this rank, by group."""
         spec = self.spec.layout
         found: dict[str, list[int]] = {}
         for shard in spec.rank_shards(self.spec.rank):
@@ -163,10 +213,10 @@ class FleetRankWorker:
         layers: int | None = None,
         begin: float = 0.0,
     ) -> float:
-        """Push and close a room that is open; when that began. Later chunks are announced ahead.
+        """Push and close an open room; return when that began.
 
-        With ``layers``, chunks go so many layers at a time; see ``_push_layers``. Ranks that
-        compute together have their caches at the same time: that is ``begin``, if given.
+        With ``layers``, each push has that many layers; otherwise each chunk is prepared before
+        the previous one is pushed. Ranks that compute together start at the same time ``begin``.
         """
         spans = [(at, min(at + chunk, num_tokens)) for at in range(0, num_tokens, chunk)]
         chunks = [(span, self._pages(self._where[room], range(*span))) for span in spans]
@@ -187,9 +237,9 @@ class FleetRankWorker:
             handle.push(*one)
 
     def _push_layers(self, room: Room, chunks: list[_Pushed], layers: int) -> None:
-        """The last chunk first; of each second one the upper layers first, the others whole.
+        """Push the last chunk first, and every second chunk by layers, the upper layers first.
 
-        State rows go with the layers of the last chunk, where a rank has some.
+        State rows go with the layers of the last chunk.
         """
         handle, end = self._handles[room], self.spec.layout.spec.num_layers
         groups = [(at, min(at + layers, end)) for at in range(0, end, layers)]
@@ -204,14 +254,14 @@ class FleetRankWorker:
     def push_paced(
         self, room: Room, num_tokens: int, layer_s: float, layers: int, metadata: bytes
     ) -> float:
-        """Push one chunk so many layers at a time, as if each took so long; when the last ended."""
+        """Push one chunk by layers that take ``layer_s`` each; return when the last was ready."""
         handle, end = self._handles[room], self.spec.layout.spec.num_layers
         pages = self._pages(self._where[room], range(num_tokens))
         handle.prepare((0, num_tokens), pages)
         began = time.monotonic()
         for first in range(0, end, layers):
             some = (first, min(first + layers, end))
-            # By the clock from the start, so that what a push takes is hidden as on a GPU.
+            # The clock runs from the start, so the time of a push is hidden, as on a GPU.
             time.sleep(max(0.0, began + some[1] * layer_s - time.monotonic()))
             computed = time.monotonic()
             handle.push((0, num_tokens), pages, layers=some)
@@ -236,7 +286,7 @@ class FleetRankWorker:
     def ask_rooms(
         self, prefill: str, series: int, num_rooms: int, at_once: int
     ) -> tuple[list[float], float]:
-        """Receive rooms of one page, so many at once: seconds of each, and of all."""
+        """Receive rooms of one page, some in parallel; return the time of each and of all."""
         numbers = iter(range(num_rooms))
         seconds: list[float] = []
         all_ended = threading.Event()
@@ -270,7 +320,7 @@ class FleetRankWorker:
     def receive(
         self, room: Room, prefill: str, request: Request, where: RoomPages, deadline_s: float
     ) -> None:
-        """Ask for a room."""
+        """Receive a room."""
         self._rooms.place(room, where)
         handle: Incoming = self.endpoint.receive(
             room,
@@ -281,27 +331,27 @@ class FleetRankWorker:
             states=where.row,
             deadline_s=deadline_s,
         )
-        self._rooms.keep(room, handle)
+        self._rooms.add(room, handle)
 
     def problem(self, room: Room, seed: int, request: Request) -> str | None:
-        """What is wrong with a room that is done, if it is alone here."""
+        """Return what is wrong if the pools should have this room and nothing else."""
         return self.problem_among([(room, seed, request)])
 
     def problem_among(self, rooms: list[tuple[Room, int, Request]]) -> str | None:
-        """What is wrong if all of these are done, and nothing else was ever written."""
+        """Return what is wrong if the pools should have these rooms and nothing else."""
         self._mirror.download()
         contents = [Content(seed, self._where[room], request) for room, seed, request in rooms]
         return self.pools.problem(contents)
 
     def room_problem(self, room: Room, seed: int, request: Request) -> str | None:
-        """What is wrong with a room that is done, whatever else is here."""
+        """Return what is wrong with a room, ignoring all other pages."""
         self._mirror.download()
         return self.pools.room_problem(Content(seed, self._where[room], request))
 
 
 def serve(pipe: Connection) -> None:
-    """A rank's process: do what the fleet says until it hangs up."""
-    # Ctrl-C ends a rank at once and without a word: the fleet says that it was interrupted.
+    """Run a rank's process until the fleet closes the pipe."""
+    # Ctrl-C ends a rank at once and silently: the fleet reports the interruption.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     logging.basicConfig(level=os.environ.get("KVFERRY_TEST_LOG", "ERROR"))
     worker: FleetRankWorker | None = None
@@ -310,15 +360,15 @@ def serve(pipe: Connection) -> None:
             method, args = pipe.recv()
         except (EOFError, ConnectionError):
             break
+        answer = None
         try:
             if method == "start":
                 worker = FleetRankWorker(*args)
                 freeze_gc()
-                pipe.send((True, None))
-                continue
-            assert worker is not None
-            part = next((part for part in worker.parts if hasattr(part, method)), worker)
-            pipe.send((True, getattr(part, method)(*args)))
+            else:
+                assert worker is not None
+                answer = worker.answer(method, *args)
+            pipe.send((True, answer))
         except Exception as error:
             pipe.send((False, f"{type(error).__name__}: {error}"))
     if worker is not None:

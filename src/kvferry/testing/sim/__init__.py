@@ -1,15 +1,15 @@
-"""The simulator: the real machines, simulated time, network, memory and death.
+"""The simulator: the real machines in simulated time, network, memory and processes.
 
-``run_seed`` plays one seed; ``SCENARIOS`` are named situations that other
-systems have failed in; ``BREAKS`` are deliberately broken machines that show
-what the simulator would notice.
+``run_seed`` runs one random world. ``SCENARIOS`` are named situations in which other systems
+have failed. ``BREAKS`` are deliberately broken rules that show what the simulator catches.
+A result's ``violations`` are the promises that were broken, each with its seed and history.
 """
 
+from kvferry.testing.sim import runner_breaks as _runner_breaks  # noqa: F401 - fills BREAKS
 from kvferry.testing.sim.breaks import BREAKS
-from kvferry.testing.sim.faults import Faults
-from kvferry.testing.sim.run import SimResult, hunt, run_scenario, run_seed, run_seeds
+from kvferry.testing.sim.run import SimResult, hunt, run_scenario, run_seed
 from kvferry.testing.sim.scenarios import SCENARIOS
-from kvferry.testing.sim.world import Violation, World
+from kvferry.testing.sim.world import Faults, Violation, World
 
 __all__ = [
     "BREAKS",
@@ -21,5 +21,4 @@ __all__ = [
     "hunt",
     "run_scenario",
     "run_seed",
-    "run_seeds",
 ]

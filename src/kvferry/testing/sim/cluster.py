@@ -14,7 +14,7 @@ import msgspec
 from kvferry.config import ProtocolConfig
 from kvferry.endpoint.runner.runner import SourcePorts, SourceRunner, TargetPorts, TargetRunner
 from kvferry.endpoint.runner.sessions import Sessions
-from kvferry.ids import Peer
+from kvferry.ids import Peer, Room
 from kvferry.layout import (
     CacheSpec,
     DType,
@@ -28,27 +28,27 @@ from kvferry.layout import (
     Tensor,
     Window,
 )
+from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Request
 from kvferry.protocol.events import Cancel, Instance, PeerRestarted
 from kvferry.protocol.links import Identity
 from kvferry.protocol.messages import Staging
-from kvferry.protocol.outcome import Done, Failure
+from kvferry.protocol.outcome import Done
 from kvferry.protocol.source import SourceMachine, SourceParts
 from kvferry.protocol.target import TargetMachine, TargetParts
 from kvferry.testing.sim.engines import EnginePolicy, SourceNode, TargetNode
-from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob, draw_pushes
 from kvferry.testing.sim.memory import SimMemory
 from kvferry.testing.sim.nodes import Node
 from kvferry.testing.sim.wire import TRANSPORTS, Wire
-from kvferry.testing.sim.world import World
+from kvferry.testing.sim.world import Faults, World
 
 MODEL = "model-1"
 PREFILL = "prefill"
 STRANGER = "stranger"
 OTHER_MODEL = "model-2"
-# Numbers from here on are of requests that got the room of another.
-OTHERS = 1000
+# Jobs with a number from here on have the room of another job.
+MIXED_UP = 1000
 CONFIG = ProtocolConfig(
     heartbeat_s=0.8,
     silence_s=1.8,
@@ -84,7 +84,7 @@ SMALL = Staging(slot_bytes=16, num_slots=2)
 
 @dataclass(frozen=True)
 class Machines:
-    """Which machines to run, and what drives them: the real ones, or deliberately broken ones."""
+    """The machines to run and the runners that drive them; broken rules replace some."""
 
     source: type[SourceMachine] = SourceMachine
     target: type[TargetMachine] = TargetMachine
@@ -94,6 +94,25 @@ class Machines:
     target_runner: type[TargetRunner] = TargetRunner
     sessions: type[Sessions] = Sessions
     ports: Callable[[Any], Any] = lambda ports: ports
+
+    def new_source(
+        self, identity: Identity, config: ProtocolConfig, ports: SourcePorts
+    ) -> SourceRunner:
+        """Return the runner of a new source machine."""
+        machine = self.source(identity, config, self.source_parts)
+        return self.source_runner(machine, self.ports(ports), self.sessions(exposed=False))
+
+    def new_target(
+        self,
+        identity: Identity,
+        config: ProtocolConfig,
+        pools: PoolMap,
+        staging: Staging,
+        ports: TargetPorts,
+    ) -> TargetRunner:
+        """Return the runner of a new target machine."""
+        machine = self.target(identity, config, pools, staging, self.target_parts)
+        return self.target_runner(machine, self.ports(ports), self.sessions(exposed=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +133,7 @@ class ClusterShape:
 
     @staticmethod
     def draw(rng: random.Random, faults: Faults) -> ClusterShape:
-        """Any small geometry; tight pools where the faults ask for it."""
+        """Draw a small geometry, with tight pools if the faults ask for them."""
         spec = rng.choice([DENSE, DENSE, HYBRID, LATENT])
         tps = [1, 2, 4]
         sides = [Parallel(tp=tp) for tp in tps] + [Parallel(cp=2), Parallel(tp=2, pp=2)]
@@ -137,7 +156,7 @@ class ClusterShape:
 
     @property
     def config(self) -> ProtocolConfig:
-        """Times and limits: half of the local slots are never gathered ahead, if there are two."""
+        """Times and limits, with enough local slots for early gathers."""
         local_slots = self.local_slots or max(CONFIG.local_slots, 2 * self.early_gather_slots)
         return msgspec.structs.replace(
             CONFIG, early_gather_slots=self.early_gather_slots, local_slots=local_slots
@@ -145,7 +164,7 @@ class ClusterShape:
 
 
 class SimCluster:
-    """Every node of a world, with ways to start jobs and to hurt nodes."""
+    """The nodes of a world, with ways to start jobs and to kill nodes."""
 
     def __init__(
         self, seed: int, faults: Faults, shape: ClusterShape, machines: Machines, calm_at: float
@@ -173,13 +192,13 @@ class SimCluster:
 
     @property
     def nodes(self) -> list[Node]:
-        """Everyone who is there now."""
+        """Every node, dead or alive."""
         return list(self.world.nodes.values())
 
     # ------------------------------------------------------------ processes
 
     def boot(self, peer: Peer) -> Node:
-        """Start a process, in a new incarnation."""
+        """Start a process in a new incarnation."""
         self._lives += 1
         node = self._source(peer) if peer.instance == PREFILL else self._target(peer)
         self.world.nodes[peer] = node
@@ -196,10 +215,8 @@ class SimCluster:
         memory = self._memory(self.prefill, peer.rank, config.local_slots)
         node = SourceNode(self.world, self.wire, peer, memory, self.shape.policy)
         identity = Identity(peer, 1000 + self._lives, self.prefill, MODEL, b"", TRANSPORTS)
-        machine = self.machines.source(identity, config, self.machines.source_parts)
-        ports = self.machines.ports(SourcePorts(node, node, node.peers, node))
-        sessions = self.machines.sessions(exposed=False)
-        node.runner = self.machines.source_runner(machine, ports, sessions)
+        ports = SourcePorts(node, node, node.peers, node)
+        node.runner = self.machines.new_source(identity, config, ports)
         return node
 
     def _target(self, peer: Peer) -> TargetNode:
@@ -207,26 +224,23 @@ class SimCluster:
         layout = self.decodes["decode0" if stranger else peer.instance]
         staging, model = self.shape.staging, OTHER_MODEL if stranger else MODEL
         memory = self._memory(layout, peer.rank, staging.num_slots)
-        # A stranger believes that it fits. The handshake must tell it otherwise.
+        # A stranger expects its own model at prefill, so only the handshake can refuse it.
         prefill = Instance(PREFILL, model, self.prefill)
         node = TargetNode(self.world, self.wire, peer, memory, prefill)
         identity = Identity(peer, 1000 + self._lives, layout, model, b"", TRANSPORTS)
-        about = identity, CONFIG, memory.pools, staging
-        machine = self.machines.target(*about, self.machines.target_parts)
-        ports = self.machines.ports(TargetPorts(node, node, node.peers, node))
-        sessions = self.machines.sessions(exposed=True)
-        node.runner = self.machines.target_runner(machine, ports, sessions)
-        node.stranger = stranger
-        node.on_failure = lambda room: self.give_up(peer.instance, room)
+        ports = TargetPorts(node, node, node.peers, node)
+        node.runner = self.machines.new_target(identity, CONFIG, memory.pools, staging, ports)
+        node.is_stranger = stranger
+        node.on_failure = lambda room: self.cancel_room(peer.instance, room)
         return node
 
     def kill(self, node: Node, revive_after: float | None) -> None:
-        """Kill a process; others hear of it after a while, or find out by themselves."""
+        """Kill a process. Half of the others get a hint of it after a while."""
         world = self.world
-        world.happened["kill"] += 1
-        world.remember(node.peer, "!", "killed")
+        world.counts["kill"] += 1
+        world.record(node.peer, "!", "killed")
         node.process.alive = False
-        self.wire.confirm_dead(node)
+        self.wire.kill(node)
         for other in self.nodes:
             if other is not node and world.rng.random() < 0.5:
                 delay = 0.01 + world.rng.random() * 0.2
@@ -235,12 +249,12 @@ class SimCluster:
             world.at(revive_after, lambda: self._revive(node))
 
     def leave(self, node: Node) -> None:
-        """A process closes its endpoint, and ends a while later."""
+        """Close a process's endpoint, and kill the process a while later."""
         node.leave()
         self.world.at(1.0, lambda: self.kill(node, 0.05) if node.process.alive else None)
 
     def restart_doubted(self) -> None:
-        """What an operator does about quarantined memory: end the process that may write it."""
+        """Kill each process that may still write quarantined memory, as an operator would."""
         for node in self.nodes:
             for record in node.runner.sessions.doubtful():
                 other = self.world.nodes[record.peer]
@@ -248,11 +262,11 @@ class SimCluster:
                     self.kill(other, 0.05)
 
     def _hint(self, other: Node, dead: Node) -> Callable[[], None]:
-        """A connection that ended is a sign, and no proof."""
+        """Return an action that tells a node of a death: a hint, and no proof."""
 
         def hint() -> None:
-            if other.process.serves:
-                other.runner.probe_links(lambda link: link.peer == dead.peer)
+            if other.process.is_serving:
+                other.runner.ask_after(lambda link: link.peer == dead.peer)
 
         return hint
 
@@ -260,10 +274,10 @@ class SimCluster:
         if self.world.nodes[node.peer] is node:
             again = self.boot(node.peer)
             if node.peer.instance == PREFILL:
-                self._tell_of(again)
+                self._announce_restart(again)
 
-    def _tell_of(self, source: Node) -> None:
-        """Discovery tells of a source's new life; some targets hear it late, or never."""
+    def _announce_restart(self, source: Node) -> None:
+        """Tell targets of a source's new incarnation, as discovery does; some late, some never."""
         news = PeerRestarted(source.peer, source.incarnation)
         for other in self.nodes:
             if other.peer.instance != PREFILL and self.world.rng.random() < 0.7:
@@ -279,7 +293,7 @@ class SimCluster:
         deadline_s: float | None = None,
         probe: bool = False,
     ) -> SimJob:
-        """A request of a few tokens, cut into chunks; some of it may be cached at decode."""
+        """Draw a request of a few tokens in chunks; decode may have a prefix of it already."""
         world, rng = self.world, self.world.rng
         number = len(self.jobs)
         tokens = rng.randint(1, 12)
@@ -287,14 +301,14 @@ class SimCluster:
         cuts = sorted(rng.sample(range(1, tokens), min(tokens - 1, rng.randint(0, 2))))
         edges = [0, *cuts, tokens]
         chunks = [Span(a, b) for a, b in itertools.pairwise(edges)]
-        # Dice of their own, so that what a job pushes changes nothing about who it is.
-        dice = random.Random(f"{world.seed} {number}")
-        short = world.strikes("short_deadline")
+        # A generator of its own, so that the pushes do not change what else is drawn.
+        push_rng = random.Random(f"{world.seed} {number}")
+        short = world.inject("short_deadline")
         job = SimJob(
             room=number if number % 2 else f"room-{number}",
             number=number,
             request=Request(tokens, prefix),
-            pushes=draw_pushes(dice, chunks, self.shape.spec.num_layers),
+            pushes=draw_pushes(push_rng, chunks, self.shape.spec.num_layers),
             decode=decode or rng.choice(list(self.decodes)),
             deadline_s=0.15 if short else deadline_s or 1.5 + rng.random() * 2,
             metadata=f"token {number}".encode(),
@@ -304,24 +318,23 @@ class SimCluster:
         return job
 
     def start(self, job: SimJob) -> None:
-        """Both engines take the job on, in any order, every rank for itself."""
+        """Start a job at every rank of both engines, in any order."""
         rng = self.world.rng
-        late = rng.random() * 1.0 if self.world.strikes("late_decode") else 0.0
-        alone = self.world.strikes("one_sided")
-        side = rng.choice([PREFILL, job.decode])
-        wanted = self.another(job) if self.world.strikes("mixed_up") else job
+        late = rng.random() * 1.0 if self.world.inject("late_decode") else 0.0
+        one_sided = self.world.inject("one_sided")
+        missing = rng.choice([PREFILL, job.decode])
+        wanted = self._with_same_room(job) if self.world.inject("mixed_up") else job
         for node in self.nodes:
             if node.peer.instance not in (PREFILL, job.decode):
                 continue
-            if alone and node.peer.instance == side:
+            if one_sided and node.peer.instance == missing:
                 continue
-            prefills = node.peer.instance == PREFILL
-            delay = rng.random() * 0.02 + (0.0 if prefills else late)
-            its = job if prefills else wanted
-            self.world.at(delay, lambda node=node, its=its: node.start(its))  # type: ignore[misc]
+            is_source = node.peer.instance == PREFILL
+            delay = rng.random() * 0.02 + (0.0 if is_source else late)
+            self.world.at(delay, partial(node.start, job if is_source else wanted))
 
     def decline_one(self) -> SimJob:
-        """Start a job that decode does not want, before or after prefill opens its room."""
+        """Start a job that decode declines, before or after prefill opens its room."""
         job, rng = self.draw_job(deadline_s=5.0, probe=True), self.world.rng
         asked_first = rng.random() < 0.5
         for node in self.nodes:
@@ -331,27 +344,26 @@ class SimCluster:
                 self.world.at(rng.random() * 0.05, partial(node.decline, job, asked_first))
         return job
 
-    def another(self, job: SimJob) -> SimJob:
-        """A request of the same length that was given the same room by mistake, or on purpose."""
-        number = job.number + OTHERS
+    def _with_same_room(self, job: SimJob) -> SimJob:
+        """Return another request of the same length that was given the same room."""
+        number = job.number + MIXED_UP
         return replace(job, number=number, metadata=f"token {number}".encode())
 
-    def give_up(self, instance: str, room: object) -> None:
-        """An engine whose one rank failed gives the room up on its other ranks."""
+    def cancel_room(self, instance: str, room: Room) -> None:
+        """Cancel a room at every rank of an instance, as an engine does when one rank failed."""
         for node in self.nodes:
-            if node.peer.instance == instance and node.peer in self.world.nodes:
-                self.world.at(0.01, lambda node=node: node.deliver(Cancel(room)))  # type: ignore[misc,arg-type]
+            if node.peer.instance == instance:
+                self.world.at(0.01, partial(node.deliver, Cancel(room)))
 
-    def outcome_is_done(self, job: SimJob) -> bool:
-        """Whether every rank that took part says that a job is done."""
-        nodes = [n for n in self.nodes if n.peer.instance in (PREFILL, job.decode)]
-        return all(isinstance(node.outcomes.get(job.room), Done) for node in nodes)
+    def is_done(self, job: SimJob) -> bool:
+        """Return whether every rank that takes part reports the job done."""
+        return not self.failures(job)
 
     def failures(self, job: SimJob) -> list[str]:
-        """What each rank says of a job that is not done."""
-        return [
-            f"{node.peer}: {node.outcomes.get(job.room)}"
+        """Return the outcome at each rank where a job is not done."""
+        outcomes = {
+            node.peer: node.outcomes.get(job.room)
             for node in self.nodes
-            if isinstance(node.outcomes.get(job.room), Failure | None)
-            and node.peer.instance in (PREFILL, job.decode)
-        ]
+            if node.peer.instance in (PREFILL, job.decode)
+        }
+        return [f"{peer}: {end}" for peer, end in outcomes.items() if not isinstance(end, Done)]

@@ -1,4 +1,4 @@
-"""Jobs: the requests that are played, and how prefill pushes them."""
+"""Jobs: the simulated requests, and how prefill pushes each of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.plan.plan import Request
 
 @dataclass(frozen=True)
 class SimPush:
-    """What a step of prefill leaves behind: those tokens, of all layers or some; state rows too."""
+    """One push of prefill: tokens, of all layers or of some, with or without state rows."""
 
     tokens: Span
     layers: Span | None = None
@@ -22,7 +22,7 @@ class SimPush:
 
 @dataclass(frozen=True)
 class SimJob:
-    """One request: its room, what prefill will push, and which decode wants it."""
+    """One request. ``probe`` marks the jobs that must succeed once the faults have stopped."""
 
     room: Room
     number: int
@@ -36,12 +36,12 @@ class SimJob:
 
     @property
     def digest(self) -> bytes:
-        """What tells this request from another, whatever room it was given."""
+        """The digest by which both sides recognise the request."""
         return f"request {self.number}".encode()
 
 
 def draw_pushes(rng: random.Random, chunks: Iterable[Span], num_layers: int) -> tuple[SimPush, ...]:
-    """Some chunks whole and some by layers, sometimes in any order; every token of every layer."""
+    """Cut chunks into pushes, some of them by layers and out of order; all is covered once."""
     pushes = []
     chunks = list(chunks)
     by_layers, rows = rng.random() < 0.6, rng.random() < 0.5
@@ -55,5 +55,5 @@ def draw_pushes(rng: random.Random, chunks: Iterable[Span], num_layers: int) -> 
 
 
 def layer_by_layer(chunk: Span, num_layers: int, states: bool = False) -> list[SimPush]:
-    """One push for each layer."""
+    """Return one push for each layer of a chunk."""
     return [SimPush(chunk, Span(layer, layer + 1), states) for layer in range(num_layers)]

@@ -1,12 +1,17 @@
-"""Playing worlds: one seed, many seeds, one scenario, or a hunt for a broken rule."""
+"""Runs of worlds: a random seed, a named scenario, or a search for a seed that catches a break.
+
+A run has faults, then calm, then new jobs (the probes) that must succeed, then a check that
+nothing is left in any table.
+"""
 
 from __future__ import annotations
 
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvferry.protocol.states import RoomState
 from kvferry.testing.sim.breaks import BREAKS
@@ -19,30 +24,28 @@ from kvferry.testing.sim.cluster import (
     SimCluster,
 )
 from kvferry.testing.sim.engines import EnginePolicy
-from kvferry.testing.sim.faults import Faults
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.nodes import Node
 from kvferry.testing.sim.scenarios import SCENARIOS
 from kvferry.testing.sim.wire import SLOW_WRITE_S
-from kvferry.testing.sim.world import Violation
+from kvferry.testing.sim.world import Faults, Violation
 
 REAL = Machines()
 
 CALM_AT = 2.5
-# The operator restarts doubted processes once, after the slowest write has been doubted.
+# Processes that may still write quarantined memory are killed once, after the slowest write.
 DOUBTS_S = SLOW_WRITE_S + 0.05
 PROBES_AT = CALM_AT + 2.1
 END_AT = PROBES_AT + 5.5
-# A source that failed a room at its deadline refuses late offers for it for
-# ``unclaimed_offer_ttl_s``.
+# A source that failed a room at its deadline refuses late offers for ``unclaimed_offer_ttl_s``.
 AFTER_DEADLINE_S = CONFIG.unclaimed_offer_ttl_s + 0.5
-# How long a source may keep a room after decode gave it up: links may have to be made.
+# How long a source may keep a room after decode declined it: a handshake may have to come first.
 DECLINED_S = 1.0
 
 
 @dataclass
 class SimResult:
-    """What was played, and what was found."""
+    """Counts of what was run, and the violations found, each with its seed."""
 
     seeds: int = 0
     rooms: int = 0
@@ -52,7 +55,7 @@ class SimResult:
     violations: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, other: SimResult) -> None:
-        """Take in another result."""
+        """Add another result to this one."""
         self.seeds += other.seeds
         self.rooms += other.rooms
         self.done += other.done
@@ -67,9 +70,9 @@ def run_seed(
     emphasis: dict[str, float] | None = None,
     policy: EnginePolicy | None = None,
 ) -> SimResult:
-    """Play one seed: a time of faults, then calm, then rooms that must succeed.
+    """Run one random world.
 
-    ``emphasis`` sets faults and ``policy`` the transfer modes that are otherwise drawn.
+    ``emphasis`` sets faults, and ``policy`` the transfer modes, that are drawn otherwise.
     """
     rng = random.Random(seed ^ 0x5EED)
     faults = replace(Faults.draw(rng), **(emphasis or {}))  # type: ignore[arg-type]
@@ -77,69 +80,88 @@ def run_seed(
     if policy is not None:
         shape = replace(shape, policy=policy)
     cluster = SimCluster(seed, faults, shape, machines, CALM_AT)
-    return play(cluster, lambda: _disturb(cluster))
+    return _run(cluster, _disturb)
 
 
-def play(
+def run_scenario(name: str, seed: int = 0, machines: Machines = REAL) -> SimResult:
+    """Run one named scenario."""
+    scenario = SCENARIOS[name]
+    cluster = SimCluster(seed, scenario.faults, scenario.shape, machines, CALM_AT)
+    return _run(cluster, scenario.script, scenario.demand)
+
+
+def hunt(name: str, seeds: range) -> tuple[int, str] | None:
+    """Return how many seeds it takes to catch a broken rule, and the violation; or None."""
+    broken = BREAKS[name]
+    for count, seed in enumerate(seeds, start=1):
+        result = run_seed(seed, broken.machines, broken.faults)
+        if result.violations:
+            return count, result.violations[0][1]
+    return None
+
+
+def _run(
     cluster: SimCluster,
-    disturb: Callable[[], None],
-    demand: Callable[[SimCluster], None] | None = None,
+    script: Callable[[SimCluster], None],
+    demand: Callable[[SimCluster], None] = lambda _: None,
 ) -> SimResult:
-    """Play a cluster to its end and judge it."""
+    """Run a cluster to its end. ``demand`` checks it after the calm and before the probes."""
     result = SimResult(seeds=1)
     try:
-        disturb()
+        script(cluster)
         cluster.world.run(CALM_AT)
         _calm_down(cluster)
         cluster.world.run(PROBES_AT)
-        if demand:
-            demand(cluster)
+        demand(cluster)
         probes = [cluster.draw_job(deadline_s=5.0, probe=True) for _ in range(2)]
         for probe in probes:
             cluster.start(probe)
         declined = cluster.decline_one()
         cluster.world.run(PROBES_AT + DECLINED_S)
-        _judge_declined(cluster, declined)
+        _check_declined(cluster, declined)
         _run_to_the_end(cluster, probes)
-        _judge(cluster, probes)
+        _check_end(cluster, probes)
     except Violation as violation:
         result.violations.append((cluster.world.seed, str(violation)))
-    except Exception as error:  # whatever a machine raises is a finding, with its seed
+    except Exception as error:  # An error of a machine is a finding and is reported with its seed.
         where = traceback.format_tb(error.__traceback__)[-1].strip()
         text = f"seed {cluster.world.seed}, t={cluster.world.now:.3f}: {error!r}\n{where}"
         result.violations.append((cluster.world.seed, text))
     result.rooms = len(cluster.jobs)
-    result.done = sum(map(cluster.outcome_is_done, cluster.jobs))
+    result.done = sum(map(cluster.is_done, cluster.jobs))
     result.steps = cluster.world.steps
-    result.faults = cluster.world.happened
+    result.faults = cluster.world.counts
     return result
 
 
+# ---------------------------------------------------------------- faults
+
+
 def _disturb(cluster: SimCluster) -> None:
-    """Start a few jobs, and hurt somebody now and then."""
+    """Schedule a few jobs, and the faults that are counted rather than drawn per message."""
     world, rng = cluster.world, cluster.world.rng
     for _ in range(rng.randint(2, 4)):
         job = cluster.draw_job()
-        world.at(rng.random() * 1.5, lambda job=job: cluster.start(job))  # type: ignore[misc]
+        world.at(rng.random() * 1.5, partial(cluster.start, job))
     if world.faults.strangers:
-        world.happened["strangers"] += 1
+        world.counts["strangers"] += 1
         cluster.start(cluster.draw_job(decode=STRANGER))
     for kind in ("stalls", "kills", "leaves", "cuts", "foreign", "replays"):
         for _ in range(getattr(world.faults, kind)):
-            world.at(rng.random() * CALM_AT * 0.9, lambda kind=kind: _strike(cluster, kind))  # type: ignore[misc]
+            world.at(rng.random() * CALM_AT * 0.9, partial(_inject, cluster, kind))
 
 
-def _strike(cluster: SimCluster, kind: str) -> None:
+def _inject(cluster: SimCluster, kind: str) -> None:
     world, rng = cluster.world, cluster.world.rng
     node = rng.choice([node for node in cluster.nodes if node.process.alive] or cluster.nodes)
-    world.happened[kind] += 1
+    world.counts[kind] += 1
     if kind == "stalls":
-        world.remember(node.peer, "!", "stopped")
+        world.record(node.peer, "!", "stopped")
         node.process.stall(rng.choice([0.2, 1.0, 3.0]))
     elif kind == "kills":
         cluster.kill(node, rng.choice([None, 0.05, 0.5]))
     elif kind == "leaves":
-        world.remember(node.peer, "!", "leaves")
+        world.record(node.peer, "!", "leaves")
         cluster.leave(node)
     elif kind == "foreign":
         noise = bytes(rng.randrange(256) for _ in range(rng.randint(0, 40)))
@@ -151,14 +173,13 @@ def _strike(cluster: SimCluster, kind: str) -> None:
 
 
 def _cut(cluster: SimCluster) -> None:
-    """Two peers stop hearing each other for a while."""
+    """Drop all frames between two peers for a while."""
     world, rng = cluster.world, cluster.world.rng
-    one, two = rng.sample(cluster.nodes, 2) if len(cluster.nodes) > 1 else (None, None)
-    if one is None or two is None:
+    if len(cluster.nodes) < 2:
         return
+    pair = {node.peer for node in rng.sample(cluster.nodes, 2)}
     until = world.now + rng.choice([0.3, 2.5])
     before = world.intercept
-    pair = {one.peer, two.peer}
     world.intercept = lambda sender, to, envelope: (
         []
         if {sender, to} == pair and world.now < until and not world.calm
@@ -169,7 +190,7 @@ def _cut(cluster: SimCluster) -> None:
 
 
 def _calm_down(cluster: SimCluster) -> None:
-    """Everyone who was stopped goes on, and everyone who died is there again."""
+    """Continue the stopped processes and restart the dead ones."""
     cluster.world.intercept = None
     for node in cluster.nodes:
         node.process.wake()
@@ -178,15 +199,18 @@ def _calm_down(cluster: SimCluster) -> None:
     cluster.world.at(DOUBTS_S, cluster.restart_doubted)
 
 
+# ---------------------------------------------------------------- checks
+
+
 def _run_to_the_end(cluster: SimCluster, probes: list[SimJob]) -> None:
-    """Play on until nothing is left to happen but heartbeats, or every deadline has passed.
+    """Run until only heartbeats are left, or every deadline has passed.
 
     A deadline may lie beyond ``END_AT``: it counts from when the engine has pages for the job.
     """
     end_at = END_AT
     while cluster.world.now < end_at:
         cluster.world.run(cluster.world.now + 0.25)
-        done = all(map(cluster.outcome_is_done, probes))
+        done = all(map(cluster.is_done, probes))
         if done and not any(_leftovers(node) for node in cluster.nodes):
             return
         deadlines = [due for node in cluster.nodes for due in node.due.values()]
@@ -194,57 +218,35 @@ def _run_to_the_end(cluster: SimCluster, probes: list[SimJob]) -> None:
 
 
 def _leftovers(node: Node) -> list[str]:
-    """Return the tables of a machine and an engine that are not empty at the end."""
+    """Return the tables of a machine and an engine that are not empty."""
     names = [f"room {room!r}" for room in [*node.allocations, *node.due]]
-    return names + [f"{key}: {value}" for key, value in node.tables().items() if value]
+    return names + [f"{key}: {value}" for key, value in node.table_sizes().items() if value]
 
 
-def _judge_declined(cluster: SimCluster, job: SimJob) -> None:
-    """A room that decode has given up is over at every source, long before its deadline.
+def _check_declined(cluster: SimCluster, job: SimJob) -> None:
+    """Check that no source keeps a room that decode declined until its deadline.
 
-    A source whose engine has no pages for the job yet, and so has not opened it, may remember it.
+    A source whose engine has not opened the room yet, for want of pages, may remember it.
     """
     for node in cluster.nodes:
         if node.peer.instance != PREFILL:
             continue
         room = node.machine.rooms.get(job.room)
         if room is not None and room.state is not RoomState.WARNED:
-            text = f"{node.peer} keeps a room that decode gave up ({room.state})"
+            text = f"{node.peer} keeps a room that decode declined ({room.state})"
             cluster.world.violate("never leaks", text, job.room)
 
 
-def _judge(cluster: SimCluster, probes: list[SimJob]) -> None:
-    """What must hold when everything is over."""
+def _check_end(cluster: SimCluster, probes: list[SimJob]) -> None:
+    """Check that the probes are done, every room has ended and every table is empty."""
     world = cluster.world
     for job in probes:
-        if not cluster.outcome_is_done(job):
+        if not cluster.is_done(job):
             text = f"no progress after the faults stopped: {cluster.failures(job)}"
             world.violate("never hangs", text, job.room)
     for node in cluster.nodes:
         for job in cluster.jobs:
             if job.room in node.due:
-                world.violate("never hangs", f"{node.peer} never heard the end", job.room)
+                world.violate("never hangs", f"{node.peer} reported no outcome", job.room)
         if _leftovers(node):
             world.violate("never leaks", f"{node.peer} still has {_leftovers(node)}")
-
-
-def run_seeds(seeds: range, machines: Machines = REAL) -> Iterator[SimResult]:
-    """Play many seeds, one result at a time."""
-    return (run_seed(seed, machines) for seed in seeds)
-
-
-def run_scenario(name: str, seed: int = 0, machines: Machines = REAL) -> SimResult:
-    """Play one named situation."""
-    scenario = SCENARIOS[name]
-    cluster = SimCluster(seed, scenario.faults, scenario.shape, machines, CALM_AT)
-    return play(cluster, lambda: scenario.script(cluster), scenario.demand)
-
-
-def hunt(name: str, seeds: range) -> tuple[int, str] | None:
-    """Play seeds and scenarios with a broken rule until it is noticed: after how many?"""
-    broken = BREAKS[name]
-    for count, seed in enumerate(seeds, start=1):
-        result = run_seed(seed, broken.machines, broken.faults)
-        if result.violations:
-            return count, result.violations[0][1]
-    return None

@@ -1,45 +1,47 @@
-"""Drivers and their parts that break a rule (``breaks`` has the list)."""
+"""Broken rules of the runner, its sessions and ports, and of the events that machines receive."""
 
+# The methods are documented where they are overridden from.
+# ruff: noqa: D102
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from kvferry.endpoint.runner.runner import (
-    MachineRunner,
-    SourcePorts,
-    SourceRunner,
-    TargetRunner,
-)
+from kvferry.endpoint.runner.runner import MachineRunner, SourcePorts, SourceRunner, TargetRunner
 from kvferry.endpoint.runner.sessions import SessionRecord, Sessions
 from kvferry.ids import Op, Peer
 from kvferry.protocol.events import Action, Event, OwnStall, SendFailed, Sent, Write, WriteFate
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
+from kvferry.testing.sim.breaks import broken_rule, machine
+from kvferry.testing.sim.cluster import Machines
 
-# ---------------------------------------------------------------- the book of sessions
+# ---------------------------------------------------------------- sessions
 
 
-class ForgetsDoubt(Sessions):
-    """Takes a write of unknown fate for one that has ended."""
+@broken_rule(machine("sessions"), write_unknown=0.3)
+class ForgetUnknownWrites(Sessions):
+    """A write of unknown fate counts as ended."""
 
-    def end(self, op: Op, *, doubtful: bool) -> SessionRecord | None:  # noqa: D102
+    def end(self, op: Op, *, doubtful: bool) -> SessionRecord | None:
         return super().end(op, doubtful=False)
 
 
-class BuriesTheLiving(Sessions):
-    """Takes the end of one life of a peer for the end of all."""
+@broken_rule(machine("sessions"), kills=4, slow_write=0.7)
+class ConfirmEveryIncarnationDead(Sessions):
+    """The death of one incarnation of a peer counts for all of them."""
 
-    def confirm_dead(self, peer: Peer, incarnation: int) -> list[SessionRecord]:  # noqa: D102
+    def confirm_dead(self, peer: Peer, incarnation: int) -> list[SessionRecord]:
         lives = {one.incarnation for one in self.records() if one.peer == peer}
         confirm_dead = super().confirm_dead
         return [one for life in lives | {incarnation} for one in confirm_dead(peer, life)]
 
 
-class ProvesTooEarly(Sessions):
-    """Calls a session that was given up quiet with writes still in flight."""
+@broken_rule(machine("sessions"), slow_write=0.7, cuts=4, stalls=2)
+class ProofWithWritesInFlight(Sessions):
+    """A closed session counts as quiet while its writes are in flight."""
 
-    def settle(self) -> tuple[list[SessionRecord], list[SessionRecord]]:  # noqa: D102
+    def settle(self) -> tuple[list[SessionRecord], list[SessionRecord]]:
         for record in self.ending.values():
             record.in_flight.clear()
         return super().settle()
@@ -48,8 +50,8 @@ class ProvesTooEarly(Sessions):
 # ---------------------------------------------------------------- ports
 
 
-class Through:
-    """A port that hands everything on to the real one."""
+class PortWrapper:
+    """A port that forwards every call to the real one."""
 
     def __init__(self, port: Any) -> None:
         self.port = port
@@ -58,116 +60,105 @@ class Through:
         return getattr(self.port, name)
 
 
-class _AsksNobody(Through):
+class _NoProbes(PortWrapper):
     def start_probing(self, record: SessionRecord) -> None:
-        """Give a session up and never ask whether its peer is gone."""
+        pass
 
 
-def asks_nobody(ports: Any) -> Any:
-    """Nobody asks after lost peers."""
-    return ports._replace(peers=_AsksNobody(ports.peers))
+@broken_rule(machine("ports"), kills=2, write_unknown=0.1)
+def never_probe(ports: Any) -> Any:
+    """Peers of lost sessions are never probed."""
+    return ports._replace(peers=_NoProbes(ports.peers))
 
 
-class _NotesFirst(Through):
+class _EarlyNotes(PortWrapper):
     def __init__(self, ports: SourcePorts) -> None:
         super().__init__(ports.data)
         self._control = ports.control
 
     def write(self, action: Write) -> None:
-        """Send a write's note when it is asked for, and not when it has landed."""
         self._control.send(action.transfer.peer, action.note)
         self.port.write(action)
 
 
-def notes_first(ports: Any) -> Any:
-    """A source's notes overtake their data."""
-    return ports._replace(data=_NotesFirst(ports)) if isinstance(ports, SourcePorts) else ports
+@broken_rule(machine("ports"), slow_write=0.3)
+def note_before_data(ports: Any) -> Any:
+    """A write's arrival note is sent before its data."""
+    return ports._replace(data=_EarlyNotes(ports)) if isinstance(ports, SourcePorts) else ports
 
 
 # ---------------------------------------------------------------- runners
 
 
-class _LeavesInTheMiddle(MachineRunner[Any, Any]):
-    """Tells others of its end although its memory is not free."""
+def _both_runners(mixin: type[MachineRunner[Any, Any]]) -> Machines:
+    """Apply one rule to both kinds of runner."""
+    source = type(f"Source{mixin.__name__}", (mixin, SourceRunner), {})
+    target = type(f"Target{mixin.__name__}", (mixin, TargetRunner), {})
+    return Machines(source_runner=source, target_runner=target)
+
+
+@broken_rule(_both_runners, leaves=2, slow_write=0.3)
+class LeaveWithMemoryHeld(MachineRunner[Any, Any]):
+    """An endpoint announces its end while it still holds memory for others."""
 
     @property
-    def holds_no_memory(self) -> bool:
-        """At any time."""
+    def may_leave(self) -> bool:
         return True
 
 
-class SourceLeavesInTheMiddle(_LeavesInTheMiddle, SourceRunner):
-    """A source that does."""
-
-
-class TargetLeavesInTheMiddle(_LeavesInTheMiddle, TargetRunner):
-    """A target that does."""
-
-
-class _TakesTimeFirst(MachineRunner[Any, Any]):
-    """Looks at the clock before it reads what has come."""
+@broken_rule(_both_runners, stalls=2)
+class TickBeforeFrames(MachineRunner[Any, Any]):
+    """Timers are handled before received frames."""
 
     def turn(self, arrived: Iterable[Event], now: float) -> None:
-        """Time, then frames."""
-        self.advance_time(now)
+        self.pass_time(now)
         super().turn(arrived, now)
 
 
-class SourceTakesTimeFirst(_TakesTimeFirst, SourceRunner):
-    """A source that does."""
-
-
-class TargetTakesTimeFirst(_TakesTimeFirst, TargetRunner):
-    """A target that does."""
-
-
-class _Oversleeps(MachineRunner[Any, Any]):
-    """Wakes up half a second late."""
+@broken_rule(_both_runners)
+class Oversleep(MachineRunner[Any, Any]):
+    """A runner wakes half a second late."""
 
     def wakeup(self) -> float:
-        """Later than anything is due."""
         return super().wakeup() + 0.5
 
 
-class SourceOversleeps(_Oversleeps, SourceRunner):
-    """A source that does."""
-
-
-class TargetOversleeps(_Oversleeps, TargetRunner):
-    """A target that does."""
-
-
-class SuspectsTheBusy(SourceRunner):
-    """Takes a full transport for the sign of a death."""
+@broken_rule(machine("source_runner"), busy=0.3)
+class ProbeOnBackpressure(SourceRunner):
+    """A full transport counts as a hint of death."""
 
     def take(self, event: Event, now: float) -> None:
-        """Ask after everybody when a write was not submitted."""
         super().take(event, now)
         if isinstance(event, SendFailed) and event.fate is WriteFate.BUSY:
             self.probe_links()
 
 
-# ---------------------------------------------------------------- what machines are told
+# ---------------------------------------------------------------- events
 
 
-class KeepsAnEnd(SourceMachine):
-    """Is not told of every tenth write that has ended."""
+@broken_rule(machine("source"))
+class LoseWriteResult(SourceMachine):
+    """Every tenth write's result never reaches the machine."""
 
-    def handle(self, event: Event, now: float) -> list[Action]:  # noqa: D102
+    def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, Sent) and event.op % 10 == 0:
             return []
         return super().handle(event, now)
 
 
-class SourceCountsOwnSleep(SourceMachine):
-    """Calls targets silent for the time in which it did not run itself."""
-
-    def handle(self, event: Event, now: float) -> list[Action]:  # noqa: D102
+class _TargetIgnoringStalls(TargetMachine):
+    def handle(self, event: Event, now: float) -> list[Action]:
         return [] if isinstance(event, OwnStall) else super().handle(event, now)
 
 
-class TargetCountsOwnSleep(TargetMachine):
-    """Calls sources silent for the time in which it did not run itself."""
+@broken_rule(
+    lambda rule: Machines(source=rule, target=_TargetIgnoringStalls),
+    stalls=6,
+    one_sided=0.5,
+    drop=0.1,
+)
+class CountOwnStall(SourceMachine):
+    """Peers count as silent for the time in which this process was stopped."""
 
-    def handle(self, event: Event, now: float) -> list[Action]:  # noqa: D102
+    def handle(self, event: Event, now: float) -> list[Action]:
         return [] if isinstance(event, OwnStall) else super().handle(event, now)

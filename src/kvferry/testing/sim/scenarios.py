@@ -1,20 +1,18 @@
-"""Named situations that other systems have failed in.
+"""Named scenarios: situations in which other systems of this kind have failed.
 
-The letters are those of our list of known failures: C for completion, S for
-staging, L for lifetime, P for peers. Each scenario says what is done to the
-cluster and what must come of it, beyond the promises, which always hold.
+C is for completion, S for staging, L for lifetime, P for peers. Each scenario has a script and a
+demand, which is checked in addition to the promises that hold in every run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from kvferry.ids import Peer
 from kvferry.layout import Parallel
-from kvferry.protocol.events import Discard, Gather, Post
+from kvferry.protocol.events import Discard, Gather, Post, Release, Report
 from kvferry.protocol.messages import (
     Accept,
     Arrived,
@@ -30,13 +28,11 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.testing.sim.cluster import HYBRID, PREFILL, STRANGER, ClusterShape, SimCluster
 from kvferry.testing.sim.engines import EnginePolicy, SourceNode
-from kvferry.testing.sim.faults import Faults
-from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.scripts import (
     Script,
+    all_of,
     ask_again,
     at,
-    both,
     cancel,
     hostile_frames,
     huge_page,
@@ -46,22 +42,22 @@ from kvferry.testing.sim.scripts import (
     layers,
     lose_first,
     other_version,
+    script,
     shuffle_notes,
     slow_gathers,
     slow_writes,
     stall,
 )
-
-Demand = Callable[[SimCluster], None]
+from kvferry.testing.sim.world import Faults
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A situation, what happens in it, and what must come of it."""
+    """A cluster's shape and faults, the script that runs in it, and what must follow."""
 
     title: str
     script: Script
-    demand: Demand
+    demand: Script
     shape: ClusterShape = field(default_factory=ClusterShape)
     faults: Faults = field(default_factory=Faults)
 
@@ -69,75 +65,67 @@ class Scenario:
 # ---------------------------------------------------------------- demands
 
 
-def all_done(cluster: SimCluster) -> None:
-    """Every job is done, on every rank."""
-    for job in cluster.jobs:
-        if not cluster.outcome_is_done(job):
+@script
+def done(cluster: SimCluster, *indices: int) -> None:
+    """Demand that these jobs are done at every rank; all jobs if none is named."""
+    for job in [cluster.jobs[index] for index in indices] or cluster.jobs:
+        if not cluster.is_done(job):
             cluster.world.violate("never hangs", f"{cluster.failures(job)}", job.room)
 
 
-def done(index: int) -> Demand:
-    """That job is done."""
-
-    def demand(cluster: SimCluster) -> None:
-        job = cluster.jobs[index]
-        if not cluster.outcome_is_done(job):
-            cluster.world.violate("never hangs", f"{cluster.failures(job)}", job.room)
-
-    return demand
+all_done = done()
 
 
 def promises_only(cluster: SimCluster) -> None:
-    """Nothing beyond the promises."""
+    """Demand nothing beyond the promises."""
+
+
+def _seen(cluster: SimCluster) -> list[object]:
+    """Return every event and action in the history."""
+    return [thing for _, _, _, thing in cluster.world.history]
 
 
 def staged_something(cluster: SimCluster) -> None:
-    """Every job is done, and slots were used for it."""
+    """Demand that every job is done, some of it through staging."""
     all_done(cluster)
-    writes = [
-        x for _, _, _, x in cluster.world.history if getattr(x, "local_slot", None) is not None
-    ]
-    if not writes:
+    if all(getattr(thing, "local_slot", None) is None for thing in _seen(cluster)):
         cluster.world.violate("never hangs", "nothing was staged")
 
 
-def gathered_ahead(cluster: SimCluster) -> None:
-    """Slots were filled before their credits came; some were posted, and some let go."""
-    seen = {type(thing) for _, _, _, thing in cluster.world.history}
+def gathered_early(cluster: SimCluster) -> None:
+    """Demand that slots were gathered before their credits came, some posted, some discarded."""
+    seen = set(map(type, _seen(cluster)))
     if not seen.issuperset({Gather, Post, Discard}):
-        cluster.world.violate("never hangs", f"nothing was gathered ahead: {seen}")
+        cluster.world.violate("never hangs", f"nothing was gathered early: {seen}")
 
 
-def failed_with(instance: str, index: int, *codes: FailureCode) -> Demand:
-    """That job failed at every rank of the instance, for one of those reasons, in good time."""
-
-    def demand(cluster: SimCluster) -> None:
-        job = cluster.jobs[index]
-        for node in cluster.nodes:
-            outcome = node.outcomes.get(job.room)
-            if node.peer.instance != instance:
-                continue
-            if not isinstance(outcome, Failure) or outcome.code not in codes:
-                cluster.world.violate("says no early", f"{node.peer}: {outcome}", job.room)
-
-    return demand
+@script
+def failed_with(cluster: SimCluster, instance: str, index: int, *codes: FailureCode) -> None:
+    """Demand that a job failed at every rank of the instance, for one of these reasons."""
+    job = cluster.jobs[index]
+    for node in cluster.nodes:
+        outcome = node.outcomes.get(job.room)
+        if node.peer.instance != instance:
+            continue
+        if not isinstance(outcome, Failure) or outcome.code not in codes:
+            cluster.world.violate("refuses early", f"{node.peer}: {outcome}", job.room)
 
 
 def malformed_were_refused(cluster: SimCluster) -> None:
-    """The malformed frames were seen as such, and counted."""
-    if not cluster.world.happened["refused-malformed"]:
+    """Demand that malformed frames were refused as such and counted."""
+    if not cluster.world.counts["refused-malformed"]:
         cluster.world.violate("lets nobody in", "a negative index was not refused")
 
 
 def nobody_was_lost(cluster: SimCluster) -> None:
-    """Every job is done and no peer was taken for dead."""
+    """Demand that every job is done and no peer was taken for dead."""
     all_done(cluster)
-    if any("Disconnect" in type(x).__name__ for _, _, _, x in cluster.world.history):
+    if any("Disconnect" in type(thing).__name__ for thing in _seen(cluster)):
         cluster.world.violate("never hangs", "back-pressure was taken for death")
 
 
 def tables_do_not_grow(cluster: SimCluster) -> None:
-    """After many rooms, what a machine keeps is what it kept after one."""
+    """Demand that a machine keeps no more after many rooms than after one."""
     all_done(cluster)
     for node in cluster.nodes:
         links = len(node.machine.links)
@@ -146,32 +134,24 @@ def tables_do_not_grow(cluster: SimCluster) -> None:
 
 
 def quarantine_was_used(cluster: SimCluster) -> None:
-    """Pages waited for a stopped writer instead of being reused."""
+    """Demand that pages of the first job waited for a stopped writer."""
+    times: dict[Peer, list[float]] = {}
+    for t, who, _, thing in cluster.world.history:
+        if isinstance(thing, Report | Release) and thing.room == cluster.jobs[0].room:
+            times.setdefault(who, []).append(t)
     waited = [
-        release - report
-        for job in cluster.jobs[:1]
-        for report, release in _report_and_release(cluster, job)
+        pair[1] - pair[0]
+        for who, pair in times.items()
+        if len(pair) == 2 and not isinstance(cluster.world.nodes[who], SourceNode)
     ]
     if not waited or max(waited) < 0.5:
         cluster.world.violate("never reuses", f"pages were released after {waited}")
 
 
-def _report_and_release(cluster: SimCluster, job: SimJob) -> list[tuple[float, float]]:
-    times: dict[Peer, list[float]] = {}
+def released_soon(cluster: SimCluster) -> None:
+    """Demand that pages of cancelled rooms are free long before their deadline of 4 s."""
     for t, who, _, thing in cluster.world.history:
-        if type(thing).__name__ in ("Report", "Release") and thing.room == job.room:  # type: ignore[attr-defined]
-            times.setdefault(who, []).append(t)
-    return [
-        (pair[0], pair[1])
-        for who, pair in times.items()
-        if len(pair) == 2 and not isinstance(cluster.world.nodes[who], SourceNode)
-    ]
-
-
-def let_go_soon(cluster: SimCluster) -> None:
-    """Pages of rooms that decode gave up are free long before their deadline of 4 s."""
-    for t, who, _, thing in cluster.world.history:
-        if type(thing).__name__ == "Release" and t > 2.5:
+        if isinstance(thing, Release) and t > 2.5:
             cluster.world.violate("never leaks", f"{who} kept pages until {t:.2f} s")
     for node in cluster.nodes:
         if node.allocations:
@@ -184,10 +164,10 @@ STAGED = ClusterShape(policy=EnginePolicy("all"))
 ONE_SLOT = ClusterShape(
     policy=EnginePolicy("all"), staging=msgspec.structs.replace(ClusterShape().staging, num_slots=1)
 )
-# Credits come late, because a slot of the target is used for long.
-AHEAD = replace(ONE_SLOT, early_gather_slots=2)
-# A source has one slot for two targets, and what waits for a credit may have it.
-ONLY_ONE = replace(AHEAD, prefill=Parallel(tp=1), decodes=(Parallel(tp=2),), local_slots=1)
+# Credits come late, because a target's only slot is busy for long.
+EARLY = replace(ONE_SLOT, early_gather_slots=2)
+# A source has one slot for two targets; a gather that waits for a credit may hold it.
+ONLY_SLOT = replace(EARLY, prefill=Parallel(tp=1), decodes=(Parallel(tp=2),), local_slots=1)
 WIDE = ClusterShape(prefill=Parallel(tp=2, pp=2), decodes=(Parallel(tp=2),))
 DEEP = ClusterShape(spec=HYBRID, prefill=Parallel(tp=2), decodes=(Parallel(tp=4),))
 LOST = (FailureCode.PEER_GONE, FailureCode.PEER_SILENT, FailureCode.PEER_RESTARTED)
@@ -202,20 +182,20 @@ EVERYONE = ("decode0", PREFILL)
 ALL_KINDS = (Hello, Welcome, Offer, Accept, Want, Grant, Arrived, Close, Complete)
 
 SCENARIOS: dict[str, Scenario] = {
-    "C1": Scenario("many sources, each with its own key", jobs(4), all_done, WIDE),
+    "C1": Scenario("each of many sources has a key of its own", jobs(4), all_done, WIDE),
     "C2": Scenario("a dense model's metadata arrives without state", jobs(4), all_done),
     "C3": Scenario(
-        "state where there is state, none where there is none",
+        "state rows are sent and expected only where the model has them",
         jobs(4),
         all_done,
-        ClusterShape(spec=HYBRID, prefill=Parallel(tp=2), decodes=(Parallel(tp=4),)),
+        DEEP,
     ),
     "C4": Scenario(
-        "staging requests are all taken", jobs(4, cached=False), staged_something, STAGED
+        "every staging request is served", jobs(4, cached=False), staged_something, STAGED
     ),
-    "C5": Scenario("chunks arrive out of order", both(shuffle_notes, jobs(4)), all_done, STAGED),
+    "C5": Scenario("chunks arrive out of order", all_of(shuffle_notes, jobs(4)), all_done, STAGED),
     "C6": Scenario(
-        "one writer heard twice is still one writer",
+        "duplicate messages do not count as another source",
         jobs(4),
         all_done,
         WIDE,
@@ -223,12 +203,12 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "C7": Scenario(
         "the first frame of every kind is lost",
-        both(lose_first(*ALL_KINDS), jobs(3)),
+        all_of(lose_first(*ALL_KINDS), jobs(3)),
         all_done,
         STAGED,
     ),
     "C8": Scenario(
-        "a write fails to post, and decode hears of it",
+        "decode is told of a write that fails",
         jobs(1, cached=False),
         failed_with("decode0", 0, FailureCode.TRANSPORT),
         ClusterShape(prefill=Parallel(tp=1), policy=EnginePolicy("none")),
@@ -236,7 +216,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "C9": Scenario("a prefix hit changes the number of chunks", jobs(8), all_done, TWO_DECODES),
     "C10": Scenario(
-        "a room that two requests were given serves neither with the other's cache",
+        "two requests with one room never get each other's cache",
         jobs(1),
         failed_with("decode0", 0, FailureCode.CONTENT_DIFFERS, FailureCode.ABORTED),
         ClusterShape(prefill=Parallel(tp=2), decodes=(Parallel(tp=2),)),
@@ -245,12 +225,12 @@ SCENARIOS: dict[str, Scenario] = {
     "C11": Scenario("layers are pushed in reverse", layers(4, -1), all_done, DEEP),
     "S1": Scenario(
         "an abort returns its slots",
-        both(jobs(2, 0.3), at(0.04, cancel(0, "decode0"))),
+        all_of(jobs(2, 0.3), at(0.04, cancel(0, "decode0"))),
         done(1),
         ONE_SLOT,
         Faults(slow_write=0.2),
     ),
-    "S2": Scenario("an empty pool fills again", jobs(5, 0.01), all_done, ONE_SLOT),
+    "S2": Scenario("a pool without free slots recovers", jobs(5, 0.01), all_done, ONE_SLOT),
     "S3": Scenario(
         "a send buffer waits for its write", jobs(5, 0.01), all_done, STAGED, Faults(torn_write=0.5)
     ),
@@ -258,39 +238,39 @@ SCENARIOS: dict[str, Scenario] = {
         "a deferred write is tried again, once", jobs(4), all_done, STAGED, Faults(busy=0.4)
     ),
     "S5": Scenario(
-        "a dead holder of credits blocks nobody",
-        both(jobs(3, 0.4), at(0.03, kill(PREFILL, 1, 0.05))),
+        "a source that dies with credits blocks no other source",
+        all_of(jobs(3, 0.4), at(0.03, kill(PREFILL, 1, 0.05))),
         done(2),
         ONE_SLOT,
     ),
     "S6": Scenario("credits and pages make no cycle", jobs(6, 0.01), all_done, TIGHT),
     "S7": Scenario(
-        "an abort lets go of what was gathered ahead, when that has ended",
-        both(
+        "an abort frees early-gathered slots when their gathers have ended",
+        all_of(
             slow_writes(0.1),
             slow_gathers(0.05),
             jobs(4, 0.1, cached=False),
             at(0.15, cancel(0, PREFILL)),
         ),
-        both(done(1), done(3), gathered_ahead),
-        AHEAD,
+        all_of(done(1), done(3), gathered_early),
+        EARLY,
     ),
     "S8": Scenario(
-        "the only slot is taken back from who has no credit yet",
-        both(slow_gathers(0.01), jobs(4, 0.02, cached=False)),
-        both(all_done, gathered_ahead),
-        ONLY_ONE,
+        "the only slot is taken back from a gather without a credit",
+        all_of(slow_gathers(0.01), jobs(4, 0.02, cached=False)),
+        all_of(all_done, gathered_early),
+        ONLY_SLOT,
     ),
     "L1": Scenario(
-        "decode gives up while prefill writes",
-        both(jobs(3, 0.1), at(0.05, cancel(0, "decode0"))),
+        "decode cancels while prefill writes",
+        all_of(jobs(3, 0.1), at(0.05, cancel(0, "decode0"))),
         promises_only,
         ClusterShape(num_pages=14),
         Faults(slow_write=0.6, torn_write=0.5),
     ),
     "L2": Scenario(
         "prefill never answers an abort",
-        both(
+        all_of(
             jobs(1),
             at(0.03, stall(PREFILL, 0, 1.0)),
             at(0.05, cancel(0, "decode0")),
@@ -300,24 +280,24 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "L3": Scenario(
         "prefill's deadline comes first",
-        both(jobs(3), at(0.02, stall("decode0", 0, 1.0))),
+        all_of(jobs(3), at(0.02, stall("decode0", 0, 1.0))),
         promises_only,
         faults=Faults(short_deadline=0.5, slow_write=0.5),
     ),
     "L4": Scenario(
         "the client cancels before or during the transfer",
-        both(jobs(4, 0.05), at(0.01, cancel(0, *EVERYONE)), at(0.16, cancel(2, *EVERYONE))),
+        all_of(jobs(4, 0.05), at(0.01, cancel(0, *EVERYONE)), at(0.16, cancel(2, *EVERYONE))),
         done(3),
     ),
     "L5": Scenario(
         "cleanup needs no new work",
-        both(jobs(2), at(0.03, cancel(0, PREFILL)), at(0.08, cancel(1, "decode0"))),
+        all_of(jobs(2), at(0.03, cancel(0, PREFILL)), at(0.08, cancel(1, "decode0"))),
         promises_only,
         faults=Faults(slow_write=0.5),
     ),
     "L6": Scenario(
-        "a stopped writer's pages wait for it",
-        both(
+        "pages are quarantined while their writer is stopped",
+        all_of(
             slow_writes(1.0),
             jobs(1, cached=False),
             at(0.12, stall(PREFILL, 0, 2.2)),
@@ -336,27 +316,27 @@ SCENARIOS: dict[str, Scenario] = {
     "L8": Scenario("many rooms leave nothing behind", jobs(40, 0.04), tables_do_not_grow),
     "L9": Scenario(
         "a source dies between two layers of one chunk",
-        both(layers(1, 1, 0.2), kill_after_a_layer(PREFILL, 0), at(2.0, jobs(1))),
-        both(failed_with("decode0", 0, *LOST, FailureCode.ABORTED), done(1)),
+        all_of(layers(1, 1, 0.2), kill_after_a_layer(PREFILL, 0), at(2.0, jobs(1))),
+        all_of(failed_with("decode0", 0, *LOST, FailureCode.ABORTED), done(1)),
         DEEP,
     ),
     "L10": Scenario(
-        "decode gives a room up, and asks for it again while prefill pushes, closes and drains",
-        both(jobs(2, 0.05), at(0.03, ask_again(0)), at(0.09, ask_again(1))),
+        "decode cancels a room and asks for it again while prefill pushes, closes and drains",
+        all_of(jobs(2, 0.05), at(0.03, ask_again(0)), at(0.09, ask_again(1))),
         promises_only,
         ClusterShape(prefill=Parallel(tp=2), decodes=(Parallel(tp=2),)),
         Faults(drop=0.1, delay=0.3, slow_prefill=0.3),
     ),
     "L11": Scenario(
-        "decode gives a room up before it could be offered, and prefill lets go of it",
-        both(jobs(2, 0.02), at(0.011, cancel(0, "decode0")), at(0.021, cancel(1, "decode0"))),
-        let_go_soon,
+        "prefill releases a room that decode cancelled before its offer",
+        all_of(jobs(2, 0.02), at(0.011, cancel(0, "decode0")), at(0.021, cancel(1, "decode0"))),
+        released_soon,
         ClusterShape(prefill=Parallel(tp=2), decodes=(Parallel(tp=1),)),
         Faults(drop=0.1),
     ),
     "P1": Scenario(
         "a peer restarts under its name",
-        both(
+        all_of(
             jobs(2, 0.6),
             at(0.3, kill("decode0", 0, 0.05)),
             at(0.9, kill(PREFILL, 0, 0.05)),
@@ -366,7 +346,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "P2": Scenario(
         "a peer speaks another version",
-        both(other_version("decode0"), jobs(1)),
+        all_of(other_version("decode0"), jobs(1)),
         failed_with("decode0", 0, FailureCode.REFUSED),
     ),
     "P3": Scenario(
@@ -375,19 +355,19 @@ SCENARIOS: dict[str, Scenario] = {
         failed_with(STRANGER, 0, FailureCode.REFUSED),
         faults=Faults(strangers=1),
     ),
-    "P4": Scenario("foreign frames stop nothing", both(jobs(3), hostile_frames), all_done, WIDE),
+    "P4": Scenario("foreign frames stop nothing", all_of(jobs(3), hostile_frames), all_done, WIDE),
     "P5": Scenario(
         "an index below zero is refused",
-        both(jobs(2), hostile_frames),
-        both(all_done, malformed_were_refused),
+        all_of(jobs(2), hostile_frames),
+        all_of(all_done, malformed_were_refused),
     ),
     "P6": Scenario(
         "an index beyond the pool is refused",
-        both(huge_page, jobs(1, cached=False)),
+        all_of(huge_page, jobs(1, cached=False)),
         failed_with("decode0", 0, FailureCode.BAD_OFFER, FailureCode.ABORTED),
         ClusterShape(decodes=(Parallel(tp=2),)),
     ),
-    "P7": Scenario("a pickle is just foreign bytes", both(jobs(3), hostile_frames), all_done),
+    "P7": Scenario("a pickle is just foreign bytes", all_of(jobs(3), hostile_frames), all_done),
     "P8": Scenario(
         "back-pressure is not death", jobs(4), nobody_was_lost, STAGED, Faults(busy=0.6)
     ),

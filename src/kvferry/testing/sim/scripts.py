@@ -1,4 +1,4 @@
-"""Scripts: what is done to a cluster in a named situation."""
+"""Scripts: functions that start jobs and inject faults in a cluster, for scenarios."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Concatenate, ParamSpec
 
 import msgspec
 
@@ -18,174 +19,162 @@ from kvferry.testing.sim.cluster import SimCluster
 from kvferry.testing.sim.engines import TargetNode
 from kvferry.testing.sim.jobs import layer_by_layer
 
+P = ParamSpec("P")
 Script = Callable[[SimCluster], None]
 
 
-def jobs(count: int, every_s: float = 0.05, *, cached: bool = True) -> Script:
-    """Start so many jobs, one after the other; ``cached``: decode may have a part already."""
-
-    def script(cluster: SimCluster) -> None:
-        for index in range(count):
-            job = cluster.draw_job(cached=cached, deadline_s=4.0)
-            cluster.world.at(index * every_s, lambda job=job: cluster.start(job))  # type: ignore[misc]
-
-    return script
+def script(act: Callable[Concatenate[SimCluster, P], None]) -> Callable[P, Script]:
+    """Decorate a function of a cluster and arguments: given the arguments, it returns a script."""
+    return lambda *args, **kwargs: lambda cluster: act(cluster, *args, **kwargs)
 
 
-def layers(count: int, order: int, pace_s: float = 0.0) -> Script:
-    """Jobs of one chunk each, pushed layer by layer: upwards (1) or downwards (-1)."""
-
-    def script(cluster: SimCluster) -> None:
-        for _ in range(count):
-            job = cluster.draw_job(cached=False, deadline_s=4.0)
-            chunk, num_layers = Span(0, job.request.num_tokens), cluster.shape.spec.num_layers
-            pushes = tuple(layer_by_layer(chunk, num_layers, states=True)[::order])
-            cluster.jobs[-1] = replace(job, pushes=pushes, pace_s=pace_s)
-            cluster.start(cluster.jobs[-1])
-
-    return script
+@script
+def all_of(cluster: SimCluster, *scripts: Script) -> None:
+    """Run several scripts, or check several demands, in order."""
+    for one in scripts:
+        one(cluster)
 
 
-def both(*scripts: Script) -> Script:
-    """Several scripts at once."""
-
-    def script(cluster: SimCluster) -> None:
-        for one in scripts:
-            one(cluster)
-
-    return script
+@script
+def at(cluster: SimCluster, seconds: float, act: Script) -> None:
+    """Run another script at that time."""
+    cluster.world.at(seconds, lambda: act(cluster))
 
 
-def at(seconds: float, act: Script) -> Script:
-    """Do something to the cluster at that time."""
-    return lambda cluster: cluster.world.at(seconds, lambda: act(cluster))
+# ---------------------------------------------------------------- jobs
 
 
-def kill(instance: str, rank: int, revive_after: float | None) -> Script:
-    """Kill one process."""
-    return lambda c: c.kill(c.world.nodes[Peer(instance, rank)], revive_after)
+@script
+def jobs(cluster: SimCluster, count: int, every_s: float = 0.05, *, cached: bool = True) -> None:
+    """Start jobs one after the other; with ``cached``, decode may have a prefix already."""
+    for index in range(count):
+        job = cluster.draw_job(cached=cached, deadline_s=4.0)
+        cluster.world.at(index * every_s, partial(cluster.start, job))
 
 
-def kill_after_a_layer(instance: str, rank: int) -> Script:
-    """Kill one process when the first of what it writes has arrived."""
-
-    def script(cluster: SimCluster) -> None:
-        world, struck = cluster.world, list[Envelope]()
-
-        def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
-            if sender == Peer(instance, rank) and isinstance(envelope.body, Arrived) and not struck:
-                struck.append(envelope)
-                world.at(0.0, lambda: cluster.kill(world.nodes[sender], 0.5))
-            return None
-
-        world.intercept = intercept
-
-    return script
+@script
+def layers(cluster: SimCluster, count: int, order: int, pace_s: float = 0.0) -> None:
+    """Start jobs of one chunk each, pushed layer by layer: upwards (1) or downwards (-1)."""
+    for _ in range(count):
+        job = cluster.draw_job(cached=False, deadline_s=4.0)
+        chunk, num_layers = Span(0, job.request.num_tokens), cluster.shape.spec.num_layers
+        pushes = tuple(layer_by_layer(chunk, num_layers, states=True)[::order])
+        cluster.jobs[-1] = replace(job, pushes=pushes, pace_s=pace_s)
+        cluster.start(cluster.jobs[-1])
 
 
-def stall(instance: str, rank: int, seconds: float) -> Script:
-    """Stop one process for a while."""
-    return lambda c: c.world.nodes[Peer(instance, rank)].process.stall(seconds)
+@script
+def cancel(cluster: SimCluster, index: int, *instances: str) -> None:
+    """Cancel a job at every rank of these instances."""
+    for node in cluster.nodes:
+        if node.peer.instance in instances:
+            node.deliver(Cancel(cluster.jobs[index].room))
 
 
-def cancel(index: int, *instances: str) -> Script:
-    """Engines give a job up, on every rank."""
+@script
+def ask_again(cluster: SimCluster, index: int) -> None:
+    """Cancel a job at decode and receive the same room again once its pages are released."""
+    job = cluster.jobs[index]
 
-    def script(cluster: SimCluster) -> None:
-        for node in cluster.nodes:
-            if node.peer.instance in instances:
-                node.deliver(Cancel(cluster.jobs[index].room))
-
-    return script
-
-
-def ask_again(index: int) -> Script:
-    """Decode gives a job up and asks for the same room again as soon as it has its pages back."""
-
-    def again(cluster: SimCluster, node: TargetNode) -> None:
-        job = cluster.jobs[index]
+    def again(node: TargetNode) -> None:
         if job.room in node.allocations:
-            cluster.world.at(0.01, partial(again, cluster, node))
+            cluster.world.at(0.01, partial(again, node))
             return
         node.outcomes.pop(job.room, None)
         node.start(job)
 
-    def script(cluster: SimCluster) -> None:
-        for node in cluster.nodes:
-            if isinstance(node, TargetNode):
-                node.deliver(Cancel(cluster.jobs[index].room))
-                again(cluster, node)
-
-    return script
+    for node in cluster.nodes:
+        if isinstance(node, TargetNode):
+            node.deliver(Cancel(job.room))
+            again(node)
 
 
-def lose_first(*kinds: type) -> Script:
+# ---------------------------------------------------------------- processes and time
+
+
+@script
+def kill(cluster: SimCluster, instance: str, rank: int, revive_after: float | None) -> None:
+    """Kill one process."""
+    cluster.kill(cluster.world.nodes[Peer(instance, rank)], revive_after)
+
+
+@script
+def stall(cluster: SimCluster, instance: str, rank: int, seconds: float) -> None:
+    """Stop one process for a while."""
+    cluster.world.nodes[Peer(instance, rank)].process.stall(seconds)
+
+
+@script
+def slow_writes(cluster: SimCluster, seconds: float) -> None:
+    """Make every write take longer."""
+    cluster.wire.extra_s = seconds
+
+
+@script
+def slow_gathers(cluster: SimCluster, seconds: float) -> None:
+    """Make every early gather take longer."""
+    cluster.wire.gathers.extra_s = seconds
+
+
+# ---------------------------------------------------------------- frames
+
+
+@script
+def kill_after_a_layer(cluster: SimCluster, instance: str, rank: int) -> None:
+    """Kill one process when it announces its first write."""
+    world, killed = cluster.world, list[Envelope]()
+
+    def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
+        if sender == Peer(instance, rank) and isinstance(envelope.body, Arrived) and not killed:
+            killed.append(envelope)
+            world.at(0.0, lambda: cluster.kill(world.nodes[sender], 0.5))
+        return None
+
+    world.intercept = intercept
+
+
+@script
+def lose_first(cluster: SimCluster, *kinds: type) -> None:
     """Lose the first frame of each kind on each pair."""
+    seen: set[tuple[Peer, Peer, type]] = set()
 
-    def script(cluster: SimCluster) -> None:
-        seen: set[tuple[Peer, Peer, type]] = set()
+    def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
+        key = (sender, to, type(envelope.body))
+        if key[2] in kinds and key not in seen:
+            seen.add(key)
+            cluster.world.counts["lost-" + key[2].__name__] += 1
+            return []
+        return None
 
-        def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
-            key = (sender, to, type(envelope.body))
-            if key[2] in kinds and key not in seen:
-                seen.add(key)
-                cluster.world.happened["lost-" + key[2].__name__] += 1
-                return []
-            return None
-
-        cluster.world.intercept = intercept
-
-    return script
-
-
-def slow_writes(seconds: float) -> Script:
-    """Every write takes so much longer."""
-
-    def script(cluster: SimCluster) -> None:
-        cluster.wire.extra_s = seconds
-
-    return script
-
-
-def slow_gathers(seconds: float) -> Script:
-    """Every gather ahead takes so much longer."""
-
-    def script(cluster: SimCluster) -> None:
-        cluster.wire.gathers.extra_s = seconds
-
-    return script
+    cluster.world.intercept = intercept
 
 
 def shuffle_notes(cluster: SimCluster) -> None:
-    """Notes take anything from no time to half a second."""
+    """Delay each arrival note by up to half a second."""
     rng = cluster.world.rng
     cluster.world.intercept = lambda sender, to, envelope: (
         [rng.random() * 0.5] if isinstance(envelope.body, Arrived) else None
     )
 
 
-def other_version(instance: str) -> Script:
-    """Everything that an instance says is in a later version of the protocol."""
+@script
+def other_version(cluster: SimCluster, instance: str) -> None:
+    """Give every frame of an instance a later protocol version."""
+    world = cluster.world
 
-    def script(cluster: SimCluster) -> None:
-        world = cluster.world
+    def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
+        if sender.instance != instance:
+            return None
+        fields = msgspec.msgpack.decode(encode(envelope))
+        fields[1] = VERSION + 1
+        world.at(0.002, partial(world.arrive, to, msgspec.msgpack.encode(fields)))
+        return []
 
-        def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
-            if sender.instance != instance:
-                return None
-            fields = msgspec.msgpack.decode(encode(envelope))
-            fields[1] = VERSION + 1
-            frame = msgspec.msgpack.encode(fields)
-            world.at(0.002, lambda: world.arrive(to, frame))
-            return []
-
-        world.intercept = intercept
-
-    return script
+    world.intercept = intercept
 
 
 def hostile_frames(cluster: SimCluster) -> None:
-    """Everyone gets bytes that nobody should act on."""
+    """Send foreign, malformed and hostile bytes to every node."""
     session, sender = Session(1, 1), Peer("decode0", 0)
     head = [MAGIC, VERSION, ["decode0", 0], 1001, [1001, 1], 5]
     table = ["kv", [-8], 0]
@@ -201,11 +190,11 @@ def hostile_frames(cluster: SimCluster) -> None:
     ]
     for node in cluster.nodes:
         for index, frame in enumerate(frames):
-            cluster.world.at(0.01 * index, lambda n=node, f=frame: cluster.world.arrive(n.peer, f))  # type: ignore[misc]
+            cluster.world.at(0.01 * index, partial(cluster.world.arrive, node.peer, frame))
 
 
 def huge_page(cluster: SimCluster) -> None:
-    """A target offers a page that its pool does not have."""
+    """Make targets offer a page that their pools do not have."""
 
     def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
         body = envelope.body

@@ -1,9 +1,8 @@
-"""One simulated world: a clock, a queue of things to come, a network and its faults.
+"""One simulated world: a clock with a queue of events, the network, and the faults drawn for it.
 
-Single-threaded and seeded: the same seed plays the same world, step by step.
-The network delays, drops, duplicates and reorders frames; frames go through the
-real codec. Until ``calm_at`` faults happen, after it nothing goes wrong any
-more, and progress is demanded.
+Single-threaded and seeded: the same seed gives the same world, step by step. The network delays,
+drops, duplicates and reorders frames, which pass through the real codec. Faults happen until
+``calm_at``; after that nothing goes wrong and the cluster must make progress.
 """
 
 from __future__ import annotations
@@ -12,28 +11,76 @@ import heapq
 import random
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from kvferry.ids import Peer
 from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.messages import Arrived, Envelope
-from kvferry.testing.sim.faults import Faults
 
 if TYPE_CHECKING:
     from kvferry.testing.sim.nodes import Node
 
 MAX_HISTORY = 20_000
+MAX_PAST_FRAMES = 200
 
-# What a scenario may decide about a frame: a delay for each copy, or None for the dice.
+# Gives the delay of each copy of a frame, or None to draw them as usual.
 Interceptor = Callable[[Peer, Peer, Envelope], list[float] | None]
 
 
 class Violation(Exception):
-    """A promise was broken. The text has the seed, the promise and the room's history."""
+    """A broken promise. The text has the seed, the promise and the room's history."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Probability of each fault per message or write, and counts of the rarer events."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    lose_note: float = 0.0
+    duplicate_note: float = 0.0
+    busy: float = 0.0
+    write_failed: float = 0.0
+    write_unknown: float = 0.0
+    slow_write: float = 0.0
+    torn_write: float = 0.0
+    cancel_source: float = 0.0
+    cancel_target: float = 0.0
+    short_deadline: float = 0.0
+    slow_prefill: float = 0.0
+    late_decode: float = 0.0
+    one_sided: float = 0.0
+    mixed_up: float = 0.0
+    stalls: int = 0
+    kills: int = 0
+    cuts: int = 0
+    foreign: int = 0
+    replays: int = 0
+    strangers: int = 0
+    tight_pools: int = 0
+    leaves: int = 0
+    unreached: float = 0.0
+    late_choice: float = 0.0
+
+    @staticmethod
+    def draw(rng: random.Random) -> Faults:
+        """Draw a few kinds of fault, each with a strength.
+
+        Most kinds are left out: a world in which everything fails at once hides the bugs
+        that need most things to work.
+        """
+        chosen: dict[str, float] = {}
+        for one in fields(Faults):
+            if rng.random() < 0.3:
+                is_count = one.type == "int"
+                chosen[one.name] = rng.randint(1, 2) if is_count else rng.choice([0.03, 0.1, 0.3])
+        return Faults(**chosen)  # type: ignore[arg-type]
 
 
 class World:
-    """Time, the network, and everyone in it."""
+    """The clock, the network and the nodes of one simulation."""
 
     def __init__(self, seed: int, faults: Faults, *, calm_at: float) -> None:
         self.seed = seed
@@ -43,7 +90,7 @@ class World:
         self.now = 0.0
         self.steps = 0
         self.nodes: dict[Peer, Node] = {}
-        self.happened: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.history: deque[tuple[float, Peer, str, object]] = deque(maxlen=MAX_HISTORY)
         self.intercept: Interceptor | None = None
         self.past_frames: list[tuple[Peer, bytes]] = []
@@ -52,16 +99,16 @@ class World:
 
     # ------------------------------------------------------------ time
 
-    def at(self, delay: float, then: Callable[[], None]) -> None:
-        """Do something after ``delay`` seconds of simulated time."""
+    def at(self, delay: float, action: Callable[[], None]) -> None:
+        """Run the action after ``delay`` seconds of simulated time."""
         self._order += 1
-        heapq.heappush(self._queue, (self.now + delay, self._order, then))
+        heapq.heappush(self._queue, (self.now + delay, self._order, action))
 
     def run(self, until: float) -> None:
-        """Play everything up to that time."""
+        """Run everything that is due up to that time."""
         while self._queue and self._queue[0][0] <= until:
-            self.now, _, then = heapq.heappop(self._queue)
-            then()
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
         self.now = until
 
     @property
@@ -69,60 +116,59 @@ class World:
         """Whether faults have stopped."""
         return self.now >= self.calm_at
 
-    def strikes(self, kind: str) -> bool:
-        """Whether a fault of that kind happens now."""
+    def inject(self, kind: str) -> bool:
+        """Draw whether a fault of that kind happens now, and count it."""
         chance = getattr(self.faults, kind)
         if not chance or self.calm or self.rng.random() >= chance:
             return False
-        self.happened[kind] += 1
+        self.counts[kind] += 1
         return True
 
     # ------------------------------------------------------------ network
 
     def send(self, sender: Peer, to: Peer, envelope: Envelope) -> None:
-        """Put a frame on the wire; it may come late, twice, or never."""
+        """Put a frame on the wire. It may arrive late, twice or never."""
         frame = encode(envelope)
-        if not self.calm and len(self.past_frames) < 200:
+        if not self.calm and len(self.past_frames) < MAX_PAST_FRAMES:
             self.past_frames.append((to, frame))
-        for delay in self._copies(sender, to, envelope):
+        for delay in self._delays(sender, to, envelope):
             self.at(delay, lambda: self.arrive(to, frame))
 
-    def _copies(self, sender: Peer, to: Peer, envelope: Envelope) -> list[float]:
+    def _delays(self, sender: Peer, to: Peer, envelope: Envelope) -> list[float]:
+        """Return the delay of each copy of a frame that arrives."""
         delays = self.intercept(sender, to, envelope) if self.intercept else None
         if delays is not None:
             return delays
         is_note = isinstance(envelope.body, Arrived)
-        if self.strikes("lose_note" if is_note else "drop"):
+        if self.inject("lose_note" if is_note else "drop"):
             return []
-        copies = 2 if self.strikes("duplicate_note" if is_note else "duplicate") else 1
-        return [self._delay() for _ in range(copies)]
+        copies = 2 if self.inject("duplicate_note" if is_note else "duplicate") else 1
+        return [self._draw_delay() for _ in range(copies)]
 
-    def _delay(self) -> float:
+    def _draw_delay(self) -> float:
         quick = 0.001 + self.rng.random() * 0.004
-        return quick + self.rng.random() * 0.8 if self.strikes("delay") else quick
+        return quick + self.rng.random() * 0.8 if self.inject("delay") else quick
 
     def arrive(self, to: Peer, frame: bytes) -> None:
-        """A frame reaches its receiver, if there is one."""
+        """Deliver a frame if its receiver is alive."""
         node = self.nodes.get(to)
-        if node is None or not node.process.alive:
-            return
-        node.arrive(decode(frame))
+        if node is not None and node.process.alive:
+            node.arrive(decode(frame))
 
-    # ------------------------------------------------------------ judgement
+    # ------------------------------------------------------------ history
 
-    def remember(self, who: Peer, what: str, thing: object) -> None:
-        """Keep a line for the history that a violation prints."""
-        self.history.append((self.now, who, what, thing))
+    def record(self, who: Peer, direction: str, thing: object) -> None:
+        """Add a line to the history that a violation prints."""
+        self.history.append((self.now, who, direction, thing))
 
     def violate(self, promise: str, text: str, room: object = None) -> None:
-        """A promise is broken: stop here, with the room's story."""
+        """Raise a ``Violation`` with the history of the room."""
         lines = [f"seed {self.seed}, t={self.now:.3f}: {promise}: {text}", f"faults: {self.faults}"]
-        story = [line for line in self.history if room is None or _about(line[3], room)]
-        lines += [f"  {t:8.3f} {who!r:10} {what} {thing!r}" for t, who, what, thing in story[-80:]]
+        story = [line for line in self.history if room is None or _room_of(line[3]) == room]
+        lines += [f"  {t:8.3f} {who!r:10} {sign} {thing!r}" for t, who, sign, thing in story[-80:]]
         raise Violation("\n".join(lines))
 
 
-def _about(thing: object, room: object) -> bool:
+def _room_of(thing: object) -> object:
     body = getattr(getattr(thing, "envelope", None), "body", thing)
-    named = getattr(body, "room", None)
-    return named == room
+    return getattr(body, "room", None)

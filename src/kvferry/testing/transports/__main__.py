@@ -1,4 +1,4 @@
-"""Entry point of the suite's own processes; see ``host``."""
+"""Entry point of the suite's processes; see ``host``."""
 
 from kvferry.testing.transports.host import main
 

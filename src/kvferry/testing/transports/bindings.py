@@ -1,4 +1,4 @@
-"""Bindings and bytes for tests of transports, and what a write of them must leave behind."""
+"""Bindings and bytes for tests of transports, and the memory that a write must leave behind."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base, Int64s
 
 Bytes = NDArray[np.uint8]
+NO_STRIDE = Stride(0, 0)
 
 
 class PlacedPiece(NamedTuple):
@@ -28,31 +29,19 @@ class PlacedPiece(NamedTuple):
 
 
 def binding_of(pieces: Iterable[PlacedPiece]) -> Binding:
-    """A binding of just those pieces, which may lie anywhere, also outside."""
-    return Binding(tuple(_part(index, piece) for index, piece in enumerate(pieces)))
-
-
-def _part(index: int, piece: PlacedPiece) -> Part:
-    return Part(
-        "raw",
-        f"piece{index}",
-        (Base(0, piece.source_region, 0),),
-        (Base(0, piece.target_region, 0),),
-        Pieces(
-            _single(piece.source_offset),
-            _single(piece.target_offset),
-            _single(piece.length),
-            rows=_single(1),
-            cols=_single(1),
-            row_stride=Stride(0, 0),
-            col_stride=Stride(0, 0),
-            whole_pages=False,
-        ),
+    """Return a binding of these pieces, which may lie outside of their regions."""
+    return Binding(
+        tuple(
+            Part(
+                "raw",
+                f"piece{index}",
+                (Base(0, piece.source_region, 0),),
+                (Base(0, piece.target_region, 0),),
+                _rows(piece.source_offset, piece.target_offset, piece.length),
+            )
+            for index, piece in enumerate(pieces)
+        )
     )
-
-
-def _single(number: int) -> Int64s:
-    return np.array([number], dtype=np.int64)
 
 
 def grid(
@@ -62,34 +51,48 @@ def grid(
     source_bases: Sequence[Base] = (Base(0, 0, 0),),
     target_bases: Sequence[Base] = (Base(0, 0, 0),),
 ) -> Binding:
-    """Equal pieces at equal distances, the same in every layer."""
-    pieces = Pieces(
-        _single(0),
-        _single(0),
+    """Return a binding of equal pieces at equal distances, the same from each base."""
+    pieces = _rows(0, 0, length, num_rows, stride)
+    return Binding((Part("raw", "grid", tuple(source_bases), tuple(target_bases), pieces),))
+
+
+def _rows(
+    source_offset: int,
+    target_offset: int,
+    length: int,
+    num_rows: int = 1,
+    stride: Stride = NO_STRIDE,
+) -> Pieces:
+    return Pieces(
+        _single(source_offset),
+        _single(target_offset),
         _single(length),
         rows=_single(num_rows),
         cols=_single(1),
         row_stride=stride,
-        col_stride=Stride(0, 0),
+        col_stride=NO_STRIDE,
         whole_pages=False,
     )
-    return Binding((Part("raw", "grid", tuple(source_bases), tuple(target_bases), pieces),))
+
+
+def _single(number: int) -> Int64s:
+    return np.array([number], dtype=np.int64)
 
 
 def pattern(seed: int, num_bytes: int) -> Bytes:
-    """Bytes that are alike in every process."""
+    """Return pseudo-random bytes, the same in every process."""
     return np.frombuffer(np.random.default_rng(seed).bytes(num_bytes), dtype=np.uint8).copy()
 
 
 def after(binding: Binding, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> list[Bytes]:
-    """What the targets hold once the binding has been written, and nothing else has."""
+    """Return the targets' regions after a write of the binding and nothing else."""
     result = [region.copy() for region in targets]
     copy_pieces(binding.descriptors(), sources, result)
     return result
 
 
 def copy_by_memmove(binding: Binding, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """The ``copy`` that transports get here: plain, slow, one piece at a time."""
+    """Copy one piece at a time: the ``copy`` that transports get in tests."""
     columns = (column.tolist() for column in binding.descriptors())
     for source, at, target, to, length in zip(*columns, strict=True):
         ctypes.memmove(targets[target] + to, sources[source] + at, length)

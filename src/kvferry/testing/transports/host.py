@@ -1,12 +1,11 @@
-"""A process of the conformance suite: it owns transports and does as it is told.
+"""A process of the conformance suite: it owns transports and serves a test's requests.
 
-Started as ``python -m kvferry.testing.transports TRANSPORT DEVICE FD...`` by
-``process``. Every FD is one end of a connection and gets a thread with a ``Host``
-of its own, so that several transports can be at work in one process. A request
-is the name of a method with its arguments, a reply its result or its error.
-Between requests the transport is polled as an endpoint would poll it: all the
-time if it needs that, otherwise when it has called ``on_completion``. It can also be told to rest:
-then it answers, and does not poll.
+``process`` starts it as ``python -m kvferry.testing.transports TRANSPORT DEVICE FD...``. Each FD is
+one end of a connection and gets a thread with its own ``Host``, so that one process can have
+several transports. A request is a method's name with its arguments, a reply its result or error.
+
+Between requests the transport is polled as an endpoint polls it: all the time if it needs that,
+otherwise after it has called ``on_news``. A host that rests serves requests and does not poll.
 """
 
 from __future__ import annotations
@@ -29,71 +28,120 @@ from kvferry.ids import Op
 from kvferry.memory.copy.devices import copier_on
 from kvferry.plan.bind import Binding
 from kvferry.protocol.events import WriteFate
-from kvferry.regions import Device
-from kvferry.testing.transports.bindings import copy_by_memmove, pattern
-from kvferry.testing.transports.memory import GpuMemory, HostMemory, RegionMemory
+from kvferry.regions import Device, Region
+from kvferry.testing.transports.bindings import Bytes, copy_by_memmove, pattern
 from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
 from kvferry.transports.registry import transport_class
 
-PACE_S = 0.001
+POLL_S = 0.001
 
 
 class HostWrite(NamedTuple):
-    """One write: into which connection, its number, and what."""
+    """One write: the number of its connection, its own number, and its binding."""
 
     remote: int
     op: int
     binding: Binding
 
 
-class TransportLife:
-    """One transport from its making to its end, with its memory and connections."""
+# ---------------------------------------------------------------- memory
+
+
+class RegionMemory:
+    """A region with a margin on both sides that nobody may write, in host or GPU memory.
+
+    ``whole`` is a NumPy array or a torch tensor of bytes.
+    """
+
+    def __init__(self, whole: Any, margin: int, device: Device) -> None:
+        self._whole = whole
+        self._inner = whole[margin : len(whole) - margin]
+        self._is_host = device.is_host
+        address = self._inner.ctypes.data if device.is_host else self._inner.data_ptr()
+        self.region = Region(address, len(self._inner), device)
+
+    def write(self, values: Bytes) -> None:
+        """Fill the region."""
+        if self._is_host:
+            self._inner[:] = values
+        else:
+            import torch  # noqa: PLC0415 - only where there is a GPU
+
+            self._inner.copy_(torch.from_numpy(values))
+            torch.cuda.synchronize()
+
+    def read(self) -> bytes:
+        """Return the region with its margins."""
+        return self._bytes(self._whole)
+
+    def peek(self, offset: int, length: int) -> bytes:
+        """Return some bytes of the region."""
+        return self._bytes(self._inner[offset : offset + length])
+
+    def _bytes(self, values: Any) -> bytes:
+        return bytes((values if self._is_host else values.cpu().numpy()).tobytes())
+
+
+def zeros_on(device: Device, num_bytes: int) -> Any:
+    """Return zeroed bytes on a GPU."""
+    import torch  # noqa: PLC0415 - only where there is a GPU
+
+    zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=str(device))
+    torch.cuda.synchronize()
+    return zeros
+
+
+# ---------------------------------------------------------------- transports
+
+
+class OpenTransport:
+    """One transport with its memory, connections and writes."""
 
     def __init__(self, transport: Transport, memory: Sequence[RegionMemory]) -> None:
         self.transport = transport
         self._memory = memory
         self._remotes: list[RemoteMemory] = []
         self._writes: dict[Op, HostWrite] = {}
-        # Writes that were made at once and go on.
-        self._begun: list[Op] = []
-        self._told: list[WriteEnded] = []
+        # Immediate writes that have not ended yet.
+        self._pending: list[Op] = []
+        self._ended: list[WriteEnded] = []
         self._is_resting = False
         self._news = threading.Event()
         transport.on_completion = self._news.set
 
     def register(self, *, writable: bool) -> bytes:
-        """Give the transport its regions; its metadata."""
+        """Register the regions, and return the transport's metadata."""
         self.transport.register([memory.region for memory in self._memory], writable=writable)
         return self.transport.metadata()
 
     def realm(self) -> str:
-        """The transport's realm."""
+        """Return the transport's realm."""
         return self.transport.realm
 
     def fill(self, seed: int) -> None:
-        """Give every region a pattern: that of ``seed``, of ``seed + 1``, and so on."""
+        """Fill the regions with the patterns of ``seed``, ``seed + 1`` and so on."""
         for index, memory in enumerate(self._memory):
             memory.write(pattern(seed + index, memory.region.num_bytes))
 
     def read(self) -> list[bytes]:
-        """All the memory, margins included."""
+        """Return all regions with their margins."""
         return [memory.read() for memory in self._memory]
 
     def peek(self, region: int, offset: int, length: int) -> bytes:
-        """A few bytes of a region."""
+        """Return some bytes of a region."""
         return self._memory[region].peek(offset, length)
 
     def connect(self, metadata: bytes) -> int:
-        """Connect; the number by which writes name the connection."""
+        """Connect to a peer, and return the connection's number."""
         self._remotes.append(self.transport.connect(metadata))
         return len(self._remotes) - 1
 
     def disconnect(self, remote: int) -> None:
-        """Forget a peer."""
+        """Disconnect from a peer."""
         self.transport.disconnect(self._remotes[remote])
 
     def write(self, writes: Sequence[HostWrite]) -> None:
-        """Start these writes."""
+        """Submit these writes."""
         for write in writes:
             self._submit(write)
 
@@ -105,56 +153,54 @@ class TransportLife:
     def write_now(
         self, shares: Sequence[Sequence[HostWrite]], meanwhile: Sequence[HostWrite]
     ) -> list[WriteEnded]:
-        """Make these writes at once, each share on a thread of its own; how they ended.
+        """Make immediate writes, each share on a thread of its own; return those that ended.
 
-        This thread, the transport's own, starts others ``meanwhile`` and polls.
+        This thread, which is the transport's own, submits the writes ``meanwhile`` and polls.
         """
         with ThreadPoolExecutor(len(shares)) as threads:
-            begun = [threads.submit(self._written_now, share) for share in shares]
+            begun = [threads.submit(self._write_share, share) for share in shares]
             self.write(meanwhile)
             while not all(share.done() for share in begun):
-                self.idle()
+                self.poll()
         return [ended for share in begun for ended in share.result()]
 
-    def _written_now(self, writes: Sequence[HostWrite]) -> list[WriteEnded]:
-        """Again and again where the transport is busy; what goes on is told by ``wait``."""
-        told = []
+    def _write_share(self, writes: Sequence[HostWrite]) -> list[WriteEnded]:
+        """Make immediate writes, again while the transport is busy."""
+        ended = []
         for one in writes:
-            ended = self._write_now(one)
-            while ended is not None and ended.fate is WriteFate.BUSY:
-                time.sleep(PACE_S)
-                ended = self._write_now(one)
-            if ended is None:
-                self._begun.append(Op(one.op))
+            what = self._remotes[one.remote], Op(one.op), one.binding
+            result = self.transport.write_now(*what)
+            while result is not None and result.fate is WriteFate.BUSY:
+                time.sleep(POLL_S)
+                result = self.transport.write_now(*what)
+            if result is None:
+                self._pending.append(Op(one.op))
             else:
-                told.append(ended)
-        return told
-
-    def _write_now(self, one: HostWrite) -> WriteEnded | None:
-        return self.transport.write_now(self._remotes[one.remote], Op(one.op), one.binding)
+                ended.append(result)
+        return ended
 
     def wait(self, num_ended: int, limit_s: float) -> list[WriteEnded]:
-        """What has ended and was not told yet, once it is that much or the time is up."""
+        """Wait until that many writes have ended or the time is up; return those that ended."""
         deadline = time.monotonic() + limit_s
-        while len(self._told) < num_ended and time.monotonic() < deadline:
-            self._news.wait(PACE_S)
-            self.idle()
-        told, self._told = self._told, []
-        return told
+        while len(self._ended) < num_ended and time.monotonic() < deadline:
+            self._news.wait(POLL_S)
+            self.poll()
+        ended, self._ended = self._ended, []
+        return ended
 
     def rest(self, resting: bool) -> None:
-        """Poll no more, or again."""
+        """Stop polling, or start again."""
         self._is_resting = resting
 
-    def idle(self) -> None:
-        """Poll if an endpoint would."""
+    def poll(self) -> None:
+        """Poll the transport if an endpoint would."""
         if self._is_resting:
             return
-        for op in list(self._begun):
-            ended = self.transport.check_write(op)
-            if ended is not None:
-                self._begun.remove(op)
-                self._told.append(ended)
+        for op in list(self._pending):
+            result = self.transport.look(op)
+            if result is not None:
+                self._pending.remove(op)
+                self._ended.append(result)
         if not (self.transport.needs_polling or self._news.is_set()):
             return
         self._news.clear()
@@ -162,101 +208,98 @@ class TransportLife:
             if ended.fate is WriteFate.BUSY:
                 self._submit(self._writes[ended.op])
             else:
-                self._told.append(ended)
+                self._ended.append(ended)
 
 
 class Host:
-    """What one connection can ask for: a transport's life, one after another."""
+    """The requests of one connection: transports, one after another."""
 
     def __init__(self, transport: str, device: Device) -> None:
         self._class = transport_class(transport)
         self._device = device
-        self._life: TransportLife | None = None
-        # The last life's memory, which a peer may still be writing to.
-        self._past: TransportLife | None = None
+        self._open: OpenTransport | None = None
+        # The last transport's memory, which a peer may still be writing to.
+        self._closed: OpenTransport | None = None
 
-    def open_target(
-        self, agent: str, options: Mapping[str, str], sizes: Sequence[int], margin: int
+    def open(
+        self,
+        agent: str,
+        options: Mapping[str, str],
+        sizes: Sequence[int],
+        margin: int,
+        writable: bool,
     ) -> bytes:
-        """Make a transport whose peers may write regions of these sizes; its metadata.
+        """Open a transport with regions of these sizes; return its metadata.
 
-        Every region has a margin on both sides that nobody may touch.
+        Regions that peers may write come from the transport's ``allocate``.
         """
-        transport = self._made(agent, options)
-        if self._device.is_host:
-            arrays = [transport.allocate(size + 2 * margin) for size in sizes]
-            self._life = TransportLife(transport, [HostMemory(array, margin) for array in arrays])
-        else:
-            memory = [GpuMemory(self._device, size, margin) for size in sizes]
-            self._life = TransportLife(transport, memory)
-        return self._life.register(writable=True)
-
-    def open_source(self, agent: str, options: Mapping[str, str], sizes: Sequence[int]) -> bytes:
-        """Make a transport that is not written to, over memory that it did not make."""
-        transport = self._made(agent, options)
-        memory: Sequence[RegionMemory]
-        if self._device.is_host:
-            memory = [HostMemory(np.zeros(size, dtype=np.uint8), 0) for size in sizes]
-        else:
-            memory = [GpuMemory(self._device, size, 0) for size in sizes]
-        self._life = TransportLife(transport, memory)
-        return self._life.register(writable=False)
-
-    def _made(self, agent: str, options: Mapping[str, str]) -> Transport:
-        assert self._life is None, "close comes first"
-        return self._class(
-            TransportSetup(agent=agent, copy=copy_by_memmove, copies_on=copier_on, options=options)
+        assert self._open is None, "close the transport first"
+        setup = TransportSetup(
+            agent=agent, copy=copy_by_memmove, copies_on=copier_on, options=options
         )
+        transport, device = self._class(setup), self._device
+        memory = []
+        for size in sizes:
+            num_bytes = size + 2 * margin
+            if not device.is_host:
+                whole = zeros_on(device, num_bytes)
+            elif writable:
+                whole = transport.allocate(num_bytes)
+            else:
+                whole = np.zeros(num_bytes, dtype=np.uint8)
+            memory.append(RegionMemory(whole, margin, device))
+        self._open = OpenTransport(transport, memory)
+        return self._open.register(writable=writable)
 
     def close(self) -> list[WriteEnded]:
-        """End the life; what was polled and not asked for."""
-        if self._life is None:
+        """Close the transport twice; return the ended writes that nobody waited for."""
+        if self._open is None:
             return []
-        life, self._life = self._life, None
-        self._past = life
-        life.idle()
-        life.transport.close()
-        life.transport.close()
-        return life.wait(0, 0)
+        closed, self._open = self._open, None
+        self._closed = closed
+        closed.poll()
+        closed.transport.close()
+        closed.transport.close()
+        return closed.wait(0, 0)
 
-    def idle(self) -> None:
-        """Poll if an endpoint would."""
-        if self._life is not None:
-            self._life.idle()
+    def poll(self) -> None:
+        """Poll the transport if an endpoint would."""
+        if self._open is not None:
+            self._open.poll()
 
     def answer(self, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-        """Do what was asked: whether it could be done, and its result or error."""
-        who = self if hasattr(self, name) else self._life
+        """Serve a request: return whether it succeeded, and its result or error."""
+        who = self if hasattr(self, name) else self._open
         try:
             return True, getattr(who, name)(*arguments)
         except TransportError as error:
             return False, str(error)
         except Exception:
-            # Ends this thread: whoever asked shows what was printed.
+            # This ends the thread, and the test shows what the process has printed.
             traceback.print_exc()
             raise
 
 
 def serve(transport: str, device: Device, descriptor: int) -> None:
-    """Do what is asked over one connection until it is closed."""
+    """Serve the requests of one connection until it is closed."""
     host = Host(transport, device)
     with Connection(descriptor) as connection:
         while True:
             try:
-                while not connection.poll(PACE_S):
-                    host.idle()
+                while not connection.poll(POLL_S):
+                    host.poll()
                 name, arguments = connection.recv()
             except EOFError:
                 break
             connection.send(host.answer(name, arguments))
-            host.idle()  # Also while questions follow each other without a pause.
+            host.poll()  # Even if requests follow each other without a pause.
     host.close()
 
 
 def main() -> None:
-    """One thread for every connection named on the command line."""
+    """Serve every connection of the command line on a thread of its own."""
     faulthandler.enable()
-    # Whoever waits for us in vain can see where we are.
+    # A test that waits in vain asks for the stacks.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     transport, device = sys.argv[1], Device.parse(sys.argv[2])
     descriptors = [int(word) for word in sys.argv[3:]]

@@ -1,4 +1,4 @@
-"""The conformance suite itself: transports that break one promise, and the case that notices."""
+"""The conformance suite itself: transports that break one promise, and the cases that fail."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-# Every broken transport does one thing wrong. Most are shared memory but for that. ``Posted``
-# is sound: its writes travel as files in a folder, and the target's polling puts them in place.
+# Each broken transport is shared memory with one mistake. ``Posted`` is correct: its writes travel
+# as files in a folder, and the target stores them when it polls.
 TRANSPORTS = """
     import ctypes, os, pickle, secrets, tempfile, threading, time
     from pathlib import Path
@@ -50,8 +50,8 @@ TRANSPORTS = """
                 return
             rows = zip(*(column.tolist() for column in pieces.descriptors()), strict=True)
             self.post(self.boxes[remote], "write", (self.box, op, [
-                (region, to, ctypes.string_at(self._addresses[ours] + at, length))
-                for ours, at, region, to, length in rows
+                (region, to, ctypes.string_at(self._addresses[source] + at, length))
+                for source, at, region, to, length in rows
             ]))
 
         def post(self, box, kind, content):
@@ -162,39 +162,39 @@ TRANSPORTS = """
         name = "possessive"
 
         def connect(self, metadata):
-            self.theirs = __import__("msgspec").msgpack.decode(metadata)["segments"]
+            self.segments = __import__("msgspec").msgpack.decode(metadata)["segments"]
             return super().connect(metadata)
 
         def close(self):
             super().close()
-            for name in self.__dict__.pop("theirs", ()):
+            for name in self.__dict__.pop("segments", ()):
                 __import__("_posixshmem").shm_unlink(name)
 """
 
 BROKEN = {
-    "EndsWhenSent": ["test_what_has_ended_is_there_also_if_the_target_rests"],
+    "EndsWhenSent": ["test_ended_writes_have_arrived_if_the_target_does_not_poll"],
     "EarlyEnd": [
         "test_a_later_write_wins",
-        "test_what_has_ended_is_there",
-        "test_written_at_once",
+        "test_ended_writes_have_arrived",
+        "test_immediate_writes",
     ],
     "ChecksTooLate": [
         "test_a_piece_outside_its_region_fails_the_write[far away]",
-        "test_a_piece_outside_its_region_is_refused_at_once",
+        "test_an_immediate_write_outside_its_region_fails",
     ],
-    "OneThreadOnly": ["test_two_threads_at_once"],
+    "OneThreadOnly": ["test_immediate_writes_of_two_threads"],
     "TellsTwice": ["test_a_later_write_wins"],
     "ForgetsSome": ["test_a_peer_that_dies_during_many_writes"],
     "StaysSilent": ["test_a_peer_that_dies_during_many_writes"],
     "TakesAnything": ["test_garbage_metadata_is_refused"],
-    "ClosesOnce": ["test_close_without_having_done_anything"],
-    "Possessive": ["test_a_source_that_ends_takes_nothing_with_it"],
+    "ClosesOnce": ["test_close_without_a_write"],
+    "Possessive": ["test_the_end_of_a_source_keeps_its_target_reachable"],
 }
 SOUND = {
     "Posted": [
         "test_many_writes_in_flight_to_several_peers",
-        "test_what_has_ended_is_there",
-        "test_what_has_ended_is_there_also_if_the_target_rests",
+        "test_ended_writes_have_arrived",
+        "test_ended_writes_have_arrived_if_the_target_does_not_poll",
         "test_empty_writes",
         "test_two_transports_in_two_threads",
         "test_garbage_metadata_is_refused",
@@ -207,8 +207,8 @@ class Case(NamedTuple):
     name: str
 
 
-def played(folder: Path) -> dict[Case, bool]:
-    """Which cases were run and whether they failed, in one run over all these transports."""
+def run_cases(folder: Path) -> dict[Case, bool]:
+    """Run the chosen cases of all these transports at once; return whether each failed."""
     _install(folder)
     wanted = [
         f"test_them.py::Test{name}::{case}"
@@ -216,8 +216,8 @@ def played(folder: Path) -> dict[Case, bool]:
         for case in chosen
     ]
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml=told.xml"]
-    # Where CI is set, pytest compares at length what a failing case asserts.
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml=results.xml"]
+    # Where CI is set, pytest prints long comparisons of what a failing case asserts.
     subprocess.run(
         [*pytest, *wanted],
         cwd=folder,
@@ -226,13 +226,13 @@ def played(folder: Path) -> dict[Case, bool]:
         check=False,
         timeout=200,
     )
-    cases = ElementTree.parse(folder / "told.xml").getroot().iter("testcase")
-    told: dict[Case, bool] = {}
+    cases = ElementTree.parse(folder / "results.xml").getroot().iter("testcase")
+    failed: dict[Case, bool] = {}
     for case in cases:
         key = Case(case.attrib["classname"].split(".Test")[1], case.attrib["name"])
         bad = case.find("failure") is not None or case.find("error") is not None
-        told[key] = told.get(key, False) or bad
-    return told
+        failed[key] = failed.get(key, False) or bad
+    return failed
 
 
 def _install(folder: Path) -> None:
@@ -256,9 +256,9 @@ def _dashed(name: str) -> str:
     return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name)[1:]
 
 
-def test_every_broken_promise_is_noticed(tmp_path: Path) -> None:
+def test_every_broken_promise_fails_its_cases(tmp_path: Path) -> None:
     """One test, because the transports share one run."""
-    failed = played(tmp_path)
+    failed = run_cases(tmp_path)
     assert {case for case, bad in failed.items() if bad} == {
         Case(name, case) for name in BROKEN for case in BROKEN[name]
     }

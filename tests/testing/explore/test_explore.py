@@ -1,4 +1,4 @@
-"""Every interleaving of a small model keeps the promises, and a broken rule is noticed."""
+"""Every interleaving of a small model keeps the promises, and broken rules are caught."""
 
 from __future__ import annotations
 
@@ -25,36 +25,16 @@ from kvferry.protocol.source import SourceMachine, SourceParts
 from kvferry.protocol.states import LinkState
 from kvferry.protocol.target import TargetMachine, TargetParts
 from kvferry.protocol.writes import WriteQueue
-from kvferry.testing.explore import (
-    CHUNKED,
-    DIRECT,
-    MODELS,
-    STAGED,
-    Case,
-    ExploredModel,
-    ModelFault,
-    cases,
-    explore,
-)
-from kvferry.testing.explore.model import AHEAD, METADATA
+from kvferry.testing.explore import MODELS, Case, ExploredModel, ModelFault, cases, explore
+from kvferry.testing.explore.model import METADATA
 from kvferry.testing.explore.snapshot import copy_of, key_of
-from kvferry.testing.sim.breaks import (
-    DrainsAtOnce,
-    IgnoresDigest,
-    NoDeadline,
-    ReleasesAtAbort,
-    ReleasesWhileWriting,
-    TakesSilenceForProof,
-    Unchecked,
-)
-from kvferry.testing.sim.runner_breaks import (
-    ForgetsDoubt,
-    ProvesTooEarly,
-    Through,
-    asks_nobody,
-    notes_first,
-)
+from kvferry.testing.sim import BREAKS
+from kvferry.testing.sim.breaks import DigestIgnored, UncheckedSlots
+from kvferry.testing.sim.cluster import Machines
+from kvferry.testing.sim.runner_breaks import PortWrapper
 
+DIRECT, CHUNKED, STAGED = MODELS["direct"], MODELS["chunked"], MODELS["staged"]
+EARLY, ONLY_SLOT = MODELS["early"], MODELS["only-slot"]
 QUICK = list(cases())
 
 
@@ -70,14 +50,15 @@ def test_every_kind_of_fault_is_explored() -> None:
     assert {fault for case in QUICK for fault in case.faults} == set(ModelFault)
 
 
-def test_an_exploration_that_was_cut_short_says_so() -> None:
+def test_a_search_that_reaches_its_limit_is_not_complete() -> None:
     result = explore(DIRECT, max_states=100)
     assert not result.complete
     assert result.violation is None
 
 
 def test_copies_are_equal_and_share_nothing_mutable() -> None:
-    for machine, script in zip(STAGED.machines(), STAGED.scripts(), strict=True):
+    for runner, script in zip(STAGED.runners(None), STAGED.scripts(), strict=True):
+        machine = runner.machine
         before = key_of(machine)
         copied = copy_of(machine)
         assert key_of(copied) == before
@@ -90,14 +71,14 @@ def test_copies_are_equal_and_share_nothing_mutable() -> None:
 
 
 class FreesSlotsAtAbort(CreditBook):
-    """S4: credits of a failed room are taken back without proof."""
+    """S4: credits of a failed room are freed without proof."""
 
     def stop(self, key: AccountKey) -> None:
         self.settle(key)
 
 
 class CountsMessages(Ledger):
-    """C6: done when as many notes have come as there were pushes."""
+    """C6: completion is judged by the number of notes."""
 
     num_notes = 0
 
@@ -111,7 +92,7 @@ class CountsMessages(Ledger):
 
 
 class LeadsWithMetadata(TargetMachine):
-    """Knows the metadata before any Close."""
+    """The metadata is known before any Close, so that only the bytes can be missing."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
         actions = super().handle(event, now)
@@ -121,7 +102,7 @@ class LeadsWithMetadata(TargetMachine):
 
 
 class TrustsClose(Ledger):
-    """Done at Close, though a slot has not been scattered yet."""
+    """A room is done at Close, although a slot is not scattered yet."""
 
     closed = False
 
@@ -151,15 +132,15 @@ class ReportsTwice(TargetMachine):
         return [*actions, *(one for one in reports if isinstance(one.outcome, Failure))]
 
 
-class KeepsLegs(TargetLinks):
-    """L8: a room whose source is gone is kept for ever."""
+class KeepsInbounds(TargetLinks):
+    """L8: a room whose source is dead is kept for ever."""
 
     def gone(self, link: Link) -> None:
         link.state = LinkState.GONE
         self._unlink(link)
 
 
-class SaysCloseOnce(OutboundTransfers):
+class ClosesOnce(OutboundTransfers):
     """C7: a lost Close is not repeated."""
 
     def repeat_close(self, outbound: OutboundTransfer) -> None:
@@ -168,7 +149,7 @@ class SaysCloseOnce(OutboundTransfers):
         outbound.said_at = inf
 
 
-class SharesLocalSlot(Unchecked):
+class SharesLocalSlot(UncheckedSlots):
     """S3: a local slot is filled again before the write has read it."""
 
     def __len__(self) -> int:
@@ -179,7 +160,7 @@ class SharesLocalSlot(Unchecked):
 
 
 class ForgetsDiscarded(WriteQueue):
-    """S7: pages are released although a gather for nothing still reads them."""
+    """S7: pages are released while a discarded gather still reads them."""
 
     def reads(self, outbound: OutboundTransfer) -> bool:
         writes = (self.inflight.writes[op] for op in outbound.inflight)
@@ -187,7 +168,7 @@ class ForgetsDiscarded(WriteQueue):
 
 
 class SharesTheOnlySlot(EarlyGather):
-    """Whoever has a credit fills the slot that is taken back, before its gather has ended."""
+    """The only slot is taken back and filled again before its gather has ended."""
 
     def take_back(self) -> None:
         super().take_back()
@@ -197,8 +178,8 @@ class SharesTheOnlySlot(EarlyGather):
                 self.slots.free(write.local_slot)
 
 
-class DiscardsTwice(Through):
-    """A gather is discarded twice."""
+class DiscardsTwice(PortWrapper):
+    """Every gather is discarded twice."""
 
     def discard(self, op: Op) -> None:
         self.port.discard(op)
@@ -210,63 +191,66 @@ def discards_twice(ports: Any) -> Any:
 
 
 class ForgetsAnEnd(SourceMachine):
-    """The machine is not told of the first write that has ended."""
+    """The first write's result never reaches the machine."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
         return [] if event == Sent(Op(1)) else super().handle(event, now)
 
 
 def source(model: ExploredModel, **parts: Any) -> ExploredModel:
-    return replace(model, source_parts=SourceParts(**parts))
+    return replace(model, machines=Machines(source_parts=SourceParts(**parts)))
 
 
 def target(model: ExploredModel, **parts: Any) -> ExploredModel:
-    return replace(model, target_parts=TargetParts(**parts))
+    return replace(model, machines=Machines(target_parts=TargetParts(**parts)))
 
 
-COUNTED = replace(target(CHUNKED, ledger=CountsMessages), target=LeadsWithMetadata)
-ONLY_SLOT = MODELS["only-slot"]
+def broken(model: ExploredModel, name: str) -> ExploredModel:
+    """Return the model with a broken rule of the simulator."""
+    return replace(model, machines=BREAKS[name].machines)
+
+
+COUNTED = replace(
+    CHUNKED,
+    machines=Machines(target=LeadsWithMetadata, target_parts=TargetParts(ledger=CountsMessages)),
+)
 
 BROKEN: list[tuple[ExploredModel, ModelFault | None, str]] = [
-    (
-        target(DIRECT, inbounds=ReleasesAtAbort),
-        ModelFault.CANCEL_TARGET,
-        "pages that were released",
-    ),
+    (broken(DIRECT, "release-at-abort"), ModelFault.CANCEL_TARGET, "pages that were released"),
     (target(STAGED, credits=FreesSlotsAtAbort), ModelFault.CANCEL_TARGET, "not promised to it"),
     (COUNTED, ModelFault.DUPLICATE, "never came"),
     (target(STAGED, ledger=TrustsClose), None, "never came"),
-    (
-        target(DIRECT, links=TakesSilenceForProof),
-        ModelFault.KILL_SOURCE,
-        "pages that were released",
-    ),
-    (replace(DIRECT, target=NoDeadline), ModelFault.ABSENT, "nothing by its deadline"),
+    (broken(DIRECT, "silence-is-proof"), ModelFault.KILL_SOURCE, "pages that were released"),
+    (broken(DIRECT, "no-deadline"), ModelFault.ABSENT, "nothing by its deadline"),
     (target(DIRECT, links=IgnoresLateClose), ModelFault.DROP, "not everybody is Done"),
     (
-        replace(DIRECT, target=ReportsTwice),
+        replace(DIRECT, machines=Machines(target=ReportsTwice)),
         ModelFault.CANCEL_TARGET,
         "reports a room that is FAILED",
     ),
-    (target(MODELS["cached"], links=KeepsLegs), ModelFault.KILL_SOURCE, "never ends"),
-    (source(DIRECT, writes=ReleasesWhileWriting), ModelFault.CANCEL_SOURCE, "is in flight"),
-    (source(DIRECT, links=DrainsAtOnce), ModelFault.CANCEL_TARGET, "pages that were released"),
-    (source(DIRECT, outbounds=SaysCloseOnce), ModelFault.DROP, "not everybody is Done"),
+    (target(MODELS["cached"], links=KeepsInbounds), ModelFault.KILL_SOURCE, "never ends"),
+    (broken(DIRECT, "release-while-writing"), ModelFault.CANCEL_SOURCE, "is in flight"),
+    (broken(DIRECT, "drained-at-once"), ModelFault.CANCEL_TARGET, "pages that were released"),
+    (source(DIRECT, outbounds=ClosesOnce), ModelFault.DROP, "not everybody is Done"),
     (source(STAGED, slots=SharesLocalSlot), None, "which is in flight"),
-    (source(AHEAD, writes=ForgetsDiscarded), ModelFault.CANCEL_SOURCE, "is in flight"),
-    (source(ONLY_SLOT, gather=SharesTheOnlySlot, slots=Unchecked), None, "which is in flight"),
-    (replace(AHEAD, ports=discards_twice), ModelFault.CANCEL_SOURCE, "nothing was gathered for it"),
-    (target(MODELS["mixed"], ledger=IgnoresDigest), None, "with another request's cache"),
-    (replace(DIRECT, sessions=ForgetsDoubt), ModelFault.UNKNOWN, "is in flight"),
-    (replace(DIRECT, source=ForgetsAnEnd), None, "never ends"),
-    (replace(STAGED, ports=notes_first), None, "but its slot holds None"),
-    (replace(DIRECT, sessions=ProvesTooEarly), ModelFault.CUT, "is in flight"),
-    (replace(DIRECT, ports=asks_nobody), ModelFault.KILL_SOURCE, "never ends"),
+    (source(EARLY, writes=ForgetsDiscarded), ModelFault.CANCEL_SOURCE, "is in flight"),
+    (source(ONLY_SLOT, gather=SharesTheOnlySlot, slots=UncheckedSlots), None, "which is in flight"),
+    (
+        replace(EARLY, machines=Machines(ports=discards_twice)),
+        ModelFault.CANCEL_SOURCE,
+        "nothing was gathered for it",
+    ),
+    (target(MODELS["mixed"], ledger=DigestIgnored), None, "with another request's cache"),
+    (broken(DIRECT, "forget-unknown-writes"), ModelFault.UNKNOWN, "is in flight"),
+    (replace(DIRECT, machines=Machines(source=ForgetsAnEnd)), None, "never ends"),
+    (broken(STAGED, "note-before-data"), None, "but its slot holds None"),
+    (broken(DIRECT, "proof-with-writes-in-flight"), ModelFault.CUT, "is in flight"),
+    (broken(DIRECT, "never-probe"), ModelFault.KILL_SOURCE, "never ends"),
 ]
 
 
 @pytest.mark.parametrize(("model", "fault", "message"), BROKEN)
-def test_a_broken_rule_is_noticed(
+def test_a_broken_rule_is_caught(
     model: ExploredModel, fault: ModelFault | None, message: str
 ) -> None:
     result = explore(model, [fault] if fault else [])
@@ -277,8 +261,8 @@ def test_a_broken_rule_is_noticed(
     assert faults[True] == (fault is not None)
 
 
-def test_a_trace_reads_as_a_story() -> None:
-    result = explore(target(DIRECT, inbounds=ReleasesAtAbort), [ModelFault.CANCEL_TARGET])
+def test_a_trace_describes_each_step() -> None:
+    result = explore(broken(DIRECT, "release-at-abort"), [ModelFault.CANCEL_TARGET])
     story = str(result.violation).splitlines()
     assert story[0].endswith("landed in pages that were released")
     assert any("deliver Offer #2 decode/0→prefill/0" in line for line in story)
@@ -291,6 +275,6 @@ def test_the_full_set_has_every_fault_in_every_model_in_any_order() -> None:
     assert all("any order" in name for name in names)
 
 
-def test_a_push_that_crosses_the_report_is_not_misuse() -> None:
+def test_a_push_after_the_report_is_not_misuse() -> None:
     result = explore(replace(DIRECT, heedless=True), [ModelFault.CANCEL_SOURCE])
     assert result.violation is None, str(result.violation)
