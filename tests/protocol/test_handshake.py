@@ -13,12 +13,12 @@ from kvferry.plan import Block, PoolMap, Request
 from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
 from kvferry.protocol.events import (
     Cancel,
+    ConnectRefused,
     Instance,
     PeerRestarted,
     Receive,
     Received,
     ReceiveRequest,
-    RoomBarred,
     WrongVersion,
 )
 from kvferry.protocol.messages import (
@@ -254,11 +254,11 @@ def test_a_shut_door_fails_the_rooms_that_wait_for_it_at_once() -> None:
     w.drops = lambda to, _: to == S0
     w.receive(ROOM, Request(8))
     w.run()
-    w.tell(T0, RoomBarred(S0, "another key"))
+    w.tell(T0, ConnectRefused(S0, "another key"))
     outcome = w.reports[T0, ROOM]
     assert outcome == [Failure(FailureCode.REFUSED, "another key")]
     assert w.releases[T0, ROOM] == 1
-    w.tell(T0, RoomBarred(S0, "again"))
+    w.tell(T0, ConnectRefused(S0, "again"))
 
 
 def test_rooms_go_to_the_life_that_has_the_name_now() -> None:

@@ -19,7 +19,7 @@ from kvferry.protocol.messages import (
     Welcome,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode
-from kvferry.protocol.transports import common_transports, none_common
+from kvferry.protocol.transports import common_transports, no_transport_message
 
 LAYOUT = Layout(attention(layers=2, kv_heads=4, head_dim=2), page_tokens=4)
 S0, T0 = Peer("prefill", 0), Peer("decode0", 0)
@@ -78,7 +78,7 @@ def test_a_reason_for_each() -> None:
         "shm: not at decode (it was not asked for)",
         "nixl: not at prefill (it was not asked for)",
     )
-    assert none_common(()).endswith("neither side has one")
+    assert no_transport_message(()).endswith("neither side has one")
 
 
 def world(source: str, target: str) -> World:

@@ -1,8 +1,8 @@
-"""Transfer modes: which blocks go through staging, asked for by an action.
+"""Transfer modes of pushed blocks: which of them go through staging.
 
-Whoever answers binds the blocks and predicts what each mode costs; a machine can't. A late or
-wrong answer costs time and nothing else: until it comes, the blocks wait, and whatever it says
-they are written once. An answer for a outbound that has ended finds no question.
+The machine asks with a ``Choose`` action, and the endpoint binds the blocks, predicts the cost of
+each mode and answers with ``Chosen``. Until then the blocks wait. A late or wrong answer costs
+time, never correctness.
 """
 
 from __future__ import annotations
@@ -13,20 +13,16 @@ from kvferry.config import ProtocolConfig
 from kvferry.ids import Ticket
 from kvferry.plan.plan import Block
 from kvferry.protocol.cutting import cut_to_slots
-from kvferry.protocol.events import Choose, Chosen, Finish, Prepare, Push
+from kvferry.protocol.events import Choose, Chosen, Finish, Outbox, Prepare, Push
 from kvferry.protocol.outbound import OutboundTransfer
-from kvferry.protocol.outbox import Outbox
 
-# How each block is written: in fragments that each fit a slot of either side, or directly.
+# Fragments of each block that fit a slot on both sides; None for a block that is written directly.
 Cuts = dict[Block, list[Block] | None]
 
 
 @dataclass(slots=True, eq=False)
 class Decision:
-    """Blocks of a outbound that an event is about, and how each is to be written.
-
-    ``asked`` has those whose mode is not known yet.
-    """
+    """Blocks of one event and how each is written. The mode of those in ``asked`` is open."""
 
     outbound: OutboundTransfer
     event: Prepare | Push | Finish
@@ -35,7 +31,7 @@ class Decision:
 
 
 class TransferModes:
-    """Questions about transfer modes that were not answered yet."""
+    """Decisions that wait for an answer."""
 
     def __init__(self, config: ProtocolConfig, outbox: Outbox) -> None:
         self._local_slot_bytes = config.local_slot_bytes
@@ -47,7 +43,7 @@ class TransferModes:
         return len(self._waiting)
 
     def ask(self, decision: Decision) -> None:
-        """Ask how the blocks of a decision travel."""
+        """Ask for the mode of a decision's blocks."""
         self._tickets += 1
         ticket = Ticket(self._tickets)
         self._waiting[ticket] = decision
@@ -55,7 +51,7 @@ class TransferModes:
         self._outbox.do(Choose(ticket, decision.outbound.transfer, decision.asked))
 
     def decide(self, event: Chosen) -> Decision | None:
-        """Take an answer; None if nobody waits for it any more."""
+        """Return the decision that an answer completes; None if it was dropped."""
         decision = self._waiting.pop(event.ticket, None)
         if decision is None:
             self._outbox.counts["late"] += 1
@@ -66,19 +62,19 @@ class TransferModes:
         return decision
 
     def _cut(self, outbound: OutboundTransfer, block: Block) -> list[Block] | None:
-        if not outbound.may_stage:
+        transfer, staging = outbound.transfer, outbound.staging
+        if not staging.num_slots:
             return None
-        slot_bytes = min(outbound.slot_bytes, self._local_slot_bytes)
-        transfer = outbound.transfer
+        slot_bytes = min(staging.slot_bytes, self._local_slot_bytes)
         return cut_to_slots(transfer.plan, transfer.source, outbound.peer.rank, block, slot_bytes)
 
     def drop(self, outbound: OutboundTransfer) -> None:
-        """Ignore what is answered for a outbound from now on."""
+        """Ignore later answers for a transfer."""
         for ticket in outbound.undecided:
             del self._waiting[ticket]
         outbound.undecided.clear()
 
     def check(self) -> None:
-        """Every question is known to its outbound."""
+        """Check that every waiting decision is known to its transfer."""
         for ticket, decision in self._waiting.items():
             assert ticket in decision.outbound.undecided, ticket

@@ -1,31 +1,28 @@
-"""Every state and every legal step, as literal tables.
+"""State machines of the protocol, as literal transition tables.
 
-**A link** is what one endpoint knows of one peer in one session. A target
-starts it with Hello and it is *up* once Welcome has come and fits; a source's
-link is up once the target has answered the Welcome. A link is *lost* when the peer is silent, has
-restarted or refuses. Lost is not proof of anything: memory that the peer may
-still write waits until it is *gone*, which the transport says once the
-connection is torn down and nothing can land any more.
+**Link**: one endpoint's connection to one peer in one session. The target starts it with Hello,
+and it is *up* when a fitting Welcome arrives; a source's link is *up* when the target has
+answered its Welcome. A link is *lost* when the peer is silent, has restarted or refuses. A lost
+link proves nothing: memory that the peer may still write stays reserved until the link is
+*gone*, which the transport reports once the connection is torn down and no write can arrive.
 
-**A inbound** is what a target expects from one source in one room. It is
-*connecting* until the link is up, *offered* once the Offer is out, *accepted*
-when the source has answered, *closed* when it has said that all is written.
-Whatever fails the room makes each inbound *draining*: the source was told to stop
-and its answer is awaited. *Quiet* means proof: this source writes nothing more
-for this room. A inbound that was never offered is quiet at once.
+**Inbound transfer**: what a target expects from one source in one room. It is *connecting*
+until the link is up, *offered* when the Offer is sent, *accepted* when the source has answered,
+and *closed* when the source has written everything. If the room fails, each inbound transfer
+becomes *draining*: the source was told to stop and must confirm. *Quiet* means that this source
+provably writes nothing more for this room; a transfer that was never offered is quiet at once.
 
-**A source's room** is *early* while only offers for it have come, and *warned*
-if they were taken back before the engine opened it; both expire. It is *open*
-once the engine has opened it, *finished* when the engine has pushed everything,
-and *failing* from the moment anything goes wrong until its last write has ended.
-If some target has not been heard of by then, the room is kept as *over* for a
-while, so that a late offer is refused at once; that expires too.
+**Source room**: *early* while only offers for it have arrived, and *warned* if these were
+aborted before the engine opened it; both expire. It is *open* once the engine has opened it,
+*finished* when the engine has pushed everything, and *failing* from the first failure until its
+last write has ended. If some target has not sent an offer by then, the room stays *over* for a
+while, so that a late offer is refused at once.
 
-**A outbound** is what a source owes one target in one room. It is *sending* until
-everything is written, *closed* while the target's Complete is awaited, and
-*draining* while writes of a failed room are still in flight.
+**Outbound transfer**: what a source owes one target in one room. It is *sending* until
+everything is written, *closed* while it waits for the target's Complete, and *draining* while
+writes of a failed room are in flight.
 
-An end state is not in the tables: what has ended is deleted.
+Final states are not in the tables: an ended object is deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ T = TypeVar("T", bound=StrEnum)
 
 
 class LinkState(StrEnum):
-    """What is known of a peer."""
+    """State of a link."""
 
     GREETING = "greeting"
     UP = "up"
@@ -48,7 +45,7 @@ class LinkState(StrEnum):
 
 
 class LinkStep(StrEnum):
-    """What changes a link."""
+    """Transition of a link."""
 
     FITS = "Welcome fits, or was answered"
     LOSE = "silent, restarted, refused"
@@ -64,7 +61,7 @@ LINK: dict[tuple[LinkState, LinkStep], LinkState] = {
 
 
 class InboundState(StrEnum):
-    """Where a target's expectation of one source stands."""
+    """State of an inbound transfer."""
 
     CONNECTING = "connecting"
     OFFERED = "offered"
@@ -75,7 +72,7 @@ class InboundState(StrEnum):
 
 
 class InboundStep(StrEnum):
-    """What changes a inbound."""
+    """Transition of an inbound transfer."""
 
     LINKED = "link is up, Offer sent"
     ACCEPTED = "Accept or any note came"
@@ -109,7 +106,7 @@ INBOUND: dict[tuple[InboundState, InboundStep], InboundState] = {
 
 
 class RoomState(StrEnum):
-    """Where a source's room stands."""
+    """State of a source's room."""
 
     EARLY = "early"
     WARNED = "warned"
@@ -120,7 +117,7 @@ class RoomState(StrEnum):
 
 
 class RoomStep(StrEnum):
-    """What changes a source's room."""
+    """Transition of a source's room."""
 
     OFFER = "Offer came"
     OPEN = "engine opens it"
@@ -146,7 +143,7 @@ SOURCE_ROOM: dict[tuple[RoomState, RoomStep], RoomState] = {
 
 
 class OutboundState(StrEnum):
-    """Where a source's duty to one target stands."""
+    """State of an outbound transfer."""
 
     SENDING = "sending"
     CLOSED = "closed"
@@ -154,7 +151,7 @@ class OutboundState(StrEnum):
 
 
 class OutboundStep(StrEnum):
-    """What changes a outbound."""
+    """Transition of an outbound transfer."""
 
     CLOSE = "all is written, Close sent"
     FAIL = "room fails"
@@ -168,7 +165,7 @@ OUTBOUND: dict[tuple[OutboundState, OutboundStep], OutboundState] = {
 
 
 def advance(table: Mapping[tuple[S, T], S], state: S, step: T) -> S:
-    """The next state. A step that the table does not have is a bug of ours."""
+    """Return the next state. A transition missing from the table is a bug in kvferry."""
     try:
         return table[state, step]
     except KeyError:

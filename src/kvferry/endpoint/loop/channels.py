@@ -31,7 +31,7 @@ from kvferry.endpoint.runner.runner import frame_event
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
-from kvferry.protocol.events import Cancel, Event, RoomBarred
+from kvferry.protocol.events import Cancel, ConnectRefused, Event
 from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.security.keys import ClusterKey
 from kvferry.telemetry.observer import Observer
@@ -290,7 +290,7 @@ class TargetChannel(Channel[ControlClient]):
                 yield Dropped(peer)
             if client.counts["refused"] >= SHUT_AFTER:
                 client.counts.clear()
-                yield RoomBarred(peer, f"{peer} has another cluster key; give both the same")
+                yield ConnectRefused(peer, f"{peer} has another cluster key; give both the same")
 
     def join(self, peer: Peer, listener: UnixListener) -> None:
         """Talk to a source on a line of its own from now on, if it is on this host."""

@@ -205,10 +205,10 @@ class TakesSilenceForProof(TargetLinks):
 class DrainsAtOnce(SourceLinks):
     """Answers Drained to an abort while its writes are still in flight."""
 
-    def say(self, link: Link, body: Body) -> None:  # noqa: D102
-        super().say(link, body)
+    def send(self, link: Link, body: Body) -> None:  # noqa: D102
+        super().send(link, body)
         if isinstance(body, Abort):
-            super().say(link, Drained(body.room, body.generation, body.failure, link.seq_in))
+            super().send(link, Drained(body.room, body.generation, body.failure, link.seq_in))
 
 
 class ReleasesWhileWriting(WriteQueue):
@@ -264,10 +264,10 @@ class LosesDiscarded(WriteQueue):
 class RefillsTakenBack(EarlyGather):
     """Takes the only slot from who has no credit, before its gather has ended."""
 
-    def take_back(self) -> None:  # noqa: D102
-        super().take_back()
+    def reclaim(self) -> None:  # noqa: D102
+        super().reclaim()
         for write in self.inflight.writes.values():
-            if write.is_taken_back:
+            if write.is_reclaimed:
                 _give_slot_back(self, write)
 
 
@@ -275,7 +275,7 @@ class LosesTakenBack(WriteQueue):
     """Forgets what it had gathered into a slot that somebody else needed."""
 
     def retry(self, write: ActiveWrite) -> None:  # noqa: D102
-        if not write.is_taken_back:
+        if not write.is_reclaimed:
             super().retry(write)
 
 
@@ -396,7 +396,7 @@ class NoDeadline(TargetMachine):
 class KeepsEarlyOffers(SourceAdmission):
     """Keeps offers for rooms that never open."""
 
-    def early_until(self, offer: Offer, now: float) -> float:
+    def early_deadline(self, offer: Offer, now: float) -> float:
         """No end."""
         return inf
 
