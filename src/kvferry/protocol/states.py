@@ -47,7 +47,7 @@ class LinkState(StrEnum):
 class LinkStep(StrEnum):
     """Transition of a link."""
 
-    FITS = "Welcome fits, or was answered"
+    FITS = "Welcome fits, or was confirmed"
     LOSE = "silent, restarted, refused"
     GONE = "connection torn down"
 
@@ -75,10 +75,10 @@ class InboundStep(StrEnum):
     """Transition of an inbound transfer."""
 
     LINKED = "link is up, Offer sent"
-    ACCEPTED = "Accept or any note came"
-    CLOSED = "Close came"
+    ACCEPTED = "source has answered"
+    CLOSED = "Close received"
     FAIL = "room fails, Abort sent"
-    QUIET = "Drained came, or peer gone"
+    QUIET = "Drained received, or peer gone"
 
 
 INBOUND: dict[tuple[InboundState, InboundStep], InboundState] = {
@@ -119,11 +119,11 @@ class RoomState(StrEnum):
 class RoomStep(StrEnum):
     """Transition of a source's room."""
 
-    OFFER = "Offer came"
+    OFFER = "Offer received"
     OPEN = "engine opens it"
     FINISH = "engine has pushed everything"
     FAIL = "abort, deadline, peer lost, write failed"
-    DRAIN = "last write ended, some target unheard"
+    DRAIN = "last write ended, some target sent nothing"
 
 
 SOURCE_ROOM: dict[tuple[RoomState, RoomStep], RoomState] = {
@@ -153,7 +153,7 @@ class OutboundState(StrEnum):
 class OutboundStep(StrEnum):
     """Transition of an outbound transfer."""
 
-    CLOSE = "all is written, Close sent"
+    CLOSE = "everything written, Close sent"
     FAIL = "room fails"
 
 
