@@ -1,4 +1,4 @@
-"""Slots that a source gathers before it has credits for them."""
+"""Local slots and early gathers of a source."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def serials(w: World) -> set[int | None]:
 
 
 @pytest.mark.parametrize("ahead", [None, 0])
-def test_nothing_is_gathered_ahead_unless_that_is_asked_for(ahead: int | None) -> None:
+def test_no_early_gather_by_default(ahead: int | None) -> None:
     w = world(ahead)
     push(w)
     assert (w.gathered, w.writes) == ([], [])
@@ -74,7 +74,7 @@ def test_nothing_is_gathered_ahead_unless_that_is_asked_for(ahead: int | None) -
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_write_is_followed_while_its_lane_has_more_for_slots(ahead: int) -> None:
+def test_write_is_followed_while_fragments_wait(ahead: int) -> None:
     w = world(ahead, num_slots=1)
     push(w, 3)
     w.hold.writes = True
@@ -104,7 +104,7 @@ def test_a_write_is_followed_while_its_lane_has_more_for_slots(ahead: int) -> No
         (2, {"local_slots": 1, "max_inflight": 1}, 0),
     ],
 )
-def test_a_lane_holds_so_many_and_leaves_half_of_all(
+def test_transfer_gathers_early_within_its_limits(
     ahead: int, limits: dict[str, int], num_held: int
 ) -> None:
     w = world(ahead, **limits)
@@ -118,7 +118,7 @@ def test_a_lane_holds_so_many_and_leaves_half_of_all(
     w.finish()
 
 
-def test_all_lanes_together_leave_half_of_the_slots() -> None:
+def test_all_transfers_together_use_half_of_the_slots() -> None:
     w = world(2, target_tp=4)
     push(w)
     assert len(w.gathers) == 2
@@ -129,7 +129,7 @@ def test_all_lanes_together_leave_half_of_the_slots() -> None:
     w.finish()
 
 
-def test_a_lane_that_waits_leaves_slots_to_one_with_credits() -> None:
+def test_transfer_with_credits_proceeds_beside_a_waiting_one() -> None:
     w = world(2, target_tp=2, num_slots=1, local_slots=2)
     stopped = Peer("decode0", 1)
     w.drops = lambda to, envelope: isinstance(envelope.body, Grant) and envelope.sender == stopped
@@ -144,7 +144,7 @@ def test_a_lane_that_waits_leaves_slots_to_one_with_credits() -> None:
     w.finish()
 
 
-def test_the_only_slot_is_taken_back_for_one_with_credits() -> None:
+def test_only_slot_is_reclaimed_for_a_transfer_with_credits() -> None:
     w = world(2, target_tp=2, num_slots=1, local_slots=1)
     push(w)
     (held,) = w.gathers.values()
@@ -166,7 +166,7 @@ def test_the_only_slot_is_taken_back_for_one_with_credits() -> None:
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_what_is_taken_back_is_in_flight_until_its_gather_has_ended(given_up: bool) -> None:
+def test_reclaimed_gather_is_in_flight_until_it_has_ended(given_up: bool) -> None:
     """Its own credit may come meanwhile, or the room be given up."""
     w = world(2, target_tp=2, num_slots=1, local_slots=1)
     push(w, 1)
@@ -190,7 +190,7 @@ def test_what_is_taken_back_is_in_flight_until_its_gather_has_ended(given_up: bo
     w.finish()
 
 
-def test_the_oldest_is_posted_first_and_before_anything_new() -> None:
+def test_oldest_gather_is_posted_first() -> None:
     w = world(2, num_slots=1)
     push(w)
     held = list(w.gathers.values())
@@ -212,7 +212,7 @@ def test_the_oldest_is_posted_first_and_before_anything_new() -> None:
     w.finish()
 
 
-def test_what_is_posted_does_not_wait_for_other_writes() -> None:
+def test_post_does_not_wait_for_other_writes() -> None:
     w = world(2, max_inflight=4, num_slots=1)
     push(w, 16, finish=False)
     w.hold.writes = True
@@ -237,7 +237,7 @@ def test_what_is_posted_does_not_wait_for_other_writes() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_credits_are_asked_for_once(ahead: int) -> None:
+def test_credits_are_requested_once(ahead: int) -> None:
     w = world(ahead)
     push(w)
     totals = {body.total for body in w.where(Want) if isinstance(body, Want)}
@@ -249,7 +249,7 @@ def test_credits_are_asked_for_once(ahead: int) -> None:
     w.finish()
 
 
-def test_what_may_still_share_a_slot_is_not_gathered_yet() -> None:
+def test_partly_filled_slot_is_not_gathered_early() -> None:
     w = world(2, slot_bytes=2 * SLOT_BYTES)
     w.open(ROOM)
     w.receive(ROOM, Request(3))
@@ -269,7 +269,7 @@ def test_what_may_still_share_a_slot_is_not_gathered_yet() -> None:
     w.finish()
 
 
-def test_without_credits_what_was_gathered_is_written_directly_and_once() -> None:
+def test_gathered_blocks_are_written_directly_without_credits() -> None:
     w = world(2, credit_patience_s=1.0)
     w.hold.discards = True
     push(w)
@@ -288,7 +288,7 @@ def test_without_credits_what_was_gathered_is_written_directly_and_once() -> Non
     w.finish()
 
 
-def test_patience_counts_what_is_gathered_alone() -> None:
+def test_credit_patience_applies_to_gathered_blocks() -> None:
     w = world(2, credit_patience_s=1.0)
     push(w, 2)
     assert not w.source().rooms[ROOM].outbounds[0].staged
@@ -299,7 +299,7 @@ def test_patience_counts_what_is_gathered_alone() -> None:
 
 
 @pytest.mark.parametrize("who", [S0, T0])
-def test_an_abort_waits_for_what_is_gathered(who: Peer) -> None:
+def test_abort_waits_for_early_gathers(who: Peer) -> None:
     w = world(2)
     w.hold.discards = True
     push(w)
@@ -321,7 +321,7 @@ def test_an_abort_waits_for_what_is_gathered(who: Peer) -> None:
     w.finish()
 
 
-def test_a_lost_target_lets_go_of_what_is_gathered_for_it() -> None:
+def test_lost_target_discards_early_gathers() -> None:
     w = world(2, silence_s=4.0, heartbeat_s=1.0)
     w.hold.teardowns = w.hold.discards = True
     push(w)
@@ -336,7 +336,7 @@ def test_a_lost_target_lets_go_of_what_is_gathered_for_it() -> None:
     assert w.releases[S0, ROOM] == 1, "nothing reads its pages, whatever becomes of the target"
 
 
-def test_a_gather_that_fails_fails_its_room_and_frees_its_slot() -> None:
+def test_failed_gather_fails_its_room() -> None:
     w = world(2)
     push(w)
     (key, _), (other, _) = w.gathers.items()
@@ -349,7 +349,7 @@ def test_a_gather_that_fails_fails_its_room_and_frees_its_slot() -> None:
     w.finish()
 
 
-def test_a_posted_write_that_finds_the_transport_busy_is_tried_again() -> None:
+def test_busy_post_is_retried() -> None:
     w = world(2)
     push(w)
     w.hold.writes = True
@@ -368,6 +368,6 @@ def test_a_posted_write_that_finds_the_transport_busy_is_tried_again() -> None:
     w.finish()
 
 
-def test_a_slot_is_as_large_as_a_token_here() -> None:
+def test_slot_holds_one_token() -> None:
     (group,) = DENSE.groups
     assert DENSE.num_layers * group.units * group.unit_bytes == SLOT_BYTES

@@ -1,4 +1,4 @@
-"""What was computed is compared with what was asked for, before any of it is used."""
+"""Comparison of the computed request with the requested one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_same_request_on_both_sides() -> None:
     ids=["another", "decode is silent", "prefill is silent", "longer"],
 )
 @pytest.mark.parametrize("first", ["offer", "prefill"])
-def test_another_request_under_the_same_room(computed: bytes, asked: bytes, first: str) -> None:
+def test_other_request_in_the_same_room(computed: bytes, asked: bytes, first: str) -> None:
     w = world(source_tp=2, target_tp=2)
     w.open(ROOM)
     if first == "offer":
@@ -80,7 +80,7 @@ def test_a_fully_cached_prompt_is_compared_too() -> None:
     w.finish()
 
 
-def test_one_source_that_computed_something_else_is_enough() -> None:
+def test_one_source_with_another_request_fails_the_room() -> None:
     w = world(source_tp=2)
     w.open(ROOM)
     receive(w, b"B")
@@ -96,7 +96,7 @@ def unusable(w: World) -> int:
     return sum(len(block.layers) * len(block.tokens) for block in w.target().rooms[ROOM].unusable())
 
 
-def test_what_came_counts_once_its_source_has_vouched_for_it() -> None:
+def test_blocks_count_after_a_fitting_close() -> None:
     w = world(source_tp=2)
     w.open(ROOM)
     receive(w, b"B")
@@ -127,7 +127,7 @@ def finish_late(w: World) -> None:
     w.finish()
 
 
-def test_what_came_without_digests_counts_as_it_comes() -> None:
+def test_without_digests_blocks_count_on_arrival() -> None:
     w = world()
     w.open(ROOM)
     receive(w, b"")
@@ -142,7 +142,7 @@ def test_what_came_without_digests_counts_as_it_comes() -> None:
     w.finish()
 
 
-def test_the_words() -> None:
+def test_messages_of_failures() -> None:
     def said(computed: bytes, asked: bytes) -> str:
         return str(close_problem(Close(1, Generation(1), 8, (), None, computed), 8, asked))
 
