@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections import deque
 
 from kvferry.config import ProtocolConfig
+from kvferry.errors import Refused
+from kvferry.fingerprint import difference
 from kvferry.ids import Peer, Room
 from kvferry.plan.plan import Block
 from kvferry.protocol.checks import offer_problem
-from kvferry.protocol.links import Link
+from kvferry.protocol.events import Instance
+from kvferry.protocol.links import Link, Plans
 from kvferry.protocol.messages import Abort, Offer
 from kvferry.protocol.outbound import SourceRoom
 from kvferry.protocol.outcome import Failure, FailureCode
@@ -31,6 +34,18 @@ def room_refusal(
     if num_quarantined >= config.max_quarantined_rooms:
         text = f"{num_quarantined} failed rooms wait for proof from lost peers"
         return Failure.of(FailureCode.QUARANTINE_FULL, text)
+    return None
+
+
+def prefill_refusal(prefill: Instance, fingerprint: str, plans: Plans) -> Failure | None:
+    """Return why a target can't receive from a prefill instance, before any handshake."""
+    if prefill.fingerprint != fingerprint:
+        text = difference(prefill.fingerprint, fingerprint)
+        return Failure.of(FailureCode.REFUSED, text)
+    try:
+        plans.plan_with(prefill.layout)
+    except Refused as refused:
+        return Failure.of(FailureCode.REFUSED, str(refused))
     return None
 
 
@@ -86,7 +101,7 @@ class SourceAdmission:
         if room.state is RoomState.EARLY and room.failure:
             # Aborted and offered again: another attempt, from the start.
             room.failure, room.plan, room.instance = None, None, None
-            room.heard.clear()
+            room.known_targets.clear()
         return room
 
     def warn(self, link: Link, body: Abort, now: float) -> None:

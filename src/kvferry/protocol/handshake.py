@@ -209,16 +209,18 @@ class SourceLinks(Links):
 
     def _new_link(self, envelope: Envelope, hello: Hello) -> Link | None:
         """Return a new link, which becomes current once the target has answered the Welcome."""
-        peer, asked, now = envelope.sender, envelope.session, self._outbox.now
+        peer, greeting, now = envelope.sender, envelope.session, self._outbox.now
         refusal = self.refusal(peer, hello)
         if refusal:
-            self._refuse(peer, asked, refusal)
+            self._refuse(peer, greeting, refusal)
             return None
         for link in [link for link in self.by_session.values() if link.peer == peer]:
             if link.state is LinkState.GREETING:
                 self.lose(link, FailureCode.SESSION_REPLACED)
         self._answers += 1
-        session = Session(asked.target, asked.number, self.identity.incarnation, self._answers)
+        session = Session(
+            greeting.target, greeting.number, self.identity.incarnation, self._answers
+        )
         plan = self.plans.plan_with(hello.layout)
         link = Link(
             peer, session, LinkState.GREETING, plan, envelope.incarnation, now, now, now, hello

@@ -210,7 +210,7 @@ class OutboundTransfer:
 class SourceRoom:
     """One room of one source rank. ``plan`` and ``instance`` are known from the first offer.
 
-    ``heard`` has the target ranks that have sent an Offer or an Abort.
+    ``known_targets`` are the ranks that have sent an Offer or an Abort.
     """
 
     name: Room
@@ -223,7 +223,7 @@ class SourceRoom:
     rows: SpanSet = field(default_factory=SpanSet)  # layers whose state rows were pushed
     finish: Finish | None = None
     outbounds: dict[int, OutboundTransfer] = field(default_factory=dict)
-    heard: set[int] = field(default_factory=set)
+    known_targets: set[int] = field(default_factory=set)
     served: set[int] = field(default_factory=set)
     failure: Failure | None = None
 
@@ -251,16 +251,16 @@ class SourceRoom:
 
     def expects(self, peer: Peer) -> bool:
         """Whether this target belongs to the room's instance and has not sent anything yet."""
-        return peer.rank not in self.heard and self.instance in (None, peer.instance)
+        return peer.rank not in self.known_targets and self.instance in (None, peer.instance)
 
     def record_target(self, link: Link) -> None:
         """Record that a target has sent an Offer or an Abort."""
-        self.heard.add(link.peer.rank)
+        self.known_targets.add(link.peer.rank)
         self.plan, self.instance = link.plan, link.peer.instance
 
     def expects_targets(self, source: int) -> bool:
         """Whether some target of the room has not sent anything to this source yet."""
-        return self.plan is None or not self.heard.issuperset(self.plan.audience(source))
+        return self.plan is None or not self.known_targets.issuperset(self.plan.audience(source))
 
     def push_problem(self) -> Failure | None:
         """Return why a finished room can never close: some blocks were not pushed."""

@@ -18,7 +18,6 @@ from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse
 from kvferry.ids import Room
 from kvferry.layout.intervals import Span
-from kvferry.plan.plan import Block
 from kvferry.protocol.admission import SourceAdmission, room_refusal
 from kvferry.protocol.events import (
     Cancel,
@@ -246,11 +245,7 @@ class SourceMachine(Machine):
                 self.admission.record_late_target(room, link)
             self.outbounds.drained(link, offer, failure)
             return
-        self._add_outbound(self.admission.room_for(offer, self.outbox.now), link, offer, owed)
-
-    def _add_outbound(
-        self, room: SourceRoom, link: Link, offer: Offer, owed: tuple[Block, ...]
-    ) -> None:
+        room = self.admission.room_for(offer, self.outbox.now)
         transfer = TransferRequest(
             offer.room,
             link.session,

@@ -14,10 +14,9 @@ from typing import ClassVar
 from kvferry.config import ProtocolConfig
 from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse, Refused
-from kvferry.fingerprint import difference
 from kvferry.ids import Generation, Op, Peer, Room
 from kvferry.plan.places import PoolMap
-from kvferry.protocol.admission import room_refusal
+from kvferry.protocol.admission import prefill_refusal, room_refusal
 from kvferry.protocol.credits import CreditBook
 from kvferry.protocol.declines import Declined, Declines
 from kvferry.protocol.events import (
@@ -170,7 +169,9 @@ class TargetMachine(Machine):
             )
         if len(wanted.digest) > MAX_DIGEST:
             raise Misuse(f"a digest has at most {MAX_DIGEST} bytes, not {len(wanted.digest)}")
-        failure = self._receive_refusal(event)
+        num_rooms, now, num_quarantined = len(self.rooms), self.outbox.now, self.num_quarantined
+        failure = room_refusal(event.deadline, now, num_rooms, num_quarantined, self.config)
+        failure = failure or prefill_refusal(event.prefill, self._fingerprint, self.plans)
         if failure:
             self.outbox.do(Report(event.room, failure))
             self.outbox.do(Release(event.room))
@@ -192,23 +193,6 @@ class TargetMachine(Machine):
             room.inbounds[source] = InboundTransfer(source, link, self.outbox.now)
             if link.state is LinkState.UP:
                 self.inbounds.offer(room, room.inbounds[source])
-
-    def _receive_refusal(self, event: Receive) -> Failure | None:
-        """Return why a room can't be received."""
-        num_rooms, num_quarantined = len(self.rooms), self.num_quarantined
-        failure = room_refusal(
-            event.deadline, self.outbox.now, num_rooms, num_quarantined, self.config
-        )
-        if failure:
-            return failure
-        if event.prefill.fingerprint != self._fingerprint:
-            text = difference(event.prefill.fingerprint, self._fingerprint)
-            return Failure.of(FailureCode.REFUSED, text)
-        try:
-            self.plans.plan_with(event.prefill.layout)
-        except Refused as refused:
-            return Failure.of(FailureCode.REFUSED, str(refused))
-        return None
 
     def _on_decline(self, event: Decline) -> None:
         if event.room in self.rooms:

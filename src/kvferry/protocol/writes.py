@@ -11,15 +11,15 @@ transport can carry.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from kvferry.config import ProtocolConfig
-from kvferry.ids import Op
+from kvferry.ids import Op, Ticket
 from kvferry.plan.plan import Block
-from kvferry.protocol.cutting import join_layers
-from kvferry.protocol.events import Chosen, Finish, Outbox, Prepare, Push, Write
+from kvferry.protocol.cutting import cut_to_slots, join_layers
+from kvferry.protocol.events import Choose, Chosen, Finish, Outbox, Prepare, Push, Write
 from kvferry.protocol.links import Links
 from kvferry.protocol.messages import Credit, Want
-from kvferry.protocol.modes import Cuts, Decision, TransferModes
 from kvferry.protocol.outbound import (
     MAX_BLOCKS_PER_WRITE,
     ActiveWrite,
@@ -31,6 +31,72 @@ from kvferry.protocol.states import OutboundState
 # Direct writes of one transfer in flight: one active and one queued behind it. Blocks pushed
 # meanwhile wait and become one write.
 MAX_DIRECT_PER_TRANSFER = 2
+# Fragments of each block that fit a slot on both sides; None for a block that is written directly.
+Cuts = dict[Block, list[Block] | None]
+
+
+@dataclass(slots=True, eq=False)
+class Decision:
+    """Blocks of one event and how each is written. Modes of ``undecided`` are not known yet."""
+
+    outbound: OutboundTransfer
+    event: Prepare | Push | Finish
+    undecided: tuple[Block, ...]
+    cuts: Cuts
+
+
+class TransferModes:
+    """Decisions that wait for an answer about the transfer mode of their blocks.
+
+    The machine asks with a ``Choose`` action. The endpoint binds the blocks, predicts the costs
+    and answers with ``Chosen``. A late or wrong answer costs time, never correctness.
+    """
+
+    def __init__(self, config: ProtocolConfig, outbox: Outbox) -> None:
+        self._local_slot_bytes = config.local_slot_bytes
+        self._outbox = outbox
+        self._waiting: dict[Ticket, Decision] = {}
+        self._tickets = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def ask(self, decision: Decision) -> None:
+        """Ask for the mode of a decision's blocks."""
+        self._tickets += 1
+        ticket = Ticket(self._tickets)
+        self._waiting[ticket] = decision
+        decision.outbound.undecided.add(ticket)
+        self._outbox.do(Choose(ticket, decision.outbound.transfer, decision.undecided))
+
+    def decide(self, event: Chosen) -> Decision | None:
+        """Return the decision that an answer completes; None if it was dropped."""
+        decision = self._waiting.pop(event.ticket, None)
+        if decision is None:
+            self._outbox.counts["late"] += 1
+            return None
+        decision.outbound.undecided.discard(event.ticket)
+        for block, staged in zip(decision.undecided, event.staged, strict=True):
+            decision.cuts[block] = self._cut(decision.outbound, block) if staged else None
+        return decision
+
+    def _cut(self, outbound: OutboundTransfer, block: Block) -> list[Block] | None:
+        transfer, staging = outbound.transfer, outbound.staging
+        if not staging.num_slots:
+            return None
+        slot_bytes = min(staging.slot_bytes, self._local_slot_bytes)
+        return cut_to_slots(transfer.plan, transfer.source, outbound.peer.rank, block, slot_bytes)
+
+    def drop(self, outbound: OutboundTransfer) -> None:
+        """Ignore later answers for a transfer."""
+        for ticket in outbound.undecided:
+            del self._waiting[ticket]
+        outbound.undecided.clear()
+
+    def check(self) -> None:
+        """Check that every waiting decision is known to its transfer."""
+        for ticket, decision in self._waiting.items():
+            assert ticket in decision.outbound.undecided, ticket
 
 
 class WriteQueue:
@@ -99,9 +165,9 @@ class WriteQueue:
         """
         known = known or {}
         cuts: Cuts = {block: known[block] for block in blocks if block in known}
-        asked = tuple(block for block in blocks if block not in known)
-        decision = Decision(outbound, event, asked, cuts)
-        if asked:
+        undecided = tuple(block for block in blocks if block not in known)
+        decision = Decision(outbound, event, undecided, cuts)
+        if undecided:
             self.modes.ask(decision)
         else:
             self._decided(decision)
