@@ -433,6 +433,6 @@ def test_unknown_fields_are_ignored() -> None:
     "body", [Want("r", Generation(1), 1 << 70), Want("\ud800", Generation(1), 1)]
 )
 def test_unencodable_message_raises(body: Want) -> None:
-    """A room of it fails; the thread that sends goes on."""
+    """The error fails a room, not the sending thread."""
     with pytest.raises(KvferryError, match="no frame can carry this Want"):
         encode(Envelope(Peer("p", 0), 1, Session(1, 1), 1, body))

@@ -14,7 +14,7 @@ keys = st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 1))
 
 
 class Books(RuleBasedStateMachine):
-    """Two sources in each of three rooms, against a plain record of who has what."""
+    """Two sources in each of three rooms, compared with a simple model."""
 
     def __init__(self) -> None:
         super().__init__()

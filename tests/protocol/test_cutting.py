@@ -55,7 +55,7 @@ def test_fragments_cover_exactly_and_fit(
 
 
 def one_token(plan: Plan, source: int, target: int, block: Block) -> int:
-    """The most that one token of one layer can take: every unit that the pair moves."""
+    """Return the maximum size of one token of one layer."""
     unit_bytes = plan.spec.group(block.group).unit_bytes
     moves = plan.between(source, target)
     return sum(len(m.units) for m in moves if m.group == block.group) * unit_bytes

@@ -53,7 +53,7 @@ T0, T1 = Peer("decode0", 0), Peer("decode0", 1)
 
 
 def started(w: World, tokens: int = 8) -> World:
-    """The room is open at prefill and offered by decode."""
+    """Open a room at prefill and receive it at decode."""
     w.open(ROOM)
     w.receive(ROOM, Request(tokens))
     w.run()
@@ -67,7 +67,7 @@ def code(w: World, peer: Peer, room: str = ROOM) -> FailureCode:
 
 
 def deliver_only(w: World, kind: type[Event]) -> None:
-    """Everything of that kind comes before whatever else is under way."""
+    """Deliver all pending events of a type before any others."""
     chosen = [one for one in w.pending if isinstance(one[1], kind)]
     assert chosen
     w.pending = deque(one for one in w.pending if not isinstance(one[1], kind))
@@ -79,7 +79,7 @@ def deliver_only(w: World, kind: type[Event]) -> None:
 
 
 def offered_twice(w: World) -> Envelope:
-    """The source has taken the first Offer and given the room up; the second is under way."""
+    """The source has accepted the first Offer and aborted; the second one is in flight."""
     w.open(ROOM)
     w.drops = lambda _, envelope: isinstance(envelope.body, Offer)
     w.receive(ROOM, Request(8))
@@ -161,7 +161,7 @@ def test_failed_room_waits_for_a_lost_closed_source() -> None:
     w.finish()
 
 
-# ---------------------------------------------------------------- rooms that have failed
+# ---------------------------------------------------------------- failed rooms
 
 
 def test_late_abort_does_not_affect_the_next_attempt() -> None:
@@ -198,7 +198,7 @@ def test_abort_before_the_offer_is_remembered() -> None:
 
 
 def failed_with_one_target_unheard() -> World:
-    """Both targets want the room; only the first one's offer has come when it fails."""
+    """Fail a room of two targets after only one of them has sent its offer."""
     w = world(1, 2)
     w.open(ROOM)
     w.receive(ROOM, Request(8), only=0)
@@ -325,7 +325,7 @@ def test_messages_of_other_peers_are_ignored(rank: int) -> None:
     w.finish()
 
 
-# ---------------------------------------------------------------- what a frame can hold
+# ---------------------------------------------------------------- limits of frames
 
 
 def test_far_deadline_is_clamped_in_the_offer() -> None:
@@ -408,7 +408,7 @@ def test_misuse_by_the_engine_changes_nothing(name: str) -> None:
     w.finish()
 
 
-# ---------------------------------------------------------------- what a runtime gets wrong
+# ---------------------------------------------------------------- late and unknown events
 
 
 def test_machine_without_timers_has_no_wakeup() -> None:

@@ -49,7 +49,7 @@ def world(**limits: int) -> World:
 
 
 def changed_hello(w: World, change: dict[str, object]) -> None:
-    """The target says a Hello that differs from its own in something."""
+    """Send a modified Hello of the target."""
     w.drops = lambda _, envelope: isinstance(envelope.body, Hello)
     w.receive(ROOM, Request(8))
     w.drops = lambda _, __: False
@@ -262,7 +262,7 @@ def test_refused_connection_fails_waiting_rooms_at_once() -> None:
 
 
 def test_rooms_go_to_the_registered_incarnation() -> None:
-    """The life before may still live and be silent; its rooms fail, and wait for proof."""
+    """The earlier incarnation may still be alive; its rooms fail and wait for proof."""
     w = world()
     w.receive("before", Request(8))
     w.run()
@@ -282,7 +282,7 @@ def test_rooms_go_to_the_registered_incarnation() -> None:
 
 
 def test_source_with_another_layout_gets_a_new_session() -> None:
-    """Also if nobody had answered the greeting of the one before."""
+    """Even if the earlier Hello was never answered."""
     w = world()
     w.drops = lambda to, _: to == S0
     w.receive("before", Request(8))

@@ -26,7 +26,7 @@ NUM_TOKENS = 9
 
 
 def edges(end: int) -> st.SearchStrategy[list[Span]]:
-    """A line of numbers, cut somewhere."""
+    """Cut a range at arbitrary places."""
     cuts = st.lists(st.integers(1, max(1, end - 1)), max_size=2)
     return cuts.map(
         lambda some: [
@@ -39,7 +39,7 @@ def edges(end: int) -> st.SearchStrategy[list[Span]]:
 
 @st.composite
 def pushes(draw: st.DrawFn, num_layers: int, *, states: bool) -> list[Push]:
-    """Every token of every layer, chunk by chunk cut into layers, in any order."""
+    """Every token of every layer, in arbitrary chunks and order."""
     found = []
     for tokens in draw(edges(NUM_TOKENS)):
         last = tokens.end == NUM_TOKENS

@@ -32,7 +32,7 @@ def cells(plan: Plan, piece: Piece) -> set[tuple[int, str, int, int]]:
 
 @st.composite
 def cut_up(draw: st.DrawFn, pieces: list[Piece]) -> list[Piece]:
-    """The same cells in more pieces, some twice, in any order."""
+    """Split blocks into pieces, repeat some, and shuffle them."""
     result: list[Piece] = []
     for source, block in pieces:
         cut = draw(st.integers(block.tokens.first, block.tokens.end))

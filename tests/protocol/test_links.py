@@ -29,7 +29,7 @@ S0, T0 = Peer("prefill", 0), Peer("decode0", 0)
 
 
 def carried(w: World, room: str = "next") -> None:
-    """A room that nothing disturbs."""
+    """Complete a room without faults."""
     w.open(room)
     w.receive(room, Request(8))
     w.run()
@@ -38,7 +38,7 @@ def carried(w: World, room: str = "next") -> None:
 
 
 def stop_target_until_lost(w: World) -> None:
-    """The target stands still for so long that the source gives its session up."""
+    """Stop the target until the source has lost its session."""
     stopped = w.targets.pop(T0)
     w.wait(w.config.silence_s + 1)
     w.targets[T0] = stopped
@@ -259,7 +259,7 @@ def test_session_is_replaced_when_the_next_is_confirmed(incarnation: int) -> Non
 
 
 def test_forgotten_session_is_proof() -> None:
-    """The transport never says that the connection is torn down, and need not."""
+    """The transport need not report the tear-down."""
     w = world()
     w.hold.teardowns = True
     w.open(ROOM)

@@ -20,7 +20,7 @@ T0 = Peer("decode0", 0)
 
 
 def receive(w: World, digest: bytes, tokens: int = 8) -> None:
-    """Every decode rank asks for a request with that digest."""
+    """Receive a room with a digest on every decode rank."""
     for peer in w.targets:
         event = w.receive_event(peer, ROOM, Request(tokens), w.now + 60)
         wanted = msgspec.structs.replace(event.wanted, digest=digest)
@@ -67,7 +67,7 @@ def test_other_request_in_the_same_room(computed: bytes, asked: bytes, first: st
 
 
 def test_a_fully_cached_prompt_is_compared_too() -> None:
-    """Nothing moves, and yet the first token would be another prompt's."""
+    """No data moves, but the first token would belong to another prompt."""
     w = world()
     w.open(ROOM)
     event = w.receive_event(T0, ROOM, Request(8, 8), w.now + 60)
@@ -92,7 +92,7 @@ def test_one_source_with_another_request_fails_the_room() -> None:
 
 
 def unusable(w: World) -> int:
-    """How many layers of how many tokens can't be used, for each source that owes them."""
+    """Return the number of unusable layers and tokens per source."""
     return sum(len(block.layers) * len(block.tokens) for block in w.target().rooms[ROOM].unusable())
 
 

@@ -307,7 +307,7 @@ def test_slot_is_granted_again_after_its_scatter() -> None:
     w.run()
     w.prefill_all(ROOM, 16)
     w.wait(5)
-    assert len(w.scatters) == 3, "three slots, three parcels under way"
+    assert len(w.scatters) == 3, "each of the three slots is being scattered"
     assert {scatter.slot for _, scatter in w.scatters} == {0, 1, 2}
     assert w.target().status(ROOM) is Status.WAITING
     while w.scatters:

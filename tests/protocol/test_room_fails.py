@@ -41,7 +41,7 @@ STAGED = pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged
 
 
 def stop_closed(w: World) -> None:
-    """The second source has written everything; its Complete is lost, if it comes to that."""
+    """The second source has closed; drop its Complete."""
     w.drops = lambda _, envelope: isinstance(envelope.body, Complete)
     w.open(ROOM)
     w.receive(ROOM, Request(16))

@@ -14,9 +14,9 @@ from kvferry.protocol.messages import Arrived, Drained, Grant, Staging, Want
 from kvferry.protocol.outcome import FailureCode
 
 S0, T0 = Peer("prefill", 0), Peer("decode0", 0)
-# Of a token of both layers, which is what a slot holds.
+# Size of one token of both layers.
 SLOT_BYTES = 64
-FOR_EVER_S = 50.0
+NEVER_S = 50.0
 
 
 def world(
@@ -27,8 +27,8 @@ def world(
     slot_bytes: int = SLOT_BYTES,
     **limits: float,
 ) -> World:
-    """Everything is staged, and no credit comes before a test lets it."""
-    times = {"local_slots": 4, "credit_patience_s": FOR_EVER_S} | limits
+    """Stage everything, and withhold all credits until ``grant``."""
+    times = {"local_slots": 4, "credit_patience_s": NEVER_S} | limits
     config = ProtocolConfig(early_gather_slots=ahead, **times)  # type: ignore[arg-type]
     w = World(dense(), (dense(target_tp),), config, Staging(slot_bytes, num_slots), always_stage)
     w.drops = lambda _, envelope: isinstance(envelope.body, Grant)
@@ -46,7 +46,7 @@ def push(w: World, tokens: int = 8, *, finish: bool = True) -> None:
 
 
 def grant(w: World) -> None:
-    """Let credits come: what was lost is asked for again."""
+    """Stop dropping grants; lost ones are requested again."""
     w.drops = lambda _, __: False
     w.wait(2 * w.config.resend_s)
 
@@ -122,7 +122,7 @@ def test_all_transfers_together_use_half_of_the_slots() -> None:
     w = world(2, target_tp=4)
     push(w)
     assert len(w.gathers) == 2
-    assert len({gather.transfer.peer for gather in w.gathers.values()}) == 2, "outbounds take turns"
+    assert len({gather.transfer.peer for gather in w.gathers.values()}) == 2, "transfers take turns"
     grant(w)
     w.wait(2)
     assert w.outcomes(ROOM) == {"done"}
@@ -136,7 +136,7 @@ def test_transfer_with_credits_proceeds_beside_a_waiting_one() -> None:
     push(w)
     written = [envelope for to, envelope in w.frames if to == T0]
     blocks = [e.body for e in written if isinstance(e.body, Arrived)]
-    assert len(blocks) >= 4, "one with credits has gone on to its end"
+    assert len(blocks) >= 4, "the transfer with credits has finished"
     assert {gather.transfer.peer for gather in w.gathers.values()} == {stopped}
     w.drops = lambda _, __: False
     w.wait(4)
@@ -155,19 +155,21 @@ def test_only_slot_is_reclaimed_for_a_transfer_with_credits() -> None:
     w.drops = lambda to, envelope: isinstance(envelope.body, Grant) and envelope.sender == waits
     w.wait(2 * w.config.resend_s)
     written = [e.body for to, e in w.frames if to == other and isinstance(e.body, Arrived)]
-    assert len(written) >= 4, "one with credits has gone on to its end"
+    assert len(written) >= 4, "the transfer with credits has finished"
     assert None not in serials(w)
-    assert {gather.transfer.peer for gather in w.gathers.values()} == {waits}, "which has it again"
+    assert {gather.transfer.peer for gather in w.gathers.values()} == {waits}, (
+        "it has gathered again"
+    )
     grant(w)
     w.wait(4)
     assert w.outcomes(ROOM) == {"done"}
-    assert None not in serials(w), "what was taken back has gone through a slot later"
+    assert None not in serials(w), "reclaimed blocks were staged later"
     w.finish()
 
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_reclaimed_gather_is_in_flight_until_it_has_ended(given_up: bool) -> None:
-    """Its own credit may come meanwhile, or the room be given up."""
+    """Meanwhile its own credit may arrive, or the room may be aborted."""
     w = world(2, target_tp=2, num_slots=1, local_slots=1)
     push(w, 1)
     (held,) = w.gathers.values()
@@ -176,7 +178,7 @@ def test_reclaimed_gather_is_in_flight_until_it_has_ended(given_up: bool) -> Non
     w.wait(2 * w.config.resend_s)
     assert (len(w.discards), w.writes, len(w.source().local_slots)) == (1, [], 0)
     grant(w)
-    assert not w.where(Arrived), "the slot is nobody's yet"
+    assert not w.where(Arrived), "the slot is not free yet"
     if given_up:
         w.each_source(Cancel(ROOM))
         w.run()
@@ -257,12 +259,12 @@ def test_partly_filled_slot_is_not_gathered_early() -> None:
     w.each_source(Push(ROOM, Span(0, 1)))
     assert not w.gathered, "half a slot is free"
     w.each_source(Push(ROOM, Span(1, 2)))
-    assert not w.gathered, "nobody knows that it is full"
+    assert not w.gathered, "the next push may share the slot"
     w.each_source(Push(ROOM, Span(2, 3)))
     (gather,) = w.gathers.values()
     assert [str(block.tokens) for block in gather.blocks] == ["[0, 1)", "[1, 2)"]
     w.each_source(Finish(ROOM, 3, b"meta"))
-    assert len(w.gathers) == 2, "nothing more comes"
+    assert len(w.gathers) == 2, "no push follows"
     grant(w)
     w.wait(2)
     assert w.outcomes(ROOM) == {"done"}
@@ -284,7 +286,7 @@ def test_gathered_blocks_are_written_directly_without_credits() -> None:
     w.wait(1)
     assert w.outcomes(ROOM) == {"done"}
     assert serials(w) == {None}
-    assert w.source().counts["busy"] == 0, "nobody was too busy for it"
+    assert w.source().counts["busy"] == 0, "no write was refused as busy"
     w.finish()
 
 
@@ -333,7 +335,7 @@ def test_lost_target_discards_early_gathers() -> None:
     while w.discards:
         w.end_discard(w.discards.pop())
     w.run()
-    assert w.releases[S0, ROOM] == 1, "nothing reads its pages, whatever becomes of the target"
+    assert w.releases[S0, ROOM] == 1, "nothing reads the pages any more"
 
 
 def test_failed_gather_fails_its_room() -> None:

@@ -31,7 +31,7 @@ TOKENS = Span(0, 8)
 @pytest.mark.parametrize("mode", ["all", "none", "mixed", "random"])
 @pytest.mark.parametrize("late", [0.0, 0.5, 1.0])
 def test_any_answer_keeps_the_guarantees(mode: str, late: float) -> None:
-    """Late, at random, always the slowest way: it costs time and nothing else."""
+    """Late and random answers cost time only."""
     for seed in range(9000, 9025):
         result = run_seed(seed, emphasis={"late_choice": late}, policy=EnginePolicy(mode))
         assert not result.violations, result.violations[0][1]
@@ -39,10 +39,10 @@ def test_any_answer_keeps_the_guarantees(mode: str, late: float) -> None:
 
 
 class Asked(World):
-    """A world whose answers a test gives itself."""
+    """A world in which the test answers ``Choose`` itself."""
 
     def ask(self, *events: Open | Prepare | Push | Finish | Cancel) -> list[Choose]:
-        """Tell the source; what it asks."""
+        """Send an event to the source; return its questions."""
         actions = [one for event in events for one in self.source().handle(event, self.now)]
         for action in actions:
             if not isinstance(action, Choose):
@@ -50,7 +50,7 @@ class Asked(World):
         return [one for one in actions if isinstance(one, Choose)]
 
     def answer(self, *questions: Choose, staged: bool = False) -> list[Action]:
-        """Answer the source; what it does."""
+        """Answer the source; return its actions."""
         done: list[Action] = []
         for one in questions:
             chosen = Chosen(one.ticket, (staged,) * len(one.blocks))

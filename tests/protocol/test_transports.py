@@ -27,7 +27,7 @@ ROOM = "room-1"
 
 
 def side(held: str, **lacked: str) -> TransportOffers:
-    """``shm@a nixl``: transports in order, each in a realm of its own name unless it says."""
+    """Parse ``shm@a nixl``: transports in order; the realm defaults to the name."""
     offers = [TransportOffer(*word.partition("@")[::2]) for word in held.split()]
     lacks = [TransportLack(name, why) for name, why in lacked.items()]
     return TransportOffers(tuple(offers), tuple(lacks))
