@@ -20,7 +20,7 @@ from kvferry.protocol.links import Link, Plans
 from kvferry.protocol.messages import Abort, Offer
 from kvferry.protocol.outbound import SourceRoom
 from kvferry.protocol.outcome import Failure, FailureCode
-from kvferry.protocol.states import SOURCE_ROOM, LinkState, RoomState, RoomStep, advance
+from kvferry.protocol.states import SOURCE_ROOM, LinkState, RoomState, SourceRoomStep, advance
 
 
 def room_refusal(
@@ -97,7 +97,7 @@ class SourceAdmission:
             room = SourceRoom(offer.room, RoomState.EARLY, self.early_deadline(offer, now))
             self._rooms[offer.room] = room
         else:
-            room.state = advance(SOURCE_ROOM, room.state, RoomStep.OFFER)
+            room.state = advance(SOURCE_ROOM, room.state, SourceRoomStep.OFFER)
         if room.state is RoomState.EARLY and room.failure:
             # Aborted and offered again: another attempt, from the start.
             room.failure, room.plan, room.instance = None, None, None
@@ -127,7 +127,7 @@ class SourceAdmission:
         """Forget a failed room, or keep it for a while to refuse late offers."""
         below_limit = self._count(RoomState.OVER) < self._config.max_early_rooms
         if below_limit and room.expects_targets(self._rank):
-            room.state = advance(SOURCE_ROOM, room.state, RoomStep.DRAIN)
+            room.state = advance(SOURCE_ROOM, room.state, SourceRoomStep.DRAIN)
             room.deadline = now + self._config.unclaimed_offer_ttl_s
         else:
             del self._rooms[room.name]

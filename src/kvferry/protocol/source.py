@@ -61,7 +61,7 @@ from kvferry.protocol.states import (
     OutboundState,
     OutboundStep,
     RoomState,
-    RoomStep,
+    SourceRoomStep,
     advance,
 )
 from kvferry.protocol.writes import WriteQueue
@@ -168,7 +168,7 @@ class SourceMachine(Machine):
             room = SourceRoom(event.room, RoomState.OPEN, event.deadline)
             self.rooms[event.room] = room
         else:
-            room.state = advance(SOURCE_ROOM, room.state, RoomStep.OPEN)
+            room.state = advance(SOURCE_ROOM, room.state, SourceRoomStep.OPEN)
             room.deadline = event.deadline
         if room.state is RoomState.FAILING:
             assert room.failure is not None
@@ -220,7 +220,7 @@ class SourceMachine(Machine):
         room = self._open_room(event.room, "finish")
         if room is None:
             return
-        room.state = advance(SOURCE_ROOM, room.state, RoomStep.FINISH)
+        room.state = advance(SOURCE_ROOM, room.state, SourceRoomStep.FINISH)
         room.finish = event
         for outbound in list(room.outbounds.values()):
             self.writes.push_rest(outbound, event)
@@ -337,7 +337,7 @@ class SourceMachine(Machine):
         room.failure = failure
         if room.known_to_engine:
             self.outbox.do(Report(room.name, failure))
-        room.state = advance(SOURCE_ROOM, room.state, RoomStep.FAIL)
+        room.state = advance(SOURCE_ROOM, room.state, SourceRoomStep.FAIL)
         if room.state is RoomState.WARNED:
             self.admission.limit_warned(room)
         for outbound in room.outbounds.values():

@@ -116,7 +116,7 @@ class RoomState(StrEnum):
     OVER = "over"
 
 
-class RoomStep(StrEnum):
+class SourceRoomStep(StrEnum):
     """Transition of a source's room."""
 
     OFFER = "Offer received"
@@ -126,19 +126,19 @@ class RoomStep(StrEnum):
     DRAIN = "last write ended, some target sent nothing"
 
 
-SOURCE_ROOM: dict[tuple[RoomState, RoomStep], RoomState] = {
-    (RoomState.EARLY, RoomStep.OFFER): RoomState.EARLY,
-    (RoomState.EARLY, RoomStep.OPEN): RoomState.OPEN,
-    (RoomState.EARLY, RoomStep.FAIL): RoomState.WARNED,
-    (RoomState.WARNED, RoomStep.OFFER): RoomState.EARLY,
-    (RoomState.WARNED, RoomStep.OPEN): RoomState.FAILING,
-    (RoomState.OPEN, RoomStep.OFFER): RoomState.OPEN,
-    (RoomState.OPEN, RoomStep.FINISH): RoomState.FINISHED,
-    (RoomState.OPEN, RoomStep.FAIL): RoomState.FAILING,
-    (RoomState.FINISHED, RoomStep.OFFER): RoomState.FINISHED,
-    (RoomState.FINISHED, RoomStep.FAIL): RoomState.FAILING,
-    (RoomState.FAILING, RoomStep.DRAIN): RoomState.OVER,
-    (RoomState.OVER, RoomStep.OPEN): RoomState.OPEN,
+SOURCE_ROOM: dict[tuple[RoomState, SourceRoomStep], RoomState] = {
+    (RoomState.EARLY, SourceRoomStep.OFFER): RoomState.EARLY,
+    (RoomState.EARLY, SourceRoomStep.OPEN): RoomState.OPEN,
+    (RoomState.EARLY, SourceRoomStep.FAIL): RoomState.WARNED,
+    (RoomState.WARNED, SourceRoomStep.OFFER): RoomState.EARLY,
+    (RoomState.WARNED, SourceRoomStep.OPEN): RoomState.FAILING,
+    (RoomState.OPEN, SourceRoomStep.OFFER): RoomState.OPEN,
+    (RoomState.OPEN, SourceRoomStep.FINISH): RoomState.FINISHED,
+    (RoomState.OPEN, SourceRoomStep.FAIL): RoomState.FAILING,
+    (RoomState.FINISHED, SourceRoomStep.OFFER): RoomState.FINISHED,
+    (RoomState.FINISHED, SourceRoomStep.FAIL): RoomState.FAILING,
+    (RoomState.FAILING, SourceRoomStep.DRAIN): RoomState.OVER,
+    (RoomState.OVER, SourceRoomStep.OPEN): RoomState.OPEN,
 }
 
 
