@@ -1,4 +1,4 @@
-"""vLLM's cache groups, played by objects of the same names."""
+"""Reading a VllmConfig, with stand-ins for vLLM's cache groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.connectors.vllm.states import StateSpec
 
 
 def spec(kind: str, **more: Any) -> Any:
-    """An object whose class has that name."""
+    """Return an object whose class has the given name."""
     return type(kind, (SimpleNamespace,), {})(**{"block_size": 16} | more)
 
 

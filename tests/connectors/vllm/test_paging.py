@@ -60,7 +60,7 @@ def test_target_wants_only_the_window() -> None:
 
 @pytest.mark.parametrize("num_tokens", range(1, 100))
 def test_cpu_window_is_rounded_up_to_pages(num_tokens: int) -> None:
-    """Whatever the last block holds, no more than one page before the window's first is owed."""
+    """At most one page before the window's first one is owed."""
     window, group = 33, tables(whole_pages=True, window=33).groups[1]
     needed = max(0, num_tokens - window) // 16
     assert needed - 1 <= group.owed(-(-num_tokens // 16)).first <= needed

@@ -1,4 +1,4 @@
-"""Recurrent state beside attention, in blocks as vLLM registers them, from any TP to any other."""
+"""Recurrent state beside attention, between any tensor-parallel sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Array = NDArray[np.float32]
 
 
 class Mixer(NamedTuple):
-    """A recurrent layer: its type, the lengths of what its convolution joins, its heads."""
+    """A recurrent layer: its type, the axes of its convolution, and its heads."""
 
     layer_type: str
     joined: tuple[int, ...]
@@ -54,7 +54,7 @@ MIXERS = {
 
 
 class StateSide:
-    """One side: its ranks' caches, attention and state over the same memory, and their workers."""
+    """Caches of one side's ranks, with attention and state in shared memory, and their workers."""
 
     def __init__(self, mixer: Mixer, tp: int, *, channels_first: bool) -> None:
         self.mixer, self.tp, self.channels_first = mixer, tp, channels_first
@@ -76,7 +76,7 @@ class StateSide:
         return held
 
     def rows(self, joined: list[Array], heads: Array, rank: int) -> list[Array]:
-        """A request's state as a rank has it: what is joined is dealt out part by part."""
+        """Return a rank's state of a request. Each axis of the convolution is sharded by itself."""
         found = []
         if joined:
             mine = [
@@ -119,7 +119,7 @@ class StateSide:
         return found
 
     def block(self, rank: int, layer: int, number: int) -> list[int]:
-        """A block's state, as bytes."""
+        """Return the bytes of a block's state."""
         return [int(each) for each in self.caches[rank][self.names[layer]][number].flatten()]
 
 
@@ -236,7 +236,7 @@ def test_unsupported_state_is_refused(spec: StateSpec, sharding: StateSharding, 
 
 
 def test_dtype_is_part_of_the_group_name() -> None:
-    """Or the handshake would pair two whose bytes mean different things."""
+    """Otherwise the handshake would accept two sides whose bytes differ in meaning."""
     one, two = (
         place_states("m", [0], SPEC._replace(dtypes=dtypes), StateSharding(1))
         for dtypes in (("bfloat16", "float32"), ("float16", "float32"))
