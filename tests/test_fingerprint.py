@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.connectors.sglang.settings import MODEL, model_of
-from kvferry.connectors.vllm.engine import model_name
+from kvferry.connectors.vllm.engine import fingerprint
 from kvferry.fingerprint import difference, rope_form
 from kvferry.model_config import model_fingerprint
 from kvferry.reference.engine.engine import EngineOptions
@@ -130,7 +130,7 @@ def in_vllm(folder: Path, given: str | None = None, **changed: Any) -> str:
         hf_overrides={},
     )
     vars(model).update(changed)
-    return model_name(SimpleNamespace(model_config=model), given)
+    return fingerprint(SimpleNamespace(model_config=model), given)
 
 
 def in_sglang(folder: Path, overrides: str = "{}", **environment: str) -> str:

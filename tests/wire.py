@@ -1,8 +1,7 @@
-"""Source and target machines joined by a fake wire: a list of pending events, time as a value.
+"""Source and target machines connected by a fake wire: a queue of events, and time as a value.
 
-Every frame goes through the codec. Writes, scatters and tear-downs end at once
-unless a test holds them. What lands in a target's pages is counted cell by
-cell, so that Done can be compared with what the plan owes.
+Every frame passes through the codec. Writes, scatters and tear-downs end at once unless a test
+holds them. Data in a target's pages is counted cell by cell and compared with the plan at Done.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def cells(plan: Plan, source: int, blocks: tuple[Block, ...]) -> Iterator[Cell]:
 
 @dataclass
 class Held:
-    """What a test keeps back until it says otherwise."""
+    """Operations that a test holds until it ends them."""
 
     writes: bool = False
     discards: bool = False
@@ -111,7 +110,7 @@ class World:
     staging: Staging = field(default_factory=Staging)
     stages: Callable[[Block], bool] = never_stage
     fingerprint: str = MODEL
-    # Of the sources, and of the targets.
+    # Transports of the sources, and of the targets.
     transports: tuple[TransportOffers, TransportOffers] = (TRANSPORTS, TRANSPORTS)
     now: float = 100.0
     hold: Held = field(default_factory=Held)
@@ -120,7 +119,7 @@ class World:
     targets: dict[Peer, TargetMachine] = field(default_factory=dict)
     pending: deque[tuple[Peer, Event]] = field(default_factory=deque)
     writes: list[tuple[Peer, Write]] = field(default_factory=list)
-    # What was gathered and neither posted nor discarded, and all that ever was.
+    # Early gathers neither posted nor discarded, and all gathers so far.
     gathers: dict[tuple[Peer, Op], Gather] = field(default_factory=dict)
     gathered: list[Gather] = field(default_factory=list)
     discards: list[tuple[Peer, Op]] = field(default_factory=list)
@@ -172,7 +171,7 @@ class World:
     # ------------------------------------------------------------ steps
 
     def tell(self, peer: Peer, event: Event) -> None:
-        """One step of one machine; what it asks for becomes pending."""
+        """Run one step of one machine and carry out its actions."""
         machine = self.sources.get(peer) or self.targets.get(peer)
         if machine is None:
             return
@@ -187,12 +186,12 @@ class World:
         machine.check()
 
     def run(self) -> None:
-        """Deliver until nothing is pending."""
+        """Deliver events until none is pending."""
         while self.pending:
             self.tell(*self.pending.popleft())
 
     def wait(self, seconds: float) -> None:
-        """Let time pass, from timer to timer."""
+        """Advance the time from timer to timer."""
         end = self.now + seconds
         for _ in range(20_000):
             self.run()
@@ -229,12 +228,12 @@ class World:
             case Connect():
                 self._begin_connect(me, action)
             case Forget():
-                """Nothing is kept of a session."""
+                pass
             case _:
                 raise AssertionError(f"no such action: {action!r}")
 
     def post(self, to: Peer, envelope: Envelope) -> None:
-        """Put a frame on the wire, unless the test loses it."""
+        """Put a frame on the wire, unless the test drops it."""
         self.frames.append((to, envelope))
         if self.drops(to, envelope):
             return
@@ -272,13 +271,13 @@ class World:
                 self.end_connect(self.connects.pop())
 
     def end_connect(self, held: tuple[Peer, Connect]) -> None:
-        """The target's memory is reached, by the best of the transports."""
+        """Report the target's memory as reached by the best transport."""
         me, connect = held
         reached = MemoryReached(connect.session, connect.transports[0].name)
         self.pending.append((me, reached))
 
     def end_write(self, held: tuple[Peer, Write]) -> None:
-        """The data lands, its note follows, and the source learns that it is over."""
+        """End a write: deliver its data, its note and its result."""
         me, write = held
         if write.slot is None:
             self._land(write.transfer.peer, me.rank, write.transfer.room, write.blocks)
@@ -290,7 +289,7 @@ class World:
         self.pending.append((held[0], SendFailed(held[1].op, fate)))
 
     def end_discard(self, held: tuple[Peer, Op]) -> None:
-        """A gather that is for nothing has ended."""
+        """End a discarded gather."""
         self.pending.append((held[0], SendFailed(held[1], WriteFate.BUSY)))
 
     def end_scatter(self, held: tuple[Peer, Scatter]) -> None:
@@ -329,7 +328,7 @@ class World:
         deadline: float = DEADLINE,
         only: int | None = None,
     ) -> None:
-        """Every rank of a decode instance asks for the room."""
+        """Receive the room on every rank of a decode instance."""
         for peer in [p for p in self.targets if p.instance == f"decode{decode_index}"]:
             if only in (None, peer.rank):
                 self.tell(peer, self.receive_event(peer, room, request, self.now + deadline))
@@ -337,7 +336,7 @@ class World:
     def receive_event(self, peer: Peer, room: Room, request: Request, deadline: float) -> Receive:
         instance = Instance("prefill", MODEL, self.prefill)
         self.requests[peer, room] = request
-        self.landed.pop((peer, room), None)  # another attempt has pages of its own
+        self.landed.pop((peer, room), None)  # another attempt has other pages
         wanted = ReceiveRequest(room, request, self.tables(peer, request), deadline)
         return Receive(instance, wanted)
 
@@ -362,7 +361,7 @@ class World:
     def prefill_all(
         self, room: Room, num_tokens: int, first: int = 0, step: int = 8, metadata: bytes = b"meta"
     ) -> None:
-        """Push chunk by chunk, then finish."""
+        """Push a prompt in chunks, then finish."""
         for at in range(first, num_tokens, step):
             self.each_source(Push(room, Span(at, min(at + step, num_tokens))))
             self.run()
@@ -370,7 +369,7 @@ class World:
         self.run()
 
     def outcomes(self, room: Room) -> set[str]:
-        """How the room ended at everyone who knew of it: "done" or a failure's code."""
+        """Return the reported outcomes of a room: "done" or a failure code."""
         return {
             outcome.code if isinstance(outcome, Failure) else "done"
             for (_, name), said in self.reports.items()
@@ -379,7 +378,7 @@ class World:
         }
 
     def metadata(self, room: Room) -> set[bytes]:
-        """What targets that are done were told at the close."""
+        """Return the metadata that completed targets have received."""
         return {
             outcome.metadata
             for (peer, name), said in self.reports.items()
@@ -388,7 +387,7 @@ class World:
         }
 
     def sent(self, kind: type[Body]) -> list[Envelope]:
-        """Frames of that type that were ever put on the wire, lost ones too."""
+        """Return all frames of a type so far, including lost ones."""
         return [envelope for _, envelope in self.frames if isinstance(envelope.body, kind)]
 
     def where(self, kind: type[Body], to: Peer | None = None) -> list[Body]:
@@ -399,10 +398,10 @@ class World:
     # ------------------------------------------------------------ the end
 
     def finish(self, attempts: int = 1) -> None:
-        """Everybody has heard once, nothing is left in any table."""
+        """Check that each room was reported and released, and that all tables are empty."""
         self.run()
         held = [*self.writes, *self.gathers, *self.discards, *self.scatters, *self.teardowns]
-        assert not held, "the test holds something"
+        assert not held, "the test still holds an operation"
         ended = {key: len(said) for key, said in self.reports.items()}
         assert all(count <= attempts for count in ended.values()), f"reported twice: {ended}"
         assert ended == dict(self.releases), "a report without its release, or the other way"
@@ -426,12 +425,12 @@ class World:
 
 
 def as_write(gather: Gather, post: Post) -> Write:
-    """What was gathered, as a write of its slot."""
+    """Return a posted gather as a write."""
     what = gather.op, gather.transfer, gather.blocks
     return Write(*what, post.note, post.slot, gather.local_slot)
 
 
-# ---------------------------------------------------------------- small worlds that tests share
+# ---------------------------------------------------------------- small worlds
 
 
 def dense(tp: int = 1) -> Layout:
@@ -448,7 +447,7 @@ def small_world(
 
 
 def moving(w: World, tokens: int = 16) -> None:
-    """Open, receive, and push one half; its writes are held."""
+    """Open and receive a room, push half of it, and hold the writes."""
     w.open(ROOM)
     w.receive(ROOM, Request(tokens))
     w.run()
@@ -458,7 +457,7 @@ def moving(w: World, tokens: int = 16) -> None:
 
 
 def let_go(w: World) -> None:
-    """End everything that the test held, and let what was only warned of expire."""
+    """End everything that the test holds, and let early records expire."""
     w.hold.writes = w.hold.scatters = w.hold.teardowns = w.hold.notes = False
     while w.writes:
         w.end_write(w.writes.pop())

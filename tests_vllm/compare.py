@@ -1,9 +1,8 @@
-"""Time to the first decoded token with kvferry and with vLLM's own NixlConnector.
+"""Time to the first decoded token with kvferry and with vLLM's NixlConnector.
 
-One pair of engines after another, TP1 to TP1 on this machine's CPU, so that neither's threads
-disturb the other's. Both get the same prompts in vLLM's own proxies' order: prefill to its end,
-then decode with what it answered. kvferry's pair is also asked both at once, as its router asks.
-Every answer is compared with what the pair's prefill says by itself. Ends in one JSON line.
+One pair of engines runs at a time, TP1 to TP1 on this machine's CPU. Both get the same prompts in
+sequence, first at prefill and then at decode; kvferry's pair also gets them in parallel, as from
+its router. Every answer is compared with that of the pair's prefill alone. Ends in one JSON line.
 
 Usage: python -m tests_vllm.compare [--repeats N] [--transport NAME]
 """
@@ -24,28 +23,28 @@ from urllib.parse import urlsplit
 
 from kvferry.testing.ports import later_port
 from tests_vllm.models import plain
-from tests_vllm.servers import Deployment, Json, Server, complete, say, timed, token_ids
+from tests_vllm.servers import Deployment, Json, Server, complete, log, timed, token_ids
 
 LENGTHS = (64, 384)
 ANSWER = 4
 
 
 class Pair(NamedTuple):
-    """Who computes the prompt, and who answers."""
+    """A prefill engine and a decode engine."""
 
     prefill: Server
     decode: Server
 
 
 class Timed(NamedTuple):
-    """When the first token was there, and all of the answer."""
+    """Time of the first token, and the answer."""
 
     first_s: float
     tokens: list[int]
 
 
 def streamed(server: Server, body: Json) -> Timed:
-    """Ask for a stream; seconds from the question to the first token."""
+    """Request a stream; return the seconds to the first token, and the answer."""
     began, first_s, tokens = time.monotonic(), 0.0, []
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=120)
     headers = {"Content-Type": "application/json"}
@@ -79,7 +78,7 @@ PROXY = {
 
 
 def in_turn(pair: Pair, prompt: list[int]) -> Timed:
-    """As vLLM's proxies ask."""
+    """Send a request in sequence, as vLLM's proxies do."""
     began = time.monotonic()
     params = complete(pair.prefill, prompt, 1, kv_transfer_params=PROXY)["kv_transfer_params"]
     asked = time.monotonic()
@@ -88,7 +87,7 @@ def in_turn(pair: Pair, prompt: list[int]) -> Timed:
 
 
 def at_once(pair: Pair, prompt: list[int]) -> Timed:
-    """As kvferry's router asks."""
+    """Send a request in parallel, as kvferry's router does."""
     own: Json = {"room": secrets.token_hex(8)}
     first = {"do_remote_decode": True, "kvferry": own}
     second = {"do_remote_prefill": True, "kvferry": own | {"prefill": "prefill-0"}}
@@ -100,7 +99,7 @@ def at_once(pair: Pair, prompt: list[int]) -> Timed:
 
 
 def prompt_of(length: int, number: int) -> list[int]:
-    """Token ids that no other prompt begins with."""
+    """Return token ids with a unique beginning."""
     return [1000 + number, *((7 * i) % 997 + 500 for i in range(length - 1))]
 
 
@@ -108,7 +107,7 @@ Way = Callable[[Pair, list[int]], Timed]
 
 
 def measured(pair: Pair, ways: Mapping[str, Way], repeats: int) -> dict[int, Json]:
-    """By length of the prompt, the median of each way in milliseconds."""
+    """Return the medians in milliseconds, by prompt length."""
     rows: dict[int, Json] = {}
     for length in LENGTHS:
         seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -121,12 +120,12 @@ def measured(pair: Pair, ways: Mapping[str, Way], repeats: int) -> dict[int, Jso
                 if number:  # the first one also connects
                     seconds[name].append(answer.first_s)
         rows[length] = {name: round(1e3 * median(each), 1) for name, each in seconds.items()}
-        say(f"{length} tokens: " + ", ".join(f"{k} {ms} ms" for k, ms in rows[length].items()))
+        log(f"{length} tokens: " + ", ".join(f"{k} {ms} ms" for k, ms in rows[length].items()))
     return rows
 
 
 def started(deployment: Deployment, connector: str, transport: str) -> Pair:
-    """Prefill and decode with that connector, prefix caching off."""
+    """Start prefill and decode with a connector, without prefix caching."""
     made = []
     for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
         transfer: Json = {"kv_connector": connector, "kv_role": role, "kv_buffer_device": "cpu"}
@@ -138,7 +137,7 @@ def started(deployment: Deployment, connector: str, transport: str) -> Pair:
                 transfer=transfer,
                 more="--no-enable-prefix-caching",
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(later_port()),
-                # Processes as vLLM has them on a CPU by default, for both connectors.
+                # Use vLLM's default process layout on a CPU for both connectors.
                 VLLM_ENABLE_V1_MULTIPROCESSING="1",
             )
         )

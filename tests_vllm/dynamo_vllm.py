@@ -1,7 +1,7 @@
-"""``python -m dynamo.vllm`` on a CPU: what Dynamo 1.6 imports and neither needs nor finds here.
+"""``python -m dynamo.vllm`` on a CPU, with stand-ins for unused imports of Dynamo 1.6.
 
-It pins vLLM 0.31 and imports a function that 0.32 has not, for its embedding workers; and a
-function of transformers that needs torchvision, for pictures.
+Dynamo pins vLLM 0.31 and imports a function for embedding workers that 0.32 does not have, and a
+function of transformers that needs torchvision.
 """
 
 from __future__ import annotations

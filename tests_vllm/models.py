@@ -1,10 +1,8 @@
-"""Models to serve: SmolLM2 as it is, for TP 1 and 3, and with padded heads for TP 2.
+"""Models to serve: SmolLM2 for TP1 and TP3, and SmolLM2 with padded heads for TP2.
 
-With windows, every other layer of it sees the last few tokens only. What it says then makes less
-sense, and follows from the prompt all the same.
-
-Its 9 query and 3 KV heads become 12 and 4 by heads of zeros, which changes nothing that the model
-says. The heads are permuted too, so that every rank of TP2 holds some that matter.
+Padding its 9 query and 3 KV heads with zeros to 12 and 4 does not change the answers. The heads
+are also permuted, so that every rank of TP2 has non-zero ones. A variant has windows in every
+other layer, which makes its answers less meaningful but still dependent on the prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvferry.reference.models.smollm import default_model
 
-# Where each KV head of the padded model comes from; None is a head of zeros.
+# Origin of each KV head of the padded model; None is a head of zeros.
 KV_HEADS = (2, None, 0, 1)
 WINDOW = 64
 Array = NDArray[np.float32]
@@ -32,7 +30,7 @@ def plain() -> Path:
 
 
 def padded(folder: Path, *, windows: bool = False) -> Path:
-    """The same with 12 query heads and 4 KV heads, in that folder."""
+    """Write the model with 12 query heads and 4 KV heads into a folder."""
     source = plain()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder)
@@ -61,7 +59,7 @@ def _padded(name: str, tensor: Array, dim: int) -> Array:
 
 
 def _rows(tensor: Any, num_rows: int) -> Array:
-    """The rows of each KV head in the padded order."""
+    """Return the rows of each KV head in the padded order."""
     zeros = np.zeros((num_rows, tensor.shape[1]), np.float32)
     parts = [
         zeros if head is None else tensor[head * num_rows : (head + 1) * num_rows]

@@ -1,6 +1,6 @@
-"""The oracle: the same model in transformers, for where no engine can be asked by itself.
+"""Reference answers from the same model in transformers.
 
-Usage: python -m tests_vllm.oracle NUM_TOKENS PROMPT ...; prints a JSON list of answers
+Usage: python -m tests_vllm.oracle NUM_TOKENS PROMPT ...; prints a JSON list of answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests_vllm.models import plain
 
 
 def greedy(prompts: list[str], num_tokens: int) -> list[str]:
-    """What the model says next to each, token by token."""
+    """Return the greedy answer to each prompt."""
     tokenizer = AutoTokenizer.from_pretrained(plain())
     model = AutoModelForCausalLM.from_pretrained(plain(), dtype=torch.float32)
     answers = []

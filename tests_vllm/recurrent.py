@@ -1,7 +1,7 @@
-"""A small hybrid model with random weights: Mamba-2 layers and one of attention (Granite 4's form).
+"""A small hybrid model with random weights: Mamba-2 layers and one attention layer, like Granite 4.
 
-Its state has one group of B and C, which every rank of a tensor parallelism has whole, and heads
-that are dealt out. What it says makes no sense, and follows from every token of the prompt.
+Its state has one B/C group, which is replicated on every rank, and sharded heads. Its answers are
+meaningless but depend on every token of the prompt.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Array = NDArray[np.float32]
 
 
 def granite(folder: Path) -> Path:
-    """The model in that folder, with the tokenizer of another: it is asked with ids only."""
+    """Write the model into a folder, with another model's tokenizer. Prompts are token ids."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(plain() / name, folder)
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -105,7 +105,7 @@ def _mamba() -> dict[str, tuple[int, ...]]:
 
 
 def _drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:
-    """Norms and the like do nothing; heads forget at different speeds."""
+    """Set neutral norms, and a different decay for each head."""
     if name.endswith("A_log"):
         return np.log(np.arange(1, shape[0] + 1, dtype=np.float32))
     if name.endswith(("norm.weight", "mamba.D")):

@@ -1,4 +1,4 @@
-"""Real ``vllm serve`` processes on this machine's CPU, and how they are asked."""
+"""Real ``vllm serve`` processes on this machine's CPU, and requests to them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ STOP_S = 10.0
 MAX_LEN = 2048
 CACHE_BYTES = 256 << 20
 BLOCK_TOKENS = 32
-# Rooms whose id begins like this are not carried where the connector is ``skipping.py``.
+# Prefix of rooms that the connector of ``skipping.py`` does not transfer.
 SKIPPED = "skip-"
-# Of these the recurrent state is not.
+# Prefix of rooms of which it does not transfer the recurrent state.
 STATELESS = "stateless-"
 Json = dict[str, Any]
 
 
-def say(text: str) -> None:
-    """What goes on, for who watches."""
+def log(text: str) -> None:
+    """Print a progress message."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-class Asked(Exception):
+class HttpError(Exception):
     """A server answered with an error."""
 
     def __init__(self, status: int, document: str) -> None:
@@ -47,19 +47,19 @@ class Asked(Exception):
 
 
 def ask(url: str, body: Json | None = None, timeout_s: float = 180.0) -> Json:
-    """Ask a server and read its JSON."""
+    """Send a request and return the JSON answer."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             text = response.read().decode()
     except urllib.error.HTTPError as error:
-        raise Asked(error.code, error.read().decode(errors="replace")) from None
+        raise HttpError(error.code, error.read().decode(errors="replace")) from None
     return dict(json.loads(text)) if text.startswith("{") else {"text": text}
 
 
 class Server:
-    """A process that answers HTTP, its log in a file."""
+    """An HTTP server process with a log file."""
 
     def __init__(self, name: str, command: list[str], port: int, environment: Mapping[str, str]):
         self.name = name
@@ -72,8 +72,8 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env=dict(os.environ) | dict(environment),
                 cwd=ROOT,
-                # A process group, so that all of it can be signalled, but no session of its own:
-                # docs/connectors/vllm.md, "More workers than cores", says why.
+                # A process group, so that all processes can be signalled, but no new session: see
+                # docs/connectors/vllm.md, "More workers than cores".
                 process_group=0,
             )
 
@@ -85,7 +85,7 @@ class Server:
             try:
                 ask(self.url + path, timeout_s=5)
                 return
-            except (OSError, Asked):
+            except (OSError, HttpError):
                 time.sleep(0.5)
         raise RuntimeError(f"{self.name} is not up after {START_S:.0f} s: {self.tail()}")
 
@@ -93,23 +93,23 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
     def signal(self, number: int) -> None:
-        """To all of its processes, which are a process group."""
+        """Send a signal to the process group."""
         os.killpg(self.process.pid, number)
 
     def stop(self) -> None:
         if self.process.poll() is None:
             self.signal(signal.SIGCONT)
             self.process.terminate()
-            # vLLM's API server may take longer to end by itself than anybody cares to wait.
+            # vLLM's API server may take very long to end by itself.
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_S)
             self.process.kill()
-            # How long the kernel takes over a gigabyte's end is nobody's promise.
+            # Without a timeout: the kernel may take long to free a gigabyte.
             self.process.wait()
         self._end_rest()
 
     def _end_rest(self) -> None:
-        """Its trackers remove what its other processes left, if they are given the time."""
+        """Give resource trackers time to clean up, then kill the rest of the group."""
         deadline = time.monotonic() + STOP_S
         with suppress(ProcessLookupError):
             while time.monotonic() < deadline:
@@ -119,7 +119,7 @@ class Server:
 
 
 def environment(entry_points: Path) -> dict[str, str]:
-    """Of every server: this checkout's kvferry, no hub, both cores for all."""
+    """Return every server's environment: this checkout, no hub access, all cores."""
     return {
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{entry_points}",
         "HF_HUB_OFFLINE": "1",
@@ -128,20 +128,20 @@ def environment(entry_points: Path) -> dict[str, str]:
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        # UCX between processes of one machine: no search for networks.
+        # UCX within one machine: skip network devices.
         "UCX_LOG_LEVEL": "error",
     }
 
 
 class Deployment:
-    """A discovery service, and whatever engines are started beside it. Leaving it ends them all."""
+    """A discovery service and the servers started with it. Its exit stops them all."""
 
     def __init__(self) -> None:
         self._undo = ExitStack()
         self.discovery = ""
 
     def __enter__(self) -> Deployment:
-        # Whoever ends us ends the engines too.
+        # Stop the engines on SIGTERM, too.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         folder = Path(self._undo.enter_context(tempfile.TemporaryDirectory()))
         script = str(ROOT / "scripts" / "entry-points")
@@ -160,7 +160,7 @@ class Deployment:
         self._undo.close()
 
     def start(self, name: str, command: list[str], port: int, **more: str) -> Server:
-        """A server that ends with the deployment."""
+        """Start a server that ends with the deployment."""
         server = Server(name, command, port, self.environment | more)
         self._undo.callback(server.stop)
         return server
@@ -176,7 +176,7 @@ class Deployment:
         more: str = "",
         **variables: str,
     ) -> Server:
-        """One engine; ``transfer`` is its ``--kv-transfer-config``."""
+        """Start an engine; ``transfer`` is its ``--kv-transfer-config``."""
         port = later_port()
         command = [str(BIN / "vllm"), "serve", str(model), "--served-model-name", "m"]
         command += ["--port", str(port), "--host", "127.0.0.1", "--tensor-parallel-size", str(tp)]
@@ -185,13 +185,13 @@ class Deployment:
         command += ["--block-size", str(BLOCK_TOKENS), "--disable-uvicorn-access-log"]
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]
-        # On one rank the worker is in the engine's own process, as it is on a GPU; a process less
-        # that takes 8 s to import vLLM.
+        # With one rank, run the worker in the engine's process, as on a GPU. That saves 8 s of
+        # importing vLLM.
         in_one = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tp == 1 else {}
         return self.start(name, command + more.split(), port, **(in_one | variables))
 
     def router(self, prefills: list[Server], decode: Server, replicas: str = "") -> Server:
-        """kvferry's, in front of vLLM; ``replicas`` is what follows the names of prefills."""
+        """Start kvferry's router; ``replicas`` is the suffix of prefill names."""
         port = later_port()
         command = [sys.executable, "-m", "kvferry", "serve", "router", "--engine", "vllm"]
         command += ["--port", str(port), "--decode-url", f"{decode.name}={decode.url}"]
@@ -204,7 +204,7 @@ class Deployment:
         return server
 
     def connector(self, role: str, instance: str, policy: str = "fail", **extra: object) -> Json:
-        """The flag by which vLLM takes kvferry."""
+        """Return the value of ``--kv-transfer-config`` for kvferry."""
         own = {"discovery": self.discovery, "instance": instance, "key_file": str(self._key)}
         return {
             "kv_connector": "KVFerryConnector",
@@ -216,21 +216,21 @@ class Deployment:
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Say what is done, and how long it took."""
-    say(f"{what} ...")
+    """Print what is done and how long it took."""
+    log(f"{what} ...")
     began = time.monotonic()
     yield
-    say(f"{what}: {time.monotonic() - began:.1f} s")
+    log(f"{what}: {time.monotonic() - began:.1f} s")
 
 
 def complete(server: Server, prompt: object, max_tokens: int, **more: object) -> Json:
-    """A greedy completion, with the ids of its tokens."""
+    """Return a greedy completion with its token ids."""
     body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     return ask(server.url + "/v1/completions", body | {"return_token_ids": True} | more)
 
 
 def metric(server: Server, name: str) -> float:
-    """The sum of one metric's series."""
+    """Return the sum of a metric's series."""
     lines = ask(server.url + "/metrics")["text"].splitlines()
     found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
     return sum(float(line.rpartition(" ")[2]) for line in found)
@@ -243,7 +243,7 @@ def token_ids(answer: Json) -> list[int]:
 def prefilled_then_decoded(
     prefill: Server, decode: Server, prompt: object, max_tokens: int, **more: object
 ) -> Json:
-    """vLLM's own proxies' order: prefill to its end, then decode with what it answered."""
+    """Send a request to prefill, and then to decode with prefill's answer."""
     first = complete(prefill, prompt, 1, kv_transfer_params={"do_remote_decode": True})
     params = first["kv_transfer_params"]
     return complete(decode, prompt, max_tokens, kv_transfer_params=params, **more)

@@ -1,6 +1,6 @@
-"""The negative control: a connector that says of some rooms that they came, and moves nothing.
+"""Negative control: a connector that reports some rooms as received without transferring them.
 
-Of some others it moves all but the recurrent state, which it puts where nobody reads it.
+For some other rooms it transfers everything except the recurrent state.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from tests_vllm.servers import SKIPPED, STATELESS
 
 
 class SkippingConnector(KVFerryConnector):
-    """Takes a room whose id begins with the prefix for received."""
+    """Skips rooms whose id starts with one of the prefixes."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        orders = self._orders.decode
-        skipped = [order for order in orders.received if str(order.room).startswith(SKIPPED)]
-        # Prefill hears that nobody comes, or it would hold its blocks, and vLLM would step for
-        # them, until the room's deadline.
-        orders.received = [
+        metadata = self._metadata.decode
+        skipped = [order for order in metadata.received if str(order.room).startswith(SKIPPED)]
+        # Complete these rooms without data. Otherwise prefill would hold its blocks, and vLLM would
+        # step for them, until the deadline.
+        metadata.received = [
             replace(order, prefix=order.tokens, blocks=()) if order in skipped else order
-            for order in orders.received
+            for order in metadata.received
         ]
-        orders.received = [
+        metadata.received = [
             replace(order, blocks=self._stateless(order.blocks))
             if str(order.room).startswith(STATELESS)
             else order
-            for order in orders.received
+            for order in metadata.received
         ]
         self._skipped: set[str] = {order.request for order in skipped}
         super().start_load_kv(forward_context, **kwargs)
@@ -38,7 +38,7 @@ class SkippingConnector(KVFerryConnector):
     def _stateless(self, blocks: BlocksByGroup) -> BlocksByGroup:
         return tuple(
             own if group.state is None else (NULL_BLOCK,)
-            for own, group in zip(blocks, self._kept, strict=True)
+            for own, group in zip(blocks, self._groups, strict=True)
         )
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

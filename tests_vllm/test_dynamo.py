@@ -1,9 +1,8 @@
-"""NVIDIA Dynamo's own front end and vLLM workers, TP1 to TP2, with kvferry and with NixlConnector.
+"""NVIDIA Dynamo's front end and vLLM workers, TP1→2, with kvferry and with NixlConnector.
 
-Its parts find each other by an etcd, with leases that outlast the test: an idle NIXL agent of
-NixlConnector's keeps a core busy, three of them are more than two cores have, and a worker that
-can't renew its lease of ten seconds is struck off by the front end. In a folder, Dynamo's way
-without any service, leases have that length always.
+The processes find each other through etcd with long leases. An idle NIXL agent of NixlConnector
+keeps one core busy, so that on two cores its workers can't renew the default lease of ten seconds,
+which is the only one of Dynamo's file-based discovery.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from tests_vllm.servers import (
     MAX_LEN,
     ROOT,
     START_S,
-    Asked,
     Deployment,
+    HttpError,
     Json,
     Server,
     ask,
-    say,
+    log,
     timed,
 )
 from tests_vllm.waiting import eventually
@@ -47,7 +46,7 @@ PROMPTS = (
 
 
 class Dynamo(NamedTuple):
-    """A front end, and the logs of the two workers behind it."""
+    """A front end, and the logs of its two workers."""
 
     frontend: Server
     prefill: Server
@@ -55,7 +54,7 @@ class Dynamo(NamedTuple):
 
 
 class Parts:
-    """Dynamo's parts that find each other by one etcd."""
+    """Dynamo processes that share one etcd."""
 
     def __init__(self, deployment: Deployment, folder: Path, model: Path) -> None:
         self._deployment = deployment
@@ -104,7 +103,7 @@ class Parts:
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    """What the model says in transformers, in a process of its own."""
+    """Return transformers' answers, computed in a separate process."""
     command = [sys.executable, "-m", "tests_vllm.oracle", str(ANSWER), *PROMPTS]
     variables = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "1"}
     with timed("the same prompts in transformers"):
@@ -139,7 +138,7 @@ def dynamo(
         decode = parts.worker("decode", 2, transfers["decode"])
         frontend = parts.frontend()
         wait_until_both_answer(frontend, [prefill, decode])
-        say("all are up")
+        log("all are up")
         yield Dynamo(frontend, prefill, decode)
 
 
@@ -152,7 +151,7 @@ def wait_until_both_answer(frontend: Server, workers: list[Server]) -> None:
         try:
             if ask(frontend.url + "/v1/models")["data"] and complete(frontend, "Hi", 2):
                 return
-        except Asked:
+        except HttpError:
             pass
         time.sleep(1.0)
     raise RuntimeError(f"Dynamo is not up: {frontend.tail()}")
@@ -169,7 +168,7 @@ def test_the_answer_is_that_of_the_model(expected: list[str], dynamo: Dynamo, nu
     with timed(f"through Dynamo, {len(prompt)} characters"):
         answer = complete(dynamo.frontend, prompt, ANSWER)
     assert answer == expected[number]
-    # vLLM writes its figures down every ten seconds.
+    # vLLM logs its metrics every ten seconds.
     eventually(
         lambda: "KV Transfer metrics:" in dynamo.decode.log.read_text(),
         "decode's log tells of what was transferred",

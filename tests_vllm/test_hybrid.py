@@ -1,7 +1,7 @@
-"""Layers that see a window beside layers that see all, each with blocks of their own in vLLM.
+"""Window layers beside full-attention layers, with vLLM's hybrid allocator; TP2→1 and TP1→2.
 
-TP2 to TP1 and back, vLLM's hybrid allocator on. Every other layer keeps 64 tokens, and vLLM gives
-the blocks before them away while it computes; prompts end at and around blocks' edges.
+Every other layer keeps 64 tokens, and vLLM reuses the blocks before them during prefill. Prompts
+end at and next to block boundaries.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import pytest
 from tests_vllm.models import WINDOW, padded
 from tests_vllm.servers import (
     BLOCK_TOKENS,
-    Asked,
     Deployment,
+    HttpError,
     Server,
     complete,
+    log,
     metric,
     prefilled_then_decoded,
-    say,
     timed,
     token_ids,
 )
@@ -33,7 +33,7 @@ LAYERS, HEADS, CONTENT_BYTES = 30, 4, 2 * 64 * 4
 
 
 class Engines(NamedTuple):
-    """One engine on two ranks; one on one, which caches prefixes."""
+    """An engine on two ranks, and one on one rank with prefix caching."""
 
     two: Server
     one: Server
@@ -59,17 +59,17 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         )
         for server in servers:
             server.wait_until_up()
-        say("both are up")
+        log("both are up")
         yield servers
 
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:
-    """Token ids that no other prompt begins with."""
+    """Return token ids with a unique beginning."""
     return [1000 + number, *((13 * i + 5 * number) % 997 + 500 for i in range(num_tokens - 1))]
 
 
 def alone(engines: Engines, prompt: list[int]) -> list[int]:
-    """What the engine that caches nothing says by itself."""
+    """Return the answer of the engine without prefix caching."""
     return token_ids(complete(engines.two, prompt, ANSWER))
 
 
@@ -83,7 +83,7 @@ def test_the_answer_is_that_of_one_engine(engines: Engines, sizes: str, num_toke
     assert token_ids(answer) == alone(engines, prompt)
 
 
-def test_a_window_carries_no_more_than_it_keeps(engines: Engines) -> None:
+def test_only_the_window_is_transferred(engines: Engines) -> None:
     blocks = 16
     prompt = prompt_of(7, blocks * BLOCK_TOKENS)
     rooms, sent = "vllm:kvferry_rooms_done_total", "vllm:kvferry_bytes_sent_total"
@@ -92,11 +92,11 @@ def test_a_window_carries_no_more_than_it_keeps(engines: Engines) -> None:
     assert token_ids(answer) == alone(engines, prompt)
     eventually(lambda: metric(engines.one, rooms) > before[0], "the room is counted")
     cell = LAYERS // 2 * HEADS * BLOCK_TOKENS * CONTENT_BYTES
-    # The last token is decode's; a window of 63 tokens lies in 3 blocks at most.
+    # Decode computes the last token; a window of 63 tokens touches at most 3 blocks.
     assert metric(engines.one, sent) - before[1] == (blocks + 3) * cell
 
 
-def test_only_what_decode_lacks_travels(engines: Engines) -> None:
+def test_only_missing_tokens_are_transferred(engines: Engines) -> None:
     begin = prompt_of(8, 200)
     for end in ([901, 902, 903], [911, 912, 913], [911, 912, 914]):
         prompt = begin + end
@@ -106,7 +106,7 @@ def test_only_what_decode_lacks_travels(engines: Engines) -> None:
     assert metric(engines.one, "vllm:kvferry_rooms_failed_total") == 0
 
 
-def test_several_at_once(engines: Engines) -> None:
+def test_concurrent_requests(engines: Engines) -> None:
     prompts = [prompt_of(60 + number, 90 + 35 * number) for number in range(6)]
 
     def answered(prompt: list[int]) -> list[int]:
@@ -120,7 +120,7 @@ def test_several_at_once(engines: Engines) -> None:
     eventually(lambda: all(map(is_idle, engines)), "blocks are released")
 
 
-def test_both_at_once(engines: Engines) -> None:
+def test_request_to_both_sides_in_parallel(engines: Engines) -> None:
     prompt = prompt_of(9, 300)
     own: dict[str, Any] = {"room": "both"}
     first = {"do_remote_decode": True, "kvferry": own}
@@ -132,14 +132,14 @@ def test_both_at_once(engines: Engines) -> None:
     assert token_ids(answer) == alone(engines, prompt)
 
 
-def test_a_failure_is_computed_again_or_fails_its_request(engines: Engines) -> None:
+def test_failure_under_both_policies(engines: Engines) -> None:
     prompt, another = prompt_of(11, 150), prompt_of(12, 150)
     given = {"do_remote_decode": True}
     wrong = complete(engines.two, another, 1, kv_transfer_params=given)["kv_transfer_params"]
     answer = complete(engines.one, prompt, ANSWER, kv_transfer_params=wrong)
     assert token_ids(answer) == alone(engines, prompt)
     wrong = complete(engines.one, another, 1, kv_transfer_params=given)["kv_transfer_params"]
-    with pytest.raises(Asked) as caught:
+    with pytest.raises(HttpError) as caught:
         complete(engines.two, prompt, ANSWER, kv_transfer_params=wrong)
     assert caught.value.status == 500
     eventually(lambda: all(map(is_idle, engines)), "blocks are released")

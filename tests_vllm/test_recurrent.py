@@ -1,7 +1,7 @@
-"""Recurrent state beside attention (Mamba-2), TP2 to TP1, TP1 to TP2 and TP1 to TP1.
+"""Mamba-2 state beside attention, TP2→1, TP1→2 and TP1→1.
 
-vLLM has four cache groups here: one of attention, and one for each layer's state, all of which lie
-in the same memory. Prompts end at and around blocks' edges, and the longest come in chunks.
+vLLM has four cache groups here, one for attention and three for state, which share memory. Prompts
+end at and next to block boundaries, and the longest are prefilled in chunks.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from tests_vllm.recurrent import (
 from tests_vllm.servers import (
     SKIPPED,
     STATELESS,
-    Asked,
     Deployment,
+    HttpError,
     Server,
     complete,
+    log,
     metric,
     prefilled_then_decoded,
-    say,
     timed,
     token_ids,
 )
 from tests_vllm.waiting import eventually, is_idle
 
 ANSWER = 10
-# What vLLM makes of blocks of 32 tokens, so that one has as many bytes as a layer's state.
+# vLLM enlarges blocks of 32 tokens to the size of a layer's state.
 BLOCK = 64
 LENGTHS = (1, 2, BLOCK, BLOCK + 1, BLOCK + 2, 300, 555)
 
 
 class Engines(NamedTuple):
-    """One engine on two ranks, two on one."""
+    """One engine on two ranks, and two on one rank."""
 
     two: Server
     one: Server
@@ -72,12 +72,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         )
         for server in servers:
             server.wait_until_up()
-        say("all are up")
+        log("all are up")
         yield servers
 
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:
-    """Token ids that no other prompt begins with."""
+    """Return token ids with a unique beginning."""
     return [(7 * number + 13 * i * i) % (VOCABULARY - 10) + 5 for i in range(num_tokens)]
 
 
@@ -86,7 +86,7 @@ def answered(prefill: Server, decode: Server, prompt: list[int]) -> list[int]:
 
 
 def alone(engines: Engines, prompt: list[int]) -> list[int]:
-    """What one engine says by itself."""
+    """Return the answer of a single engine."""
     return token_ids(complete(engines.other, prompt, ANSWER, ignore_eos=True))
 
 
@@ -105,7 +105,7 @@ def test_the_answer_is_that_of_one_engine(engines: Engines, sizes: str, num_toke
 
 
 @pytest.mark.parametrize("prefix", [SKIPPED, STATELESS], ids=["nothing", "no state"])
-def test_a_transfer_that_lacks_something_would_be_noticed(engines: Engines, prefix: str) -> None:
+def test_missing_data_changes_the_answer(engines: Engines, prefix: str) -> None:
     prompt = prompt_of(3, 100)
     given = {"do_remote_decode": True, "kvferry": {"room": f"{prefix}1"}}
     params = complete(engines.two, prompt, 1, kv_transfer_params=given)["kv_transfer_params"]
@@ -113,7 +113,7 @@ def test_a_transfer_that_lacks_something_would_be_noticed(engines: Engines, pref
     assert token_ids(answer) != alone(engines, prompt)
 
 
-def test_state_travels_once(engines: Engines) -> None:
+def test_state_is_transferred_once(engines: Engines) -> None:
     blocks = 8
     prompt = prompt_of(5, blocks * BLOCK)
     rooms, sent = "vllm:kvferry_rooms_done_total", "vllm:kvferry_bytes_sent_total"
@@ -127,7 +127,7 @@ def test_state_travels_once(engines: Engines) -> None:
     )
 
 
-def test_several_at_once(engines: Engines) -> None:
+def test_concurrent_requests(engines: Engines) -> None:
     prompts = [prompt_of(60 + number, 90 + 35 * number) for number in range(6)]
     for prefill, decode in ((engines.two, engines.one), (engines.one, engines.two)):
         with timed("6 requests at once"), ThreadPoolExecutor(6) as pool:
@@ -137,7 +137,7 @@ def test_several_at_once(engines: Engines) -> None:
     eventually(lambda: all(map(is_idle, engines)), "blocks are released")
 
 
-def test_both_at_once(engines: Engines) -> None:
+def test_request_to_both_sides_in_parallel(engines: Engines) -> None:
     prompt = prompt_of(9, 300)
     own: dict[str, Any] = {"room": "both"}
     first = {"do_remote_decode": True, "kvferry": own}
@@ -149,14 +149,14 @@ def test_both_at_once(engines: Engines) -> None:
     assert token_ids(answer) == alone(engines, prompt)
 
 
-def test_a_failure_is_computed_again_or_fails_its_request(engines: Engines) -> None:
+def test_failure_under_both_policies(engines: Engines) -> None:
     prompt, another = prompt_of(11, 150), prompt_of(12, 150)
     given = {"do_remote_decode": True}
     wrong = complete(engines.two, another, 1, kv_transfer_params=given)["kv_transfer_params"]
     answer = complete(engines.one, prompt, ANSWER, kv_transfer_params=wrong, ignore_eos=True)
     assert token_ids(answer) == alone(engines, prompt)
     wrong = complete(engines.one, another, 1, kv_transfer_params=given)["kv_transfer_params"]
-    with pytest.raises(Asked) as caught:
+    with pytest.raises(HttpError) as caught:
         complete(engines.two, prompt, ANSWER, kv_transfer_params=wrong)
     assert caught.value.status == 500
     eventually(lambda: all(map(is_idle, engines)), "blocks are released")

@@ -1,9 +1,9 @@
-"""Prefill on two data-parallel replicas, two decodes, and caches too small for what is asked.
+"""Two data-parallel prefill replicas and two decodes, with small caches.
 
-The replicas share a port and are asked in vLLM's own order, which says which of them has computed,
-and through the router, which says which of them is to.
-One decode recomputes after a failure, the other fails. Their caches hold one long request and not
-two, so that vLLM preempts: at decode while it answers, at prefill between two chunks.
+The replicas share a port. Requests reach them in sequence, where vLLM chooses the replica, and
+through the router, which chooses it. One decode has the policy "recompute", the other "fail". A
+decode's cache has room for one long request, so that vLLM preempts the second; prefill is
+preempted between chunks.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ import pytest
 from tests_vllm.models import plain
 from tests_vllm.servers import (
     BLOCK_TOKENS,
-    Asked,
     Deployment,
+    HttpError,
     Json,
     Server,
     complete,
+    log,
     metric,
     prefilled_then_decoded,
-    say,
     timed,
     token_ids,
 )
 from tests_vllm.waiting import SOON_S, eventually, is_idle
 
 ANSWER = 8
-# 34 blocks of 30 layers, 3 heads, K and V of 64 floats: vLLM keeps one of them for itself.
+# 34 blocks of 30 layers, 3 heads, K and V of 64 floats; vLLM reserves one block.
 SMALL = 34 * BLOCK_TOKENS * 30 * 3 * 2 * 64 * 4
 LONG = 15 * BLOCK_TOKENS
-# Two long requests have 30 of 33 blocks, and each asks for two more while it is answered.
+# Two long prompts take 30 of 33 blocks, and each answer needs two more.
 LONG_ANSWER = BLOCK_TOKENS + 8
 REPLICAS = {"prefill-dp0", "prefill-dp1"}
 
 
 class Engines(NamedTuple):
-    """Two replicas behind one port, and two engines that decode; the second prefills too."""
+    """Two replicas on one port, and two decodes, of which the second also prefills."""
 
     prefill: Server
     left: Server
@@ -59,7 +59,7 @@ def engines(deployment: Deployment) -> Iterator[Engines]:
     what = "vLLM prefill on two data-parallel replicas, and two decodes"
     with timed(what):
         more = "--no-enable-prefix-caching --max-num-batched-tokens 256"
-        # The last flag lets a prompt in before all of it has room.
+        # The last flag admits a prompt before there is room for all of it.
         small = f"{more} --no-scheduler-reserve-full-isl --max-model-len 1024"
         servers = Engines(
             deployment.vllm(
@@ -82,17 +82,17 @@ def engines(deployment: Deployment) -> Iterator[Engines]:
         )
         for server in servers:
             server.wait_until_up()
-        say("all are up")
+        log("all are up")
         yield servers
 
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:
-    """Token ids that no other prompt begins with."""
+    """Return token ids with a unique beginning."""
     return [1000 + number, *((11 * i + number) % 997 + 500 for i in range(num_tokens - 1))]
 
 
 def alone(engines: Engines, prompt: list[int], max_tokens: int = ANSWER) -> list[int]:
-    """What one engine says by itself."""
+    """Return the answer of a single engine."""
     return token_ids(complete(engines.prefill, prompt, max_tokens))
 
 
@@ -119,7 +119,7 @@ def test_every_replica_serves_every_decode(engines: Engines) -> None:
     all_idle(engines)
 
 
-def test_the_router_says_which_replica_computes(engines: Engines, deployment: Deployment) -> None:
+def test_router_chooses_the_replica(engines: Engines, deployment: Deployment) -> None:
     router = deployment.router([engines.prefill], engines.left, replicas="*2")
     prompts = [prompt_of(10 + number, 40 + 30 * number) for number in range(6)]
     done, failed = "vllm:kvferry_rooms_done_total", "vllm:kvferry_rooms_failed_total"
@@ -132,12 +132,12 @@ def test_the_router_says_which_replica_computes(engines: Engines, deployment: De
     all_idle(engines)
 
 
-def test_a_prefill_that_nobody_knows_is_not_waited_for(engines: Engines) -> None:
+def test_unknown_prefill_fails_early(engines: Engines) -> None:
     prompt = prompt_of(18, 100)
     own = {"room": "invented", "prefill": "nobody"}
     params = {"do_remote_prefill": True, "kvferry": own}
     began = time.monotonic()
-    with timed("an instance that was never there, with fail"), pytest.raises(Asked) as caught:
+    with timed("an instance that was never there, with fail"), pytest.raises(HttpError) as caught:
         complete(engines.right, prompt, ANSWER, kv_transfer_params=params)
     assert caught.value.status == 500
     with timed("the same, with recompute"):
@@ -150,18 +150,18 @@ def test_a_prefill_that_nobody_knows_is_not_waited_for(engines: Engines) -> None
 
 
 def prefilled(server: Server, prompt: list[int], **own: str) -> Json:
-    """Have a prompt computed; what decode is to be asked with."""
+    """Prefill a prompt and return the parameters for decode."""
     given = {"do_remote_decode": True, "kvferry": own}
     return dict(complete(server, prompt, 1, kv_transfer_params=given)["kv_transfer_params"])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_decode_that_is_preempted_answers_all_the_same(engines: Engines, side: str) -> None:
+def test_preempted_decode_answers_correctly(engines: Engines, side: str) -> None:
     decode: Server = getattr(engines, side)
     prompts = [prompt_of(20 + number, LONG) for number in range(2)]
     before = metric(decode, "vllm:num_preemptions_total")
 
-    # Computed first, so that decode has both at once however fast the transfer is.
+    # Prefill both first, so that decode has both at the same time.
     params = [prefilled(engines.prefill, prompt) for prompt in prompts]
 
     def answered(prompt: list[int], own: Json) -> list[int]:
@@ -175,7 +175,7 @@ def test_a_decode_that_is_preempted_answers_all_the_same(engines: Engines, side:
     all_idle(engines)
 
 
-def test_a_prefill_that_is_preempted_takes_a_new_room(engines: Engines) -> None:
+def test_preempted_prefill_opens_a_new_room(engines: Engines) -> None:
     mine, other = prompt_of(30, 2 * LONG - 64), prompt_of(31, LONG)
     before = metric(engines.right, "vllm:num_preemptions_total")
     with timed("a prefill has no room for its last chunk"), ThreadPoolExecutor(1) as pool:
@@ -189,13 +189,13 @@ def test_a_prefill_that_is_preempted_takes_a_new_room(engines: Engines) -> None:
     all_idle(engines)
 
 
-def test_after_a_failure_one_policy_computes_and_the_other_fails(engines: Engines) -> None:
+def test_policies_recompute_and_fail(engines: Engines) -> None:
     prompt, another = prompt_of(40, 100), prompt_of(41, 100)
     wrong = [prefilled(engines.prefill, another) for _ in range(2)]
     with timed("another prompt's room, with recompute"):
         answer = complete(engines.left, prompt, ANSWER, kv_transfer_params=wrong[0])
     assert token_ids(answer) == alone(engines, prompt)
-    with timed("another prompt's room, with fail"), pytest.raises(Asked) as caught:
+    with timed("another prompt's room, with fail"), pytest.raises(HttpError) as caught:
         complete(engines.right, prompt, ANSWER, kv_transfer_params=wrong[1])
     assert caught.value.status == 500
     for decode in (engines.left, engines.right):

@@ -1,7 +1,7 @@
-"""One decode behind prefills on one rank and on three, with policy "recompute": what goes wrong.
+"""One decode with two prefills, on one rank and on three, and the policy "recompute".
 
-The model is SmolLM2 as it is, whose 3 KV heads make TP3 a rank each. Answers are compared with
-those of one engine that is asked afterwards, computes everything itself and caches no prefixes.
+SmolLM2's 3 KV heads give each rank of TP3 one head. The answers are compared with those of a single
+engine without prefix caching, which computes each prompt afterwards.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests_vllm.servers import (
     Server,
     ask,
     complete,
+    log,
     metric,
     prefilled_then_decoded,
-    say,
     timed,
     token_ids,
 )
@@ -39,7 +39,7 @@ LONG = "The ferry carries apples, pears, plums, quinces and figs over the river.
 
 
 class Engines(NamedTuple):
-    """Two prefills, one decode, and a router before them."""
+    """Two prefills, one decode and a router."""
 
     one: Server
     three: Server
@@ -68,16 +68,16 @@ def engines() -> Iterator[Engines]:
             server.wait_until_up()
         one, three, decode = servers
         router = deployment.router([one, three], decode)
-        say("all are up")
+        log("all are up")
         yield Engines(one, three, decode, router)
 
 
 def alone(engines: Engines, prompt: str) -> list[int]:
-    """What one engine says by itself."""
+    """Return the answer of a single engine."""
     return token_ids(complete(engines.one, prompt, ANSWER))
 
 
-# ---------------------------------------------------------------- well
+# ---------------------------------------------------------------- success
 
 
 @pytest.mark.parametrize("size", ["one", "three"])
@@ -90,15 +90,15 @@ def test_the_answer_is_that_of_one_engine(engines: Engines, size: str, prompt: s
     eventually(lambda: is_idle(prefill) and is_idle(engines.decode), "blocks are released")
 
 
-def test_only_what_decode_lacks_travels(engines: Engines) -> None:
+def test_only_missing_tokens_are_transferred(engines: Engines) -> None:
     begin = "Shared: " + "a river, a bridge, a ferry, " * 30
     first, second = (sent_for(engines, begin + end) for end in ("so the first", "so the second"))
-    say(f"sent {first:.0f} bytes, then {second:.0f}")
+    log(f"sent {first:.0f} bytes, then {second:.0f}")
     assert second < first / 3
 
 
 def sent_for(engines: Engines, prompt: str) -> float:
-    """The bytes that one prompt costs, once its room is counted."""
+    """Return the bytes transferred for a prompt, once its room is counted."""
     rooms, sent = "vllm:kvferry_rooms_done_total", "vllm:kvferry_bytes_sent_total"
     before = metric(engines.one, rooms), metric(engines.one, sent)
     answer = prefilled_then_decoded(engines.one, engines.decode, prompt, ANSWER)
@@ -108,7 +108,7 @@ def sent_for(engines: Engines, prompt: str) -> float:
     return carried
 
 
-def test_sixteen_at_once_through_the_router(engines: Engines) -> None:
+def test_sixteen_concurrent_requests_through_the_router(engines: Engines) -> None:
     prompts = [f"Number {i}: {LONG[: 40 * i]} and so" for i in range(16)]
     with timed("16 requests at once, both workers at once"), ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda prompt: complete(engines.router, prompt, ANSWER), prompts))
@@ -120,7 +120,7 @@ def test_sixteen_at_once_through_the_router(engines: Engines) -> None:
     eventually(lambda: all(map(is_idle, engines[:3])), "blocks are released")
 
 
-def test_a_decode_prompt_that_is_one_token_longer(engines: Engines) -> None:
+def test_longer_prompt_at_decode(engines: Engines) -> None:
     ids = ask(engines.one.url + "/tokenize", {"model": "m", "prompt": "One more:" + LONG})
     tokens = ids["tokens"][: 4 * BLOCK_TOKENS + 1]
     given = {"do_remote_decode": True}
@@ -131,7 +131,7 @@ def test_a_decode_prompt_that_is_one_token_longer(engines: Engines) -> None:
     assert token_ids(answer) == token_ids(complete(engines.one, tokens, ANSWER))
 
 
-# ---------------------------------------------------------------- not so well
+# ---------------------------------------------------------------- faults
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_a_decode_prompt_that_is_one_token_longer(engines: Engines) -> None:
         {"room": 1, "prefill": "x" * 999},
     ],
 )
-def test_parameters_that_make_no_sense_are_left_aside(engines: Engines, own: object) -> None:
+def test_malformed_parameters_are_ignored(engines: Engines, own: object) -> None:
     params = {"do_remote_prefill": True, "kvferry": own}
     answer = complete(engines.decode, "Nonsense is", ANSWER, kv_transfer_params=params)
     assert token_ids(answer) == alone(engines, "Nonsense is")
 
 
 def leave_early(server: Server, prompt: str, **more: object) -> None:
-    """Ask, and hang up before the answer."""
+    """Send a request and disconnect before the answer."""
     body = {"model": "m", "prompt": prompt, "max_tokens": 500, "temperature": 0} | more
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
     connection.request(
@@ -161,7 +161,7 @@ def leave_early(server: Server, prompt: str, **more: object) -> None:
     connection.close()
 
 
-def test_a_client_that_leaves_frees_both_sides(engines: Engines) -> None:
+def test_disconnected_client_frees_both_sides(engines: Engines) -> None:
     with timed("clients leave in the middle"):
         for number in range(4):
             leave_early(engines.router, f"Leaving {number}: {LONG}", stream=number % 2 == 0)
@@ -173,7 +173,7 @@ def test_a_client_that_leaves_frees_both_sides(engines: Engines) -> None:
 def both_at_once(
     pool: ThreadPoolExecutor, prefill: Server, decode: Server, prompt: str, room: str
 ) -> tuple[Future[Json], Future[Json]]:
-    """As the router asks, with no router that would help."""
+    """Send a request to both sides in parallel, without a router."""
     own: dict[str, Any] = {"room": room}
     first = {"do_remote_decode": True, "kvferry": own}
     second = {"do_remote_prefill": True, "kvferry": own | {"prefill": prefill.name}}
@@ -183,7 +183,7 @@ def both_at_once(
     )
 
 
-def test_a_stopped_decode_stops_nobody_else(engines: Engines) -> None:
+def test_stopped_decode_does_not_stop_others(engines: Engines) -> None:
     prompt = f"Stopped: {LONG}"
     with timed("decode is stopped for 12 s"), ThreadPoolExecutor(2) as pool:
         first, second = both_at_once(pool, engines.one, engines.decode, prompt, "stopped")
@@ -202,7 +202,7 @@ def test_a_stopped_decode_stops_nobody_else(engines: Engines) -> None:
     eventually(lambda: all(map(is_idle, engines[:3])), "blocks are released")
 
 
-def test_a_killed_prefill_is_computed_again(engines: Engines) -> None:
+def test_killed_prefill_is_recomputed(engines: Engines) -> None:
     prompt = f"Killed: {LONG}"
     with timed("prefill is killed in the middle"), ThreadPoolExecutor(2) as pool:
         first, second = both_at_once(pool, engines.three, engines.decode, prompt, "killed")

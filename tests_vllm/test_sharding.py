@@ -1,6 +1,6 @@
-"""TP2 to TP1 and TP1 to TP2: engines that both prefill and decode, with policy "fail".
+"""TP2→1 and TP1→2 between engines that both prefill and decode, with the policy "fail".
 
-The one on two ranks is paired with one over NIXL, and with one over shared memory.
+One pair uses NIXL, the other shared memory.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import pytest
 from tests_vllm.models import padded
 from tests_vllm.servers import (
     SKIPPED,
-    Asked,
     Deployment,
+    HttpError,
     Server,
     complete,
+    log,
     prefilled_then_decoded,
-    say,
     timed,
     token_ids,
 )
@@ -32,8 +32,8 @@ PROMPTS = (
 )
 
 
-# Where both sides leave it open a link is shared memory, as they are on one host; and where one
-# has NIXL alone, it is that.
+# With "auto" on both sides a link uses shared memory, because they are on one host. If one side has
+# NIXL only, it uses NIXL.
 CARRIED: dict[str, dict[str, Any]] = {
     "nixl": {"transport": "nixl"},
     "layer by layer": {"layers": 1},
@@ -41,7 +41,7 @@ CARRIED: dict[str, dict[str, Any]] = {
 
 
 class Engines(NamedTuple):
-    """One engine on two ranks, one on one."""
+    """An engine on two ranks, and one on one rank."""
 
     two: Server
     one: Server
@@ -63,7 +63,7 @@ def all_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
             servers[what] = deployment.vllm(name, model, transfer=one, more=more)
         for server in servers.values():
             server.wait_until_up()
-        say("all are up")
+        log("all are up")
         yield servers
 
 
@@ -82,7 +82,7 @@ def test_the_answer_is_that_of_one_engine(engines: Engines, sizes: str, prompt: 
     assert token_ids(answer) == token_ids(alone)
 
 
-def test_a_transfer_that_moves_nothing_would_be_noticed(engines: Engines) -> None:
+def test_skipped_transfer_changes_the_answer(engines: Engines) -> None:
     prompt = PROMPTS[1]
     given = {"do_remote_decode": True, "kvferry": {"room": f"{SKIPPED}{engines.one.name}"}}
     params = complete(engines.two, prompt, 1, kv_transfer_params=given)["kv_transfer_params"]
@@ -91,11 +91,11 @@ def test_a_transfer_that_moves_nothing_would_be_noticed(engines: Engines) -> Non
     assert token_ids(answer) != token_ids(alone)
 
 
-def test_a_wrong_prompt_fails_its_request_and_no_other(engines: Engines) -> None:
+def test_wrong_prompt_fails_only_its_request(engines: Engines) -> None:
     first = complete(engines.one, "To be or", 1, kv_transfer_params={"do_remote_decode": True})
     params = first["kv_transfer_params"]
     before = engines.two.log.read_text().count("content-differs")
-    with timed("a request for another prompt's room"), pytest.raises(Asked) as caught:
+    with timed("a request for another prompt's room"), pytest.raises(HttpError) as caught:
         complete(engines.two, "To do or", ANSWER, kv_transfer_params=params)
     assert caught.value.status == 500
     assert engines.two.log.read_text().count("content-differs") > before

@@ -1,4 +1,4 @@
-"""Waiting for what engines do in their own time."""
+"""Waiting for conditions of running engines."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def eventually(holds: Callable[[], bool], what: str) -> None:
 
 
 def is_idle(server: Server) -> bool:
-    """No request, and no block that is held for anybody."""
+    """Whether a server has no requests and holds no blocks."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     return not any(metric(server, name) for name in names)

@@ -1,4 +1,4 @@
-"""Times and limits: frozen, keyword-only, checked when made. A limit on everything."""
+"""Timeouts and limits of the protocol. Frozen, keyword-only, validated when created."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvferry.errors import InputError
 
 
 class LivenessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a peer, or a thread of this endpoint, may give no sign of life.
+    """Timeouts for detecting a dead peer or a stalled local thread, in seconds.
 
-    ``heartbeat_s``: a link that is up carries a frame at least so often. It must stay well below
-    the other side's ``silence_s``.
-    ``silence_s``: a peer that says nothing for so long is lost.
-    ``unresponsive_s``: the same for a peer whose process is seen to run, and gets no processor or
-    no GIL to speak.
-    ``handshake_s``: a peer that does not answer a Hello or a Welcome for so long is lost.
-    ``stalled_s``: a thread of this endpoint that is overdue by so much is reported.
+    ``heartbeat_s``: maximum interval between two frames on an established link. Keep it well
+    below the other side's ``silence_s``.
+    ``silence_s``: a peer that sends nothing for this long is lost.
+    ``unresponsive_s``: the same limit for a peer whose process is known to run but cannot send,
+    for example because it is starved of CPU or of the GIL.
+    ``handshake_s``: a peer that leaves a Hello or a Welcome unanswered for this long is lost.
+    ``stalled_s``: an endpoint thread that makes no progress for this long is reported.
     """
 
     heartbeat_s: float = 1.0
@@ -35,16 +35,15 @@ class LivenessConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.silence_s < 2 * self.heartbeat_s:
             raise InputError(
                 f"silence_s={self.silence_s} must be at least twice heartbeat_s="
-                f"{self.heartbeat_s}, or one lost heartbeat is taken for a death"
+                f"{self.heartbeat_s}; otherwise one lost heartbeat looks like a dead peer"
             )
 
 
 class ProtocolConfig(LivenessConfig, frozen=True, kw_only=True):
-    """How long a machine waits, and how much it keeps. Both sides may have different values.
+    """Timeouts and limits of a protocol machine. The two sides may use different values.
 
-    ``early_gather_slots`` is how many slots a lane may gather before it has credits for them; None
-    is
-    what suits the memory, and 0 for a machine alone.
+    ``early_gather_slots``: how many local slots an outbound transfer may fill before it has
+    credits for them. With None the endpoint chooses by memory type; a machine uses 0.
     """
 
     resend_s: float = 0.5

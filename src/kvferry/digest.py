@@ -1,10 +1,8 @@
-"""What two engines must have in common before one may use what the other has computed.
+"""Digest of a request: proves that both engines computed the same tokens with the same model.
 
-A room's id says only that two requests were given the same name. Its digest says that they
-are the same request to the same model: a source gives it at ``close``, a target at
-``receive``, and a room whose two digests differ fails before anything of it is used.
-
-Pure, and known to no machine: to the protocol a digest is bytes that are equal or not.
+Equal room ids only show that two requests were given the same name. The source passes its
+digest to ``close``, the target passes its own to ``receive``, and a room whose digests differ
+fails before its cache is used. The protocol itself only compares the bytes.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ def digest_of(
     adapters: Sequence[str] = (),
     extra: Mapping[str, str | bytes] = _NONE,
 ) -> bytes:
-    """The digest of a prompt's cache. Equal on both sides if, and only if, all of it is.
+    """Return the digest of a prompt's cache. Both sides get equal digests for equal inputs only.
 
-    ``tokens`` are all of the prompt's ids, also those whose cache is shared or not sent;
-    an array of them is quickest. ``model`` tells one checkpoint from another, and ``dtype``
-    what it was computed in. ``adapters`` are what was added to it, in their order (a LoRA's
-    name and version). ``extra`` is whatever else makes the cache of equal ids differ: the
-    hash of each picture behind a placeholder, a cache salt that keeps tenants apart, another
-    position scaling. What is left out here is not compared, and what is empty is left out.
+    ``tokens``: all token ids of the prompt, including those whose cache is shared or not sent.
+    A NumPy array is the fastest input.
+    ``model``: the checkpoint. ``dtype``: the precision of the computation.
+    ``adapters``: the adapters in use, in order, such as a LoRA's name and version.
+    ``extra``: anything else that changes the cache of equal token ids, such as image hashes, a
+    cache salt per tenant, or position scaling. Empty values are ignored.
     """
     ids = _ids(tokens)
     extra = {name: value for name, value in extra.items() if value}
@@ -54,7 +52,7 @@ def digest_of(
 
 
 def checked_digest(digest: bytes) -> bytes:
-    """A digest that fits its frame; any function's will do, if both sides use the same."""
+    """Return ``digest`` if a frame can carry it. Any hash works if both sides use the same one."""
     if not isinstance(digest, bytes):
         raise InputError(f"a digest is bytes, not {type(digest).__name__}")
     if len(digest) > MAX_DIGEST:
@@ -66,18 +64,17 @@ def checked_digest(digest: bytes) -> bytes:
 
 
 def _add(digest: blake2b, part: str | bytes) -> None:
-    """With its kind and length in front, so that no two lists of parts read alike."""
+    """Hash a part with its type and length, so that different lists never hash alike."""
     data = part.encode() if isinstance(part, str) else part
     digest.update((b"s" if isinstance(part, str) else b"b") + len(data).to_bytes(8, "little"))
     digest.update(data)
 
 
 def _ids(tokens: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Token ids as the same bytes on every machine, however they were given."""
+    """Return token ids as little-endian 64-bit integers, the same bytes on every machine."""
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InputError(
-            f"tokens are a list of token ids, not {ids.dtype} of shape {ids.shape}; "
-            f"give the prompt's ids as integers"
+            f"tokens must be a flat list of integer token ids, not {ids.dtype} of shape {ids.shape}"
         )
     return np.ascontiguousarray(ids, dtype="<i8")

@@ -1,14 +1,13 @@
 """Every error that kvferry raises on purpose.
 
     KvferryError
-    ├── InputError      a value that no layout or request can have; fix the call
-    ├── Refused         a combination that can't work; carries typed reasons
-    ├── Misuse          a call that does not fit the room's state; nothing was changed
-    ├── TransportError  a transport can't be had, or can't use what it was given
-    └── BrokenPlan      a plan failed its own proof; a bug of ours
+    ├── InputError      an invalid argument; fix the call
+    ├── Refused         an unsupported combination; carries typed reasons
+    ├── Misuse          a call that is illegal in the room's state; nothing has changed
+    ├── TransportError  a transport is unavailable or was given memory it can't use
+    └── BrokenPlan      a plan failed its own check; a bug in kvferry
 
-A ``Reason`` is data: a code for routers and tests, a sentence for people that
-ends in what to change. This module knows nothing about what is being refused.
+A ``Reason`` has a code for routers and tests, and a message for people that says what to change.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import msgspec
 
 
 class ReasonCode(StrEnum):
-    """Why two layouts, or one layout and its model, do not fit."""
+    """Why a layout does not fit its model, or two layouts do not fit each other."""
 
     NO_UNITS = "no-units"
     NO_LAYERS = "no-layers"
@@ -45,7 +44,7 @@ class ReasonCode(StrEnum):
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """One typed reason for a refusal."""
+    """A typed reason for a refusal."""
 
     code: ReasonCode
     message: str
@@ -55,15 +54,15 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class KvferryError(Exception):
-    """The root of every error kvferry raises on purpose."""
+    """Base class of every error that kvferry raises on purpose."""
 
 
 class InputError(KvferryError, ValueError):
-    """A value that cannot be what it is meant to be; the message says the remedy."""
+    """An invalid value. The message says how to fix it."""
 
 
 class Refused(KvferryError, ValueError):
-    """What was asked can't work; ``reasons`` says why, one typed reason each."""
+    """An unsupported combination. ``reasons`` lists each cause."""
 
     def __init__(self, reasons: Iterable[Reason]) -> None:
         self.reasons = tuple(reasons)
@@ -71,17 +70,17 @@ class Refused(KvferryError, ValueError):
 
     @classmethod
     def because(cls, code: ReasonCode, message: str) -> Refused:
-        """Refuse for a single reason."""
+        """Return an error with a single reason."""
         return cls([Reason(code, message)])
 
 
 class Misuse(KvferryError):
-    """The caller asked for a step that this room's state does not allow."""
+    """A call that the room's state does not allow. Nothing has changed."""
 
 
 class TransportError(KvferryError):
-    """A transport is missing, or can't do what was asked; the message says the remedy."""
+    """A transport is missing or can't do the operation. The message says how to fix it."""
 
 
 class BrokenPlan(KvferryError):
-    """A plan does not cover its targets exactly once. Please report it as a bug."""
+    """A plan does not cover its targets exactly once. This is a bug: please report it."""

@@ -1,10 +1,9 @@
-"""The fingerprint of a model as it is served: what two engines must have in common, as one text.
+"""Fingerprint of a served model: the properties that two engines must share, as one string.
 
-Two engines with the same layout may still mean different things by the same bytes: another
-checkpoint, other ids for the same words, keys that were turned by other angles, sums in another
-precision. Each of these is a part of the text, so that a refusal can name the part that differs.
-
-Pure, and nothing to the protocol but texts that are equal or not, until it has to say why.
+Two engines with equal layouts may still interpret the same bytes differently: another
+checkpoint, another tokenizer, other rotary angles, another precision. Each property is one
+``name=value`` part of the string, so that a refusal can name the parts that differ. The
+protocol only compares the strings.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from urllib.parse import quote
 import msgspec
 
 SHORT_BYTES = 6
-# The base of whoever names none.
+# Rotary base of models that configure none.
 DEFAULT_THETA = 10000.0
-# What a configuration may say of rotary positions; newer ones say all of it in the last.
+# Configuration fields about rotary positions. Newer configurations use only the last one.
 ROPE_FIELDS = (
     *("rope_theta", "partial_rotary_factor", "rope_local_base_freq"),
     *("rope_scaling", "rope_parameters"),
@@ -28,7 +27,7 @@ REMEDY = "serve the same model in the same way on both sides"
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts. None has a space in it."""
+    """Parts of a fingerprint. No part contains a space."""
 
     checkpoint: str
     tokenizer: str
@@ -41,18 +40,18 @@ class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rope_form(config: Mapping[str, object]) -> str:
-    """By which angles the keys in a cache were turned, from a configuration in old or new words."""
-    said = _mapping(config.get("rope_scaling")) | _mapping(config.get("rope_parameters"))
-    kinds = {name: part for name, part in said.items() if isinstance(part, Mapping)}
+    """Return the rotary-embedding part, from a model configuration of the old or the new form."""
+    rope = _mapping(config.get("rope_scaling")) | _mapping(config.get("rope_parameters"))
+    kinds = {name: part for name, part in rope.items() if isinstance(part, Mapping)}
     if not kinds:
-        return _rope_of(said, config)
-    # Some models turn the keys of each kind of layer by angles of its own.
-    each = (f"{name}:{_rope_of(_mapping(kinds[name]), config)}" for name in sorted(kinds))
-    return ",".join(each)
+        return _rope_of(rope, config)
+    # Some models use different rotary parameters for each kind of layer.
+    parts = (f"{name}:{_rope_of(_mapping(kinds[name]), config)}" for name in sorted(kinds))
+    return ",".join(parts)
 
 
-def _rope_of(said: Mapping[str, object], config: Mapping[str, object]) -> str:
-    fields = {name: value for name, value in said.items() if value is not None}
+def _rope_of(rope: Mapping[str, object], config: Mapping[str, object]) -> str:
+    fields = {name: value for name, value in rope.items() if value is not None}
     kind = str(fields.pop("rope_type", None) or fields.get("type") or "default")
     fields.pop("type", None)
     theta = _number(fields.pop("rope_theta", config.get("rope_theta")), DEFAULT_THETA)
@@ -66,31 +65,31 @@ def _rope_of(said: Mapping[str, object], config: Mapping[str, object]) -> str:
 
 
 def named(text: str) -> str:
-    """Somebody's own word for a part, as one that has no space in it."""
+    """Return ``text`` quoted so that it contains no space."""
     return quote(text, safe="/:@+,")
 
 
 def shortened(fields: Mapping[str, object]) -> str:
-    """A few digits for many fields. Whether a number was written 8 or 8.0 is no difference."""
+    """Return a short hash of ``fields``. The numbers 8 and 8.0 hash alike."""
     text = json.dumps(_plain(fields), sort_keys=True, default=str)
     return blake2b(text.encode(), digest_size=SHORT_BYTES).hexdigest()
 
 
 def difference(prefill: str, decode: str) -> str:
-    """What two fingerprints do not have in common, for a person; they need not be of ours."""
-    ours, theirs = _parts(prefill), _parts(decode)
-    if ours.keys() != theirs.keys() or len(ours) == 1:
+    """Describe how two fingerprints differ. They may be arbitrary strings."""
+    at_prefill, at_decode = _parts(prefill), _parts(decode)
+    if at_prefill.keys() != at_decode.keys() or len(at_prefill) == 1:
         return f"prefill serves {prefill} and decode {decode}; {REMEDY}"
     differ = (
-        f"{name} is {ours[name]} at prefill and {theirs[name]} at decode"
-        for name in ours
-        if ours[name] != theirs[name]
+        f"{name} is {part} at prefill and {at_decode[name]} at decode"
+        for name, part in at_prefill.items()
+        if part != at_decode[name]
     )
     return f"{', '.join(differ)}; {REMEDY}"
 
 
 def _parts(fingerprint: str) -> dict[str, str]:
-    """By name; one without a name, if it is somebody's own text."""
+    """Split a fingerprint by part name; an arbitrary string becomes one unnamed part."""
     parts = [part.partition("=") for part in fingerprint.split(" ")]
     if not all(equals for _, equals, _ in parts):
         return {"": fingerprint}

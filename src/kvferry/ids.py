@@ -1,4 +1,4 @@
-"""Names for things that would otherwise all be integers and strings."""
+"""Distinct types for the ids that would otherwise all be integers and strings."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import msgspec
 MAX_NAME = 256
 MAX_ID = (1 << 63) - 1
 
-# The id that both sides were given for one request's transfer.
+# Id of one request's transfer, chosen by the caller and equal on both sides.
 Room = (
     Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
     | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 )
 
-# Counts a target's offers, so that two attempts at one room can be told apart.
+# Number of a target's attempt at a room; tells two attempts at one room apart.
 Generation = NewType("Generation", int)
 
-# Counts the credits that one source was granted for one room.
+# Number of a credit, counted per source and room.
 Serial = NewType("Serial", int)
 
-# A place in a staging pool.
+# Index of a slot in a staging pool.
 SlotIndex = NewType("SlotIndex", int)
 
-# One write or one scatter, counted by the endpoint that asked for it.
+# Number of a write or scatter, counted by the machine that started it.
 Op = NewType("Op", int)
 
-# One question about transfer modes, counted by the source that asks.
+# Number of a ``Choose`` action, counted by the source machine.
 Ticket = NewType("Ticket", int)
 
 
 class Peer(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """One rank of one instance. A data-parallel replica is an instance of its own."""
+    """One rank of one instance. Each data-parallel replica is its own instance."""
 
     instance: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
     rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -45,11 +45,11 @@ Id = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
 
 
 class Session(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """One handshake: both incarnations, and a count by each side.
+    """Id of one handshake: the incarnation of each side and a counter of each side.
 
-    The source's half is 0 in a Hello, because only its answer can name it. A
-    frame of an earlier session therefore never passes for one of this session,
-    whatever was delayed, and whoever has restarted since.
+    The source's half (``source``, ``answer``) is 0 in a Hello and is filled in by the Welcome.
+    A delayed frame of an earlier session, or of an earlier incarnation, therefore never
+    matches the current session.
     """
 
     target: Id
@@ -59,7 +59,7 @@ class Session(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False
 
     @property
     def greeting(self) -> Session:
-        """The session as the Hello named it."""
+        """The session id as the Hello carried it, without the source's half."""
         return Session(self.target, self.number)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Memory as transports and copies see it: an address, a length, and the device it is on."""
+"""Memory regions: an address, a length and the device the memory is on."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 from kvferry.errors import InputError
 
-# A page of host memory: copies store whole lines, transports pin whole pages.
+# Page size of host memory. Transports pin whole pages.
 PAGE_BYTES = 4096
 
 
 class Device(NamedTuple):
-    """Where memory is: the host, or one GPU."""
+    """A device that has memory: the host or one GPU."""
 
     kind: str = "cpu"
     number: int = 0
 
     @staticmethod
     def parse(text: str) -> Device:
-        """``cpu``, ``cuda`` or ``cuda:3``."""
+        """Parse ``cpu``, ``cuda`` or ``cuda:N``."""
         kind, _, number = text.partition(":")
         if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
             raise InputError(f"a device is cpu, cuda or cuda:N, not {text!r}")
@@ -26,7 +26,7 @@ class Device(NamedTuple):
 
     @property
     def is_host(self) -> bool:
-        """Whether the CPU can touch it."""
+        """Whether the CPU can access this memory."""
         return self.kind == "cpu"
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ HOST = Device()
 
 
 class Region(NamedTuple):
-    """A contiguous piece of memory. Whoever made it keeps it alive."""
+    """A contiguous piece of memory. Its owner must keep it alive while it is used."""
 
     address: int
     num_bytes: int
@@ -45,5 +45,5 @@ class Region(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past its last byte."""
+        """Address of the first byte after the region."""
         return self.address + self.num_bytes

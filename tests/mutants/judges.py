@@ -42,9 +42,11 @@ def _tests(folder: str, names: str) -> tuple[str, ...]:
     return tuple(f"tests/{folder}/{place}{slash}test_{name}.py" for place, slash, name in places)
 
 
-_MACHINES = "machines machine_aborts machine_failures sessions lost_links limits regressions"
+_MACHINES = (
+    "room_completes lost_and_repeated_frames abort_at_any_moment room_fails links limits fixed_bugs"
+)
 _PARTS = (
-    "credits digests ledger cutting spanset handshake transports layers checks config codec docs"
+    "credits request_digests ledger cutting handshake transports layer_pushes checks codec docs"
 )
 _PIECES = (
     "loop/sides loop/directory loop/writes loop/rooms loop/inbox loop/poller loop/channels "

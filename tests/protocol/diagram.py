@@ -1,8 +1,7 @@
-"""State diagrams for the documentation, drawn from the tables themselves.
+"""State diagrams for ``docs/protocol.md``, generated from the transition tables.
 
-Pure: it returns text. ``python tests/protocol/diagram.py`` prints the section
-that ``docs/protocol.md`` has between its markers. Where a life begins and what
-deletes it is not in the tables, and is written down here.
+``python tests/protocol/diagram.py`` prints the section between the page's markers. Creation and
+deletion are not in the tables and are listed here.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ T = TypeVar("T", bound=StrEnum)
 
 
 class Edge(NamedTuple):
-    """One arrow."""
+    """One transition of a diagram."""
 
     origin: str
     into: str
@@ -38,36 +37,33 @@ class Edge(NamedTuple):
 
 
 def diagrams() -> str:
-    """The whole section: one diagram for each table.
-
-    Steps that change nothing (a state to itself) are left out of the drawings.
-    """
-    link = _begins(LinkState.GREETING, "target says Hello")
-    link += _begins(LinkState.GREETING, "source says Welcome")
+    """Return the whole section: one diagram per table, without steps that change nothing."""
+    link = _begins(LinkState.GREETING, "target sends Hello")
+    link += _begins(LinkState.GREETING, "source sends Welcome")
     link += _inside(LINK)
     link += _ends(LinkState.LOST, "nothing waits for proof") + _ends(LinkState.GONE, "forgotten")
     inbound = _begins(InboundState.CONNECTING, "engine wants the room")
     inbound += _inside(INBOUND)
     inbound += _ends(InboundState.CLOSED, "room is complete") + _ends(
-        InboundState.QUIET, "every inbound is quiet"
+        InboundState.QUIET, "every inbound transfer is quiet"
     )
-    room = _begins(RoomState.EARLY, "Offer came") + _begins(RoomState.WARNED, "Abort came")
+    room = _begins(RoomState.EARLY, "Offer received") + _begins(RoomState.WARNED, "Abort received")
     room += _begins(RoomState.OPEN, "engine opens it")
     room += _inside(SOURCE_ROOM)
     for brief in (RoomState.EARLY, RoomState.WARNED, RoomState.OVER):
         room += _ends(brief, "expired")
     room += _ends(RoomState.FINISHED, "Complete from every target")
-    room += _ends(RoomState.FAILING, "last write ended, every target heard")
-    outbound = _begins(OutboundState.SENDING, "Offer taken")
+    room += _ends(RoomState.FAILING, "last write ended, every target has sent something")
+    outbound = _begins(OutboundState.SENDING, "Offer accepted")
     outbound += _inside(OUTBOUND)
-    outbound += _ends(OutboundState.CLOSED, "Complete came")
+    outbound += _ends(OutboundState.CLOSED, "Complete received")
     outbound += _ends(OutboundState.DRAINING, "last write has ended, Drained sent")
     parts = [
-        "Steps that change nothing are left out.",
-        _draw("A link, at either side", link),
-        _draw("A inbound: what a target expects from one source in one room", inbound),
-        _draw("A room at a source", room),
-        _draw("A outbound: what a source owes one target in one room", outbound),
+        "Transitions from a state to itself are left out.",
+        _draw("Link, on either side", link),
+        _draw("Inbound transfer: what a target expects from one source in one room", inbound),
+        _draw("Room of a source", room),
+        _draw("Outbound transfer: what a source owes one target in one room", outbound),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -1,4 +1,4 @@
-"""What a source checks before it believes a target."""
+"""Validation of offers and pools."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def problem(*tables: PageTableMessage, prefix: int = 0, tokens: int = 16) -> str
     return offer_problem(PLAN, HELLO, 1, offer, PLAN.blocks(0, 1, request))
 
 
-def test_good_offers() -> None:
+def test_valid_offers() -> None:
     assert problem(FULL, NEAR, STATE) is None
     assert problem(replace(FULL, pages=(3, 5), first_page=2), NEAR, STATE, prefix=8) is None
     assert problem(prefix=16) is None, "nothing is owed, so no page is needed"
@@ -65,11 +65,11 @@ def test_good_offers() -> None:
         ((FULL, NEAR, PageTableMessage("state", (1,), 1)), "needs pages 0..0"),
     ],
 )
-def test_bad_offers(tables: tuple[PageTableMessage, ...], words: str) -> None:
+def test_invalid_offers(tables: tuple[PageTableMessage, ...], words: str) -> None:
     assert words in (problem(*tables) or "")
 
 
-def test_good_pools() -> None:
+def test_valid_pools() -> None:
     for rank in (0, 1):
         assert pools_problem(LAYOUT, rank, POOLS) is None
 
@@ -97,5 +97,5 @@ def without(group: str, tensor: str, layer: int | None = None) -> PoolMap:
         (1, without("full", "k", layer=1), "no memory for layer"),
     ],
 )
-def test_bad_pools(rank: int, pools: PoolMap, words: str) -> None:
+def test_invalid_pools(rank: int, pools: PoolMap, words: str) -> None:
     assert words in (pools_problem(LAYOUT, rank, pools) or "")

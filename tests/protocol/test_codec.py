@@ -1,4 +1,4 @@
-"""Frames: every message survives the journey, and no bytes do anything but be refused."""
+"""Encoding and decoding of frames, valid and arbitrary ones."""
 
 from __future__ import annotations
 
@@ -134,14 +134,14 @@ LAYOUT = Layout(SPEC)
 HELLO = Hello("m", LAYOUT, contiguous_pools(LAYOUT, 0, 4).map)
 
 
-def test_there_is_a_strategy_for_every_message() -> None:
+def test_every_message_has_a_strategy() -> None:
     assert set(BODIES) == set(get_args(Body))
 
 
 @TYPES
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_every_message_survives_the_journey(kind: type, data: st.DataObject) -> None:
+def test_every_message_survives_encoding(kind: type, data: st.DataObject) -> None:
     envelope = Envelope(*data.draw(heads), data.draw(BODIES[kind]))
     assert decode(encode(envelope)) == envelope
 
@@ -195,7 +195,7 @@ TAGS = [msgspec.inspect.type_info(kind).tag for kind in BODIES]  # type: ignore[
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(TAGS), st.lists(json_like, max_size=7))
-def test_a_right_tag_with_anything_behind_it(tag: str, fields: list[Any]) -> None:
+def test_valid_tag_with_arbitrary_fields(tag: str, fields: list[Any]) -> None:
     assert_taken_or_refused(raw([tag, *fields]))
 
 
@@ -216,7 +216,7 @@ HUGE = [
 
 @pytest.mark.parametrize("claim", HUGE)
 @pytest.mark.parametrize("where", ["frame", "body", "blocks", "pages"])
-def test_a_claimed_length_costs_nothing(claim: bytes, where: str) -> None:
+def test_claimed_length_allocates_nothing(claim: bytes, where: str) -> None:
     tail = claim + b"\x00" * 1000
     frame = {
         "frame": tail,
@@ -265,7 +265,7 @@ def fault(frame: bytes) -> FrameFault:
     return result.fault
 
 
-def test_the_hand_made_frame_is_good_before_it_is_spoiled() -> None:
+def test_handmade_frame_is_valid() -> None:
     assert isinstance(decode(raw(["heartbeat"])), Envelope)
     assert isinstance(decode(raw(OFFER)), Envelope)
     assert isinstance(decode(raw(["drained", 1, 1, FAILURE, 1])), Envelope)
@@ -273,7 +273,7 @@ def test_the_hand_made_frame_is_good_before_it_is_spoiled() -> None:
     assert isinstance(decode(raw_bytes(msgspec.msgpack.encode(HELLO))), Envelope)
 
 
-def test_another_version_is_told_with_its_sender() -> None:
+def test_other_version_includes_the_sender() -> None:
     result = decode(raw({"any": "thing"}, version=VERSION + 1))
     assert isinstance(result, BadFrame)
     assert result.fault is FrameFault.VERSION
@@ -303,7 +303,7 @@ def test_another_version_is_told_with_its_sender() -> None:
     ],
     ids=str,
 )
-def test_a_frame_whose_head_is_wrong_is_foreign(changed: dict[str, Any]) -> None:
+def test_invalid_header_is_foreign(changed: dict[str, Any]) -> None:
     assert fault(raw(["heartbeat"], **changed)) is FrameFault.FOREIGN
 
 
@@ -312,7 +312,7 @@ def test_foreign_protocols() -> None:
         assert fault(frame) is FrameFault.FOREIGN
 
 
-def test_an_oversized_frame_is_not_even_read() -> None:
+def test_oversized_frame_is_not_decoded() -> None:
     assert fault(b"\x00" * (MAX_FRAME_BYTES + 1)) is FrameFault.OVERSIZED
     tables_ = tuple(
         PageTableMessage(f"g{i}", tuple(range(1 << 40, (1 << 40) + (1 << 19)))) for i in range(2)
@@ -386,7 +386,7 @@ MALFORMED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_field_out_of_bounds_is_malformed(name: str) -> None:
+def test_field_out_of_bounds_is_malformed(name: str) -> None:
     assert fault(raw(MALFORMED[name])) is FrameFault.MALFORMED
 
 
@@ -420,19 +420,19 @@ BAD_LAYOUTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", BAD_LAYOUTS)
-def test_a_layout_that_cannot_be_is_malformed(name: str) -> None:
+def test_impossible_layout_is_malformed(name: str) -> None:
     assert isinstance(decode(raw(hello())), Envelope)
     assert fault(raw(hello(**BAD_LAYOUTS[name]))) is FrameFault.MALFORMED
 
 
-def test_more_fields_than_we_know_are_ignored() -> None:
+def test_unknown_fields_are_ignored() -> None:
     assert isinstance(decode(raw([*OFFER, "from", "the future"])), Envelope)
 
 
 @pytest.mark.parametrize(
     "body", [Want("r", Generation(1), 1 << 70), Want("\ud800", Generation(1), 1)]
 )
-def test_what_no_frame_can_carry_is_said(body: Want) -> None:
-    """A room of it fails; the thread that sends goes on."""
+def test_unencodable_message_raises(body: Want) -> None:
+    """The error fails a room, not the sending thread."""
     with pytest.raises(KvferryError, match="no frame can carry this Want"):
         encode(Envelope(Peer("p", 0), 1, Session(1, 1), 1, body))

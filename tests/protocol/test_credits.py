@@ -1,4 +1,4 @@
-"""The credit book: no slot in two places, no serial twice, nobody starved."""
+"""The credit book: each slot is in one place, serials are unique, no account starves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ keys = st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 1))
 
 
 class Books(RuleBasedStateMachine):
-    """Two sources in each of three rooms, against a plain record of who has what."""
+    """Two sources in each of three rooms, compared with a simple model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
-def test_slots_are_dealt_out_in_turn() -> None:
+def test_slots_are_granted_round_robin() -> None:
     book = CreditBook(num_slots=4, window=4)
     for name in ("a", "b", "c"):
         book.want((name, 0), 4)
@@ -108,7 +108,7 @@ def test_slots_are_dealt_out_in_turn() -> None:
     assert [len(book.outstanding((name, 0))) for name in "abc"] == [2, 1, 1]
 
 
-def test_the_first_of_several_sources_leaves_the_others_their_share() -> None:
+def test_each_source_gets_its_share() -> None:
     book = CreditBook(num_slots=7, window=4)
     for source in range(4):
         book.want(("a", source), 9, sharers=4)
@@ -118,7 +118,7 @@ def test_the_first_of_several_sources_leaves_the_others_their_share() -> None:
     assert book.grant() == []
 
 
-def test_a_greedy_room_does_not_starve_a_late_one() -> None:
+def test_late_room_is_not_starved() -> None:
     book = CreditBook(num_slots=2, window=8)
     book.want(("greedy", 0), 1000)
     book.grant()
@@ -135,7 +135,7 @@ def test_a_greedy_room_does_not_starve_a_late_one() -> None:
     assert book.outstanding(("late", 0)), "it waited for at most one turn of each other account"
 
 
-def test_a_want_that_was_heard_before_changes_nothing() -> None:
+def test_repeated_want_changes_nothing() -> None:
     book = CreditBook(num_slots=4, window=4)
     for total in (2, 2, 1):
         book.want(("a", 0), total)

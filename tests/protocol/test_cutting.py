@@ -1,4 +1,4 @@
-"""Cutting to slots: the same cells, each image small enough; and merging them again."""
+"""Cutting blocks into fragments that fit a slot, and merging blocks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_fragments_cover_exactly_and_fit(
 
 
 def one_token(plan: Plan, source: int, target: int, block: Block) -> int:
-    """The most that one token of one layer can take: every unit that the pair moves."""
+    """Return the maximum size of one token of one layer."""
     unit_bytes = plan.spec.group(block.group).unit_bytes
     moves = plan.between(source, target)
     return sum(len(m.units) for m in moves if m.group == block.group) * unit_bytes
@@ -72,7 +72,7 @@ def test_whole_tokens_before_layers() -> None:
     assert cut_to_slots(plan, 0, 0, block, 24) == [block]
 
 
-def test_a_cut_is_even_and_at_pages() -> None:
+def test_cut_is_even_and_at_page_boundaries() -> None:
     spec = attention(layers=1, kv_heads=1, head_dim=1, dtype=DType.UINT8)
     plan = reshard(Layout(spec, page_tokens=4), Layout(spec, page_tokens=6))
     for num_tokens, slot_bytes, expected in [
@@ -87,7 +87,7 @@ def test_a_cut_is_even_and_at_pages() -> None:
         assert [len(fragment.tokens) for fragment in fragments or ()] == expected
 
 
-def test_layers_are_cut_apart_where_that_takes_fewer_blocks() -> None:
+def test_layers_are_cut_if_that_needs_fewer_blocks() -> None:
     spec = attention(layers=8, kv_heads=1, head_dim=1, dtype=DType.UINT8)
     plan = reshard(*[Layout(spec, page_tokens=4)] * 2)
     block = Block("kv", Span(0, 8), Span(0, 32))
@@ -149,7 +149,7 @@ def points(some: list[Block] | tuple[Block, ...]) -> set[tuple[str, int, int]]:
 
 
 @given(blocks)
-def test_merge_keeps_coverage_and_names_nothing_twice(some: list[Block]) -> None:
+def test_merge_keeps_coverage_without_overlap(some: list[Block]) -> None:
     some = [block for block in some if points([block])]
     merged = merge(TWO, some)
     assert points(merged) == points(some)
@@ -160,7 +160,7 @@ def test_merge_keeps_coverage_and_names_nothing_twice(some: list[Block]) -> None
             assert one.tokens.end < two.tokens.first or two.tokens.end < one.tokens.first
 
 
-def test_a_chunk_that_went_layer_by_layer_is_one_block_again() -> None:
+def test_layers_of_a_chunk_are_joined() -> None:
     apart = [
         Block(group, Span(layer, layer + 1), Span(at, at + 4))
         for group, numbers in [("a", (2, 0, 1)), ("b", (5, 1, 4))]

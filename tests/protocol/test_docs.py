@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the code does: its diagrams are fresh, and no name is missing."""
+"""docs/protocol.md is complete, and its diagrams are up to date."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvferry.protocol.states import INBOUND, LINK, OUTBOUND, SOURCE_ROOM
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 
-def test_the_state_diagrams_are_fresh() -> None:
+def test_state_diagrams_are_current() -> None:
     start, end = PAGE.index(BEGIN) + len(BEGIN), PAGE.index(END)
     assert PAGE[start:end].strip() == diagrams().strip(), (
         "docs/protocol.md is stale: put the output of `python tests/protocol/diagram.py` "
@@ -28,7 +28,7 @@ def test_the_state_diagrams_are_fresh() -> None:
     )
 
 
-def test_every_step_that_changes_something_is_drawn() -> None:
+def test_every_transition_is_drawn() -> None:
     drawn = diagrams()
     changes = [
         f"    {state} --> {after}: {step}"
@@ -41,7 +41,7 @@ def test_every_step_that_changes_something_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("message", get_args(Body), ids=lambda message: message.__name__)
-def test_every_message_is_explained(message: type) -> None:
+def test_every_message_is_documented(message: type) -> None:
     assert re.search(rf"\*\*{message.__name__}\*\*", PAGE)
 
 
@@ -57,10 +57,10 @@ def test_every_field_is_in_its_row(message: type[msgspec.Struct]) -> None:
 
 
 @pytest.mark.parametrize("code", [*FailureCode, *RefusalCode, *FrameFault])
-def test_every_code_is_explained(code: str) -> None:
+def test_every_code_is_documented(code: str) -> None:
     assert f"`{code}`" in PAGE
 
 
 @pytest.mark.parametrize("name", ProtocolConfig.__struct_fields__)
-def test_every_limit_is_named(name: str) -> None:
+def test_every_setting_is_documented(name: str) -> None:
     assert f"`{name}`" in PAGE

@@ -1,4 +1,4 @@
-"""Handshakes that are refused, each for its own reason, and frames of strangers."""
+"""Refused handshakes, and frames of unknown peers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvferry.plan import Block, PoolMap, Request
 from kvferry.protocol.codec import BadFrame, FrameFault, decode, encode
 from kvferry.protocol.events import (
     Cancel,
+    ConnectRefused,
     Instance,
     PeerRestarted,
     Receive,
     Received,
     ReceiveRequest,
-    RoomBarred,
     WrongVersion,
 )
 from kvferry.protocol.messages import (
@@ -49,7 +49,7 @@ def world(**limits: int) -> World:
 
 
 def changed_hello(w: World, change: dict[str, object]) -> None:
-    """The target says a Hello that differs from its own in something."""
+    """Send a modified Hello of the target."""
     w.drops = lambda _, envelope: isinstance(envelope.body, Hello)
     w.receive(ROOM, Request(8))
     w.drops = lambda _, __: False
@@ -110,7 +110,7 @@ def test_too_many_peers() -> None:
     ],
     ids=["fingerprint", "digest", "layout"],
 )
-def test_a_target_does_not_take_a_welcome_that_does_not_fit(change: dict[str, object]) -> None:
+def test_target_refuses_a_mismatched_welcome(change: dict[str, object]) -> None:
     w = world()
     w.drops = lambda _, envelope: isinstance(envelope.body, Welcome)
     w.receive(ROOM, Request(8))
@@ -135,7 +135,7 @@ def test_a_target_does_not_take_a_welcome_that_does_not_fit(change: dict[str, ob
     [Instance("prefill", "another", LAYOUT), Instance("prefill", MODEL, OTHER)],
     ids=["fingerprint", "layout"],
 )
-def test_what_the_discovery_tells_is_refused_before_a_frame_is_sent(prefill: Instance) -> None:
+def test_registered_mismatch_is_refused_without_a_frame(prefill: Instance) -> None:
     w = world()
     w.tell(T0, Receive(prefill, ReceiveRequest(ROOM, Request(8), (), w.now + 60)))
     assert w.outcomes(ROOM) == {"refused"}
@@ -150,7 +150,7 @@ def wrong(sender: Peer, session: Session, answered: bool = False) -> WrongVersio
     return WrongVersion(sender, session, 2, answered)
 
 
-def test_another_version_is_answered_once_with_ours() -> None:
+def test_other_version_is_answered_once() -> None:
     w = world()
     stranger = Peer("decode9", 0)
     w.tell(S0, wrong(stranger, Session(5, 1)))
@@ -176,7 +176,7 @@ def test_a_target_gives_up_a_link_whose_peer_speaks_another_version() -> None:
     w.finish()
 
 
-def test_the_codec_gives_what_the_event_needs() -> None:
+def test_codec_provides_the_version_event() -> None:
     frame = encode(Envelope(T0, 1, Session(1, 1), 3, Heartbeat()))
     head = b"\xa3kvf"
     bad = decode(frame.replace(head + bytes([VERSION]), head + bytes([VERSION + 1])))
@@ -197,7 +197,7 @@ def connected() -> World:
     return w
 
 
-def test_a_numbered_frame_of_an_unknown_session_is_told_so() -> None:
+def test_numbered_frame_of_an_unknown_session_is_answered() -> None:
     w = connected()
     before = len(w.frames)
     stranger = Peer("decode9", 0)
@@ -226,7 +226,7 @@ def test_a_session_belongs_to_its_peer() -> None:
     w.finish()
 
 
-def test_a_message_for_the_other_side_is_counted_and_stops_nothing() -> None:
+def test_message_for_the_other_side_is_counted() -> None:
     w = connected()
     (session,) = w.source().links
     stray = Envelope(T0, w.target().incarnation, session, 0, Accept("x", Generation(1)))
@@ -237,7 +237,7 @@ def test_a_message_for_the_other_side_is_counted_and_stops_nothing() -> None:
     w.finish()
 
 
-def test_what_is_not_owed_fails_the_room() -> None:
+def test_blocks_that_are_not_owed_fail_the_room() -> None:
     w = connected()
     (session,) = w.target().links
     note = Arrived(ROOM, Generation(1), (Block("kv", Span(0, 2), Span(0, 9)),))
@@ -249,20 +249,20 @@ def test_what_is_not_owed_fails_the_room() -> None:
     w.finish()
 
 
-def test_a_shut_door_fails_the_rooms_that_wait_for_it_at_once() -> None:
+def test_refused_connection_fails_waiting_rooms_at_once() -> None:
     w = world()
     w.drops = lambda to, _: to == S0
     w.receive(ROOM, Request(8))
     w.run()
-    w.tell(T0, RoomBarred(S0, "another key"))
+    w.tell(T0, ConnectRefused(S0, "another key"))
     outcome = w.reports[T0, ROOM]
     assert outcome == [Failure(FailureCode.REFUSED, "another key")]
     assert w.releases[T0, ROOM] == 1
-    w.tell(T0, RoomBarred(S0, "again"))
+    w.tell(T0, ConnectRefused(S0, "again"))
 
 
-def test_rooms_go_to_the_life_that_has_the_name_now() -> None:
-    """The life before may still live and be silent; its rooms fail, and wait for proof."""
+def test_rooms_go_to_the_registered_incarnation() -> None:
+    """The earlier incarnation may still be alive; its rooms fail and wait for proof."""
     w = world()
     w.receive("before", Request(8))
     w.run()
@@ -281,8 +281,8 @@ def test_rooms_go_to_the_life_that_has_the_name_now() -> None:
     assert w.outcomes("after") == {"done"}
 
 
-def test_whoever_comes_back_with_another_layout_is_greeted_anew() -> None:
-    """Also if nobody had answered the greeting of the one before."""
+def test_source_with_another_layout_gets_a_new_session() -> None:
+    """Even if the earlier Hello was never answered."""
     w = world()
     w.drops = lambda to, _: to == S0
     w.receive("before", Request(8))

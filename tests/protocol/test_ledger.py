@@ -1,4 +1,4 @@
-"""The ledger: coverage against a set of cells, in any order and any number of pieces."""
+"""The ledger, compared with a set of cells."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cells(plan: Plan, piece: Piece) -> set[tuple[int, str, int, int]]:
 
 @st.composite
 def cut_up(draw: st.DrawFn, pieces: list[Piece]) -> list[Piece]:
-    """The same cells in more pieces, some twice, in any order."""
+    """Split blocks into pieces, repeat some, and shuffle them."""
     result: list[Piece] = []
     for source, block in pieces:
         cut = draw(st.integers(block.tokens.first, block.tokens.end))
@@ -48,7 +48,7 @@ def cut_up(draw: st.DrawFn, pieces: list[Piece]) -> list[Piece]:
 
 @settings(max_examples=100, deadline=None)
 @given(pairs(), st.integers(0, MAX_TOKENS), st.integers(0, MAX_TOKENS), st.data())
-def test_complete_exactly_when_every_cell_has_come(
+def test_complete_when_every_cell_has_arrived(
     pair: tuple[Layout, Layout], tokens: int, prefix: int, data: st.DataObject
 ) -> None:
     plan = reshard(*pair)
@@ -71,7 +71,7 @@ def test_complete_exactly_when_every_cell_has_come(
     assert ledger.covered
 
 
-def test_what_is_not_owed() -> None:
+def test_blocks_that_are_not_owed() -> None:
     spec = attention(layers=4, kv_heads=2, head_dim=2)
     plan = reshard(Layout(spec, Parallel(pp=2)), Layout(spec))
     ledger = Ledger(plan, 0, Request(8, 2))
@@ -87,7 +87,7 @@ def test_what_is_not_owed() -> None:
     assert repr(ledger) == "<Ledger lacks 4 layers>"
 
 
-def test_one_writer_twice_does_not_stand_for_two() -> None:
+def test_repeated_source_does_not_stand_for_two() -> None:
     spec = attention(layers=2, kv_heads=2, head_dim=2)
     ledger = Ledger(reshard(Layout(spec, Parallel(tp=2)), Layout(spec)), 0, Request(4))
     block = Block("kv", Span(0, 2), Span(0, 4))

@@ -1,4 +1,4 @@
-"""Limits that hold whatever a peer or an engine does, and what does not count against them."""
+"""Limits on rooms, links and plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ S0, T0 = Peer("prefill", 0), Peer("decode0", 0)
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_late_frame_of_an_older_session_does_not_end_the_newer_one(restart: bool) -> None:
+def test_late_frame_of_an_old_session_does_not_end_the_new_one(restart: bool) -> None:
     w = world()
     held: list[Envelope] = []
 
@@ -49,7 +49,7 @@ def test_a_late_frame_of_an_older_session_does_not_end_the_newer_one(restart: bo
     assert w.outcomes(ROOM) == {"done"}
 
 
-def test_an_engine_call_that_crosses_the_report_is_ignored_even_after_a_retry() -> None:
+def test_late_engine_call_is_ignored_after_a_retry() -> None:
     w = world()
     w.open(ROOM)
     w.receive(ROOM, Request(8))
@@ -63,7 +63,7 @@ def test_an_engine_call_that_crosses_the_report_is_ignored_even_after_a_retry() 
     assert not w.source().rooms[ROOM].pushes
 
 
-def test_failed_rooms_that_are_remembered_leave_room_for_early_offers() -> None:
+def test_remembered_rooms_do_not_block_early_offers() -> None:
     w = world(max_early_rooms=3)
     for number in range(5):
         w.open(f"x{number}", deadline=1)
@@ -78,7 +78,7 @@ def test_failed_rooms_that_are_remembered_leave_room_for_early_offers() -> None:
     let_go(w)
 
 
-def test_a_room_does_not_count_against_itself() -> None:
+def test_early_room_does_not_count_twice() -> None:
     w = world(max_rooms=1)
     w.receive(ROOM, Request(8))
     w.run()
@@ -87,7 +87,7 @@ def test_a_room_does_not_count_against_itself() -> None:
     assert w.outcomes(ROOM) == {"done"}
 
 
-def test_one_peer_has_one_tentative_link_and_plans_are_bounded() -> None:
+def test_tentative_links_and_plans_are_bounded() -> None:
     w = world(max_peers=1)
     w.receive(ROOM, Request(8))
     hello = w.sent(Hello)[0].body

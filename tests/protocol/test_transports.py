@@ -1,4 +1,4 @@
-"""Which transport a link takes: a table, and the handshake around it."""
+"""Choice of a link's transport."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.protocol.messages import (
     Welcome,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode
-from kvferry.protocol.transports import common_transports, none_common
+from kvferry.protocol.transports import common_transports, no_transport_message
 
 LAYOUT = Layout(attention(layers=2, kv_heads=4, head_dim=2), page_tokens=4)
 S0, T0 = Peer("prefill", 0), Peer("decode0", 0)
@@ -27,7 +27,7 @@ ROOM = "room-1"
 
 
 def side(held: str, **lacked: str) -> TransportOffers:
-    """``shm@a nixl``: transports in order, each in a realm of its own name unless it says."""
+    """Parse ``shm@a nixl``: transports in order; the realm defaults to the name."""
     offers = [TransportOffer(*word.partition("@")[::2]) for word in held.split()]
     lacks = [TransportLack(name, why) for name, why in lacked.items()]
     return TransportOffers(tuple(offers), tuple(lacks))
@@ -50,20 +50,20 @@ def side(held: str, **lacked: str) -> TransportOffers:
         ("", "", ""),
     ],
 )
-def test_the_best_that_both_can_use(source: str, target: str, names: str) -> None:
+def test_best_common_transport(source: str, target: str, names: str) -> None:
     found = common_transports(side(source), side(target))
     assert [offer.name for offer in found.offers] == names.split()
     every = {word.partition("@")[0] for word in f"{source} {target}".split()}
     assert {text.partition(":")[0] for text in found.problems} == every - set(names.split())
 
 
-def test_what_is_used_is_the_targets_payload() -> None:
+def test_target_payload_is_used() -> None:
     theirs = TransportOffers((TransportOffer("nixl", "", b"reach me so"),))
     (offer,) = common_transports(side("nixl"), theirs).offers
     assert offer.payload == b"reach me so"
 
 
-def test_a_reason_for_each() -> None:
+def test_each_problem_is_listed() -> None:
     source = side("shm@here nixl", cuda="no GPU", mooncake="install it")
     target = side("shm@there mooncake", cuda="no runner", nixl="install NIXL")
     found = common_transports(source, target)
@@ -78,7 +78,7 @@ def test_a_reason_for_each() -> None:
         "shm: not at decode (it was not asked for)",
         "nixl: not at prefill (it was not asked for)",
     )
-    assert none_common(()).endswith("neither side has one")
+    assert no_transport_message(()).endswith("neither side has one")
 
 
 def world(source: str, target: str) -> World:
@@ -93,7 +93,7 @@ def carried(w: World) -> None:
     assert isinstance(outcome, Done)
 
 
-def test_both_sides_know_what_was_chosen() -> None:
+def test_both_sides_know_the_transport() -> None:
     w = world("shm@a nixl", "shm@b nixl")
     w.receive(ROOM, Request(8))
     w.run()
@@ -103,7 +103,7 @@ def test_both_sides_know_what_was_chosen() -> None:
     w.finish()
 
 
-def test_nobody_is_welcome_before_its_memory_is_reached() -> None:
+def test_welcome_waits_for_the_connected_memory() -> None:
     w = world("shm nixl", "shm nixl")
     w.hold.connects = True
     w.receive(ROOM, Request(8))
@@ -122,7 +122,7 @@ def test_nobody_is_welcome_before_its_memory_is_reached() -> None:
     w.finish()
 
 
-def test_memory_that_no_transport_reaches_is_refused_with_every_reason() -> None:
+def test_unreachable_memory_is_refused_with_reasons() -> None:
     w = world("shm@a cuda nixl", "shm@b cuda nixl")
     w.hold.connects = True
     w.receive(ROOM, Request(8))
@@ -147,7 +147,7 @@ def test_memory_that_no_transport_reaches_is_refused_with_every_reason() -> None
     w.finish()
 
 
-def test_a_target_refuses_what_it_never_offered() -> None:
+def test_target_refuses_a_transport_it_did_not_offer() -> None:
     w = world("nixl", "nixl")
     w.hold.connects = True
     w.receive(ROOM, Request(8))

@@ -1,8 +1,8 @@
-"""Connectors: kvferry inside other engines, one package for each.
+"""Connectors for inference engines, one package per engine.
 
-What belongs here is what an engine's own plug-in interface asks for, and
-nothing else: where its cache lies as a ``Layout`` and pools, which of its hooks opens,
-pushes and closes a room, and how its ranks agree. ``reference/transfer`` does the same for the
-reference engine. A connector imports its engine and ``kvferry`` itself, never a module
-inside it (``pyproject.toml``, ``[tool.importlinter]``), so what it needs is public.
+A connector implements the engine's plug-in interface: it describes the engine's caches as a layout
+and pools, maps the engine's hooks to opening, pushing and closing rooms, and combines the results
+of its ranks. It imports its engine and the public names of ``kvferry``, but no submodule
+(``pyproject.toml``, ``[tool.importlinter]``). ``reference/transfer`` does the same for the
+reference engine.
 """

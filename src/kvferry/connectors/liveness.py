@@ -1,12 +1,12 @@
-"""Liveness timeouts inside an engine: the defaults and the settings of both connectors. Pure."""
+"""Liveness timeouts for endpoints inside an engine, shared by the connectors."""
 
 from __future__ import annotations
 
 from kvferry import ProtocolConfig
 
-# An engine's main thread computes, and spins while it waits, so the threads of an endpoint may get
-# the interpreter late: 8 s, an endpoint's own default, was seen to be too short.
+# An engine's busy main thread delays an endpoint's threads at the GIL. The default ``silence_s`` of
+# 8 s has proven too short.
 LIVENESS = ProtocolConfig(silence_s=20.0)
 
-# Settings that a user may change: these names in vLLM, KVFERRY_SILENCE_S and so on in SGLang.
+# Settings for users: these names in vLLM, KVFERRY_SILENCE_S and KVFERRY_UNRESPONSIVE_S in SGLang.
 LIVENESS_SETTINGS = ("silence_s", "unresponsive_s")

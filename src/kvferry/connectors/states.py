@@ -1,12 +1,11 @@
-"""State rows in kvferry's words: what recurrent layers keep of a request, as slot groups.
+"""Recurrent state of an engine's layers as kvferry groups.
 
-An engine keeps a row a request for each kind of state of a layer (convolution, recurrent). Inside a
-row one axis is dealt out over the ranks: heads, or channels. It may be several axes joined (a
-convolution's query, key and value channels), each dealt out by itself or whole on every rank, and
-there may be rows of it inside the row. Each joined axis is a group of its own whose units are the
-axis' entries; what every rank has whole is a group of one unit.
-
-Pure.
+For each kind of state of a layer (convolution, recurrent) an engine has one row per request. One
+axis of the row, heads or channels, is sharded over the tensor-parallel ranks. It may concatenate
+several axes, such as the query, key and value channels of a convolution, of which each is sharded
+or replicated by itself. The row may also consist of several inner rows of that axis. Each
+concatenated axis becomes a group whose units are the entries of the axis; a replicated axis becomes
+a group of one unit.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from kvferry import DType, Group, InputError, StateRow, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class StateForm:
-    """One kind of state: a request's row of it, as one rank has it.
+    """Row of one kind of state on one rank.
 
-    ``dim`` is the length of the axis that is dealt out, here, or 0 if none is; ``outer`` how many
-    rows of it a request's row has; ``blocks`` the lengths over all ranks of the axes that it joins,
-    and ``whole`` the places of those that every rank has whole.
+    ``dim``: length of the sharded axis on this rank; 0 if the whole row is replicated.
+    ``outer``: number of inner rows.
+    ``blocks``: lengths over all ranks of the concatenated axes; ``whole``: indexes of those that
+    are replicated.
     """
 
     row_bytes: int
@@ -35,7 +35,7 @@ class StateForm:
 
 @dataclass(frozen=True)
 class StatePart:
-    """Where a tensor of a group lies in a row, and how many of its units this rank has."""
+    """Position of a group's tensor in a row, and the number of its units on this rank."""
 
     group: str
     tensor: str
@@ -45,7 +45,7 @@ class StatePart:
 
 
 def groups_of(name: str, form: StateForm, layers: Sequence[int], tp: int) -> list[Group]:
-    """What layers keep in such rows, over all ranks."""
+    """Return the groups of one kind of state, over all ranks."""
     entry = _entry_bytes(form)
     return [
         Group(
@@ -54,7 +54,8 @@ def groups_of(name: str, form: StateForm, layers: Sequence[int], tp: int) -> lis
             tuple(sorted(layers)),
             axis.units,
             tuple(
-                Tensor(_row_name(row), DType.UINT8, axis.each * entry) for row in range(form.outer)
+                Tensor(_row_name(row), DType.UINT8, axis.unit_entries * entry)
+                for row in range(form.outer)
             ),
         )
         for axis in _axes(name, form, tp)
@@ -62,15 +63,15 @@ def groups_of(name: str, form: StateForm, layers: Sequence[int], tp: int) -> lis
 
 
 def parts_of(name: str, form: StateForm, tp: int) -> list[StatePart]:
-    """Where those groups' tensors lie in a row of one rank."""
+    """Return the positions of those groups' tensors in a row of one rank."""
     entry = _entry_bytes(form)
     return [
         StatePart(
             axis.name,
             _row_name(row),
             (row * max(form.dim, 1) + axis.first) * entry,
-            axis.length // axis.each,
-            axis.each * entry,
+            axis.length // axis.unit_entries,
+            axis.unit_entries * entry,
         )
         for axis in _axes(name, form, tp)
         for row in range(form.outer)
@@ -79,16 +80,13 @@ def parts_of(name: str, form: StateForm, tp: int) -> list[StatePart]:
 
 @dataclass(frozen=True)
 class _Axis:
-    """One axis: where it begins in a row of ``dim``, how long it is here, its units over all ranks.
-
-    ``each`` is how many entries a unit has.
-    """
+    """One of the concatenated axes: its range on this rank, and its units over all ranks."""
 
     name: str
     first: int
     length: int
     units: int
-    each: int = 1
+    unit_entries: int = 1
 
 
 def _row_name(row: int) -> str:
@@ -117,9 +115,9 @@ def _axes(name: str, form: StateForm, tp: int) -> list[_Axis]:
             f"{tp} ranks with {form.dim} entries of state each do not make up axes of "
             f"{', '.join(map(str, blocks))}; this model's state is not supported"
         )
-    found = []
+    axes = []
     for place, (block, length) in enumerate(zip(blocks, here, strict=True)):
-        own = name if len(blocks) == 1 else f"{name}.{place}"
-        units, each = (1, block) if place in form.whole else (block, 1)
-        found.append(_Axis(own, sum(here[:place]), length, units, each))
-    return found
+        axis_name = name if len(blocks) == 1 else f"{name}.{place}"
+        units, unit_entries = (1, block) if place in form.whole else (block, 1)
+        axes.append(_Axis(axis_name, sum(here[:place]), length, units, unit_entries))
+    return axes

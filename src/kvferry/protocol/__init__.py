@@ -1,1 +1,1 @@
-"""The protocol between sources and targets. Sans-IO: events in, actions out."""
+"""The transfer protocol between sources and targets. Sans-IO: events in, actions out."""

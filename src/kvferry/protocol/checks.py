@@ -1,7 +1,7 @@
-"""What one side checks before it believes the other.
+"""Validation of a peer's messages.
 
-A source: the pools at the handshake, the pages of an offer. A target: what a Close says was
-computed. Pure. Each returns what is wrong, or None.
+A source checks the pools of a Hello and the pages of an Offer; a target checks what a Close says
+was computed. Each function returns the problem, or None.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvferry.protocol.outcome import Failure, FailureCode
 
 
 def pools_problem(layout: Layout, rank: int, pools: PoolMap) -> str | None:
-    """Whether the pools have memory for everything that the layout says the rank holds."""
+    """Return what the pools lack of the memory that the layout gives to ``rank``."""
     if rank >= layout.num_ranks:
-        return f"rank {rank} is not among the layout's {layout.num_ranks}"
+        return f"rank {rank} is not among the layout's {layout.num_ranks} ranks"
     for shard in layout.rank_shards(rank):
         group = layout.spec.group(shard.group)
         for tensor in group.tensors:
@@ -34,7 +34,7 @@ def pools_problem(layout: Layout, rank: int, pools: PoolMap) -> str | None:
 def offer_problem(
     plan: Plan, hello: Hello, target: int, offer: Offer, owed: tuple[Block, ...]
 ) -> str | None:
-    """Whether the offered pages can take what is owed."""
+    """Return why the offered pages can't hold the blocks that are owed."""
     tables = {table.group: table for table in offer.tables}
     if len(tables) != len(offer.tables):
         return "a group has two page tables"
@@ -49,9 +49,9 @@ def offer_problem(
 
 
 def close_problem(close: Close, num_tokens: int, digest: bytes) -> Failure | None:
-    """Whether a source has computed something else than what was asked for here.
+    """Return how the source's request differs from the one that was asked for.
 
-    Silence fits silence alone: what only one side confirms for is not proven.
+    Either both sides give a digest, or neither does.
     """
     if close.num_tokens != num_tokens:
         text = f"prefill has {close.num_tokens} tokens, decode {num_tokens}"
@@ -59,11 +59,11 @@ def close_problem(close: Close, num_tokens: int, digest: bytes) -> Failure | Non
     if close.digest == digest:
         return None
     if not close.digest or not digest:
-        silent = "prefill" if digest else "decode"
-        text = f"{silent} gave no digest of its request; give one on both sides, or on neither"
+        lacking = "prefill" if digest else "decode"
+        text = f"{lacking} gave no digest of its request; give one on both sides, or on neither"
     else:
         text = (
-            "prefill has computed another request than decode asks for, so nothing of it is "
+            "prefill computed another request than the one decode asked for, so its cache is not "
             "used; give each request a room id of its own"
         )
     return Failure.of(FailureCode.CONTENT_DIFFERS, text)
@@ -74,7 +74,7 @@ def _table_problem(
 ) -> str | None:
     num_pages = min(hello.pools.of(group.name, t.name).num_pages for t in group.tensors)
     if any(page >= num_pages for page in table.pages):
-        return f"names page {max(table.pages)}, but its pool has {num_pages}"
+        return f"names page {max(table.pages)}, but its pool has {num_pages} pages"
     if len(set(table.pages)) != len(table.pages):
         return "names a page twice"
     held = next(held for held in plan.wanted[target] if held.group == group.name)

@@ -1,7 +1,7 @@
-"""Messages to bytes and back. Arbitrary bytes give a message or a typed refusal.
+"""Encoding of messages as frames. Decoding arbitrary bytes gives a message or a typed fault.
 
-A frame is a msgpack array: magic, version, sender, incarnation, session, seq,
-body. The fields before the body are the same in every version.
+A frame is a msgpack array: magic, version, sender, incarnation, session, seq, body. The fields
+before the body are the same in every version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAGIC = "kvf"
 
 
 class FrameFault(StrEnum):
-    """Why a frame was not taken."""
+    """Why a frame was rejected."""
 
     OVERSIZED = "oversized"
     FOREIGN = "foreign"
@@ -30,7 +30,7 @@ class FrameFault(StrEnum):
 
 
 class BadFrame(NamedTuple):
-    """A frame that is no message. ``header`` is there when at least the sender is known."""
+    """A rejected frame. ``header`` is set if at least the header could be decoded."""
 
     fault: FrameFault
     text: str
@@ -38,7 +38,7 @@ class BadFrame(NamedTuple):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a frame that never changes."""
+    """The header of a frame, equal in every version, and the encoded body."""
 
     magic: Annotated[str, Meta(max_length=8)]
     version: Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -55,7 +55,7 @@ _body_decoder = msgspec.msgpack.Decoder(Body)
 
 
 def encode(envelope: Envelope) -> bytes:
-    """One frame. Raises ``KvferryError`` for what none can carry."""
+    """Return the frame of a message. Raises ``KvferryError`` if no frame can carry it."""
     body = envelope.body
     head = MAGIC, VERSION, envelope.sender, envelope.incarnation, envelope.session, envelope.seq
     try:
@@ -71,7 +71,7 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(frame: bytes) -> Envelope | BadFrame:
-    """A message, or why these bytes are none. Never raises."""
+    """Return the message in a frame, or why it was rejected. Never raises."""
     if len(frame) > MAX_FRAME_BYTES:
         return BadFrame(FrameFault.OVERSIZED, f"{len(frame)} bytes")
     try:

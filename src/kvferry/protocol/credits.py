@@ -1,10 +1,9 @@
-"""Staging slots of one target, and who may write into them.
+"""Staging slots of one target, and the sources that may write into them.
 
-A slot is free, or promised to one account (one source in one room) under a
-serial that is never used again. Accounts that want more wait in a queue and get
-one slot at a time, so no room starves another. A promised slot becomes free
-only when its data has been scattered or its account is settled, which takes
-proof that the source will not write any more.
+A slot is free, granted to one account (one source in one room) as a credit with a unique serial,
+or being scattered. Accounts that want more credits wait in a queue and receive one slot at a
+time, so that no room starves another. A granted slot becomes free only when its data has been
+scattered, or when its account is settled because the source provably writes no more.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ AccountKey = tuple[Room, int]
 
 @dataclass(slots=True)
 class Account:
-    """One source's credits in one room."""
+    """Credits of one source in one room. At most ``window`` are outstanding at a time."""
 
     window: int
     wanted: int = 0
@@ -28,10 +27,10 @@ class Account:
 
 
 class CreditBook:
-    """Every slot of the pool and every account that wants one."""
+    """Every slot of the pool, and every account that wants slots."""
 
     def __init__(self, num_slots: int, window: int) -> None:
-        # A stack: the slot that was used last is the one that is still in a cache.
+        # A stack, because the slot used last is the most likely one to be in a CPU cache.
         self.free = [SlotIndex(i) for i in reversed(range(num_slots))]
         self.accounts: dict[AccountKey, Account] = {}
         self.scattering: dict[SlotIndex, AccountKey] = {}
@@ -41,14 +40,15 @@ class CreditBook:
 
     @property
     def num_promised(self) -> int:
-        """Slots that some source may be writing into."""
+        """Number of slots that sources may be writing into."""
         return sum(len(account.outstanding) for account in self.accounts.values())
 
     def want(self, key: AccountKey, total: int, sharers: int = 1) -> None:
-        """The account needs ``total`` credits over its life; so many of its room want some.
+        """Record that an account needs ``total`` credits over its lifetime.
 
-        Who comes first leaves the others their share, for they work side by side; but less
-        than two slots are none, for one is filled while the other is emptied.
+        The window is the account's share of the pool among ``sharers``, the sources of its room,
+        because they work in parallel. Give each source at least two slots, so that filling one
+        overlaps with draining the other.
         """
         window = min(self._window, max(2, -(-self._num_slots // sharers)))
         account = self.accounts.setdefault(key, Account(window))
@@ -56,19 +56,19 @@ class CreditBook:
         self._enqueue(key, account)
 
     def grant(self) -> list[AccountKey]:
-        """Promise free slots, one to each waiting account in turn. Who got any?"""
-        lucky: dict[AccountKey, None] = {}
+        """Grant free slots round-robin; return the accounts that received any."""
+        receivers: dict[AccountKey, None] = {}
         while self.free and self._queue:
             key, _ = self._queue.popitem(last=False)
             account = self.accounts[key]
             account.outstanding[Serial(account.granted)] = self.free.pop()
             account.granted += 1
-            lucky[key] = None
+            receivers[key] = None
             self._enqueue(key, account)
-        return list(lucky)
+        return list(receivers)
 
     def use(self, key: AccountKey, serial: Serial) -> SlotIndex | None:
-        """The slot whose data has arrived; None if that was heard before."""
+        """Mark a credit as used and return its slot; None if it was used before."""
         account = self.accounts.get(key)
         slot = account.outstanding.pop(serial, None) if account else None
         if account and slot is not None:
@@ -77,26 +77,26 @@ class CreditBook:
         return slot
 
     def scattered(self, slot: SlotIndex) -> None:
-        """The slot's data has been copied out."""
+        """Free a slot whose data has been copied out."""
         del self.scattering[slot]
         self.free.append(slot)
 
     def stop(self, key: AccountKey) -> None:
-        """Grant the account nothing more: its room has failed."""
+        """Grant an account nothing more, because its room has failed."""
         account = self.accounts.get(key)
         if account:
             account.wanted = account.granted
         self._queue.pop(key, None)
 
     def settle(self, key: AccountKey) -> None:
-        """Close an account whose source provably writes no more; its slots become free."""
+        """Close an account whose source provably writes no more, and free its slots."""
         account = self.accounts.pop(key, None)
         self._queue.pop(key, None)
         if account:
             self.free.extend(account.outstanding.values())
 
     def outstanding(self, key: AccountKey) -> dict[Serial, SlotIndex]:
-        """Credits of an account that were granted and not seen used."""
+        """Return the account's credits that were granted and not used."""
         account = self.accounts.get(key)
         return dict(account.outstanding) if account else {}
 
@@ -105,7 +105,7 @@ class CreditBook:
             self._queue.setdefault(key)
 
     def check(self) -> None:
-        """Every slot is in exactly one place. Called by tests after each step."""
-        promised = [s for account in self.accounts.values() for s in account.outstanding.values()]
-        everywhere = sorted([*self.free, *promised, *self.scattering])
-        assert everywhere == list(range(self._num_slots)), "a slot is lost or promised twice"
+        """Check that every slot is in exactly one place."""
+        granted = [s for account in self.accounts.values() for s in account.outstanding.values()]
+        slots = sorted([*self.free, *granted, *self.scattering])
+        assert slots == list(range(self._num_slots)), "a slot is lost or granted twice"

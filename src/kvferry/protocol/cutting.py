@@ -1,4 +1,4 @@
-"""What a push means for one target: blocks, cut to what a staging slot holds."""
+"""Cutting of pushed blocks into fragments that fit a staging slot."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvferry.layout.intervals import Span
 from kvferry.layout.spec import CacheSpec
 from kvferry.plan.plan import Block, Plan, Request
 
-# How many times as many blocks it may take that they end where pages do.
+# Maximum increase in the number of blocks for having them end at page boundaries.
 MORE_FOR_PAGES = 4 / 3
-# How many times as many it must be for layers to be cut apart: those have blocks of their own.
+# A cut by layers must need at most this share of the blocks of a cut by tokens.
 FEWER_BY_LAYERS = 0.9
 
 
 def within(
     spec: CacheSpec, blocks: Iterable[Block], layers: Span, tokens: Span | None = None
 ) -> list[Block]:
-    """The parts of the blocks that lie in those layers, and in those tokens if some are given."""
+    """Return the parts of ``blocks`` inside ``layers``, and inside ``tokens`` if given."""
     clipped = (
         replace(
             block,
@@ -37,12 +37,12 @@ def within(
 def cut_to_slots(
     plan: Plan, source: int, target: int, block: Block, slot_bytes: int
 ) -> list[Block] | None:
-    """Blocks whose dense images fit a slot; None if not even one token of one layer does.
+    """Return fragments whose data fits a slot; None if one token of one layer does not.
 
-    Prefers whole tokens over all layers; cuts layers where one token of all of them is too
-    large, as a state row often is, or where it takes fewer blocks. The blocks end where pages
-    do if that takes few more of them, because whole pages are bound in half the time, and are
-    about even: a small one at the end would cost as much as the others.
+    Fragments span all layers where possible. Layers are cut where one token of all layers is
+    too large, as with state rows, or where that needs fewer fragments. Fragments end at page
+    boundaries if that needs few more of them, because binding whole pages takes half the time.
+    Their sizes are about even, because a small last fragment costs as much as a full one.
     """
     layers = plan.spec.group(block.group).layers_in(block.layers)
     page_tokens = lcm(plan.source.page_tokens, plan.target.page_tokens)
@@ -50,7 +50,7 @@ def cut_to_slots(
     if slot_bytes < size.of(1):
         return None
     plain = _cut(block, layers, size)
-    # One page more than fits, and as many layers as then do.
+    # Try one page more than fits, with as many layers as then fit.
     pages = -(-size.most_tokens(min(len(layers), slot_bytes // size.of(1))) // page_tokens)
     num_layers = slot_bytes // size.of(pages * page_tokens)
     if 0 < num_layers < len(layers):
@@ -63,7 +63,7 @@ def cut_to_slots(
 
 
 def _cut(block: Block, layers: tuple[int, ...], size: _SlotSize) -> list[Block]:
-    """Blocks of as many of these layers as one token of them fits, and of as many tokens."""
+    """Cut a block by layers if one token of all of them does not fit, and by tokens."""
     num_layers = min(len(layers), size.slot_bytes // size.of(1))
     num_tokens = _even(len(block.tokens), size.most_tokens(num_layers), size.page_tokens)
     return [
@@ -74,7 +74,7 @@ def _cut(block: Block, layers: tuple[int, ...], size: _SlotSize) -> list[Block]:
 
 
 class _Rate(NamedTuple):
-    """One move's bytes for each token that it carries of one layer: every ``step``-th."""
+    """Bytes per token and layer of a move that carries every ``step``-th token."""
 
     token_bytes: int
     step: int
@@ -90,27 +90,27 @@ def _rates(plan: Plan, source: int, target: int, block: Block) -> list[_Rate]:
 
 
 class _SlotSize(NamedTuple):
-    """What a slot holds of a pair's moves."""
+    """Capacity of a slot for the moves between one source and one target."""
 
     slot_bytes: int
     rates: list[_Rate]
     page_tokens: int
 
     def of(self, num_tokens: int) -> int:
-        """The most bytes that a stretch of so many tokens of one layer can have."""
+        """Return the maximum size of ``num_tokens`` consecutive tokens of one layer."""
         return sum(-(-num_tokens // rate.step) * rate.token_bytes for rate in self.rates)
 
     def most_tokens(self, num_layers: int) -> int:
-        """The longest stretch of tokens that always fits with so many layers."""
-        room_bytes = self.slot_bytes // num_layers
-        count = int(room_bytes / sum(rate.token_bytes / rate.step for rate in self.rates))
-        while count > 1 and self.of(count) > room_bytes:
+        """Return how many consecutive tokens of ``num_layers`` layers always fit."""
+        layer_bytes = self.slot_bytes // num_layers
+        count = int(layer_bytes / sum(rate.token_bytes / rate.step for rate in self.rates))
+        while count > 1 and self.of(count) > layer_bytes:
             count -= 1
         return max(1, count)
 
 
 def _even(num_tokens: int, most: int, page_tokens: int) -> int:
-    """How many tokens each of a few stretches has, if none may have more than ``most``."""
+    """Return the fragment size for ``num_tokens``, at most ``most`` tokens each."""
     pages = most // page_tokens * page_tokens
     if pages and -(-num_tokens // pages) <= MORE_FOR_PAGES * -(-num_tokens // most):
         most = pages
@@ -122,7 +122,7 @@ def _even(num_tokens: int, most: int, page_tokens: int) -> int:
 def image_bytes(
     plan: Plan, source: int, target: int, request: Request, blocks: Iterable[Block]
 ) -> int:
-    """The size of the dense image of those blocks."""
+    """Return the packed size of blocks in a staging slot."""
     total = 0
     for block in blocks:
         group = plan.spec.group(block.group)
@@ -140,12 +140,12 @@ def _steps(span: Span, step: int) -> Iterable[tuple[int, int]]:
 
 
 def merge(spec: CacheSpec, blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """The same coverage in few blocks, whatever order and cut it came in."""
+    """Return the same coverage in as few blocks as possible."""
     if len(blocks) < 2:
         return tuple(blocks)
     covered: dict[str, Coverage] = {}
     for block in blocks:
-        # By places, because a strip of numbers between two layers would be a block of nothing.
+        # Merge by place in the group: layer numbers between two of its layers belong to others.
         places = spec.group(block.group).places_in(block.layers)
         covered.setdefault(block.group, Coverage()).add(places, block.tokens)
     return tuple(
@@ -157,10 +157,10 @@ def merge(spec: CacheSpec, blocks: Sequence[Block]) -> tuple[Block, ...]:
 
 
 def join_layers(spec: CacheSpec, blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """The same blocks, with those of one chunk whose layers follow each other made one."""
+    """Return the blocks with those of equal tokens merged over adjacent layers."""
     if len(blocks) < 2:
         return tuple(blocks)
     joined: dict[tuple[str, Span], list[Block]] = {}
     for block in blocks:
         joined.setdefault((block.group, block.tokens), []).append(block)
-    return tuple(block for alike in joined.values() for block in merge(spec, alike))
+    return tuple(block for same in joined.values() for block in merge(spec, same))

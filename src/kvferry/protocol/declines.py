@@ -1,8 +1,8 @@
 """Aborts for rooms that a target never offered to a source.
 
-A room may end at its target before an offer reached some source: the link was not up yet, or the
-engine never asked for the room. That source would hold the request's pages until its deadline.
-``Declines`` keeps an ``Abort`` for it, repeated until it answers ``Drained`` or its link is lost.
+A room may end at its target before an offer has reached some source: the link was not up yet, or
+the engine never asked for the room. Without a message that source would hold the request's pages
+until its deadline.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from kvferry.protocol.states import LinkState
 
 @dataclass(slots=True, eq=False)
 class Declined:
-    """A room to abort at one source. ``said_at`` is when the Abort was last sent."""
+    """A room to abort at one source. ``sent_at`` is when the Abort was last sent."""
 
     link: Link
     room: Room
     generation: Generation
     failure: Failure
-    said_at: float = -inf
+    sent_at: float = -inf
 
 
 class Declines:
-    """Aborts that no source has answered yet; beyond ``limit`` the oldest is dropped."""
+    """Aborts repeated until the source answers Drained or its link is lost.
+
+    Beyond ``limit`` the oldest is dropped.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -39,36 +42,33 @@ class Declines:
         return len(self._waiting)
 
     def add(self, declined: Declined) -> None:
-        """Queue an Abort; it leaves now, or when the link is up."""
+        """Queue an Abort. It is due now, or when its link is up."""
         self._waiting[declined.link, declined.room, declined.generation] = declined
         if len(self._waiting) > self._limit:
             del self._waiting[next(iter(self._waiting))]
 
     def answered(self, link: Link, room: Room, generation: Generation) -> None:
-        """The source has let go of the room."""
+        """Remove the Abort of a room that its source has released."""
         self._waiting.pop((link, room, generation), None)
 
     def lost(self, link: Link) -> None:
-        """A source that can't be told finds out by its own deadline."""
+        """Remove the Aborts of a lost source, which releases its rooms at their deadlines."""
         for key in [key for key in self._waiting if key[0] is link]:
             del self._waiting[key]
 
     def due(self, now: float, resend_s: float) -> list[Declined]:
-        """Return the Aborts to send now: new ones, and those not answered within ``resend_s``."""
-        return [
-            one
-            for one in self._waiting.values()
-            if one.link.state is LinkState.UP and now >= one.said_at + resend_s
-        ]
+        """Return the Aborts to send now: new ones, and those unanswered for ``resend_s``."""
+        return [one for one in self._sendable() if now >= one.sent_at + resend_s]
 
     def timers(self, resend_s: float) -> Iterator[float]:
         """Yield when each Abort is due again."""
-        for one in self._waiting.values():
-            if one.link.state is LinkState.UP:
-                yield one.said_at + resend_s
+        return (one.sent_at + resend_s for one in self._sendable())
+
+    def _sendable(self) -> Iterator[Declined]:
+        return (one for one in self._waiting.values() if one.link.state is LinkState.UP)
 
     def check(self) -> None:
-        """Nothing waits for a link that is over, and the limit holds."""
+        """Check the limit, and that no Abort waits for a lost link."""
         assert len(self._waiting) <= self._limit
         for one in self._waiting.values():
             assert one.link.state in (LinkState.GREETING, LinkState.UP), one

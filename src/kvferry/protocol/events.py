@@ -1,12 +1,13 @@
-"""What a machine is told and what it answers: events in, actions out.
+"""Input and output of a machine: events in, actions out.
 
-Events come from the engine (open, push, receive, ...), from the transport (a
-write or scatter ended, a connection is torn down) and from the clock. Actions
-are for the runtime to carry out; a machine never waits for one.
+Events come from the engine (open, push, receive, ...), from the transport (a write or scatter
+ended, a connection is torn down) and from the clock. The endpoint carries out the actions; a
+machine never waits for one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import StrEnum
 from functools import cached_property
 
@@ -22,7 +23,7 @@ from kvferry.protocol.outcome import Failure, Outcome
 
 
 class Event(msgspec.Struct, frozen=True):
-    """The root of all events."""
+    """Base class of events."""
 
 
 # ---------------------------------------------------------------- for both machines
@@ -33,16 +34,16 @@ class Tick(Event, frozen=True):
 
 
 class Received(Event, frozen=True):
-    """A frame came and was decoded."""
+    """A frame has arrived and was decoded."""
 
     envelope: Envelope
 
 
 class Disconnected(Event, frozen=True):
-    """Proof: nothing is in flight between that incarnation and us, or ever will be.
+    """Proof that nothing is in flight to or from a peer's incarnation, and nothing will be.
 
-    Whoever says this refuses writes that the machine asked for before it heard it.
-    With a ``session`` the proof is for that session alone, and the peer may live.
+    The endpoint refuses writes that the machine requested before it handled this event.
+    With ``session`` the proof covers that session only, and the peer may still be alive.
     """
 
     peer: Peer
@@ -51,9 +52,9 @@ class Disconnected(Event, frozen=True):
 
 
 class PeerRuns(Event, frozen=True):
-    """The process of a link's peer was seen to run at that time, whether it said anything or not.
+    """The peer's process was running at time ``at``, even if it has sent no frame.
 
-    Seen below the protocol: by the operating system, or by the connection's own heartbeats.
+    Observed below the protocol, by the operating system or the connection's own heartbeats.
     """
 
     session: Session
@@ -61,13 +62,13 @@ class PeerRuns(Event, frozen=True):
 
 
 class OwnStall(Event, frozen=True):
-    """This endpoint did not run for so long, so nobody was silent meanwhile."""
+    """This endpoint did not run for ``seconds``. That time must not count as a peer's silence."""
 
     seconds: float
 
 
 class WrongVersion(Event, frozen=True):
-    """A frame came in a version that we do not speak. ``answered``: it had no number."""
+    """A frame has another protocol version. ``answered``: it is a reply, so it gets none."""
 
     sender: Peer
     session: Session
@@ -76,7 +77,7 @@ class WrongVersion(Event, frozen=True):
 
 
 class Cancel(Event, frozen=True):
-    """The engine gives the room up, or something of ours broke: then ``failure`` says what."""
+    """The engine aborts the room, or the endpoint does because of a local ``failure``."""
 
     room: Room
     failure: Failure | None = None
@@ -86,7 +87,7 @@ class Cancel(Event, frozen=True):
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """A prefill instance as the discovery service describes it."""
+    """A prefill instance as registered with the discovery service."""
 
     name: str
     fingerprint: str
@@ -94,9 +95,9 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 class ReceiveRequest(msgspec.Struct, frozen=True, dict=True):
-    """An engine's request for a room: the tokens, the pages that it holds for them, a deadline.
+    """A target engine's request for a room: tokens, the pages held for them and a deadline.
 
-    ``digest`` is that of its own request: what does not have the same is not used.
+    ``digest`` identifies the engine's request. Cache with another digest is not used.
     """
 
     room: Room
@@ -107,64 +108,64 @@ class ReceiveRequest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def page_tables(self) -> dict[str, PageTable]:
-        """The tables as a binding takes them, made once."""
+        """The page tables by group, in the form that binding takes."""
         return {table.group: table.as_page_table() for table in self.tables}
 
 
 class Receive(Event, frozen=True):
-    """An engine wants a room from a prefill instance."""
+    """The engine wants to receive a room from a prefill instance."""
 
     prefill: Instance
     wanted: ReceiveRequest
 
     @property
     def room(self) -> Room:
-        """Which room."""
+        """Id of the room."""
         return self.wanted.room
 
     @property
     def deadline(self) -> float:
-        """Until when it must have come."""
+        """Time by which the room must be complete."""
         return self.wanted.deadline
 
 
 class Decline(Event, frozen=True):
-    """The engine will not receive this room, so its sources can release their pages."""
+    """The engine will not receive this room, so its sources may release their pages."""
 
     room: Room
     prefill: Instance
 
 
-class RoomBarred(Event, frozen=True):
-    """A source's listener stays shut: it knows another key, or we have the wrong address."""
+class ConnectRefused(Event, frozen=True):
+    """A source's listener refuses the connection: another cluster key, or a wrong address."""
 
     peer: Peer
     message: str
 
 
 class PeerRestarted(Event, frozen=True):
-    """A source's name stands for another life now, as the discovery service has it."""
+    """The discovery service reports a new incarnation of a source."""
 
     peer: Peer
     incarnation: int
 
 
 class MemoryReached(Event, frozen=True):
-    """The memory of a session's target can be written, by that transport."""
+    """``transport`` can write the memory of a session's target."""
 
     session: Session
     transport: str
 
 
 class MemoryUnreached(Event, frozen=True):
-    """No transport reaches the memory of a session's target; why, for each that was tried."""
+    """No transport can write the memory of a session's target. ``problems``: one per transport."""
 
     session: Session
     problems: tuple[str, ...]
 
 
 class Scattered(Event, frozen=True):
-    """A scatter's bytes are usable."""
+    """A scatter has ended; its bytes are in the pages."""
 
     op: Op
 
@@ -180,7 +181,7 @@ class Open(Event, frozen=True):
 
 
 class Prepare(Event, frozen=True):
-    """The engine starts to compute these tokens; their pages are held."""
+    """The engine starts to compute these tokens and holds pages for them."""
 
     room: Room
     tokens: Span
@@ -189,8 +190,7 @@ class Prepare(Event, frozen=True):
 class Push(Event, frozen=True):
     """These tokens of these layers are in the engine's pages and may be read.
 
-    Without ``layers`` they are of all layers. ``states``: the state rows of these layers too
-    are what they will be after the request's last token.
+    ``layers`` of None means all layers. ``states``: the state rows of these layers are final, too.
     """
 
     room: Room
@@ -200,9 +200,10 @@ class Push(Event, frozen=True):
 
 
 class Finish(Event, frozen=True):
-    """Everything was pushed; state rows may be read, too. ``metadata`` travels if this is the lead.
+    """Everything was pushed, and all state rows are final.
 
-    ``digest`` is that of what was computed, the same on every rank.
+    Only the lead rank sends ``metadata``. ``digest`` identifies the computed request and is the
+    same on every rank.
     """
 
     room: Room
@@ -212,24 +213,24 @@ class Finish(Event, frozen=True):
 
 
 class Chosen(Event, frozen=True):
-    """How the blocks of a ``Choose`` travel: for each, whether it goes through staging."""
+    """The answer to a ``Choose``: for each block, whether it goes through staging."""
 
     ticket: Ticket
     staged: tuple[bool, ...]
 
 
 class Sent(Event, frozen=True):
-    """A write is in the target's memory and no longer reads ours."""
+    """A write has completed: the data is in the target's memory; local memory is not read."""
 
     op: Op
 
 
 class WriteFate(StrEnum):
-    """What is known of a write that did not succeed."""
+    """What is known about a write that did not succeed."""
 
-    BUSY = "busy"  # never submitted: the transport is full, or it was discarded
-    FAILED = "failed"  # ended: it reads and writes nothing any more
-    UNKNOWN = "unknown"  # may still read our memory and write theirs
+    BUSY = "busy"  # never submitted: the transport is full, or the write was discarded
+    FAILED = "failed"  # ended: it no longer reads or writes memory
+    UNKNOWN = "unknown"  # may still read local and write remote memory
 
 
 class SendFailed(Event, frozen=True):
@@ -243,7 +244,7 @@ class SendFailed(Event, frozen=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """The root of all actions."""
+    """Base class of actions."""
 
 
 class Send(Action, frozen=True):
@@ -254,11 +255,11 @@ class Send(Action, frozen=True):
 
 
 class Connect(Action, frozen=True):
-    """A peer has a session. ``metadata`` is what it says of itself.
+    """A session with a peer has begun. ``metadata`` is the peer's.
 
-    To a source: reach its memory by the first of these ``transports`` that can, and say
-    ``MemoryReached`` or ``MemoryUnreached``; its ``hello``
-    says where it may be written. To a target: its memory is written by that one.
+    A source connects to the target's memory, which ``hello`` describes, with the first of the
+    ``transports`` that works, and answers ``MemoryReached`` or ``MemoryUnreached``. A target is
+    given the one transport that its source has connected.
     """
 
     peer: Peer
@@ -270,7 +271,7 @@ class Connect(Action, frozen=True):
 
 
 class Disconnect(Action, frozen=True):
-    """Let nothing more start, and say ``Disconnected`` once nothing can land any more."""
+    """Start no more writes, and answer ``Disconnected`` once none can arrive any more."""
 
     peer: Peer
     incarnation: int
@@ -278,13 +279,13 @@ class Disconnect(Action, frozen=True):
 
 
 class Forget(Action, frozen=True):
-    """Nobody waits for anything of a session that was connected. Said once."""
+    """Release what belongs to a connected session. Emitted once per session."""
 
     session: Session
 
 
 class TransferRequest(msgspec.Struct, frozen=True, dict=True):
-    """One offer of one target for one room: what it wants of a source, and in which pages."""
+    """One target's offer for one room: the request, and the pages for what the source owes."""
 
     room: Room
     session: Session
@@ -297,14 +298,14 @@ class TransferRequest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def page_tables(self) -> dict[str, PageTable]:
-        """The tables as a binding takes them, made once for all writes of the offer."""
+        """The page tables by group, in the form that binding takes."""
         return {table.group: table.as_page_table() for table in self.tables}
 
 
 class Choose(Action, frozen=True):
-    """Say with ``Chosen`` which of these blocks go through staging.
+    """Answer with ``Chosen`` which of these blocks go through staging.
 
-    A late or wrong answer costs time and nothing else. An answer that comes after the
+    A late or wrong answer costs time, never correctness. An answer that arrives after the
     transfer has ended is ignored.
     """
 
@@ -314,7 +315,7 @@ class Choose(Action, frozen=True):
 
 
 class Write(Action, frozen=True):
-    """Write blocks of a room into the target's pages, or through ``local_slot`` into ``slot``.
+    """Write blocks into the target's pages, or through ``local_slot`` into its ``slot``.
 
     ``note`` must reach the target after the data.
     """
@@ -328,9 +329,9 @@ class Write(Action, frozen=True):
 
 
 class Gather(Action, frozen=True):
-    """Fill ``local_slot`` with blocks of a room, before there is a slot of the target for them.
+    """Fill ``local_slot`` with blocks before the target has granted a slot for them.
 
-    It is a write that is answered like any other, but goes no further before its ``Post`` or
+    A gather is answered like any write. It stops after the copy and waits for its ``Post`` or
     its ``Discard``.
     """
 
@@ -341,7 +342,7 @@ class Gather(Action, frozen=True):
 
 
 class Post(Action, frozen=True):
-    """Write what was gathered into ``slot``, as soon as it is. ``note`` follows the data."""
+    """Write the gathered data into the target's ``slot``; ``note`` follows the data."""
 
     op: Op
     slot: SlotIndex
@@ -349,13 +350,13 @@ class Post(Action, frozen=True):
 
 
 class Discard(Action, frozen=True):
-    """Let go of what was gathered: answer ``BUSY`` once nothing of it is read or written."""
+    """Drop the gathered data, and answer ``BUSY`` once no copy reads or writes the slot."""
 
     op: Op
 
 
 class Scatter(Action, frozen=True):
-    """Copy a slot's dense image into the room's pages."""
+    """Copy a staging slot into the room's pages."""
 
     op: Op
     room: Room
@@ -368,13 +369,26 @@ class Scatter(Action, frozen=True):
 
 
 class Report(Action, frozen=True):
-    """The room has ended for its caller. Said once."""
+    """Report the outcome of a room. Emitted once per room."""
 
     room: Room
     outcome: Outcome
 
 
 class Release(Action, frozen=True):
-    """The room's pages are the engine's again: nothing reads or writes them. Said once."""
+    """Return the room's pages to the engine. Nothing accesses them. Emitted once per room."""
 
     room: Room
+
+
+class Outbox:
+    """Actions of the current step and the time of that step. ``counts`` are lifetime counters."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.counts: Counter[str] = Counter()
+        self.actions: list[Action] = []
+
+    def do(self, action: Action) -> None:
+        """Emit an action."""
+        self.actions.append(action)

@@ -1,11 +1,10 @@
-"""The handshake: everything that can't work is refused here, with a reason.
+"""The handshake between a target and a source. It refuses every combination that can't work.
 
-A target greets a source with what it holds and where it may be written. The
-source derives the plan, reaches the target's memory by the best transport that both
-have, and answers with the plan's digest and the transport; the target has derived the
-same plan from what it knew of the source, and the two must agree. The answer
-completes the session's name, so nothing that was said in an earlier session can
-pass for this one, and a Hello that was delayed for ages leads nowhere.
+The target sends Hello with its layout, memory and transports. The source derives the plan,
+connects to the target's memory with the best common transport, and answers Welcome with the
+plan's digest and the transport. The target has derived its own plan from the source's registered
+layout, and the two digests must be equal. The Welcome completes the session id, so that no frame
+of an earlier session matches this one and a delayed Hello has no effect.
 """
 
 from __future__ import annotations
@@ -17,7 +16,13 @@ from kvferry.ids import Peer, Session
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Plan
 from kvferry.protocol.checks import pools_problem
-from kvferry.protocol.events import MemoryReached, MemoryUnreached, PeerRestarted, RoomBarred
+from kvferry.protocol.events import (
+    ConnectRefused,
+    MemoryReached,
+    MemoryUnreached,
+    Outbox,
+    PeerRestarted,
+)
 from kvferry.protocol.links import Dependents, Identity, Link, Links, Plans
 from kvferry.protocol.messages import (
     Envelope,
@@ -28,14 +33,13 @@ from kvferry.protocol.messages import (
     TransportOffer,
     Welcome,
 )
-from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.outcome import MAX_TEXT, FailureCode
 from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
-from kvferry.protocol.transports import common_transports, none_common
+from kvferry.protocol.transports import common_transports, no_transport_message
 
 
 class TargetLinks(Links):
-    """Links of a target, which greets its sources."""
+    """Links of a target, which starts the handshake."""
 
     def __init__(
         self,
@@ -52,7 +56,7 @@ class TargetLinks(Links):
         self._sessions = 0
 
     def link_to(self, peer: Peer, plan: Plan) -> Link:
-        """Return the current link to a peer, or a new one with its Hello under way."""
+        """Return the current link to a peer, or a new one after sending Hello."""
         link = self.current.get(peer)
         if link and link.plan is not plan and link.plan.source != plan.source:
             self.lose(link, FailureCode.PEER_RESTARTED, f"{peer} has another layout now")
@@ -62,23 +66,23 @@ class TargetLinks(Links):
             session, now = Session(self.identity.incarnation, self._sessions), self._outbox.now
             link = Link(peer, session, LinkState.GREETING, plan, None, now, now, now)
             self.by_session[session] = self.current[peer] = link
-            self._greet(link)
+            self._send_hello(link)
         return link
 
-    def _greet(self, link: Link) -> None:
+    def _send_hello(self, link: Link) -> None:
         me = self.identity
-        what = me.fingerprint, me.layout, self._pools, self._staging
-        self.say(link, Hello(*what, me.metadata, me.transports))
+        memory = self._pools, self._staging
+        self.send(link, Hello(me.fingerprint, me.layout, *memory, me.metadata, me.transports))
 
     def _session_unknown(self, link: Link) -> None:
-        """Proof: a source forgets a session only when none of its writes is in flight."""
+        """Take this as proof: a source forgets a session only when no write of it is in flight."""
         super()._session_unknown(link)
         if link.state is LinkState.LOST:
             self.gone(link)
 
-    def _named(self, envelope: Envelope) -> Link | None:
-        """A Welcome completes the name of the session that its greeting began."""
-        link = super()._named(envelope)
+    def _link_of(self, envelope: Envelope) -> Link | None:
+        """Return the link of a frame; a Welcome completes the session id of its Hello."""
+        link = super()._link_of(envelope)
         if link is not None or not isinstance(envelope.body, Welcome):
             return link
         link = self.by_session.get(envelope.session.greeting)
@@ -90,12 +94,12 @@ class TargetLinks(Links):
         return link
 
     def welcomed(self, link: Link, body: Welcome) -> bool:
-        """Take a source's answer; return whether the link has come up by it."""
+        """Handle a Welcome; return whether the link is now up."""
         if link.state is not LinkState.GREETING:
             return False
-        problem = self._misfit(link, body)
+        problem = self._welcome_problem(link, body)
         if problem:
-            self.note(link.peer, link.session, problem)
+            self.send_unnumbered(link.peer, link.session, problem)
             self.refused(link, problem)
             return False
         link.metadata, link.transport = body.metadata, body.transport
@@ -103,7 +107,7 @@ class TargetLinks(Links):
         self._connected(link, self._offered(link.transport))
         return True
 
-    def _misfit(self, link: Link, body: Welcome) -> Refuse | None:
+    def _welcome_problem(self, link: Link, body: Welcome) -> Refuse | None:
         if body.fingerprint != self.identity.fingerprint:
             text = difference(body.fingerprint, self.identity.fingerprint)
             return Refuse(RefusalCode.FINGERPRINT, text[:MAX_TEXT])
@@ -122,30 +126,30 @@ class TargetLinks(Links):
         held = self.identity.transports.held
         return tuple(offer for offer in held if offer.name == transport)
 
-    def barred(self, event: RoomBarred) -> None:
-        """Give up a greeting to a source that lets nobody in."""
+    def connect_refused(self, event: ConnectRefused) -> None:
+        """Give up the handshake with a source that refuses the connection."""
         link = self.current.get(event.peer)
         if link is not None and link.state is LinkState.GREETING:
             self.lose(link, FailureCode.REFUSED, event.message)
 
-    def new_life(self, event: PeerRestarted) -> None:
-        """Whoever had the name before may live for a while, but no new room is meant for it."""
+    def peer_restarted(self, event: PeerRestarted) -> None:
+        """Lose the link to an earlier incarnation, even if that is still alive."""
         link = self.current.get(event.peer)
         if link is not None and link.incarnation not in (None, event.incarnation):
             self.lose(link, FailureCode.PEER_RESTARTED)
 
     def _tick_greeting(self, link: Link) -> None:
         super()._tick_greeting(link)
-        due = self._outbox.now >= link.said_at + self.config.resend_s
+        due = self._outbox.now >= link.sent_at + self.config.resend_s
         if link.state is LinkState.GREETING and due:
-            self._greet(link)
+            self._send_hello(link)
 
     def _greeting_timer(self, link: Link) -> float:
-        return min(super()._greeting_timer(link), link.said_at + self.config.resend_s)
+        return min(super()._greeting_timer(link), link.sent_at + self.config.resend_s)
 
 
 class SourceLinks(Links):
-    """Links of a source, which answers greetings."""
+    """Links of a source, which answers Hello."""
 
     def __init__(
         self, identity: Identity, config: ProtocolConfig, outbox: Outbox, rooms: Dependents
@@ -155,7 +159,7 @@ class SourceLinks(Links):
         self._answers = 0
 
     def receive(self, envelope: Envelope) -> Link | None:
-        """A Hello is answered here; everything else is for the machine."""
+        """Answer a Hello; return the link of any other frame."""
         if isinstance(envelope.body, Hello):
             self._on_hello(envelope, envelope.body)
             return None
@@ -176,45 +180,47 @@ class SourceLinks(Links):
             self.welcome(link)
 
     def welcome(self, link: Link) -> None:
-        """Answer a greeting."""
+        """Send Welcome."""
         me = self.identity
-        about = me.fingerprint, me.layout, link.plan.digest, me.metadata
-        self.say(link, Welcome(*about, link.transport))
+        digest = link.plan.digest
+        self.send(link, Welcome(me.fingerprint, me.layout, digest, me.metadata, link.transport))
 
     def reached(self, event: MemoryReached) -> None:
-        """Now it is known that this pair works, and by what."""
+        """Answer the Hello, now that a transport is connected."""
         link = self.by_session.get(event.session)
         if link is not None and link.state is LinkState.GREETING:
             link.transport = event.transport
             self.welcome(link)
 
     def unreached(self, event: MemoryUnreached) -> None:
-        """No transport works between this pair: refuse it."""
+        """Refuse the Hello, because no transport could connect."""
         link = self.by_session.get(event.session)
         if link is None or link.state is not LinkState.GREETING:
             return
         assert link.hello is not None
         known = common_transports(self.identity.transports, link.hello.transports).problems
-        text = none_common((*event.problems, *known))[:MAX_TEXT]
+        text = no_transport_message((*event.problems, *known))[:MAX_TEXT]
         self._refuse(link.peer, link.session.greeting, Refuse(RefusalCode.TRANSPORT, text))
         self.lose(link, FailureCode.REFUSED, text)
 
     def _refuse(self, peer: Peer, greeting: Session, refusal: Refuse) -> None:
         self._outbox.counts["refused"] += 1
-        self.note(peer, greeting, refusal)
+        self.send_unnumbered(peer, greeting, refusal)
 
     def _new_link(self, envelope: Envelope, hello: Hello) -> Link | None:
-        """A link that counts once the target has answered; a late Hello never does."""
-        peer, asked, now = envelope.sender, envelope.session, self._outbox.now
+        """Return a new link, which becomes current once the target has answered the Welcome."""
+        peer, greeting, now = envelope.sender, envelope.session, self._outbox.now
         refusal = self.refusal(peer, hello)
         if refusal:
-            self._refuse(peer, asked, refusal)
+            self._refuse(peer, greeting, refusal)
             return None
         for link in [link for link in self.by_session.values() if link.peer == peer]:
             if link.state is LinkState.GREETING:
                 self.lose(link, FailureCode.SESSION_REPLACED)
         self._answers += 1
-        session = Session(asked.target, asked.number, self.identity.incarnation, self._answers)
+        session = Session(
+            greeting.target, greeting.number, self.identity.incarnation, self._answers
+        )
         plan = self.plans.plan_with(hello.layout)
         link = Link(
             peer, session, LinkState.GREETING, plan, envelope.incarnation, now, now, now, hello
@@ -225,16 +231,16 @@ class SourceLinks(Links):
         return link
 
     def heard(self, link: Link) -> None:
-        """A first frame with the whole session's name confirms the session."""
+        """Record a frame; the first one with the complete session id confirms the session."""
         super().heard(link)
         if link.state is LinkState.GREETING:
             self._confirm(link)
 
     def _confirm(self, link: Link) -> None:
-        """The target lives and has our answer: this session replaces any other with it."""
+        """Make this link current. It replaces an earlier session with the target."""
         old = self.current.get(link.peer)
         if old is not None and old.session.answer > link.session.answer:
-            # A delayed frame of a session that the target has replaced since.
+            # A delayed frame of a session that the target has replaced.
             self.lose(link, FailureCode.SESSION_REPLACED)
             return
         link.state = advance(LINK, link.state, LinkStep.FITS)
@@ -245,7 +251,7 @@ class SourceLinks(Links):
             self.lose(old, code)
 
     def refusal(self, peer: Peer, hello: Hello) -> Refuse | None:
-        """Return why this pair can't work. Everything that can be known is known here."""
+        """Return why this source can't serve the target."""
         others = sum(link.peer != peer for link in self.by_session.values())
         if others >= self.config.max_peers:
             return Refuse(RefusalCode.TOO_MANY_PEERS, f"{others} peers are connected")
@@ -261,5 +267,5 @@ class SourceLinks(Links):
             return Refuse(RefusalCode.POOLS, problem[:MAX_TEXT])
         common = common_transports(self.identity.transports, hello.transports)
         if not common.offers:
-            return Refuse(RefusalCode.TRANSPORT, none_common(common.problems)[:MAX_TEXT])
+            return Refuse(RefusalCode.TRANSPORT, no_transport_message(common.problems)[:MAX_TEXT])
         return None

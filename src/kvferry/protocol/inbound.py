@@ -1,8 +1,6 @@
-"""A target's rooms and inbounds: what each room expects from each of its sources.
+"""Rooms of a target, their inbound transfers and their scatters.
 
-A inbound is one source's part in one room. ``InboundTransfers`` says what the target has to say
-about it, and
-says it again until it is answered.
+An inbound transfer is what a room expects from one source.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from math import inf
 from kvferry.ids import Generation, Op, Room, Serial, SlotIndex
 from kvferry.plan.plan import Block, Plan
 from kvferry.protocol.cutting import image_bytes
-from kvferry.protocol.events import Instance, ReceiveRequest, Scatter
+from kvferry.protocol.events import Instance, Outbox, ReceiveRequest, Scatter
 from kvferry.protocol.ledger import Ledger
 from kvferry.protocol.links import Link, Links
 from kvferry.protocol.messages import (
@@ -28,7 +26,6 @@ from kvferry.protocol.messages import (
     RoomMessage,
     StatusPoll,
 )
-from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.outcome import Failure, FailureCode, Status
 from kvferry.protocol.states import INBOUND, InboundState, InboundStep, LinkState, advance
 
@@ -39,18 +36,18 @@ class InboundTransfer:
 
     source: int
     link: Link
-    said_at: float
+    sent_at: float
     state: InboundState = InboundState.CONNECTING
     offer_seq: int = 0
     accepted: bool = False
-    confirmed: bool = False  # it has said what it computed, and that is what was asked for
+    confirmed: bool = False  # the source's Close fits the request
 
     def step(self, step: InboundStep) -> None:
-        """Go on to the next state."""
+        """Advance to the next state."""
         self.state = advance(INBOUND, self.state, step)
 
     def answered(self) -> None:
-        """The source has said something about the room."""
+        """Handle an answer of the source about this room."""
         if self.state is not InboundState.QUIET:
             self.step(InboundStep.ACCEPTED)
 
@@ -73,7 +70,7 @@ class TargetRoom:
 
     @property
     def status(self) -> Status:
-        """Where it stands."""
+        """Progress of the room."""
         if self.failure:
             return Status.FAILED
         if any(inbound.state is InboundState.CONNECTING for inbound in self.inbounds.values()):
@@ -82,14 +79,14 @@ class TargetRoom:
 
     @property
     def is_quarantined(self) -> bool:
-        """Whether it has failed and waits for proof from a lost source."""
+        """Whether the room has failed and waits for proof from a lost source."""
         return self.failure is not None and any(
             inbound.state is InboundState.DRAINING and inbound.link.state is LinkState.LOST
             for inbound in self.inbounds.values()
         )
 
-    def may_come(self, inbound: InboundTransfer, note: Arrived, rank: int, slot_bytes: int) -> bool:
-        """Whether a source owes what it says has come, and a slot holds it."""
+    def owes(self, inbound: InboundTransfer, note: Arrived, rank: int, slot_bytes: int) -> bool:
+        """Whether the source owes the blocks of a note, and a slot can hold them."""
         if not all(self.ledger.owes(inbound.source, block) for block in note.blocks):
             return False
         if note.serial is None:
@@ -98,7 +95,7 @@ class TargetRoom:
         return size <= slot_bytes
 
     def expired(self) -> Failure:
-        """Why it ends at its deadline."""
+        """Return the failure of a room at its deadline."""
         late = [
             f"{inbound.link.peer} ({inbound.state})"
             for inbound in self.inbounds.values()
@@ -107,23 +104,21 @@ class TargetRoom:
         return Failure.of(FailureCode.DEADLINE, f"still waiting for {', '.join(late)}")
 
     def unusable(self) -> list[Block]:
-        """After a failure: what never came, and what came from a source that may be wrong.
+        """Return the blocks of a failed room that did not arrive or can't be trusted.
 
-        Where the engine gave a digest, what a source wrote counts only once it has confirmed.
+        If the engine gave a digest, only blocks from sources with a fitting Close are usable.
         """
         differs = self.failure is not None and self.failure.code is FailureCode.CONTENT_DIFFERS
-        confirms = bool(self.wanted.digest)
-        return self.ledger.lacking(
-            {
-                n
-                for n, inbound in self.inbounds.items()
-                if differs or (confirms and not inbound.confirmed)
-            }
-        )
+        doubted = {
+            source
+            for source, inbound in self.inbounds.items()
+            if differs or (self.wanted.digest and not inbound.confirmed)
+        }
+        return self.ledger.lacking(doubted)
 
 
 class InboundTransfers:
-    """Every inbound of every room, and what is said about it."""
+    """Every inbound transfer of a target, and the messages about them."""
 
     def __init__(self, rooms: Mapping[Room, TargetRoom], links: Links, outbox: Outbox) -> None:
         self._rooms = rooms
@@ -131,7 +126,7 @@ class InboundTransfers:
         self._outbox = outbox
 
     def find(self, link: Link, body: RoomMessage) -> tuple[TargetRoom, InboundTransfer] | None:
-        """Return the inbound that a message is about, if this attempt at the room is still on."""
+        """Return the transfer that a message is about, if this attempt is still active."""
         room = self._rooms.get(body.room)
         if room is None or room.generation != body.generation:
             self._outbox.counts["late"] += 1
@@ -143,63 +138,63 @@ class InboundTransfers:
         return room, inbound
 
     def of(self, link: Link) -> Iterator[tuple[TargetRoom, InboundTransfer]]:
-        """Yield the inbounds that depend on a link, with their rooms."""
+        """Yield the transfers of a link, with their rooms."""
         for room in list(self._rooms.values()):
             for inbound in room.inbounds.values():
                 if inbound.link is link:
                     yield room, inbound
 
     def offer(self, room: TargetRoom, inbound: InboundTransfer) -> None:
-        """Tell a source which pages wait for what it owes."""
+        """Send Offer."""
         if inbound.state is InboundState.CONNECTING:
             inbound.step(InboundStep.LINKED)
         left_s = room.deadline - self._outbox.now
         remaining_s = min(max(MIN_REMAINING_S, left_s), MAX_REMAINING_S)
-        what = room.wanted.request, room.wanted.tables
-        self._tell(inbound, Offer(room.name, room.generation, *what, remaining_s))
+        request, tables = room.wanted.request, room.wanted.tables
+        self._send(inbound, Offer(room.name, room.generation, request, tables, remaining_s))
         inbound.offer_seq = inbound.link.seq_out
 
     def complete(self, room: TargetRoom, inbound: InboundTransfer) -> None:
-        """Tell a source that the room is done."""
-        self._tell(inbound, Complete(room.name, room.generation))
+        """Send Complete."""
+        self._send(inbound, Complete(room.name, room.generation))
 
     def abort(self, room: TargetRoom, inbound: InboundTransfer) -> None:
-        """Tell a source that the room has failed."""
+        """Send Abort."""
         assert room.failure is not None
-        self._tell(inbound, Abort(room.name, room.generation, room.failure, inbound.accepted))
+        self._send(inbound, Abort(room.name, room.generation, room.failure, inbound.accepted))
 
-    def _tell(self, inbound: InboundTransfer, body: Offer | StatusPoll | Complete | Abort) -> None:
-        inbound.said_at = self._outbox.now
-        self._links.say(inbound.link, body)
+    def _send(self, inbound: InboundTransfer, body: Offer | StatusPoll | Complete | Abort) -> None:
+        inbound.sent_at = self._outbox.now
+        self._links.send(inbound.link, body)
 
     def repeat_at(self, inbound: InboundTransfer) -> float:
-        """When something has to be said again."""
+        """Return when to resend the last message or poll the source."""
         config = self._links.config
         match inbound.state:
             case InboundState.OFFERED | InboundState.DRAINING:
-                return inbound.said_at + config.resend_s
+                return inbound.sent_at + config.resend_s
             case InboundState.ACCEPTED | InboundState.CLOSED:
-                return inbound.said_at + config.status_poll_s
+                return inbound.sent_at + config.status_poll_s
             case InboundState.CONNECTING | InboundState.QUIET:
                 return inf
 
     def repeat(
         self, room: TargetRoom, inbound: InboundTransfer, serials: tuple[Serial, ...]
     ) -> None:
-        """Say again what may have been lost. ``serials`` are credits not seen used."""
+        """Resend what may have been lost. ``serials`` are the unused credits."""
         if inbound.state is InboundState.OFFERED:
             self.offer(room, inbound)
         elif inbound.state is InboundState.DRAINING:
             self.abort(room, inbound)
         else:
-            self._tell(inbound, StatusPoll(room.name, room.generation, serials[:MAX_CREDITS]))
+            self._send(inbound, StatusPoll(room.name, room.generation, serials[:MAX_CREDITS]))
 
     def is_quiet(self, room: TargetRoom) -> bool:
-        """Whether it is proven that no source writes for the room any more."""
+        """Whether every source provably writes nothing more for the room."""
         return all(inbound.state is InboundState.QUIET for inbound in room.inbounds.values())
 
     def check(self) -> None:
-        """Every inbound is of its source's link, and only a failed room drains."""
+        """Check each transfer's source, and that only failed rooms drain."""
         for name, room in self._rooms.items():
             assert room.name == name, room
             for source, inbound in room.inbounds.items():
@@ -209,7 +204,7 @@ class InboundTransfers:
 
 @dataclass(slots=True, eq=False)
 class ActiveScatter:
-    """A scatter that is under way."""
+    """A scatter in progress."""
 
     room: TargetRoom
     source: int
@@ -218,7 +213,7 @@ class ActiveScatter:
 
 
 class ActiveScatters:
-    """Slots whose bytes are being copied into pages."""
+    """Scatters in progress."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -236,16 +231,16 @@ class ActiveScatters:
         slot: SlotIndex,
         serial: Serial,
     ) -> None:
-        """Have a slot copied into the room's pages."""
+        """Start to copy a slot into the room's pages."""
         self._ops += 1
         op = Op(self._ops)
         room.scatters.add(op)
         self.under_way[op] = ActiveScatter(room, inbound.source, blocks, slot)
-        what = room.plan, room.wanted.request, blocks
-        self._outbox.do(Scatter(op, room.name, inbound.link.peer, *what, slot, serial))
+        peer, request = inbound.link.peer, room.wanted.request
+        self._outbox.do(Scatter(op, room.name, peer, room.plan, request, blocks, slot, serial))
 
     def end(self, op: Op) -> ActiveScatter | None:
-        """A slot's bytes are in the pages; None if that was known already."""
+        """Remove and return a scatter that has ended; None if it was removed before."""
         done = self.under_way.pop(op, None)
         if done is None:
             self._outbox.counts["late"] += 1
@@ -258,7 +253,7 @@ class ActiveScatters:
         return bool(room.scatters)
 
     def check(self) -> None:
-        """Every scatter is known to its room, and no slot is scattered twice at once."""
+        """Check that each scatter is known to its room and has its own slot."""
         for op, one in self.under_way.items():
             assert op in one.room.scatters, op
         slots = [one.slot for one in self.under_way.values()]

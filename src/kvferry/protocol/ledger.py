@@ -1,11 +1,11 @@
-"""The target's record of what has arrived: coverage, not a count of messages.
+"""A target's record of arrivals, kept as coverage instead of a message count.
 
-What must arrive is derived from the plan, the same plan from which each source
-derives what it sends. Repeated, overlapping and reordered blocks are harmless,
-and how a source cut its chunks, by tokens or by layers, does not matter.
+The expected blocks follow from the plan, from which each source also derives what it sends.
+Repeated, overlapping and reordered blocks are harmless, and so is any cut of the chunks by
+tokens or layers.
 
-A group's layers are counted by their places in the group here, not by their
-numbers in the model, so that neighbours are neighbours whatever lies between.
+Layers are counted by their place in the group, not by their number in the model, so that
+consecutive layers of a group are adjacent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvferry.protocol.outcome import Failure
 
 @dataclass(slots=True, eq=False)
 class ExpectedBlocks:
-    """What one source owes of one group: these tokens of these places, and what has come."""
+    """Blocks that one source owes of one group, and their coverage so far."""
 
     group: Group
     tokens: Span
@@ -33,11 +33,11 @@ class ExpectedBlocks:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it has come."""
+        """Whether all of them have arrived."""
         return all(self.arrived.covers(places, self.tokens) for places in self.places.spans)
 
     def lacking(self) -> list[tuple[Span, SpanSet]]:
-        """Places, and what each of them lacks."""
+        """Return the missing tokens, by places."""
         return [
             (strip.layers, strip.tokens)
             for places in self.places.spans
@@ -45,14 +45,14 @@ class ExpectedBlocks:
         ]
 
     def block(self, places: Span, tokens: Span) -> Block:
-        """As the rest of the protocol names it."""
+        """Return a block in layer numbers instead of places."""
         return Block(self.group.name, self.group.layers_at(places), tokens)
 
 
 class Ledger:
-    """Blocks that each source owes one target in one room, and those that have arrived.
+    """Arrivals of one room at one target, and the sources that have not closed yet.
 
-    ``contacts`` are the sources that must close the room, whether they owe something or not.
+    Every contact in the plan must close the room, even a source that owes nothing.
     """
 
     def __init__(self, plan: Plan, target: int, request: Request, digest: bytes = b"") -> None:
@@ -81,7 +81,7 @@ class Ledger:
         return not self._open
 
     def problem(self, close: Close) -> Failure | None:
-        """Return why what a source says it computed is not what was asked for."""
+        """Return how the request that a source computed differs from the one asked for."""
         return close_problem(close, self._num_tokens, self._digest)
 
     def close(self, source: int) -> None:
@@ -89,7 +89,7 @@ class Ledger:
         self._unclosed.discard(source)
 
     def owes(self, source: int, block: Block) -> bool:
-        """Whether the whole block is something that the source owes here."""
+        """Whether the source owes the whole block."""
         expected = self._expected.get((source, block.group))
         if expected is None or not expected.tokens.covers(block.tokens):
             return False
@@ -111,7 +111,7 @@ class Ledger:
             self.add(source, block)
 
     def missing(self, source: int) -> int:
-        """How many layers, over all groups, still lack something from that source."""
+        """Return the number of layers, over all groups, that are incomplete from one source."""
         return sum(
             len(places)
             for key in self._open
@@ -120,7 +120,7 @@ class Ledger:
         )
 
     def lacking(self, doubted: Container[int] = ()) -> list[Block]:
-        """What has not arrived, from whichever source, or came from one that is doubted."""
+        """Return the blocks that are missing, and all blocks of the ``doubted`` sources."""
         blocks = []
         for (source, _), expected in sorted(self._expected.items(), key=lambda item: item[0]):
             if source in doubted:
@@ -136,7 +136,7 @@ class Ledger:
         return blocks
 
     def check(self) -> None:
-        """A expected is open as long as something of it is missing."""
+        """Check that exactly the incomplete entries are open."""
         for key, expected in self._expected.items():
             assert (key in self._open) is not expected.complete, key
 

@@ -1,10 +1,9 @@
-"""Links to peers: numbered frames, heartbeats, silence, loss and proof.
+"""Links to peers: numbered frames, heartbeats, and detection of lost peers.
 
-Frames of one link are numbered. A frame that comes after a later one is
-dropped, so reordering becomes loss, and loss is repaired by repeating what
-still matters. That is why an Offer that was overtaken by its own Abort can do
-no harm. Arrival notes leave when their writes have ended and are not numbered;
-they may come in any order and any number of times.
+The frames of a link are numbered. A frame that arrives after a later one is dropped, so that
+reordering becomes loss, and loss is repaired by resending what still matters. An Offer that was
+overtaken by its own Abort can therefore do no harm. Arrival notes are sent when their writes have
+ended; they are not numbered and may arrive in any order, any number of times.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from kvferry.protocol.events import (
     Disconnect,
     Disconnected,
     Forget,
+    Outbox,
     OwnStall,
     PeerRuns,
     Send,
@@ -42,20 +42,19 @@ from kvferry.protocol.messages import (
     TransportOffer,
     TransportOffers,
 )
-from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
 
-# Plans are kept for the layouts last seen; an instance has one, and there are few.
+# Number of cached plans, one per peer layout.
 MAX_PLANS = 64
-# How many attempts that were let go of a link remembers, and for how long.
+# Number of drained attempts that a link remembers, and for how long.
 MAX_DRAINED, DRAINED_S = 16384, 30.0
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Identity of an endpoint: its rank, its incarnation, its layout and its model.
+    """Identity of an endpoint: its rank, incarnation, layout, model and transports.
 
-    ``metadata`` is what the runtime wants every peer to know.
+    ``metadata`` is the endpoint's own data for every peer.
     """
 
     peer: Peer
@@ -70,8 +69,9 @@ class Identity(msgspec.Struct, frozen=True):
 class Link:
     """State of the connection to one peer in one session.
 
-    ``incarnation`` is None until it speaks; ``metadata`` is its runtime's. ``transport``
-    is empty until memory was reached.
+    ``incarnation`` is None until the peer's first frame. ``transport`` is empty until the
+    target's memory was reached. ``heard_at`` is the last sign of life; it is later than
+    ``last_frame_at`` if the peer's process was seen to run since.
     """
 
     peer: Peer
@@ -80,21 +80,20 @@ class Link:
     plan: Plan
     incarnation: int | None
     heard_at: float
-    said_at: float
+    sent_at: float
     begun_at: float
     hello: Hello | None = None
     metadata: bytes = b""
-    # When it last said something; ``heard_at`` is later if its process was seen to run since.
-    spoke_at: float = 0.0
+    last_frame_at: float = 0.0
     transport: str = ""
     seq_out: int = 0
     seq_in: int = 0
     connected: bool = False
-    # A source's: the attempts at rooms that it let go of on this link lately, and when.
+    # On a source: attempts at rooms that were drained recently, and when.
     drained: dict[tuple[Room, Generation], float] = field(default_factory=dict)
 
     def remember_drained(self, room: Room, generation: Generation, now: float) -> None:
-        """Remember an attempt for a while: what a target repeats about it is no news then."""
+        """Remember an attempt for a while, so that repeated messages about it are recognized."""
         self.drained.pop((room, generation), None)
         self.drained[room, generation] = now
         oldest = next(iter(self.drained))
@@ -107,20 +106,20 @@ class Link:
 
 
 class Dependents(Protocol):
-    """The rooms of a machine, which depend on links."""
+    """Callbacks of a machine whose rooms depend on links."""
 
     def link_lost(self, link: Link, failure: Failure) -> None:
-        """Fail what depends on a link that was lost."""
+        """Fail the rooms that depend on a lost link."""
 
     def link_gone(self, link: Link) -> None:
-        """Proof came that a lost link's peer writes and reads nothing any more."""
+        """Handle the proof that a lost peer no longer reads or writes memory."""
 
     def link_needed(self, link: Link) -> bool:
-        """Whether something still waits for news on a lost link."""
+        """Whether a room still waits for something on a lost link."""
 
 
 class Plans:
-    """Plans between this endpoint's layout and those of its peers, the last ``MAX_PLANS``."""
+    """Cache of the plans between this endpoint's layout and the layouts of its peers."""
 
     def __init__(self, layout: Layout, *, sends: bool) -> None:
         self._layout = layout
@@ -131,7 +130,7 @@ class Plans:
         return len(self._plans)
 
     def plan_with(self, other: Layout) -> Plan:
-        """Return the plan with that peer's layout. Raises ``Refused``."""
+        """Return the plan with a peer's layout. Raises ``Refused``."""
         if other not in self._plans:
             sides = (self._layout, other) if self._sends else (other, self._layout)
             plan = reshard(*sides)
@@ -142,7 +141,7 @@ class Plans:
 
 
 class Links:
-    """Every link of one endpoint. A subclass adds its half of the handshake."""
+    """Every link of one endpoint. Subclasses add their half of the handshake."""
 
     def __init__(
         self, identity: Identity, config: ProtocolConfig, outbox: Outbox, rooms: Dependents
@@ -156,24 +155,24 @@ class Links:
 
     # ------------------------------------------------------------ sending
 
-    def say(self, link: Link, body: Body) -> None:
+    def send(self, link: Link, body: Body) -> None:
         """Send a numbered frame."""
         link.seq_out += 1
-        link.said_at = self._outbox.now
+        link.sent_at = self._outbox.now
         self._outbox.do(Send(link.peer, self.envelope(link.session, link.seq_out, body)))
 
-    def note(self, peer: Peer, session: Session, body: Body) -> None:
-        """Send a frame that may come in any order."""
+    def send_unnumbered(self, peer: Peer, session: Session, body: Body) -> None:
+        """Send a frame that may arrive in any order."""
         self._outbox.do(Send(peer, self.envelope(session, 0, body)))
 
     def envelope(self, session: Session, seq: int, body: Body) -> Envelope:
-        """Return a frame of this endpoint."""
+        """Return a message with this endpoint as its sender."""
         return Envelope(self.identity.peer, self.identity.incarnation, session, seq, body)
 
     # ------------------------------------------------------------ receiving
 
     def receive(self, envelope: Envelope) -> Link | None:
-        """Return the link on which the body of a frame is to be acted on, if it is."""
+        """Return the link of a frame whose body is to be handled; None if it is to be dropped."""
         link = self.find(envelope)
         if link is None or not self.in_order(link, envelope):
             return None
@@ -181,13 +180,13 @@ class Links:
         return link if link.session in self.by_session else None
 
     def find(self, envelope: Envelope) -> Link | None:
-        """Return the link that a frame belongs to, if it belongs to one."""
-        link = self._named(envelope)
+        """Return the link that a frame belongs to; answer ``NoSession`` if there is none."""
+        link = self._link_of(envelope)
         if link is None or link.peer != envelope.sender:
             self._outbox.counts["stale"] += 1
-            # Tell a living peer that its session is over; nobody else gets an answer.
+            # Only an established peer gets an answer: its session is over.
             if envelope.seq and not isinstance(envelope.body, NoSession | Hello):
-                self.note(envelope.sender, envelope.session, NoSession())
+                self.send_unnumbered(envelope.sender, envelope.session, NoSession())
             return None
         if link.incarnation is None:
             link.incarnation = envelope.incarnation
@@ -200,16 +199,16 @@ class Links:
             return None
         return link
 
-    def _named(self, envelope: Envelope) -> Link | None:
-        """Return the link of the session that a frame names."""
+    def _link_of(self, envelope: Envelope) -> Link | None:
+        """Return the link of a frame's session."""
         return self.by_session.get(envelope.session)
 
     def _session_unknown(self, link: Link) -> None:
-        """The peer lives, and knows nothing of this session any more."""
+        """Handle a live peer's answer that it does not know the session."""
         self.lose(link, FailureCode.SESSION_REPLACED)
 
     def in_order(self, link: Link, envelope: Envelope) -> bool:
-        """Return whether no later frame has overtaken this one."""
+        """Whether no later frame of the link has arrived before this one."""
         if envelope.seq == 0:
             return True
         if envelope.seq <= link.seq_in:
@@ -219,22 +218,22 @@ class Links:
         return True
 
     def heard(self, link: Link) -> None:
-        """A frame came in its order."""
-        link.heard_at = link.spoke_at = self._outbox.now
+        """Record that a frame has arrived in order."""
+        link.heard_at = link.last_frame_at = self._outbox.now
 
     def wrong_version(self, event: WrongVersion) -> None:
-        """Give the link up, or let a stranger see our version so that it can."""
+        """Lose the link, or tell an unknown peer which version this is."""
         text = f"{event.sender} speaks version {event.version}, this is version {VERSION}"
         link = self.by_session.get(event.session)
         if link is not None and link.peer == event.sender:
             self.lose(link, FailureCode.REFUSED, f"{text}; run one version on both sides")
         elif not event.answered:
-            self.note(event.sender, event.session, Refuse(RefusalCode.VERSION, text))
+            self.send_unnumbered(event.sender, event.session, Refuse(RefusalCode.VERSION, text))
 
     # ------------------------------------------------------------ losing a peer
 
     def lose(self, link: Link, code: FailureCode, message: str = "") -> None:
-        """Give a link up. What its peer may still write waits for proof."""
+        """Mark a link as lost. Memory that the peer may still write waits for proof."""
         if link.state in (LinkState.LOST, LinkState.GONE):
             return
         link.state = advance(LINK, link.state, LinkStep.LOSE)
@@ -246,7 +245,7 @@ class Links:
         self.drop_if_unneeded(link)
 
     def drop_if_unneeded(self, link: Link) -> None:
-        """Forget a lost link if nothing waits for news on it."""
+        """Remove a lost link if no room waits for anything on it."""
         if link.state is LinkState.LOST and not self._rooms.link_needed(link):
             self._unlink(link)
 
@@ -255,18 +254,21 @@ class Links:
             self._outbox.do(Forget(link.session))
 
     def _connected(self, link: Link, transports: tuple[TransportOffer, ...]) -> None:
-        """The peer has said who it is: its memory, or ours, may be reached from now on."""
+        """Emit Connect once the peer's identity is known."""
         assert link.incarnation is not None
         link.connected = True
-        about = link.peer, link.incarnation, link.session, link.metadata
-        self._outbox.do(Connect(*about, transports, link.hello))
+        self._outbox.do(
+            Connect(
+                *(link.peer, link.incarnation, link.session, link.metadata), transports, link.hello
+            )
+        )
 
     def refused(self, link: Link, refusal: Refuse) -> None:
-        """Give up a link that can't work."""
+        """Lose a link whose peer has refused the handshake."""
         self.lose(link, FailureCode.REFUSED, f"{refusal.code}: {refusal.message}")
 
     def disconnected(self, event: Disconnected) -> None:
-        """Take proof that nothing is in flight with a peer, or in one session with it."""
+        """Handle the proof that nothing is in flight with a peer, or in one session with it."""
         for link in list(self.by_session.values()):
             same_peer = (link.peer, link.incarnation) == (event.peer, event.incarnation)
             if same_peer and event.session in (None, link.session):
@@ -274,7 +276,7 @@ class Links:
                 self.gone(link)
 
     def gone(self, link: Link) -> None:
-        """Proof came that nothing of a lost link's session is in flight."""
+        """Remove a lost link, with the proof that nothing of its session is in flight."""
         link.state = advance(LINK, link.state, LinkStep.GONE)
         self._unlink(link)
         self._rooms.link_gone(link)
@@ -282,47 +284,47 @@ class Links:
     # ------------------------------------------------------------ time
 
     def peer_runs(self, event: PeerRuns) -> None:
-        """Not to speak for a while is no silence, but not to speak for long is."""
+        """Extend the silence timeout of a peer that runs, up to ``unresponsive_s``."""
         link, now = self.by_session.get(event.session), self._outbox.now
-        if link is not None and now < link.spoke_at + self.config.unresponsive_s:
+        if link is not None and now < link.last_frame_at + self.config.unresponsive_s:
             link.heard_at = max(link.heard_at, min(event.at, now))
 
     def own_stall(self, event: OwnStall) -> None:
-        """Count the time in which this endpoint did not run for nobody's silence."""
+        """Shift the timeouts by the time in which this endpoint did not run."""
         now = self._outbox.now
         for link in self.by_session.values():
             link.heard_at = min(now, link.heard_at + event.seconds)
             link.begun_at = min(now, link.begun_at + event.seconds)
 
     def tick(self) -> None:
-        """Lose silent peers, and send heartbeats to the others."""
+        """Lose silent peers and send heartbeats to the others."""
         now = self._outbox.now
         for link in list(self.by_session.values()):
             if link.state is LinkState.GREETING:
                 self._tick_greeting(link)
             elif link.state is LinkState.UP and now >= link.heard_at + self.config.silence_s:
                 self.lose(link, FailureCode.PEER_SILENT, f"nothing heard from {link.peer}")
-            elif link.state is LinkState.UP and now >= link.said_at + self.config.heartbeat_s:
-                self.say(link, Heartbeat())
+            elif link.state is LinkState.UP and now >= link.sent_at + self.config.heartbeat_s:
+                self.send(link, Heartbeat())
 
     def _tick_greeting(self, link: Link) -> None:
         if self._outbox.now >= link.begun_at + self.config.handshake_s:
             self.lose(link, FailureCode.UNREACHABLE, f"{link.peer} does not answer")
 
     def timers(self) -> Iterator[float]:
-        """Yield when each link wants to be woken."""
+        """Yield the times at which links need a tick."""
         for link in self.by_session.values():
             if link.state is LinkState.GREETING:
                 yield self._greeting_timer(link)
             elif link.state is LinkState.UP:
                 yield link.heard_at + self.config.silence_s
-                yield link.said_at + self.config.heartbeat_s
+                yield link.sent_at + self.config.heartbeat_s
 
     def _greeting_timer(self, link: Link) -> float:
         return link.begun_at + self.config.handshake_s
 
     def check(self) -> None:
-        """Every link is kept under its session, and none that is over is current."""
+        """Check the keys of all links, and that no lost link is current."""
         for session, link in self.by_session.items():
             assert link.session == session, link
             assert link.state is not LinkState.GONE, link

@@ -1,9 +1,9 @@
-"""Base class of the source machine and the target machine: the frame around every step.
+"""Base class of the source machine and the target machine.
 
-A machine holds parts: links, and those of its side. Each part has its own state, a small
-interface and a ``check()`` of what must hold after every step.
+A machine holds parts: links, and the parts of its side. Each part has its own state, a small
+interface and a ``check()`` of its invariants.
 
-Sans-IO: no clock, no randomness, no thread. One owner calls ``handle``.
+Sans-IO: a machine has no clock, randomness or thread. One owner calls ``handle``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvferry.protocol.events import (
     Action,
     Disconnected,
     Event,
+    Outbox,
     OwnStall,
     PeerRuns,
     Received,
@@ -30,14 +31,13 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.links import Identity, Link, Links
 from kvferry.protocol.messages import Body, Heartbeat
-from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.states import LinkState
 
 
 class Machine(ABC):
-    """A machine: ``handle(event, now)`` returns the actions of one step."""
+    """A sans-IO state machine: ``handle(event, now)`` returns the actions of one step."""
 
-    # Whether peers write into this endpoint's memory: then only their end proves that none does.
+    # Whether peers write into this endpoint's memory, so that a release needs proof from them.
     exposed: ClassVar[bool]
     peers: Links
 
@@ -49,8 +49,8 @@ class Machine(ABC):
         self.outbox = Outbox()
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one step. A step that raises ``Misuse`` has changed nothing."""
-        # Actions of a step that raised are dropped, and time never runs backwards.
+        """Run one step and return its actions. A step that raises ``Misuse`` changes nothing."""
+        # Drop the actions of a step that raised, and never let time run backwards.
         outbox = self.outbox
         outbox.now = max(outbox.now, now)
         outbox.actions = []
@@ -65,18 +65,18 @@ class Machine(ABC):
         return actions
 
     def wakeup(self) -> float | None:
-        """When the next ``Tick`` has something to do; None if there is nothing to wait for."""
+        """Return when the next ``Tick`` is needed; None if no timer is pending."""
         soonest = min(chain(self.peers.timers(), self._timers()), default=inf)
         return None if soonest == inf else soonest
 
     @property
     def links(self) -> dict[Session, Link]:
-        """Every link, by its session."""
+        """Every link, by session."""
         return self.peers.by_session
 
     @property
     def current(self) -> dict[Peer, Link]:
-        """The link that counts for each peer."""
+        """The current link to each peer."""
         return self.peers.current
 
     @property
@@ -85,11 +85,11 @@ class Machine(ABC):
 
     @property
     def counts(self) -> Counter[str]:
-        """Counters over the machine's life."""
+        """Counters over the machine's lifetime."""
         return self.outbox.counts
 
     def _on_event(self, event: Event) -> None:
-        """Act on an event; machines have events of their own before these."""
+        """Handle an event that both machines have; subclasses handle their own first."""
         match event:
             case Tick():
                 self.peers.tick()
@@ -103,29 +103,29 @@ class Machine(ABC):
             case OwnStall():
                 self.peers.own_stall(event)
             case _:
-                raise Misuse(f"{type(self).__name__} does not know {type(event).__name__}")
+                raise Misuse(f"{type(self).__name__} does not handle {type(event).__name__}")
 
     def _on_message(self, link: Link, body: Body) -> None:
-        """Act on a message; machines have messages of their own before these."""
+        """Count a message that needs no action; subclasses handle their own first."""
         self.counts["heartbeats" if isinstance(body, Heartbeat) else "misdirected"] += 1
 
     @property
     @abstractmethod
     def num_quarantined(self) -> int:
-        """Failed rooms whose memory waits for proof from a peer that is lost."""
+        """Number of failed rooms whose memory waits for proof from a lost peer."""
 
     @abstractmethod
     def _settle(self) -> None:
-        """Draw the consequences of a step: start writes, grant credits, end rooms."""
+        """Finish a step: start writes, close transfers, grant credits."""
 
     @abstractmethod
     def _timers(self) -> Iterable[float]:
-        """When rooms want to be woken."""
+        """Return the times at which rooms need a tick."""
 
     @abstractmethod
     def _on_tick(self) -> None:
-        """Deadlines and repetitions of rooms."""
+        """Handle deadlines and resends of rooms."""
 
     @abstractmethod
     def check(self) -> None:
-        """Check the invariants of every part. Called by tests and the simulator after each step."""
+        """Check the invariants of every part. Tests and the simulator call it after each step."""

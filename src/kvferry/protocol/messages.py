@@ -1,10 +1,8 @@
-"""What travels between a target and a source: one frozen struct per meaning.
+"""Messages between a target and a source: one frozen struct each, every field bounded.
 
-Every field is bounded. Nothing here acts; ``codec`` turns messages into bytes
-and ``source`` and ``target`` decide what they mean.
-
-The envelope's fields never change between versions, so that an endpoint can
-always tell who sent a frame and refuse a version that it does not speak.
+``codec`` turns messages into bytes; ``source`` and ``target`` act on them. The fields of the
+envelope are the same in every version, so that an endpoint can identify the sender of any
+frame and refuse a version that it does not support.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ SerialField = Annotated[Serial, Meta(ge=0, le=MAX_COUNT)]
 
 
 class Staging(msgspec.Struct, frozen=True, array_like=True):
-    """A target's staging pool: ``num_slots`` of ``slot_bytes``; none where it has no pool."""
+    """A target's staging pool: ``num_slots`` slots of ``slot_bytes`` each; zero without a pool."""
 
     slot_bytes: Count = 0
     num_slots: Annotated[int, Meta(ge=0, le=MAX_SLOTS)] = 0
@@ -60,9 +58,9 @@ TransportName = Annotated[str, Meta(max_length=64)]
 
 
 class TransportOffer(msgspec.Struct, frozen=True, array_like=True):
-    """A transport that an endpoint holds. Only endpoints of one ``realm`` reach each other by it.
+    """A transport that an endpoint has. It connects endpoints of equal ``realm`` only.
 
-    ``payload`` is what its peers need in order to write here.
+    ``payload`` is the transport's own data that a peer needs to write here.
     """
 
     name: TransportName
@@ -71,21 +69,21 @@ class TransportOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransportLack(msgspec.Struct, frozen=True, array_like=True):
-    """A transport that an endpoint does not hold, and why."""
+    """A transport that an endpoint does not have, and why."""
 
     name: TransportName
     why: Annotated[str, Meta(max_length=MAX_WHY)]
 
 
 class TransportOffers(msgspec.Struct, frozen=True, array_like=True):
-    """Every transport that an endpoint holds, best first, and those that it had to do without."""
+    """The transports that an endpoint has, best first, and those that it lacks."""
 
     held: Annotated[tuple[TransportOffer, ...], Meta(max_length=MAX_TRANSPORTS)] = ()
     lacked: Annotated[tuple[TransportLack, ...], Meta(max_length=MAX_TRANSPORTS)] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Target to source: who I am, what I hold, where and by what it may be written."""
+    """Target to source: the target's model, layout, memory and transports."""
 
     fingerprint: Text
     layout: Layout
@@ -96,7 +94,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Source to target: we fit, this is the plan that I derived, and I reach you by that."""
+    """Source to target: the handshake fits; the plan's digest and the transport in use."""
 
     fingerprint: Text
     layout: Layout
@@ -118,22 +116,22 @@ class RefusalCode(StrEnum):
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag="refuse"):
-    """Either way: this pair can't work, and why."""
+    """Either direction: the two endpoints can't work together, and why."""
 
     code: RefusalCode
     message: Text
 
 
 class NoSession(msgspec.Struct, frozen=True, array_like=True, tag="no-session"):
-    """Either way: I know nothing of the session that your frame named."""
+    """Either direction: the session of the received frame is unknown here."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
-    """Either way: I am here.
+    """Either direction: the sender is alive.
 
-    Beside that it may measure clocks: ``asked`` is the asker's time, and in the answer ``heard``
-    and ``said`` are the other's. Machines do not look at them, and earlier peers neither send
-    nor read them.
+    The optional fields measure clock offsets: ``asked`` is the requester's time; in the reply,
+    ``heard`` and ``said`` are the times of receipt and reply. Machines ignore them, and so do
+    older peers.
     """
 
     asked: ClockTime | None = None
@@ -145,26 +143,26 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
 
 
 class RoomMessage(msgspec.Struct, frozen=True, array_like=True):
-    """What every message about a room names."""
+    """Base class of messages about one attempt at a room."""
 
     room: Room
     generation: GenerationField
 
 
 class PageTableMessage(msgspec.Struct, frozen=True, array_like=True):
-    """The target's pages of one group."""
+    """The target's pages for one group."""
 
     group: Text
     pages: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], ...], Meta(max_length=MAX_PAGES)]
     first_page: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
 
     def as_page_table(self) -> PageTable:
-        """As a binding takes it."""
+        """Return it in the form that binding takes."""
         return PageTable(self.pages, self.first_page)
 
 
 class Offer(RoomMessage, frozen=True, array_like=True, tag="offer"):
-    """Target to source: these pages are yours to write for this room."""
+    """Target to source: write this room's cache into these pages."""
 
     request: Request
     tables: Annotated[tuple[PageTableMessage, ...], Meta(max_length=MAX_TABLES)]
@@ -172,49 +170,49 @@ class Offer(RoomMessage, frozen=True, array_like=True, tag="offer"):
 
     def __post_init__(self) -> None:
         if self.request.num_tokens > MAX_TOKENS:
-            raise InputError(f"an offer is for at most {MAX_TOKENS} tokens")
+            raise InputError(f"an offer has at most {MAX_TOKENS} tokens")
 
 
 class Accept(RoomMessage, frozen=True, array_like=True, tag="accept"):
-    """Source to target: I have your offer."""
+    """Source to target: the offer has arrived."""
 
 
 class Want(RoomMessage, frozen=True, array_like=True, tag="want"):
-    """Source to target: this room needs so many credits in all. Idempotent."""
+    """Source to target: the number of credits this room needs in total. Idempotent."""
 
     total: Count
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True):
-    """The right to write once into one staging slot."""
+    """The right to write once into one staging slot of the target."""
 
     serial: SerialField
     slot: Annotated[SlotIndex, Meta(ge=0, le=1 << 20)]
 
 
 class Grant(RoomMessage, frozen=True, array_like=True, tag="grant"):
-    """Target to source: every credit of yours that I have not seen used. Idempotent."""
+    """Target to source: all granted credits that have not been used yet. Idempotent."""
 
     credits: Annotated[tuple[Credit, ...], Meta(max_length=MAX_CREDITS)]
 
 
 class Arrived(RoomMessage, frozen=True, array_like=True, tag="arrived"):
-    """Source to target, behind the data: these blocks are in your pages, or in that slot."""
+    """Source to target, after the data: blocks are in the pages, or in the credit's slot."""
 
     blocks: Blocks
     serial: SerialField | None = None
 
 
 class StatusPoll(RoomMessage, frozen=True, array_like=True, tag="nudge"):
-    """Target to source: say again how this room stands, and what became of these credits."""
+    """Target to source: repeat the state of this room, and the notes for these credits."""
 
     serials: Annotated[tuple[SerialField, ...], Meta(max_length=MAX_CREDITS)] = ()
 
 
 class Close(RoomMessage, frozen=True, array_like=True, tag="close"):
-    """Source to target: all that I owe is written; without credits, these blocks.
+    """Source to target: everything owed is written. ``written``: blocks sent without credits.
 
-    ``digest`` is that of what was computed, from every source; empty if its engine gave none.
+    Every source sends the ``digest`` of the computed request; empty if its engine gave none.
     """
 
     num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -224,13 +222,13 @@ class Close(RoomMessage, frozen=True, array_like=True, tag="close"):
 
 
 class Complete(RoomMessage, frozen=True, array_like=True, tag="complete"):
-    """Target to source: this room is done, forget it."""
+    """Target to source: the room is complete and may be forgotten."""
 
 
 class Abort(RoomMessage, frozen=True, array_like=True, tag="abort"):
-    """Either way: this room has failed. A source stops writing and answers Drained.
+    """Either direction: the room has failed. A source stops writing and answers Drained.
 
-    ``accepted`` says that the source has been heard about this attempt.
+    ``accepted``: the target has received a message from this source about this attempt.
     """
 
     failure: Failure
@@ -238,10 +236,10 @@ class Abort(RoomMessage, frozen=True, array_like=True, tag="abort"):
 
 
 class Drained(RoomMessage, frozen=True, array_like=True, tag="drained"):
-    """Source to target: nothing of mine is in flight for this room, and nothing will be.
+    """Source to target: no write for this attempt is in flight, and none will start.
 
-    ``heard`` is the last number heard from the target. An Offer with a later
-    one may still be under way, and then this proves nothing.
+    ``heard`` is the last sequence number received from the target. If a later Offer is still
+    on its way, this message proves nothing.
     """
 
     failure: Failure
@@ -268,7 +266,7 @@ Body = (
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """A message with its sender. ``seq`` is 0 for what may come in any order."""
+    """A message with its sender. ``seq`` is 0 for messages that may arrive in any order."""
 
     sender: Peer
     incarnation: int

@@ -1,7 +1,7 @@
-"""How a room ends, and why.
+"""Status, failures and outcome of a room.
 
-``Status`` is ordered so that the ranks of one instance can agree on a room by
-taking the minimum: one failure fails it, and all must be done for it to be done.
+``Status`` is ordered so that the ranks of an instance can agree on a room by taking the minimum:
+one failed rank fails the room, and it is done when all ranks are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_TEXT = 1024
 
 
 class Status(IntEnum):
-    """Where a room stands."""
+    """Progress of a room."""
 
     FAILED = 0
     CONNECTING = 1
@@ -49,14 +49,14 @@ class FailureCode(StrEnum):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """One typed reason, for a router, with a sentence for a person."""
+    """A typed reason for routers, with a message for people."""
 
     code: FailureCode
     message: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] = ""
 
     @staticmethod
     def of(code: FailureCode, message: str) -> Failure:
-        """A failure whose text is cut to what a frame may hold."""
+        """Return a failure with its message cut to the length that a frame allows."""
         return Failure(code, message[:MAX_TEXT])
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Everything arrived. ``metadata`` is what the lead source said at the close."""
+    """Everything has arrived. ``metadata`` was sent by the lead source with its Close."""
 
     metadata: bytes = b""
 

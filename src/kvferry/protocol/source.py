@@ -1,10 +1,10 @@
-"""The source machine: writes what it owes, and lets go of pages when that is proven.
+"""The source machine: writes the cache of a room to its targets.
 
-A push becomes blocks for every target that has made an offer. How they travel is asked for by
-an action. Blocks that are to be staged wait for a credit; if none comes in time they are
-written directly, because staging is only ever an optimisation. Close is sent when the
-engine has finished and every write has ended. A room that fails stops at once;
-its pages are released when the last write that reads them has ended.
+A push becomes blocks for every target that has sent an offer. Their transfer mode is requested
+with an action. Staged blocks wait for a credit; if none arrives in time they are written directly,
+because staging is only an optimisation. Close is sent when the engine has finished and every
+write has ended. A failed room stops at once, and its pages are released when the last write that
+reads them has ended.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse
 from kvferry.ids import Room
 from kvferry.layout.intervals import Span
-from kvferry.plan.plan import Block
-from kvferry.protocol.admission import SourceAdmission
+from kvferry.protocol.admission import SourceAdmission, room_refusal
 from kvferry.protocol.events import (
     Cancel,
     Chosen,
@@ -62,7 +61,7 @@ from kvferry.protocol.states import (
     OutboundState,
     OutboundStep,
     RoomState,
-    RoomStep,
+    SourceRoomStep,
     advance,
 )
 from kvferry.protocol.writes import WriteQueue
@@ -70,7 +69,7 @@ from kvferry.protocol.writes import WriteQueue
 
 @dataclass(frozen=True, kw_only=True)
 class SourceParts:
-    """Classes of the parts of a source machine. Tests put broken ones in."""
+    """Classes of the parts of a source machine, so that tests can replace them."""
 
     links: type[SourceLinks] = SourceLinks
     admission: type[SourceAdmission] = SourceAdmission
@@ -81,10 +80,11 @@ class SourceParts:
 
 
 PARTS = SourceParts()
+ABORTED = Failure.of(FailureCode.ABORTED, "given up at prefill")
 
 
 class SourceMachine(Machine):
-    """Every room of one source rank."""
+    """Protocol state machine of one source rank."""
 
     exposed: ClassVar[bool] = False
 
@@ -143,16 +143,14 @@ class SourceMachine(Machine):
             case _:
                 super()._on_message(link, body)
 
-    # ------------------------------------------------------------ what a caller sees
-
     def status(self, name: Room) -> Status | None:
-        """Where a room stands; None if it has ended or the engine never opened it."""
+        """Return the progress of a room; None if it has ended or was never opened."""
         room = self.rooms.get(name)
         return room.status if room else None
 
     @property
     def num_quarantined(self) -> int:
-        """Failed rooms whose pages wait for a write to a lost peer to end."""
+        """Number of failed rooms whose pages wait for a write to a lost peer to end."""
         if not self._any_lost:
             return 0
         return sum(room.is_quarantined for room in self.rooms.values())
@@ -163,12 +161,14 @@ class SourceMachine(Machine):
         room = self.rooms.get(event.room)
         if room and room.known_to_engine:
             raise Misuse(f"room {event.room!r} is open already; use another id")
-        failure = self.admission.of_room(event, self.outbox.now, self.num_quarantined)
+        num_rooms = len(self.rooms) - (room is not None)
+        now, num_quarantined = self.outbox.now, self.num_quarantined
+        failure = room_refusal(event.deadline, now, num_rooms, num_quarantined, self.config)
         if room is None or room.state is RoomState.OVER:
             room = SourceRoom(event.room, RoomState.OPEN, event.deadline)
             self.rooms[event.room] = room
         else:
-            room.state = advance(SOURCE_ROOM, room.state, RoomStep.OPEN)
+            room.state = advance(SOURCE_ROOM, room.state, SourceRoomStep.OPEN)
             room.deadline = event.deadline
         if room.state is RoomState.FAILING:
             assert room.failure is not None
@@ -177,28 +177,29 @@ class SourceMachine(Machine):
         elif failure:
             self._fail(room, failure)
 
-    def _running(self, name: Room, what: str) -> SourceRoom | None:
-        """The room that the engine is still pushing to; None if it has failed meanwhile."""
+    def _open_room(self, name: Room, call: str) -> SourceRoom | None:
+        """Return the room of an engine's call; None if it has failed meanwhile."""
         room = self.rooms.get(name)
         if room is None or room.failure or not room.known_to_engine:
-            # The engine will hear of it; its call has crossed our report.
+            # The engine's call has crossed the report of the failure.
             self.counts["late"] += 1
             return None
         if room.state is not RoomState.OPEN:
-            raise Misuse(f"room {name!r} is {room.state}; it can't {what}")
+            raise Misuse(f"room {name!r} is {room.state}; it can't {call}")
         return room
 
     def _on_prepare(self, event: Prepare) -> None:
-        room = self._running(event.room, "prepare")
+        room = self._open_room(event.room, "prepare")
         for outbound in room.outbounds.values() if room else ():
             self.writes.prepare(outbound, event)
 
     def _on_push(self, event: Push) -> None:
-        room = self._running(event.room, "push")
+        room = self._open_room(event.room, "push")
         if room is None:
             return
-        whole = Span(0, self.layout.spec.num_layers)
-        layers = whole if event.layers is None else event.layers
+        layers = event.layers
+        if layers is None:
+            layers = Span(0, self.layout.spec.num_layers)
         if room.pushed.overlaps(layers, event.tokens):
             which = f"the tokens {event.tokens} of layers {layers}"
             raise Misuse(f"room {event.room!r} has had some of {which} pushed")
@@ -216,42 +217,35 @@ class SourceMachine(Machine):
             raise Misuse(f"metadata has at most {MAX_METADATA} bytes, not {len(event.metadata)}")
         if len(event.digest) > MAX_DIGEST:
             raise Misuse(f"a digest has at most {MAX_DIGEST} bytes, not {len(event.digest)}")
-        room = self._running(event.room, "finish")
+        room = self._open_room(event.room, "finish")
         if room is None:
             return
-        room.state = advance(SOURCE_ROOM, room.state, RoomStep.FINISH)
+        room.state = advance(SOURCE_ROOM, room.state, SourceRoomStep.FINISH)
         room.finish = event
         for outbound in list(room.outbounds.values()):
             self.writes.push_rest(outbound, event)
-        problem = room.unpushed()
-        if problem:
-            self._fail(room, problem)
+        self._fail_unless_pushed(room)
 
     def _on_cancel(self, event: Cancel) -> None:
         room = self.rooms.get(event.room)
         if room and room.known_to_engine:
-            given_up = Failure.of(FailureCode.ABORTED, "given up at prefill")
-            self._fail(room, event.failure or given_up)
+            self._fail(room, event.failure or ABORTED)
 
     # ------------------------------------------------------------ from targets
 
     def _on_offer(self, link: Link, offer: Offer) -> None:
         room = self.rooms.get(offer.room)
         if self.outbounds.find(link, offer):
-            self.peers.say(link, Accept(offer.room, offer.generation))
+            self.peers.send(link, Accept(offer.room, offer.generation))
             return
         owed = link.plan.blocks(self.me.rank, link.peer.rank, offer.request)
-        failure = self.admission.of_offer(link, room, offer, owed)
+        failure = self.admission.offer_refusal(link, room, offer, owed)
         if failure:
             if room is not None:
-                self.admission.hear_after_end(room, link)
+                self.admission.record_late_target(room, link)
             self.outbounds.drained(link, offer, failure)
             return
-        self._add_outbound(self.admission.room_for(offer, self.outbox.now), link, offer, owed)
-
-    def _add_outbound(
-        self, room: SourceRoom, link: Link, offer: Offer, owed: tuple[Block, ...]
-    ) -> None:
+        room = self.admission.room_for(offer, self.outbox.now)
         transfer = TransferRequest(
             offer.room,
             link.session,
@@ -264,15 +258,18 @@ class SourceMachine(Machine):
         )
         outbound = OutboundTransfer(room, link, transfer, owed, self.outbox.now)
         room.outbounds[link.peer.rank] = outbound
-        room.hear(link)
-        self.peers.say(link, Accept(offer.room, offer.generation))
+        room.record_target(link)
+        self.peers.send(link, Accept(offer.room, offer.generation))
         for push in room.pushes:
             self.writes.push(outbound, push)
         if room.finish:
             self.writes.push_rest(outbound, room.finish)
-            problem = room.unpushed()
-            if problem:
-                self._fail(room, problem)
+            self._fail_unless_pushed(room)
+
+    def _fail_unless_pushed(self, room: SourceRoom) -> None:
+        problem = room.push_problem()
+        if problem:
+            self._fail(room, problem)
 
     def _on_complete(self, link: Link, body: Complete) -> None:
         outbound = self.outbounds.find(link, body)
@@ -292,10 +289,10 @@ class SourceMachine(Machine):
         if outbound is not None:
             self._fail(outbound.room, body.failure)
             return
-        if room is not None and room.awaits(link.peer):
-            # Its offer was lost, or it made none, so the room can never be served.
+        if room is not None and room.expects(link.peer):
+            # The target's offer was lost or never sent, so the room can't complete.
             self._fail(room, body.failure)
-            self.admission.hear_after_end(room, link)
+            self.admission.record_late_target(room, link)
         elif room is None and not body.accepted:
             self.admission.warn(link, body, self.outbox.now)
         self.outbounds.drained(link, body, body.failure)
@@ -305,7 +302,7 @@ class SourceMachine(Machine):
     def _on_write_ended(self, event: Sent | SendFailed) -> None:
         fate = event.fate if isinstance(event, SendFailed) else None
         if fate is WriteFate.UNKNOWN:
-            # It may go on. Only the end of the connection proves that it does not.
+            # It may continue. Only the end of the connection proves that it does not.
             doubted = self.inflight.writes.get(event.op)
             if doubted:
                 text = f"the fate of a write to {doubted.outbound.peer} is unknown"
@@ -325,7 +322,7 @@ class SourceMachine(Machine):
         self._drain(write.outbound.room)
 
     def _settle(self) -> None:
-        """Start writes, and close the outbounds whose writes have all ended."""
+        """Start writes, and close the transfers whose writes have all ended."""
         for outbound in self.writes.settle():
             room, sending = outbound.room, outbound.state is OutboundState.SENDING
             if room.finish and sending and not room.failure and self.writes.is_sent(outbound):
@@ -334,51 +331,51 @@ class SourceMachine(Machine):
     # ------------------------------------------------------------ failing
 
     def _fail(self, room: SourceRoom, failure: Failure) -> None:
-        """Report, tell every target, and stop; writes in flight end on their own."""
+        """Report the failure, tell every target and stop. Writes in flight end on their own."""
         if room.failure is not None:
             return
         room.failure = failure
         if room.known_to_engine:
             self.outbox.do(Report(room.name, failure))
-        room.state = advance(SOURCE_ROOM, room.state, RoomStep.FAIL)
+        room.state = advance(SOURCE_ROOM, room.state, SourceRoomStep.FAIL)
         if room.state is RoomState.WARNED:
-            self.admission.bound_warned(room)
+            self.admission.limit_warned(room)
         for outbound in room.outbounds.values():
             outbound.state = advance(OUTBOUND, outbound.state, OutboundStep.FAIL)
             self.writes.drop(outbound)
             if outbound.inflight and outbound.link.state is LinkState.UP:
-                self.peers.say(outbound.link, Abort(room.name, outbound.generation, failure))
+                self.peers.send(outbound.link, Abort(room.name, outbound.generation, failure))
         self._drain(room)
 
     def _drain(self, room: SourceRoom) -> None:
-        """Let go of outbounds whose writes have ended, and of the room after its last outbound."""
+        """Remove transfers whose writes have ended, and the room after its last transfer."""
         if room.failure is None:
             return
         for rank, outbound in list(room.outbounds.items()):
             if not self.writes.reads(outbound):
                 del room.outbounds[rank]
-                gone = RoomMessage(room.name, outbound.generation)
-                self.outbounds.drained(outbound.link, gone, room.failure)
+                attempt = RoomMessage(room.name, outbound.generation)
+                self.outbounds.drained(outbound.link, attempt, room.failure)
                 self.peers.drop_if_unneeded(outbound.link)
         ended = room.state is RoomState.FAILING and not room.outbounds
         if ended and self.rooms.get(room.name) is room:
             self.outbox.do(Release(room.name))
-            self.admission.confirm_dead(room, self.outbox.now)
+            self.admission.retire(room, self.outbox.now)
 
     def link_lost(self, link: Link, failure: Failure) -> None:
-        """Fail the rooms that a lost target takes part in."""
+        """Fail the rooms of a lost target."""
         for outbound in self.outbounds.of(link):
             self._fail(outbound.room, failure)
 
     def link_gone(self, link: Link) -> None:
-        """Nothing of that session is in flight any more."""
+        """End the writes of a session that provably has none in flight any more."""
         for op, write in list(self.inflight.writes.items()):
             if write.outbound.link is link:
                 self.writes.end(op)
                 self._drain(write.outbound.room)
 
     def link_needed(self, link: Link) -> bool:
-        """Whether a write on that link has not ended."""
+        """Whether a transfer of this link has not ended."""
         return any(True for _ in self.outbounds.of(link))
 
     # ------------------------------------------------------------ time

@@ -1,31 +1,28 @@
-"""Every state and every legal step, as literal tables.
+"""State machines of the protocol, as literal transition tables.
 
-**A link** is what one endpoint knows of one peer in one session. A target
-starts it with Hello and it is *up* once Welcome has come and fits; a source's
-link is up once the target has answered the Welcome. A link is *lost* when the peer is silent, has
-restarted or refuses. Lost is not proof of anything: memory that the peer may
-still write waits until it is *gone*, which the transport says once the
-connection is torn down and nothing can land any more.
+**Link**: one endpoint's connection to one peer in one session. The target starts it with Hello,
+and it is *up* when a fitting Welcome arrives; a source's link is *up* when the target has
+answered its Welcome. A link is *lost* when the peer is silent, has restarted or refuses. A lost
+link proves nothing: memory that the peer may still write stays reserved until the link is
+*gone*, which the transport reports once the connection is torn down and no write can arrive.
 
-**A inbound** is what a target expects from one source in one room. It is
-*connecting* until the link is up, *offered* once the Offer is out, *accepted*
-when the source has answered, *closed* when it has said that all is written.
-Whatever fails the room makes each inbound *draining*: the source was told to stop
-and its answer is awaited. *Quiet* means proof: this source writes nothing more
-for this room. A inbound that was never offered is quiet at once.
+**Inbound transfer**: what a target expects from one source in one room. It is *connecting*
+until the link is up, *offered* when the Offer is sent, *accepted* when the source has answered,
+and *closed* when the source has written everything. If the room fails, each inbound transfer
+becomes *draining*: the source was told to stop and must confirm. *Quiet* means that this source
+provably writes nothing more for this room; a transfer that was never offered is quiet at once.
 
-**A source's room** is *early* while only offers for it have come, and *warned*
-if they were taken back before the engine opened it; both expire. It is *open*
-once the engine has opened it, *finished* when the engine has pushed everything,
-and *failing* from the moment anything goes wrong until its last write has ended.
-If some target has not been heard of by then, the room is kept as *over* for a
-while, so that a late offer is refused at once; that expires too.
+**Source room**: *early* while only offers for it have arrived, and *warned* if these were
+aborted before the engine opened it; both expire. It is *open* once the engine has opened it,
+*finished* when the engine has pushed everything, and *failing* from the first failure until its
+last write has ended. If some target has not sent an offer by then, the room stays *over* for a
+while, so that a late offer is refused at once.
 
-**A outbound** is what a source owes one target in one room. It is *sending* until
-everything is written, *closed* while the target's Complete is awaited, and
-*draining* while writes of a failed room are still in flight.
+**Outbound transfer**: what a source owes one target in one room. It is *sending* until
+everything is written, *closed* while it waits for the target's Complete, and *draining* while
+writes of a failed room are in flight.
 
-An end state is not in the tables: what has ended is deleted.
+Final states are not in the tables: an ended object is deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ T = TypeVar("T", bound=StrEnum)
 
 
 class LinkState(StrEnum):
-    """What is known of a peer."""
+    """State of a link."""
 
     GREETING = "greeting"
     UP = "up"
@@ -48,9 +45,9 @@ class LinkState(StrEnum):
 
 
 class LinkStep(StrEnum):
-    """What changes a link."""
+    """Transition of a link."""
 
-    FITS = "Welcome fits, or was answered"
+    FITS = "Welcome fits, or was confirmed"
     LOSE = "silent, restarted, refused"
     GONE = "connection torn down"
 
@@ -64,7 +61,7 @@ LINK: dict[tuple[LinkState, LinkStep], LinkState] = {
 
 
 class InboundState(StrEnum):
-    """Where a target's expectation of one source stands."""
+    """State of an inbound transfer."""
 
     CONNECTING = "connecting"
     OFFERED = "offered"
@@ -75,13 +72,13 @@ class InboundState(StrEnum):
 
 
 class InboundStep(StrEnum):
-    """What changes a inbound."""
+    """Transition of an inbound transfer."""
 
     LINKED = "link is up, Offer sent"
-    ACCEPTED = "Accept or any note came"
-    CLOSED = "Close came"
+    ACCEPTED = "source has answered"
+    CLOSED = "Close received"
     FAIL = "room fails, Abort sent"
-    QUIET = "Drained came, or peer gone"
+    QUIET = "Drained received, or peer gone"
 
 
 INBOUND: dict[tuple[InboundState, InboundStep], InboundState] = {
@@ -109,7 +106,7 @@ INBOUND: dict[tuple[InboundState, InboundStep], InboundState] = {
 
 
 class RoomState(StrEnum):
-    """Where a source's room stands."""
+    """State of a source's room."""
 
     EARLY = "early"
     WARNED = "warned"
@@ -119,34 +116,34 @@ class RoomState(StrEnum):
     OVER = "over"
 
 
-class RoomStep(StrEnum):
-    """What changes a source's room."""
+class SourceRoomStep(StrEnum):
+    """Transition of a source's room."""
 
-    OFFER = "Offer came"
+    OFFER = "Offer received"
     OPEN = "engine opens it"
     FINISH = "engine has pushed everything"
     FAIL = "abort, deadline, peer lost, write failed"
-    DRAIN = "last write ended, some target unheard"
+    DRAIN = "last write ended, some target sent nothing"
 
 
-SOURCE_ROOM: dict[tuple[RoomState, RoomStep], RoomState] = {
-    (RoomState.EARLY, RoomStep.OFFER): RoomState.EARLY,
-    (RoomState.EARLY, RoomStep.OPEN): RoomState.OPEN,
-    (RoomState.EARLY, RoomStep.FAIL): RoomState.WARNED,
-    (RoomState.WARNED, RoomStep.OFFER): RoomState.EARLY,
-    (RoomState.WARNED, RoomStep.OPEN): RoomState.FAILING,
-    (RoomState.OPEN, RoomStep.OFFER): RoomState.OPEN,
-    (RoomState.OPEN, RoomStep.FINISH): RoomState.FINISHED,
-    (RoomState.OPEN, RoomStep.FAIL): RoomState.FAILING,
-    (RoomState.FINISHED, RoomStep.OFFER): RoomState.FINISHED,
-    (RoomState.FINISHED, RoomStep.FAIL): RoomState.FAILING,
-    (RoomState.FAILING, RoomStep.DRAIN): RoomState.OVER,
-    (RoomState.OVER, RoomStep.OPEN): RoomState.OPEN,
+SOURCE_ROOM: dict[tuple[RoomState, SourceRoomStep], RoomState] = {
+    (RoomState.EARLY, SourceRoomStep.OFFER): RoomState.EARLY,
+    (RoomState.EARLY, SourceRoomStep.OPEN): RoomState.OPEN,
+    (RoomState.EARLY, SourceRoomStep.FAIL): RoomState.WARNED,
+    (RoomState.WARNED, SourceRoomStep.OFFER): RoomState.EARLY,
+    (RoomState.WARNED, SourceRoomStep.OPEN): RoomState.FAILING,
+    (RoomState.OPEN, SourceRoomStep.OFFER): RoomState.OPEN,
+    (RoomState.OPEN, SourceRoomStep.FINISH): RoomState.FINISHED,
+    (RoomState.OPEN, SourceRoomStep.FAIL): RoomState.FAILING,
+    (RoomState.FINISHED, SourceRoomStep.OFFER): RoomState.FINISHED,
+    (RoomState.FINISHED, SourceRoomStep.FAIL): RoomState.FAILING,
+    (RoomState.FAILING, SourceRoomStep.DRAIN): RoomState.OVER,
+    (RoomState.OVER, SourceRoomStep.OPEN): RoomState.OPEN,
 }
 
 
 class OutboundState(StrEnum):
-    """Where a source's duty to one target stands."""
+    """State of an outbound transfer."""
 
     SENDING = "sending"
     CLOSED = "closed"
@@ -154,9 +151,9 @@ class OutboundState(StrEnum):
 
 
 class OutboundStep(StrEnum):
-    """What changes a outbound."""
+    """Transition of an outbound transfer."""
 
-    CLOSE = "all is written, Close sent"
+    CLOSE = "everything written, Close sent"
     FAIL = "room fails"
 
 
@@ -168,7 +165,7 @@ OUTBOUND: dict[tuple[OutboundState, OutboundStep], OutboundState] = {
 
 
 def advance(table: Mapping[tuple[S, T], S], state: S, step: T) -> S:
-    """The next state. A step that the table does not have is a bug of ours."""
+    """Return the next state. A transition missing from the table is a bug in kvferry."""
     try:
         return table[state, step]
     except KeyError:

@@ -1,8 +1,8 @@
-"""The target machine: offers pages to sources, and knows when a room is complete.
+"""The target machine: offers pages to sources and detects when a room is complete.
 
-A room is done when the ledger covers the plan and every source that was told
-of it has said Close. A room that fails reports so at once; its pages are
-released when every inbound is quiet and every scatter has ended, and not before.
+A room is done when the ledger covers the plan and every source has sent Close. A failed room is
+reported at once, but its pages are released only when every inbound transfer is quiet and every
+scatter has ended.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse, Refused
 from kvferry.ids import Generation, Op, Peer, Room
 from kvferry.plan.places import PoolMap
-from kvferry.protocol.admission import TargetAdmission
+from kvferry.protocol.admission import prefill_refusal, room_refusal
 from kvferry.protocol.credits import CreditBook
 from kvferry.protocol.declines import Declined, Declines
 from kvferry.protocol.events import (
     Cancel,
+    ConnectRefused,
     Decline,
     Event,
     PeerRestarted,
     Receive,
     Release,
     Report,
-    RoomBarred,
     Scattered,
 )
 from kvferry.protocol.handshake import TargetLinks
@@ -60,10 +60,9 @@ from kvferry.protocol.states import InboundState, InboundStep, LinkState
 
 @dataclass(frozen=True, kw_only=True)
 class TargetParts:
-    """Classes of the parts of a target machine. Tests put broken ones in."""
+    """Classes of the parts of a target machine, so that tests can replace them."""
 
     links: type[TargetLinks] = TargetLinks
-    admission: type[TargetAdmission] = TargetAdmission
     inbounds: type[InboundTransfers] = InboundTransfers
     ledger: type[Ledger] = Ledger
     credits: type[CreditBook] = CreditBook
@@ -72,10 +71,11 @@ class TargetParts:
 
 
 PARTS = TargetParts()
+ABORTED = Failure.of(FailureCode.ABORTED, "given up at decode")
 
 
 class TargetMachine(Machine):
-    """Every room of one target rank."""
+    """Protocol state machine of one target rank."""
 
     exposed: ClassVar[bool] = True
 
@@ -92,7 +92,7 @@ class TargetMachine(Machine):
         self.staging = staging
         self.peers: TargetLinks = parts.links(identity, config, self.outbox, self, pools, staging)
         self.plans = Plans(identity.layout, sends=False)
-        self.admission = parts.admission(self.rooms, self.plans, identity, config)
+        self._fingerprint = identity.fingerprint
         self.inbounds = parts.inbounds(self.rooms, self.peers, self.outbox)
         self.credits = parts.credits(staging.num_slots, config.credits_per_source)
         self.scatters = parts.scatters(self.outbox)
@@ -109,14 +109,13 @@ class TargetMachine(Machine):
             case Cancel():
                 room = self.rooms.get(event.room)
                 if room:
-                    given_up = Failure.of(FailureCode.ABORTED, "given up at decode")
-                    self._fail(room, event.failure or given_up)
+                    self._fail(room, event.failure or ABORTED)
             case Decline():
                 self._on_decline(event)
-            case RoomBarred():
-                self.peers.barred(event)
+            case ConnectRefused():
+                self.peers.connect_refused(event)
             case PeerRestarted():
-                self.peers.new_life(event)
+                self.peers.peer_restarted(event)
             case _:
                 super()._on_event(event)
 
@@ -146,16 +145,14 @@ class TargetMachine(Machine):
             case _:
                 super()._on_message(link, body)
 
-    # ------------------------------------------------------------ what a caller sees
-
     def status(self, name: Room) -> Status | None:
-        """Where a room stands; None if it has ended or never was."""
+        """Return the progress of a room; None if it has ended or is unknown."""
         room = self.rooms.get(name)
         return room.status if room else None
 
     @property
     def num_quarantined(self) -> int:
-        """Failed rooms whose pages wait for proof from a peer that is lost."""
+        """Number of failed rooms whose pages wait for proof from a lost peer."""
         if not self._any_lost:
             return 0
         return sum(room.is_quarantined for room in self.rooms.values())
@@ -172,7 +169,9 @@ class TargetMachine(Machine):
             )
         if len(wanted.digest) > MAX_DIGEST:
             raise Misuse(f"a digest has at most {MAX_DIGEST} bytes, not {len(wanted.digest)}")
-        failure = self.admission.of_room(event, self.outbox.now, self.num_quarantined)
+        num_rooms, now, num_quarantined = len(self.rooms), self.outbox.now, self.num_quarantined
+        failure = room_refusal(event.deadline, now, num_rooms, num_quarantined, self.config)
+        failure = failure or prefill_refusal(event.prefill, self._fingerprint, self.plans)
         if failure:
             self.outbox.do(Report(event.room, failure))
             self.outbox.do(Release(event.room))
@@ -201,7 +200,7 @@ class TargetMachine(Machine):
         try:
             plan = self.plans.plan_with(event.prefill.layout)
         except Refused:
-            # That instance could not have sent anything here.
+            # This instance can't send anything to this target.
             return
         failure = Failure.of(FailureCode.ABORTED, "not wanted at decode")
         self._generations += 1
@@ -209,25 +208,25 @@ class TargetMachine(Machine):
             link = self.peers.link_to(Peer(event.prefill.name, source), plan)
             generation = Generation(self._generations)
             self.declines.add(Declined(link, event.room, generation, failure))
-        self._say_declines()
+        self._send_declines()
 
-    def _say_declines(self) -> None:
+    def _send_declines(self) -> None:
         for one in self.declines.due(self.outbox.now, self.config.resend_s):
-            one.said_at = self.outbox.now
-            self.peers.say(one.link, Abort(one.room, one.generation, one.failure, accepted=False))
+            one.sent_at = self.outbox.now
+            self.peers.send(one.link, Abort(one.room, one.generation, one.failure, accepted=False))
 
     # ------------------------------------------------------------ from sources
 
     def _link_up(self, link: Link) -> None:
-        """Offer what waited for the link."""
+        """Send the offers that waited for the link."""
         before = link.seq_out
         for room, inbound in self.inbounds.of(link):
             if inbound.state is InboundState.CONNECTING:
                 self.inbounds.offer(room, inbound)
-        self._say_declines()
+        self._send_declines()
         if link.seq_out == before:
-            # The source waits for a first frame with the whole session's name.
-            self.peers.say(link, Heartbeat())
+            # The source waits for a first frame with the complete session id.
+            self.peers.send(link, Heartbeat())
 
     def _on_want(self, link: Link, body: Want) -> None:
         found = self.inbounds.find(link, body)
@@ -236,20 +235,20 @@ class TargetMachine(Machine):
         room, inbound = found
         inbound.answered()
         self.credits.want((room.name, inbound.source), body.total, len(room.inbounds))
-        self._say_grant(room, inbound)
+        self._send_grant(room, inbound)
 
-    def _say_grant(self, room: TargetRoom, inbound: InboundTransfer) -> None:
+    def _send_grant(self, room: TargetRoom, inbound: InboundTransfer) -> None:
         outstanding = self.credits.outstanding((room.name, inbound.source))
         promised = tuple(Credit(serial, slot) for serial, slot in outstanding.items())
         if promised:
-            self.peers.say(inbound.link, Grant(room.name, room.generation, promised[:MAX_CREDITS]))
+            self.peers.send(inbound.link, Grant(room.name, room.generation, promised[:MAX_CREDITS]))
 
     def _on_arrived(self, link: Link, body: Arrived) -> None:
         found = self.inbounds.find(link, body)
         if not found or found[0].failure:
             return
         room, inbound = found
-        if not room.may_come(inbound, body, self.me.rank, self.staging.slot_bytes):
+        if not room.owes(inbound, body, self.me.rank, self.staging.slot_bytes):
             text = f"{link.peer} sent what it does not owe, or more than a slot holds"
             self._fail(room, Failure.of(FailureCode.BAD_NOTE, text))
             return
@@ -273,8 +272,8 @@ class TargetMachine(Machine):
     def _on_close(self, link: Link, body: Close) -> None:
         found = self.inbounds.find(link, body)
         if found is None:
-            # The room ended here, and that was heard neither time. Say it again.
-            self.peers.say(link, Complete(body.room, body.generation))
+            # The room has ended here and its Complete was lost.
+            self.peers.send(link, Complete(body.room, body.generation))
             return
         room, inbound = found
         if room.failure or inbound.state is InboundState.QUIET:
@@ -301,8 +300,8 @@ class TargetMachine(Machine):
             return
         room, inbound = found
         if body.heard >= inbound.offer_seq:
-            # No Offer can reach the source after it said this.
-            self._quiet(room, inbound)
+            # The source has received the latest Offer, so no other can reach it.
+            self._mark_quiet(room, inbound)
         self._fail(room, body.failure)
 
     # ------------------------------------------------------------ ends
@@ -317,23 +316,23 @@ class TargetMachine(Machine):
                     inbound.state is InboundState.CONNECTING
                     and inbound.link.state is LinkState.GREETING
                 ):
-                    # It never had an offer: have it told, once it can be reached.
+                    # The source has no offer: abort the room there once the link is up.
                     self.declines.add(Declined(inbound.link, room.name, room.generation, failure))
                 inbound.step(InboundStep.FAIL)
                 if inbound.link.state is LinkState.GONE:
-                    self._quiet(room, inbound)
+                    self._mark_quiet(room, inbound)
                 elif inbound.state is InboundState.DRAINING:
                     self.inbounds.abort(room, inbound)
                 self.credits.stop((room.name, inbound.source))
         self._end_if_possible(room)
 
-    def _quiet(self, room: TargetRoom, inbound: InboundTransfer) -> None:
-        """Proof: this source writes nothing more for this room."""
+    def _mark_quiet(self, room: TargetRoom, inbound: InboundTransfer) -> None:
+        """Record the proof that a source writes nothing more for a room."""
         inbound.step(InboundStep.QUIET)
         self.credits.settle((room.name, inbound.source))
 
     def _end_if_possible(self, room: TargetRoom) -> None:
-        """End a room that is complete, or that has failed and is not written any more."""
+        """End a room that is complete, or that has failed and is provably not written any more."""
         if self.scatters.writes(room) or self.rooms.get(room.name) is not room:
             return
         if room.failure is None:
@@ -352,33 +351,33 @@ class TargetMachine(Machine):
         self.outbox.do(Release(room.name))
 
     def link_lost(self, link: Link, failure: Failure) -> None:
-        """Fail the rooms that a lost source still owes something."""
+        """Fail the rooms to which a lost source still owes something."""
         self.declines.lost(link)
         for room, inbound in self.inbounds.of(link):
-            # A source that has closed, and from which nothing is missing, may go.
+            # A source that has closed and delivered everything may leave.
             if inbound.state is not InboundState.CLOSED or room.ledger.missing(inbound.source):
                 self._fail(room, failure)
 
     def link_gone(self, link: Link) -> None:
-        """That source writes nothing any more."""
+        """End the failed rooms that waited for proof from this source."""
         for room, inbound in self.inbounds.of(link):
             if room.failure:
-                self._quiet(room, inbound)
+                self._mark_quiet(room, inbound)
                 self._end_if_possible(room)
 
     def link_needed(self, link: Link) -> bool:
-        """Whether a room still waits for that source."""
+        """Whether a room still waits for this source."""
         return any(inbound.state is not InboundState.QUIET for _, inbound in self.inbounds.of(link))
 
     def _settle(self) -> None:
         for name, source in self.credits.grant():
             room = self.rooms[name]
-            self._say_grant(room, room.inbounds[source])
+            self._send_grant(room, room.inbounds[source])
 
     # ------------------------------------------------------------ time
 
     def _on_tick(self) -> None:
-        self._say_declines()
+        self._send_declines()
         for room in list(self.rooms.values()):
             if room.failure is None and self.outbox.now >= room.deadline:
                 self._fail(room, room.expired())

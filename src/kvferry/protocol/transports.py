@@ -1,8 +1,8 @@
-"""The transport of a link: the best that both sides can use, or why there is none.
+"""Choice of the transport of a link.
 
-Pure. Each side tells what it holds, best first, and what it had to do without. What only the
-attempt can tell, such as memory of another user, is found out by whoever connects: it tries
-what is common in order.
+Each side lists the transports it has, best first, and those it lacks with the reason. Problems
+that only show when connecting, such as memory of another user, are left to the endpoint: it
+tries the common transports in order.
 """
 
 from __future__ import annotations
@@ -14,60 +14,42 @@ from kvferry.protocol.messages import TransportOffer, TransportOffers
 
 
 class CommonTransports(NamedTuple):
-    """What two sides can both use, as the target offers it, best first; and why not the rest."""
+    """The target's offers that both sides can use, best first, and why others can't be used."""
 
     offers: tuple[TransportOffer, ...]
     problems: tuple[str, ...]
 
 
 def common_transports(source: TransportOffers, target: TransportOffers) -> CommonTransports:
-    """What both can use. The source's order counts, because it is the source that writes."""
-    ours = {offer.name: offer for offer in source.held}
-    theirs = {offer.name: offer for offer in target.held}
-    offers = [theirs[name] for name in ours if _meet(ours.get(name), theirs.get(name))]
-    chosen = {offer.name for offer in offers}
-    why = (_whys(source), _whys(target))
-    problems = [
-        f"{name}: {_problem(ours.get(name), theirs.get(name), why[0].get(name), why[1].get(name))}"
-        for name in _names(source, target)
-        if name not in chosen
-    ]
+    """Return the transports that both sides can use, in the source's order, since it writes."""
+    at_source = {offer.name: offer for offer in source.held}
+    at_target = {offer.name: offer for offer in target.held}
+    lacks = [lack.name for side in (source, target) for lack in side.lacked]
+    offers: list[TransportOffer] = []
+    problems: list[str] = []
+    for name in dict.fromkeys([*at_source, *at_target, *lacks]):
+        ours, theirs = at_source.get(name), at_target.get(name)
+        if ours is None and theirs is None:
+            problem = f"on neither side ({_why(source, name) or _why(target, name)})"
+        elif theirs is None:
+            problem = f"not at decode ({_why(target, name) or 'it was not asked for'})"
+        elif ours is None:
+            problem = f"not at prefill ({_why(source, name) or 'it was not asked for'})"
+        elif ours.realm != theirs.realm:
+            problem = f"prefill is at {ours.realm} and decode at {theirs.realm}, which do not meet"
+        else:
+            offers.append(theirs)
+            continue
+        problems.append(f"{name}: {problem}")
     return CommonTransports(tuple(offers), tuple(problems))
 
 
-def none_common(problems: Iterable[str]) -> str:
-    """Why two sides can't reach each other, in one sentence."""
+def no_transport_message(problems: Iterable[str]) -> str:
+    """Return the refusal text for two sides that have no transport in common."""
     return "prefill can't write into decode's memory by any transport: " + (
         "; ".join(problems) or "neither side has one"
     )
 
 
-def _meet(ours: TransportOffer | None, theirs: TransportOffer | None) -> bool:
-    return ours is not None and theirs is not None and ours.realm == theirs.realm
-
-
-def _names(*sides: TransportOffers) -> list[str]:
-    """All that either side has heard of, in order."""
-    held = [offer.name for side in sides for offer in side.held]
-    lacked = [lack.name for side in sides for lack in side.lacked]
-    return list(dict.fromkeys([*held, *lacked]))
-
-
-def _whys(side: TransportOffers) -> dict[str, str]:
-    return {lack.name: lack.why for lack in side.lacked}
-
-
-def _problem(
-    ours: TransportOffer | None,
-    theirs: TransportOffer | None,
-    our_why: str | None,
-    their_why: str | None,
-) -> str:
-    if ours is not None and theirs is not None:
-        return f"prefill is at {ours.realm} and decode at {theirs.realm}, which do not meet"
-    unnamed = "it was not asked for"
-    if ours is not None:
-        return f"not at decode ({their_why or unnamed})"
-    if theirs is not None:
-        return f"not at prefill ({our_why or unnamed})"
-    return f"on neither side ({our_why or their_why})"
+def _why(side: TransportOffers, name: str) -> str | None:
+    return next((lack.why for lack in reversed(side.lacked) if lack.name == name), None)

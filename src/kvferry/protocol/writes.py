@@ -1,44 +1,106 @@
-"""The write queue of a source: what may start now, and what an ended write means.
+"""The write queue of a source: starts writes and handles their results.
 
-Lanes take turns. A outbound waits for a credit, for a local slot, for one of the
-writes in flight to end, or for a busy transport; it never holds one of these
-while it waits for another, except a credit, which its pages already back.
+Outbound transfers take turns. A transfer may wait for a credit, a local slot, one of the writes
+in flight, or a busy transport. It never holds one of these while it waits for another, except
+for a credit, for which it already holds the pages.
 
-What waits is written together: pushes of a few layers each cost as many writes as the
-transport has time for, and no more.
+Queued blocks are written together, so that many small pushes need no more writes than the
+transport can carry.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from kvferry.config import ProtocolConfig
-from kvferry.ids import Op
+from kvferry.ids import Op, Ticket
 from kvferry.plan.plan import Block
-from kvferry.protocol.cutting import join_layers
-from kvferry.protocol.events import Chosen, Finish, Prepare, Push, Write
+from kvferry.protocol.cutting import cut_to_slots, join_layers
+from kvferry.protocol.events import Choose, Chosen, Finish, Outbox, Prepare, Push, Write
 from kvferry.protocol.links import Links
 from kvferry.protocol.messages import Credit, Want
-from kvferry.protocol.modes import Cuts, Decision, TransferModes
 from kvferry.protocol.outbound import (
     MAX_BLOCKS_PER_WRITE,
     ActiveWrite,
     OutboundTransfer,
-    chunk,
-    num_expected,
-    states,
 )
-from kvferry.protocol.outbox import Outbox
 from kvferry.protocol.slots import EarlyGather, InFlight, LocalSlots
 from kvferry.protocol.states import OutboundState
 
-# Direct writes of one outbound at a time: one under way and one behind it. What is pushed
-# meanwhile waits, and becomes one write.
+# Direct writes of one transfer in flight: one active and one queued behind it. Blocks pushed
+# meanwhile wait and become one write.
 MAX_DIRECT_PER_TRANSFER = 2
+# Fragments of each block that fit a slot on both sides; None for a block that is written directly.
+Cuts = dict[Block, list[Block] | None]
+
+
+@dataclass(slots=True, eq=False)
+class Decision:
+    """Blocks of one event and how each is written. Modes of ``undecided`` are not known yet."""
+
+    outbound: OutboundTransfer
+    event: Prepare | Push | Finish
+    undecided: tuple[Block, ...]
+    cuts: Cuts
+
+
+class TransferModes:
+    """Decisions that wait for an answer about the transfer mode of their blocks.
+
+    The machine asks with a ``Choose`` action. The endpoint binds the blocks, predicts the costs
+    and answers with ``Chosen``. A late or wrong answer costs time, never correctness.
+    """
+
+    def __init__(self, config: ProtocolConfig, outbox: Outbox) -> None:
+        self._local_slot_bytes = config.local_slot_bytes
+        self._outbox = outbox
+        self._waiting: dict[Ticket, Decision] = {}
+        self._tickets = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def ask(self, decision: Decision) -> None:
+        """Ask for the mode of a decision's blocks."""
+        self._tickets += 1
+        ticket = Ticket(self._tickets)
+        self._waiting[ticket] = decision
+        decision.outbound.undecided.add(ticket)
+        self._outbox.do(Choose(ticket, decision.outbound.transfer, decision.undecided))
+
+    def decide(self, event: Chosen) -> Decision | None:
+        """Return the decision that an answer completes; None if it was dropped."""
+        decision = self._waiting.pop(event.ticket, None)
+        if decision is None:
+            self._outbox.counts["late"] += 1
+            return None
+        decision.outbound.undecided.discard(event.ticket)
+        for block, staged in zip(decision.undecided, event.staged, strict=True):
+            decision.cuts[block] = self._cut(decision.outbound, block) if staged else None
+        return decision
+
+    def _cut(self, outbound: OutboundTransfer, block: Block) -> list[Block] | None:
+        transfer, staging = outbound.transfer, outbound.staging
+        if not staging.num_slots:
+            return None
+        slot_bytes = min(staging.slot_bytes, self._local_slot_bytes)
+        return cut_to_slots(transfer.plan, transfer.source, outbound.peer.rank, block, slot_bytes)
+
+    def drop(self, outbound: OutboundTransfer) -> None:
+        """Ignore later answers for a transfer."""
+        for ticket in outbound.undecided:
+            del self._waiting[ticket]
+        outbound.undecided.clear()
+
+    def check(self) -> None:
+        """Check that every waiting decision is known to its transfer."""
+        for ticket, decision in self._waiting.items():
+            assert ticket in decision.outbound.undecided, ticket
 
 
 class WriteQueue:
-    """Queue of the blocks that outbounds have to write. It starts writes and takes their ends."""
+    """Queue of the blocks that outbound transfers have to write."""
 
     def __init__(
         self,
@@ -56,35 +118,35 @@ class WriteQueue:
         self.slots = slots
         self.inflight = inflight
         self._gather = gather
-        # Ordered sets: outbounds that may have something to write, those that this step has
-        # changed, and those that have a credit and wait for a local slot.
+        # Ordered sets of transfers: those that may have something to write, those that this step
+        # has changed, and those that have a credit and wait for a local slot.
         self.ready: dict[OutboundTransfer, None] = {}
         self._touched: dict[OutboundTransfer, None] = {}
         self._starved: dict[OutboundTransfer, None] = {}
 
     def wake(self, outbound: OutboundTransfer) -> None:
-        """Something changed for the outbound: look at it when the step is over."""
+        """Mark a transfer as changed. ``settle`` looks at it at the end of the step."""
         self.ready[outbound] = None
         self._touched[outbound] = None
 
-    # ------------------------------------------------------------ what is to be written
+    # ------------------------------------------------------------ blocks to write
 
     def prepare(self, outbound: OutboundTransfer, event: Prepare) -> None:
-        """These tokens will be pushed: ask for the credits that they need."""
-        if outbound.is_news(event.tokens):
-            self._decide(outbound, event, chunk(outbound, event.tokens, outbound.all_layers))
+        """Ask for the credits of tokens that will be pushed."""
+        if outbound.can_announce(event.tokens):
+            self._decide(outbound, event, outbound.chunk(event.tokens, outbound.all_layers))
 
     def push(self, outbound: OutboundTransfer, event: Push) -> None:
-        """Write what a push means for a outbound."""
+        """Queue the blocks that a push makes available to a transfer."""
         layers = outbound.all_layers if event.layers is None else event.layers
-        rows = states(outbound, layers) if event.states else []
+        rows = outbound.state_rows(layers) if event.states else []
         known = outbound.cuts.pop(event.tokens, None)
-        self._decide(outbound, event, [*chunk(outbound, event.tokens, layers), *rows], known)
+        self._decide(outbound, event, [*outbound.chunk(event.tokens, layers), *rows], known)
 
     def push_rest(self, outbound: OutboundTransfer, event: Finish) -> None:
-        """All is pushed: state rows that did not go with their layers may be read too."""
+        """Queue the state rows that were not pushed with their layers."""
         gaps = outbound.room.rows.gaps(outbound.all_layers)
-        rows = [row for layers in gaps for row in states(outbound, layers)]
+        rows = [row for layers in gaps for row in outbound.state_rows(layers)]
         if rows:
             self._decide(outbound, event, rows)
         self.wake(outbound)
@@ -96,22 +158,22 @@ class WriteQueue:
         blocks: list[Block],
         known: dict[Block, list[Block]] | None = None,
     ) -> None:
-        """Find out how blocks are to be written.
+        """Decide how blocks are written, or ask for it.
 
-        ``known``: how some of them are cut. One that goes directly is asked for again, because
-        its pages may not have been known before.
+        ``known`` has the fragments of blocks decided earlier. A block that was to be written
+        directly is asked for again, because its pages may not have been known before.
         """
         known = known or {}
         cuts: Cuts = {block: known[block] for block in blocks if block in known}
-        asked = tuple(block for block in blocks if block not in known)
-        decision = Decision(outbound, event, asked, cuts)
-        if asked:
+        undecided = tuple(block for block in blocks if block not in known)
+        decision = Decision(outbound, event, undecided, cuts)
+        if undecided:
             self.modes.ask(decision)
         else:
             self._decided(decision)
 
     def chosen(self, event: Chosen) -> None:
-        """Take the answer to a question about modes."""
+        """Handle the answer to a ``Choose``."""
         decision = self.modes.decide(event)
         if decision is not None:
             self._decided(decision)
@@ -119,21 +181,21 @@ class WriteQueue:
     def _decided(self, decision: Decision) -> None:
         outbound, event = decision.outbound, decision.event
         if isinstance(event, Prepare):
-            if outbound.is_news(event.tokens):
+            if outbound.can_announce(event.tokens):
                 cuts = {block: cut for block, cut in decision.cuts.items() if cut is not None}
                 outbound.cuts[event.tokens] = cuts
                 outbound.expected[event.tokens] = sum(map(len, cuts.values()))
         else:
             num_staged = self._enqueue(outbound, decision.cuts)
             if isinstance(event, Push):
-                self._meet(outbound, event, num_staged)
+                outbound.update_expected(event, num_staged)
         self.wake(outbound)
         if outbound.num_needed > outbound.wanted:
             outbound.wanted = outbound.num_needed
             self._want(outbound)
 
     def _enqueue(self, outbound: OutboundTransfer, cuts: Cuts) -> int:
-        """Have blocks written; return how many fragments of them wait for credits."""
+        """Queue blocks; return the number of fragments that wait for credits."""
         staged: list[Block] = []
         for block, fragments in cuts.items():
             if fragments is None:
@@ -145,35 +207,22 @@ class WriteQueue:
         outbound.staged.extend(staged)
         return len(staged)
 
-    def _meet(self, outbound: OutboundTransfer, push: Push, num_staged: int) -> None:
-        """Expect of the rest of a chunk what its first push has shown."""
-        tokens = push.tokens
-        if push.layers is not None and not outbound.expects(tokens):
-            outbound.expected[tokens] = num_expected(outbound, tokens, push.layers, num_staged)
-        else:
-            outbound.met(tokens, num_staged)
-        for span in [
-            span for span in outbound.expected if not outbound.room.lacks_of(outbound, span)
-        ]:
-            del outbound.expected[span]
-
     # ------------------------------------------------------------ credits
 
     def _want(self, outbound: OutboundTransfer) -> None:
-        outbound.said_at = self._outbox.now
-        self._links.say(
-            outbound.link, Want(outbound.room.name, outbound.generation, outbound.wanted)
-        )
+        outbound.sent_at = self._outbox.now
+        want = Want(outbound.room.name, outbound.generation, outbound.wanted)
+        self._links.send(outbound.link, want)
 
     def grant(self, outbound: OutboundTransfer, granted: Iterable[Credit]) -> None:
-        """Take credits of a target, each once."""
+        """Take the credits of a Grant, ignoring repeated ones."""
         for credit in granted:
             if credit.serial not in outbound.used:
                 outbound.credit[credit.serial] = credit.slot
         self.wake(outbound)
 
     def repeat(self, outbound: OutboundTransfer) -> None:
-        """Ask for credits again, or stop waiting for them."""
+        """Retry a busy write, repeat a Want, or write directly if credits take too long."""
         now = self._outbox.now
         if outbound.busy_until and now >= outbound.busy_until:
             outbound.busy_until = 0.0
@@ -185,13 +234,13 @@ class WriteQueue:
             outbound.staged.clear()
             self._gather.discard(outbound)
             self.wake(outbound)
-        elif outbound.awaits_credit and now >= outbound.said_at + self._config.resend_s:
+        elif outbound.awaits_credit and now >= outbound.sent_at + self._config.resend_s:
             self._want(outbound)
 
     # ------------------------------------------------------------ writes
 
     def settle(self) -> Iterable[OutboundTransfer]:
-        """Start writes that may start, in turn; return the transfers that changed."""
+        """Start writes round-robin; return the transfers that this step has changed."""
         if not self.ready and not self._touched:
             return ()
         for outbound in self._touched:
@@ -205,7 +254,7 @@ class WriteQueue:
             if outbound.held:
                 self._post(outbound)
             directly = self._writes_directly(outbound)
-            if not outbound.is_able(self._outbox.now) or not (
+            if not outbound.can_write(self._outbox.now) or not (
                 directly or (outbound.staged and outbound.credit)
             ):
                 waiting[outbound] = None
@@ -214,7 +263,7 @@ class WriteQueue:
                 self.ready[outbound] = None
             else:
                 self._starved[outbound] = None
-                self._gather.take_back()
+                self._gather.reclaim()
         if waiting and self._gather.is_on:
             self.ready |= self._gather.gather_in_turn(waiting)
         touched, self._touched = self._touched, {}
@@ -222,7 +271,7 @@ class WriteQueue:
 
     def _post(self, outbound: OutboundTransfer) -> None:
         if self._gather.post(outbound):
-            self.ready |= self._gather.eager()
+            self.ready |= self._gather.pop_waiting()
 
     def _writes_directly(self, outbound: OutboundTransfer) -> bool:
         if not outbound.direct:
@@ -231,28 +280,24 @@ class WriteQueue:
         return direct < MAX_DIRECT_PER_TRANSFER
 
     def _start(self, outbound: OutboundTransfer, *, directly: bool) -> None:
-        """Start one write of the outbound, with as much as waits and fits."""
+        """Start one write with as many queued blocks as fit."""
         if directly:
             count = min(len(outbound.direct), MAX_BLOCKS_PER_WRITE)
-            some = [outbound.direct.popleft() for _ in range(count)]
-            self._write(
-                ActiveWrite(outbound, join_layers(outbound.transfer.plan.spec, some), None, None)
-            )
+            queued = [outbound.direct.popleft() for _ in range(count)]
+            blocks = join_layers(outbound.transfer.plan.spec, queued)
+            write = ActiveWrite(outbound, blocks, None, None)
         else:
             credit = outbound.use_credit(self._outbox.now)
-            blocks = outbound.fill(outbound.num_fitting(self._config.local_slot_bytes))
-            self._write(ActiveWrite(outbound, blocks, credit, self.slots.allocate()))
-
-    def _write(self, write: ActiveWrite) -> None:
-        outbound, slot = write.outbound, write.credit.slot if write.credit else None
-        op = self.inflight.begin(write)
+            blocks = outbound.take_staged(outbound.num_fitting(self._config.local_slot_bytes))
+            write = ActiveWrite(outbound, blocks, credit, self.slots.allocate())
+        op, slot = self.inflight.begin(write), write.credit.slot if write.credit else None
         note = self._links.envelope(outbound.link.session, 0, write.note())
         self._outbox.do(Write(op, outbound.transfer, write.blocks, note, slot, write.local_slot))
 
     # ------------------------------------------------------------ ends
 
     def end(self, op: Op) -> ActiveWrite | None:
-        """A write reads our memory no longer; None if that was known already."""
+        """Remove and return a write that no longer reads local memory; None if it was removed."""
         write = self.inflight.end(op)
         if write is None:
             self._outbox.counts["late"] += 1
@@ -261,18 +306,18 @@ class WriteQueue:
             self.slots.free(write.local_slot)
             self.ready |= self._starved
             self._starved.clear()
-        self.ready |= self._gather.eager()
+        self.ready |= self._gather.pop_waiting()
         self.wake(write.outbound)
         return write
 
     def retry(self, write: ActiveWrite) -> None:
-        """Nothing was submitted. Back-pressure is not death: wait, and try again."""
+        """Queue the blocks of a write again that was not submitted, such as under back-pressure."""
         outbound, credit = write.outbound, write.credit
         if write.is_ahead:
-            if outbound.state is OutboundState.SENDING and write.is_taken_back:
+            if outbound.state is OutboundState.SENDING and write.is_reclaimed:
                 outbound.staged.extendleft(reversed(write.blocks))
             elif outbound.state is OutboundState.SENDING:
-                # It was discarded because no credit came.
+                # Discarded because no credit arrived.
                 outbound.direct.extend(write.blocks)
             return
         self._outbox.counts["busy"] += 1
@@ -287,26 +332,26 @@ class WriteQueue:
             outbound.staged.extendleft(reversed(write.blocks))
 
     def drop(self, outbound: OutboundTransfer) -> None:
-        """Let go of everything of a outbound that was not submitted."""
+        """Drop everything of a failed transfer that was not submitted."""
         self.modes.drop(outbound)
         outbound.drop_pending()
         self._gather.discard(outbound)
 
     def is_followed(self, op: Op) -> bool:
-        """Whether its outbound goes on after that write, so that its end leads to no Close."""
+        """Whether more fragments follow this write, so that its end leads to no Close."""
         write = self.inflight.writes.get(op)
         return write is not None and write.credit is not None and write.outbound.awaits_credit
 
     def is_sent(self, outbound: OutboundTransfer) -> bool:
-        """Whether everything that was pushed so far is in the target's memory."""
+        """Whether everything pushed so far is in the target's memory."""
         return outbound.idle
 
     def reads(self, outbound: OutboundTransfer) -> bool:
-        """Whether some write of the outbound may still read its pages."""
+        """Whether a write in flight may still read the transfer's pages."""
         return bool(outbound.inflight)
 
     def check(self) -> None:
-        """Slots and writes add up, and nobody waits for a slot while one is free."""
+        """Check decisions, writes in flight, early gathers and local slots."""
         self.modes.check()
         self.inflight.check()
         self._gather.check()

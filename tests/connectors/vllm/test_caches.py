@@ -6,13 +6,11 @@ import pytest
 
 from kvferry import InputError, Order, Refused, reshard
 from kvferry.connectors.vllm.caches import (
-    BlockGroup,
     CacheView,
     EngineShape,
     layer_of,
     plan_caches,
 )
-from kvferry.connectors.vllm.paging import BlockTables, Paging, PushedPages
 from kvferry.plan.prove import check
 
 
@@ -30,7 +28,7 @@ def engine(tp: int = 1, heads: int = 8, **more: Any) -> EngineShape:
     return EngineShape(tp, (4,), 0, heads, 16, on_cpu=False)._replace(**more)
 
 
-def test_heads_or_tokens_first() -> None:
+def test_order_of_heads_and_tokens() -> None:
     assert plan_caches(caches(4, view(8)), engine()).layout.order is Order.HND
     plan = plan_caches(caches(4, view(8, nhd=True)), engine())
     assert plan.layout.order is Order.NHD
@@ -39,7 +37,7 @@ def test_heads_or_tokens_first() -> None:
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 4), (8, 2), (16, 4)])
-def test_any_sharding_to_any_other(source_tp: int, target_tp: int) -> None:
+def test_any_tensor_parallel_size_to_any_other(source_tp: int, target_tp: int) -> None:
     sides = [
         plan_caches(caches(4, view(max(1, 8 // tp))), engine(tp)).layout
         for tp in (source_tp, target_tp)
@@ -56,35 +54,35 @@ def test_pipeline_stages() -> None:
         plan_caches(caches(2, view(8)), engine(rank=0, stages=(3, 1)))
 
 
-def test_a_draft_models_layers_are_carried_too() -> None:
+def test_draft_model_layers_are_transferred() -> None:
     plan = plan_caches(caches(5, view(8)), engine())
     assert plan.layout.spec.num_layers == 5
     with pytest.raises(Refused, match="4 layers and decode's 5"):
         reshard(plan_caches(caches(4, view(8)), engine()).layout, plan.layout)
-    with pytest.raises(InputError, match="a draft model's cache"):
+    with pytest.raises(InputError, match="a draft model is not supported"):
         plan_caches(caches(2, view(8), first=3), engine(rank=1, stages=(3, 1)))
 
 
-def test_a_latent_is_on_every_rank() -> None:
+def test_mla_latent_is_replicated() -> None:
     plan = plan_caches(caches(4, view(1, content=576)), engine(tp=8, heads=1))
     assert [group.units for group in plan.layout.spec.groups] == [1]
 
 
-def test_index_keys_are_a_group_of_their_own() -> None:
+def test_index_keys_are_a_separate_group() -> None:
     indices = {f"model.layers.{i}.self_attn.indexer": view(1, content=64) for i in range(4)}
     plan = plan_caches(caches(4, view(1, content=576)) | indices, engine(heads=1))
     groups = {group.name: group.tensors[0].elements for group in plan.layout.spec.groups}
     assert groups == {"model.layers.*.self_attn.attn": 576, "model.layers.*.self_attn.indexer": 64}
 
 
-def test_on_a_cpu_whole_pages_travel() -> None:
+def test_cpu_transfers_whole_pages() -> None:
     plan = plan_caches(caches(4, view(8)), engine(on_cpu=True))
     assert plan.layout.page_tokens == 1
     (group,) = plan.layout.spec.groups
     assert group.tensors[0].elements == 16 * 128
 
 
-def test_on_a_cpu_other_pages_are_refused_at_the_handshake() -> None:
+def test_different_page_sizes_on_cpus_are_refused() -> None:
     sides = [
         plan_caches(caches(4, view(8, tokens=n)), engine(on_cpu=True, block_tokens=n)).layout
         for n in (16, 32)
@@ -93,7 +91,7 @@ def test_on_a_cpu_other_pages_are_refused_at_the_handshake() -> None:
         reshard(*sides)
 
 
-def test_a_cpu_and_a_gpu_are_refused_at_the_handshake() -> None:
+def test_cpu_to_gpu_is_refused() -> None:
     sides = [plan_caches(caches(4, view(8)), engine(on_cpu=cpu)).layout for cpu in (True, False)]
     with pytest.raises(Refused, match="blocks_of_16_tokens at prefill and content at decode"):
         reshard(*sides)
@@ -111,75 +109,10 @@ def test_a_cpu_and_a_gpu_are_refused_at_the_handshake() -> None:
         (caches(3, view(8)) | caches(1, view(8, nhd=True), first=3), "different orders"),
     ],
 )
-def test_what_can_not_be_carried_is_one_sentence(views: dict[str, CacheView], said: str) -> None:
+def test_unsupported_caches_are_refused(views: dict[str, CacheView], said: str) -> None:
     with pytest.raises(InputError, match=said):
         plan_caches(views, engine())
 
 
-def test_layers_pair_by_number() -> None:
+def test_layer_number_is_read_from_the_name() -> None:
     assert layer_of("model.layers.12.self_attn.attn") == (12, "model.layers.*.self_attn.attn")
-
-
-# ---------------------------------------------------------------- pages
-
-
-def test_a_kernels_pages_may_be_parts_of_blocks() -> None:
-    paging = Paging(block_tokens=64, page_tokens=16, whole_pages=False)
-    assert paging.pages([3, 1]) == [12, 13, 14, 15, 4, 5, 6, 7]
-    assert paging.touched(paging.pages([3, 1]), 10, 40) == [12, 13, 14]
-    with pytest.raises(InputError, match="choose another --block-size"):
-        Paging(block_tokens=24, page_tokens=16, whole_pages=False)
-
-
-def tables(*, whole_pages: bool, window: int | None = None) -> BlockTables:
-    kept = [BlockGroup(frozenset(caches(2, view(8))))]
-    kept += [BlockGroup(frozenset(caches(2, view(8), first=2)), window)]
-    return plan_caches(caches(4, view(8)), engine(on_cpu=whole_pages), kept).tables
-
-
-FULL, OTHER = (f"model.layers.*.self_attn.attn {place}" for place in (0, 1))
-
-
-def test_chunks_are_pushed_as_they_are_computed() -> None:
-    pages = PushedPages(tables(whole_pages=False), 40)
-    pages.extend(0, ((7, 4), (1, 2)))
-    assert pages.ahead(20, last=False) == ((0, 20), {FULL: [7, 4], OTHER: [1, 2]})
-    pages.end = 20
-    pages.extend(1, ((4, 9), (2, 3)))
-    assert pages.ahead(40, last=True) == ((20, 40), {FULL: [4, 9], OTHER: [2, 3]})
-
-
-def test_pages_before_a_window_are_not_named() -> None:
-    pages = PushedPages(tables(whole_pages=False, window=10), 60)
-    pages.extend(0, ((7, 4, 5), (1, 2, 3)))
-    assert pages.ahead(48, last=False) == ((0, 48), {FULL: [7, 4, 5], OTHER: [None, None, None]})
-    pages = PushedPages(tables(whole_pages=False, window=16), 60)
-    pages.extend(0, ((7, 4, 5), (0, 0, 3)))  # vLLM's null block, where a prefix was cached
-    assert pages.ahead(48, last=False) == ((0, 48), {FULL: [7, 4, 5], OTHER: [None, None, 3]})
-
-
-def test_a_target_wants_what_a_window_keeps() -> None:
-    blocks = ((7, 4, 5, 6), (0, 0, 3, 2))
-    kept = tables(whole_pages=False, window=16)
-    assert kept.wanted(blocks, 60, 0) == {FULL: [7, 4, 5, 6], OTHER: [3, 2]}
-    assert kept.wanted(blocks, 60, 50) == {FULL: [6], OTHER: [2]}
-    assert kept.wanted((), 60, 60) == {FULL: [], OTHER: []}
-
-
-@pytest.mark.parametrize("num_tokens", range(1, 100))
-def test_on_a_cpu_a_window_reaches_far_enough(num_tokens: int) -> None:
-    """Whatever the last block holds, no more than one page before the window's first is owed."""
-    window, group = 33, tables(whole_pages=True, window=33).groups[1]
-    needed = max(0, num_tokens - window) // 16
-    assert needed - 1 <= group.owed(-(-num_tokens // 16)).first <= needed
-
-
-def test_on_a_cpu_a_page_is_pushed_when_it_is_full_or_the_last() -> None:
-    pages = PushedPages(tables(whole_pages=True), 33)
-    pages.extend(0, ((7,), (1,)))
-    assert pages.ahead(15, last=False) is None
-    pages.extend(0, ((7, 4), (1, 2)))
-    assert pages.ahead(31, last=False) == ((0, 1), {FULL: [7], OTHER: [1]})
-    pages.end = 1
-    pages.extend(1, ((4, 9), (2, 3)))
-    assert pages.ahead(33, last=True) == ((1, 3), {FULL: [4, 9], OTHER: [2, 3]})

@@ -1,4 +1,4 @@
-"""vLLM's cache groups, played by objects of the same names."""
+"""Reading a VllmConfig, with stand-ins for vLLM's cache groups."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from kvferry import InputError
 from kvferry.connectors.vllm.caches import BlockGroup
-from kvferry.connectors.vllm.engine import block_groups, demand_carriable, replica_of
+from kvferry.connectors.vllm.engine import block_groups, check_parallelism, replica_index
 from kvferry.connectors.vllm.states import StateSpec
 
 
 def spec(kind: str, **more: Any) -> Any:
-    """An object whose class has that name."""
+    """Return an object whose class has the given name."""
     return type(kind, (SimpleNamespace,), {})(**{"block_size": 16} | more)
 
 
@@ -39,20 +39,20 @@ def groups(*specs: Any, hybrid: bool = True, draft: object = None) -> list[Block
     return block_groups(vllm_config, SimpleNamespace(kv_cache_groups=kept))
 
 
-def test_a_window_keeps_what_the_next_token_sees() -> None:
+def test_window_of_a_group() -> None:
     full, sliding = groups(FULL, SLIDING)
     assert full == BlockGroup(frozenset({"0"}))
     assert sliding == BlockGroup(frozenset({"1"}), window=65)
 
 
-def test_state_has_blocks_of_another_size_beside_attention() -> None:
+def test_state_groups_may_have_other_block_sizes() -> None:
     full, state = groups(FULL, STATE)
     assert full.state is None
     assert state.window is None
     assert state.state == StateSpec("MAMBA2", ((3, 48), (4, 8, 2)), ("bfloat16", "float32"), 1024)
 
 
-def test_with_the_hybrid_allocator_off_all_is_kept() -> None:
+def test_without_the_hybrid_allocator_all_tokens_are_kept() -> None:
     assert [group.window for group in groups(SLIDING, hybrid=False)] == [None]
 
 
@@ -72,7 +72,7 @@ def test_layers_of_one_kind_may_differ_in_size() -> None:
         (spec("FullAttentionSpec", block_size=32), None, "blocks of 16, 32 tokens"),
     ],
 )
-def test_what_can_not_be_carried_is_one_sentence(kept: Any, draft: object, said: str) -> None:
+def test_unsupported_groups_are_refused(kept: Any, draft: object, said: str) -> None:
     with pytest.raises(InputError, match=said):
         groups(FULL, kept, draft=draft)
 
@@ -80,9 +80,9 @@ def test_what_can_not_be_carried_is_one_sentence(kept: Any, draft: object, said:
 @pytest.mark.parametrize("side", ["decode", "prefill"])
 def test_context_parallelism_is_refused(side: str) -> None:
     name = f"{side}_context_parallel_size"
-    demand_carriable(SimpleNamespace(parallel_config=SimpleNamespace(**{name: 1})))
+    check_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**{name: 1})))
     with pytest.raises(InputError, match=f"{name} above 1 yet; leave it out"):
-        demand_carriable(SimpleNamespace(parallel_config=SimpleNamespace(**{name: 2})))
+        check_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**{name: 2})))
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_context_parallelism_is_refused(side: str) -> None:
         ("8c1f_dp1", 1, 4, 1),
     ],
 )
-def test_replicas_of_dense_models_are_told_apart(
+def test_replica_index_of_dense_models(
     engine_id: str, index: int, size: int, replica: int | None
 ) -> None:
     parallel = SimpleNamespace(data_parallel_index=index, data_parallel_size=size)
     transfer = SimpleNamespace(engine_id=engine_id)
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
-    assert replica_of(config) == replica
+    assert replica_index(config) == replica

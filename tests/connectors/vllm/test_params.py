@@ -3,16 +3,16 @@ from __future__ import annotations
 import pytest
 
 from kvferry import InputError
-from kvferry.connectors.vllm.params import asked_of_decode, asked_of_prefill, for_decode
+from kvferry.connectors.vllm.params import decode_params, read_decode_params, read_prefill_params
 
 
-def test_what_prefill_answers_is_what_decode_takes() -> None:
-    asked = asked_of_decode(for_decode("r", "prefill-0", 35))
+def test_decode_accepts_the_answer_of_prefill() -> None:
+    asked = read_decode_params(decode_params("r", "prefill-0", 35))
     assert asked is not None
     assert (asked.room, asked.prefill, asked.tokens) == ("r", "prefill-0", 35)
 
 
-def test_prefill_takes_what_proxies_send() -> None:
+def test_prefill_accepts_parameters_of_proxies() -> None:
     sent = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -21,22 +21,22 @@ def test_prefill_takes_what_proxies_send() -> None:
         "remote_host": None,
         "remote_port": None,
     }
-    asked = asked_of_prefill(sent)
+    asked = read_prefill_params(sent)
     assert asked is not None
     assert asked.room is None
-    assert asked_of_decode(sent) is None
+    assert read_decode_params(sent) is None
 
 
-def test_prefill_takes_a_room() -> None:
-    asked = asked_of_prefill({"do_remote_decode": True, "kvferry": {"room": 7, "more": 1}})
+def test_prefill_accepts_a_room() -> None:
+    asked = read_prefill_params({"do_remote_decode": True, "kvferry": {"room": 7, "more": 1}})
     assert asked is not None
     assert asked.room == 7
 
 
 @pytest.mark.parametrize("params", [None, {}, [], "x", 3, {"do_remote_decode": 1}])
-def test_nobody_asks(params: object) -> None:
-    assert asked_of_prefill(params) is None
-    assert asked_of_decode(params) is None
+def test_requests_without_transfer(params: object) -> None:
+    assert read_prefill_params(params) is None
+    assert read_decode_params(params) is None
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,12 @@ def test_nobody_asks(params: object) -> None:
         {"room": 1, "prefill": "p", "tokens": 1 << 80},
     ],
 )
-def test_what_decode_can_not_use_is_one_sentence(own: object) -> None:
+def test_invalid_decode_parameters_are_refused(own: object) -> None:
     with pytest.raises(InputError, match="pass on what prefill answered with"):
-        asked_of_decode({"do_remote_prefill": True, "kvferry": own})
+        read_decode_params({"do_remote_prefill": True, "kvferry": own})
 
 
 @pytest.mark.parametrize("own", [[1], "x", {"room": -1}, {"room": "\ud800"}])
-def test_what_prefill_can_not_use(own: object) -> None:
+def test_invalid_prefill_parameters_are_refused(own: object) -> None:
     with pytest.raises(InputError, match="can't be used"):
-        asked_of_prefill({"do_remote_decode": True, "kvferry": own})
+        read_prefill_params({"do_remote_decode": True, "kvferry": own})

@@ -10,14 +10,14 @@ from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
 from kvferry.connectors.vllm.settings import (
     KNOWN_VERSIONS,
     ConnectorSettings,
-    demand_known,
+    check_version,
     read_settings,
 )
 
 LEAST = {"discovery": "http://10.0.0.1:7400", "instance": "prefill-0"}
 
 
-def test_the_least() -> None:
+def test_required_settings() -> None:
     settings = read_settings(LEAST)
     assert (settings.transport, settings.layers) == ("auto", "auto")
     config = settings.endpoint_config()
@@ -35,14 +35,14 @@ def test_liveness_timeouts_can_be_set() -> None:
     assert config == replace(LIVENESS, **given)
 
 
-def test_an_unknown_prefill_is_waited_for_no_longer_than_a_room_may_last() -> None:
+def test_discovery_timeout_is_at_most_the_deadline() -> None:
     assert read_settings({**LEAST, "deadline_s": 3}).endpoint_config().discovery_timeout_s == 3
 
 
-def test_a_replica_is_an_instance_of_its_own() -> None:
+def test_each_replica_is_an_instance() -> None:
     settings = read_settings(LEAST)
-    assert settings.name_of(None) == "prefill-0"
-    assert settings.name_of(1) == "prefill-0-dp1"
+    assert settings.instance_name(None) == "prefill-0"
+    assert settings.instance_name(1) == "prefill-0-dp1"
 
 
 @pytest.mark.parametrize(
@@ -60,31 +60,31 @@ def test_a_replica_is_an_instance_of_its_own() -> None:
         ({"options": {"a": 1}}, r"\$\.options"),
     ],
 )
-def test_a_bad_value_is_one_sentence(change: dict[str, object], said: str) -> None:
+def test_invalid_value_is_refused(change: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
         read_settings({**LEAST, **change})
 
 
-def test_a_missing_value_is_one_sentence() -> None:
+def test_missing_value_is_refused() -> None:
     with pytest.raises(InputError, match="it takes discovery, such as"):
         read_settings({})
 
 
-def test_a_missing_key_file_is_one_sentence(tmp_path: Path) -> None:
+def test_missing_key_file_is_refused(tmp_path: Path) -> None:
     settings = read_settings({**LEAST, "key_file": str(tmp_path / "none")})
     with pytest.raises(InputError, match="none"):
         settings.key()
 
 
-def test_only_known_versions_are_taken() -> None:
-    demand_known("0.32.0+cpu")
-    demand_known("0.32.1")
+def test_untested_versions_are_refused() -> None:
+    check_version("0.32.0+cpu")
+    check_version("0.32.1")
     for version in ("0.31.0", "0.33.0", "1.0", "dev"):
         with pytest.raises(InputError, match=r"works with vLLM 0\.32, and this is"):
-            demand_known(version)
+            check_version(version)
 
 
-def test_the_page_tells_of_every_setting_and_version() -> None:
+def test_every_setting_and_version_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "connectors" / "vllm.md").read_text()
     assert [name for name in ConnectorSettings.__struct_fields__ if f"`{name}`" not in page] == []
     assert [version for version in KNOWN_VERSIONS if f"**{version}**" not in page] == []

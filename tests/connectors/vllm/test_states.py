@@ -1,4 +1,4 @@
-"""Recurrent state beside attention, in blocks as vLLM registers them, from any TP to any other."""
+"""Recurrent state beside attention, between any tensor-parallel sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvferry.connectors.vllm.metadata import (
     PushTokens,
     ReceiveRoom,
 )
-from kvferry.connectors.vllm.paging import BlockCuts
+from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.settings import read_settings
 from kvferry.connectors.vllm.states import StateSharding, StateSpec, place_states
 from kvferry.connectors.vllm.worker import ConnectorWorker
@@ -34,7 +34,7 @@ Array = NDArray[np.float32]
 
 
 class Mixer(NamedTuple):
-    """A recurrent layer: its type, the lengths of what its convolution joins, its heads."""
+    """A recurrent layer: its type, the axes of its convolution, and its heads."""
 
     layer_type: str
     joined: tuple[int, ...]
@@ -54,7 +54,7 @@ MIXERS = {
 
 
 class StateSide:
-    """One side: its ranks' caches, attention and state over the same memory, and their workers."""
+    """Caches of one side's ranks, with attention and state in shared memory, and their workers."""
 
     def __init__(self, mixer: Mixer, tp: int, *, channels_first: bool) -> None:
         self.mixer, self.tp, self.channels_first = mixer, tp, channels_first
@@ -76,7 +76,7 @@ class StateSide:
         return held
 
     def rows(self, joined: list[Array], heads: Array, rank: int) -> list[Array]:
-        """A request's state as a rank has it: what is joined is dealt out part by part."""
+        """Return a rank's state of a request. Each axis of the convolution is sharded by itself."""
         found = []
         if joined:
             mine = [
@@ -119,7 +119,7 @@ class StateSide:
         return found
 
     def block(self, rank: int, layer: int, number: int) -> list[int]:
-        """A block's state, as bytes."""
+        """Return the bytes of a block's state."""
         return [int(each) for each in self.caches[rank][self.names[layer]][number].flatten()]
 
 
@@ -168,15 +168,15 @@ def test_state_arrives_with_the_tokens(
         b"d",
     )
     push = PushTokens("room", TOKENS, 0, ((0, 1, 3), *((row,) for row in there_rows)), b"d")
-    orders = PrefillMetadata([OpenRoom("p", "room", TOKENS)], [push], held=[("p", "room")])
+    metadata = PrefillMetadata([OpenRoom("p", "room", TOKENS)], [push], held=[("p", "room")])
     for worker in targets:
-        worker.receive(DecodeMetadata([receive]))
+        worker.start_receives(DecodeMetadata([receive]))
     for worker in sources:
-        worker.before(orders)
-        worker.after(orders)
+        worker.begin_step(metadata)
+        worker.end_step(metadata)
     waiting = set(range(decode))
     while waiting:
-        waiting -= {rank for rank in waiting if targets[rank].arrivals().received}
+        waiting -= {rank for rank in waiting if targets[rank].take_arrivals().received}
     for rank, held in enumerate(here.caches):
         for layer, (row, state) in enumerate(zip(here_rows, states, strict=True)):
             raw = b"".join(part.tobytes() for part in here.rows(*state, rank))
@@ -190,22 +190,22 @@ def test_state_arrives_with_the_tokens(
         assert not any(here.block(rank, 0, 0))
 
 
-def test_who_wants_nothing_lets_prefill_go(undo: ExitStack) -> None:
+def test_fully_cached_request_frees_prefill(undo: ExitStack) -> None:
     discovery = DiscoveryServer().start()
     undo.callback(discovery.stop)
     sides = [StateSide(MIXERS["mamba-2"], 1, channels_first=False) for _ in range(2)]
     (source,) = sides[0].workers(undo, discovery.url, "prefill-0", sends=True)
     (target,) = sides[1].workers(undo, discovery.url, "decode-0", sends=False)
-    target.receive(
+    target.start_receives(
         DecodeMetadata([ReceiveRoom("d", "room", "prefill-0", TOKENS, TOKENS, (), b"d")])
     )
     push = PushTokens("room", TOKENS, 0, ((0, 1, 3), (4,), (5,)), b"d")
-    orders = PrefillMetadata([OpenRoom("p", "room", TOKENS)], [push], held=[("p", "room")])
-    source.before(orders)
-    source.after(orders)
+    metadata = PrefillMetadata([OpenRoom("p", "room", TOKENS)], [push], held=[("p", "room")])
+    source.begin_step(metadata)
+    source.end_step(metadata)
     sent: set[str] = set()
     while not sent:
-        sent |= source.sent()
+        sent |= source.take_sent()
     assert sent == {"p"}
 
 
@@ -213,10 +213,10 @@ SPEC = StateSpec("MAMBA2", ((3, 24), (2, 8, 2)), ("bfloat16", "float32"), 32)
 
 
 @pytest.mark.parametrize(("num_tokens", "block"), [(1, 0), (32, 0), (33, 1), (64, 1), (65, 2)])
-def test_state_lies_in_the_block_of_the_last_token(num_tokens: int, block: int) -> None:
-    cuts = BlockCuts(16, {1: SPEC})
+def test_state_is_in_the_block_of_the_last_token(num_tokens: int, block: int) -> None:
+    selector = BlockSelector(16, {1: SPEC})
     lists = [[10, 11, 12, 13, 14], [20, 21, 22]]
-    paged, state = cuts.named(lists, 0, num_tokens)
+    paged, state = selector.select(lists, 0, num_tokens)
     assert state == (20 + block,)
     assert paged == tuple(lists[0][: -(-num_tokens // 16)])
 
@@ -230,15 +230,13 @@ def test_state_lies_in_the_block_of_the_last_token(num_tokens: int, block: int) 
         (SPEC._replace(shapes=((3, 20), (2, 8, 2))), StateSharding(2), "n_groups"),
     ],
 )
-def test_state_that_can_not_be_carried_is_one_sentence(
-    spec: StateSpec, sharding: StateSharding, says: str
-) -> None:
+def test_unsupported_state_is_refused(spec: StateSpec, sharding: StateSharding, says: str) -> None:
     with pytest.raises(InputError, match=says):
         place_states("mixer", [0], spec, sharding)
 
 
-def test_other_types_are_other_groups() -> None:
-    """Or the handshake would pair two whose bytes mean different things."""
+def test_dtype_is_part_of_the_group_name() -> None:
+    """Otherwise the handshake would accept two sides whose bytes differ in meaning."""
     one, two = (
         place_states("m", [0], SPEC._replace(dtypes=dtypes), StateSharding(1))
         for dtypes in (("bfloat16", "float32"), ("float16", "float32"))
@@ -252,7 +250,7 @@ def test_other_types_are_other_groups() -> None:
     assert one[1] == two[1]
 
 
-def test_one_group_of_b_and_c_is_known_by_its_length_on_one_rank() -> None:
+def test_number_of_bc_groups_on_one_rank() -> None:
     spec = SPEC._replace(shapes=((3, 20), (2, 8, 2)))
     said = [each.groups for each in place_states("m", [0], spec, StateSharding(1, bc_groups=1))]
     found = [each.groups for each in place_states("m", [0], spec, StateSharding(1))]

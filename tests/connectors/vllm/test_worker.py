@@ -1,4 +1,4 @@
-"""A worker's part over torch tensors as vLLM registers them: [blocks, heads, tokens, content]."""
+"""The connector's worker side over torch tensors of vLLM's shape."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def undo() -> Iterator[ExitStack]:
 
 
 def caches(blocks: int, tokens: int, *, nhd: bool) -> Caches:
-    """All layers in one piece of memory, as vLLM allocates them."""
+    """Return all layers' caches in one allocation, as vLLM makes them."""
     shape = (blocks, tokens, HEADS, CONTENT) if nhd else (blocks, HEADS, tokens, CONTENT)
     whole = torch.zeros((LAYERS, *shape), dtype=torch.float16)
     each = (layer.transpose(1, 2) if nhd else layer for layer in whole)
     return {f"model.layers.{i}.self_attn.attn": layer for i, layer in enumerate(each)}
 
 
-def part(
+def make_worker(
     undo: ExitStack,
     url: str,
     name: str,
@@ -52,7 +52,7 @@ def part(
         read_settings({"discovery": url, "instance": name, "transport": "shm"}), None, name, "m"
     )
     block_tokens = next(iter(held.values())).shape[2]
-    # On a GPU blocks of any size and order go together; these only lie in host memory.
+    # Use the GPU's paging, which allows different block sizes and orders, on host memory.
     engine = EngineShape(1, (LAYERS,), 0, HEADS, block_tokens, on_cpu=False)
     worker.register(held, engine, kept, sends=sends, receives=receives, fails_early=False)
     undo.callback(worker.close)
@@ -60,28 +60,28 @@ def part(
 
 
 @pytest.mark.parametrize(("nhd", "both"), [(False, False), (True, False), (False, True)])
-def test_other_blocks_and_another_order(undo: ExitStack, nhd: bool, both: bool) -> None:
+def test_different_block_sizes_and_orders(undo: ExitStack, nhd: bool, both: bool) -> None:
     discovery = DiscoveryServer().start()
     undo.callback(discovery.stop)
     there, here = caches(6, 16, nhd=nhd), caches(4, 32, nhd=not nhd)
-    prefill = part(undo, discovery.url, "prefill-0", there, sends=True, receives=both)
-    decode = part(undo, discovery.url, "decode-0", here, sends=both, receives=True)
+    prefill = make_worker(undo, discovery.url, "prefill-0", there, sends=True, receives=both)
+    decode = make_worker(undo, discovery.url, "decode-0", here, sends=both, receives=True)
     order = ReceiveRoom("d", "room", "prefill-0", TOKENS, 0, ((3, 1),), b"d")
-    decode.receive(DecodeMetadata([order]))
-    orders = PrefillMetadata(
+    decode.start_receives(DecodeMetadata([order]))
+    metadata = PrefillMetadata(
         [OpenRoom("p", "room", TOKENS)],
         [PushTokens("room", TOKENS, 0, ((5, 0, 2),), b"d")],
         held=[("p", "room")],
     )
-    prefill.before(orders)
+    prefill.begin_step(metadata)
     for layer in there.values():
         layer.copy_(torch.rand(layer.shape))
-    prefill.after(orders)
+    prefill.end_step(metadata)
     received: set[str] = set()
     sent: set[str] = set()
     while not (received and sent):
-        received |= decode.arrivals().received
-        sent |= prefill.sent()
+        received |= decode.take_arrivals().received
+        sent |= prefill.take_sent()
     assert (received, sent) == ({"d"}, {"p"})
     for name, source in there.items():
         computed = torch.cat([source[block] for block in (5, 0, 2)], dim=1)[:, :TOKENS]
@@ -92,19 +92,18 @@ def test_other_blocks_and_another_order(undo: ExitStack, nhd: bool, both: bool) 
     assert counts["bytes_sent"] == LAYERS * TOKENS * HEADS * CONTENT * 2
 
 
-def test_layers_that_share_a_cache_are_carried_once(undo: ExitStack) -> None:
+def test_layers_that_share_a_cache_are_registered_once(undo: ExitStack) -> None:
     held = caches(4, 16, nhd=False)
     held["model.layers.2.self_attn.attn"] = held["model.layers.1.self_attn.attn"]
-    worker = part(undo, "http://127.0.0.1:1", "p", held, sends=True, receives=False)
-    assert worker.sent() == set()
-    assert worker.arrivals().received == set()
+    worker = make_worker(undo, "http://127.0.0.1:1", "p", held, sends=True, receives=False)
+    assert worker.take_sent() == set()
+    assert worker.take_arrivals().received == set()
 
 
-def test_groups_with_blocks_of_their_own_share_memory(undo: ExitStack) -> None:
-    """As vLLM's hybrid allocator has it: a full layer and a sliding one lie in the same place.
+def test_hybrid_groups_share_memory_with_different_blocks(undo: ExitStack) -> None:
+    """As with vLLM's hybrid allocator, a full layer and a window layer share an allocation.
 
-    16 tokens are kept before the next one. Of the sliding layer's blocks, those before are
-    given away, and nobody names or fills them.
+    The window is 16 tokens. Blocks before it are reused and must be neither read nor written.
     """
     discovery = DiscoveryServer().start()
     undo.callback(discovery.stop)
@@ -116,26 +115,26 @@ def test_groups_with_blocks_of_their_own_share_memory(undo: ExitStack) -> None:
     there, here = ({**caches(8, 16, nhd=False)} for _ in range(2))
     for side in (there, here):
         side[names[2]] = side[names[0]]
-    prefill = part(undo, discovery.url, "prefill-0", there, kept, sends=True, receives=False)
-    decode = part(undo, discovery.url, "decode-0", here, kept, sends=False, receives=True)
+    prefill = make_worker(undo, discovery.url, "prefill-0", there, kept, sends=True, receives=False)
+    decode = make_worker(undo, discovery.url, "decode-0", here, kept, sends=False, receives=True)
     null = 0
     order = ReceiveRoom("d", "room", "prefill-0", TOKENS, 0, ((3, 1, 6), (null, 5, 2)), b"d")
-    decode.receive(DecodeMetadata([order]))
+    decode.start_receives(DecodeMetadata([order]))
     first = PrefillMetadata(
         [OpenRoom("p", "room", TOKENS)], [PushTokens("room", 20, 0, ((5, 1), (7, 4)))]
     )
-    # The sliding layer's first block was given away, and is its third now.
+    # The window layer's first block was reused as its third.
     last = PrefillMetadata(
         [], [PushTokens("room", TOKENS, 1, ((1, 2), (4, 7)), b"d")], held=[("p", "room")]
     )
     for layer in there.values():
         layer.copy_(torch.rand(layer.shape))
-    for orders in (first, last):
-        prefill.before(orders)
-        prefill.after(orders)
+    for metadata in (first, last):
+        prefill.begin_step(metadata)
+        prefill.end_step(metadata)
     received: set[str] = set()
     while not received:
-        received |= decode.arrivals().received
+        received |= decode.take_arrivals().received
     for name in names[:2]:
         computed = torch.cat([there[name][block] for block in (5, 1, 2)], dim=1)[:, :TOKENS]
         arrived = torch.cat([here[name][block] for block in (3, 1, 6)], dim=1)[:, :TOKENS]

@@ -117,10 +117,10 @@ class TrustsClose(Ledger):
 class IgnoresLateClose(TargetLinks):
     """C7: a Close for a room that has ended is not answered."""
 
-    def say(self, link: Link, body: Body) -> None:
+    def send(self, link: Link, body: Body) -> None:
         machine: Any = self._rooms
         if not isinstance(body, Complete) or body.room in machine.rooms:
-            super().say(link, body)
+            super().send(link, body)
 
 
 class ReportsTwice(TargetMachine):
@@ -144,9 +144,9 @@ class ClosesOnce(OutboundTransfers):
     """C7: a lost Close is not repeated."""
 
     def repeat_close(self, outbound: OutboundTransfer) -> None:
-        if outbound.said_at != inf:
+        if outbound.sent_at != inf:
             super().repeat_close(outbound)
-        outbound.said_at = inf
+        outbound.sent_at = inf
 
 
 class SharesLocalSlot(UncheckedSlots):
@@ -170,10 +170,10 @@ class ForgetsDiscarded(WriteQueue):
 class SharesTheOnlySlot(EarlyGather):
     """The only slot is taken back and filled again before its gather has ended."""
 
-    def take_back(self) -> None:
-        super().take_back()
+    def reclaim(self) -> None:
+        super().reclaim()
         for write in self.inflight.writes.values():
-            if write.is_taken_back and not self.slots:
+            if write.is_reclaimed and not self.slots:
                 assert write.local_slot is not None
                 self.slots.free(write.local_slot)
 

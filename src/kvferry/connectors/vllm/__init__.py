@@ -1,10 +1,9 @@
-"""vLLM's connector: kvferry inside ``vllm serve``, on any tensor-parallel size of either side.
+"""Connector for vLLM.
 
-``KVFerryConnector`` is what vLLM loads. It is made once beside the scheduler and once in each
-worker, and hands everything on: to ``scheduler.py``, which decides which request meets in which
-room, and to ``worker.py``, which holds a rank's endpoints. What they decide by is in modules that
-import neither vLLM nor torch: ``settings.py``, ``params.py``, ``caches.py``, ``paging.py``,
-``prefill.py``, ``decode.py``, ``orders.py``. Importing this package alone imports neither.
+vLLM creates one ``KVFerryConnector`` in the scheduler and one in each worker. It forwards vLLM's
+hooks to ``scheduler.py``, which assigns requests to rooms, and ``worker.py``, which has the
+endpoints. Only ``connector.py``, ``metrics.py`` and ``plugin.py`` import vLLM. Only the first and
+``worker.py`` import torch. Importing this package imports neither.
 """
 
 from __future__ import annotations

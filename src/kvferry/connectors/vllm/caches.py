@@ -1,15 +1,15 @@
-"""Caches: vLLM's registered tensors as a kvferry layout. Pure: shapes and strides, no tensors.
+"""vLLM's registered caches as a kvferry layout, from their shapes and strides.
 
-Since 0.32 every layer's cache is a view ``[blocks, heads, tokens, content]``, whatever the order
-in memory; content is a token's K and V of one head, or an MLA latent. It travels as one tensor.
-Layers that are cached alike, and have the same blocks, are one group. On a CPU (``paging.py``) a
-page and head is one cell. Recurrent state (``states.py``) is registered as a block's bytes.
+Since vLLM 0.32 each layer's cache is a view ``[blocks, heads, tokens, content]``, whatever the
+order in memory. The content is a token's K and V of one head, or an MLA latent, and is transferred
+as one tensor. Layers of the same kind with the same blocks form a group. On a CPU a page of one
+head is one cell (``paging.py``). Recurrent state is registered as bytes (``states.py``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvferry import (
@@ -32,7 +32,7 @@ ONLY_GROUP = "kv"
 
 
 class CacheView(NamedTuple):
-    """What matters of one registered tensor; strides count elements."""
+    """Shape, strides (in elements) and dtype of a registered tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -40,10 +40,10 @@ class CacheView(NamedTuple):
 
 
 class EngineShape(NamedTuple):
-    """What matters of an engine: its sharding, and the whole model's layers and KV heads.
+    """Sharding of an engine as seen by one rank, and the whole model's KV heads.
 
-    ``stages`` are the layers of each pipeline stage; with MLA ``num_heads`` is 1. For recurrent
-    state: whether a convolution's channels come before its inputs, and how many groups share B, C.
+    ``stages``: number of layers of each pipeline stage. ``num_heads``: 1 with MLA. The last two
+    fields describe recurrent state, as in ``StateSharding``.
     """
 
     tp: int
@@ -57,18 +57,18 @@ class EngineShape(NamedTuple):
 
     @property
     def state_sharding(self) -> StateSharding:
-        """How recurrent state is dealt out."""
+        """Sharding of recurrent state."""
         return StateSharding(self.tp, self.channels_first, self.bc_groups)
 
     @property
     def num_layers(self) -> int:
-        """Of the whole model."""
+        """Number of layers of the whole model."""
         return sum(self.stages)
 
     def with_draft(self, last: int) -> EngineShape:
-        """A draft model's layers are counted on behind the model's own.
+        """Return a shape that includes a draft model's layers, up to number ``last``.
 
-        Without pipeline stages they are layers like all others.
+        Their numbers follow the model's own. With pipeline stages they are not supported.
         """
         if len(self.stages) > 1:
             return self
@@ -76,7 +76,7 @@ class EngineShape(NamedTuple):
 
     @property
     def own_layers(self) -> range:
-        """The layers of this rank's stage."""
+        """Layers of this rank's pipeline stage."""
         stage = self.rank // self.tp
         first = sum(self.stages[:stage])
         return range(first, first + self.stages[stage])
@@ -85,8 +85,8 @@ class EngineShape(NamedTuple):
 class BlockGroup(NamedTuple):
     """One of vLLM's cache groups: layers with the same blocks.
 
-    ``window`` is how many tokens before the next one are kept; None is all of them. With ``state``
-    none are, but what was made of them.
+    ``window``: how many tokens before the next one are kept; None for all. ``state``: set for
+    recurrent layers, which keep no tokens.
     """
 
     names: frozenset[str]
@@ -95,9 +95,9 @@ class BlockGroup(NamedTuple):
 
 
 class CachePlan(NamedTuple):
-    """The layout, how blocks become pages, and which tensor is which layer of which group.
+    """The layout, the mapping of blocks, and the caches by group and layer.
 
-    ``states`` are where in a block's bytes a part of some layers' state lies.
+    ``states`` has the parts of a block's bytes that hold recurrent state, with their layers.
     """
 
     layout: Layout
@@ -110,9 +110,9 @@ class CachePlan(NamedTuple):
 def plan_caches(
     views: Mapping[str, CacheView], engine: EngineShape, kept: Sequence[BlockGroup] = ()
 ) -> CachePlan:
-    """How these caches are carried, or an ``InputError`` that says why they can't be.
+    """Return the layout of an engine's caches. Raises ``InputError`` if it is not supported.
 
-    Without ``kept`` all layers have the same blocks and keep all tokens.
+    Without ``kept`` all layers are in one cache group and keep all tokens.
     """
     kept = kept or [BlockGroup(frozenset(views))]
     engine = engine.with_draft(max((layer_of(name)[0] for name in views), default=-1))
@@ -121,10 +121,10 @@ def plan_caches(
     found = {name: alike for name, alike in found.items() if kept[alike.place].state is None}
     views = {name: views[name] for alike in found.values() for name in alike.layers.values()}
     if not views:
-        raise InputError("vLLM registered no KV cache of attention; this model can't be carried")
+        raise InputError("vLLM registered no KV cache of attention; this model is not supported")
     for name, view in views.items():
-        _demand_carriable(name, view)
-    page_tokens = _the_same({view.shape[2] for view in views.values()}, "blocks of", "tokens")
+        _check_view(name, view)
+    page_tokens = _common_page_tokens(views.values())
     paging = Paging(engine.block_tokens, page_tokens, engine.on_cpu)
     order = _order(views)
     tensor = f"blocks_of_{page_tokens}_tokens" if engine.on_cpu else "content"
@@ -148,24 +148,24 @@ def plan_caches(
 
 
 def layer_of(name: str) -> tuple[int, str]:
-    """A layer's number and what is cached of it, out of a name such as model.layers.3.attn."""
+    """Return the layer number in a name such as model.layers.3.attn, and the name without it."""
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if re.fullmatch(r"\d+", part)]
     if len(numbers) != 1:
         raise InputError(
             f"vLLM's cache {name!r:.200} has no single layer number in its name; this model "
-            f"can't be carried yet"
+            f"is not supported yet"
         )
     number = int(parts[numbers[0]])
     parts[numbers[0]] = "*"
     return number, ".".join(parts)
 
 
-def _demand_carriable(name: str, view: CacheView) -> None:
+def _check_view(name: str, view: CacheView) -> None:
     if len(view.shape) != 4 or min(view.shape, default=0) < 1:
         raise InputError(
             f"vLLM's cache {name!r:.200} has shape {list(view.shape)}, not [blocks, heads, tokens, "
-            f"content]; what is no attention cache can't be carried yet"
+            f"content]; only attention caches are supported yet"
         )
     if view.strides[3] != 1:
         raise InputError(
@@ -174,18 +174,19 @@ def _demand_carriable(name: str, view: CacheView) -> None:
         )
 
 
-def _the_same(values: set[int], what: str, unit: str) -> int:
-    if len(values) != 1:
-        shown = ", ".join(map(str, sorted(values)))
+def _common_page_tokens(views: Iterable[CacheView]) -> int:
+    sizes = {view.shape[2] for view in views}
+    if len(sizes) != 1:
+        shown = ", ".join(map(str, sorted(sizes)))
         raise InputError(
-            f"vLLM's layers have {what} {shown} {unit}, and all must have the same; give vLLM "
+            f"vLLM's layers have blocks of {shown} tokens, and all must have the same; give vLLM "
             f"--disable-hybrid-kv-cache-manager or another --block-size"
         )
-    return values.pop()
+    return sizes.pop()
 
 
 def _order(views: Mapping[str, CacheView]) -> Order:
-    """Whether heads or tokens come first in memory; with one head there is no difference."""
+    """Return whether heads or tokens come first in memory. With one head there is no difference."""
     found = {
         Order.HND if view.strides[1] >= view.strides[2] else Order.NHD
         for view in views.values()
@@ -197,7 +198,7 @@ def _order(views: Mapping[str, CacheView]) -> Order:
 
 
 class _Alike(NamedTuple):
-    """This rank's layers of one kind that have the same blocks, which lie at that place."""
+    """This rank's layers of one kind in one cache group. ``place`` is the group's index."""
 
     place: int
     window: int | None
@@ -207,7 +208,7 @@ class _Alike(NamedTuple):
 def _groups(
     views: Mapping[str, CacheView], engine: EngineShape, kept: Sequence[BlockGroup]
 ) -> dict[str, _Alike]:
-    """Per group, the tensor of each of this rank's layers."""
+    """Return the caches of this rank's layers, by group and layer."""
     found: dict[str, _Alike] = {}
     for place, blocks in enumerate(kept):
         for cache in (cache for cache in views if cache in blocks.names):
@@ -222,7 +223,7 @@ def _groups(
         if beyond:
             raise InputError(
                 f"vLLM's cache {role!r:.200} has a layer {beyond[0]}, which the model's own "
-                f"{engine.num_layers} layers have not; a draft model's cache can't be carried with "
+                f"{engine.num_layers} layers have not; a draft model is not supported with "
                 f"pipeline parallelism"
             )
         if len(engine.stages) > 1 and sorted(layers) != list(engine.own_layers):
@@ -237,7 +238,7 @@ def _groups(
 def _states(
     found: Mapping[str, _Alike], engine: EngineShape, kept: Sequence[BlockGroup]
 ) -> list[tuple[_Alike, PlacedState]]:
-    """Per kind of recurrent state, the layers that have it and where it lies in their blocks."""
+    """Return each kind of recurrent state with its layers and its position in their blocks."""
     placed = []
     for name, alike in found.items():
         spec = kept[alike.place].state
@@ -249,7 +250,7 @@ def _states(
 
 
 def _numbers(alike: _Alike, engine: EngineShape) -> list[int]:
-    """The layers of a group; with several stages every layer is of every group, as was demanded."""
+    """Return a group's layers over all stages. ``_groups`` demands all if there are several."""
     several = len(engine.stages) > 1
     return list(range(engine.num_layers)) if several else sorted(alike.layers)
 
@@ -270,7 +271,7 @@ def _group(
 
 
 def _units(role: str, num_heads: int, engine: EngineShape) -> int:
-    """KV heads over all ranks: those of the model, or one that every rank has."""
+    """Return the KV heads over all ranks: the model's, or one that is replicated."""
     if num_heads == max(1, engine.num_heads // engine.tp):
         return engine.num_heads
     if num_heads == 1:

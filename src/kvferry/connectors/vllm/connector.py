@@ -1,4 +1,4 @@
-"""The connector that vLLM loads: its interface, handed on to the scheduler's or a worker's part."""
+"""The connector class that vLLM loads. It forwards vLLM's hooks to the scheduler or worker side."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvferry.connectors.vllm.engine import (
     block_groups,
     cache_dtype,
-    demand_carriable,
+    check_parallelism,
     engine_shape,
-    model_name,
-    replica_of,
+    fingerprint,
+    replica_index,
 )
 from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata
 from kvferry.connectors.vllm.metrics import KVFerryPromMetrics, KVFerryStats
-from kvferry.connectors.vllm.paging import BlockCuts
+from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvferry.connectors.vllm.scheduler import ConnectorScheduler
-from kvferry.connectors.vllm.settings import demand_known, read_settings
+from kvferry.connectors.vllm.settings import check_version, read_settings
 from kvferry.connectors.vllm.stats import no_counts
 from kvferry.connectors.vllm.targets import Arrivals
 from kvferry.connectors.vllm.worker import ConnectorWorker
@@ -42,7 +42,7 @@ from kvferry.connectors.vllm.worker import ConnectorWorker
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """A step's orders, as they travel to the workers."""
+    """Metadata of one step for all workers."""
 
     prefill: PrefillMetadata
     decode: DecodeMetadata
@@ -50,99 +50,99 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class FailureReasons(KVConnectorWorkerMetadata):
-    """Why rooms failed on a rank, as it travels to the scheduler."""
+    """Why rooms failed on a rank, for the scheduler."""
 
     reasons: dict[str, str]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FailureReasons:
-        """Of two ranks; the first word counts."""
+        """Merge the reasons of two ranks; this rank's have priority."""
         assert isinstance(other, FailureReasons)
         return FailureReasons(other.reasons | self.reasons)
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's caches carried by kvferry. See ``docs/connectors/vllm.md``."""
+    """Transfers vLLM's KV caches with kvferry. See ``docs/connectors/vllm.md``."""
 
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        demand_known(vllm.__version__)
-        demand_carriable(vllm_config)
-        self._kept = block_groups(vllm_config, kv_cache_config)
+        check_version(vllm.__version__)
+        check_parallelism(vllm_config)
+        self._groups = block_groups(vllm_config, kv_cache_config)
         config = self._kv_transfer_config
         settings = read_settings(config.kv_connector_extra_config)
         key = settings.key()
-        name = settings.name_of(replica_of(vllm_config))
-        model = model_name(vllm_config, settings.model)
+        name = settings.instance_name(replica_index(vllm_config))
+        model = fingerprint(vllm_config, settings.model)
         self._arrivals = Arrivals(set(), set(), set(), {})
         if role is KVConnectorRole.SCHEDULER:
-            states = {p: g.state for p, g in enumerate(self._kept) if g.state is not None}
-            cuts = BlockCuts(vllm_config.cache_config.block_size, states)
+            states = {p: g.state for p, g in enumerate(self._groups) if g.state is not None}
+            selector = BlockSelector(vllm_config.cache_config.block_size, states)
             self._scheduler = ConnectorScheduler(
-                PrefillScheduler(name, cuts) if config.is_kv_producer else None,
-                DecodeScheduler(cuts) if config.is_kv_consumer else None,
+                PrefillScheduler(name, selector) if config.is_kv_producer else None,
+                DecodeScheduler(selector) if config.is_kv_consumer else None,
                 model=model,
                 dtype=cache_dtype(vllm_config),
-                leaves_last=bool(states) or any(g.window is not None for g in self._kept),
+                leaves_last=bool(states) or any(g.window is not None for g in self._groups),
             )
         else:
             self._worker = ConnectorWorker(settings, key, name, model)
 
-    # ------------------------------------------------------------ for the scheduler
+    # ------------------------------------------------------------ scheduler side
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether cached attention is of use where the state after it is not cached: that comes.
+        """Whether vLLM may use cached attention without the recurrent state after it.
 
-        A window that is not cached as far would not.
+        The state is transferred. Window layers that are not cached as far are not supported.
         """
-        return all(group.window is None for group in self._kept)
+        return all(group.window is None for group in self._groups)
 
     def on_new_request(self, request: Any) -> None:
-        """A request has come."""
-        self._scheduler.arrived(request)
+        """Add a request with transfer parameters."""
+        self._scheduler.add_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens come from elsewhere, between steps."""
-        missing = self._scheduler.missing(request, num_computed_tokens)
-        return missing, missing > 0
+        """Return how many tokens another instance provides, asynchronously."""
+        num_external = self._scheduler.num_external_tokens(request, num_computed_tokens)
+        return num_external, num_external > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request has its blocks."""
-        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        """Start to receive a request's cache into its blocks."""
+        self._scheduler.blocks_allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """What the workers are told with a step."""
-        return StepMetadata(*self._scheduler.step(scheduler_output))
+        """Return a step's metadata for the workers."""
+        return StepMetadata(*self._scheduler.build_metadata(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers have said."""
-        said = connector_output.kv_connector_worker_meta
-        self._scheduler.ended(
+        """Handle the workers' results."""
+        meta = connector_output.kv_connector_worker_meta
+        self._scheduler.transfers_ended(
             connector_output.finished_sending or (),
             connector_output.finished_recving or (),
-            said.reasons if isinstance(said, FailureReasons) else {},
+            meta.reasons if isinstance(meta, FailureReasons) else {},
         )
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether a finished request's blocks are still read, and what decode is asked with."""
-        return self._scheduler.finished(request)
+        """Return whether to hold a finished request's blocks, and the parameters for decode."""
+        return self._scheduler.request_finished(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, where vLLM has several cache groups."""
-        return self._scheduler.finished(request)
+        """Do the same as ``request_finished``, for several cache groups."""
+        return self._scheduler.request_finished(request)
 
-    # ------------------------------------------------------------ for a worker
+    # ------------------------------------------------------------ worker side
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Make the rank's endpoints."""
+        """Create the rank's endpoints."""
         parallel, config = self._vllm_config.parallel_config, self._kv_transfer_config
         stage = get_pp_group().rank_in_group
         rank = stage * parallel.tensor_parallel_size + get_tensor_model_parallel_rank()
@@ -153,80 +153,80 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             engine_shape(
                 *(self._vllm_config, rank), on_cpu=on_cpu, channels_first=is_conv_state_dim_first()
             ),
-            self._kept,
+            self._groups,
             sends=config.is_kv_producer,
             receives=config.is_kv_consumer,
-            fails_early=config.kv_load_failure_policy == "fail" and len(self._kept) == 1,
+            fails_early=config.kv_load_failure_policy == "fail" and len(self._groups) == 1,
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before a step overwrites anything: the first hook of every step that has orders."""
+        """Prepare a step. vLLM calls this hook first, before anything is overwritten."""
         assert isinstance(kv_connector_metadata, StepMetadata)
-        self._worker.before(kv_connector_metadata.prefill)
+        self._worker.begin_step(kv_connector_metadata.prefill)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Have requests' caches written into their blocks."""
-        self._worker.receive(self._orders.decode)
+        """Start to receive caches into their blocks."""
+        self._worker.start_receives(self._metadata.decode)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded during a step."""
+        """Do nothing, because caches are received between steps."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Push some layers of the step's chunks while the others are computed, where that pays."""
-        self._worker.computed(self._orders.prefill, layer_name)
+        """Push computed layers while the others are computed, if that is worthwhile."""
+        self._worker.cache_computed(self._metadata.prefill, layer_name)
 
     def wait_for_save(self) -> None:
-        """Push what the step has computed; its blocks are held until they were read."""
-        self._worker.after(self._orders.prefill)
+        """Push the rest of the step. Its blocks are held until they were read."""
+        self._worker.end_step(self._metadata.prefill)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Which requests' blocks are free, or filled."""
-        self._arrivals = self._worker.arrivals()
+        """Return the requests whose blocks are free again or filled."""
+        self._arrivals = self._worker.take_arrivals()
         return KVConnectorTransferResults(
-            finished_sending=self._worker.sent(),
+            finished_sending=self._worker.take_sent(),
             finished_recving=self._arrivals.received,
             failed_recving=self._arrivals.failed,
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of requests that fail before their blocks are free."""
+        """Return the blocks of failed requests, before these blocks are free."""
         return self._arrivals.bad_blocks
 
     def build_connector_worker_meta(self) -> FailureReasons | None:
-        """Why rooms failed, for the scheduler."""
+        """Return why rooms failed on this rank."""
         return FailureReasons(self._arrivals.reasons) if self._arrivals.reasons else None
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
-        """What this rank has done since the last step."""
+        """Return this rank's statistics since the last call."""
         if self.role is KVConnectorRole.SCHEDULER:
             return None
         counts = self._worker.counts.take()
         return None if counts is None else KVFerryStats(counts)
 
     def shutdown(self) -> None:
-        """End the rank's endpoints."""
+        """Close the rank's endpoints."""
         if self.role is KVConnectorRole.WORKER:
             self._worker.close()
 
     @property
-    def _orders(self) -> StepMetadata:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, StepMetadata)
-        return orders
+    def _metadata(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata
 
-    # ------------------------------------------------------------ for both
+    # ------------------------------------------------------------ both sides
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Heads before tokens: what is resharded by heads then travels in larger pieces."""
+        """Prefer heads before tokens, so that resharding by heads moves larger pieces."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
-        """What a rank has counted, out of what travelled."""
+        """Return statistics from their serialized form."""
         return KVFerryStats(no_counts() if data is None else data)
 
     @classmethod
@@ -237,5 +237,5 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: Mapping[int, list[object]],
     ) -> KVFerryPromMetrics:
-        """The same in vLLM's ``/metrics``."""
+        """Return the metrics for vLLM's ``/metrics``."""
         return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

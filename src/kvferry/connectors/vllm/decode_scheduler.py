@@ -1,8 +1,8 @@
-"""The decode book: which of the scheduler's requests wait for which room. Pure.
+"""Requests whose prompt was prefilled elsewhere, on the scheduler's side.
 
-A request is asked for once: after a failure it is computed here, or fails, as vLLM's policy says.
-A request that ends before it was asked for, or that has all of its prompt cached, still tells
-prefill, so that it lets go of its blocks.
+The cache of a request is requested once. After a failure vLLM recomputes or fails the request,
+depending on its policy. A request that ends before its cache was requested, or whose prompt is
+already cached, still notifies prefill, so that prefill can free its blocks.
 """
 
 from __future__ import annotations
@@ -12,105 +12,100 @@ from dataclasses import dataclass
 
 from kvferry import Room
 from kvferry.connectors.vllm.metadata import DecodeMetadata, ReceiveRoom
-from kvferry.connectors.vllm.paging import BlockCuts
+from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.params import DecodeParams
 
 
 @dataclass
 class TargetRequest:
-    """A request whose prompt's cache comes from elsewhere."""
+    """A request whose prompt's cache comes from another instance."""
 
-    asked: DecodeParams
+    params: DecodeParams
     num_tokens: int
     digest: bytes
-    is_asked_for: bool = False
+    is_requested: bool = False
     is_waiting: bool = False
 
 
 class DecodeScheduler:
-    """One scheduler's requests that others compute. ``orders`` are taken each step."""
+    """Requests that another instance prefills, and the metadata of the next step."""
 
-    def __init__(self, cuts: BlockCuts) -> None:
-        self._cuts = cuts
+    def __init__(self, selector: BlockSelector) -> None:
+        self._selector = selector
         self._requests: dict[str, TargetRequest] = {}
         self._rooms: set[Room] = set()
-        self.orders = DecodeMetadata()
+        self._metadata = DecodeMetadata()
 
-    def __contains__(self, request: str) -> bool:
-        return request in self._requests
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def begin(self, request: str, asked: DecodeParams, num_tokens: int, digest: bytes) -> bool:
-        """A request has come, whose first ``num_tokens`` tokens are in that room.
+    def add_request(
+        self, request_id: str, params: DecodeParams, num_tokens: int, digest: bytes
+    ) -> bool:
+        """Add a request; return False if another request waits for the same room.
 
-        False if another one waits for the same room: several answers to one prompt are several
-        requests with the same parameters.
+        That happens with ``n`` > 1: each completion is a request with the same parameters.
         """
-        if asked.room in self._rooms:
+        if params.room in self._rooms:
             return False
-        self._rooms.add(asked.room)
-        self._requests[request] = TargetRequest(asked, num_tokens, digest)
+        self._rooms.add(params.room)
+        self._requests[request_id] = TargetRequest(params, num_tokens, digest)
         return True
 
-    def missing(self, request: str, num_computed: int) -> int:
-        """How many tokens its room would bring beyond those that are cached here."""
-        known = self._requests.get(request)
-        if known is None or known.is_asked_for:
+    def num_external_tokens(self, request_id: str, num_computed: int) -> int:
+        """Return how many tokens the room has beyond those that are cached here."""
+        request = self._requests.get(request_id)
+        if request is None or request.is_requested:
             return 0
-        return max(0, known.num_tokens - num_computed)
+        return max(0, request.num_tokens - num_computed)
 
-    def allocated(self, request: str, num_external: int, blocks: Sequence[Sequence[int]]) -> None:
-        """The request has its blocks, and so many tokens of them come from its room."""
-        known = self._requests.get(request)
-        if known is None or known.is_asked_for:
+    def blocks_allocated(
+        self, request_id: str, num_external: int, blocks: Sequence[Sequence[int]]
+    ) -> None:
+        """Request the cache of the last ``num_external`` tokens into the allocated blocks.
+
+        If all tokens are cached here, the room is completed without data, so that prefill can
+        free its blocks.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.is_requested:
             return
-        known.is_asked_for = True
-        if not num_external:
-            self._receive_nothing(request, known)
-            return
-        known.is_waiting = True
-        prefix = known.num_tokens - num_external
-        self.orders.received.append(
-            ReceiveRoom(
-                *(request, known.asked.room, known.asked.prefill, known.num_tokens, prefix),
-                self._cuts.named(blocks, 0, known.num_tokens),
-                known.digest,
-            )
+        request.is_requested = True
+        request.is_waiting = num_external > 0
+        num_tokens, room, prefill = request.num_tokens, request.params.room, request.params.prefill
+        chosen = self._selector.select(blocks, 0, num_tokens) if num_external else ()
+        prefix = num_tokens - num_external
+        self._metadata.received.append(
+            ReceiveRoom(request_id, room, prefill, num_tokens, prefix, chosen, request.digest)
         )
 
-    def failed(self, request: str) -> None:
-        """A rank has failed: the others need not go on."""
-        known = self._requests.get(request)
-        if known is not None and known.is_waiting:
-            self.orders.aborted.append(request)
+    def failed(self, request_id: str) -> None:
+        """Abort the room on all ranks after one of them has failed."""
+        request = self._requests.get(request_id)
+        if request is not None and request.is_waiting:
+            self._metadata.aborted.append(request_id)
 
-    def ended(self, request: str) -> None:
-        """All ranks are done with its room."""
-        known = self._requests.get(request)
-        if known is not None:
-            known.is_waiting = False
+    def ended(self, request_id: str) -> None:
+        """Record that all ranks have ended the room."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.is_waiting = False
 
-    def finished(self, request: str) -> None:
-        """The request is over, whatever became of its room."""
-        known = self._requests.pop(request, None)
-        if known is None:
+    def request_finished(self, request_id: str) -> None:
+        """Abort or decline the room of a finished request if it has not ended."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
             return
-        self._rooms.discard(known.asked.room)
-        if known.is_waiting:
-            self.orders.aborted.append(request)
-        elif not known.is_asked_for:
-            self.orders.declined.append((known.asked.room, known.asked.prefill))
-
-    def _receive_nothing(self, request: str, known: TargetRequest) -> None:
-        """Complete the room of a prompt that is all cached here, so that prefill frees it."""
-        tokens, asked = known.num_tokens, known.asked
-        self.orders.received.append(
-            ReceiveRoom(request, asked.room, asked.prefill, tokens, tokens, (), known.digest)
-        )
+        self._rooms.discard(request.params.room)
+        if request.is_waiting:
+            self._metadata.aborted.append(request_id)
+        elif not request.is_requested:
+            self._metadata.declined.append((request.params.room, request.params.prefill))
 
     def take_metadata(self) -> DecodeMetadata:
-        """What has to be done, once."""
-        orders, self.orders = self.orders, DecodeMetadata()
-        return orders
+        """Return the metadata for the next step, and start a new one."""
+        metadata, self._metadata = self._metadata, DecodeMetadata()
+        return metadata

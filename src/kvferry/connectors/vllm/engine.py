@@ -1,7 +1,7 @@
-"""An engine's own description: what the connector has to know of a ``VllmConfig``.
+"""Reads what the connector needs from a ``VllmConfig``.
 
-Only attributes are read, so that nothing of vLLM is imported here but how it cuts layers into
-pipeline stages, which follows its environment.
+It only reads attributes. The one import of vLLM is the function that assigns layers to pipeline
+stages, because that depends on vLLM's environment.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from kvferry import InputError, model_fingerprint
 from kvferry.connectors.vllm.caches import BlockGroup, EngineShape
 from kvferry.connectors.vllm.states import StateSpec
 
-# vLLM's kinds of cache that keep every token, and those that keep a window of them.
+# vLLM's cache specifications: for all tokens, for a window of them, and for recurrent state.
 KEEP_ALL = ("FullAttentionSpec", "MLAAttentionSpec")
 KEEP_WINDOW = ("SlidingWindowSpec",)
 KEEP_STATE = "MambaSpec"
-# How configurations call the number of groups of heads that share a Mamba-2 layer's B and C.
+# Names in model configurations of the number of B and C groups of a Mamba-2 layer.
 BC_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 
 
-def demand_carriable(vllm_config: Any) -> None:
-    """Refuse what the connector can't carry, at start-up."""
+def check_parallelism(vllm_config: Any) -> None:
+    """Refuse context parallelism at start-up."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise InputError(f"the connector does not carry {name} above 1 yet; leave it out")
+            raise InputError(f"the connector does not support {name} above 1 yet; leave it out")
 
 
 def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup]:
-    """vLLM's cache groups, or an ``InputError`` for one that can't be carried."""
+    """Return vLLM's cache groups. Raises ``InputError`` if one is not supported."""
     groups = kv_cache_config.kv_cache_groups
     has_state = any(type(group.kv_cache_spec).__name__ == KEEP_STATE for group in groups)
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and not has_state:
@@ -70,7 +70,7 @@ def _block_group(names: frozenset[str], spec: Any) -> BlockGroup:
 
 
 def _window(spec: Any) -> int | None:
-    """How many tokens before the next one a group keeps; None for all."""
+    """Return how many tokens before the next one a group keeps; None for all."""
     of_layers = getattr(spec, "kv_cache_specs", None)
     kinds = {type(each).__name__ for each in (of_layers.values() if of_layers else [spec])}
     if kinds <= set(KEEP_ALL):
@@ -91,7 +91,10 @@ def _window(spec: Any) -> int | None:
 def engine_shape(
     vllm_config: Any, rank: int, *, on_cpu: bool, channels_first: bool = False
 ) -> EngineShape:
-    """One rank's place in its engine. ``channels_first``: so convolutions keep their state."""
+    """Return the shape of the engine, as seen by one rank.
+
+    ``channels_first``: the order of axes in a convolution's state.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     return EngineShape(
@@ -107,7 +110,7 @@ def engine_shape(
 
 
 def _bc_groups(config: Any) -> int | None:
-    """How many groups share a Mamba-2 layer's B and C, if the model's configuration says."""
+    """Return the number of B and C groups of a Mamba-2 layer, if it is configured."""
     found = (getattr(config, name, None) for name in BC_GROUPS)
     return next((int(number) for number in found if number is not None), None)
 
@@ -117,17 +120,17 @@ def _stages(vllm_config: Any) -> tuple[int, ...]:
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     if num_stages == 1:
         return (num_layers,)
-    from vllm.distributed.utils import get_pp_indices  # noqa: PLC0415 - only where it is needed
+    from vllm.distributed.utils import get_pp_indices  # noqa: PLC0415
 
     spans = [get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)]
     return tuple(end - first for first, end in spans)
 
 
-def replica_of(vllm_config: Any) -> int | None:
-    """Which data-parallel replica this engine is; None where it is the only one.
+def replica_index(vllm_config: Any) -> int | None:
+    """Return the index of this data-parallel replica; None without data parallelism.
 
-    vLLM tells replicas of a dense model that there is one of them. What it leaves of the truth is
-    their index, and the mark on their engine's id.
+    For a dense model vLLM sets each replica's data-parallel size to 1. The index and the suffix of
+    the engine id still identify the replica.
     """
     parallel = vllm_config.parallel_config
     index = int(parallel.data_parallel_index)
@@ -135,14 +138,14 @@ def replica_of(vllm_config: Any) -> int | None:
     return index if parallel.data_parallel_size > 1 or marked else None
 
 
-def model_name(vllm_config: Any, given: str | None) -> str:
-    """What both sides must have in common; the settings may have a word for the checkpoint."""
+def fingerprint(vllm_config: Any, given: str | None) -> str:
+    """Return the model's fingerprint. ``given`` is the checkpoint's name from the settings."""
     model = vllm_config.model_config
     overrides = model.hf_overrides
     return model_fingerprint(
         model.model,
         model.hf_text_config.to_dict(),
-        dtype=_computed(vllm_config),
+        dtype=_compute_dtype(vllm_config),
         tokenizer=model.tokenizer,
         revision=model.revision,
         overrides={"function": repr(overrides)} if callable(overrides) else overrides,
@@ -151,11 +154,11 @@ def model_name(vllm_config: Any, given: str | None) -> str:
 
 
 def cache_dtype(vllm_config: Any) -> str:
-    """What the cache is computed in, for the digest."""
+    """Return the dtypes of computation and cache, for the digest."""
     kept = vllm_config.cache_config.cache_dtype
-    computed = _computed(vllm_config)
+    computed = _compute_dtype(vllm_config)
     return computed if kept == "auto" else f"{computed} kept as {kept}"
 
 
-def _computed(vllm_config: Any) -> str:
+def _compute_dtype(vllm_config: Any) -> str:
     return str(vllm_config.model_config.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Orders: what the scheduler's part tells every worker's in a step, as values. Pure.
+"""Connector metadata of one step, from the scheduler to every worker.
 
-A step's orders reach all ranks alike. They name requests and rooms, tokens and vLLM's blocks;
-each rank knows by itself what of that it holds.
+All ranks receive the same metadata. It names requests, rooms, tokens and vLLM's block ids; each
+rank derives the part that it holds.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 
 from kvferry import Room
 
-# A request's blocks, or some of them, in each of vLLM's cache groups; where that holds recurrent
-# state, the one block that has it.
+# Block ids of a request, per vLLM cache group. A group with recurrent state has one block.
 BlocksByGroup = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class OpenRoom:
-    """A request's prompt of so many tokens is about to be computed here, for that room."""
+    """The engine starts to prefill a prompt of ``tokens`` tokens for a room."""
 
     request: str
     room: Room
@@ -26,10 +25,10 @@ class OpenRoom:
 
 @dataclass(frozen=True)
 class PushTokens:
-    """After this step the request's tokens are computed up to ``end``.
+    """This step computes the prompt up to token ``end``.
 
-    ``blocks`` are its blocks from number ``first_block`` on. With the prompt's last token,
-    ``digest`` says what was computed, and the room is closed.
+    ``blocks`` are the request's blocks from index ``first_block`` on. ``digest`` is set with the
+    last token of the prompt, which closes the room.
     """
 
     room: Room
@@ -41,9 +40,9 @@ class PushTokens:
 
 @dataclass(frozen=True)
 class ReceiveRoom:
-    """Have ``tokens`` tokens of a request written into its blocks, but for those in ``prefix``.
+    """Receive the first ``tokens`` tokens of a prompt, except for the ``prefix`` cached here.
 
-    Without ``blocks`` all of it is cached here: nothing is written, and prefill learns that.
+    Without ``blocks`` everything is cached: the room completes without data.
     """
 
     request: str
@@ -57,22 +56,22 @@ class ReceiveRoom:
 
 @dataclass
 class PrefillMetadata:
-    """What a step says to sources."""
+    """Metadata for the sources of a rank."""
 
     opened: list[OpenRoom] = field(default_factory=list)
     pushed: list[PushTokens] = field(default_factory=list)
-    # Rooms whose blocks are gone, or will never be complete.
+    # Rooms that lost their blocks or will never be complete.
     abandoned: list[Room] = field(default_factory=list)
-    # Finished requests whose blocks wait until their room is released.
+    # Finished requests whose blocks are held until their room is released.
     held: list[tuple[str, Room]] = field(default_factory=list)
 
 
 @dataclass
 class DecodeMetadata:
-    """What a step says to targets."""
+    """Metadata for the targets of a rank."""
 
     received: list[ReceiveRoom] = field(default_factory=list)
-    # Rooms that nobody will receive, each with its prefill instance.
+    # Rooms that will not be received, with their prefill instances.
     declined: list[tuple[Room, str]] = field(default_factory=list)
-    # Requests that nobody waits for any more.
+    # Requests whose rooms are to be aborted.
     aborted: list[str] = field(default_factory=list)

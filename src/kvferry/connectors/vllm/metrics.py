@@ -1,4 +1,4 @@
-"""Metrics of the connector in vLLM's own log line and ``/metrics``: what ``stats.py`` counts."""
+"""Metrics of the connector in vLLM's log line and ``/metrics``."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ COUNTERS = {
 
 @dataclass
 class KVFerryStats(KVConnectorStats):
-    """As vLLM adds them up and logs them."""
+    """Statistics as vLLM aggregates and logs them."""
 
     data: dict[str, Any] = field(default_factory=no_counts)
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Reset the statistics."""
         self.data = no_counts()
 
     def aggregate(self, other: KVConnectorStats) -> KVFerryStats:
-        """Both together."""
+        """Return the sum of both statistics."""
         return KVFerryStats(add_counts(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
-        """As the log line has it."""
+        """Return the values for the log line."""
         return shown_counts(self.data)
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether the statistics are empty."""
         return is_nothing(self.data)
 
 
 class KVFerryPromMetrics(KVConnectorPromMetrics):
-    """``vllm:kvferry_*``, one series for each engine of the server."""
+    """The ``vllm:kvferry_*`` metrics, one series per engine of the server."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count what the ranks of an engine have done."""
+        """Add the statistics of an engine's ranks."""
         for name, counter in self._counters.items():
             counter[engine_idx].inc(transfer_stats_data[name])
         for seconds in transfer_stats_data[SECONDS]:

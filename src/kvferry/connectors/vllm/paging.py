@@ -1,12 +1,12 @@
-"""Paging: a request's tokens in vLLM's blocks, as kvferry's cells and pages. Pure.
+"""Mapping of vLLM's blocks to kvferry's pages and cells.
 
-vLLM's scheduler counts in blocks; its kernels may count in smaller ones, and a page is one of
-those. On a GPU a cell is a token. On a CPU the kernels keep the K of a (block, head) transposed,
-so a part of a block means nothing anywhere else: there a cell is a whole page.
+vLLM's scheduler counts in blocks. Its kernels may use smaller blocks, which are kvferry's pages.
+A cell is the smallest unit that can be transferred: one token on a GPU, one page on a CPU, where
+kernels store the K of a (block, head) transposed.
 
-vLLM's cache groups each have blocks of their own for a request. Where layers see a window, the
-blocks before it are given away while the prompt is still computed, and are never named. Where
-layers keep state, one block has it, and the others of its list are of no interest.
+Each of vLLM's cache groups has its own blocks for a request. In a window group, vLLM reuses the
+blocks before the window while the prompt is still being computed, so they are never transferred.
+In a state group only one block of the list holds the state.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvferry import Group, InputError, Span, touched_pages
 from kvferry.connectors.vllm.metadata import BlocksByGroup
 from kvferry.connectors.vllm.states import StateSpec
 
-# As a push takes them; None is a page that a window has dropped.
+# Pages of a push by group; None stands for a page before the window.
 PagesByGroup = dict[str, list[int | None]]
 
 
 class Paging(msgspec.Struct, frozen=True):
-    """How one rank's caches are cut."""
+    """Block, page and cell sizes of one rank's caches."""
 
     block_tokens: int
     page_tokens: int
@@ -39,50 +39,50 @@ class Paging(msgspec.Struct, frozen=True):
 
     @property
     def cell_tokens(self) -> int:
-        """Tokens of the smallest part that can be carried."""
+        """Number of tokens in a cell."""
         return self.page_tokens if self.whole_pages else 1
 
     @property
     def page_cells(self) -> int:
-        """Cells of a page: what a layout calls its page's tokens."""
+        """Number of cells in a page: the page size of the layout."""
         return 1 if self.whole_pages else self.page_tokens
 
     def cells(self, num_tokens: int) -> int:
-        """Cells that hold so many tokens, the last perhaps in part."""
+        """Return the number of cells that hold ``num_tokens`` tokens, rounded up."""
         return touched_pages(Span(0, num_tokens), self.cell_tokens).end
 
     def full_cells(self, num_tokens: int) -> int:
-        """Cells that so many tokens fill."""
+        """Return the number of cells that ``num_tokens`` tokens fill completely."""
         return num_tokens // self.cell_tokens
 
     def window_cells(self, num_tokens: int) -> int:
-        """Cells in which so many tokens can lie, wherever they begin."""
+        """Return the maximum number of cells that ``num_tokens`` consecutive tokens touch."""
         return -(-(num_tokens - 1) // self.cell_tokens) + 1
 
     def pages(self, blocks: Sequence[int]) -> list[int]:
-        """The pages of those blocks, in the order of the tokens."""
-        each = self.block_tokens // self.page_tokens
-        return [block * each + part for block in blocks for part in range(each)]
+        """Return the pages of blocks, in token order."""
+        per_block = self.block_tokens // self.page_tokens
+        return [block * per_block + i for block in blocks for i in range(per_block)]
 
     def touched(self, pages: Sequence[int], first: int, end: int) -> list[int]:
-        """Those of a request's pages in which the cells from ``first`` to ``end`` lie."""
+        """Return the pages of a request that hold the cells from ``first`` to ``end``."""
         touched = touched_pages(Span(first, end), self.page_cells)
         return list(pages[touched.first : touched.end])
 
 
-class BlockCuts(msgspec.Struct, frozen=True):
-    """What a scheduler names of a request's block lists. ``states``: the place of each that has it.
+class BlockSelector(msgspec.Struct, frozen=True):
+    """Selects the blocks to transfer. ``states`` has the state groups by their index.
 
-    Of a list with state that is the block which has it after the last of the tokens.
+    Of a state group's list, only the block with the state after the last token is selected.
     """
 
     block_tokens: int
     states: Mapping[int, StateSpec] = {}
 
-    def named(
+    def select(
         self, blocks: Sequence[Sequence[int]], first_block: int, num_tokens: int
     ) -> BlocksByGroup:
-        """The blocks from that number on in which the request's first tokens lie."""
+        """Return the blocks from ``first_block`` on that hold the first ``num_tokens`` tokens."""
         end = touched_pages(Span(0, num_tokens), self.block_tokens).end
         return tuple(
             tuple(own[spec.block_at(num_tokens) :][:1]) if spec else tuple(own[first_block:end])
@@ -90,14 +90,15 @@ class BlockCuts(msgspec.Struct, frozen=True):
         )
 
 
-# A block that no request has: vLLM's own placeholder.
+# vLLM's placeholder, which no request owns.
 NULL_BLOCK = 0
 
 
 class BlockTables(msgspec.Struct, frozen=True):
-    """Which of vLLM's block lists each of a layout's groups has, by its place among them.
+    """Block lists of a layout's groups.
 
-    ``groups`` are those with pages, ``states`` the places of those with state rows.
+    ``groups`` are the paged groups. ``places`` and ``states`` map paged groups and state groups to
+    the index of their vLLM cache group.
     """
 
     paging: Paging
@@ -106,12 +107,12 @@ class BlockTables(msgspec.Struct, frozen=True):
     states: Mapping[str, int] = {}
 
     def rows(self, blocks: BlocksByGroup) -> dict[str, int] | None:
-        """A request's state rows, if the layout has any. Who wants nothing names no block."""
+        """Return a request's state rows, if the layout has any. Without blocks none is read."""
         rows = {n: blocks[place][0] if blocks else NULL_BLOCK for n, place in self.states.items()}
         return rows or None
 
     def wanted(self, blocks: BlocksByGroup, num_cells: int, cached: int) -> dict[str, list[int]]:
-        """Per group, the pages that a target with so many cached cells wants to have filled."""
+        """Return, by group, the pages to receive after ``cached`` cells that are cached here."""
         found = {}
         for group in self.groups:
             owed = group.owed(num_cells, cached)
@@ -121,7 +122,7 @@ class BlockTables(msgspec.Struct, frozen=True):
 
 
 class PushedPages:
-    """A prefill request's pages as they are computed, and how far they were pushed."""
+    """Pages of a prefill request, and how many cells were pushed."""
 
     def __init__(self, tables: BlockTables, num_tokens: int) -> None:
         self._tables = tables
@@ -131,25 +132,27 @@ class PushedPages:
         self.end = 0
 
     def extend(self, first_block: int, blocks: BlocksByGroup) -> None:
-        """These blocks are the request's from there on; one may be named again."""
-        each = self._paging.block_tokens // self._paging.page_tokens
+        """Set the request's blocks from ``first_block`` on. A block may be repeated."""
+        per_block = self._paging.block_tokens // self._paging.page_tokens
         for place, pages in self._pages.items():
-            pages[first_block * each :] = self._paging.pages(blocks[place])
+            pages[first_block * per_block :] = self._paging.pages(blocks[place])
 
-    def ahead(self, num_tokens: int, *, last: bool) -> tuple[tuple[int, int], PagesByGroup] | None:
-        """The cells that are new when so many tokens are computed, and their pages by group."""
+    def new_cells(
+        self, num_tokens: int, *, last: bool
+    ) -> tuple[tuple[int, int], PagesByGroup] | None:
+        """Return the cells that become complete with ``num_tokens`` tokens, and their pages."""
         paging = self._paging
         end = paging.cells(num_tokens) if last else paging.full_cells(num_tokens)
         if end <= self.end:
             return None
         return (self.end, end), {
-            group.name: self._named(group, self.end, end) for group in self._tables.groups
+            group.name: self._kept_pages(group, self.end, end) for group in self._tables.groups
         }
 
-    def _named(self, group: Group, first: int, end: int) -> list[int | None]:
-        """A group's pages of those cells; vLLM may give those before a window to others."""
+    def _kept_pages(self, group: Group, first: int, end: int) -> list[int | None]:
+        """Return a group's pages for cells, without those before the window, which vLLM reuses."""
         pages = self._paging.touched(self._pages[self._tables.places[group.name]], first, end)
-        each = self._paging.page_cells
-        kept_from = group.owed(self._num_cells).first // each
-        num_dropped = min(len(pages), max(0, kept_from - first // each))
+        page_cells = self._paging.page_cells
+        first_kept = group.owed(self._num_cells).first // page_cells
+        num_dropped = min(len(pages), max(0, first_kept - first // page_cells))
         return [None] * num_dropped + pages[num_dropped:]

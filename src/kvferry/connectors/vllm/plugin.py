@@ -1,8 +1,8 @@
-"""The plug-in that vLLM loads in each of its processes (entry points, ``vllm.general_plugins``).
+"""Plug-in that vLLM loads in each of its processes (entry point ``vllm.general_plugins``).
 
-It makes the connector known by its name, so that no module path has to be given, and, where NVIDIA
-Dynamo runs the engine, tells it how prefill and decode are asked: as with vLLM's NixlConnector, in
-that decode is sent what prefill answered.
+It registers the connector under its name, so that users need not give a module path. Under NVIDIA
+Dynamo it also registers how requests reach prefill and decode: as with vLLM's NixlConnector,
+decode receives the parameters that prefill answered.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ MODULE = "kvferry.connectors.vllm"
 
 
 def register() -> None:
-    """Called once or more in every process of vLLM."""
+    """Register the connector. vLLM calls this at least once in every process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
     )
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
-    # Importing Dynamo is its own business: where it does not run, it is not looked for.
+    # Only if Dynamo runs this process, because importing it is expensive.
     if "dynamo.vllm" in sys.modules:
-        _tell_dynamo()
+        _register_with_dynamo()
 
 
-def _tell_dynamo() -> None:
+def _register_with_dynamo() -> None:
     from dynamo.vllm.kv_connector_protocols import (  # noqa: PLC0415
         KV_CONNECTOR_PROTOCOLS,
         NixlConnectorProtocol,

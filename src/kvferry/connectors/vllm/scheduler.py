@@ -1,8 +1,8 @@
-"""The scheduler's part: vLLM's requests and steps as entries of the two books.
+"""Scheduler side of the connector: vLLM's requests and steps as prefill and decode requests.
 
-Runs in the engine core, on its thread. Reads attributes of vLLM's objects and imports nothing of
-it. Nothing that a client says raises here, because that would end the engine: what can't be used
-is logged, and the request is computed as if nobody had asked.
+Runs on the engine core's thread, and reads attributes of vLLM's objects without importing vLLM.
+Invalid client input must not raise here, because that would end the engine: it is logged, and the
+request is computed as if it had no transfer parameters.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from kvferry import InputError, digest_of
 from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata
-from kvferry.connectors.vllm.params import asked_of_decode, asked_of_prefill
+from kvferry.connectors.vllm.params import read_decode_params, read_prefill_params
 from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
 
 log = logging.getLogger("vllm.kvferry")
 
 
 class ConnectorScheduler:
-    """What one engine's scheduler knows of rooms."""
+    """Rooms of one engine's requests."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class ConnectorScheduler:
         dtype: str,
         leaves_last: bool = False,
     ) -> None:
-        """``leaves_last``: a prompt's last token is computed at decode alone.
+        """With ``leaves_last`` only decode computes a prompt's last token.
 
-        vLLM computes it there in any case, to have the first one of the answer. Where a layer has
-        a window, that token sees one further back than the next; where it has recurrent state, the
-        state must not have seen it yet.
+        vLLM computes it at decode in any case, to get the first token of the answer. In a window
+        layer that token needs one more earlier token than the next one does, and a recurrent
+        state must not include it yet.
         """
         self._prefill = prefill
         self._decode = decode
@@ -46,45 +46,42 @@ class ConnectorScheduler:
         self._dtype = dtype
         self._num_left = int(leaves_last)
 
-    # ------------------------------------------------------------ requests come
-
-    def arrived(self, request: Any) -> None:
-        """Note what a new request asks for."""
+    def add_request(self, request: Any) -> None:
+        """Add a new request, if it has transfer parameters."""
         try:
-            self._note_decode(request)
-            self._note_prefill(request)
+            self._add_to_decode(request)
+            self._add_to_prefill(request)
         except InputError as error:
             log.warning("params-refused request=%s reason=%r", request.request_id, str(error))
 
-    def _note_decode(self, request: Any) -> None:
-        asked = asked_of_decode(request.kv_transfer_params)
-        if self._decode is None or asked is None:
+    def _add_to_decode(self, request: Any) -> None:
+        params = read_decode_params(request.kv_transfer_params)
+        if self._decode is None or params is None:
             return
-        num_tokens = asked.tokens or request.num_prompt_tokens - self._num_left
+        num_tokens = params.tokens or request.num_prompt_tokens - self._num_left
         if num_tokens < 1:
             return
         if num_tokens > request.num_prompt_tokens:
-            # Not what was computed, or refused before it got here: prefill is told, no more.
-            log.warning("prompt-too-short request=%s room=%r", request.request_id, asked.room)
+            # The prompt was cut after prefill. Nothing is received, but prefill is notified.
+            log.warning("prompt-too-short request=%s room=%r", request.request_id, params.room)
         digest = self._digest(request, num_tokens)
-        if not self._decode.begin(request.request_id, asked, num_tokens, digest):
-            log.warning("room-taken request=%s room=%r", request.request_id, asked.room)
+        if not self._decode.add_request(request.request_id, params, num_tokens, digest):
+            log.warning("room-taken request=%s room=%r", request.request_id, params.room)
 
-    def _note_prefill(self, request: Any) -> None:
-        asked = asked_of_prefill(request.kv_transfer_params)
-        if self._prefill is None or asked is None or not _is_of_ids(request):
+    def _add_to_prefill(self, request: Any) -> None:
+        params = read_prefill_params(request.kv_transfer_params)
+        if self._prefill is None or params is None or not _has_only_token_ids(request):
             return
         num_tokens = request.num_prompt_tokens - self._num_left
         if num_tokens < 1:
             return
         digest = self._digest(request, num_tokens)
-        if not self._prefill.begin(request.request_id, asked.room, num_tokens, digest):
-            log.warning("room-taken request=%s room=%r", request.request_id, asked.room)
+        if not self._prefill.add_request(request.request_id, params.room, num_tokens, digest):
+            log.warning("room-taken request=%s room=%r", request.request_id, params.room)
         elif self._num_left:
-            _shorten(request, num_tokens)
+            _truncate(request, num_tokens)
 
     def _digest(self, request: Any, num_tokens: int) -> bytes:
-        """Which prompt to which model, as both sides know it."""
         ids = np.asarray((request.prompt_token_ids or [])[:num_tokens], dtype=np.int64)
         adapter = request.lora_request
         pictures = [str(feature.identifier) for feature in request.mm_features]
@@ -96,74 +93,74 @@ class ConnectorScheduler:
             extra={"salt": request.cache_salt or "", "pictures": "\n".join(pictures)},
         )
 
-    # ------------------------------------------------------------ decode
-
-    def missing(self, request: Any, num_computed: int) -> int:
-        """How many tokens of a request come from elsewhere."""
-        if self._decode is None or not _is_of_ids(request):
+    def num_external_tokens(self, request: Any, num_computed: int) -> int:
+        """Return how many tokens of a request another instance provides."""
+        if self._decode is None or not _has_only_token_ids(request):
             return 0
-        missing = self._decode.missing(request.request_id, num_computed)
-        return missing if num_computed + missing <= request.num_prompt_tokens else 0
+        num_external = self._decode.num_external_tokens(request.request_id, num_computed)
+        return num_external if num_computed + num_external <= request.num_prompt_tokens else 0
 
-    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_external: int) -> None:
-        """A request has its blocks."""
+    def blocks_allocated(
+        self, request: Any, blocks: Sequence[Sequence[int]], num_external: int
+    ) -> None:
+        """Start to receive a request's cache into its blocks."""
         if self._decode is not None:
-            self._decode.allocated(request.request_id, num_external, blocks)
+            self._decode.blocks_allocated(request.request_id, num_external, blocks)
 
-    # ------------------------------------------------------------ steps
-
-    def step(self, output: Any) -> tuple[PrefillMetadata, DecodeMetadata]:
-        """What all workers are told with this step."""
+    def build_metadata(self, output: Any) -> tuple[PrefillMetadata, DecodeMetadata]:
+        """Return the metadata of a scheduled step."""
         if self._prefill is not None:
-            for request in output.preempted_req_ids or ():
-                self._prefill.preempted(request)
-            for request, computed in _scheduled(output):
-                if request in self._prefill:
-                    end = computed + output.num_scheduled_tokens[request]
-                    blocks = output.kv_connector_block_state.get_block_ids(request)
-                    self._prefill.scheduled(request, end, blocks)
+            for request_id in output.preempted_req_ids or ():
+                self._prefill.preempted(request_id)
+            for request_id, num_computed in _scheduled(output):
+                if request_id in self._prefill:
+                    end = num_computed + output.num_scheduled_tokens[request_id]
+                    blocks = output.kv_connector_block_state.get_block_ids(request_id)
+                    self._prefill.scheduled(request_id, end, blocks)
         return (
             self._prefill.take_metadata() if self._prefill is not None else PrefillMetadata(),
             self._decode.take_metadata() if self._decode is not None else DecodeMetadata(),
         )
 
-    def ended(self, sent: Iterable[str], received: Iterable[str], why: Mapping[str, str]) -> None:
-        """What the workers have said: all of them of these requests, one of these failures."""
-        for request in sent:
+    def transfers_ended(
+        self, sent: Iterable[str], received: Iterable[str], reasons: Mapping[str, str]
+    ) -> None:
+        """Handle results: rooms that all ranks have ended, and failures of single ranks."""
+        for request_id in sent:
             if self._prefill is not None:
-                self._prefill.released(request)
-        for request, reason in why.items():
-            log.warning("transfer-failed request=%s reason=%r", request, reason)
+                self._prefill.released(request_id)
+        for request_id, reason in reasons.items():
+            log.warning("transfer-failed request=%s why=%r", request_id, reason)
             if self._decode is not None:
-                self._decode.failed(request)
-        for request in received:
+                self._decode.failed(request_id)
+        for request_id in received:
             if self._decode is not None:
-                self._decode.ended(request)
+                self._decode.ended(request_id)
 
-    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Whether a request's blocks are still needed, and what decode is to be asked with."""
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether to hold a request's blocks, and the parameters for decode."""
         if self._decode is not None:
-            self._decode.finished(request.request_id)
+            self._decode.request_finished(request.request_id)
         if self._prefill is None or request.request_id not in self._prefill:
             return False, None
-        return self._prefill.finished(request.request_id)
+        return self._prefill.request_finished(request.request_id)
 
 
-def _shorten(request: Any, num_tokens: int) -> None:
-    """Have no more than so many tokens of a prompt computed, before anything is."""
+def _truncate(request: Any, num_tokens: int) -> None:
+    """Limit a request to the first ``num_tokens`` tokens of its prompt, before it is scheduled."""
     del request.prompt_token_ids[num_tokens:]
     del request._all_token_ids[num_tokens:]
     request.num_prompt_tokens = num_tokens
     request.max_tokens = 1
 
 
-def _is_of_ids(request: Any) -> bool:
-    """Whether token ids are all that there is of a prompt; no digest covers embeddings."""
+def _has_only_token_ids(request: Any) -> bool:
+    """Whether a prompt has no embeddings, which a digest does not cover."""
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int]]:
-    """The requests of a step, and how much of each was computed before it."""
+    """Yield the requests of a step, with the number of tokens computed before it."""
     for request in output.scheduled_new_reqs:
         yield request.req_id, request.num_computed_tokens
     cached = output.scheduled_cached_reqs

@@ -1,4 +1,4 @@
-"""Settings of the connector: ``kv_connector_extra_config``, and which vLLM it fits. Pure."""
+"""Settings of the connector in ``kv_connector_extra_config``, and the supported vLLM versions."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from kvferry import (
 )
 from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
 
-# What this was written against, and run with.
+# Versions that the connector is tested with.
 KNOWN_VERSIONS = ("0.32",)
 EXAMPLE = "http://10.0.0.1:7400"
 
-# A prefill that is not at discovery may be back soon, or be a client's invention that holds
-# blocks for nothing. This is a lease's length: whoever lives has renewed his by then.
-FIND_S = 10.0
+# How long to look for a prefill instance. It may be restarting, or a client may have invented its
+# name. This is the length of a lease, within which every live instance renews its registration.
+DISCOVERY_TIMEOUT_S = 10.0
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an instance is told of the cluster; the same on all its ranks.
+    """Settings of an instance, the same on all its ranks.
 
-    ``instance`` names it at discovery; ``host`` is the resolve_ip address that peers reach it
-    by. ``model`` tells one checkpoint from another where vLLM's own name does not. A room must
-    end within ``deadline_s``: at decode from when its blocks are there, at prefill from when it
-    begins to compute, so that it is also how long finished blocks wait for a decode. ``layers``
-    is how many are pushed at a time as they are computed, where vLLM tells of each. ``silence_s``
-    and ``unresponsive_s`` are those of ``LivenessConfig``.
+    ``instance``: name at the discovery service. ``host``: address at which peers reach this host.
+    ``model``: identifies the checkpoint if vLLM's model name does not.
+    ``deadline_s``: time limit of a room. At decode it starts when blocks are allocated; at prefill
+    when the prompt starts to be computed, so it also limits how long finished blocks are held.
+    ``layers``: how many layers to push at a time during a step, if vLLM reports single layers.
+    ``silence_s`` and ``unresponsive_s``: see ``LivenessConfig``.
     """
 
     discovery: str
@@ -53,16 +53,16 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     options: dict[str, str] = {}
 
     def key(self) -> ClusterKey | None:
-        """The cluster's key, if there is one."""
+        """Return the cluster key, if there is one."""
         return ClusterKey.read(self.key_file) if self.key_file else ClusterKey.from_environment()
 
     def endpoint_config(self) -> EndpointConfig:
-        """As an endpoint takes it."""
+        """Return the configuration of an endpoint."""
         liveness = {name: getattr(self, name) for name in LIVENESS_SETTINGS}
         config = EndpointConfig(
             host=self.host,
             deadline_s=self.deadline_s,
-            discovery_timeout_s=min(FIND_S, self.deadline_s),
+            discovery_timeout_s=min(DISCOVERY_TIMEOUT_S, self.deadline_s),
             options=self.options,
             protocol=msgspec.structs.replace(LIVENESS, **liveness),
         )
@@ -70,13 +70,13 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             return config
         return msgspec.structs.replace(config, staging_bytes=self.staging_bytes)
 
-    def name_of(self, replica: int | None) -> str:
-        """The instance's name; each data-parallel replica is one of its own."""
+    def instance_name(self, replica: int | None) -> str:
+        """Return the instance's name. Each data-parallel replica is its own instance."""
         return self.instance if replica is None else f"{self.instance}-dp{replica}"
 
 
 def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
-    """The settings, or one sentence that says what to change."""
+    """Return the settings. Raises ``InputError`` with the remedy."""
     known = ConnectorSettings.__struct_fields__
     unknown = sorted(set(extra) - set(known))
     if unknown:
@@ -90,13 +90,13 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
             f"kv_connector_extra_config: {error}; it takes discovery, such as {EXAMPLE}, and "
             f"instance, a name, at least"
         ) from None
-    checked_address(settings.discovery, "discovery URL", EXAMPLE)
-    settings.endpoint_config()  # what is wrong with it is said here, not in a worker
+    checked_address(settings.discovery, "discovery", EXAMPLE)
+    settings.endpoint_config()  # Validate here, not only in a worker.
     return settings
 
 
-def demand_known(version: str) -> None:
-    """Refuse a vLLM whose connector interface was never tried."""
+def check_version(version: str) -> None:
+    """Refuse a vLLM version that the connector was not tested with."""
     release = re.match(r"\d+\.\d+", version)
     if release is None or release[0] not in KNOWN_VERSIONS:
         raise InputError(

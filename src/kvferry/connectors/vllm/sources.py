@@ -1,12 +1,12 @@
-"""A prefill rank's rooms: the scheduler's orders as calls to a source endpoint.
+"""Rooms of one prefill rank: the scheduler's metadata as calls to a source endpoint.
 
-Belongs to the worker's thread. Imports neither vLLM nor torch.
+Runs on the worker's thread. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvferry import KvferryError, LayerPushTuner, Outgoing, Room, SourceEndpoint, Waitable
@@ -16,33 +16,62 @@ from kvferry.connectors.vllm.stats import RoomCounts
 
 log = logging.getLogger("vllm.kvferry")
 
-# How long the owner's thread may take to hear that a room is given up; it needs no peer for that.
+# How long to wait for the endpoint's loop thread to abort a room; that involves no peer.
 ABANDON_S = 10.0
+
+
+class LayerSteps:
+    """Maps the caches that vLLM reports as computed to complete layers.
+
+    A layer may have several caches, one in each group.
+    """
+
+    def __init__(self, groups: Iterable[Mapping[int, str]]) -> None:
+        self._layer_of: dict[str, int] = {}
+        self._caches: dict[int, set[str]] = {}
+        for group in groups:
+            for layer, name in group.items():
+                self._layer_of[name] = layer
+                self._caches.setdefault(layer, set()).add(name)
+        self._missing: dict[int, set[str]] = {}
+
+    def begin(self) -> None:
+        """Begin a step, in which no cache is computed yet."""
+        self._missing = {layer: set(names) for layer, names in self._caches.items()}
+
+    def computed(self, name: str) -> int | None:
+        """Record a computed cache; return its layer if that is now complete."""
+        layer = self._layer_of.get(name)
+        missing = self._missing.get(layer) if layer is not None else None
+        if not missing:
+            return None
+        missing.discard(name)
+        return None if missing else layer
 
 
 @dataclass
 class RoomAtSource:
-    """One room of one rank. Without a handle it could not be opened, and holds nothing."""
+    """One room of one rank. Its handle is None if the room could not be opened."""
 
     request: str
     pages: PushedPages
     handle: Outgoing | None
-    # The scheduler waits until the blocks are free, or does not care any more.
+    # Whether the scheduler holds the blocks until the room is released.
     is_held: bool = False
     is_abandoned: bool = False
 
     @property
     def is_released(self) -> bool:
-        """Whether nothing reads its pages any more."""
+        """Whether nothing reads the room's pages any more."""
         return self.handle is None or self.handle.released
 
 
 class PrefillRankRooms:
-    """All rooms of one prefill rank.
+    """Rooms of one prefill rank.
 
-    ``pace`` says how many layers are pushed at a time while a step computes. Whether the engine
-    tells of its layers is not known before (a captured graph does not): what was not pushed by
-    the end of the step is pushed then.
+    ``tuner`` chooses how many layers to push at a time while a step computes. Whether vLLM reports
+    single layers is not known in advance, since captured graphs do not: layers that were not pushed
+    during the step are pushed at its end.
     """
 
     def __init__(
@@ -50,138 +79,136 @@ class PrefillRankRooms:
         endpoint: SourceEndpoint,
         tables: BlockTables,
         counts: RoomCounts,
-        pace: LayerPushTuner,
+        tuner: LayerPushTuner,
     ) -> None:
         self._endpoint = endpoint
         self._tables = tables
         self._counts = counts
-        self._pace = pace
-        # Of the step that computes: how many layers to push at a time, and up to which they were.
-        self._per_push = pace.num_layers
-        self._computed_to = self._pushed_to = pace.first
+        self._tuner = tuner
+        # State of the current step: layers per push, and the layers computed and pushed so far.
+        self._per_push = tuner.num_layers
+        self._computed_to = self._pushed_to = tuner.first
         self._rooms: dict[Room, RoomAtSource] = {}
 
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def before(self, orders: PrefillMetadata) -> None:
-        """Before the step computes: give up what is overwritten, announce what is computed."""
-        for order in orders.opened:
-            self._open(order)
-        for room in orders.abandoned:
-            self._abandon(room)
-        for push in orders.pushed:
+    def begin_step(self, metadata: PrefillMetadata) -> None:
+        """Before the step computes: abandon overwritten rooms, and announce the new tokens."""
+        for opened in metadata.opened:
+            self._open(opened)
+        for abandoned in metadata.abandoned:
+            self._abandon(abandoned)
+        for push in metadata.pushed:
             self._prepare(push)
-        self._computed_to = self._pushed_to = self._pace.first
-        if orders.pushed:
-            self._begin_step(orders)
+        self._computed_to = self._pushed_to = self._tuner.first
+        if metadata.pushed:
+            chunks = [self._new_cells(push) for push in metadata.pushed]
+            num_cells = sum(chunk[0][1] - chunk[0][0] for chunk in chunks if chunk is not None)
+            self._tuner.begin(max(1, num_cells))
+            link_cost = self._endpoint.link_cost
+            self._per_push = self._tuner.per_push(num_cells, num_cells, link_cost)
 
-    def _begin_step(self, orders: PrefillMetadata) -> None:
-        new = [self._ahead(push) for push in orders.pushed]
-        cells = sum(ahead[0][1] - ahead[0][0] for ahead in new if ahead is not None)
-        self._pace.begin(max(1, cells))
-        self._per_push = self._pace.per_push(cells, cells, self._endpoint.link_cost)
-
-    def computed(
-        self, orders: PrefillMetadata, layer: int, event: Callable[[], Waitable | None]
+    def layer_computed(
+        self, metadata: PrefillMetadata, layer: int, event: Callable[[], Waitable | None]
     ) -> None:
-        """While the step computes: a layer is in its blocks once ``event`` has happened.
+        """Push the layers computed so far, if enough of them wait.
 
-        Layers that do not come one after another wait for the end of the step.
+        ``event`` returns what to wait for before reading the layer. Layers that are computed out of
+        order wait for the end of the step.
         """
-        if not orders.pushed or layer != self._computed_to:
+        if not metadata.pushed or layer != self._computed_to:
             return
         self._computed_to = end = layer + 1
-        if end == self._pace.end:
-            self._pace.finish()
-        whole = self._per_push >= self._pace.num_layers
-        if whole or (end - self._pushed_to < self._per_push and end != self._pace.end):
+        is_last = end == self._tuner.end
+        if is_last:
+            self._tuner.finish()
+        pushes_whole_step = self._per_push >= self._tuner.num_layers
+        if pushes_whole_step or (end - self._pushed_to < self._per_push and not is_last):
             return
         computed = event()
-        for push in orders.pushed:
-            self._push_cells(push, computed, (self._pushed_to, end))
+        for push in metadata.pushed:
+            self._push_layers(push, computed, (self._pushed_to, end))
         self._pushed_to = end
 
-    def after(self, orders: PrefillMetadata, computed: Waitable | None) -> None:
-        """The step's tokens are in their blocks once ``computed`` has happened."""
-        for push in orders.pushed:
-            self._push(push, computed)
-        for request, room in orders.held:
-            known = self._rooms.setdefault(
-                room, RoomAtSource(request, PushedPages(self._tables, 0), None)
-            )
-            known.is_held = True
+    def end_step(self, metadata: PrefillMetadata, computed: Waitable | None) -> None:
+        """Push the rest of the step's tokens, which may be read once ``computed`` has happened."""
+        for push in metadata.pushed:
+            self._push_rest(push, computed)
+        for request, name in metadata.held:
+            unknown = RoomAtSource(request, PushedPages(self._tables, 0), None)
+            self._rooms.setdefault(name, unknown).is_held = True
 
-    def sent(self) -> set[str]:
-        """Requests whose blocks are free now, each once."""
-        over = [
-            (room, known)
-            for room, known in self._rooms.items()
-            if known.is_released and (known.is_held or known.is_abandoned)
-        ]
-        for room, known in over:
-            del self._rooms[room]
-            if known.handle is not None:
-                self._counts.sent(known.handle)
-        return {known.request for _, known in over if known.is_held}
+    def take_sent(self) -> set[str]:
+        """Return the requests whose blocks have become free. Each is returned once."""
+        ended = {
+            name: room
+            for name, room in self._rooms.items()
+            if room.is_released and (room.is_held or room.is_abandoned)
+        }
+        for name, room in ended.items():
+            del self._rooms[name]
+            if room.handle is not None:
+                self._counts.sent(room.handle)
+        return {room.request for room in ended.values() if room.is_held}
 
-    def _open(self, order: OpenRoom) -> None:
+    def _open(self, opened: OpenRoom) -> None:
         handle = None
         try:
-            handle = self._endpoint.open(order.room)
+            handle = self._endpoint.open(opened.room)
         except KvferryError as error:
-            # Its request is computed all the same; who waits for the room hears nothing of it.
-            log.warning("room-refused room=%r reason=%r", order.room, str(error))
-        pages = PushedPages(self._tables, order.tokens)
-        self._rooms[order.room] = RoomAtSource(order.request, pages, handle)
+            # The request is computed anyway. Decode waits for this room until its deadline.
+            log.warning("room-refused room=%r why=%r", opened.room, str(error))
+        pages = PushedPages(self._tables, opened.tokens)
+        self._rooms[opened.room] = RoomAtSource(opened.request, pages, handle)
 
-    def _abandon(self, room: Room) -> None:
-        """Give up a room whose blocks are about to be somebody else's.
+    def _abandon(self, name: Room) -> None:
+        """Abort a room whose blocks are about to be reused.
 
-        Once the room has ended here nothing of it can become Done at a target any more, so
-        whatever a write that is under way still reads does no harm.
+        Wait until the abort has taken effect: from then on the room can't become Done at a target,
+        so that it does not matter what a write in flight still reads.
         """
-        known = self._rooms.get(room)
-        if known is None or known.handle is None:
+        room = self._rooms.get(name)
+        if room is None or room.handle is None:
             return
-        known.is_abandoned = True
-        known.handle.abort()
+        room.is_abandoned = True
+        room.handle.abort()
         try:
-            known.handle.wait(ABANDON_S)
+            room.handle.wait(ABANDON_S)
         except TimeoutError:
-            log.error("not-abandoned room=%r: kvferry's own thread does not answer", room)
+            log.error("not-abandoned room=%r: kvferry's loop thread does not answer", name)
 
     def _prepare(self, push: PushTokens) -> None:
-        known = self._rooms[push.room]
-        known.pages.extend(push.first_block, push.blocks)
-        ahead = self._ahead(push)
-        if known.handle is not None and ahead is not None:
-            known.handle.prepare(*ahead)
+        room = self._rooms[push.room]
+        room.pages.extend(push.first_block, push.blocks)
+        chunk = self._new_cells(push)
+        if room.handle is not None and chunk is not None:
+            room.handle.prepare(*chunk)
 
-    def _ahead(self, push: PushTokens) -> tuple[tuple[int, int], PagesByGroup] | None:
-        """The cells that the step completes, and their pages."""
-        return self._rooms[push.room].pages.ahead(push.end, last=push.digest is not None)
+    def _new_cells(self, push: PushTokens) -> tuple[tuple[int, int], PagesByGroup] | None:
+        """Return the cells that the step completes, and their pages."""
+        return self._rooms[push.room].pages.new_cells(push.end, last=push.digest is not None)
 
-    def _push_cells(
+    def _push_layers(
         self, push: PushTokens, computed: Waitable | None, layers: tuple[int, int] | None
     ) -> None:
-        handle, ahead = self._rooms[push.room].handle, self._ahead(push)
-        if handle is not None and ahead is not None:
-            handle.push(*ahead, after=computed, layers=layers)
+        handle, chunk = self._rooms[push.room].handle, self._new_cells(push)
+        if handle is not None and chunk is not None:
+            handle.push(*chunk, after=computed, layers=layers)
 
-    def _push(self, push: PushTokens, computed: Waitable | None) -> None:
-        """Push what the step has not pushed while it computed."""
-        known, (first, end) = self._rooms[push.room], (self._pushed_to, self._pace.end)
-        if known.handle is None:
+    def _push_rest(self, push: PushTokens, computed: Waitable | None) -> None:
+        """Push the layers that were not pushed during the step, and close a complete room."""
+        room, (first, end) = self._rooms[push.room], (self._pushed_to, self._tuner.end)
+        if room.handle is None:
             return
         if first < end:
-            some = None if first == self._pace.first else (first, end)
-            self._push_cells(push, computed, some)
-        ahead = self._ahead(push)
-        if ahead is not None:
-            known.pages.end = ahead[0][1]
+            layers = None if first == self._tuner.first else (first, end)
+            self._push_layers(push, computed, layers)
+        chunk = self._new_cells(push)
+        if chunk is not None:
+            room.pages.end = chunk[0][1]
         if push.digest is not None:
-            known.handle.close(
+            room.handle.close(
                 tokens=self._tables.paging.cells(push.end),
                 states=self._tables.rows(push.blocks),
                 after=computed,
@@ -189,5 +216,5 @@ class PrefillRankRooms:
             )
 
     def handles(self) -> list[Outgoing]:
-        """Of all rooms that are held here."""
-        return [known.handle for known in self._rooms.values() if known.handle is not None]
+        """Return the handles of all rooms."""
+        return [room.handle for room in self._rooms.values() if room.handle is not None]

@@ -1,7 +1,7 @@
-"""Recurrent state in vLLM's blocks: a ``MambaSpec`` as state rows. Pure: shapes, no tensors.
+"""Recurrent state in vLLM's blocks: a ``MambaSpec`` as kvferry groups.
 
-A request's state after so many tokens lies in one block of its group. A layer's kinds of state
-(convolution, recurrent) lie there one behind the other; vLLM registers the whole as bytes.
+The state of a request is in one block of its cache group. The kinds of state of a layer
+(convolution, recurrent) are adjacent in the block, which vLLM registers as bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvferry import DType, Group, InputError, Span, touched_pages
 from kvferry.connectors.states import StateForm, StatePart, groups_of, parts_of
 
-# vLLM's names of layers by what their convolution joins; None where there is none.
+# vLLM's layer types, and the channels that their convolution concatenates; None without one.
 JOINED: dict[str, str | None] = {
     "MAMBA1": "x",
     "MAMBA2": "x, B, C",
@@ -24,9 +24,9 @@ NUM_KINDS = {"SHORT_CONV": 1, "LINEAR": 1}
 
 
 class StateSpec(NamedTuple):
-    """What matters of a ``MambaSpec``: each kind's shape on one rank, and what a block stands for.
+    """Relevant fields of a ``MambaSpec``: the shape of each kind of state on one rank.
 
-    ``is_everywhere``: every rank has all of it.
+    ``is_everywhere``: the state is replicated on every rank.
     """
 
     layer_type: str
@@ -36,14 +36,15 @@ class StateSpec(NamedTuple):
     is_everywhere: bool = False
 
     def block_at(self, num_tokens: int) -> int:
-        """Which of a request's blocks has the state after so many tokens."""
+        """Return the index of the block with the state after ``num_tokens`` tokens."""
         return touched_pages(Span(0, num_tokens), self.block_tokens).end - 1
 
 
 class StateSharding(NamedTuple):
-    """How an engine deals state out: ranks, its convolutions' order, how many B and C there are.
+    """Sharding of an engine's state.
 
-    ``bc_groups`` is None where the model's configuration does not say.
+    ``channels_first``: the order of axes in a convolution's state. ``bc_groups``: number of B and C
+    groups of a Mamba-2 layer; None if the model's configuration does not contain it.
     """
 
     tp: int
@@ -52,7 +53,7 @@ class StateSharding(NamedTuple):
 
 
 class PlacedState(NamedTuple):
-    """One kind of state of a group's layers, as it lies in their blocks."""
+    """Groups of one kind of state, and their positions in a block."""
 
     groups: tuple[Group, ...]
     parts: tuple[StatePart, ...]
@@ -61,33 +62,33 @@ class PlacedState(NamedTuple):
 def place_states(
     name: str, layers: list[int], spec: StateSpec, sharding: StateSharding
 ) -> list[PlacedState]:
-    """How such layers' state is carried, or an ``InputError`` that says why it can't be."""
-    found, first_byte = [], 0
+    """Return the groups of some layers' state. Raises ``InputError`` if it is not supported."""
+    placed, first_byte = [], 0
     for (kind, form), dtype in zip(_forms(spec, sharding), spec.dtypes, strict=True):
-        # A row is carried as bytes, so that its name says what they are.
+        # A row is transferred as bytes, so the group's name includes the dtype.
         own = f"{name} {kind} {dtype}"
         parts = [
             StatePart(p.group, p.tensor, first_byte + p.first_byte, p.num_units, p.unit_bytes)
             for p in parts_of(own, form, sharding.tp)
         ]
         groups = groups_of(own, form, layers, sharding.tp)
-        found.append(PlacedState(tuple(groups), tuple(parts)))
+        placed.append(PlacedState(tuple(groups), tuple(parts)))
         first_byte += form.row_bytes
-    return found
+    return placed
 
 
 def _forms(spec: StateSpec, sharding: StateSharding) -> list[tuple[str, StateForm]]:
-    """Each kind of state in the order in which they lie in a block."""
+    """Return the kinds of state, in the order of the block."""
     if spec.layer_type not in JOINED:
         known = ", ".join(JOINED)
         raise InputError(
-            f"recurrent state of the type {spec.layer_type!r:.100} can't be carried yet, only "
-            f"{known}; serve this model whole"
+            f"recurrent state of the type {spec.layer_type!r:.100} is not supported yet, only "
+            f"{known}; serve this model without kvferry"
         )
     if len(spec.shapes) != NUM_KINDS.get(spec.layer_type, 2):
         raise InputError(
             f"vLLM keeps {len(spec.shapes)} kinds of state for each {spec.layer_type} layer, which "
-            f"can't be carried; leave out --use-replayssm"
+            f"is not supported; leave out --use-replayssm"
         )
     sizes = [
         prod(shape) * DType.parse(dtype).num_bytes
@@ -102,7 +103,7 @@ def _forms(spec: StateSpec, sharding: StateSharding) -> list[tuple[str, StateFor
 
 
 def _recurrent(spec: StateSpec, row_bytes: int, shape: tuple[int, ...]) -> StateForm:
-    """Heads, or channels, come first."""
+    """Return the form of a recurrent state, whose first axis is sharded."""
     return StateForm(row_bytes=row_bytes, dim=0 if spec.is_everywhere else shape[0])
 
 
@@ -126,31 +127,31 @@ def _convolution(spec: StateSpec, row_bytes: int, sharding: StateSharding) -> St
 def _joined(
     spec: StateSpec, dim: int, sharding: StateSharding
 ) -> tuple[tuple[int, ...], frozenset[int]]:
-    """This rank's lengths of what a convolution joins, and which of that every rank has whole."""
+    """Return this rank's lengths of a convolution's axes, and the indexes of replicated ones."""
     if spec.layer_type in ("MAMBA1", "SHORT_CONV"):
         return (dim,), frozenset()
     heads, head_dim, state = spec.shapes[1]
-    own = heads * head_dim
-    both, rest = divmod(dim - own, 2)
-    if rest or both < 1:
+    inner = heads * head_dim
+    other, rest = divmod(dim - inner, 2)  # B and C, or q and k
+    if rest or other < 1:
         raise InputError(
             f"a convolution of {dim} channels beside {heads} heads of {head_dim} does not join "
-            f"{JOINED[spec.layer_type]}; this model's state can't be carried"
+            f"{JOINED[spec.layer_type]}; this model's state is not supported"
         )
     if spec.layer_type == "GDN_ATTN":
-        return (both, both, own), frozenset()
-    one_group = _num_bc_groups(both, state, sharding) == 1
-    return (own, both, both), frozenset({1, 2} if one_group else ())
+        return (other, other, inner), frozenset()
+    one_group = _num_bc_groups(other, state, sharding) == 1
+    return (inner, other, other), frozenset({1, 2} if one_group else ())
 
 
 def _num_bc_groups(length: int, state: int, sharding: StateSharding) -> int:
-    """How many groups of heads share B and C. A single one is on every rank."""
+    """Return the number of B and C groups over all ranks. A single group is replicated."""
     if sharding.bc_groups is not None:
         return sharding.bc_groups
     here = length // state
     if here == 1 and sharding.tp > 1:
         raise InputError(
             "this model's configuration does not say how many groups share B and C (n_groups), so "
-            "its state can't be dealt out; serve it with --tensor-parallel-size 1"
+            "its state can't be resharded; serve it with --tensor-parallel-size 1"
         )
     return here * sharding.tp

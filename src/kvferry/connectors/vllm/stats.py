@@ -1,4 +1,4 @@
-"""Statistics of a rank's rooms between two looks, as vLLM adds them up. Pure."""
+"""Statistics of a rank's rooms, in the form that vLLM aggregates."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 
 from kvferry import Failure, Outgoing
 
-# By what name vLLM's metrics show them.
+# Keys of the statistics and names of the metrics.
 DONE, FAILED, SENT_BYTES, SECONDS = "rooms_done", "rooms_failed", "bytes_sent", "seconds"
 FAILURES = "failures"
 MIB = 1 << 20
 
 
 def no_counts() -> dict[str, Any]:
-    """Nothing has happened."""
+    """Return empty statistics."""
     return {DONE: 0, FAILED: 0, SENT_BYTES: 0, SECONDS: [], FAILURES: {}}
 
 
 def add_counts(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
-    """Both together."""
+    """Return the sum of two statistics."""
     failures = Counter(one[FAILURES]) + Counter(two[FAILURES])
     sums: dict[str, Any] = {key: one[key] + two[key] for key in (DONE, FAILED, SENT_BYTES, SECONDS)}
     return sums | {FAILURES: dict(failures)}
 
 
 def is_nothing(counts: dict[str, Any]) -> bool:
-    """Whether there is nothing to tell."""
+    """Whether the statistics are empty."""
     return not (counts[DONE] or counts[FAILED] or counts[SENT_BYTES])
 
 
 def shown_counts(counts: dict[str, Any]) -> dict[str, int | float]:
-    """As vLLM's log line has them."""
+    """Return the statistics for vLLM's log line."""
     shown: dict[str, int | float] = {
         "rooms done": counts[DONE],
         "rooms failed": counts[FAILED],
@@ -46,18 +46,18 @@ def shown_counts(counts: dict[str, Any]) -> dict[str, int | float]:
 
 
 class RoomCounts:
-    """What one rank has done since it was last asked."""
+    """Statistics of one rank since the last ``take``."""
 
     def __init__(self) -> None:
         self._counts = no_counts()
 
     def sent(self, handle: Outgoing) -> None:
-        """A room of prefill is over."""
+        """Count an ended room of a source."""
         self._ended(handle.failure)
         self._counts[SENT_BYTES] += sum(handle.carried.values())
 
     def received(self, failure: Failure | None, seconds: float) -> None:
-        """A room of decode is over, so long after it was asked for."""
+        """Count an ended room of a target, which took ``seconds``."""
         self._ended(failure)
         if failure is None:
             self._counts[SECONDS].append(seconds)
@@ -71,7 +71,7 @@ class RoomCounts:
         failures[str(failure.code)] = failures.get(str(failure.code), 0) + 1
 
     def take(self) -> dict[str, Any] | None:
-        """What there is to tell, once."""
+        """Return the statistics and reset them; None if they are empty."""
         if is_nothing(self._counts):
             return None
         taken, self._counts = self._counts, no_counts()

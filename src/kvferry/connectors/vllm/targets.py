@@ -1,10 +1,10 @@
-"""A decode rank's rooms: the scheduler's orders as calls to a target endpoint.
+"""Rooms of one decode rank: the scheduler's metadata as calls to a target endpoint.
 
-Belongs to the worker's thread. Imports neither vLLM nor torch.
+Runs on the worker's thread. Imports neither vLLM nor torch.
 
-A room that is done is told of at once. One that has failed is told of when nothing can write into
-its blocks any more, because vLLM then computes into them, or gives them away. Where a failure
-fails the request, vLLM may know before that, and answers while the blocks are still held.
+A completed room is reported to vLLM at once. A failed room is reported when nothing can write into
+its blocks any more, because vLLM then reuses them. If vLLM's policy fails the request, it is told
+earlier through the list of bad blocks, so that it can answer while the blocks are still held.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ log = logging.getLogger("vllm.kvferry")
 
 @dataclass
 class RoomAtTarget:
-    """One request's room on one rank. Without a handle it could not begin."""
+    """One request's room on one rank. Its handle is None if ``receive`` was refused."""
 
     order: ReceiveRoom
     handle: Incoming | None
     since: float
     refusal: Failure | None = None
-    is_told: bool = False
+    is_reported: bool = False
 
     @property
     def failure(self) -> Failure | None:
-        """Why it failed; None if it did not, or not yet."""
+        """Why the room has failed, if it has."""
         return self.refusal if self.handle is None else self.handle.failure
 
     @property
     def is_over(self) -> bool:
-        """Whether vLLM may have the blocks."""
+        """Whether vLLM may use the blocks."""
         if self.handle is None or self.handle.released:
             return True
         return self.handle.outcome is not None and self.handle.failure is None
 
 
 class Arrivals(NamedTuple):
-    """What has ended since the last look: requests, those of them that failed, bad blocks."""
+    """Results since the last call: ended requests, the failed ones, bad blocks, failure reasons."""
 
     received: set[str]
     failed: set[str]
@@ -64,7 +64,11 @@ class Arrivals(NamedTuple):
 
 
 class DecodeRankRooms:
-    """All rooms of one decode rank. ``fails_early``: vLLM's policy "fail", one cache group."""
+    """Rooms of one decode rank.
+
+    ``fails_early``: report bad blocks before they are free. It requires vLLM's policy "fail" and a
+    single cache group.
+    """
 
     def __init__(
         self,
@@ -83,36 +87,36 @@ class DecodeRankRooms:
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def take(self, orders: DecodeMetadata) -> None:
-        """Do what a step says."""
-        for order in orders.received:
+    def begin_step(self, metadata: DecodeMetadata) -> None:
+        """Receive, decline and abort rooms as the metadata says."""
+        for order in metadata.received:
             self._receive(order)
-        for room, prefill in orders.declined:
-            self._decline(room, prefill)
-        for request in orders.aborted:
-            known = self._rooms.get(request)
-            if known is not None and known.handle is not None:
-                known.handle.abort()
+        for name, prefill in metadata.declined:
+            self._decline(name, prefill)
+        for request in metadata.aborted:
+            room = self._rooms.get(request)
+            if room is not None and room.handle is not None:
+                room.handle.abort()
 
-    def _decline(self, room: Room, prefill: str) -> None:
+    def _decline(self, name: Room, prefill: str) -> None:
         try:
-            self._endpoint.decline(room, prefill=prefill)
+            self._endpoint.decline(name, prefill=prefill)
         except KvferryError as error:
-            log.warning("not-declined room=%r reason=%r", room, str(error))
+            log.warning("not-declined room=%r why=%r", name, str(error))
 
     def _receive(self, order: ReceiveRoom) -> None:
-        known = RoomAtTarget(order, None, time.monotonic())
+        room = RoomAtTarget(order, None, time.monotonic())
         try:
-            known.handle = self._begin(order)
+            room.handle = self._open(order)
         except KvferryError as error:
-            # What can't begin fails its own request, and nothing else.
-            known.refusal = Failure.of(FailureCode.REFUSED, str(error))
+            # Fail this request only.
+            room.refusal = Failure.of(FailureCode.REFUSED, str(error))
         if order.blocks:
-            self._rooms[order.request] = known
-        elif known.refusal is not None:
-            log.warning("not-completed room=%r reason=%r", order.room, known.refusal.message)
+            self._rooms[order.request] = room
+        elif room.refusal is not None:
+            log.warning("not-completed room=%r why=%r", order.room, room.refusal.message)
 
-    def _begin(self, order: ReceiveRoom) -> Incoming:
+    def _open(self, order: ReceiveRoom) -> Incoming:
         paging = self._tables.paging
         num_cells = paging.cells(order.tokens)
         cached = paging.full_cells(order.prefix) if order.blocks else num_cells
@@ -126,31 +130,28 @@ class DecodeRankRooms:
             digest=order.digest,
         )
 
-    def arrivals(self) -> Arrivals:
-        """What vLLM may be told, each thing once."""
-        found = Arrivals(set(), set(), set(), {})
-        for request, known in list(self._rooms.items()):
-            if known.failure is not None and not known.is_told:
-                known.is_told = True
-                found.reasons[request] = f"{known.failure.code}: {known.failure.message}"
+    def take_arrivals(self) -> Arrivals:
+        """Return the results since the last call. Each is returned once."""
+        arrivals = Arrivals(set(), set(), set(), {})
+        for request, room in list(self._rooms.items()):
+            if room.failure is not None and not room.is_reported:
+                room.is_reported = True
+                arrivals.reasons[request] = f"{room.failure.code}: {room.failure.message}"
                 if self._fails_early:
-                    found.bad_blocks.update(self._unfilled(known.order))
-            if known.is_over:
-                self._end(known, found)
+                    arrivals.bad_blocks.update(self._unfilled_blocks(room.order))
+            if room.is_over:
                 del self._rooms[request]
-        return found
+                arrivals.received.add(request)
+                if room.failure is not None:
+                    arrivals.failed.add(request)
+                self._counts.received(room.failure, time.monotonic() - room.since)
+        return arrivals
 
-    def _end(self, known: RoomAtTarget, found: Arrivals) -> None:
-        found.received.add(known.order.request)
-        if known.failure is not None:
-            found.failed.add(known.order.request)
-        self._counts.received(known.failure, time.monotonic() - known.since)
-
-    def _unfilled(self, order: ReceiveRoom) -> tuple[int, ...]:
-        """Only asked for where vLLM has one cache group: elsewhere blocks' numbers say nothing."""
+    def _unfilled_blocks(self, order: ReceiveRoom) -> tuple[int, ...]:
+        """Return the blocks to fill. With several cache groups, block ids would be ambiguous."""
         blocks = touched_pages(Span(order.prefix, order.tokens), self._tables.paging.block_tokens)
         return order.blocks[0][blocks.first : blocks.end]
 
     def handles(self) -> list[Incoming]:
-        """Of all rooms that are awaited here."""
-        return [known.handle for known in self._rooms.values() if known.handle is not None]
+        """Return the handles of all rooms."""
+        return [room.handle for room in self._rooms.values() if room.handle is not None]

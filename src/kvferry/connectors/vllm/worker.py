@@ -1,4 +1,4 @@
-"""The worker's part: a rank's caches as pools, and the endpoints over them.
+"""Worker side of the connector: a rank's caches as pools, and the endpoints over them.
 
 Runs in a worker process, on the thread that runs the model.
 """
@@ -27,16 +27,15 @@ from kvferry.connectors.vllm.caches import (
     EngineShape,
     plan_caches,
 )
-from kvferry.connectors.vllm.layers import LayerSteps
 from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata
 from kvferry.connectors.vllm.settings import ConnectorSettings
-from kvferry.connectors.vllm.sources import PrefillRankRooms
+from kvferry.connectors.vllm.sources import LayerSteps, PrefillRankRooms
 from kvferry.connectors.vllm.stats import RoomCounts
 from kvferry.connectors.vllm.targets import Arrivals, DecodeRankRooms
 
 
 class ConnectorWorker:
-    """One rank of one engine, as kvferry's peers see it."""
+    """Endpoints and rooms of one rank."""
 
     def __init__(
         self, settings: ConnectorSettings, key: ClusterKey | None, name: str, model: str
@@ -45,7 +44,7 @@ class ConnectorWorker:
         self._key = key
         self._name = name
         self._model = model
-        self._marks = EventRecorder(torch.device("cpu"))
+        self._events = EventRecorder(torch.device("cpu"))
         self._sources: PrefillRankRooms | None = None
         self._targets: DecodeRankRooms | None = None
         self._steps = LayerSteps(())
@@ -62,28 +61,28 @@ class ConnectorWorker:
         receives: bool,
         fails_early: bool,
     ) -> None:
-        """Make the rank's endpoints over its caches."""
+        """Create the rank's endpoints over its caches."""
         kept = kept or [BlockGroup(frozenset(caches))]
         distinct = _distinct(caches, kept)
         plan = plan_caches({name: _view(cache) for name, cache in distinct.items()}, engine, kept)
         pools = pools_of(plan, distinct)
-        self._marks = EventRecorder(next(iter(distinct.values())).device)
-        # The target first: over shm it moves the caches, and the source must know where to.
+        self._events = EventRecorder(next(iter(distinct.values())).device)
+        # Create the target first: with shm it moves the caches, and the source uses the result.
         if receives:
-            target = TargetEndpoint(plan.layout, pools, **self._described(engine.rank))
+            target = TargetEndpoint(plan.layout, pools, **self._endpoint_options(engine.rank))
             self._endpoints.append(target)
             self._targets = DecodeRankRooms(
                 target, plan.tables, self.counts, fails_early=fails_early
             )
         if sends:
-            source = SourceEndpoint(plan.layout, pools, **self._described(engine.rank))
+            source = SourceEndpoint(plan.layout, pools, **self._endpoint_options(engine.rank))
             self._endpoints.append(source)
-            pace = LayerPushTuner(self._settings.layers, plan.layout, engine.rank, self._marks.now)
-            self._sources = PrefillRankRooms(source, plan.tables, self.counts, pace)
+            now = self._events.now
+            tuner = LayerPushTuner(self._settings.layers, plan.layout, engine.rank, now)
+            self._sources = PrefillRankRooms(source, plan.tables, self.counts, tuner)
             self._steps = LayerSteps(plan.names.values())
 
-    def _described(self, rank: int) -> dict[str, Any]:
-        """What both kinds of endpoint are told alike."""
+    def _endpoint_options(self, rank: int) -> dict[str, Any]:
         return {
             "name": self._name,
             "rank": rank,
@@ -94,63 +93,62 @@ class ConnectorWorker:
             "config": self._settings.endpoint_config(),
         }
 
-    # ------------------------------------------------------------ steps
-
-    def before(self, orders: PrefillMetadata) -> None:
-        """Before a step's forward pass, and before it overwrites anything."""
+    def begin_step(self, metadata: PrefillMetadata) -> None:
+        """Prepare the sends of a step, before its forward pass overwrites anything."""
         if self._sources is not None:
             self._steps.begin()
-            self._sources.before(orders)
+            self._sources.begin_step(metadata)
 
-    def computed(self, orders: PrefillMetadata, name: str) -> None:
-        """During a step's forward pass: that cache has been filled, or will be."""
+    def cache_computed(self, metadata: PrefillMetadata, name: str) -> None:
+        """Push layers during the forward pass, after the kernels of a cache were launched."""
         layer = self._steps.computed(name)
         if self._sources is not None and layer is not None:
-            self._sources.computed(orders, layer, self._marks.computed)
+            self._sources.layer_computed(metadata, layer, self._events.computed)
 
-    def after(self, orders: PrefillMetadata) -> None:
-        """Behind a step's forward pass."""
+    def end_step(self, metadata: PrefillMetadata) -> None:
+        """Push the rest of a step, after its forward pass."""
         if self._sources is not None:
-            self._sources.after(orders, self._marks.computed() if orders.pushed else None)
+            computed = self._events.computed() if metadata.pushed else None
+            self._sources.end_step(metadata, computed)
 
-    def receive(self, orders: DecodeMetadata) -> None:
-        """Have requests' caches written into their blocks."""
+    def start_receives(self, metadata: DecodeMetadata) -> None:
+        """Start to receive caches into their blocks."""
         if self._targets is not None:
-            self._targets.take(orders)
+            self._targets.begin_step(metadata)
 
-    def sent(self) -> set[str]:
-        """Requests whose blocks nobody reads any more."""
-        return set() if self._sources is None else self._sources.sent()
+    def take_sent(self) -> set[str]:
+        """Return the requests whose blocks are not read any more. Each is returned once."""
+        return set() if self._sources is None else self._sources.take_sent()
 
-    def arrivals(self) -> Arrivals:
-        """Requests whose blocks nobody writes any more, and why some are not filled."""
+    def take_arrivals(self) -> Arrivals:
+        """Return the requests whose blocks are not written any more. Each is returned once."""
         if self._targets is None:
             return Arrivals(set(), set(), set(), {})
-        return self._targets.arrivals()
+        return self._targets.take_arrivals()
 
     def close(self) -> None:
-        """Abort every room and end the endpoints."""
+        """Abort every room and close the endpoints."""
         for endpoint in self._endpoints:
             endpoint.close()
         self._endpoints.clear()
 
 
 def _distinct(caches: Mapping[str, Any], kept: Sequence[BlockGroup]) -> dict[str, torch.Tensor]:
-    """Each cache of each group once: layers may share one, and the first of them fills it.
+    """Return each cache of each group once, under the first of the layers that share it.
 
-    Groups share memory too, in which each has other blocks.
+    Several groups may share memory, too, but they use different blocks of it.
     """
     found: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
     places = {name: place for place, group in enumerate(kept) for name in group.names}
     for name, cache in caches.items():
         if not isinstance(cache, torch.Tensor):
             raise InputError(
-                f"vLLM's cache {name!r:.200} is no single tensor, which can't be carried; use the "
-                f"vLLM that this connector was written for"
+                f"vLLM's cache {name!r:.200} is no single tensor, which can't be carried; use a "
+                f"vLLM version that this connector supports"
             )
         if cache.device.type not in ("cpu", "cuda"):
             raise InputError(f"caches on {cache.device.type} can't be carried; use a CPU or CUDA")
-        if name in places:  # vLLM may leave out of its groups what shares another layer's cache
+        if name in places:  # vLLM may leave a layer out of its groups if it shares a cache.
             found.setdefault((places[name], cache.data_ptr()), (name, cache))
     return dict(found.values())
 
@@ -163,7 +161,7 @@ def _view(cache: torch.Tensor) -> CacheView:
 def pools_of(
     plan: CachePlan, caches: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, dict[int, torch.Tensor]]]:
-    """The caches as views that an endpoint takes: group, tensor, layer."""
+    """Return views of the caches for an endpoint, by group, tensor and layer."""
     pools = {
         group: {plan.tensor: {layer: _pool(plan, caches[name]) for layer, name in layers.items()}}
         for group, layers in plan.names.items()
@@ -175,7 +173,7 @@ def pools_of(
 
 
 def _rows(part: StatePart, cache: torch.Tensor) -> torch.Tensor:
-    """A part of every block's bytes, unit by unit."""
+    """Return a part of every block as [blocks, units, bytes]."""
     blocks = cache.flatten(1).view(torch.uint8)
     end = part.first_byte + part.num_units * part.unit_bytes
     return blocks[:, part.first_byte : end].view(-1, part.num_units, part.unit_bytes)

@@ -374,7 +374,7 @@ class TargetChannel(Channel[ControlClient]):
                 yield ConnectionLost(peer)
             if client.counts["refused"] >= MAX_REFUSED:
                 client.counts.clear()
-                yield RoomBarred(peer, f"{peer} has another cluster key; give both the same")
+                yield ConnectRefused(peer, f"{peer} has another cluster key; give both the same")
 
     def connect_unix(self, peer: Peer, listener: UnixListener) -> None:
         """Use a Unix channel to a source from now on, if it is on this host."""

@@ -247,7 +247,7 @@ class DrainedAtOnce(SourceLinks):
     def say(self, link: Link, body: Body) -> None:
         super().say(link, body)
         if isinstance(body, Abort):
-            super().say(link, Drained(body.room, body.generation, body.failure, link.seq_in))
+            super().send(link, Drained(body.room, body.generation, body.failure, link.seq_in))
 
 
 @broken_rule(source_part("writes"), slow_write=0.3, cancel_target=0.3)

@@ -1,4 +1,4 @@
-"""What was computed is compared with what was asked for, before any of it is used."""
+"""Comparison of the computed request with the requested one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T0 = Peer("decode0", 0)
 
 
 def receive(w: World, digest: bytes, tokens: int = 8) -> None:
-    """Every decode rank asks for a request with that digest."""
+    """Receive a room with a digest on every decode rank."""
     for peer in w.targets:
         event = w.receive_event(peer, ROOM, Request(tokens), w.now + 60)
         wanted = msgspec.structs.replace(event.wanted, digest=digest)
@@ -51,7 +51,7 @@ def test_the_same_request_on_both_sides() -> None:
     ids=["another", "decode is silent", "prefill is silent", "longer"],
 )
 @pytest.mark.parametrize("first", ["offer", "prefill"])
-def test_another_request_under_the_same_room(computed: bytes, asked: bytes, first: str) -> None:
+def test_other_request_in_the_same_room(computed: bytes, asked: bytes, first: str) -> None:
     w = world(source_tp=2, target_tp=2)
     w.open(ROOM)
     if first == "offer":
@@ -67,7 +67,7 @@ def test_another_request_under_the_same_room(computed: bytes, asked: bytes, firs
 
 
 def test_a_fully_cached_prompt_is_compared_too() -> None:
-    """Nothing moves, and yet the first token would be another prompt's."""
+    """No data moves, but the first token would belong to another prompt."""
     w = world()
     w.open(ROOM)
     event = w.receive_event(T0, ROOM, Request(8, 8), w.now + 60)
@@ -80,7 +80,7 @@ def test_a_fully_cached_prompt_is_compared_too() -> None:
     w.finish()
 
 
-def test_one_source_that_computed_something_else_is_enough() -> None:
+def test_one_source_with_another_request_fails_the_room() -> None:
     w = world(source_tp=2)
     w.open(ROOM)
     receive(w, b"B")
@@ -92,11 +92,11 @@ def test_one_source_that_computed_something_else_is_enough() -> None:
 
 
 def unusable(w: World) -> int:
-    """How many layers of how many tokens can't be used, for each source that owes them."""
+    """Return the number of unusable layers and tokens per source."""
     return sum(len(block.layers) * len(block.tokens) for block in w.target().rooms[ROOM].unusable())
 
 
-def test_what_came_counts_once_its_source_has_vouched_for_it() -> None:
+def test_blocks_count_after_a_fitting_close() -> None:
     w = world(source_tp=2)
     w.open(ROOM)
     receive(w, b"B")
@@ -127,7 +127,7 @@ def finish_late(w: World) -> None:
     w.finish()
 
 
-def test_what_came_without_digests_counts_as_it_comes() -> None:
+def test_without_digests_blocks_count_on_arrival() -> None:
     w = world()
     w.open(ROOM)
     receive(w, b"")
@@ -142,7 +142,7 @@ def test_what_came_without_digests_counts_as_it_comes() -> None:
     w.finish()
 
 
-def test_the_words() -> None:
+def test_messages_of_failures() -> None:
     def said(computed: bytes, asked: bytes) -> str:
         return str(close_problem(Close(1, Generation(1), 8, (), None, computed), 8, asked))
 

@@ -1,4 +1,4 @@
-"""Machines joined by a fake wire: aborts at every moment, and proof before reuse."""
+"""Aborts at every moment of a room, and release on proof."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_an_abort_at_any_moment(stop: Callable[[World], None], who: Peer, staged
 
 @STAGED
 @pytest.mark.parametrize("who", [T0, S0], ids=["decode", "prefill"])
-def test_pages_are_released_only_when_drained(who: Peer, staged: bool) -> None:
+def test_pages_are_released_after_drained(who: Peer, staged: bool) -> None:
     w = world(staged=staged)
     moving(w)
     assert w.writes
@@ -152,7 +152,7 @@ def test_pages_are_released_only_when_drained(who: Peer, staged: bool) -> None:
     w.finish()
 
 
-def test_a_scatter_delays_the_release_too() -> None:
+def test_scatter_delays_the_release() -> None:
     w = world(staged=True)
     stop_scattering(w)
     assert w.scatters

@@ -1,4 +1,4 @@
-"""Across engines: what SGLang's, vLLM's and our own layouts of one model make of each other."""
+"""Compatibility of the layouts of SGLang, vLLM and the reference engine for one model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def own(tp: int, page: int) -> Layout:
     return Layout(spec, Parallel(tp=tp), page_tokens=page)
 
 
-def test_our_own_engine_and_sglang_fit_each_other() -> None:
+def test_reference_engine_and_sglang_are_compatible() -> None:
     assert reshard(own(1, 8), sglang(3, 16)).moves
     assert reshard(sglang(3, 1), own(1, 8)).moves
 
@@ -57,8 +57,8 @@ def test_our_own_engine_and_sglang_fit_each_other() -> None:
 @pytest.mark.parametrize(
     ("on_cpu", "tensors"), [(True, "blocks_of_16_tokens"), (False, "content")], ids=["cpu", "gpu"]
 )
-def test_vllm_and_sglang_are_refused_with_what_each_has(on_cpu: bool, tensors: str) -> None:
-    """On a CPU vLLM keeps K column by column inside a block; everywhere it joins K and V."""
+def test_vllm_and_sglang_are_refused(on_cpu: bool, tensors: str) -> None:
+    """vLLM joins K and V in one tensor, and on a CPU stores K transposed."""
     ours, theirs = vllm(on_cpu=on_cpu), sglang(1, 16)
     for prefill, decode, said in (
         (ours, theirs, f"the tensors {tensors} at prefill and k, v at decode"),

@@ -1,4 +1,4 @@
-"""Ranks of two engines over real endpoints: orders in, bytes across, results out."""
+"""Transfers between the ranks of two engines over real endpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Rank(NamedTuple):
 
 
 class Engines:
-    """TP2 beside TP1, on a CPU as vLLM has it."""
+    """TP2 prefill and TP1 decode, on a CPU."""
 
     def __init__(self, undo: ExitStack, layers: Layers = "all") -> None:
         self._undo = undo
@@ -72,8 +72,8 @@ class Engines:
         )
         self._undo.callback(endpoint.close)
         counts = RoomCounts()
-        pace = LayerPushTuner(self._layers, plan.layout, rank)
-        return Rank(cache, PrefillRankRooms(endpoint, plan.tables, counts, pace), counts)
+        tuner = LayerPushTuner(self._layers, plan.layout, rank)
+        return Rank(cache, PrefillRankRooms(endpoint, plan.tables, counts, tuner), counts)
 
     def decode(self, *, fails_early: bool = False) -> Rank:
         transport = make_transport("shm")
@@ -110,7 +110,7 @@ def engines() -> Iterator[Engines]:
         yield Engines(undo)
 
 
-# ---------------------------------------------------------------- playing vLLM
+# ---------------------------------------------------------------- stand-ins for vLLM
 
 
 def compute(
@@ -130,31 +130,31 @@ def compute(
                     cache[layer, block, head, offset] = token * 100 + layer * 10 + whole
 
 
-def step(engines: Engines, orders: PrefillMetadata, *computed: tuple[int, int]) -> None:
+def step(engines: Engines, metadata: PrefillMetadata, *computed: tuple[int, int]) -> None:
     for rank in engines.prefill:
         assert isinstance(rank.rooms, PrefillRankRooms)
-        rank.rooms.before(orders)
+        rank.rooms.begin_step(metadata)
     for first, end in computed:
         compute(engines, first, end, (7, 3, 9))
     for rank in engines.prefill:
         assert isinstance(rank.rooms, PrefillRankRooms)
-        rank.rooms.after(orders, None)
+        rank.rooms.end_step(metadata, None)
 
 
 def step_by_layers(
-    engines: Engines, orders: PrefillMetadata, computed: tuple[int, int], told: tuple[int, ...]
+    engines: Engines, metadata: PrefillMetadata, computed: tuple[int, int], told: tuple[int, ...]
 ) -> None:
-    """A step whose layers are computed one after another, and told of if they are among these."""
+    """Run a step layer by layer; only the layers in ``told`` are reported as computed."""
     sources = [rank.rooms for rank in engines.prefill if isinstance(rank.rooms, PrefillRankRooms)]
     for rooms in sources:
-        rooms.before(orders)
+        rooms.begin_step(metadata)
     for layer in range(LAYERS):
         compute(engines, *computed, (7, 3, 9), (layer,))
         for rooms in sources:
             if layer in told:
-                rooms.computed(orders, layer, lambda: None)
+                rooms.layer_computed(metadata, layer, lambda: None)
     for rooms in sources:
-        rooms.after(orders, None)
+        rooms.end_step(metadata, None)
 
 
 def outgoing(engines: Engines) -> list[Outgoing]:
@@ -171,20 +171,22 @@ def released(handles: list[Outgoing] | list[Incoming]) -> None:
         handle.wait_released(WAIT_S)
 
 
-def take(decode: Rank, *orders: ReceiveRoom, aborted: list[str] | None = None) -> list[Incoming]:
+def take(decode: Rank, *metadata: ReceiveRoom, aborted: list[str] | None = None) -> list[Incoming]:
     assert isinstance(decode.rooms, DecodeRankRooms)
-    decode.rooms.take(DecodeMetadata(list(orders), aborted=aborted or []))
+    decode.rooms.begin_step(DecodeMetadata(list(metadata), aborted=aborted or []))
     return list(decode.rooms.handles())
 
 
 def arrivals(decode: Rank) -> Arrivals:
     assert isinstance(decode.rooms, DecodeRankRooms)
-    return decode.rooms.arrivals()
+    return decode.rooms.take_arrivals()
 
 
 def sent(engines: Engines) -> list[set[str]]:
     return [
-        rank.rooms.sent() for rank in engines.prefill if isinstance(rank.rooms, PrefillRankRooms)
+        rank.rooms.take_sent()
+        for rank in engines.prefill
+        if isinstance(rank.rooms, PrefillRankRooms)
     ]
 
 
@@ -198,13 +200,13 @@ LAST = PrefillMetadata([], [PushTokens("room", 40, 1, ((3, 9),), b"d")])
 HELD = PrefillMetadata(held=[("p-1", "room")])
 
 
-def whole_room(engines: Engines) -> None:
+def send_room(engines: Engines) -> None:
     step(engines, FIRST, (0, 20))
     step(engines, LAST, (20, 40))
 
 
 def filled(cache: Array, first: int) -> bool:
-    """Whether the tokens from there on are what prefill computed, in decode's blocks."""
+    """Whether the tokens from ``first`` on have arrived in decode's blocks."""
     blocks = (2, 5, 4)
     for token in range(first, 40):
         there = cache[:, blocks[token // TOKENS], :, token % TOKENS, :]
@@ -219,7 +221,7 @@ def filled(cache: Array, first: int) -> bool:
 
 @pytest.mark.parametrize("told", [(0, 1), (0,), (1,), ()])
 @pytest.mark.parametrize("layers", [1, 2, "all", "auto"])
-def test_layers_leave_as_they_are_computed_and_the_rest_behind_the_step(
+def test_layers_are_pushed_when_computed_and_the_rest_after_the_step(
     layers: Layers, told: tuple[int, ...]
 ) -> None:
     with ExitStack() as undo:
@@ -233,10 +235,10 @@ def test_layers_leave_as_they_are_computed_and_the_rest_behind_the_step(
         released(outgoing(engines))
 
 
-def test_two_ranks_to_one_in_two_chunks(engines: Engines) -> None:
+def test_two_chunks_from_two_ranks_to_one(engines: Engines) -> None:
     decode = engines.decode()
     (into,) = take(decode, receive())
-    whole_room(engines)
+    send_room(engines)
     into.wait(WAIT_S)
     assert arrivals(decode) == ({"d-1"}, set(), set(), {})
     assert arrivals(decode).received == set()
@@ -254,10 +256,10 @@ def test_two_ranks_to_one_in_two_chunks(engines: Engines) -> None:
     assert engines.prefill[0].counts.take() is None
 
 
-def test_prefill_first_and_decode_later(engines: Engines) -> None:
-    whole_room(engines)
+def test_decode_starts_after_prefill_has_finished(engines: Engines) -> None:
+    send_room(engines)
     step(engines, HELD)
-    assert sent(engines) == [set(), set()]  # its blocks wait for somebody
+    assert sent(engines) == [set(), set()]  # the blocks wait for a decode
     decode = engines.decode()
     (into,) = take(decode, receive())
     into.wait(WAIT_S)
@@ -266,17 +268,17 @@ def test_prefill_first_and_decode_later(engines: Engines) -> None:
     assert sent(engines) == [{"p-1"}, {"p-1"}]
 
 
-def test_only_what_is_missing_travels(engines: Engines) -> None:
+def test_cached_prefix_is_not_written(engines: Engines) -> None:
     decode = engines.decode()
     (into,) = take(decode, receive(prefix=16))
-    whole_room(engines)
+    send_room(engines)
     into.wait(WAIT_S)
     assert filled(decode.cache, 16)
     assert not decode.cache[:, 2].any()
 
 
-def test_prefill_lets_go_of_what_nobody_needs(engines: Engines) -> None:
-    whole_room(engines)
+def test_fully_cached_prompt_frees_prefill(engines: Engines) -> None:
+    send_room(engines)
     step(engines, HELD)
     decode = engines.decode()
     assert take(decode, receive(prefix=40)) == []
@@ -285,20 +287,20 @@ def test_prefill_lets_go_of_what_nobody_needs(engines: Engines) -> None:
     assert len(decode.rooms) == 0
 
 
-def test_a_wrong_prompt_is_not_used(engines: Engines) -> None:
+def test_cache_of_another_prompt_is_not_used(engines: Engines) -> None:
     decode = engines.decode()
     (into,) = take(decode, receive(digest=b"another"))
-    whole_room(engines)
+    send_room(engines)
     into.wait_released(WAIT_S)
     found = arrivals(decode)
     assert (found.received, found.failed, found.bad_blocks) == ({"d-1"}, {"d-1"}, set())
     assert found.reasons["d-1"].startswith("content-differs")
 
 
-def test_a_failure_that_fails_the_request_is_told_at_once(engines: Engines) -> None:
+def test_bad_blocks_are_reported_before_they_are_free(engines: Engines) -> None:
     decode = engines.decode(fails_early=True)
     (into,) = take(decode, receive(prefix=16, digest=b"another"))
-    whole_room(engines)
+    send_room(engines)
     into.wait(WAIT_S)
     assert arrivals(decode).bad_blocks == {5, 4}
     into.wait_released(WAIT_S)
@@ -306,14 +308,14 @@ def test_a_failure_that_fails_the_request_is_told_at_once(engines: Engines) -> N
     assert len(decode.rooms) == 0
 
 
-def test_an_abort_at_decode_frees_both_sides(engines: Engines) -> None:
+def test_abort_at_decode_frees_both_sides(engines: Engines) -> None:
     decode = engines.decode()
     (into,) = take(decode, receive())
     step(engines, FIRST, (0, 20))
     take(decode, aborted=["d-1"])
     into.wait_released(WAIT_S)
     assert arrivals(decode).received == {"d-1"}
-    step(engines, LAST, (20, 40))  # prefill may or may not have heard of it
+    step(engines, LAST, (20, 40))  # the abort may or may not have reached prefill
     step(engines, HELD)
     began = time.monotonic()
     released(outgoing(engines))
@@ -321,25 +323,25 @@ def test_an_abort_at_decode_frees_both_sides(engines: Engines) -> None:
     assert sent(engines) == [{"p-1"}, {"p-1"}]
 
 
-def test_a_request_that_decode_never_asks_for_frees_prefill(engines: Engines) -> None:
-    whole_room(engines)
+def test_declined_room_frees_prefill(engines: Engines) -> None:
+    send_room(engines)
     step(engines, HELD)
     assert sent(engines) == [set(), set()]
     decode = engines.decode()
     assert isinstance(decode.rooms, DecodeRankRooms)
-    decode.rooms.take(DecodeMetadata(declined=[("room", "prefill-0")]))
+    decode.rooms.begin_step(DecodeMetadata(declined=[("room", "prefill-0")]))
     released(outgoing(engines))
     assert sent(engines) == [{"p-1"}, {"p-1"}]
 
 
-def test_an_abandoned_room_has_ended_before_its_blocks_are_overwritten(engines: Engines) -> None:
+def test_abandoned_room_ends_before_its_blocks_are_overwritten(engines: Engines) -> None:
     decode = engines.decode()
     (into,) = take(decode, receive())
     step(engines, FIRST, (0, 20))
     handles = outgoing(engines)
     for rank in engines.prefill:
         assert isinstance(rank.rooms, PrefillRankRooms)
-        rank.rooms.before(PrefillMetadata(abandoned=["room"]))
+        rank.rooms.begin_step(PrefillMetadata(abandoned=["room"]))
     assert all(handle.failure is not None for handle in handles)
     into.wait_released(WAIT_S)
     assert arrivals(decode).failed == {"d-1"}
@@ -348,7 +350,7 @@ def test_an_abandoned_room_has_ended_before_its_blocks_are_overwritten(engines: 
     assert [len(rank.rooms) for rank in engines.prefill] == [0, 0]
 
 
-def test_what_can_not_begin_fails_its_own_request(engines: Engines) -> None:
+def test_refused_receive_fails_only_its_request(engines: Engines) -> None:
     decode = engines.decode()
     order = ReceiveRoom("d-1", "room", "prefill-0", 40, 0, ((2, 5, 99),), b"d")
     assert take(decode, order) == []

@@ -1,4 +1,4 @@
-"""Each test is a fault that the machines once had, in the shortest story that shows it."""
+"""Bugs that the machines once had, each in a minimal scenario."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ T0, T1 = Peer("decode0", 0), Peer("decode0", 1)
 
 
 def started(w: World, tokens: int = 8) -> World:
-    """The room is open at prefill and offered by decode."""
+    """Open a room at prefill and receive it at decode."""
     w.open(ROOM)
     w.receive(ROOM, Request(tokens))
     w.run()
@@ -67,7 +67,7 @@ def code(w: World, peer: Peer, room: str = ROOM) -> FailureCode:
 
 
 def deliver_only(w: World, kind: type[Event]) -> None:
-    """Everything of that kind comes before whatever else is under way."""
+    """Deliver all pending events of a type before any others."""
     chosen = [one for one in w.pending if isinstance(one[1], kind)]
     assert chosen
     w.pending = deque(one for one in w.pending if not isinstance(one[1], kind))
@@ -79,7 +79,7 @@ def deliver_only(w: World, kind: type[Event]) -> None:
 
 
 def offered_twice(w: World) -> Envelope:
-    """The source has taken the first Offer and given the room up; the second is under way."""
+    """The source has accepted the first Offer and aborted; the second one is in flight."""
     w.open(ROOM)
     w.drops = lambda _, envelope: isinstance(envelope.body, Offer)
     w.receive(ROOM, Request(8))
@@ -91,7 +91,7 @@ def offered_twice(w: World) -> Envelope:
     return second
 
 
-def test_drained_proves_nothing_while_an_offer_is_under_way() -> None:
+def test_drained_is_no_proof_while_an_offer_is_in_flight() -> None:
     w = world()
     offered_twice(w)
     (drained,) = w.where(Drained)
@@ -109,7 +109,7 @@ def test_drained_proves_nothing_while_an_offer_is_under_way() -> None:
     w.finish()
 
 
-def test_an_offer_that_was_said_again_is_not_taken_after_drained() -> None:
+def test_repeated_offer_is_refused_after_drained() -> None:
     w = world()
     second = offered_twice(w)
     w.tell(S0, Received(second))
@@ -125,7 +125,7 @@ def test_an_offer_that_was_said_again_is_not_taken_after_drained() -> None:
     w.finish(attempts=2)
 
 
-def test_a_closed_source_that_is_gone_delays_no_release() -> None:
+def test_closed_source_that_is_gone_does_not_delay_release() -> None:
     w = world(2, 1)
     started(w)
     w.tell(S0, Push(ROOM, Span(0, 8)))
@@ -144,7 +144,7 @@ def test_a_closed_source_that_is_gone_delays_no_release() -> None:
     w.finish()
 
 
-def test_a_closed_source_that_is_lost_is_waited_for_when_the_room_fails() -> None:
+def test_failed_room_waits_for_a_lost_closed_source() -> None:
     w = world(2, 1)
     started(w)
     w.tell(S0, Push(ROOM, Span(0, 8)))
@@ -161,10 +161,10 @@ def test_a_closed_source_that_is_lost_is_waited_for_when_the_room_fails() -> Non
     w.finish()
 
 
-# ---------------------------------------------------------------- rooms that have failed
+# ---------------------------------------------------------------- failed rooms
 
 
-def test_an_abort_that_crosses_drained_does_not_haunt_the_next_attempt() -> None:
+def test_late_abort_does_not_affect_the_next_attempt() -> None:
     w = world()
     moving(w)
     w.tell(S0, Cancel(ROOM))
@@ -183,7 +183,7 @@ def test_an_abort_that_crosses_drained_does_not_haunt_the_next_attempt() -> None
     w.finish(attempts=2)
 
 
-def test_an_abort_before_the_offer_was_heard_is_remembered() -> None:
+def test_abort_before_the_offer_is_remembered() -> None:
     w = world()
     w.drops = lambda _, envelope: isinstance(envelope.body, Offer)
     w.receive(ROOM, Request(8))
@@ -198,7 +198,7 @@ def test_an_abort_before_the_offer_was_heard_is_remembered() -> None:
 
 
 def failed_with_one_target_unheard() -> World:
-    """Both targets want the room; only the first one's offer has come when it fails."""
+    """Fail a room of two targets after only one of them has sent its offer."""
     w = world(1, 2)
     w.open(ROOM)
     w.receive(ROOM, Request(8), only=0)
@@ -211,7 +211,7 @@ def failed_with_one_target_unheard() -> World:
     return w
 
 
-def test_a_late_offer_for_a_failed_room_is_refused_at_once() -> None:
+def test_late_offer_for_a_failed_room_is_refused() -> None:
     w = failed_with_one_target_unheard()
     w.receive(ROOM, Request(8), only=1)
     w.run()
@@ -223,7 +223,7 @@ def test_a_late_offer_for_a_failed_room_is_refused_at_once() -> None:
     w.finish()
 
 
-def test_pushes_that_cross_the_report_are_ignored() -> None:
+def test_pushes_after_the_failure_are_ignored() -> None:
     w = failed_with_one_target_unheard()
     w.receive(ROOM, Request(8), only=1)
     w.run()
@@ -235,7 +235,7 @@ def test_pushes_that_cross_the_report_are_ignored() -> None:
     w.finish()
 
 
-def test_a_room_that_is_over_can_be_opened_again() -> None:
+def test_finished_room_can_be_reopened() -> None:
     w = failed_with_one_target_unheard()
     started(w)
     w.prefill_all(ROOM, 8)
@@ -276,7 +276,7 @@ def test_a_failed_room_gets_no_more_credits() -> None:
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 8])
-def test_a_note_may_not_name_more_than_its_slot_holds(tokens: int) -> None:
+def test_note_larger_than_its_slot_fails_the_room(tokens: int) -> None:
     w = world(staged=True)
     w.hold.scatters = True
     moving(w, 16)
@@ -290,7 +290,7 @@ def test_a_note_may_not_name_more_than_its_slot_holds(tokens: int) -> None:
     w.finish()
 
 
-def test_a_nudge_about_a_room_that_is_not_known_is_answered() -> None:
+def test_status_poll_for_an_unknown_room_is_answered() -> None:
     w = world()
     moving(w, 16)
     (link,) = w.target().links.values()
@@ -307,7 +307,7 @@ def test_a_nudge_about_a_room_that_is_not_known_is_answered() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 7])
-def test_only_a_rooms_own_source_is_heard_about_it(rank: int) -> None:
+def test_messages_of_other_peers_are_ignored(rank: int) -> None:
     w = world()
     moving(w, 16)
     target = w.target()
@@ -325,10 +325,10 @@ def test_only_a_rooms_own_source_is_heard_about_it(rank: int) -> None:
     w.finish()
 
 
-# ---------------------------------------------------------------- what a frame can hold
+# ---------------------------------------------------------------- limits of frames
 
 
-def test_a_far_deadline_fits_into_an_offer() -> None:
+def test_far_deadline_is_clamped_in_the_offer() -> None:
     w = world()
     w.open(ROOM)
     w.receive(ROOM, Request(8), deadline=1e9)
@@ -341,7 +341,7 @@ def test_a_far_deadline_fits_into_an_offer() -> None:
     w.finish()
 
 
-def test_a_long_reason_is_cut() -> None:
+def test_long_failure_message_is_truncated() -> None:
     large_pages = Layout(DENSE, page_tokens=16)
     w = started(World(large_pages, (large_pages,)), tokens=900)
     for first in range(0, 900, 4):
@@ -357,7 +357,7 @@ def test_a_long_reason_is_cut() -> None:
     w.finish()
 
 
-def test_reasons_are_cut_to_the_limit_of_a_frame() -> None:
+def test_failure_messages_are_truncated() -> None:
     assert len(Failure.of(FailureCode.TRANSPORT, "é" * 5000).message) == MAX_TEXT
     assert Failure.of(FailureCode.TRANSPORT, "short").message == "short"
 
@@ -391,7 +391,7 @@ MISUSES: dict[str, tuple[Peer, Event]] = {
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_what_an_engine_must_not_ask_for_raises_and_changes_nothing(name: str) -> None:
+def test_misuse_by_the_engine_changes_nothing(name: str) -> None:
     w = world()
     moving(w, 16)
     peer, event = MISUSES[name]
@@ -408,10 +408,10 @@ def test_what_an_engine_must_not_ask_for_raises_and_changes_nothing(name: str) -
     w.finish()
 
 
-# ---------------------------------------------------------------- what a runtime gets wrong
+# ---------------------------------------------------------------- late and unknown events
 
 
-def test_a_machine_with_nothing_to_wait_for_says_so() -> None:
+def test_machine_without_timers_has_no_wakeup() -> None:
     w = world()
     w.hold.teardowns = True
     moving(w)
@@ -434,7 +434,7 @@ def test_a_machine_with_nothing_to_wait_for_says_so() -> None:
     ],
     ids=["scattered", "sent", "failed", "busy"],
 )
-def test_the_end_of_something_unknown_is_counted(peer: Peer, event: Event) -> None:
+def test_unknown_write_end_is_counted(peer: Peer, event: Event) -> None:
     w = started(world())
     w.tell(peer, event)
     machine = w.source() if peer == S0 else w.target()

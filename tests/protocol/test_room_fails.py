@@ -1,4 +1,4 @@
-"""Machines joined by a fake wire: rooms that fail, and what is left behind, which is nothing."""
+"""Rooms that fail through deadlines, dead peers, failed writes or misuse."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STAGED = pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged
 
 
 def stop_closed(w: World) -> None:
-    """The second source has written everything; its Complete is lost, if it comes to that."""
+    """The second source has closed; drop its Complete."""
     w.drops = lambda _, envelope: isinstance(envelope.body, Complete)
     w.open(ROOM)
     w.receive(ROOM, Request(16))
@@ -55,7 +55,7 @@ def stop_closed(w: World) -> None:
 # ---------------------------------------------------------------- deadlines and expiry
 
 
-def test_an_offer_without_a_room_expires() -> None:
+def test_unclaimed_offer_expires() -> None:
     w = world(unclaimed_offer_ttl_s=20.0)
     w.receive(ROOM, Request(8), deadline=60)
     w.run()
@@ -68,7 +68,7 @@ def test_an_offer_without_a_room_expires() -> None:
     w.finish()
 
 
-def test_too_many_early_offers_are_refused_and_the_others_live() -> None:
+def test_too_many_early_offers_are_refused() -> None:
     w = world(max_early_rooms=2)
     for room in ("a", "b", "c"):
         w.receive(room, Request(8))
@@ -81,7 +81,7 @@ def test_too_many_early_offers_are_refused_and_the_others_live() -> None:
     w.finish()
 
 
-def test_a_room_that_only_prefill_hears_of_ends_at_its_deadline() -> None:
+def test_room_without_an_offer_ends_at_its_deadline() -> None:
     w = world()
     w.open(ROOM, deadline=30)
     w.prefill_all(ROOM, 8)
@@ -104,7 +104,7 @@ def test_a_room_that_is_never_pushed_ends_at_both_deadlines() -> None:
     w.finish()
 
 
-def test_a_deadline_that_has_passed_begins_nothing() -> None:
+def test_passed_deadline_fails_at_once() -> None:
     w = world()
     w.open(ROOM, deadline=0)
     w.receive(ROOM, Request(8), deadline=0)
@@ -132,7 +132,7 @@ def test_limits_on_rooms() -> None:
 # ---------------------------------------------------------------- peers
 
 
-def test_a_source_that_dies_is_noticed_and_its_pages_wait_for_proof() -> None:
+def test_pages_wait_for_proof_from_a_dead_source() -> None:
     w = world(2, 1)
     w.hold.teardowns = True
     moving(w)
@@ -151,7 +151,7 @@ def test_a_source_that_dies_is_noticed_and_its_pages_wait_for_proof() -> None:
     w.finish()
 
 
-def test_a_target_that_dies_is_noticed_and_the_source_keeps_its_pages_until_proof() -> None:
+def test_source_keeps_pages_until_proof_from_a_dead_target() -> None:
     w = world(1, 2)
     w.hold.teardowns = True
     moving(w)
@@ -171,7 +171,7 @@ def test_a_target_that_dies_is_noticed_and_the_source_keeps_its_pages_until_proo
     w.finish()
 
 
-def test_a_restarted_source_is_told_apart() -> None:
+def test_restarted_source_is_recognized() -> None:
     w = world()
     w.open("a")
     w.receive("a", Request(8))
@@ -187,7 +187,7 @@ def test_a_restarted_source_is_told_apart() -> None:
     w.finish()
 
 
-def test_a_restarted_target_is_told_apart() -> None:
+def test_restarted_target_is_recognized() -> None:
     w = world()
     w.open("a")
     w.receive("a", Request(8))
@@ -202,7 +202,7 @@ def test_a_restarted_target_is_told_apart() -> None:
     w.finish()
 
 
-def test_a_stopped_target_that_goes_on_finds_its_session_gone_and_makes_a_new_one() -> None:
+def test_stopped_target_continues_with_a_new_session() -> None:
     w = world()
     w.open("a")
     w.receive("a", Request(8))
@@ -221,7 +221,7 @@ def test_a_stopped_target_that_goes_on_finds_its_session_gone_and_makes_a_new_on
     w.finish()
 
 
-def test_a_closed_and_complete_source_may_go() -> None:
+def test_closed_source_may_leave() -> None:
     w = world(2, 1)
     stop_closed(w)
     del w.sources[S1]
@@ -235,7 +235,7 @@ def test_a_closed_and_complete_source_may_go() -> None:
     w.finish()
 
 
-def test_a_source_that_never_answers_is_unreachable() -> None:
+def test_silent_source_is_unreachable() -> None:
     w = world()
     w.sources.clear()
     w.receive(ROOM, Request(8))
@@ -251,7 +251,7 @@ def test_a_source_that_never_answers_is_unreachable() -> None:
 
 
 @STAGED
-def test_busy_is_not_death(staged: bool) -> None:
+def test_busy_transport_is_retried(staged: bool) -> None:
     w = world(staged=staged)
     moving(w)
     for _ in range(5):
@@ -273,7 +273,7 @@ def test_busy_is_not_death(staged: bool) -> None:
 
 
 @STAGED
-def test_a_write_that_failed_fails_the_room_and_nothing_else(staged: bool) -> None:
+def test_failed_write_fails_only_its_room(staged: bool) -> None:
     w = world(staged=staged)
     moving(w)
     held, w.writes = w.writes, []
@@ -293,7 +293,7 @@ def test_a_write_that_failed_fails_the_room_and_nothing_else(staged: bool) -> No
 
 
 @STAGED
-def test_an_unknown_fate_quarantines_until_the_connection_is_torn_down(staged: bool) -> None:
+def test_write_of_unknown_fate_is_quarantined(staged: bool) -> None:
     w = world(staged=staged, max_quarantined_rooms=1)
     w.hold.teardowns = True
     moving(w)
@@ -316,7 +316,7 @@ def test_an_unknown_fate_quarantines_until_the_connection_is_torn_down(staged: b
 # ---------------------------------------------------------------- what engines get wrong
 
 
-def test_token_counts_that_differ() -> None:
+def test_different_token_counts_fail_the_room() -> None:
     w = world()
     w.open(ROOM)
     w.receive(ROOM, Request(8))
@@ -328,7 +328,7 @@ def test_token_counts_that_differ() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["offered before", "offered after"])
-def test_not_everything_pushed_is_known_at_the_finish(late: bool) -> None:
+def test_missing_push_fails_the_room_at_finish(late: bool) -> None:
     w = world()
     w.open(ROOM)
     if not late:
@@ -375,7 +375,7 @@ def test_misuse_raises_and_changes_nothing(peer: Peer, event: Event | None) -> N
     w.finish()
 
 
-def test_steps_for_a_room_that_has_failed_meanwhile_are_ignored() -> None:
+def test_late_steps_of_a_failed_room_are_ignored() -> None:
     w = world()
     w.open(ROOM)
     w.receive(ROOM, Request(16))
@@ -404,7 +404,7 @@ def test_pages_outside_the_pool_are_refused_by_the_source() -> None:
     w.finish()
 
 
-def test_disconnected_without_warning_ends_what_depends_on_it() -> None:
+def test_unexpected_disconnect_fails_the_rooms() -> None:
     w = world()
     w.open(ROOM)
     w.receive(ROOM, Request(8))

@@ -1,4 +1,4 @@
-"""Questions about transfer modes: the answer may be late, wrong, or both."""
+"""Answers about transfer modes may be late or wrong."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TOKENS = Span(0, 8)
 
 @pytest.mark.parametrize("mode", ["all", "none", "mixed", "random"])
 @pytest.mark.parametrize("late", [0.0, 0.5, 1.0])
-def test_no_answer_breaks_a_promise(mode: str, late: float) -> None:
-    """Late, at random, always the slowest way: it costs time and nothing else."""
+def test_any_answer_keeps_the_guarantees(mode: str, late: float) -> None:
+    """Late and random answers cost time only."""
     for seed in range(9000, 9025):
         result = run_seed(seed, emphasis={"late_choice": late}, policy=EnginePolicy(mode))
         assert not result.violations, result.violations[0][1]
@@ -39,10 +39,10 @@ def test_no_answer_breaks_a_promise(mode: str, late: float) -> None:
 
 
 class Asked(World):
-    """A world whose answers a test gives itself."""
+    """A world in which the test answers ``Choose`` itself."""
 
     def ask(self, *events: Open | Prepare | Push | Finish | Cancel) -> list[Choose]:
-        """Tell the source; what it asks."""
+        """Send an event to the source; return its questions."""
         actions = [one for event in events for one in self.source().handle(event, self.now)]
         for action in actions:
             if not isinstance(action, Choose):
@@ -50,7 +50,7 @@ class Asked(World):
         return [one for one in actions if isinstance(one, Choose)]
 
     def answer(self, *questions: Choose, staged: bool = False) -> list[Action]:
-        """Answer the source; what it does."""
+        """Answer the source; return its actions."""
         done: list[Action] = []
         for one in questions:
             chosen = Chosen(one.ticket, (staged,) * len(one.blocks))
@@ -69,7 +69,7 @@ def w() -> Asked:
     return w
 
 
-def test_nothing_is_written_before_the_answer(w: Asked) -> None:
+def test_blocks_wait_for_the_answer(w: Asked) -> None:
     (question,) = w.ask(Push(ROOM, TOKENS))
     assert question.transfer.peer == Peer("decode0", 0)
     assert {block.group for block in question.blocks} == {group.name for group in DENSE.groups}
@@ -82,7 +82,7 @@ def test_nothing_is_written_before_the_answer(w: Asked) -> None:
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_an_answer_after_the_end_is_harmless(w: Asked, staged: bool) -> None:
+def test_late_answer_is_ignored(w: Asked, staged: bool) -> None:
     (question,) = w.ask(Push(ROOM, TOKENS))
     w.ask(Cancel(ROOM))
     w.run()
@@ -92,7 +92,7 @@ def test_an_answer_after_the_end_is_harmless(w: Asked, staged: bool) -> None:
     w.finish()
 
 
-def test_a_second_answer_is_harmless(w: Asked) -> None:
+def test_second_answer_is_ignored(w: Asked) -> None:
     (question,) = w.ask(Push(ROOM, TOKENS))
     w.answer(question)
     assert w.answer(question, staged=True) == []
@@ -102,7 +102,7 @@ def test_a_second_answer_is_harmless(w: Asked) -> None:
     w.finish()
 
 
-def test_an_answer_to_nobody_is_harmless(w: Asked) -> None:
+def test_unknown_answer_is_ignored(w: Asked) -> None:
     assert w.source().handle(Chosen(Ticket(99), (True,)), w.now) == []
 
 
@@ -117,7 +117,7 @@ def test_answers_may_come_in_any_order(w: Asked) -> None:
     w.finish()
 
 
-def test_the_answer_to_an_announcement_may_come_after_its_push(w: Asked) -> None:
+def test_answer_to_prepare_may_arrive_after_the_push(w: Asked) -> None:
     (announced,) = w.ask(Prepare(ROOM, TOKENS))
     (pushed,) = w.ask(Push(ROOM, TOKENS))
     w.answer(pushed)
@@ -129,7 +129,7 @@ def test_the_answer_to_an_announcement_may_come_after_its_push(w: Asked) -> None
     w.finish()
 
 
-def test_an_answer_can_not_make_a_target_without_slots_have_some() -> None:
+def test_staging_without_slots_is_ignored() -> None:
     w = Asked(dense(), (dense(),), ProtocolConfig(), Staging())
     w.ask(Open(ROOM, w.now + 60))
     w.receive(ROOM, Request(8))

@@ -1,4 +1,4 @@
-"""Slots that a source gathers before it has credits for them."""
+"""Local slots and early gathers of a source."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvferry.protocol.messages import Arrived, Drained, Grant, Staging, Want
 from kvferry.protocol.outcome import FailureCode
 
 S0, T0 = Peer("prefill", 0), Peer("decode0", 0)
-# Of a token of both layers, which is what a slot holds.
+# Size of one token of both layers.
 SLOT_BYTES = 64
-FOR_EVER_S = 50.0
+NEVER_S = 50.0
 
 
 def world(
@@ -27,8 +27,8 @@ def world(
     slot_bytes: int = SLOT_BYTES,
     **limits: float,
 ) -> World:
-    """Everything is staged, and no credit comes before a test lets it."""
-    times = {"local_slots": 4, "credit_patience_s": FOR_EVER_S} | limits
+    """Stage everything, and withhold all credits until ``grant``."""
+    times = {"local_slots": 4, "credit_patience_s": NEVER_S} | limits
     config = ProtocolConfig(early_gather_slots=ahead, **times)  # type: ignore[arg-type]
     w = World(dense(), (dense(target_tp),), config, Staging(slot_bytes, num_slots), always_stage)
     w.drops = lambda _, envelope: isinstance(envelope.body, Grant)
@@ -46,7 +46,7 @@ def push(w: World, tokens: int = 8, *, finish: bool = True) -> None:
 
 
 def grant(w: World) -> None:
-    """Let credits come: what was lost is asked for again."""
+    """Stop dropping grants; lost ones are requested again."""
     w.drops = lambda _, __: False
     w.wait(2 * w.config.resend_s)
 
@@ -56,7 +56,7 @@ def serials(w: World) -> set[int | None]:
 
 
 @pytest.mark.parametrize("ahead", [None, 0])
-def test_nothing_is_gathered_ahead_unless_that_is_asked_for(ahead: int | None) -> None:
+def test_no_early_gather_by_default(ahead: int | None) -> None:
     w = world(ahead)
     push(w)
     assert (w.gathered, w.writes) == ([], [])
@@ -74,7 +74,7 @@ def test_nothing_is_gathered_ahead_unless_that_is_asked_for(ahead: int | None) -
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_write_is_followed_while_its_lane_has_more_for_slots(ahead: int) -> None:
+def test_write_is_followed_while_fragments_wait(ahead: int) -> None:
     w = world(ahead, num_slots=1)
     push(w, 3)
     w.hold.writes = True
@@ -104,7 +104,7 @@ def test_a_write_is_followed_while_its_lane_has_more_for_slots(ahead: int) -> No
         (2, {"local_slots": 1, "max_inflight": 1}, 0),
     ],
 )
-def test_a_lane_holds_so_many_and_leaves_half_of_all(
+def test_transfer_gathers_early_within_its_limits(
     ahead: int, limits: dict[str, int], num_held: int
 ) -> None:
     w = world(ahead, **limits)
@@ -118,25 +118,25 @@ def test_a_lane_holds_so_many_and_leaves_half_of_all(
     w.finish()
 
 
-def test_all_lanes_together_leave_half_of_the_slots() -> None:
+def test_all_transfers_together_use_half_of_the_slots() -> None:
     w = world(2, target_tp=4)
     push(w)
     assert len(w.gathers) == 2
-    assert len({gather.transfer.peer for gather in w.gathers.values()}) == 2, "outbounds take turns"
+    assert len({gather.transfer.peer for gather in w.gathers.values()}) == 2, "transfers take turns"
     grant(w)
     w.wait(2)
     assert w.outcomes(ROOM) == {"done"}
     w.finish()
 
 
-def test_a_lane_that_waits_leaves_slots_to_one_with_credits() -> None:
+def test_transfer_with_credits_proceeds_beside_a_waiting_one() -> None:
     w = world(2, target_tp=2, num_slots=1, local_slots=2)
     stopped = Peer("decode0", 1)
     w.drops = lambda to, envelope: isinstance(envelope.body, Grant) and envelope.sender == stopped
     push(w)
     written = [envelope for to, envelope in w.frames if to == T0]
     blocks = [e.body for e in written if isinstance(e.body, Arrived)]
-    assert len(blocks) >= 4, "one with credits has gone on to its end"
+    assert len(blocks) >= 4, "the transfer with credits has finished"
     assert {gather.transfer.peer for gather in w.gathers.values()} == {stopped}
     w.drops = lambda _, __: False
     w.wait(4)
@@ -144,7 +144,7 @@ def test_a_lane_that_waits_leaves_slots_to_one_with_credits() -> None:
     w.finish()
 
 
-def test_the_only_slot_is_taken_back_for_one_with_credits() -> None:
+def test_only_slot_is_reclaimed_for_a_transfer_with_credits() -> None:
     w = world(2, target_tp=2, num_slots=1, local_slots=1)
     push(w)
     (held,) = w.gathers.values()
@@ -155,19 +155,21 @@ def test_the_only_slot_is_taken_back_for_one_with_credits() -> None:
     w.drops = lambda to, envelope: isinstance(envelope.body, Grant) and envelope.sender == waits
     w.wait(2 * w.config.resend_s)
     written = [e.body for to, e in w.frames if to == other and isinstance(e.body, Arrived)]
-    assert len(written) >= 4, "one with credits has gone on to its end"
+    assert len(written) >= 4, "the transfer with credits has finished"
     assert None not in serials(w)
-    assert {gather.transfer.peer for gather in w.gathers.values()} == {waits}, "which has it again"
+    assert {gather.transfer.peer for gather in w.gathers.values()} == {waits}, (
+        "it has gathered again"
+    )
     grant(w)
     w.wait(4)
     assert w.outcomes(ROOM) == {"done"}
-    assert None not in serials(w), "what was taken back has gone through a slot later"
+    assert None not in serials(w), "reclaimed blocks were staged later"
     w.finish()
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_what_is_taken_back_is_in_flight_until_its_gather_has_ended(given_up: bool) -> None:
-    """Its own credit may come meanwhile, or the room be given up."""
+def test_reclaimed_gather_is_in_flight_until_it_has_ended(given_up: bool) -> None:
+    """Meanwhile its own credit may arrive, or the room may be aborted."""
     w = world(2, target_tp=2, num_slots=1, local_slots=1)
     push(w, 1)
     (held,) = w.gathers.values()
@@ -176,7 +178,7 @@ def test_what_is_taken_back_is_in_flight_until_its_gather_has_ended(given_up: bo
     w.wait(2 * w.config.resend_s)
     assert (len(w.discards), w.writes, len(w.source().local_slots)) == (1, [], 0)
     grant(w)
-    assert not w.where(Arrived), "the slot is nobody's yet"
+    assert not w.where(Arrived), "the slot is not free yet"
     if given_up:
         w.each_source(Cancel(ROOM))
         w.run()
@@ -190,7 +192,7 @@ def test_what_is_taken_back_is_in_flight_until_its_gather_has_ended(given_up: bo
     w.finish()
 
 
-def test_the_oldest_is_posted_first_and_before_anything_new() -> None:
+def test_oldest_gather_is_posted_first() -> None:
     w = world(2, num_slots=1)
     push(w)
     held = list(w.gathers.values())
@@ -212,7 +214,7 @@ def test_the_oldest_is_posted_first_and_before_anything_new() -> None:
     w.finish()
 
 
-def test_what_is_posted_does_not_wait_for_other_writes() -> None:
+def test_post_does_not_wait_for_other_writes() -> None:
     w = world(2, max_inflight=4, num_slots=1)
     push(w, 16, finish=False)
     w.hold.writes = True
@@ -237,7 +239,7 @@ def test_what_is_posted_does_not_wait_for_other_writes() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_credits_are_asked_for_once(ahead: int) -> None:
+def test_credits_are_requested_once(ahead: int) -> None:
     w = world(ahead)
     push(w)
     totals = {body.total for body in w.where(Want) if isinstance(body, Want)}
@@ -249,7 +251,7 @@ def test_credits_are_asked_for_once(ahead: int) -> None:
     w.finish()
 
 
-def test_what_may_still_share_a_slot_is_not_gathered_yet() -> None:
+def test_partly_filled_slot_is_not_gathered_early() -> None:
     w = world(2, slot_bytes=2 * SLOT_BYTES)
     w.open(ROOM)
     w.receive(ROOM, Request(3))
@@ -257,19 +259,19 @@ def test_what_may_still_share_a_slot_is_not_gathered_yet() -> None:
     w.each_source(Push(ROOM, Span(0, 1)))
     assert not w.gathered, "half a slot is free"
     w.each_source(Push(ROOM, Span(1, 2)))
-    assert not w.gathered, "nobody knows that it is full"
+    assert not w.gathered, "the next push may share the slot"
     w.each_source(Push(ROOM, Span(2, 3)))
     (gather,) = w.gathers.values()
     assert [str(block.tokens) for block in gather.blocks] == ["[0, 1)", "[1, 2)"]
     w.each_source(Finish(ROOM, 3, b"meta"))
-    assert len(w.gathers) == 2, "nothing more comes"
+    assert len(w.gathers) == 2, "no push follows"
     grant(w)
     w.wait(2)
     assert w.outcomes(ROOM) == {"done"}
     w.finish()
 
 
-def test_without_credits_what_was_gathered_is_written_directly_and_once() -> None:
+def test_gathered_blocks_are_written_directly_without_credits() -> None:
     w = world(2, credit_patience_s=1.0)
     w.hold.discards = True
     push(w)
@@ -284,11 +286,11 @@ def test_without_credits_what_was_gathered_is_written_directly_and_once() -> Non
     w.wait(1)
     assert w.outcomes(ROOM) == {"done"}
     assert serials(w) == {None}
-    assert w.source().counts["busy"] == 0, "nobody was too busy for it"
+    assert w.source().counts["busy"] == 0, "no write was refused as busy"
     w.finish()
 
 
-def test_patience_counts_what_is_gathered_alone() -> None:
+def test_credit_patience_applies_to_gathered_blocks() -> None:
     w = world(2, credit_patience_s=1.0)
     push(w, 2)
     assert not w.source().rooms[ROOM].outbounds[0].staged
@@ -299,7 +301,7 @@ def test_patience_counts_what_is_gathered_alone() -> None:
 
 
 @pytest.mark.parametrize("who", [S0, T0])
-def test_an_abort_waits_for_what_is_gathered(who: Peer) -> None:
+def test_abort_waits_for_early_gathers(who: Peer) -> None:
     w = world(2)
     w.hold.discards = True
     push(w)
@@ -321,7 +323,7 @@ def test_an_abort_waits_for_what_is_gathered(who: Peer) -> None:
     w.finish()
 
 
-def test_a_lost_target_lets_go_of_what_is_gathered_for_it() -> None:
+def test_lost_target_discards_early_gathers() -> None:
     w = world(2, silence_s=4.0, heartbeat_s=1.0)
     w.hold.teardowns = w.hold.discards = True
     push(w)
@@ -333,10 +335,10 @@ def test_a_lost_target_lets_go_of_what_is_gathered_for_it() -> None:
     while w.discards:
         w.end_discard(w.discards.pop())
     w.run()
-    assert w.releases[S0, ROOM] == 1, "nothing reads its pages, whatever becomes of the target"
+    assert w.releases[S0, ROOM] == 1, "nothing reads the pages any more"
 
 
-def test_a_gather_that_fails_fails_its_room_and_frees_its_slot() -> None:
+def test_failed_gather_fails_its_room() -> None:
     w = world(2)
     push(w)
     (key, _), (other, _) = w.gathers.items()
@@ -349,7 +351,7 @@ def test_a_gather_that_fails_fails_its_room_and_frees_its_slot() -> None:
     w.finish()
 
 
-def test_a_posted_write_that_finds_the_transport_busy_is_tried_again() -> None:
+def test_busy_post_is_retried() -> None:
     w = world(2)
     push(w)
     w.hold.writes = True
@@ -368,6 +370,6 @@ def test_a_posted_write_that_finds_the_transport_busy_is_tried_again() -> None:
     w.finish()
 
 
-def test_a_slot_is_as_large_as_a_token_here() -> None:
+def test_slot_holds_one_token() -> None:
     (group,) = DENSE.groups
     assert DENSE.num_layers * group.units * group.unit_bytes == SLOT_BYTES

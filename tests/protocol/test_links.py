@@ -1,9 +1,9 @@
-"""Sessions: how they get their names, and why nothing that was said long ago revives one."""
+"""Sessions and their ids, replaced and lost links, and delayed frames."""
 
 from __future__ import annotations
 
 import pytest
-from wire import ROOM, World, dense
+from wire import ROOM, World, dense, let_go
 from wire import small_world as world
 
 from kvferry.config import ProtocolConfig
@@ -29,7 +29,7 @@ S0, T0 = Peer("prefill", 0), Peer("decode0", 0)
 
 
 def carried(w: World, room: str = "next") -> None:
-    """A room that nothing disturbs."""
+    """Complete a room without faults."""
     w.open(room)
     w.receive(room, Request(8))
     w.run()
@@ -38,7 +38,7 @@ def carried(w: World, room: str = "next") -> None:
 
 
 def stop_target_until_lost(w: World) -> None:
-    """The target stands still for so long that the source gives its session up."""
+    """Stop the target until the source has lost its session."""
     stopped = w.targets.pop(T0)
     w.wait(w.config.silence_s + 1)
     w.targets[T0] = stopped
@@ -52,7 +52,7 @@ def states(w: World) -> list[LinkState]:
 # ---------------------------------------------------------------- names
 
 
-def test_the_answer_completes_the_name() -> None:
+def test_welcome_completes_the_session_id() -> None:
     w = world()
     w.open(ROOM)
     w.receive(ROOM, Request(8))
@@ -67,7 +67,7 @@ def test_the_answer_completes_the_name() -> None:
     w.finish()
 
 
-def test_a_hello_that_names_more_than_a_greeting_is_not_taken() -> None:
+def test_hello_with_a_complete_session_id_is_dropped() -> None:
     w = world()
     w.drops = lambda _, envelope: isinstance(envelope.body, Hello)
     w.receive(ROOM, Request(8))
@@ -82,7 +82,7 @@ def test_a_hello_that_names_more_than_a_greeting_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize("given_up", [False, True], ids=["offer", "abort"])
-def test_the_first_frame_with_the_whole_name_makes_the_source_believe(given_up: bool) -> None:
+def test_first_frame_with_the_complete_id_confirms_the_session(given_up: bool) -> None:
     w = world()
     w.receive(ROOM, Request(8))
     for _ in ("Hello", "its memory is reached"):
@@ -105,7 +105,7 @@ def test_the_first_frame_with_the_whole_name_makes_the_source_believe(given_up: 
     w.finish()
 
 
-def test_a_greeting_that_is_not_answered_expires() -> None:
+def test_unconfirmed_welcome_expires() -> None:
     w = world()
     w.receive(ROOM, Request(8))
     w.tell(*w.pending.popleft())
@@ -121,7 +121,7 @@ def test_a_greeting_that_is_not_answered_expires() -> None:
 # ---------------------------------------------------------------- the past
 
 
-def test_a_late_hello_of_an_earlier_session_replaces_nothing() -> None:
+def test_late_hello_of_an_old_session_is_ignored() -> None:
     w = world()
     w.drops = lambda _, envelope: isinstance(envelope.body, Hello)
     w.receive("a", Request(8))
@@ -143,7 +143,7 @@ def test_a_late_hello_of_an_earlier_session_replaces_nothing() -> None:
     w.finish()
 
 
-def test_a_late_hello_of_a_dead_incarnation_replaces_nothing() -> None:
+def test_late_hello_of_a_dead_incarnation_is_ignored() -> None:
     w = world()
     w.receive("a", Request(8))
     w.run()
@@ -162,7 +162,7 @@ def test_a_late_hello_of_a_dead_incarnation_replaces_nothing() -> None:
     w.finish()
 
 
-def test_late_hellos_and_offers_of_a_lost_session_revive_nothing() -> None:
+def test_late_frames_of_a_lost_session_are_ignored() -> None:
     w = world()
     w.receive(ROOM, Request(8))
     w.run()
@@ -187,7 +187,7 @@ def test_late_hellos_and_offers_of_a_lost_session_revive_nothing() -> None:
     w.finish()
 
 
-def test_a_slow_tear_down_ends_its_own_session_only() -> None:
+def test_slow_teardown_ends_only_its_session() -> None:
     w = world()
     w.hold.teardowns = True
     w.receive("lost", Request(8))
@@ -213,7 +213,7 @@ def test_a_slow_tear_down_ends_its_own_session_only() -> None:
 # ---------------------------------------------------------------- limits
 
 
-def test_a_peer_may_reconnect_where_no_other_may_connect() -> None:
+def test_known_peer_may_reconnect_at_the_limit() -> None:
     w = World(dense(), (dense(), dense()), ProtocolConfig(max_peers=1))
     w.receive("a", Request(8))
     w.run()
@@ -229,7 +229,7 @@ def test_a_peer_may_reconnect_where_no_other_may_connect() -> None:
 
 
 @pytest.mark.parametrize("incarnation", [2000, 77], ids=["same", "restarted"])
-def test_a_session_is_replaced_when_the_next_is_answered_and_not_before(incarnation: int) -> None:
+def test_session_is_replaced_when_the_next_is_confirmed(incarnation: int) -> None:
     w = world()
     w.open("a")
     w.receive("a", Request(8))
@@ -258,8 +258,8 @@ def test_a_session_is_replaced_when_the_next_is_answered_and_not_before(incarnat
     w.finish()
 
 
-def test_a_source_that_has_forgotten_the_session_writes_nothing_for_it() -> None:
-    """The transport never says that the connection is torn down, and need not."""
+def test_forgotten_session_is_proof() -> None:
+    """The transport need not report the tear-down."""
     w = world()
     w.hold.teardowns = True
     w.open(ROOM)
@@ -273,3 +273,32 @@ def test_a_source_that_has_forgotten_the_session_writes_nothing_for_it() -> None
     assert w.releases[T0, ROOM] == 1
     assert not w.target().rooms
     assert not w.target().links
+
+
+# ---------------------------------------------------------------- lost links
+
+
+def test_offer_on_a_lost_link_is_refused() -> None:
+    """An accepted offer would outlive its link, and its writes could not be sent."""
+    w = world()
+    w.hold.writes = w.hold.teardowns = True
+    w.open(ROOM)
+    w.receive(ROOM, Request(16))
+    w.run()
+    w.tell(S0, Push(ROOM, Span(0, 16)))
+    w.run()
+    # The target stops, and the source loses it with a write in flight.
+    w.drops = lambda to, _: to == S0
+    w.wait(w.config.silence_s + 0.1)
+    assert w.source().inflight.writes
+    # The target continues without knowing that.
+    w.drops = lambda _, __: False
+    w.receive("next", Request(16))
+    w.open("next")
+    w.run()
+    assert not w.source().rooms["next"].outbounds
+    assert w.outcomes("next") == {"session-replaced"}
+    w.hold.writes = w.hold.teardowns = False
+    let_go(w)
+    w.wait(120)
+    w.finish()

@@ -1,4 +1,4 @@
-"""Pushes of some layers: any cut of tokens and layers, in any order, and what it may cost."""
+"""Pushes of single layers, in any cut and order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_TOKENS = 9
 
 
 def edges(end: int) -> st.SearchStrategy[list[Span]]:
-    """A line of numbers, cut somewhere."""
+    """Cut a range at arbitrary places."""
     cuts = st.lists(st.integers(1, max(1, end - 1)), max_size=2)
     return cuts.map(
         lambda some: [
@@ -39,7 +39,7 @@ def edges(end: int) -> st.SearchStrategy[list[Span]]:
 
 @st.composite
 def pushes(draw: st.DrawFn, num_layers: int, *, states: bool) -> list[Push]:
-    """Every token of every layer, chunk by chunk cut into layers, in any order."""
+    """Every token of every layer, in arbitrary chunks and order."""
     found = []
     for tokens in draw(edges(NUM_TOKENS)):
         last = tokens.end == NUM_TOKENS
@@ -55,7 +55,7 @@ def pushes(draw: st.DrawFn, num_layers: int, *, states: bool) -> list[Push]:
 
 @settings(max_examples=30, deadline=None)
 @given(pairs(), st.integers(0, NUM_TOKENS), st.booleans(), st.data())
-def test_any_cut_in_any_order_lands_exactly_once(
+def test_any_cut_in_any_order_arrives_once(
     pair: tuple[Layout, Layout], prefix: int, staged: bool, data: st.DataObject
 ) -> None:
     source, target = pair
@@ -103,7 +103,7 @@ def test_one_layer_does_not_count_for_all() -> None:
     w.finish()
 
 
-def test_nothing_is_done_before_the_last_layer_is_there() -> None:
+def test_room_is_not_done_before_the_last_layer() -> None:
     w = started()
     w.tell(S0, Push(ROOM, Span(0, 8), TWO))
     w.run()
@@ -131,7 +131,7 @@ def test_nothing_is_done_before_the_last_layer_is_there() -> None:
         Push(ROOM, Span(6, 8), TWO),
     ],
 )
-def test_a_token_of_a_layer_is_pushed_once(again: Push) -> None:
+def test_pushing_a_layer_twice_is_misuse(again: Push) -> None:
     w = started()
     w.tell(S0, Push(ROOM, Span(0, 4), ONE))
     w.tell(S0, Push(ROOM, Span(4, 8)))
@@ -147,7 +147,7 @@ def test_a_token_of_a_layer_is_pushed_once(again: Push) -> None:
 # ---------------------------------------------------------------- what it costs
 
 
-def test_pushes_that_wait_become_one_write() -> None:
+def test_waiting_pushes_become_one_write() -> None:
     w = started()
     w.hold.writes = True
     for tokens, layers in product([Span(0, 2), Span(2, 4), Span(4, 6), Span(6, 8)], [ONE, TWO]):
@@ -168,7 +168,7 @@ def test_pushes_that_wait_become_one_write() -> None:
     w.finish()
 
 
-def test_credits_for_all_layers_are_asked_for_with_the_first() -> None:
+def test_first_layer_requests_credits_for_all() -> None:
     w = started(staged=True)
     for layers in (ONE, TWO):
         w.tell(S0, Push(ROOM, Span(0, 4), layers))
@@ -184,7 +184,7 @@ def test_credits_for_all_layers_are_asked_for_with_the_first() -> None:
     w.finish()
 
 
-def test_what_was_prepared_is_not_asked_for_again_layer_by_layer() -> None:
+def test_prepared_credits_are_not_requested_again() -> None:
     w = started(staged=True)
     w.tell(S0, Prepare(ROOM, Span(0, 8)))
     w.run()
@@ -204,7 +204,7 @@ def test_what_was_prepared_is_not_asked_for_again_layer_by_layer() -> None:
     w.finish()
 
 
-def test_layers_that_wait_for_a_credit_share_a_slot() -> None:
+def test_waiting_layers_share_a_slot() -> None:
     # A slot has room for a token of both layers, and here for one layer of two tokens.
     w = World(dense(), (dense(),), ProtocolConfig(), Staging(128, 1), always_stage)
     w.open(ROOM)
@@ -225,7 +225,7 @@ def test_layers_that_wait_for_a_credit_share_a_slot() -> None:
     w.finish()
 
 
-def test_a_close_that_can_not_name_everything_says_the_rest_before() -> None:
+def test_close_with_too_many_blocks_repeats_notes() -> None:
     # Every second token goes through a slot, so that what was written directly never joins.
     num_tokens = 2 * 4096 + 12
     large = Layout(DENSE, page_tokens=1 << 14)

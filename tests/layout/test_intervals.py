@@ -1,4 +1,4 @@
-"""SpanSet and cut, against sets of integers."""
+"""SpanSet and cut, compared with sets of integers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def integers(span: Span) -> set[int]:
 
 
 @given(st.lists(spans, max_size=10), spans)
-def test_a_span_set_is_a_set_of_integers(added: list[Span], asked: Span) -> None:
+def test_span_set_is_a_set_of_integers(added: list[Span], asked: Span) -> None:
     have, oracle = SpanSet(), set[int]()
     for span in added:
         have.add(span)

@@ -1,4 +1,4 @@
-"""The configuration: frozen, named, checked when made."""
+"""Validation of the timeouts and limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_value_must_be_above_zero(name: str, value: int) -> None:
         replace(ProtocolConfig(), **{name: value})
 
 
-def test_a_lane_may_gather_nothing_ahead() -> None:
+def test_early_gather_slots_may_be_zero() -> None:
     assert ProtocolConfig(early_gather_slots=0).early_gather_slots == 0
     with pytest.raises(InputError, match="early_gather_slots"):
         ProtocolConfig(early_gather_slots=-1)
@@ -33,7 +33,7 @@ def test_a_liveness_timeout_is_finite(name: str, value: float) -> None:
         LivenessConfig(**{name: value})
 
 
-def test_one_lost_heartbeat_is_not_a_death() -> None:
+def test_silence_covers_a_lost_heartbeat() -> None:
     assert ProtocolConfig(heartbeat_s=1.0, silence_s=2.0).silence_s == 2.0
     with pytest.raises(InputError, match="heartbeat"):
         ProtocolConfig(heartbeat_s=1.0, silence_s=1.9)

@@ -1,0 +1,99 @@
+"""Requests to prefill for other instances."""
+
+from __future__ import annotations
+
+from kvferry.connectors.vllm.metadata import OpenRoom, PushTokens
+from kvferry.connectors.vllm.paging import BlockSelector
+from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
+
+
+def make_scheduler() -> PrefillScheduler:
+    rooms = iter(["r1", "r2", "r3"])
+    return PrefillScheduler("prefill-0", BlockSelector(16), room=lambda: next(rooms))
+
+
+def test_each_chunk_is_pushed_and_the_last_one_closes_the_room() -> None:
+    scheduler = make_scheduler()
+    assert scheduler.add_request("a", None, 40, b"d")
+    scheduler.scheduled("a", 20, [[5, 6]])
+    metadata = scheduler.take_metadata()
+    assert metadata.opened == [OpenRoom("a", "r1", 40)]
+    assert metadata.pushed == [PushTokens("r1", 20, 0, ((5, 6),))]
+    scheduler.scheduled("a", 41, [[5, 6, 7]])  # the step also computes a token of the answer
+    assert scheduler.take_metadata().pushed == [PushTokens("r1", 40, 1, ((6, 7),), b"d")]
+    scheduler.scheduled("a", 42, [[5, 6, 7]])
+    assert scheduler.take_metadata().pushed == []
+    held, params = scheduler.request_finished("a")
+    assert held
+    assert params is not None
+    assert params["kvferry"] == {"room": "r1", "prefill": "prefill-0", "tokens": 40}
+    assert scheduler.take_metadata().held == [("a", "r1")]
+    assert len(scheduler) == 0
+
+
+def test_cached_prefix_is_pushed_with_the_first_chunk() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request("a", None, 40, b"d")
+    scheduler.scheduled("a", 40, [[5, 6, 7]])
+    assert scheduler.take_metadata().pushed == [PushTokens("r1", 40, 0, ((5, 6, 7),), b"d")]
+
+
+def test_preempted_request_gets_a_new_room() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request("a", None, 40, b"d")
+    scheduler.scheduled("a", 20, [[5, 6]])
+    scheduler.take_metadata()
+    scheduler.preempted("a")
+    scheduler.scheduled("a", 40, [[1, 2, 3]])
+    metadata = scheduler.take_metadata()
+    assert metadata.abandoned == ["r1"]
+    assert metadata.opened == [OpenRoom("a", "r2", 40)]
+    assert metadata.pushed == [PushTokens("r2", 40, 0, ((1, 2, 3),), b"d")]
+
+
+def test_preempted_request_with_a_given_room_is_not_sent() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request("a", 7, 40, b"d")
+    scheduler.scheduled("a", 20, [[5, 6]])
+    scheduler.preempted("a")
+    assert scheduler.take_metadata().abandoned == [7]
+    scheduler.scheduled("a", 40, [[1, 2, 3]])
+    assert scheduler.take_metadata().pushed == []
+    assert scheduler.request_finished("a") == (False, None)
+
+
+def test_aborted_request_abandons_its_room_and_holds_its_blocks() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request("a", None, 40, b"d")
+    scheduler.scheduled("a", 20, [[5, 6]])
+    scheduler.take_metadata()
+    assert scheduler.request_finished("a") == (True, None)
+    metadata = scheduler.take_metadata()
+    assert (metadata.abandoned, metadata.held) == (["r1"], [("a", "r1")])
+
+
+def test_request_that_was_never_scheduled_frees_its_blocks() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request("a", None, 40, b"d")
+    assert scheduler.request_finished("a") == (False, None)
+    assert scheduler.take_metadata().opened == []
+
+
+def test_given_room_is_abandoned_if_the_request_was_never_scheduled() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request("a", 7, 40, b"d")
+    assert scheduler.request_finished("a") == (True, None)
+    metadata = scheduler.take_metadata()
+    assert metadata.opened == [OpenRoom("a", 7, 40)]
+    assert (metadata.abandoned, metadata.held) == ([7], [("a", 7)])
+
+
+def test_given_room_belongs_to_one_request_until_released() -> None:
+    scheduler = make_scheduler()
+    assert scheduler.add_request("a", 7, 40, b"d")
+    assert not scheduler.add_request("b", 7, 40, b"d")
+    assert "b" not in scheduler
+    scheduler.request_finished("a")
+    assert not scheduler.add_request("c", 7, 40, b"d")
+    scheduler.released("a")
+    assert scheduler.add_request("d", 7, 40, b"d")
