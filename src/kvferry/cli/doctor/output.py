@@ -20,14 +20,14 @@ MARKS = {
 }
 
 
-def all_well(checks: Sequence[Check]) -> bool:
+def check_succeeded(checks: Sequence[Check]) -> bool:
     """Whether nothing stands in the way of what was asked."""
     return all(check.state is not State.PROBLEM for check in checks)
 
 
 def as_json(checks: Sequence[Check]) -> str:
     """One document on one line."""
-    return msgspec.json.encode({"checks": checks, "ok": all_well(checks)}).decode()
+    return msgspec.json.encode({"checks": checks, "ok": check_succeeded(checks)}).decode()
 
 
 def print_checks(asked: Asked, checks: Sequence[Check]) -> None:

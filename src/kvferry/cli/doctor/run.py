@@ -9,7 +9,7 @@ from rich.console import Console
 from kvferry.cli.doctor.checks.check import Asked
 from kvferry.cli.doctor.checks.examine import examine
 from kvferry.cli.doctor.checks.fit import read_pairing
-from kvferry.cli.doctor.output import all_well, as_json, print_checks
+from kvferry.cli.doctor.output import check_succeeded, as_json, print_checks
 from kvferry.cli.parsing import given
 from kvferry.discovery.http.backend import HttpDiscovery
 
@@ -33,4 +33,4 @@ def run(args: argparse.Namespace) -> int:
         print(as_json(checks))
     else:
         print_checks(asked, checks)
-    return 0 if all_well(checks) else EXIT_PROBLEM
+    return 0 if check_succeeded(checks) else EXIT_PROBLEM

@@ -34,6 +34,7 @@ from kvferry.errors import KvferryError
 from kvferry.ids import MAX_ID
 from kvferry.security.signing import SCHEME, Introduction, RequestVerifier, SignatureFault
 from kvferry.security.tokens import token_problem
+from kvferry.telemetry.status import EndpointStatus
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -31,7 +31,7 @@ from kvferry.endpoint.runner.runner import frame_event
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.codec import MAX_FRAME_BYTES, BadFrame, FrameFault, decode, encode
-from kvferry.protocol.events import Cancel, Event, RoomBarred
+from kvferry.protocol.events import Cancel, ConnectRefused, Event
 from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.security.keys import ClusterKey
 from kvferry.telemetry.observer import Observer

@@ -223,7 +223,7 @@ class RecordingPorts:
     def forget(self, session: Session) -> None:
         """Do nothing: the model keeps nothing of a session."""
 
-    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
         """Do nothing: the model reports deaths at any time, without a probe."""
 
 

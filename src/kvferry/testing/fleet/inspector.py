@@ -26,8 +26,8 @@ class RankInspector:
         self._handles = handles
 
     @property
-    def _owner(self) -> Any:
-        return self._endpoint._owner
+    def _loop(self) -> Any:
+        return self._endpoint._loop
 
     def _look(self, look: Callable[[Any], T]) -> T:
         """Call ``look`` with the machine on the loop's thread, where nothing else changes it."""
@@ -83,7 +83,7 @@ class RankInspector:
 
     def instances(self) -> set[str]:
         """Return the prefill instances of which a target keeps anything."""
-        role = self._owner.role
+        side = self._loop.side
         return self._look(
             lambda _: {peer.instance for peer in side.channel.peers} | side.directory.names
         )
@@ -95,12 +95,12 @@ class RankInspector:
 
     def _source_tables(self, machine: Any) -> dict[str, int]:
         return {
-            "handles": len(self._owner.rooms),
+            "handles": len(self._loop.rooms),
             # Without the records of failed rooms, which are kept for a while.
             "rooms": sum(room.known_to_engine for room in machine.rooms.values()),
             "writes": len(machine.inflight.writes),
-            "early gathers": len(self._owner.role._writes._ahead),
-            "in flight": self._owner.runner.sessions.num_flying,
+            "early gathers": len(self._loop.side.writes.early),
+            "in flight": self._loop.runner.sessions.num_in_flight,
             "slots": machine.config.local_slots - len(machine.local_slots),
         }
 
@@ -109,7 +109,7 @@ class RankInspector:
             "handles": len(self._loop.rooms),
             "rooms": len(machine.rooms),
             "scatters": len(machine.scatters),
-            "unresolved": len(self._owner.role._directory._waiting),
+            "unresolved": len(self._loop.side._directory._waiting),
             "slots": machine.staging.num_slots - len(machine.credits.free),
             "accounts": len(machine.credits.accounts),
         }

@@ -244,8 +244,8 @@ class SilenceIsProof(TargetLinks):
 class DrainedAtOnce(SourceLinks):
     """A Drained message is sent while writes are in flight."""
 
-    def say(self, link: Link, body: Body) -> None:
-        super().say(link, body)
+    def send(self, link: Link, body: Body) -> None:
+        super().send(link, body)
         if isinstance(body, Abort):
             super().send(link, Drained(body.room, body.generation, body.failure, link.seq_in))
 
@@ -309,10 +309,10 @@ class LoseDiscarded(WriteQueue):
 class RefillTakenBack(EarlyGather):
     """The only slot is taken back and filled again before its gather has ended."""
 
-    def take_back(self) -> None:
-        super().take_back()
+    def reclaim(self) -> None:
+        super().reclaim()
         for write in self.inflight.writes.values():
-            if write.is_taken_back:
+            if write.is_reclaimed:
                 _free_slot(self, write)
 
 
@@ -321,7 +321,7 @@ class LoseTakenBack(WriteQueue):
     """Blocks are never sent after their slot was taken back."""
 
     def retry(self, write: ActiveWrite) -> None:
-        if not write.is_taken_back:
+        if not write.is_reclaimed:
             super().retry(write)
 
 
@@ -442,5 +442,5 @@ class NoDeadline(TargetMachine):
 class KeepEarlyOffers(SourceAdmission):
     """Offers for rooms that never open are kept for ever."""
 
-    def early_until(self, offer: Offer, now: float) -> float:
+    def early_deadline(self, offer: Offer, now: float) -> float:
         return inf

@@ -266,7 +266,7 @@ class SimCluster:
 
         def hint() -> None:
             if other.process.is_serving:
-                other.runner.ask_after(lambda link: link.peer == dead.peer)
+                other.runner.probe_links(lambda link: link.peer == dead.peer)
 
         return hint
 

@@ -104,7 +104,7 @@ class SimPeers:
         """Stop probing an incarnation."""
         self.probes.discard((peer, incarnation))
 
-    def sign(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
         """Probe an incarnation for a short while, after a hint that it may be dead."""
         event = self._node.checks.current_event
         if isinstance(event, SendFailed) and event.fate is WriteFate.BUSY:
@@ -252,7 +252,7 @@ class Node(ABC):
     def table_sizes(self) -> dict[str, int]:
         """Return the sizes of tables that must be empty when nothing is in progress."""
         return table_sizes(self.machine) | {
-            "writes in flight": self.runner.sessions.num_flying,
+            "writes in flight": self.runner.sessions.num_in_flight,
             "dead sessions": len(self.runner.sessions) - len(self.machine.links),
             "probes": len(self.peers.probes),
         }

@@ -102,7 +102,7 @@ class LeaveWithMemoryHeld(MachineRunner[Any, Any]):
     """An endpoint announces its end while it still holds memory for others."""
 
     @property
-    def may_leave(self) -> bool:
+    def holds_no_memory(self) -> bool:
         return True
 
 
@@ -111,7 +111,7 @@ class TickBeforeFrames(MachineRunner[Any, Any]):
     """Timers are handled before received frames."""
 
     def turn(self, arrived: Iterable[Event], now: float) -> None:
-        self.pass_time(now)
+        self.advance_time(now)
         super().turn(arrived, now)
 
 

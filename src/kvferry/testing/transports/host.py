@@ -197,7 +197,7 @@ class OpenTransport:
         if self._is_resting:
             return
         for op in list(self._pending):
-            result = self.transport.look(op)
+            result = self.transport.check_write(op)
             if result is not None:
                 self._pending.remove(op)
                 self._ended.append(result)

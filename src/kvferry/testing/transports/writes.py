@@ -233,7 +233,7 @@ class ImmediateWriteCases(Cases):
     @pytest.fixture
     def immediate(self, crew: Crew) -> Crew:
         """Return the peers of one test if their transport has ``write_now``."""
-        if not self.kind.writes_at_once:
+        if not self.kind.supports_write_now:
             pytest.skip(f"{self.transport} has no write_now")
         return crew
 
