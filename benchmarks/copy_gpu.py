@@ -27,11 +27,11 @@ import torch
 from kvferry.layout import CacheSpec, DType, Layout, Order, Parallel, attention
 from kvferry.memory.copy.gpu import GpuCopier, GpuCopy
 from kvferry.plan import (
+    PagedView,
     PageTable,
     Plan,
     RankPair,
     Request,
-    Side,
     StagingView,
     bind,
     contiguous_pools,
@@ -127,9 +127,9 @@ class Rank:
         self.regions = [_bytes(size) for size in self.pools.region_bytes]
         self.addresses = tuple(region.data_ptr() for region in self.regions)
 
-    def side(self, pages: Pages) -> Side:
+    def side(self, pages: Pages) -> PagedView:
         """A request in these pages."""
-        return Side(self.pools.map, {"kv": PageTable(pages)})
+        return PagedView(self.pools.map, {"kv": PageTable(pages)})
 
     def tokens(self, layer: int, tensor: int, pages: Pages) -> torch.Tensor:
         """The request's tokens of one tensor: [tokens, heads, bytes]."""

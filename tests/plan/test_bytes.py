@@ -33,11 +33,11 @@ from kvferry.layout import (
     attention,
 )
 from kvferry.plan import (
+    PagedView,
     PageTable,
     Plan,
     RankPair,
     Request,
-    Side,
     StagingView,
     bind,
     contiguous_pools,
@@ -132,7 +132,7 @@ def test_chunks_add_up_to_the_request(
 
 def two_sides(
     source: Layout, target: Layout, tokens: int, neighbours: bool = False
-) -> tuple[Plan, Side, Side]:
+) -> tuple[Plan, PagedView, PagedView]:
     plan = reshard(source, target)
     rng = np.random.default_rng(0)
     sides = []
@@ -149,7 +149,7 @@ def spec8() -> CacheSpec:
     return attention(layers=2, kv_heads=8, head_dim=4)
 
 
-def count(plan: Plan, source: Side, target: Side, tokens: int) -> tuple[int, int, bool]:
+def count(plan: Plan, source: PagedView, target: PagedView, tokens: int) -> tuple[int, int, bool]:
     binding = bind(plan, RankPair(0, 0), Request(tokens), source, target)
     return binding.num_pieces, binding.merged().num_pieces, binding.contiguous
 
@@ -289,8 +289,8 @@ def test_a_target_page_named_twice_is_refused_also_with_strided_tokens(
     theirs = Layout(spec, page_tokens=4)
     plan = reshard(ours, theirs)
     sides = (
-        Side(contiguous_pools(ours, source, 8).map, {"kv": PageTable([0, 1])}),
-        Side(contiguous_pools(theirs, 0, 9).map, {"kv": PageTable(table)}),
+        PagedView(contiguous_pools(ours, source, 8).map, {"kv": PageTable([0, 1])}),
+        PagedView(contiguous_pools(theirs, 0, 9).map, {"kv": PageTable(table)}),
     )
     if not whole:
         assert bind(plan, RankPair(source, 0), Request(16), *sides).num_bytes == 8 * 4

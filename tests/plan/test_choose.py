@@ -15,11 +15,11 @@ from kvferry.plan import (
     PRESETS,
     BlockShape,
     LinkCost,
+    PagedView,
     PageTable,
     Plan,
     RankPair,
     Request,
-    Side,
     TransferMode,
     bind,
     choose,
@@ -101,10 +101,10 @@ def test_a_move_that_fills_several_slots_counts_each() -> None:
     assert estimate(plan, Request(tokens - 1), HOST).pieces(TransferMode.STAGED) == 2 * 3
 
 
-def made_up(layout: Layout, rank: int, tokens: int, gap: int) -> Side:
+def made_up(layout: Layout, rank: int, tokens: int, gap: int) -> PagedView:
     num_pages = -(-tokens // layout.page_tokens)
     tables = {group.name: PageTable(np.arange(num_pages) * gap) for group in layout.spec.groups}
-    return Side(contiguous_pools(layout, rank, gap * num_pages).map, tables)
+    return PagedView(contiguous_pools(layout, rank, gap * num_pages).map, tables)
 
 
 @settings(max_examples=60, deadline=None)

@@ -23,12 +23,12 @@ from kvferry.layout import (
 )
 from kvferry.plan import (
     Base,
+    PagedView,
     PageTable,
     Placement,
     PoolMap,
     RankPair,
     Request,
-    Side,
     bind,
     check,
     reshard,
@@ -123,7 +123,7 @@ def test_g6_offsets_are_64_bit() -> None:
 
     pools = PoolMap((placement("k", 0), placement("v", 1)))
     table = PageTable([num_pages - 1, 0])
-    side = Side(pools, {"kv": table})
+    side = PagedView(pools, {"kv": table})
     pieces = bind(reshard(layout, layout), RankPair(0, 0), Request(128), side, side).descriptors()
     exact = {
         (2 * n + first) * layer_bytes + p * page

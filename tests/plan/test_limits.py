@@ -15,12 +15,12 @@ from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import (
     PRESETS,
     Base,
+    PagedView,
     PageTable,
     Placement,
     PoolMap,
     RankPair,
     Request,
-    Side,
     StagingView,
     bind,
     contiguous_pools,
@@ -98,7 +98,7 @@ def test_a_pool_that_is_too_large_is_refused() -> None:
 
 def test_an_image_that_is_too_large_is_refused() -> None:
     plan = plan_of(HUGE, Parallel(), Parallel())
-    side = Side(contiguous_pools(plan.source, 0, 1 << 10).map, {"kv": PageTable([0])})
+    side = PagedView(contiguous_pools(plan.source, 0, 1 << 10).map, {"kv": PageTable([0])})
     with pytest.raises(InputError, match="fewer"):
         bind(plan, RankPair(0, 0), Request(MAX_TOKENS), StagingView(), side)
 
@@ -112,7 +112,7 @@ def test_a_move_whose_bytes_would_wrap_is_refused() -> None:
             for tensor in ("k", "v")
         )
     )
-    side = Side(flat, {"kv": PageTable(range(1 << 17))})
+    side = PagedView(flat, {"kv": PageTable(range(1 << 17))})
     assert bind(plan, RankPair(0, 0), Request(16), side, side).num_bytes == 16 << 43
     with pytest.raises(InputError, match="fewer tokens"):
         bind(plan, RankPair(0, 0), Request(1 << 21), side, side)

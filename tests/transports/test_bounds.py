@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.plan.bind import Binding, Part
+from kvferry.plan.bind import Binding, BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
 from kvferry.testing.transports import PlacedPiece, binding_of
@@ -30,7 +30,7 @@ def pieces_of(
 
 
 @st.composite
-def parts(draw: st.DrawFn, *, inside: bool) -> Part:
+def parts(draw: st.DrawFn, *, inside: bool) -> BindingPart:
     """Pieces anywhere, or in the regions that there are and not before their start."""
     least = 0 if inside else -8
     offsets = st.integers(max(least, -2), 60)
@@ -43,7 +43,7 @@ def parts(draw: st.DrawFn, *, inside: bool) -> Part:
     num_layers = draw(st.integers(1, 3))
     source, target = (draw(st.tuples(*[bases] * num_layers)) for _ in range(2))
     pieces = pieces_of(draw(st.lists(segments, max_size=4)), draw(strides), draw(strides))
-    return Part("g", "t", source, target, pieces)
+    return BindingPart("g", "t", source, target, pieces)
 
 
 def bindings(*, inside: bool) -> st.SearchStrategy[Binding]:
@@ -92,7 +92,7 @@ def test_layers_that_begin_and_end_alike_are_told_apart() -> None:
     first, last = Base(0, 0, 0), Base(2, 0, 40)
     for middle, good in ((Base(1, 0, 20), True), (Base(1, 1, 0), False), (Base(1, 0, 20), True)):
         bases = (first, middle, last)
-        part = Part("g", "t", tuple(Base(i, 0, 0) for i in range(3)), bases, pieces)
+        part = BindingPart("g", "t", tuple(Base(i, 0, 0) for i in range(3)), bases, pieces)
         assert (problem(Binding((part,)), wide, limits) is None) == good
 
 
@@ -157,14 +157,14 @@ def test_sums_that_would_wrap_are_outside(
 ) -> None:
     """64 bits would come out near zero and pass."""
     pieces = pieces_of([segment], stride, (0, 0))
-    binding = Binding((Part("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
+    binding = Binding((BindingPart("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
     assert problem(binding, [1 << 40], [1 << 40]) is not None
 
 
 def test_the_cost_is_that_of_pages_not_of_pieces() -> None:
     """A billion pieces are no more work than one."""
     pieces = pieces_of([(0, 0, 1, 1 << 15, 1 << 15)] * 1000, (1 << 15, 1 << 15), (1, 1))
-    binding = Binding((Part("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
+    binding = Binding((BindingPart("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
     start = time.perf_counter()
     assert problem(binding, [1 << 30], [1 << 30]) is None
     assert time.perf_counter() - start < 1

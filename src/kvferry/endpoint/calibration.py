@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
-from kvferry.plan.bind import Binding, Part
+from kvferry.plan.bind import Binding, BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.cost import LARGE_PIECE_BYTES, SMALL_PIECE_BYTES, LinkCost
 from kvferry.plan.places import Base
@@ -101,4 +101,4 @@ def scattered(
     one = np.ones(num_pieces, dtype=np.int64)
     flat = Stride(piece_bytes, piece_bytes)
     pieces = Pieces(offsets, offsets, one * piece_bytes, one, one, flat, flat, whole_pages=True)
-    return Binding((Part("", "", (source,), (target,), pieces),))
+    return Binding((BindingPart("", "", (source,), (target,), pieces),))

@@ -17,7 +17,7 @@ from kvferry.errors import InputError
 from kvferry.layout.intervals import Span, Tokens
 from kvferry.layout.layout import Layout, Shard, find_shard
 from kvferry.layout.pages import local_tokens
-from kvferry.plan.bind import RankPair, Side, bind
+from kvferry.plan.bind import PagedView, RankPair, bind
 from kvferry.plan.choose import BlockShape, Choice, TransferMode, choose, shape_of
 from kvferry.plan.cost import LinkCost
 from kvferry.plan.places import PageTable, contiguous_pools
@@ -162,8 +162,8 @@ def _shape(
     return shape_of(bind(plan, pair, request, source, target, moves=(move,)))
 
 
-def _made_up_side(layout: Layout, rank: int, group: str, pages: Span, gap: int) -> Side:
+def _made_up_side(layout: Layout, rank: int, group: str, pages: Span, gap: int) -> PagedView:
     """Pages that lie ``gap`` apart, for one group and no more of the request than it needs."""
     pools = contiguous_pools(layout, rank, pages.end * gap)
     table = np.arange(pages.first, pages.end, dtype=np.int64) * gap
-    return Side(pools.map, {group: PageTable(table, pages.first)})
+    return PagedView(pools.map, {group: PageTable(table, pages.first)})

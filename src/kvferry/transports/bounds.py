@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.plan.bind import Binding, Part
+from kvferry.plan.bind import Binding, BindingPart
 from kvferry.plan.coalesce import Pieces
 from kvferry.plan.places import Base, Int64s
 
@@ -133,7 +133,9 @@ def _ranges(pieces: Pieces) -> tuple[list[int], list[int]]:
 # ---------------------------------------------------------------- segment by segment
 
 
-def _exactly(part: Part, source_sizes: Sequence[int], target_sizes: Sequence[int]) -> str | None:
+def _exactly(
+    part: BindingPart, source_sizes: Sequence[int], target_sizes: Sequence[int]
+) -> str | None:
     pieces = _with_pieces(part.pieces)
     if not len(pieces.lengths):
         return None
@@ -175,7 +177,11 @@ def _ends(array: Int64s) -> tuple[np.int64, np.int64]:
 
 
 def _outside(
-    part: Part, side: str, bases: Sequence[Base], extent: _Extent | None, sizes: Sequence[int]
+    part: BindingPart,
+    side: str,
+    bases: Sequence[Base],
+    extent: _Extent | None,
+    sizes: Sequence[int],
 ) -> str | None:
     for base in bases:
         problem = _base_problem(base, side, extent, sizes)

@@ -18,7 +18,7 @@ from kvferry.endpoint.outgoing import Outgoing
 from kvferry.errors import InputError
 from kvferry.ids import Op
 from kvferry.memory.page_tables import PageTableValidator
-from kvferry.plan.bind import Binding, Size
+from kvferry.plan.bind import Binding, BindingSize
 from kvferry.plan.choose import TransferMode
 from kvferry.plan.places import contiguous_pools
 from kvferry.protocol.events import Event, SendFailed, Sent, Write, WriteFate
@@ -120,7 +120,7 @@ def test_a_write_whose_pages_are_wrong_fails_and_goes_to_nobody() -> None:
 def test_an_owner_writes_what_is_short_and_in_few_pieces(
     num_bytes: int, num_pieces: int, small: bool
 ) -> None:
-    binding: Any = SimpleNamespace(size=Size(num_bytes, num_pieces))
+    binding: Any = SimpleNamespace(size=BindingSize(num_bytes, num_pieces))
     job = direct(1, binding)
     assert job.is_small() == small
     assert (job.num_bytes, job.num_pieces) == (num_bytes, num_pieces)

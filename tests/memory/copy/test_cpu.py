@@ -24,7 +24,7 @@ from kvferry.layout import DType, Layout, Order, Parallel, attention
 from kvferry.memory.copy.cpu import copy_binding, warm_up
 from kvferry.memory.copy.reference import copy_pieces
 from kvferry.plan import Binding, Plan, RankPair, Request, StagingView, bind, reshard
-from kvferry.plan.bind import Part
+from kvferry.plan.bind import BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
 from kvferry.testing.strategies import MAX_TOKENS, pairs
@@ -174,7 +174,7 @@ class Spacing(NamedTuple):
         return row, col, rows * cols * inner + (rows + cols) * self.gap
 
 
-def part(segments: list[Segment], source: Spacing, target: Spacing, num_layers: int) -> Part:
+def part(segments: list[Segment], source: Spacing, target: Spacing, num_layers: int) -> BindingPart:
     """Segments in order in the target, and in reverse order in the source."""
     row, col, step = (
         Stride(*ours) for ours in zip(*[s.strides(segments) for s in (source, target)], strict=True)
@@ -185,7 +185,7 @@ def part(segments: list[Segment], source: Spacing, target: Spacing, num_layers: 
         tuple(Base(layer, 0, layer * len(segments) * num_bytes) for layer in range(num_layers))
         for num_bytes in step
     ]
-    return Part("kv", "k", bases[0], bases[1], grid(at, segments, row, col))
+    return BindingPart("kv", "k", bases[0], bases[1], grid(at, segments, row, col))
 
 
 def region_bytes(segments: list[Segment], spacing: Spacing, num_layers: int) -> int:
@@ -255,7 +255,7 @@ def test_offsets_are_64_bit() -> None:
         for source, target in ((far, 1 << 32), (1 << 32, far + 4096)):
             bases = (Base(0, 0, source),), (Base(0, 0, target),)
             copy_binding(
-                Binding((Part("kv", "k", *bases, one.pieces),)), *[[region.ctypes.data]] * 2
+                Binding((BindingPart("kv", "k", *bases, one.pieces),)), *[[region.ctypes.data]] * 2
             )
         assert (region[far + 4096 : far + 4096 + 512] == 7).all()
         assert not region[far + 4096 + 512 :].any()
@@ -265,7 +265,7 @@ def test_offsets_are_64_bit() -> None:
 @pytest.mark.parametrize("segment", [(-1, 1, 1), (1, -1, 1), (1, 1, -1)])
 def test_negative_numbers_are_refused_and_nothing_is_copied(segment: Segment) -> None:
     pieces = grid([Stride(0, 0)], [segment], Stride(1, 1), Stride(1, 1))
-    one = Part("kv", "k", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces)
+    one = BindingPart("kv", "k", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces)
     source, target = np.ones(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
     with pytest.raises(InputError, match=r"kv\.k has a negative"):
         copy_binding(Binding((one,)), [source.ctypes.data], [target.ctypes.data])
@@ -280,7 +280,7 @@ def test_other_threads_run_while_it_copies() -> None:
     warm_up()
     source, target = np.ones(1 << 16, dtype=np.uint8), np.zeros(1 << 16, dtype=np.uint8)
     pieces = grid([Stride(0, 0)], [(1 << 16, 120_000, 1)], Stride(0, 0), Stride(0, 0))
-    one = Part("kv", "k", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces)
+    one = BindingPart("kv", "k", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces)
     addresses = [source.ctypes.data], [target.ctypes.data]
     spans: list[float] = []
 
@@ -303,12 +303,12 @@ def test_other_threads_run_while_it_copies() -> None:
 CHECK = """
 import numpy as np
 from kvferry.memory.copy.cpu import copy_binding, warm_up
-from kvferry.plan import PageTable, RankPair, Request, Side, StagingView, bind
+from kvferry.plan import PageTable, RankPair, Request, PagedView, StagingView, bind
 from kvferry.plan import contiguous_pools, reshard
 from kvferry.layout import Layout, attention
 layout = Layout(attention(layers=1, kv_heads=1, head_dim=128))
 pools = contiguous_pools(layout, 0, 2)
-side = Side(pools.map, {"kv": PageTable([1])})
+side = PagedView(pools.map, {"kv": PageTable([1])})
 binding = bind(reshard(layout, layout), RankPair(0, 0), Request(16), side, StagingView())
 source = [np.arange(size, dtype=np.uint8) for size in pools.region_bytes]
 slot = np.zeros(binding.num_bytes, dtype=np.uint8)

@@ -17,19 +17,19 @@ from kvferry.memory.copy.reference import copy_pieces
 from kvferry.plan import (
     Base,
     Binding,
+    PagedView,
     PageTable,
     Placement,
     Plan,
     PoolMap,
     RankPair,
     Request,
-    Side,
     StagingView,
     bind,
     check,
     reshard,
 )
-from kvferry.plan.bind import Part
+from kvferry.plan.bind import BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.regions import Device
 
@@ -240,7 +240,7 @@ def test_offsets_beyond_four_gib(copier: GpuCopier) -> None:
     )  # fmt: skip
     pool = torch.randint(-(2**62), 2**62, (5 * gib // 8,), device="cuda").view(torch.uint8)
     pages = np.array([num_pages - 1, 0, num_pages // 2, 1, num_pages - 2, 77])
-    side = Side(PoolMap(placements), {"kv": PageTable(pages)})
+    side = PagedView(PoolMap(placements), {"kv": PageTable(pages)})
     plan, request = reshard(layout, layout), Request(64 * len(pages))
     gather = bind(plan, RankPair(0, 0), request, side, StagingView())
     slot = torch.empty(gather.num_bytes, dtype=torch.uint8, device="cuda")
@@ -281,7 +281,7 @@ def test_a_large_job_and_small_ones(copier: GpuCopier) -> None:
     jobs = []
     for size, ours, theirs in zip(sizes, source, target, strict=True):
         pieces = Pieces(0 * one, 0 * one, size * one, one, one, NO_STRIDE, NO_STRIDE, False)
-        part = Part("kv", "k", base, base, pieces)
+        part = BindingPart("kv", "k", base, base, pieces)
         jobs.append(GpuCopy(Binding((part,)), (ours.data_ptr(),), (theirs.data_ptr(),)))
     copier.copy(jobs).synchronize()
     for ours, theirs in zip(source, target, strict=True):

@@ -25,7 +25,7 @@ from kvferry.memory.copy.gpu_tables import (
     table_of,
 )
 from kvferry.plan import Base, Binding, RankPair, Request, StagingView, bind, reshard
-from kvferry.plan.bind import Part
+from kvferry.plan.bind import BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Int64s
 from kvferry.testing.strategies import MAX_TOKENS, pairs
@@ -211,7 +211,7 @@ def test_a_stride_that_is_never_taken_does_not_narrow_the_words() -> None:
 def test_tensors_with_the_same_pieces_become_one_part() -> None:
     same = pieces([(0, 0, 512), (512, 1024, 512)])
     two, three = ((Base(0, 0, 0), Base(1, 0, 4096)), (Base(0, 0, 8192), Base(1, 0, 12288)))
-    parts = tuple(Part("kv", name, b, b, same) for name, b in (("k", two), ("v", three)))
+    parts = tuple(BindingPart("kv", name, b, b, same) for name, b in (("k", two), ("v", three)))
     space = Space()
     rng = np.random.default_rng(1)
     source = space.add(rng.integers(0, 256, 16384, dtype=np.uint8))
@@ -255,7 +255,9 @@ def test_what_is_remembered_is_never_taken_for_something_else() -> None:
     for length in (256, 250, 16, 256):
         for bases in base:
             for addresses in (tuple(regions), tuple(regions[::-1]), tuple(regions)):
-                part = Part("kv", "k", bases, bases, pieces([(0, 0, length), (2048, 4096, length)]))
+                part = BindingPart(
+                    "kv", "k", bases, bases, pieces([(0, 0, length), (2048, 4096, length)])
+                )
                 job = GpuCopy(Binding((part,)), addresses, tuple(outs))
                 for out in outs:
                     space.bytes[out : out + 8192] = 0
@@ -272,7 +274,7 @@ def test_bases_that_are_gone_are_not_taken_for_new_ones() -> None:
     """A new tuple may lie where one lay that is no more."""
     book, target = AddressBook(), (Base(0, 0, 0),)
     for offset in range(3 * MAX_KNOWN):
-        part = Part("kv", "k", (Base(0, 0, offset),), target, pieces([(0, 0, 16)]))
+        part = BindingPart("kv", "k", (Base(0, 0, offset),), target, pieces([(0, 0, 16)]))
         assert book.addresses([part], (1 << 20,), (1 << 30,)).tolist() == [
             (1 << 20) + offset,
             1 << 30,
@@ -310,4 +312,4 @@ def pieces(segments: list[tuple[int, int, int]], row_stride: Stride = NO_STRIDE)
 
 def a_job(its: Pieces, source: int = 1 << 20, target: int = 1 << 30) -> GpuCopy:
     base = (Base(0, 0, 0),)
-    return GpuCopy(Binding((Part("kv", "k", base, base, its),)), (source,), (target,))
+    return GpuCopy(Binding((BindingPart("kv", "k", base, base, its),)), (source,), (target,))

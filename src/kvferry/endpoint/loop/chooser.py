@@ -17,8 +17,8 @@ from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.outgoing import Outgoing
 from kvferry.errors import InputError
 from kvferry.ids import Room
-from kvferry.plan.bind import Binding, Outline, RankPair, Tables
-from kvferry.plan.binding_cache import Between, BindingCache
+from kvferry.plan.bind import Binding, BindingTemplate, RankPair, Tables
+from kvferry.plan.binding_cache import BindingCache, PairPools
 from kvferry.plan.choose import TransferMode, choose, shape_of
 from kvferry.plan.cost import LinkCostTable
 from kvferry.plan.places import PoolMap
@@ -81,8 +81,8 @@ class Chooser:
         self, transfer: TransferRequest, blocks: Sequence[Block]
     ) -> Callable[[], Binding]:
         """Return a function that binds blocks to a slot, on any thread."""
-        made = self._outline(transfer, None, blocks)
-        return partial(made.on, self._tables(transfer.room), None)
+        made = self._template(transfer, None, blocks)
+        return partial(made.bind, self._tables(transfer.room), None)
 
     def forget(self, room: Room) -> None:
         """A room is over."""
@@ -93,17 +93,17 @@ class Chooser:
         room, key = transfer.room, _key(transfer, whole)
         binding = self._cache.get(room, key)
         if binding is None:
-            made = self._outline(transfer, self._links[transfer.session].hello.pools, (whole,))
-            binding = made.on(self._tables(room), transfer.page_tables)
+            made = self._template(transfer, self._links[transfer.session].hello.pools, (whole,))
+            binding = made.bind(self._tables(room), transfer.page_tables)
             self._cache.keep(room, key, binding)
         return binding if block == whole else binding.of_layers(block.layers)
 
-    def _outline(
+    def _template(
         self, transfer: TransferRequest, target: PoolMap | None, blocks: Sequence[Block]
-    ) -> Outline:
+    ) -> BindingTemplate:
         pair = RankPair(transfer.source, transfer.peer.rank)
-        between = Between(transfer.plan, pair, self._pools, target)
-        return self._cache.outline(between, transfer.request, blocks)
+        pools = PairPools(transfer.plan, pair, self._pools, target)
+        return self._cache.template(pools, transfer.request, blocks)
 
     def _tables(self, room: Room) -> Tables:
         handle = self._rooms.get(room)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.errors import InputError
-from kvferry.plan.bind import Binding, Part
+from kvferry.plan.bind import Binding, BindingPart
 
 
 def copy_binding(
@@ -41,9 +41,9 @@ def copy_binding(
             )
 
 
-def _alike(parts: Sequence[Part]) -> list[list[Part]]:
+def _alike(parts: Sequence[BindingPart]) -> list[list[BindingPart]]:
     """Neighbours with the very same pieces, as K and V often have: one call copies them all."""
-    groups: list[list[Part]] = []
+    groups: list[list[BindingPart]] = []
     for part in parts:
         if groups and groups[-1][0].pieces is part.pieces:
             groups[-1].append(part)
@@ -60,7 +60,7 @@ def warm_up() -> float:
 
 
 def _arguments(
-    alike: Sequence[Part], sources: Sequence[int], targets: Sequence[int]
+    alike: Sequence[BindingPart], sources: Sequence[int], targets: Sequence[int]
 ) -> tuple[Any, ...]:
     pieces = alike[0].pieces
     ours = [sources[base.region] + base.offset for part in alike for base in part.source_bases]

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from kvferry.errors import InputError
-from kvferry.plan.bind import Binding, Part
+from kvferry.plan.bind import Binding, BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base, Int64s
 
@@ -158,7 +158,7 @@ class AddressBook:
         self._known: dict[tuple[object, ...], tuple[Int64s, tuple[object, ...]]] = {}
 
     def addresses(
-        self, parts: Sequence[Part], sources: tuple[int, ...], targets: tuple[int, ...]
+        self, parts: Sequence[BindingPart], sources: tuple[int, ...], targets: tuple[int, ...]
     ) -> Int64s:
         """The address of each layer of all parts on the source, and then on the target."""
         regions = (sources, targets)
@@ -258,7 +258,7 @@ def _arrays(jobs: Sequence[GpuCopy], book: AddressBook) -> tuple[list[Int64s], S
     return arrays, tuple(sizes), tuple(strides)
 
 
-def _alike(parts: Sequence[Part]) -> Iterable[Sequence[Part]]:
+def _alike(parts: Sequence[BindingPart]) -> Iterable[Sequence[BindingPart]]:
     """Neighbours with the very same pieces, together."""
     if len(parts) == 2 and parts[0].pieces is parts[1].pieces:
         return (parts,)

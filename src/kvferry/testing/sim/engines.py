@@ -14,7 +14,7 @@ from functools import partial
 from kvferry.endpoint.runner.runner import SourceRunner, TargetRunner
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout.intervals import Span
-from kvferry.plan.bind import RankPair, Side, StagingView, bind
+from kvferry.plan.bind import PagedView, RankPair, StagingView, bind
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block
 from kvferry.protocol.events import (
@@ -138,9 +138,9 @@ class SourceNode(Node):
         transfer = action.transfer
         theirs = {table.group: table.as_page_table() for table in transfer.tables}
         pools = self.pools[transfer.session]
-        return Flight(self, action, self._pages(transfer.room), Side(pools, theirs))
+        return Flight(self, action, self._pages(transfer.room), PagedView(pools, theirs))
 
-    def _pages(self, room: Room) -> Side:
+    def _pages(self, room: Room) -> PagedView:
         return self.memory.side(self.allocations[room].side_tables())
 
     def gather(self, action: Gather) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.ids import Op, Room, SlotIndex
-from kvferry.plan.bind import Descriptors, RankPair, Side, StagingView, bind
+from kvferry.plan.bind import Descriptors, PagedView, RankPair, StagingView, bind
 from kvferry.protocol.events import Gather, Post, SendFailed, Write, WriteFate
 from kvferry.testing.sim.memory import SimMemory, fetch
 
@@ -28,7 +28,7 @@ class SimGather:
 
     source: SourceNode
     action: Gather
-    ours: Side
+    ours: PagedView
     post: Post | None = None
     discarded: bool = False
     over: bool = False

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvferry.layout.intervals import Span, Tokens
 from kvferry.layout.layout import Layout, Order, Shard
 from kvferry.layout.spec import Group, StateRow
-from kvferry.plan.bind import Descriptors, Side
+from kvferry.plan.bind import Descriptors, PagedView
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Request
 
@@ -183,9 +183,9 @@ class SimMemory:
 
     # ------------------------------------------------------------ moving
 
-    def side(self, tables: dict[str, PageTable]) -> Side:
+    def side(self, tables: dict[str, PageTable]) -> PagedView:
         """One half of a binding."""
-        return Side(self.pools, tables)
+        return PagedView(self.pools, tables)
 
     def store(self, pieces: Descriptors, data: list[bytes]) -> None:
         """Put pieces into the pools, and count each byte."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvferry.endpoint.runner.runner import PeerGone
 from kvferry.ids import Peer, Session
-from kvferry.plan.bind import Descriptors, RankPair, Side, StagingView, bind
+from kvferry.plan.bind import Descriptors, PagedView, RankPair, StagingView, bind
 from kvferry.protocol.events import (
     Connect,
     MemoryReached,
@@ -47,8 +47,8 @@ class Flight:
 
     source: SourceNode
     action: Write
-    ours: Side
-    theirs: Side
+    ours: PagedView
+    theirs: PagedView
     fate: WriteFate | None = None
     over: bool = False
 
@@ -70,7 +70,7 @@ class Flight:
         )
         return (peer, incarnation) in ends
 
-    def bind(self, target: Side | StagingView) -> Descriptors:
+    def bind(self, target: PagedView | StagingView) -> Descriptors:
         """Every piece, from the source's pages into the target's or into an image."""
         plan, request = self.action.transfer.plan, self.action.transfer.request
         return bind(plan, self.pair, request, self.ours, target, self.action.blocks).descriptors()

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.memory.copy.reference import copy_pieces
-from kvferry.plan.bind import Binding, Part
+from kvferry.plan.bind import Binding, BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base, Int64s
 
@@ -32,8 +32,8 @@ def binding_of(pieces: Iterable[PlacedPiece]) -> Binding:
     return Binding(tuple(_part(index, piece) for index, piece in enumerate(pieces)))
 
 
-def _part(index: int, piece: PlacedPiece) -> Part:
-    return Part(
+def _part(index: int, piece: PlacedPiece) -> BindingPart:
+    return BindingPart(
         "raw",
         f"piece{index}",
         (Base(0, piece.source_region, 0),),
@@ -73,7 +73,7 @@ def grid(
         col_stride=Stride(0, 0),
         whole_pages=False,
     )
-    return Binding((Part("raw", "grid", tuple(source_bases), tuple(target_bases), pieces),))
+    return Binding((BindingPart("raw", "grid", tuple(source_bases), tuple(target_bases), pieces),))
 
 
 def pattern(seed: int, num_bytes: int) -> Bytes:
