@@ -105,7 +105,7 @@ def test_what_was_measured_of_a_link_is_used_until_the_link_is_over() -> None:
     transport_thread = Recorder()
     nothing: Any = None
     costs = LinkCostTable({"slow": FIRST})
-    costs.reached(SESSION, "slow", "a-host")
+    costs.add(SESSION, "slow", "a-host")
     links = TargetLinkTable(nothing, transport_thread, nothing, costs, nothing, measures=True)  # type: ignore[arg-type]
     links.hear(Measured(SESSION, SLOW))
     assert (costs.of(SESSION), costs.latest) == (SLOW, SLOW)

@@ -1,4 +1,4 @@
-"""Plans: who sends what to whom, bound to pages, with a mode chosen for it. Pure."""
+"""Plans: who sends what to whom, bound to pages, with a transfer mode chosen. Pure."""
 
 from kvferry.plan.bind import Binding, Descriptors, PagedView, RankPair, StagingView, bind
 from kvferry.plan.choose import BlockShape, Choice, TransferMode, choose, shape_of

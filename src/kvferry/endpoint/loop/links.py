@@ -89,7 +89,7 @@ class TargetLinkTable:
                 log.warning("not-connected endpoint=%s session=%s problem=%s", me, session, why)
                 self._answer(MemoryUnreached(session, problems))
             case Measured(session=session, link_cost=link_cost):
-                self._costs.measured(session, link_cost)
+                self._costs.record(session, link_cost)
 
     def _reached(self, news: Reached) -> None:
         session, transport = news.session, news.transport
@@ -105,10 +105,10 @@ class TargetLinkTable:
         self._observer.link_up(link.peer, transport.name)
         if transport.writes_at_once:
             link.at_once = news
-        self._costs.reached(session, transport.name, link.metadata.liveness_port[0])
+        self._costs.add(session, transport.name, link.metadata.liveness_port[0])
         self._answer(MemoryReached(session, transport.name))
         calibration = None if transport.maps_peer else self._calibration(link.metadata)
-        if calibration is not None and self._costs.due(session, time.monotonic()):
+        if calibration is not None and self._costs.start_if_due(session, time.monotonic()):
             self._transport_thread.measure(session, calibration, self._costs.of(session))
 
     def _calibration(self, theirs: PeerMetadata) -> Calibration | None:
