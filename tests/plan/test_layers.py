@@ -85,5 +85,5 @@ def test_advice_is_never_predicted_to_be_slower(
 @pytest.mark.parametrize("wrong", [{"num_layers": 0}, {"layer_s": -1.0}, {"layer_bytes": -1}])
 def test_invalid_arguments_are_refused(wrong: dict[str, int]) -> None:
     good: dict[str, Any] = {"num_layers": 1, "layer_s": 0.0, "layer_bytes": 1}
-    with pytest.raises(InputError, match="at least 1|0 or more"):
+    with pytest.raises(InputError, match="or more"):
         layers_per_push(link_cost=LINK, **(good | wrong))

@@ -1,4 +1,4 @@
-"""Tests of the planner against the oracle, exhaustive where possible and by Hypothesis elsewhere."""
+"""Tests of the planner against the oracle: exhaustive where possible, else by Hypothesis."""
 
 from __future__ import annotations
 

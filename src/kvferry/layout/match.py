@@ -1,7 +1,6 @@
-"""Whether two sides describe the same cache, and if not, every reason why.
+"""Compares the caches of two sides, and gives every reason why they do not match.
 
-What must match is what the bytes mean: groups, layers, units, tensors, widths.
-How a side shards, pages or orders them is free.
+Groups, layers, units, tensors and widths must match. Sharding, paging and page order may differ.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from kvferry.layout.spec import CacheSpec, Group, Tensor, Window
 
 
 def mismatches(source: CacheSpec, target: CacheSpec) -> tuple[Reason, ...]:
-    """Every reason why ``target`` cannot take what ``source`` computes."""
+    """Return every reason why ``target`` cannot use the cache of ``source``."""
     theirs = {group.name: group for group in target.groups}
     ours = {group.name: group for group in source.groups}
     reasons: list[Reason] = []

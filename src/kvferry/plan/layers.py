@@ -51,7 +51,7 @@ def layers_per_push(
     rank sends of it, and ``layer_pieces`` the number of contiguous pieces of that.
     """
     if num_layers < 1 or layer_bytes < 0 or layer_pieces < 0:
-        raise InputError("num_layers must be at least 1, layer_bytes and layer_pieces at least 0")
+        raise InputError("num_layers must be 1 or more, layer_bytes and layer_pieces 0 or more")
     if not all(0 <= seconds < math.inf for seconds in (layer_s, call_s, write_s)):
         raise InputError("layer_s, call_s and write_s must be 0 or more and finite")
 
