@@ -162,7 +162,7 @@ def counted(work: Callable[[], object]) -> int:
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal calls
-        calls += event == "call" and frame.f_code is Parallel.shards.__code__
+        calls += event == "call" and frame.f_code is Layout.shards.__code__
 
     before = sys.getprofile()
     sys.setprofile(look)

@@ -108,8 +108,8 @@ def _family(*configs: Mapping[str, object]) -> str:
             return family
     raise Refused.because(
         ReasonCode.UNKNOWN_ARCHITECTURE,
-        f"the cache of model_type {short_repr(next(iter(model_types), None))} is not known; {BY_HAND} "
-        f"(known: {_KNOWN})",
+        f"the cache of model_type {short_repr(next(iter(model_types), None))} is not known; "
+        f"{BY_HAND} (known: {_KNOWN})",
     )
 
 

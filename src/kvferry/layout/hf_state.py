@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from kvferry.layout.hf_fields import Fields
+from kvferry.layout.hf_fields import Fields, reject
 from kvferry.layout.spec import DType, Group, StateRow, Tensor
 
 MAMBA1_BLOCK = 64

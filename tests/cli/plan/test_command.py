@@ -13,13 +13,13 @@ from running import SHAPE, document, plan
 
 from kvferry.cli.main import main
 
-CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 
 
 # ---------------------------------------------------------------- the page
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
 # A command, and its output in the same block or in the next one.
 SHOWN = re.findall(
     r"```console\n\$ kvferry (plan .*?)\n(?:\.\.\.|```\n\n```)\n(.*?)```", PAGE, re.DOTALL
