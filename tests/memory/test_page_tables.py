@@ -12,10 +12,10 @@ from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
 from kvferry.memory.page_tables import (
     UNKNOWN,
+    PageHistory,
     Pages,
     PageTableBuilder,
     PageTableValidator,
-    TableReach,
 )
 from kvferry.plan.places import contiguous_pools
 from kvferry.plan.plan import Request
@@ -59,7 +59,7 @@ def test_all_pages_or_only_those_to_fill() -> None:
     assert validator().tables(request, [7, 8, 9], None)[0] == PageTableMessage("kv", (7, 8, 9), 2)
     # An engine may have set more aside for what is to be decoded.
     assert validator().tables(request, [5, 6, 7, 8, 9, 0], None)[0].first_page == 0
-    with pytest.raises(InputError, match="given 4 pages; give all 5 of the request, or just the 3"):
+    with pytest.raises(InputError, match="given 4 pages; give all 5 of the request, or only the 3"):
         validator().tables(request, [5, 6, 7, 8], None)
 
 
@@ -151,7 +151,7 @@ def test_chunks_may_begin_after_a_cached_prefix() -> None:
 
 
 def test_chunks_in_any_order() -> None:
-    its, reach, growing = validator(), TableReach(), PageTableBuilder()
+    its, reach, growing = validator(), PageHistory(), PageTableBuilder()
     for span, pages in [(Span(8, 12), [3]), (Span(16, 18), [5]), (Span(2, 6), [7, 0])]:
         chunk = its.chunk(span, pages)
         reach.extend(chunk)
@@ -160,12 +160,12 @@ def test_chunks_in_any_order() -> None:
     assert (table.pages.tolist(), table.first_page) == ([7, 0, 3, UNKNOWN, 5], 0)
     growing.add(its.chunk(Span(12, 16), [9]))
     assert growing.tables()["kv"].pages.tolist() == [7, 0, 3, 9, 5]
-    with pytest.raises(InputError, match="touch 2 pages of group 'kv', and 1 were given"):
+    with pytest.raises(InputError, match="touch 2 pages of group 'kv', but 1 were given"):
         its.chunk(Span(7, 9), [3])
 
 
 def test_layers_share_the_pages_of_a_token() -> None:
-    its, reach, growing = validator(), TableReach(), PageTableBuilder()
+    its, reach, growing = validator(), PageHistory(), PageTableBuilder()
     for layers in (Span(2, 3), Span(0, 1)):
         chunk = its.chunk(Span(4, 12), [3, 5], layers)
         reach.extend(chunk)
@@ -174,7 +174,7 @@ def test_layers_share_the_pages_of_a_token() -> None:
     # Bindings are found again by the table, so what is no news must not make another.
     assert growing.tables()["kv"] is table
     for span, pages in [(Span(4, 8), [5]), (Span(0, 5), [1, 2]), (Span(11, 13), [6, 7])]:
-        with pytest.raises(InputError, match="names other pages for tokens that had some before"):
+        with pytest.raises(InputError, match="names other pages than before for the same tokens"):
             reach.extend(its.chunk(span, pages))
     reach.extend(its.chunk(Span(11, 13), [5, 7]))
     with pytest.raises(InputError, match="too far apart"):
@@ -190,14 +190,14 @@ def test_repeated_pages_are_returned_unchecked() -> None:
     pages[1] = NUM_PAGES
     with pytest.raises(InputError, match=f"page 3 or {NUM_PAGES}"):
         made.chunk(tokens, pages, Span(1, 2), first)
-    with pytest.raises(InputError, match=r"3 pages .* and 2 were given"):
+    with pytest.raises(InputError, match=r"3 pages .* but 2 were given"):
         made.chunk(Span(0, 9), [3, 4], Span(1, 2), first)
     # The same pages for other tokens are another chunk.
     assert made.chunk(Span(8, 16), [3, 4], None, first) == {"kv": (2, (3, 4))}
 
 
 def test_changed_pages_are_detected_after_repeated_ones() -> None:
-    known, grown = TableReach(), PageTableBuilder()
+    known, grown = PageHistory(), PageTableBuilder()
     chunk, other = {"kv": (0, (3, 4))}, {"kv": (0, (3, 5))}
     for _ in range(2):
         known.extend(chunk)
@@ -242,5 +242,5 @@ def test_state_rows_of_some_layers() -> None:
     assert its.rows(4, Span(0, 1)) == {}
     assert its.rows(4, Span(0, 2)) == {"conv": 4}
     assert its.rows({"ssm": 5}, known={"conv": 4}) == {"conv": 4, "ssm": 5}
-    with pytest.raises(InputError, match="'conv' was given the row 3, and 4 before"):
+    with pytest.raises(InputError, match="'conv' was given row 3, but 4 before"):
         its.rows(3, known={"conv": 4})

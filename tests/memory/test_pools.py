@@ -158,7 +158,7 @@ def test_raw_pointers() -> None:
 
 def test_pools_on_two_devices_are_refused() -> None:
     memory = Memory.at(PoolMap(()), [(4096, 1), (4096, 1, "cuda:0")])
-    with pytest.raises(InputError, match="several devices; use one endpoint each"):
+    with pytest.raises(InputError, match="several devices; use an endpoint for each device"):
         memory.device  # noqa: B018 - it is the reading that is refused
 
 
@@ -173,10 +173,10 @@ V = numbered(PAGES, TOKENS, HEADS, 5)
         (NHD, {"kv": {"k": [K, K]}}, r"no pool for kv\.v"),
         (NHD, {"kv": {"k": [K], "v": [V]}}, r"kv\.k has 1 arrays, but this rank holds 2 layers"),
         (NHD, {"kv": {"k": [K, V], "v": [V, V]}}, r"kv\.k of layer 1 has shape \[3, 4, 4, 5\]"),
-        (NHD, {"kv": {"k": [K[:, :3]] * 2, "v": [V, V]}}, r"asks for \[pages, 4, 4, ...\], 12 b"),
+        (NHD, {"kv": {"k": [K[:, :3]] * 2, "v": [V, V]}}, r"needs \[pages, 4, 4, ...\], 12 b"),
         (NHD, {"kv": {"k": [K[..., ::-1]] * 2, "v": [V, V]}}, r"shape"),
         (NHD, {"kv": {"k": [numbered(PAGES, TOKENS, HEADS, 12)[..., ::2]] * 2}}, r"gaps inside a"),
-        (NHD, {"kv": {"k": [K, K[:2]], "v": [V, V]}}, r"in layer 1 than in layer 0"),
+        (NHD, {"kv": {"k": [K, K[:2]], "v": [V, V]}}, r"in layers 1 and 0"),
         (NHD, {"kv": {"k": [K.tolist()] * 2, "v": [V, V]}}, r"not list; for raw pointers"),
         (HND, {"kv": {"k": [numbered(PAGES, 5, HEADS, 6)] * 2, "v": [V, V]}}, r"pages, 4, 4"),
     ],
@@ -197,5 +197,5 @@ def test_only_the_width_of_a_dtype_matters() -> None:
     good = np.zeros((PAGES, TOKENS, 1, 8), dtype=np.uint8)
     Memory.of(layout(spec, TOKENS), 0, {"kv": {"k": [good], "v": [good]}})
     wide = good.astype(np.uint16)
-    with pytest.raises(InputError, match="8 bytes a unit"):
+    with pytest.raises(InputError, match="8 bytes per unit"):
         Memory.of(layout(spec, TOKENS), 0, {"kv": {"k": [wide], "v": [good]}})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -153,6 +154,12 @@ class Binding(NamedTuple):
     def of_layers(self, layers: Span) -> Binding:
         """Return this binding restricted to some layers, without binding again."""
         return Binding(tuple(part for whole in self.parts if (part := whole.of_layers(layers))))
+
+    def parts_by_pieces(self) -> Sequence[Sequence[BindingPart]]:
+        """Return neighbouring parts grouped by ``Pieces`` object, which K and V often share."""
+        if len(self.parts) == 2 and self.parts[0].pieces is self.parts[1].pieces:
+            return (self.parts,)
+        return [tuple(same) for _, same in groupby(self.parts, key=lambda part: id(part.pieces))]
 
     def descriptors(self) -> Descriptors:
         """Return every piece of every layer. Only this step costs the number of pieces."""

@@ -41,7 +41,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kvferry.memory.copy.gpu import MAX_DRAFTS, GpuCopier, GpuCopy
+from kvferry.memory.copy.gpu import MAX_PREBOUND, GpuCopier, GpuCopy
 
 pytestmark = pytest.mark.gpu
 
@@ -357,7 +357,7 @@ def test_what_was_foreseen_is_copied_from_where_it_has_come(copier: GpuCopier, s
 
 
 def test_what_was_foreseen_may_come_with_others_or_never(copier: GpuCopier) -> None:
-    cases = [_scattered(tokens) for tokens in range(1, MAX_DRAFTS + 9)]
+    cases = [_scattered(tokens) for tokens in range(1, MAX_PREBOUND + 9)]
     for _, job in cases:
         copier.prebind(job)
     for moving, job in cases[:3]:

@@ -14,14 +14,14 @@ from kvferry.memory.copy.gpu_tables import (
     CUT_BYTES,
     HEADER,
     LARGE_BYTES,
+    MAX_CACHED,
     MAX_COUNT,
-    MAX_KNOWN,
-    AddressBook,
+    AddressCache,
     CopyTable,
     GpuCopy,
     KernelLaunch,
     batches,
-    may_move,
+    can_move_sources,
     table_of,
 )
 from kvferry.plan import Base, Binding, RankPair, Request, StagingView, bind, reshard
@@ -129,7 +129,7 @@ def test_any_layout_to_any_layout(
     space = Space()
     at, to = place(space, sources, shift), place(space, targets)
     jobs = jobs_between(sources, targets, at, to, request)
-    space.play(table_of(jobs, AddressBook(), room))
+    space.play(table_of(jobs, AddressCache(), room))
     assert space.written.max(initial=0) <= 1
     assert space.written.sum() == sum(job.binding.num_bytes for job in jobs)
     for addresses, regions in zip(to, wanted, strict=True):
@@ -150,20 +150,20 @@ def test_a_table_can_be_moved_to_another_slot(v_head_dim: int, by: int) -> None:
         GpuCopy(binding, (1 << 16,), targets),
         GpuCopy(binding, ((1 << 16) + by,), targets),
     )
-    table, wanted = (table_of([each], AddressBook(), room) for each in (job, moved))
+    table, wanted = (table_of([each], AddressCache(), room) for each in (job, moved))
     table.move_sources(by)
     np.testing.assert_array_equal(table.numbers, wanted.numbers)
     assert table.launches == wanted.launches
-    assert may_move(job, moved)
+    assert can_move_sources(job, moved)
 
 
 def test_what_can_t_be_moved() -> None:
     job = GpuCopy(Binding(()), (64,), (1, 2))
-    assert not may_move(job, job._replace(sources=(72,))), "words may be narrower there"
-    assert not may_move(job, job._replace(targets=(1, 3)))
+    assert not can_move_sources(job, job._replace(sources=(72,))), "words may be narrower there"
+    assert not can_move_sources(job, job._replace(targets=(1, 3)))
     two = job._replace(sources=(64, 128))
-    assert not may_move(two, two), "each region of several would move by its own"
-    assert not may_move(job, two)
+    assert not can_move_sources(two, two), "each region of several would move by its own"
+    assert not can_move_sources(job, two)
 
 
 def gathers(target_tp: int, v_head_dim: int = 128, slot: int = 1 << 30) -> list[GpuCopy]:
@@ -184,7 +184,7 @@ def gathers(target_tp: int, v_head_dim: int = 128, slot: int = 1 << 30) -> list[
 
 
 def test_all_layers_tensors_and_targets_are_one_launch_of_wide_words() -> None:
-    table = table_of(gathers(target_tp=4), AddressBook(), room)
+    table = table_of(gathers(target_tp=4), AddressCache(), room)
     (launch,) = table.launches
     assert launch.tile.word == 16
     num_layers = table.numbers[1 : launch.num_parts * HEADER : HEADER]
@@ -194,17 +194,17 @@ def test_all_layers_tensors_and_targets_are_one_launch_of_wide_words() -> None:
 @pytest.mark.parametrize(("slot", "word"), [(0, 16), (8, 8), (4, 4), (2, 2), (1, 1), (24, 8)])
 def test_words_are_as_wide_as_the_addresses_allow(slot: int, word: int) -> None:
     jobs = gathers(target_tp=1, slot=(1 << 30) + slot)
-    assert {x.tile.word for x in table_of(jobs, AddressBook(), room).launches} == {word}
+    assert {x.tile.word for x in table_of(jobs, AddressCache(), room).launches} == {word}
 
 
 def test_parts_that_need_other_words_have_a_launch_of_their_own() -> None:
-    launches = table_of(gathers(target_tp=2, v_head_dim=33), AddressBook(), room).launches
+    launches = table_of(gathers(target_tp=2, v_head_dim=33), AddressCache(), room).launches
     assert sorted((x.tile.word, x.num_parts) for x in launches) == [(4, 2), (16, 2)]
 
 
 def test_a_stride_that_is_never_taken_does_not_narrow_the_words() -> None:
     single = pieces([(0, 64, 4096)], Stride(3, 5))
-    (launch,) = table_of([a_job(single)], AddressBook(), room).launches
+    (launch,) = table_of([a_job(single)], AddressCache(), room).launches
     assert launch.tile.word == 16
 
 
@@ -216,7 +216,7 @@ def test_tensors_with_the_same_pieces_become_one_part() -> None:
     rng = np.random.default_rng(1)
     source = space.add(rng.integers(0, 256, 16384, dtype=np.uint8))
     target = space.add(np.zeros(16384, dtype=np.uint8))
-    table = table_of([GpuCopy(Binding(parts), (source,), (target,))], AddressBook(), room)
+    table = table_of([GpuCopy(Binding(parts), (source,), (target,))], AddressCache(), room)
     assert [launch.num_parts for launch in table.launches] == [1]
     space.play(table)
     assert space.written.sum() == 4 * 2 * 512
@@ -234,7 +234,7 @@ def test_runs_of_very_different_lengths_are_cut() -> None:
     rng = np.random.default_rng(2)
     source = space.add(rng.integers(0, 256, longest + 200 * 32, dtype=np.uint8))
     target = space.add(np.zeros(longest + 200 * 32, dtype=np.uint8))
-    table = table_of([a_job(pieces(runs), source, target)], AddressBook(), room)
+    table = table_of([a_job(pieces(runs), source, target)], AddressCache(), room)
     wasteful = len(runs) * longest / (table.launches[0].tile.span * table.launches[0].tile.num_rows)
     assert sum(launch.num_programs for launch in table.launches) < wasteful / 5
     space.play(table)
@@ -244,7 +244,7 @@ def test_runs_of_very_different_lengths_are_cut() -> None:
 
 def test_what_is_remembered_is_never_taken_for_something_else() -> None:
     """One book for requests that look alike and differ in one number each."""
-    book, rng = AddressBook(), np.random.default_rng(3)
+    book, rng = AddressCache(), np.random.default_rng(3)
     space = Space()
     regions = [space.add(rng.integers(0, 256, 8192, dtype=np.uint8)) for _ in range(3)]
     outs = [space.add(np.zeros(8192, dtype=np.uint8)) for _ in range(3)]
@@ -272,8 +272,8 @@ def test_what_is_remembered_is_never_taken_for_something_else() -> None:
 
 def test_bases_that_are_gone_are_not_taken_for_new_ones() -> None:
     """A new tuple may lie where one lay that is no more."""
-    book, target = AddressBook(), (Base(0, 0, 0),)
-    for offset in range(3 * MAX_KNOWN):
+    book, target = AddressCache(), (Base(0, 0, 0),)
+    for offset in range(3 * MAX_CACHED):
         part = BindingPart("kv", "k", (Base(0, 0, offset),), target, pieces([(0, 0, 16)]))
         assert book.addresses([part], (1 << 20,), (1 << 30,)).tolist() == [
             (1 << 20) + offset,
@@ -285,11 +285,11 @@ def test_what_the_kernel_could_not_count_is_refused() -> None:
     rows = np.array([MAX_COUNT], dtype=np.int64)
     huge = pieces([(0, 0, 16)], Stride(16, 16))._replace(rows=rows)
     with pytest.raises(InputError, match="copy fewer tokens"):
-        table_of([a_job(huge)], AddressBook(), room)
+        table_of([a_job(huge)], AddressCache(), room)
 
 
 def test_nothing_to_copy_is_no_launch() -> None:
-    table = table_of([GpuCopy(Binding(()), (), ())], AddressBook(), room)
+    table = table_of([GpuCopy(Binding(()), (), ())], AddressCache(), room)
     assert table.launches == ()
     assert len(table.numbers) == 0
 
