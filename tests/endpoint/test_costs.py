@@ -10,7 +10,7 @@ from kvferry import EndpointConfig, LinkCost, SourceEndpoint
 from kvferry.cli.doctor.checks import fit
 from kvferry.cli.doctor.checks.check import Asked
 from kvferry.cli.main import build_parser
-from kvferry.cli.plan.command import read_link
+from kvferry.cli.plan.command import read_cost_model
 from kvferry.endpoint.costs import copy_speed
 from kvferry.endpoint.setup import make_transport
 from kvferry.memory.pools import Memory
@@ -34,7 +34,7 @@ def at_start(transport: str, config: EndpointConfig) -> LinkCost:
 )
 def test_plan_predicts_with_what_an_endpoint_starts_with(transport: str, link: str) -> None:
     """All but the speed of copies, which an endpoint measures as it starts."""
-    planned = read_link(link)
+    planned = read_cost_model(link)
     started = at_start(transport, EndpointConfig())
     assert started.copy_bytes_per_s == copy_speed()
     assert replace(started, copy_bytes_per_s=planned.copy_bytes_per_s) == planned
@@ -61,4 +61,4 @@ def test_doctor_predicts_as_plan_does(transport: str, device: str, link: str) ->
     args = build_parser().parse_args(["doctor", *SIDES.split()])
     pairing = fit.read_pairing(args, Asked(transport=transport, device=device))
     assert isinstance(pairing, fit.Pairing)
-    assert pairing.costs.link_cost == read_link(link)
+    assert pairing.costs.link_cost == read_cost_model(link)
