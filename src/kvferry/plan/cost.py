@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from kvferry.errors import InputError
 from kvferry.ids import Session
 from kvferry.plan.units import MIB
-from kvferry.regions import HOST, PAGE_BYTES, Device
+from kvferry.regions import PAGE_BYTES, Device
 
 # ---------------------------------------------------------------- staging slots
 
@@ -121,26 +122,7 @@ class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- presets
 
 
-def _preset(
-    device: Device,
-    *,
-    descriptor_s: float,
-    bytes_per_s: float,
-    copy_bytes_per_s: float,
-    maps_peer: bool = False,
-) -> LinkCost:
-    slots = slots_on(device)
-    return LinkCost(
-        descriptor_s=descriptor_s,
-        bytes_per_s=bytes_per_s,
-        copy_bytes_per_s=copy_bytes_per_s,
-        slot_bytes=slots.slot_bytes(),
-        slot_s=slots.slot_s,
-        maps_peer=maps_peer,
-    )
-
-
-_GPU = Device("cuda")
+_gpu_cost = partial(LinkCost, slot_bytes=GPU_SLOTS.slot_bytes(), slot_s=GPU_SLOTS.slot_s)
 # Used by ``kvferry plan --cost-model``, and by endpoints until they have measured the link.
 #   nixl-host    measured: NIXL 1.5.1, UCX with CMA, host memory, loopback, 2 cores
 #   nixl-gpu     measured: the same over cuda_ipc between two processes on one H200
@@ -149,14 +131,12 @@ _GPU = Device("cuda")
 #   cuda         measured: the same between processes on one H200, all pieces in one launch
 #   rdma-400g    assumed, not measured: a 400 Gb/s NIC per rank, GPU memory at both ends
 PRESETS = {
-    "nixl-host": _preset(HOST, descriptor_s=3e-6, bytes_per_s=6.5e9, copy_bytes_per_s=7e9),
-    "nixl-gpu": _preset(_GPU, descriptor_s=7.6e-6, bytes_per_s=1.19e12, copy_bytes_per_s=1.78e12),
-    "mooncake": _preset(HOST, descriptor_s=50e-6, bytes_per_s=1e9, copy_bytes_per_s=7e9),
-    "shm": _preset(HOST, descriptor_s=60e-9, bytes_per_s=7e9, copy_bytes_per_s=7e9, maps_peer=True),
-    "cuda": _preset(
-        _GPU, descriptor_s=0, bytes_per_s=1.8e12, copy_bytes_per_s=1.8e12, maps_peer=True
-    ),
-    "rdma-400g": _preset(_GPU, descriptor_s=1e-6, bytes_per_s=46e9, copy_bytes_per_s=1.78e12),
+    "nixl-host": LinkCost(descriptor_s=3e-6, bytes_per_s=6.5e9, copy_bytes_per_s=7e9),
+    "nixl-gpu": _gpu_cost(descriptor_s=7.6e-6, bytes_per_s=1.19e12, copy_bytes_per_s=1.78e12),
+    "mooncake": LinkCost(descriptor_s=50e-6, bytes_per_s=1e9, copy_bytes_per_s=7e9),
+    "shm": LinkCost(descriptor_s=60e-9, bytes_per_s=7e9, copy_bytes_per_s=7e9, maps_peer=True),
+    "cuda": _gpu_cost(descriptor_s=0, bytes_per_s=1.8e12, copy_bytes_per_s=1.8e12, maps_peer=True),
+    "rdma-400g": _gpu_cost(descriptor_s=1e-6, bytes_per_s=46e9, copy_bytes_per_s=1.78e12),
 }
 # The bytes that nixl-host sends in the time of a descriptor, rounded down to a power of two. NIXL's
 # writes are cut into batches by it.

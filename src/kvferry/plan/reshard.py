@@ -102,7 +102,7 @@ def _cells(
 ) -> Iterator[_Cell]:
     """Return the cells that some target needs, with their sources and targets.
 
-    The holders of an interval on one axis are a bit mask over shards. The holders of a cell are
+    The ranks that hold an interval of one axis are a bit mask over shards. Those of a cell are
     the intersection of its three masks.
     """
     shards = [held.shard for held in (*sources, *targets)]
@@ -157,12 +157,12 @@ def _interval_masks(
 def _class_masks(side: list[_RankShard], classes: list[Tokens]) -> list[int]:
     """Return for each token class the bits of the shards that contain it."""
     # Many ranks hold the same token set, so only distinct sets are compared with each class.
-    holders: dict[Tokens, int] = {}
+    masks: dict[Tokens, int] = {}
     for bit, held in enumerate(side):
-        holders[held.shard.tokens] = holders.get(held.shard.tokens, 0) | 1 << bit
+        masks[held.shard.tokens] = masks.get(held.shard.tokens, 0) | 1 << bit
     # A class never crosses the edge of a shard, so its first token decides for all.
     return [
-        functools.reduce(or_, (mask for held, mask in holders.items() if tokens.first in held), 0)
+        functools.reduce(or_, (mask for held, mask in masks.items() if tokens.first in held), 0)
         for tokens in classes
     ]
 
@@ -223,11 +223,11 @@ def _share(group: str, cell: _Cell, loads: Counter[int]) -> Iterator[Move]:
 
 def _shares(cell: _Cell, loads: Counter[int]) -> list[int]:
     """Return how many layers of the line each source gets."""
-    holders = range(len(cell.sources))
-    base, extra = divmod(len(cell.targets) * len(cell.layers), len(holders))
+    sources = range(len(cell.sources))
+    base, extra = divmod(len(cell.targets) * len(cell.layers), len(sources))
     ranks = [held.rank for held in cell.sources]
-    lightest = sorted(holders, key=lambda i: (loads[ranks[i]], ranks[i]))[:extra] if extra else []
-    shares = [base] * len(holders)
+    lightest = sorted(sources, key=lambda i: (loads[ranks[i]], ranks[i]))[:extra] if extra else []
+    shares = [base] * len(sources)
     for index in lightest:
         shares[index] += 1
     return shares
