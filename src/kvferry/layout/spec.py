@@ -76,11 +76,11 @@ _ALIASES = {
 
 
 class Paged(msgspec.Struct, frozen=True, tag="paged"):
-    """A group with an entry for every token of a request."""
+    """Kind of group with an entry for every token of a request."""
 
 
 class Window(msgspec.Struct, frozen=True, tag="window"):
-    """A group with an entry for each of the last ``num_tokens`` tokens."""
+    """Kind of group with an entry for each of the last ``num_tokens`` tokens."""
 
     num_tokens: int
 
@@ -90,7 +90,7 @@ class Window(msgspec.Struct, frozen=True, tag="window"):
 
 
 class StateRow(msgspec.Struct, frozen=True, tag="slot"):
-    """A group with one row per request: the state after its last token."""
+    """Kind of group with one row per request: the state after its last token."""
 
 
 Kind = Paged | Window | StateRow

@@ -123,6 +123,7 @@ class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _gpu_cost = partial(LinkCost, slot_bytes=GPU_SLOTS.slot_bytes(), slot_s=GPU_SLOTS.slot_s)
+
 # Used by ``kvferry plan --cost-model``, and by endpoints until they have measured the link.
 #   nixl-host    measured: NIXL 1.5.1, UCX with CMA, host memory, loopback, 2 cores
 #   nixl-gpu     measured: the same over cuda_ipc between two processes on one H200
