@@ -295,55 +295,27 @@ def _jamba(fields: Fields) -> Groups:
     return _hybrid(fields, mixers, mamba1_groups)
 
 
-# By model_type, without the suffix "_text" of nested configs.
+# Families by builder. A family is a model_type without the suffix "_text" of nested configs.
+_FAMILIES: dict[Builder, str] = {
+    _full_attention: (
+        "apertus arcee cohere gemma glm4 glm4_moe granite granitemoe llama minimax_m2 "
+        "olmo2 olmoe qwen3_vl qwen3_vl_moe seed_oss smollm3"
+    ),
+    _bamba: "bamba",
+    _alternating: "cohere2 gemma2 gemma3 gpt_oss olmo3",
+    _mla: "deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2",
+    _sparse_mla: "deepseek_v32",
+    _falcon_h1: "falcon_h1",
+    _listed_hybrid: "granitemoehybrid nemotron_h",
+    _jamba: "jamba",
+    _sliding: "ministral ministral3 mistral mixtral phi3 phimoe starcoder2",
+    _sliding_above: "qwen2 qwen2_5_vl qwen2_vl qwen3",
+    _sliding_below: "qwen2_moe",
+    _delta_hybrid: "qwen3_5 qwen3_5_moe qwen3_next",
+    _sliding_if_enabled: "qwen3_moe",
+}
 FAMILIES: dict[str, Builder] = {
-    "apertus": _full_attention,
-    "arcee": _full_attention,
-    "bamba": _bamba,
-    "cohere": _full_attention,
-    "cohere2": _alternating,
-    "deepseek_v2": _mla,
-    "deepseek_v3": _mla,
-    "deepseek_v32": _sparse_mla,
-    "falcon_h1": _falcon_h1,
-    "gemma": _full_attention,
-    "gemma2": _alternating,
-    "gemma3": _alternating,
-    "glm4": _full_attention,
-    "glm4_moe": _full_attention,
-    "glm4_moe_lite": _mla,
-    "gpt_oss": _alternating,
-    "granite": _full_attention,
-    "granitemoe": _full_attention,
-    "granitemoehybrid": _listed_hybrid,
-    "jamba": _jamba,
-    "kimi_k2": _mla,
-    "llama": _full_attention,
-    "minimax_m2": _full_attention,
-    "ministral": _sliding,
-    "ministral3": _sliding,
-    "mistral": _sliding,
-    "mixtral": _sliding,
-    "nemotron_h": _listed_hybrid,
-    "olmo2": _full_attention,
-    "olmo3": _alternating,
-    "olmoe": _full_attention,
-    "phi3": _sliding,
-    "phimoe": _sliding,
-    "qwen2": _sliding_above,
-    "qwen2_5_vl": _sliding_above,
-    "qwen2_moe": _sliding_below,
-    "qwen2_vl": _sliding_above,
-    "qwen3": _sliding_above,
-    "qwen3_5": _delta_hybrid,
-    "qwen3_5_moe": _delta_hybrid,
-    "qwen3_moe": _sliding_if_enabled,
-    "qwen3_next": _delta_hybrid,
-    "qwen3_vl": _full_attention,
-    "qwen3_vl_moe": _full_attention,
-    "seed_oss": _full_attention,
-    "smollm3": _full_attention,
-    "starcoder2": _sliding,
+    family: builder for builder, names in _FAMILIES.items() for family in names.split()
 }
 _KNOWN = (
     "Llama, Mistral, Mixtral, Ministral, Qwen 2 to 3.5, Gemma 1 to 3, GPT-OSS, Phi-3, OLMo, "
